@@ -33,7 +33,7 @@ from torchtrim import TrainStep
 from torchtrim.records.trial import Request
 from torchtrim.runner.script import working_folder
 from torchtrim.runner.trials import run_trial
-from torchtrim.workflows.optimize.tried import measured
+from torchtrim.workflows.optimize.trials import measured
 
 PROBES = 4
 EVERY = 2

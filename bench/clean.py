@@ -23,13 +23,13 @@ from bench.faults import PROGRAMS
 from bench.machine import save
 from torchtrim.capture.workload import TrainStep
 from torchtrim.errors import ApplyFailed, PlannedStepFailed
-from torchtrim.planner.plans import made_plan
+from torchtrim.planner.plans import build_plan
 from torchtrim.records.plan import Plan, Prediction, Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.runner.script import Script
 from torchtrim.workflows.optimize.fitting import Fitting
-from torchtrim.workflows.verify.verify import verify_pair
+from torchtrim.workflows.verify import verify_pair
 
 STEPS = Request(steps=2)
 
@@ -148,7 +148,7 @@ def planned(name: str, seed: int) -> Iterator[str]:
 def recomputing(rng: random.Random, places: list[str]) -> Plan:
     """A plan that runs some of the places again, with dropout and norms in them."""
     where = tuple(sorted(rng.sample(places, rng.randint(1, len(places)))))
-    return made_plan(
+    return build_plan(
         "",
         fingerprint={},
         techniques=(Technique(name="recompute", where=where),),

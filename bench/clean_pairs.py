@@ -40,8 +40,8 @@ from torchtrim.capture.workload import TrainStep
 from torchtrim.errors import ApplyFailed, InfeasibleBudget, PlannedStepFailed, Unsupported
 from torchtrim.executor.registry import names, technique
 from torchtrim.planner.planner import Planner
-from torchtrim.planner.plans import made_plan
-from torchtrim.planner.several import Planners
+from torchtrim.planner.plans import build_plan
+from torchtrim.planner.variants import Planners
 from torchtrim.records.budget import Budget
 from torchtrim.records.plan import Plan, Prediction, Technique
 from torchtrim.records.profile import Profile
@@ -85,7 +85,7 @@ def drawn(profile: Profile, name: str, rng: random.Random) -> Iterator[Plan]:
             )
             for one in rng.sample(options, size)
         )
-        yield made_plan(
+        yield build_plan(
             "",
             fingerprint={},
             techniques=techniques,

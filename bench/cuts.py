@@ -28,10 +28,8 @@ from torchtrim.costs.roofline import estimate as roofline
 from torchtrim.errors import TorchtrimError
 from torchtrim.pipelines.orders import order_of
 from torchtrim.planner.stages.chain import ChainReader
-from torchtrim.planner.stages.choose import Ways, choose
-from torchtrim.planner.stages.costs import stages_of
-from torchtrim.planner.stages.cut import every
-from torchtrim.planner.stages.timing import step_seconds
+from torchtrim.planner.stages.choose import PipelineSettings, all_cuts, choose
+from torchtrim.planner.stages.timing import stages_of, step_seconds
 from torchtrim.records.pipeline import Schedule
 
 _MOST_WAYS = 2_000
@@ -66,13 +64,13 @@ def compared(reader: ChainReader) -> Iterator[dict[str, Any]]:
             order = order_of(cast("Schedule", schedule), ranks, stages, _MICROBATCHES)
             if order is None:
                 continue
-            ways = Ways(ranks, 1, (cast("Schedule", schedule),), (_MICROBATCHES,))
+            ways = PipelineSettings(ranks, 1, (cast("Schedule", schedule),), (_MICROBATCHES,))
             began = time.perf_counter()
             chosen = choose(lambda _: chain, ways, None, order_of)
             seconds = time.perf_counter() - began
             best = min(
                 step_seconds(stages_of(chain, cuts), order, ways.link)
-                for cuts in every(count, stages)
+                for cuts in all_cuts(count, stages)
             )
             found = step_seconds(chosen.best.stages, order, ways.link)
             yield {

@@ -26,11 +26,11 @@ from bench.machine import save
 from torchtrim.capture.allocator import allocator_for
 from torchtrim.capture.modules import Modules
 from torchtrim.capture.watch import Listener, Watcher
+from torchtrim.dispatch.storages import reachable_bytes
 from torchtrim.executor.registry import Handle, technique
 from torchtrim.records.budget import Budget
 from torchtrim.records.plan import Technique
 from torchtrim.records.trial import Request
-from torchtrim.runner.session import reachable_bytes
 from torchtrim.workflows.optimize.fitting import Fitting
 
 _MOST_SUBSETS = 2048

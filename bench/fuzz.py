@@ -37,14 +37,14 @@ from torchtrim.linter.text import fixed_text, lint_text
 from torchtrim.memory.packing.table import read as read_table
 from torchtrim.records.allow import Entry, allow_text, load_allow
 from torchtrim.records.baseline import load_baseline
-from torchtrim.records.comparison import load_report_or_profile
-from torchtrim.records.files import load_pins, load_plan, read_bounded, save_plan, save_profile
-from torchtrim.records.kept_certificate import (
+from torchtrim.records.certificate import (
     KeptCertificate,
     Program,
     load_certificate,
     save_certificate,
 )
+from torchtrim.records.comparison import load_report_or_profile
+from torchtrim.records.files import load_pins, load_plan, read_bounded, save_plan, save_profile
 from torchtrim.records.trial import Request
 from torchtrim.report import html
 from torchtrim.report.json import render

@@ -23,8 +23,8 @@ import torch
 
 from bench import llama, machine
 from torchtrim import TrainStep
-from torchtrim.planner.stages.spread import Fabric, RankLayout, described
-from torchtrim.workflows.estimate.spread import spread_over
+from torchtrim.planner.stages.spread import Fabric, RankLayout, describe
+from torchtrim.workflows.estimate import spread_over
 
 DEVICES = 64
 MEMORY = "80GB"
@@ -95,7 +95,7 @@ def planned(case: Published) -> dict[str, Any]:
 
     rows = [
         {
-            "layout": described(one.layout),
+            "layout": describe(one.layout),
             "tokens_per_second": round(tokens(one.seconds)),
             "peak_bytes": one.peak_bytes,
             "bubble": round(one.bubble, 3),
@@ -110,7 +110,7 @@ def planned(case: Published) -> dict[str, Any]:
         "best": rows,
         "published": {
             "source": case.source,
-            "layout": described(case.layout),
+            "layout": describe(case.layout),
             "tokens_per_second": case.tokens,
             "simulated_tokens_per_second": round(tokens(theirs.seconds)),
             "simulated_over_measured": round(tokens(theirs.seconds) / case.tokens, 2),

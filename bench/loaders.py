@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from bench import machine
 from torchtrim.data import tune
-from torchtrim.data.here import cores_here
-from torchtrim.data.parts import BatchSource, parts_of
+from torchtrim.data.parts import BatchSource, cores_here, parts_of
 from torchtrim.data.rebuild import end_workers, rebuilt, settings_of
 from torchtrim.records.loader import LoaderSettings
 

@@ -26,9 +26,8 @@ from torchtrim.executor.registry import Option
 from torchtrim.planner.planner import Planner
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
-from torchtrim.step.costs import on_device
 from torchtrim.step.edits import Edit
-from torchtrim.step.from_profile import step_of
+from torchtrim.step.from_profile import on_device, step_of
 from torchtrim.step.links import traffic
 from torchtrim.step.step import DETACH, Step
 from torchtrim.techniques.offload_activations.technique import TECHNIQUE

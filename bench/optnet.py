@@ -34,8 +34,8 @@ from bench.machine import facts, save
 from torchtrim.capture.allocator import CpuAllocator
 from torchtrim.capture.recording import tensors_in
 from torchtrim.evidence.evidence import bytes_of
-from torchtrim.records.memory_table import MemoryTable
-from torchtrim.workflows.live_model.training import step_of
+from torchtrim.records.estimate import MemoryTable
+from torchtrim.workflows.live_model import step_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from optnet_models import NETWORKS

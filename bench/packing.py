@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import save
-from torchtrim.memory.packing import Buffer, improve, pack, table, why_invalid
+from torchtrim.memory.packing import Buffer, pack, packer, table, why_invalid
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -104,12 +104,12 @@ def measure(path: Path) -> dict[str, Any]:
 
 
 def _without_numba(buffers: Sequence[Buffer]) -> dict[str, Any]:
-    installed = improve.can_compile
-    improve.can_compile = lambda: False
+    installed = packer.can_compile
+    packer.can_compile = lambda: False
     try:
         return _timed(buffers)
     finally:
-        improve.can_compile = installed
+        packer.can_compile = installed
 
 
 def _timed(buffers: Sequence[Buffer], seconds: float | None = None) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from torchtrim import __version__
 from torchtrim.api import Script
 from torchtrim.pipelines.orders import order_of
 from torchtrim.planner.stages.chain import ChainReader
-from torchtrim.planner.stages.choose import StageCandidate, Ways, choose, pipeline_of
+from torchtrim.planner.stages.choose import PipelineSettings, StageCandidate, choose, pipeline_of
 from torchtrim.planner.stages.timing import step_rise
 from torchtrim.records.pipeline import SCHEDULES, Pipeline, Schedule
 from torchtrim.records.plan import Plan, Prediction
@@ -181,7 +181,7 @@ def main() -> None:
         fitting = Fitting(script, Request(), lambda _: None)
         trial = fitting.observe()
         reader = ChainReader(fitting.planner(trial).profile, trial.seconds)
-        ways = Ways(args.ranks, 1, schedules, (args.microbatches,))
+        ways = PipelineSettings(args.ranks, 1, schedules, (args.microbatches,))
         before = choose(functools.cache(reader.chain), ways, None, order_of)
         with tempfile.TemporaryDirectory() as clocks:
             chosen, note = clocked(runs_in(clocks, script, before.pipeline), before, ways)

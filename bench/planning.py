@@ -26,7 +26,7 @@ from torchtrim.executor.overheads import measured
 from torchtrim.executor.registry import Option
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.problem import Problem
-from torchtrim.planner.solvers.local import Local
+from torchtrim.planner.solvers.search import Local
 from torchtrim.records.budget import Budget
 from torchtrim.records.trial import Request
 from torchtrim.step.edits import Edit

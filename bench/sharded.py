@@ -40,7 +40,7 @@ from bench.estimates import measured
 from torchtrim import Sharding, TrainStep, estimate
 from torchtrim.capture.recording import tensors_in
 from torchtrim.planner.estimate import unused_bytes
-from torchtrim.runner.ranks.sharded import repeated
+from torchtrim.runner.fake_process_group import repeated
 
 WORLDS = (2, 4)
 FAR_WORLDS = (8, 1024)

@@ -34,7 +34,7 @@ from bench.optnet import OPTNET, prepared
 from torchtrim import Script, TrainStep
 from torchtrim.records.budget import Budget
 from torchtrim.records.trial import Request, Trial
-from torchtrim.workflows.live_model.training import step_of as network_step
+from torchtrim.workflows.live_model import step_of as network_step
 from torchtrim.workflows.optimize.fitting import Fitting
 
 SHARES = (0.85, 0.7, 0.55, 0.4)

@@ -34,7 +34,7 @@ from torchtrim.stream import (
     window,
     window_mask,
 )
-from torchtrim.stream.memory_use import process_bytes
+from torchtrim.stream.growth import process_bytes
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 

@@ -29,7 +29,7 @@ from tests.cases.corpus.snippet import Body
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.machine import save
-from torchtrim.capture.one_call import record_call
+from torchtrim.capture.recording import record_call
 from torchtrim.emulator import emulate
 from torchtrim.syncs.lookup import row
 

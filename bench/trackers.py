@@ -21,7 +21,7 @@ import torch
 
 from bench.machine import save, saved
 from torchtrim.stream import bound_session
-from torchtrim.stream.state_bytes import state_bytes
+from torchtrim.stream.storages import state_bytes
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 

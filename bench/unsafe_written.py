@@ -20,7 +20,7 @@ from unittest import mock
 from torchtrim.linter import text as linting
 from torchtrim.linter.files import Selected, files_of, fix_files, write_fixed
 from torchtrim.rewriter.fix import Rewrite
-from torchtrim.source.source import Source
+from torchtrim.source.source import SourceFile
 
 FILES = Path(__file__).parent / "unsafe_files.json"
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -84,7 +84,7 @@ def write(corpus: Corpus) -> list[Written]:
     written: list[Written] = []
     apply = linting._patched
 
-    def noting(source: Source, rewrites: list[Rewrite]) -> tuple[str, int]:
+    def noting(source: SourceFile, rewrites: list[Rewrite]) -> tuple[str, int]:
         text, count = apply(source, rewrites)
         written.extend(map(_written, rewrites[:count]))
         return text, count

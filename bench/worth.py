@@ -27,10 +27,10 @@ from bench.machine import save
 from torchtrim.capture.probes import Probes
 from torchtrim.emulator import emulate
 from torchtrim.rewriter.edits import patch
-from torchtrim.rewriter.registry import matches
+from torchtrim.rewriter.fix import matches
 from torchtrim.source.facts import Facts
-from torchtrim.source.source import Source
-from torchtrim.workflows.fix.attempt import costs_more, modelled
+from torchtrim.source.source import SourceFile
+from torchtrim.workflows.fix_attempt import costs_more, modelled
 
 SHARES = (0.001, 0.01, 0.1, 0.5, 0.9)
 SIZES = (128, 512, 1024)
@@ -72,7 +72,7 @@ def inputs(share: float, size: int) -> tuple[Any, ...]:
 
 def fixed(before: str) -> str:
     """The step after the fix, by the evidence of a run on the emulated device."""
-    source = Source("worth_before.py", before)
+    source = SourceFile("worth_before.py", before)
     match = next(one for one in matches(source) if one.fix.name in FIXES)
     probes = Probes([match.probe(0)])
     probes.install()

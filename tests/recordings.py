@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtrim.records.trace_events import Trace
+from torchtrim.records.trace import Trace
 from torchtrim.traces.reader import read_trace
 
 PID, MAIN, BACKWARD = 100, 100, 200

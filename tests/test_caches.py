@@ -46,11 +46,11 @@ def test_what_is_compiled_is_kept_in_the_users_folder(
 
 def test_the_packages_own_loops_are_kept_there_too() -> None:
     pytest.importorskip("numba")
-    from torchtrim.attention import compiled_rows
+    from torchtrim.attention import compiled_loops
     from torchtrim.memory.packing import engine
 
     package = Path(caches.__file__).parent
-    for function in (compiled_rows.slab_of, engine.compiled().search):
+    for function in (compiled_loops.slab_of, engine.compiled().search):
         assert not Path(function.stats.cache_path).is_relative_to(package)
 
 

@@ -135,7 +135,7 @@ def told(said: str, part: str) -> None:
     """The part is named in one line, with what to do."""
     (line,) = [one for one in said.splitlines() if f"{part} failed and was left out" in one]
     assert line.startswith("error: ")
-    assert "bug of torchtrim" in line
+    assert "bug in torchtrim" in line
     assert "TORCHTRIM_DEBUG=1" in line
     assert "Traceback" not in said
 
@@ -342,7 +342,7 @@ class TestTechniques:
         with pytest.raises(PlannedStepFailed, match="swish_again raised KeyError") as error:
             torchtrim.verify(work, plan)
         assert error.value.exit_code == 2
-        with pytest.raises(ApplyFailed, match="bug of torchtrim"):
+        with pytest.raises(ApplyFailed, match="bug in torchtrim"):
             torchtrim.apply(plan, work.model, *work.optimizers)
         assert not any("forward" in vars(one) for one in work.model.modules())
 
@@ -433,7 +433,7 @@ class TestTheCommandLine:
         first, second = err.splitlines()
         assert (code, out) == (CRASHED, "")
         assert first == r"error: torchtrim failed: KeyError: 'some\nkey'."
-        assert "bug of torchtrim" in second
+        assert "bug in torchtrim" in second
         assert "TORCHTRIM_DEBUG=1" in second
 
     def test_the_traceback_is_there_where_it_is_asked_for(

@@ -18,8 +18,7 @@ import pytest
 import torchtrim
 from torchtrim.cli.main import torchtrim as command_line
 from torchtrim.executor.registry import names, technique
-from torchtrim.rewriter.fix import Fix
-from torchtrim.rewriter.registry import all_fixes, fixes_of
+from torchtrim.rewriter.fix import Fix, all_fixes, fixes_of
 from torchtrim.rules.registry import all_rules
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +37,7 @@ RUNS_WHAT_IT_READS = {
     *("pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"),
     *("eval", "exec", "compile", "__import__", "torch.load"),
 }
-RUNS_THE_SCRIPT = "torchtrim.capture.sources"
+RUNS_THE_SCRIPT = "torchtrim.capture.probes"
 HEAVY = {"torch", "rich", "numpy", "jinja2"}
 BESIDE = (
     "torchtrim.memory.packing",
@@ -331,7 +330,7 @@ def calls_of(name: str) -> set[str]:
 
 def test_there_is_one_maker_of_plans() -> None:
     assert calls_of("Plan") == {"torchtrim.planner.plans"}
-    makers = {module.rpartition(".")[0] for module in calls_of("made_plan")}
+    makers = {module.rpartition(".")[0] for module in calls_of("build_plan")}
     assert makers == {"torchtrim.planner"}
 
 
@@ -340,11 +339,11 @@ def test_there_is_one_sum_of_bytes() -> None:
     summing = {m.rpartition(".")[0] for m in calls_of("bytes_over_time")}
     assert {"torchtrim.analysis", "torchtrim.memory.network", "torchtrim.step"} <= summing
     allowed = {
-        "torchtrim.memory.curve",
-        "torchtrim.memory.network.cut",
+        "torchtrim.memory.packing.buffers",
+        "torchtrim.memory.network.graph",
         "torchtrim.capture.allocator",
         "torchtrim.step.incremental",
-        "torchtrim.techniques.recompute.blocks",
+        "torchtrim.techniques.recompute.technique",
     }
     assert {m for m in calls_of("accumulate") if not m.startswith(BESIDE)} <= allowed
 

@@ -172,13 +172,19 @@ def test_wrong(device):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("0", "*takes no 0. Write it as*"),
-        ("max_sync=0", "*takes no max_sync. Write it as*"),
+        ("0", "*does not take 0. Write it as*"),
+        ("max_sync=0", "*does not take max_sync. Write it as*"),
         ("max_peak='lots'", "*max_peak of the mark torchtrim: cannot read 'lots'*"),
-        ("max_syncs=-1", "*max_syncs of the mark torchtrim is a number from 0 on, not -1.*"),
+        (
+            "max_syncs=-1",
+            "*max_syncs of the mark torchtrim must be an integer of 0 or more, not -1.*",
+        ),
         ("max_syncs=True", "*max_syncs*not True.*"),
         ("warmup=None", "*warmup*not None.*"),
-        ("device='tpu'", "*device of the mark torchtrim is cpu, emulated or cuda, not 'tpu'.*"),
+        (
+            "device='tpu'",
+            "*device of the mark torchtrim must be cpu, emulated or cuda, not 'tpu'.*",
+        ),
     ],
 )
 def test_a_wrong_mark_says_what_is_right(session, given: str, says: str) -> None:
@@ -201,7 +207,12 @@ async def test_later(): pass
 """
     )
     result.assert_outcomes(errors=2)
-    result.stdout.fnmatch_lines(["*none that pytest calls itself.", "*cannot be async."])
+    result.stdout.fnmatch_lines(
+        [
+            "*test functions that pytest calls itself, not on unittest methods or other items.",
+            "*cannot be async.",
+        ]
+    )
 
 
 def test_an_error_for_people_is_shown_without_a_traceback(session) -> None:
@@ -277,7 +288,7 @@ def test_wrong(device): assert 0
 def test_without_a_baseline_there_is_nothing_to_hold_to(session) -> None:
     result = session(level(0, 1))
     result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines([f"*{NAME} does not have this test*{UPDATE}*"])
+    result.stdout.fnmatch_lines([f"*{NAME} has no entry for this test*{UPDATE}*"])
 
 
 def test_a_baseline_of_another_device_is_not_comparable(session, pytester: pytest.Pytester) -> None:
@@ -285,21 +296,21 @@ def test_a_baseline_of_another_device_is_not_comparable(session, pytester: pytes
     (pytester.path / NAME).write_text(json.dumps({"tests": levels}))
     result = session(level(0, 1))
     result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["*baseline is of cuda, and this ran on cpu*"])
+    result.stdout.fnmatch_lines(["*baseline was recorded on cuda, but this test ran on cpu*"])
 
 
 def test_a_damaged_baseline_names_the_field(session, pytester: pytest.Pytester) -> None:
     (pytester.path / NAME).write_text('{"tests": 3}')
     result = session(level(0, 1))
     result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines([f"*{NAME} is no readable baseline*tests*"])
+    result.stdout.fnmatch_lines([f"*{NAME} is not a readable baseline*tests*"])
 
 
 @pytest.mark.parametrize("tolerance", ["5", "x%", "-5%", "%", "1.2.3%"])
 def test_a_tolerance_is_a_share(session, tolerance: str) -> None:
     result = session(level(0, 1), f"--torchtrim-tolerance={tolerance}", own=True)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*--torchtrim-tolerance is a share such as 5%*"])
+    result.stderr.fnmatch_lines(["*--torchtrim-tolerance must be a percentage such as 5%*"])
 
 
 def test_under_xdist_the_first_process_writes(session, pytester: pytest.Pytester) -> None:
@@ -457,7 +468,7 @@ def test_few():
     [
         ('max_growth="much"', "cannot read 'much'"),
         ('max_growth="0B", max_peak="1MiB"', "mark two tests"),
-        ('frames_of="Tracker"', "goes with max_growth"),
+        ('frames_of="Tracker"', "needs max_growth"),
     ],
 )
 def test_a_wrong_growth_is_refused(session, mark: str, words: str) -> None:

@@ -13,7 +13,8 @@ LASTING = "parameter", "buffer", "gradient", "optimizer_state"
 _HALF = 0.5
 _MIB = 2**20
 _SET_BY = re.compile(
-    r"set by ((?:aten::\w+|\w+ of \S+) in the \w+(?: of [\w.]+)?|what was alive before the step)"
+    r"set by ((?:aten::\w+|\w+ of \S+) in the \w+(?: of [\w.]+)?|what was alive before the step"
+    r"|memory from before the step)"
 )
 _MISSED_COLUMNS = "program", "peak MiB", "state", "inputs", "smallest", "set by"
 _TRAINED_COLUMNS = "program", "levers", "backward passes", "equal"

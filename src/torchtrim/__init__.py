@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torchtrim.api import optimize_memory as optimize_memory
     from torchtrim.api import plan as plan
     from torchtrim.api import record as record
-    from torchtrim.api import saving_by_batch as saving_by_batch
     from torchtrim.api import verify as verify
     from torchtrim.capture.growth.records import measure_growth as measure_growth
     from torchtrim.capture.workload import Inference as Inference
@@ -55,7 +54,8 @@ if TYPE_CHECKING:
     from torchtrim.stream import share_positions as share_positions
     from torchtrim.stream import sink_cache as sink_cache
     from torchtrim.stream import try_lifetimes as try_lifetimes
-    from torchtrim.workflows.estimate.estimate import Estimate as Estimate
+    from torchtrim.workflows.estimate import Estimate as Estimate
+    from torchtrim.workflows.estimate import spread_over as spread_over
     from torchtrim.workflows.trace import diagnose_traces as diagnose_traces
 
 _HOMES = {
@@ -74,10 +74,9 @@ _HOMES = {
         "optimize_memory",
         "plan",
         "record",
-        "saving_by_batch",
         "verify",
     ),
-    "torchtrim.workflows.estimate.estimate": ("Estimate",),
+    "torchtrim.workflows.estimate": ("Estimate", "spread_over"),
     "torchtrim.errors": (
         "ApplyFailed",
         "InfeasibleBudget",
@@ -115,7 +114,14 @@ if "IPython" in sys.modules and (_shell := sys.modules["IPython"].get_ipython())
     importlib.import_module("torchtrim.notebook").show_records(_shell)
 
 
+_REMOVED = {
+    "saving_by_batch": "call count_memory and optimize_memory with inputs of each batch size"
+}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _REMOVED:
+        raise AttributeError(f"torchtrim.{name} was removed: {_REMOVED[name]}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,4 +1,4 @@
-"""Every error that a person can meet. A message says what is wrong, where, why, and what to do."""
+"""Errors that users meet. A message says what is wrong, where, why, and what to do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torchtrim.records.certificate import Certificate
-    from torchtrim.records.lever import Lever
+    from torchtrim.records.figures import Lever
     from torchtrim.records.plan import Plan
 
 
@@ -14,32 +14,32 @@ _FULL = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory has run out: Python's, a device's, or that of torch's CPU allocator."""
+    """Return True if memory ran out: Python's, a device's, or that of torch's CPU allocator."""
     named = any(one.__name__ == "OutOfMemoryError" for one in type(error).__mro__)
     said = str(error).lower()
     return named or isinstance(error, MemoryError) or any(word in said for word in _FULL)
 
 
 class TorchtrimError(Exception):
-    """Root of all errors that torchtrim raises for people; `exit_code` is what the command line ends with."""
+    """Base class of all errors for users. `exit_code`: the exit code of the command line."""
 
     exit_code = 2
 
 
 class UsageError(TorchtrimError):
-    """An argument, an option or a combination of them that cannot be meant."""
+    """An invalid argument or option, or an invalid combination of them."""
 
 
 class UnreadableInput(TorchtrimError):
-    """A profile, plan or report that is damaged, truncated, hostile or newer than this torchtrim."""
+    """A profile, plan or report that is damaged, truncated, malicious or newer than this torchtrim."""
 
 
 class Unsupported(TorchtrimError):
-    """Something that torchtrim knows of and does not do for this model, device or version."""
+    """A feature that torchtrim does not support for this model, device or version."""
 
 
 class ScriptFailed(TorchtrimError):
-    """The script itself failed, ended early or hung. `learnt` says what was seen until then."""
+    """The script itself failed, ended early or hung. `learnt`: what was recorded until then."""
 
     exit_code = 3
 
@@ -50,15 +50,16 @@ class ScriptFailed(TorchtrimError):
 
 
 class NothingTrains(ScriptFailed):
-    """The script called its models and ended, and there was no backward: it only runs them."""
+    """The script called its models and ended without a backward pass: it only runs inference."""
 
 
 class InfeasibleBudget(TorchtrimError):
-    """No plan fits the budget. `smallest_bytes` is the smallest that would; `set_by` names what sets it.
+    """No plan fits the budget. `smallest_bytes`: the smallest feasible budget; `set_by`: what sets it.
 
-    `plan` is the one that needs so much, measured, and `certificate` says whether it computes the same; it
-    has no techniques where none lowers the peak, and then there is no certificate. `levers` are what each
-    technique alone would reach. They are there where the workload was run planned. The model is as it was.
+    `plan` is the measured plan with that smallest peak, and `certificate` says whether it equals the
+    original. If nothing lowers the peak, the plan has no techniques and there is no certificate. `levers`
+    gives the peak that each technique reaches alone. These are set only if the workload ran planned. The
+    model is unchanged.
     """
 
     exit_code = 1
@@ -73,25 +74,25 @@ class InfeasibleBudget(TorchtrimError):
 
 
 class ApplyFailed(TorchtrimError):
-    """A plan could not be applied. The model is as it was."""
+    """The plan could not be applied. The model is unchanged."""
 
 
 class Diverged(TorchtrimError):
-    """A step of a planned run does not equal the original's. It was stopped before that step."""
+    """A step of a planned run differs from the original's. The run stopped before that step."""
 
     exit_code = 1
 
 
 class ExportFailed(TorchtrimError):
-    """A plan that cannot be written as plain PyTorch. Nothing was written."""
+    """The plan cannot be written as plain PyTorch. Nothing was written."""
 
     exit_code = 1
 
 
 class PlannedStepFailed(ScriptFailed, ApplyFailed):
-    """A step failed with a plan applied. `place`: where the plan had changed what failed, empty if unknown.
+    """A step failed with a plan applied. `place`: the planned module that failed, or empty.
 
-    The model is as it was.
+    The model is unchanged.
     """
 
     def __init__(

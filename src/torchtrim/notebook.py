@@ -1,12 +1,12 @@
-"""In a notebook: records show themselves, and `%%torchtrim` measures a cell.
+"""Notebook support: records render as HTML, and `%%torchtrim` measures a cell.
 
     %load_ext torchtrim.notebook
 
     %%torchtrim --device emulated
     model(batch).sum().backward()
 
-It shows where the cell synchronizes with a GPU and what memory it needs. Without the first line records
-show themselves too, as soon as `torchtrim` is imported.
+The magic shows where the cell synchronizes with a GPU and how much memory it needs. Records also render
+without the first line, as soon as `torchtrim` is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchtrim.errors import UsageError
 
 if TYPE_CHECKING:
     from torchtrim.api import Measured
-    from torchtrim.report.cell import Shown
+    from torchtrim.report.cell import NotebookRecord
 
 _RECORDS = {
     "Report": "torchtrim.records.report",
@@ -32,39 +32,39 @@ _RECORDS = {
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """What `%load_ext torchtrim.notebook` calls."""
+    """Register the magic and the HTML renderers; called by `%load_ext torchtrim.notebook`."""
     show_records(shell)
     shell.register_magic_function(Magic(shell).run, "cell", "torchtrim")
 
 
 def show_records(shell: Any) -> None:
-    """Have an IPython show records as HTML, with text beside it. Imports nothing until one is shown."""
+    """Register HTML and text renderers of records in an IPython shell. Imports nothing until one renders."""
     formatters = shell.display_formatter.formatters
     for name, module in _RECORDS.items():
         formatters["text/html"].for_type_by_name(module, name, _as_html)
         formatters["text/plain"].for_type_by_name(module, name, _as_text)
 
 
-def _as_html(record: Shown) -> str:
+def _as_html(record: NotebookRecord) -> str:
     from torchtrim.report import cell
 
     return cell.html(record)
 
 
-def _as_text(record: Shown, printer: Any, cycle: bool) -> None:
+def _as_text(record: NotebookRecord, printer: Any, cycle: bool) -> None:
     from torchtrim.report import cell
 
     printer.text(cell.text(record))
 
 
 class Magic:
-    """The cell magic of one IPython."""
+    """The cell magic of one IPython shell."""
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
 
     def run(self, line: str, cell: str) -> Measured | None:
-        """Measure the cell: show its syncs and its memory. It runs in the notebook's own names."""
+        """Run the cell in the notebook's namespace and show its syncs and its memory."""
         from torchtrim.api import measure
 
         try:
@@ -88,14 +88,14 @@ class Magic:
         return run
 
     def _show(self, found: Measured) -> None:
-        for line in told(found):
+        for line in sync_lines(found):
             print(line)
         data, metadata = self._shell.display_formatter.format(found.profile)
         self._shell.display_pub.publish(data, metadata)
 
 
-def told(found: Measured) -> list[str]:
-    """The waits of a call, each with its line."""
+def sync_lines(found: Measured) -> list[str]:
+    """Return one line of text for each sync of a call."""
     from torchtrim.report import facts
     from torchtrim.report.safe import clean
 
@@ -108,12 +108,12 @@ def told(found: Measured) -> list[str]:
 
 
 class _CellFailed(Exception):
-    """The cell raised, and IPython has shown what."""
+    """The cell raised, and IPython has already shown the traceback."""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"%%torchtrim: {message}. Such as: %%torchtrim --device emulated")
+        raise UsageError(f"%%torchtrim: {message}. Example: %%torchtrim --device emulated")
 
 
 def _options(line: str) -> argparse.Namespace:

@@ -1,9 +1,9 @@
-"""For pytest: `@pytest.mark.torchtrim(max_syncs=0, max_peak="300MiB")` holds a test to waits and a peak.
+"""pytest plugin: `@pytest.mark.torchtrim(max_syncs=0, max_peak="300MiB")` limits a test's syncs and peak.
 
-The body of a marked test is called `warmup` times, then once more, measured; one test at a time, since
-`torchtrim.api.measure` takes one call at a time. With `max_growth="0B"` the body streams frames, and what
-a frame adds to memory is held to that; `frames_of` names what a frame is. Importing this imports no torch,
-and neither does a session without a marked test.
+Runs the body of a marked test `warmup` times, then once more, measured. `torchtrim.api.measure` handles one
+call at a time, so tests of one process run one after another. With `max_growth="0B"` the body streams frames,
+and the mark limits what each frame adds to memory; `frames_of` names the class or function whose call is one
+frame. The plugin imports torch only for marked tests.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 FILE_NAME = "torchtrim-baseline.json"
 _MARK = "torchtrim"
 _USAGE = (
-    'torchtrim(max_syncs=0, max_peak="300MiB", max_growth="0B", frames_of=None, warmup=1, device=None): '
-    "hold a test's host-device syncs and memory, and what each frame of a stream in it adds, to limits; "
-    "without a limit, to torchtrim-baseline.json."
+    'torchtrim(max_syncs=0, max_peak="300MiB", max_growth="0B", frames_of=None, warmup=1, '
+    "device=None): limit a test's host-device syncs, its peak memory, or what each frame of a stream "
+    "adds to memory; without a limit, compare with torchtrim-baseline.json."
 )
 _SECTION = pytest.StashKey[str]()
 _LEDGER = pytest.StashKey["BaselineLedger"]()
@@ -35,46 +35,47 @@ _PROPERTY = "torchtrim_"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options of the baseline."""
+    """Add the options of the baseline."""
     group = parser.getgroup("torchtrim", "host-device syncs and peak memory of marked tests")
     group.addoption(
         "--torchtrim-update-baseline",
         action="store_true",
-        help="write what marked tests without limits measure into torchtrim-baseline.json",
+        help="write what marked tests without limits measure to torchtrim-baseline.json",
     )
     group.addoption(
         "--torchtrim-tolerance",
         default="5%",
         metavar="SHARE",
-        help="how far a peak may be over its baseline; waits may not (default: 5%%)",
+        help="how far a peak may exceed its baseline; syncs may not (default: 5%%)",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the mark known, read the options, and listen to reports, of other processes too."""
+    """Register the mark and a listener for reports, including those of xdist workers."""
     config.addinivalue_line("markers", _USAGE)
     ledger = config.stash[_LEDGER] = BaselineLedger(config)
     config.pluginmanager.register(ledger, "torchtrim-ledger")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse a mark that cannot be kept, before fixtures run."""
+    """Reject an invalid mark before fixtures run."""
     mark = item.get_closest_marker(_MARK)
     if mark is None:
         return
     owner = getattr(item, "cls", None)
     if not isinstance(item, pytest.Function) or (owner and issubclass(owner, unittest.TestCase)):
         _fail(
-            "the mark torchtrim is for test functions, and this is none that pytest calls itself."
+            "the mark torchtrim works on test functions that pytest calls itself, not on unittest "
+            "methods or other items."
         )
     if inspect.iscoroutinefunction(getattr(item, "obj", None)):
-        _fail("a test with the mark torchtrim is called several times and cannot be async.")
+        _fail("the mark torchtrim calls a test several times, so the test cannot be async.")
     MarkLimits.of(mark)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Call a marked test: unmeasured first, then measured and judged."""
+    """Call a marked test unmeasured, then measured, and check its limits."""
     mark = pyfuncitem.get_closest_marker(_MARK)
     if mark is None:
         return None
@@ -90,7 +91,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add the waits and the holders of the peak to the report of a test that failed by them."""
+    """Add syncs and the holders of the peak to the report of a test that exceeds a limit."""
     report = yield
     if call.when == "call" and _SECTION in item.stash:
         report.sections.append(("torchtrim", item.stash[_SECTION]))
@@ -120,7 +121,7 @@ def _measure(body: Callable[[], object], limits: MarkLimits, root: Path) -> Meas
 
 @dataclass(frozen=True, kw_only=True)
 class MarkLimits:
-    """The arguments of a mark. None is no limit."""
+    """The arguments of a mark. None: no limit."""
 
     max_syncs: int | None = None
     max_peak: int | None = None
@@ -131,36 +132,38 @@ class MarkLimits:
 
     @property
     def explicit(self) -> bool:
-        """Whether the mark has a limit; one without is held to the baseline."""
+        """True if the mark sets a limit; otherwise the baseline applies."""
         return self.max_syncs is not None or self.max_peak is not None
 
     @classmethod
     def of(cls, mark: pytest.Mark) -> MarkLimits:
-        """The arguments of a mark; a test with a wrong one fails and says what is right."""
+        """Parse the arguments of a mark; fail the test if one is wrong."""
         known = {"max_syncs", "max_peak", "max_growth", "frames_of", "warmup", "device"}
         unknown = sorted(set(mark.kwargs) - known)
         if mark.args or unknown:
             wrong = repr(mark.args[0]) if mark.args else unknown[0]
-            _fail(f"the mark torchtrim takes no {wrong}. Write it as\n{_USAGE}")
+            _fail(f"the mark torchtrim does not take {wrong}. Write it as\n{_USAGE}")
         amounts = {name: _amount(name, mark) for name in ("max_peak", "max_growth")}
         return cls(**{**mark.kwargs, **amounts}).checked()
 
     def checked(self) -> MarkLimits:
-        """These limits, if they are some."""
+        """Return these limits; fail the test if a value or combination is invalid."""
         for name, value in (("max_syncs", self.max_syncs), ("warmup", self.warmup)):
             none = value is None and name == "max_syncs"
             if not none and (type(value) is not int or value < 0):
-                _fail(f"{name} of the mark torchtrim is a number from 0 on, not {value!r}.")
+                _fail(
+                    f"{name} of the mark torchtrim must be an integer of 0 or more, not {value!r}."
+                )
         if self.max_growth is not None and self.explicit:
-            _fail(
-                "max_growth watches frames and goes with no max_syncs or max_peak: mark two tests."
-            )
+            _fail("max_growth does not combine with max_syncs or max_peak: mark two tests.")
         if self.frames_of is not None and (self.max_growth is None or not self.frames_of):
             _fail(
-                "frames_of of the mark torchtrim names a class or a function, and goes with max_growth."
+                "frames_of of the mark torchtrim names a class or a function and needs max_growth."
             )
         if self.device not in (None, "cpu", "emulated", "cuda"):
-            _fail(f"device of the mark torchtrim is cpu, emulated or cuda, not {self.device!r}.")
+            _fail(
+                f"device of the mark torchtrim must be cpu, emulated or cuda, not {self.device!r}."
+            )
         return self
 
 
@@ -176,7 +179,7 @@ def _amount(name: str, mark: pytest.Mark) -> int | None:
 
 
 def _judge_growth(item: pytest.Function, limits: MarkLimits) -> None:
-    """Call a test that streams once, and hold what its frames add to the limit."""
+    """Call a streaming test once and check what its frames add to memory."""
     from torchtrim.api import growing_state, measure_growth
     from torchtrim.core.units import format_bytes
     from torchtrim.errors import TorchtrimError
@@ -237,7 +240,7 @@ def _fields(level: Level) -> dict[str, Any]:
 
 
 class BaselineLedger:
-    """The baseline, and what is to be written into it. Under xdist the first process writes it."""
+    """The baseline file and its pending updates. Under xdist only the controller writes it."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.path = config.rootpath / FILE_NAME
@@ -248,19 +251,19 @@ class BaselineLedger:
         self._found: dict[str, Level] = {}
 
     def compare(self, name: str, level: Level) -> list[str]:
-        """What is worse than the baseline; nothing while that is written."""
+        """Return what is worse than the baseline; nothing while the baseline is being updated."""
         if self.updates:
             return []
         known = self._baseline().get(name)
         if known is None:
             return [
-                f"{self.path.name} does not have this test, and its mark has no limit. Run pytest "
-                "--torchtrim-update-baseline and commit the file, or give max_syncs or max_peak."
+                f"{self.path.name} has no entry for this test, and its mark sets no limit. Run pytest "
+                "--torchtrim-update-baseline and commit the file, or set max_syncs or max_peak."
             ]
         return _worse(level, known, self._tolerance)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep what a test measured that passed."""
+        """Store what a passed test measured."""
         from torchtrim.records.baseline import Level
 
         found: dict[str, Any] = {
@@ -272,14 +275,14 @@ class BaselineLedger:
             self._found[report.nodeid] = Level(**found)
 
     def pytest_sessionfinish(self) -> None:
-        """Write the baseline; tests that did not run keep theirs."""
+        """Write the baseline; keep the entries of tests that did not run."""
         from torchtrim.records.baseline import save_baseline
 
         if self._writes and self._found:
             save_baseline({**self._baseline(), **self._found}, self.path)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say what was written."""
+        """Print what was written."""
         if self._writes:
             tests = _times(len(self._found), "test")
             terminalreporter.write_line(f"torchtrim: {tests} written to {self.path.name}")
@@ -301,8 +304,8 @@ def _worse(level: Level, known: Level, tolerance: float) -> list[str]:
 
     if known.device and known.device != level.device:
         return [
-            f"the baseline is of {known.device}, and this ran on {level.device}: not comparable. "
-            "Give the mark a device."
+            f"the baseline was recorded on {known.device}, but this test ran on {level.device}: not "
+            "comparable. Give the mark a device."
         ]
     wrong = []
     if level.syncs > known.syncs:
@@ -316,12 +319,14 @@ def _worse(level: Level, known: Level, tolerance: float) -> list[str]:
 def _share(text: str) -> float:
     number = text.strip().removesuffix("%")
     if not text.strip().endswith("%") or not number.strip().replace(".", "", 1).isdecimal():
-        raise pytest.UsageError(f"--torchtrim-tolerance is a share such as 5%, not {text!r}.")
+        raise pytest.UsageError(
+            f"--torchtrim-tolerance must be a percentage such as 5%, not {text!r}."
+        )
     return float(number) / 100
 
 
 def section(measured: Measured, root: Path) -> str:
-    """Each wait and the holders of the peak, a line each, for people."""
+    """Format the syncs and the holders of the peak, one a line."""
     from torchtrim.api import holders
     from torchtrim.core.units import format_bytes
     from torchtrim.report.safe import clean

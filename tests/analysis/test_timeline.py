@@ -1,11 +1,17 @@
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+import torchtrim
+from models import SAMPLES, train
 from profiles import Step, training_step
 from torchtrim.analysis.timeline import (
     by_kind,
+    by_module,
     kinds_over_time,
+    most_of,
     peak_operator,
     peak_without,
     timeline,
@@ -161,3 +167,32 @@ def test_training_memory_rises_in_forward_and_falls_in_backward() -> None:
     forward = [i for i, op in enumerate(profile.operators) if op.phase == "forward"]
     assert [live[i] for i in forward] == sorted(live[i] for i in forward)
     assert profile.operators[peak_operator(profile)].phase == "backward"
+
+
+def recorded(name: str) -> Profile:
+    torch.manual_seed(0)
+    sample = SAMPLES[name]()
+    optimizer = torch.optim.Adam(sample.model.parameters(), 1e-3)
+    return torchtrim.measure(lambda: train(sample, optimizer), device="cpu").profile
+
+
+@pytest.mark.parametrize("name", ["resnet", "tied", "lstm"])
+def test_they_add_up_to_the_peak(name: str) -> None:
+    profile = recorded(name)
+    found = by_module(profile)
+    assert sum(found.values()) == max(timeline(profile).high)
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+    assert set(found) - {"", "Adam"} <= {module.path for module in profile.modules}
+
+
+def test_most_of_a_kind_is_what_is_alive_at_once() -> None:
+    profile = recorded("resnet")
+    parameters = sum(s.bytes for s in profile.storages if s.kind == "parameter")
+    assert most_of(profile, "parameter") == parameters
+    assert most_of(profile, "gradient") == parameters
+
+
+def test_at_any_operator() -> None:
+    profile = recorded("resnet")
+    before = by_module(profile, at=0)
+    assert sum(before.values()) < sum(by_module(profile, at=peak_operator(profile)).values())

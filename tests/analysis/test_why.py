@@ -1,7 +1,15 @@
 import pytest
 
-from profiles import Made, Step
-from torchtrim.analysis.why_live import why_alive
+from profiles import Made, Step, training_step
+from torchtrim.analysis.timeline import peak_operator
+from torchtrim.analysis.why_live import (
+    Zeroed,
+    released_by_recompute,
+    saved_by_module,
+    saved_storages,
+    why_alive,
+    zeroed_gradients,
+)
 from torchtrim.records.profile import Kind
 
 
@@ -174,3 +182,146 @@ def test_computed_by_the_first_operator() -> None:
     step = Step()
     made = step.op("aten::relu", makes=1)
     assert why(step, made.out, 0) == "being computed by aten::relu"
+
+
+def test_each_block_of_a_chain_keeps_its_inside_and_its_output() -> None:
+    profile = training_step(blocks=3, size=10)
+    end_of_forward = max(i for i, op in enumerate(profile.operators) if op.phase == "forward")
+    saved = saved_by_module(profile, end_of_forward)
+    assert saved == {"net.0": 40, "net.1": 40, "net.2": 40}
+
+
+def test_recompute_releases_what_is_neither_input_nor_output() -> None:
+    profile = training_step(blocks=3, size=10)
+    blocks = [call for call in profile.calls if call.depth == 1]
+    peak = peak_operator(profile)
+    assert released_by_recompute(profile, blocks, peak) == [30, 30, 30]
+    assert released_by_recompute(profile, blocks) == [30, 30, 30]
+
+
+def test_an_outer_call_releases_what_its_inner_calls_keep() -> None:
+    profile = training_step(blocks=3, size=10)
+    root = [call for call in profile.calls if call.depth == 0]
+    assert released_by_recompute(profile, root) == [3 * 40]
+
+
+def test_only_what_backward_needs_is_saved() -> None:
+    step = Step()
+    weight = step.alive("parameter", 5)
+    batch = step.alive("input", 5)
+    held = step.op("aten::relu", weight, batch, makes=5)
+    saved = step.op("aten::gelu", held, makes=5)
+    loss = step.op("aten::mean", saved, makes=1, kind="temporary")
+    peak = step.backward("aten::mean_backward", loss, makes=5)
+    step.backward("aten::gelu_backward", saved, saved, weight, batch)
+    assert saved_storages(step.profile(), peak.index) == [saved.out]
+
+
+def test_nothing_is_saved_in_inference() -> None:
+    step = Step()
+    with step.module("net", graded=False):
+        step.op("aten::relu", makes=5)
+    assert saved_storages(step.profile()) == []
+    assert saved_by_module(step.profile()) == {}
+
+
+def test_what_the_peak_itself_reads_is_still_saved() -> None:
+    step = Step()
+    saved = step.op("aten::gelu", makes=5)
+    peak = step.backward("aten::gelu_backward", saved, saved, makes=5)
+    step.free(saved)
+    assert saved_storages(step.profile(), peak.index) == [saved.out]
+
+
+def test_an_input_made_in_the_step_is_no_activation() -> None:
+    step = Step()
+    batch = step.op("aten::stack", makes=5, kind="input", phase="other")
+    out = step.op("aten::addmm", batch, makes=5)
+    peak = step.backward("aten::mm", out, batch)
+    assert saved_storages(step.profile(), peak.index) == []
+
+
+def accumulating(step: Step, gradient: int) -> int:
+    return step.op("aten::add_.Tensor", gradient, mutates=(gradient,), phase="backward").index
+
+
+def zeroing(step: Step, *gradients: int, name: str = "aten::zero_") -> int:
+    return step.op(name, *gradients, mutates=gradients, phase="other").index
+
+
+def test_zero_from_the_zeroing_until_backward_adds() -> None:
+    step = Step()
+    gradient = step.alive("gradient", 8)
+    by = zeroing(step, gradient)
+    step.op("aten::addmm")
+    added = accumulating(step, gradient)
+    step.op("aten::sgd", phase="optimizer")
+    assert zeroed_gradients(step.profile()) == [Zeroed(gradient, by, by, added + 1, True)]
+
+
+def test_zeroed_at_the_end_is_zero_at_the_start_of_the_next_step() -> None:
+    step = Step()
+    gradient = step.alive("gradient", 8)
+    step.op("aten::addmm")
+    added = accumulating(step, gradient)
+    by = zeroing(step, gradient)
+    assert zeroed_gradients(step.profile()) == [
+        Zeroed(gradient, by, by, by + 1, False),
+        Zeroed(gradient, by, 0, added + 1, True),
+    ]
+
+
+def test_several_at_once_with_foreach() -> None:
+    step = Step()
+    gradients = [step.alive("gradient", 8) for _ in range(3)]
+    zeroing(step, *gradients, name="aten::_foreach_zero_")
+    found = zeroed_gradients(step.profile())
+    assert {z.storage for z in found} == set(gradients)
+
+
+def test_a_gradient_that_backward_never_reaches() -> None:
+    step = Step()
+    gradient = step.alive("gradient", 8)
+    zeroing(step, gradient)
+    step.op("aten::addmm")
+    assert not any(z.accumulated for z in zeroed_gradients(step.profile()))
+
+
+def test_gradients_with_values_between_micro_batches_do_not_count() -> None:
+    step = Step()
+    gradient = step.alive("gradient", 8)
+    by = zeroing(step, gradient)
+    first = accumulating(step, gradient)
+    step.op("aten::addmm")
+    accumulating(step, gradient)
+    assert zeroed_gradients(step.profile()) == [Zeroed(gradient, by, by, first + 1, True)]
+
+
+def test_zeros_that_backward_itself_writes_do_not_count() -> None:
+    step = Step()
+    made = step.op("aten::empty", makes=8, kind="gradient", phase="backward")
+    step.op("aten::zero_", made, mutates=(made,), phase="backward")
+    assert zeroed_gradients(step.profile()) == []
+
+
+def test_zeroing_what_is_no_gradient_does_not_count() -> None:
+    step = Step()
+    zeroing(step, step.alive("buffer", 8))
+    assert zeroed_gradients(step.profile()) == []
+
+
+def test_a_gradient_of_this_step_is_not_zero_before_it_was_made() -> None:
+    step = Step()
+    gradient = step.op("aten::mm", makes=8, kind="gradient", phase="backward")
+    by = step.op("aten::zero_", gradient, mutates=(gradient,), phase="other").index
+    assert zeroed_gradients(step.profile()) == [Zeroed(gradient.out, by, by, by + 1, False)]
+
+
+def test_a_gradient_dropped_later_is_zero_until_then() -> None:
+    step = Step()
+    gradient = step.alive("gradient", 8)
+    by = zeroing(step, gradient)
+    step.op("aten::addmm")
+    step.free(gradient)
+    step.op("aten::addmm")
+    assert zeroed_gradients(step.profile()) == [Zeroed(gradient, by, by, by + 2, False)]

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from attention import rounding
 from attention.cases import Case
 from torchtrim.attention import Buckets, triton_path
-from torchtrim.attention.dropout import kept
+from torchtrim.attention.core import kept
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ def changes(**more: object) -> list[str]:
 
 def test_every_alternative_has_a_price() -> None:
     found = advise(2, 2, height=6, width=5, skip=1, head_dim=8, rounds=2)
-    assert found[0].change == "as it is"
+    assert found[0].change == "unchanged"
     assert (found[0].times_faster, found[0].times_fewer_bytes) == (1.0, 1.0)
     assert found[0].equivalence == "ROUNDING"
     assert {one.equivalence for one in found[1:]} == {"SEMANTIC"}
@@ -46,7 +46,7 @@ def test_what_would_change_nothing_is_left_out() -> None:
 
 def test_saved_bytes_are_those_of_the_shape() -> None:
     found = {one.change: one for one in advise(2, 2, 64, head_dim=8, rounds=1, rpe_on="k")}
-    whole, halved = found["as it is"], found["half the resolution in this stage"]
+    whole, halved = found["unchanged"], found["half the resolution in this stage"]
     tokens, out, lse, table = (
         3 * 2 * 2 * 64 * 8 * 4,
         2 * 2 * 64 * 8 * 4,
@@ -74,14 +74,14 @@ def test_pooling_halves_the_grid_and_repeats_it(size: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({}, "Give the number of tokens"),
-        ({"tokens": 9, "height": 3, "width": 3}, "Give the number of tokens"),
-        ({"height": 3}, "Give the number of tokens"),
-        ({"tokens": 0}, "is no attention"),
-        ({"tokens": 9, "head_dim": 0}, "is no attention"),
+        ({}, "Pass either the number of tokens"),
+        ({"tokens": 9, "height": 3, "width": 3}, "Pass either the number of tokens"),
+        ({"height": 3}, "Pass either the number of tokens"),
+        ({"tokens": 0}, "is invalid"),
+        ({"tokens": 9, "head_dim": 0}, "is invalid"),
         ({"tokens": 9, "rounds": 0}, "at least one round"),
-        ({"tokens": 9, "rpe_on": "x"}, "letters out of"),
-        ({"tokens": 9, "method": "diagonal"}, "The methods are"),
+        ({"tokens": 9, "rpe_on": "x"}, "letters among"),
+        ({"tokens": 9, "method": "diagonal"}, "Choose one of"),
     ],
 )
 def test_what_makes_no_attention_is_refused(arguments: dict[str, object], says: str) -> None:

@@ -115,11 +115,11 @@ def test_pairs_with_skip_tokens_may_have_buckets_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("diagonal", 3, 3), "The methods are product"),
-        (("product", 0, 3), "does not exist"),
+        (("diagonal", 3, 3), "Choose one of product"),
+        (("product", 0, 3), "is invalid"),
         (("product", 3, 3, -1), "skip at least 0"),
         (("product", 3, 3, 0, "spiral"), "axis 'spiral'"),
-        (("euclidean", 3, 3, 0, "clip", (2,)), "one distance of both axes"),
+        (("euclidean", 3, 3, 0, "clip", (2,)), "one distance across both axes"),
         (("product", 3, 3, 0, "piecewise", (2.0, 1.0, 8.0)), "0 < alpha <= beta"),
         (("product", 3, 3, 0, "clip", ()), "furthest distance"),
         (("product", 3, 3, 0, "identity", (1,)), "no parameters"),

@@ -78,7 +78,7 @@ def test_an_initializer_is_called() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"method": "diagonal"}, "Choose euc, quant, cross, product"),
+        ({"method": "diagonal"}, "Choose one of euc, quant, cross, product"),
         ({"mode": "sideways"}, "Choose contextual"),
         ({"rpe_on": "kx"}, "letters q, k and v"),
     ],
@@ -89,9 +89,9 @@ def test_what_does_not_exist_is_refused(options: dict[str, str], says: str) -> N
 
 
 def test_a_bias_on_values_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="does not exist"):
+    with pytest.raises(NotImplementedError, match="cannot have a bias"):
         build_rpe(get_rpe_config(mode="bias", rpe_on="v"), 8, 2)
-    with pytest.raises(UsageError, match="Let build_rpe"):
+    with pytest.raises(UsageError, match="Create it with build_rpe"):
         iRPE(8)
     nothing = build_rpe(get_rpe_config(mode=None), 8, 2)[1]
     assert nothing is not None

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from attention.deit import both
-from torchtrim.attention import RelativeAttention, encodings, get_rpe_config
+from torchtrim.attention import RelativeAttention, get_rpe_config, module
 from torchtrim.attention.irpe import RPEConfigs
 from torchtrim.errors import Unsupported, UsageError
 
@@ -96,7 +96,7 @@ def test_it_compiles_and_exports() -> None:
 
 def test_a_grid_that_cannot_be_is_refused() -> None:
     one = RelativeAttention(16, 2, rpe_config=get_rpe_config(skip=1))
-    with pytest.raises(UsageError, match="Give height and width"):
+    with pytest.raises(UsageError, match="Pass the height and width"):
         one(torch.randn(1, 26 + 1, 16))
     with pytest.raises(UsageError, match="cannot be divided"):
         RelativeAttention(10, 3)
@@ -117,7 +117,7 @@ def test_a_mirrored_bias_is_that_of_the_other_direction() -> None:
     for method in ("product", "euclidean", "quantization"):
         buckets = Buckets.of_ratio(method, 5, 9, skip=1)
         table = torch.randn(2, buckets.number)
-        turned = encodings.mirrored(table, buckets)
+        turned = module.mirrored(table, buckets)
         assert isinstance(turned, torch.Tensor)
         ids = buckets.ids()
         assert torch.equal(turned[:, ids], table[:, ids.T])

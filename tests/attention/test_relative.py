@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attention import reference
 from attention.cases import Case
 from torchtrim.attention import Buckets, ops, relative_attention
-from torchtrim.attention.dropout import kept
+from torchtrim.attention.core import kept
 from torchtrim.errors import UsageError
 
 PATHS = ["pure"] + (["compiled"] if find_spec("numba") else [])
@@ -286,18 +286,18 @@ def test_the_reference_is_the_published_way() -> None:
     [
         ({"q": torch.zeros(2, 3)}, "must be \\(batch, heads, tokens, head_dim\\)"),
         ({"k": torch.zeros(2, 2, 7, 8)}, "k must have the shape of q"),
-        ({"buckets": grid(4, 4)}, "which makes 17"),
+        ({"buckets": grid(4, 4)}, "the buckets have 17"),
         ({"buckets": "product"}, "must be Buckets"),
-        ({"v": torch.zeros(2, 2, 36, 8, dtype=torch.int32)}, "of one type"),
+        ({"v": torch.zeros(2, 2, 36, 8, dtype=torch.int32)}, "must all be one of"),
         ({"k_table": torch.zeros(1, 8, 49)}, "k_table has the shape"),
-        ({"k_table": torch.zeros(1, 2, 36, 51)}, "its own for each sample"),
+        ({"k_table": torch.zeros(1, 2, 36, 51)}, "with one per sample"),
         ({"v_table": torch.zeros(8, 50)}, "v_table has the shape"),
-        ({"bias": torch.zeros(2, 36, 36)}, "number for each head and bucket"),
+        ({"bias": torch.zeros(2, 36, 36)}, "one number per head and bucket"),
         ({"k_table": (torch.zeros(1, 8, 8),) * 2}, "Only cross"),
-        ({"mask": torch.zeros(2, 1, 1, 35)}, "keys that are padding"),
+        ({"mask": torch.zeros(2, 1, 1, 35)}, "a padding mask"),
         ({"mask": torch.zeros(36, requires_grad=True)}, "bias by bucket"),
         ({"dropout_p": 1.0}, "below 1"),
-        ({"skip": 2}, "Give one"),
+        ({"skip": 2}, "Pass only one"),
         ({"path": "magic"}, "Choose auto"),
         ({"buckets": grid(method="cross"), "k_table": torch.zeros(1, 8, 8)}, "needs pairs"),
         ({"buckets": grid(method="cross"), "k_table": (torch.zeros(1, 8, 9),) * 2}, "has 8 and 8"),

@@ -15,7 +15,7 @@ from positions import (
     WindowAttention,
 )
 from torchtrim.attention import replace
-from torchtrim.attention.known import dropout_of, joined, known, parted
+from torchtrim.attention.known import dropout_of, kind_of, merge_windows, partition_windows
 from torchtrim.errors import Unsupported
 
 KINDS = {
@@ -35,13 +35,13 @@ def test_each_kind_is_known_by_what_it_holds(name: str) -> None:
     found = replace.replacement(module)
     assert found.kind.name == KINDS[name]
     assert found.masks == (name in ("swin", "t5"))
-    assert found.beside == (replace.Beside(1, 0) if name == "t5" else replace.Beside(0))
+    assert found.beside == (replace.ExtraOutputs(1, 0) if name == "t5" else replace.ExtraOutputs(0))
 
 
 @pytest.mark.parametrize("module", [PlainAttention(), nn.Linear(4, 4), nn.Sequential()])
 def test_others_are_not_known(module: nn.Module) -> None:
-    assert known(module) is None
-    with pytest.raises(Unsupported, match="no relative positions that are known"):
+    assert kind_of(module) is None
+    with pytest.raises(Unsupported, match="no relative positions that torchtrim recognizes"):
         replace.replacement(module)
 
 
@@ -69,7 +69,7 @@ def test_what_computes_something_else_is_refused(change: str) -> None:
             weights = scores.sigmoid() if change == "softmax" else scores.softmax(-1)
             return self.merged(weights @ v)
 
-    with pytest.raises(Unsupported, match="computes something else"):
+    with pytest.raises(Unsupported, match="does not compute the same"):
         replace.replacement(Other())
 
 
@@ -148,14 +148,14 @@ def test_positions_of_another_kind_are_named(holds: str, name: str) -> None:
 @pytest.mark.parametrize("shift", [(0, 0), (2, 2), (1, 3)])
 def test_joined_is_what_was_parted(size: tuple[int, int], shift: tuple[int, int]) -> None:
     x = torch.randn(2, *size, 3)
-    parts = parted(x, (4, 5), shift)
+    parts = partition_windows(x, (4, 5), shift)
     assert parts.windows.shape[1:] == (20, 3)
-    assert torch.equal(joined(parts.windows, parts, x.shape), x)
+    assert torch.equal(merge_windows(parts.windows, parts, x.shape), x)
 
 
 def test_a_mask_parts_tokens_that_the_shift_brought_together() -> None:
     places = torch.arange(64.0).view(1, 8, 8, 1)
-    parts = parted(places, (4, 4), (2, 2))
+    parts = partition_windows(places, (4, 4), (2, 2))
     assert parts.mask is not None
     assert parts.mask.shape == (4, 16, 16)
     assert parts.mask[0].all()
@@ -166,6 +166,6 @@ def test_a_mask_parts_tokens_that_the_shift_brought_together() -> None:
 
 
 def test_one_window_is_not_shifted() -> None:
-    parts = parted(torch.randn(1, 4, 5, 2), (4, 5), (2, 2))
+    parts = partition_windows(torch.randn(1, 4, 5, 2), (4, 5), (2, 2))
     assert parts.mask is None
     assert parts.shift == (0, 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtrim.attention import paths
+from torchtrim.attention import ops
 from torchtrim.errors import UsageError
 
 
@@ -26,6 +26,6 @@ def test_the_kernels_equal_the_reference_in_the_interpreter() -> None:
 
 
 def test_a_path_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(paths._INSTALLED, "triton", False)
+    monkeypatch.setitem(ops._INSTALLED, "triton", False)
     with pytest.raises(UsageError, match="needs triton, which is not installed"):
-        paths.check("triton")
+        ops.check("triton")

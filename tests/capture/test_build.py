@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from capture.loops import Loop, kinds, linear_relu, made_by, named, operators, record, trained
 from models import SAMPLES, Sample, train
+from torchtrim.capture.build import untested
 
 
 def test_a_linear_net_with_adam() -> None:
@@ -271,3 +272,21 @@ def test_activations_are_what_autograd_saves(name: str) -> None:
     found = {i for i, s in enumerate(profile.storages) if s.kind == "activation"}
     assert -1 not in saved
     assert found == {i for i in saved if profile.storages[i].birth >= 0}
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.13.1+cu130", "2.12.0a0+git1"])
+def test_what_was_tested_needs_no_word(version: str) -> None:
+    assert untested(version) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "than"), [("2.10.1", "older"), ("1.13.0", "older"), ("3.0.0", "newer")]
+)
+def test_another_version_is_said(version: str, than: str) -> None:
+    assert f"torch {version} is {than} than the versions torchtrim was tested with" in str(
+        untested(version)
+    )
+
+
+def test_a_version_that_is_none_is_older() -> None:
+    assert "older" in str(untested("unknown"))

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 import torchtrim
-from torchtrim.capture.probes import LOOK, Probes
-from torchtrim.capture.sources import Sources
+from torchtrim.capture.probes import LOOK, Probes, Sources
 from torchtrim.emulator import emulate
-from torchtrim.records.seen import Observed, Probe, Spot
+from torchtrim.records.probes import Probe, ProbeResult, SourceSpan
 
 
-def spots(text: str, *wanted: str) -> dict[str, Spot]:
+def spots(text: str, *wanted: str) -> dict[str, SourceSpan]:
     """Where these expressions stand."""
     found = {}
     for node in ast.walk(ast.parse(text)):
@@ -30,7 +29,7 @@ def spots(text: str, *wanted: str) -> dict[str, Spot]:
 
 def looked(
     text: str, *wanted: str, times: int = 1, space: dict[str, Any] | None = None
-) -> Observed:
+) -> ProbeResult:
     probes = Probes([Probe(number=0, path="case.py", parts=spots(text, *wanted))])
     probes.install()
     try:
@@ -78,7 +77,7 @@ def test_the_emulated_device_does_not_see_the_look() -> None:
     with emulate():
         x = torch.ones(4, 2).cuda()
         m = x[:, 0] > 0
-        seen: list[Observed] = []
+        seen: list[ProbeResult] = []
 
         def call() -> None:
             seen.append(looked("y = torch.where(m, 1, 0)", "m", space={"m": m, "torch": torch}))

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from capture.loops import record, trained
 from models import SAMPLES
-from torchtrim.capture.one_call import record_call
+from torchtrim.capture.recording import record_call
 from torchtrim.capture.saved import SavedTensors
 from torchtrim.records.profile import Profile, SavedTensor, Storage, check
 

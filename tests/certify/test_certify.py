@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,12 +15,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import torchtrim
 from steps import ConvNet, encoder, fitting, images, squared, train_step
 from torchtrim import TrainStep
+from torchtrim.certify.compare import coverage_of
 from torchtrim.errors import ApplyFailed
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.plan import Plan, Prediction, Technique
 from torchtrim.records.trial import Request
+from torchtrim.runner.trials import run_trial
 from torchtrim.techniques.recompute import rerun
 from torchtrim.workflows.optimize.fitting import Fitting
 
@@ -250,3 +254,28 @@ def test_a_block_that_is_another_when_it_runs_again_is_refused() -> None:
     step = train_step(nn.Sequential(Growing(), Growing()), torch.randn(4, 6), "SGD")
     with pytest.raises(ApplyFailed, match="runs again in backward"):
         certificate(step, "Sequential.0")
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return self.net(x) * ids
+
+
+def test_a_trial_says_its_shapes_types_modes_and_steps(tmp_path: Path) -> None:
+    model = Gate()
+    few, many = ((torch.ones(n, 5, 3), torch.ones((), dtype=torch.int64)) for n in (2, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torchtrim.TrainStep(
+        model, lambda model, batch: model(*batch).sum(), optimizer, few, second_batch=many
+    )
+    found = coverage_of(run_trial(step, Request(steps=2), tmp_path))
+    assert found.inputs == ("Gate: float32[2, 5, 3], int64[]", "Gate: float32[4, 5, 3], int64[]")
+    assert found.dtypes == ("float32", "int64")
+    assert found.batch_sizes == (2, 4)
+    assert found.dimensions == (0, 3)
+    assert found.modes == ("training",)
+    assert (found.steps, found.device, found.processes) == (4, "cpu", (0,))

@@ -7,12 +7,12 @@ import torch
 
 import torchtrim
 from steps import encoder, squared, train_step
-from torchtrim.planner.plans import made_plan
+from torchtrim.planner.plans import build_plan
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.plan import Prediction, Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
-from torchtrim.runner.settings.float64 import prepare
+from torchtrim.runner.settings import prepare
 from torchtrim.techniques.micro_batch import running as parted
 from torchtrim.workflows.optimize.fitting import Fitting
 
@@ -25,7 +25,7 @@ def certified() -> Certificate:
     step = train_step(encoder(16, 2), torch.randn(4, 24, 16), "SGD")
     fitting = Fitting(step, Request(steps=2), lambda _: None, Terms(allow="ROUNDING"))
     where = Technique(name="micro_batch", where=(PLACE,), options={"parts": 4})
-    plan = made_plan(
+    plan = build_plan(
         "",
         fingerprint={},
         techniques=(where,),

@@ -14,8 +14,8 @@ from torch import nn
 
 import torchtrim
 from torchtrim.errors import UnreadableInput, UsageError
-from torchtrim.records.certificate import Certificate
-from torchtrim.records.kept_certificate import (
+from torchtrim.records.certificate import (
+    Certificate,
     KeptCertificate,
     Program,
     load_certificate,
@@ -23,7 +23,7 @@ from torchtrim.records.kept_certificate import (
 )
 from torchtrim.records.trial import Request
 from torchtrim.runner.script import Script
-from torchtrim.workflows.verify.verify import check_certificate, judged, verify_pair
+from torchtrim.workflows.verify import check_certificate, judged, verify_pair
 
 
 class Net(nn.Module):
@@ -328,7 +328,7 @@ def test_another_number_of_threads_another_version_and_another_day(tmp_path: Pat
 def test_what_is_no_certificate_is_said(tmp_path: Path) -> None:
     path = tmp_path / "certificate.json"
     path.write_text('{"certificate": 3}')
-    with pytest.raises(UnreadableInput, match="no readable certificate"):
+    with pytest.raises(UnreadableInput, match="not a readable certificate"):
         check_certificate(path)
 
 

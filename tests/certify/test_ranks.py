@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from torchtrim.certify import ranks
+from torchtrim.certify import variants
 from torchtrim.certify.certify import Contest
-from torchtrim.certify.ranks import certify_ranks
+from torchtrim.certify.variants import certify_ranks
 from torchtrim.records.certificate import Certificate, Verdict
-from torchtrim.records.trial import Call, Request, Step, Trial
+from torchtrim.records.trial import Request, RootCall, Trial, TrialStep
 from torchtrim.runner.script import Script
 
 CONTEST = Contest(*[Script("train.py", processes=2)] * 2, *[Request()] * 2)
 
 
 def trial(batch: int = 8) -> Trial:
-    call = Call(root="Net", training=True, inputs=(f"float32[{batch}, 3]",))
-    return Trial(request=Request(), steps=[Step(digests={"loss:0": "a"}, calls=[call])])
+    call = RootCall(root="Net", training=True, inputs=(f"float32[{batch}, 3]",))
+    return Trial(request=Request(), steps=[TrialStep(digests={"loss:0": "a"}, calls=[call])])
 
 
 def job(*batches: int) -> Trial:
@@ -73,7 +73,7 @@ def test_the_worst_rank_is_the_verdict_and_is_named(
             reason="because",
         )
 
-    monkeypatch.setattr(ranks, "certify", certify)
+    monkeypatch.setattr(variants, "certify", certify)
     found = certify_ranks(CONTEST, job(8, 8), job(8, 8), nothing)
     assert seen == [0, 1]
     assert (found.verdict, found.reason) == (worst, f"rank {number}: because")

@@ -18,7 +18,7 @@ from torchtrim.cli.main import main
 from torchtrim.errors import UsageError
 from torchtrim.records.trial import Request
 from torchtrim.runner.script import Script
-from torchtrim.workflows.estimate.spread import spread_over
+from torchtrim.workflows.estimate import spread_over
 from torchtrim.workflows.optimize.report import optimize_report
 
 RAN = "import pathlib\npathlib.Path('ran').touch()\n"
@@ -50,7 +50,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(RAN)
     Path("pyproject.toml").write_text("")
-    monkeypatch.setattr("torchtrim.runner.process.warm.warm_up", lambda *_: Path("ran").touch())
+    monkeypatch.setattr("torchtrim.runner.warm.warm_up", lambda *_: Path("ran").touch())
     monkeypatch.setattr("torchtrim.runner.trials._run_script", lambda *_: Path("ran").touch())
 
     def run(*words: str) -> tuple[int, str]:
@@ -80,7 +80,7 @@ def test_a_wrong_amount_costs_nothing(words: tuple[str, ...], wrong: str, run: R
 
 @pytest.mark.parametrize("words", [w for w in COMMANDS if w[-2] in NO_SHARE], ids=" ".join)
 def test_a_share_of_nothing_costs_nothing(words: tuple[str, ...], run: Run) -> None:
-    assert "is a share" in refused(run, *(word.format("60%") for word in words))
+    assert "is a percentage" in refused(run, *(word.format("60%") for word in words))
 
 
 @pytest.mark.parametrize("verb", ["optimize", "plan"])

@@ -95,7 +95,7 @@ def test_a_script_that_shards_by_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(("--fsdp",), "--ranks 8"), (("--ranks", "8", "--fsdp-offload"), "give --fsdp besides")],
+    [(("--fsdp",), "--ranks 8"), (("--ranks", "8", "--fsdp-offload"), "add --fsdp")],
 )
 def test_a_sharding_that_is_not_whole(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
     error = run(tmp_path, *options).exception

@@ -92,7 +92,7 @@ def test_what_is_no_python_is_told_and_the_rest_is_linted(run, tmp_path: Path) -
     code, out, err = run(".", "--format", "concise")
     assert code == 2
     assert len(out.splitlines()) == 2
-    assert "broken.py, line 2 is no Python" in err
+    assert "broken.py, line 2 is not valid Python" in err
 
 
 @pytest.mark.parametrize(

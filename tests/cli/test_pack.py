@@ -12,7 +12,7 @@ import pytest
 
 from memory.packing.instances import cut
 from torchtrim.cli.main import main
-from torchtrim.memory.packing import improve, table, why_invalid
+from torchtrim.memory.packing import packer, table, why_invalid
 
 TEXT = "size,id,upper,lower,what\n100,a,2,0,first\n50,b,3,1,second\n70,c,4,2,third\n"
 Run = Callable[..., tuple[int, str, str]]
@@ -81,7 +81,7 @@ def test_interrupted_it_tells_and_writes_the_best_so_far(
 
     rows = [f"{b.id},{b.lower},{b.upper},{b.size}" for b in cut(3, 60)]
     (tmp_path / "s.csv").write_text("\n".join(["id,lower,upper,size", *rows]))
-    monkeypatch.setattr(improve.Descent, "run", pressed)
+    monkeypatch.setattr(packer.Descent, "run", pressed)
     code, out, err = run("s.csv", "--out", "o.csv")
     assert code == 130
     assert "best so far" in err

@@ -40,7 +40,10 @@ def plan(**changes: object) -> Plan:
         (plan_text(plan(name="recompte")), "there is no technique 'recompte'"),
         (plan_text(plan(name="../../os")), "there is no technique '../../os'"),
         (plan_text(plan(options={"keap": 1})), "recompute has no option 'keap'"),
-        (plan_text(plan()).replace("[pins]", "[pinz]"), "unknown field `$.pinz`, for `pins`?"),
+        (
+            plan_text(plan()).replace("[pins]", "[pinz]"),
+            "unknown field `$.pinz`; did you mean `pins`?",
+        ),
         (plan_text(plan()).replace("where =", "were = 1\nwhere ="), "`$.techniques[0].were`"),
     ],
 )
@@ -55,7 +58,7 @@ def test_it_is_named(
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
     Path("plan.toml").write_text(text)
-    monkeypatch.setattr("torchtrim.runner.process.warm.warm_up", lambda *_: None)
+    monkeypatch.setattr("torchtrim.runner.warm.warm_up", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["torchtrim", *verb, "--plan", "plan.toml"])
     with pytest.raises(SystemExit) as ended:
         main()

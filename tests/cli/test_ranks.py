@@ -12,7 +12,7 @@ import pytest
 from torchtrim.cli.main import torchtrim
 from torchtrim.cli.options import ranks_asked
 from torchtrim.errors import UsageError
-from torchtrim.runner.ranks.launch import launch
+from torchtrim.runner.ranks import launch
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 RANKS = str(SCRIPTS / "ranks.py")

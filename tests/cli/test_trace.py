@@ -94,9 +94,9 @@ def test_no_waits(run, tmp_path: Path) -> None:
     ("words", "says"),
     [
         (("none.json",), "cannot read none.json"),
-        (("bad.json",), "no readable profiler trace"),
+        (("bad.json",), "not a readable profiler trace"),
         (("bad.json.gz",), "is damaged"),
-        (("cpu.json",), "none of a device"),
+        (("cpu.json",), "no device activities"),
         ((".", "--source", "nowhere"), "nowhere"),
         ((), "PATHS"),
     ],

@@ -18,8 +18,7 @@ import pytest
 from torchtrim.cli.main import CRASHED, main
 from torchtrim.errors import ScriptFailed
 from torchtrim.records.trial import Request, Trial
-from torchtrim.workflows.fix import report as fixed
-from torchtrim.workflows.fix.rounds import Fixed
+from torchtrim.workflows import fix
 from torchtrim.workflows.optimize import report as fitted
 
 OLD, NEW = "x = 1\n", "x = 2\n"
@@ -41,10 +40,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     class Fixing:
         def __init__(self, *_: object, **__: object) -> None: ...
 
-        def fix(self) -> Fixed:
-            return Fixed(Trial(request=Request()), texts={path: NEW}, before={path: OLD})
+        def fix(self) -> fix.Fixed:
+            return fix.Fixed(Trial(request=Request()), texts={path: NEW}, before={path: OLD})
 
-    monkeypatch.setattr(fixed, "Fixing", Fixing)
+    monkeypatch.setattr(fix, "Fixing", Fixing)
 
     def run(*words: str) -> Run:
         monkeypatch.setattr(sys, "argv", ["torchtrim", *words])
@@ -90,7 +89,7 @@ def test_what_was_written_is_said_whatever_comes_afterwards(
 def test_interrupted_before_anything_is_written_nothing_is_said_to_be(
     run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fixed, "fixes_of", ends_with(KeyboardInterrupt()))
+    monkeypatch.setattr(fix, "fixes_of", ends_with(KeyboardInterrupt()))
     ended = run("optimize", "train.py", "--fix")
     assert (ended.code, ended.err.strip()) == (130, "interrupted")
 
@@ -104,7 +103,7 @@ def test_the_diff_is_there_before_the_source_is_written(
         seen.append((tmp_path / "torchtrim-out/train/fixes.diff").read_text())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fixed, "write_sources", write)
+    monkeypatch.setattr(fix, "write_sources", write)
     run("optimize", "train.py", "--fix")
     assert "-x = 1\n+x = 2\n" in seen[0]
     assert (tmp_path / "train.py").read_text() == OLD

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtrim.core import run_queue as queued
+from torchtrim.core import clock as queued
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/thread-self/schedstat").exists(), reason="only Linux says what threads wait for"

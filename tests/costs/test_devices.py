@@ -19,5 +19,5 @@ def test_every_device_has_its_figures_and_where_they_stand() -> None:
 
 def test_names() -> None:
     assert device_named("RTX-4090") is DEVICES["rtx4090"]
-    with pytest.raises(UsageError, match=r"no device 'h300'.*a100"):
+    with pytest.raises(UsageError, match=r"unknown device 'h300'.*a100"):
         device_named("h300")

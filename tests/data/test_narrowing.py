@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchtrim import UsageError
 from torchtrim.data import Prefetcher, narrow
 from torchtrim.data.narrowing import Shipped
-from torchtrim.data.packing import narrowed, narrowest, packed_in
+from torchtrim.data.parts import narrowed, narrowest, packed_in
 from torchtrim.emulator import emulate
 
 LEVELS = torch.arange(256, dtype=torch.uint8)
@@ -104,5 +104,5 @@ def test_what_does_not_come_back_is_shipped_as_it_is() -> None:
 
 
 def test_only_a_loader_is_narrowed() -> None:
-    with pytest.raises(UsageError, match=r"is no torch\.utils\.data\.DataLoader"):
+    with pytest.raises(UsageError, match=r"expected a DataLoader, got"):
         narrow([1, 2])  # type: ignore[arg-type]

@@ -103,7 +103,7 @@ def test_memory_sets_how_much_is_ahead() -> None:
     none, _ = tuned(batch, Consumer(0.01), SearchLimits(4, 150 << 20))
     assert none.chosen == NOTHING
     assert len(none.skipped) == 4
-    assert "1 workers: one batch ahead" in none.skipped[0]
+    assert "1 workers: prefetching one batch each" in none.skipped[0]
 
 
 def test_what_is_hidden_already_is_left_as_it_is() -> None:
@@ -141,7 +141,7 @@ def test_time_that_is_up_ends_the_search_after_what_the_loader_has() -> None:
     assert [one.settings for one in found.tried] == [NOTHING]
     assert found.chosen == NOTHING
     assert found.skipped
-    assert all("no time left" in one for one in found.skipped)
+    assert all("the time was up" in one for one in found.skipped)
 
 
 def test_more_cores_than_here_are_modelled_and_said_so() -> None:

@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from torchtrim import UsageError
 from torchtrim.data import tune
-from torchtrim.data.here import cores_here, free_bytes
+from torchtrim.data.parts import cores_here, free_bytes
 from torchtrim.data.rebuild import rebuilt, settings_of, written
 from torchtrim.records.loader import LoaderSettings
 
@@ -160,7 +160,7 @@ def test_a_loader_with_too_many_workers_is_measured_as_it_is_and_not_kept() -> N
         ({"seconds": 0}, "seconds=0"),
         ({"cores": 0}, "cores=0"),
         ({"memory": "much"}, "amount of memory"),
-        ({"memory": "60%"}, "no peak"),
+        ({"memory": "60%"}, "the peak is unknown"),
     ],
 )
 def test_bad_limits_are_refused(arguments: dict[str, Any], said: str) -> None:
@@ -170,7 +170,7 @@ def test_bad_limits_are_refused(arguments: dict[str, Any], said: str) -> None:
 
 @pytest.mark.parametrize("loader", [[1, 2], None, "loader", iter([1])])
 def test_only_a_loader_is_tuned(loader: Any) -> None:
-    with pytest.raises(UsageError, match="is no"):
+    with pytest.raises(UsageError, match="expected a DataLoader, got"):
         tune(loader)
 
 

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch.profiler import profile, schedule
 
-from torchtrim.dryrun import machine as machines
 from torchtrim.dryrun import run, workspace
-from torchtrim.dryrun.machine import Machine
 from torchtrim.dryrun.run import dry_run
+from torchtrim.dryrun.workspace import Machine
 
 HERE = Path(__file__)
 DILATION = 12
@@ -75,7 +74,7 @@ def test_the_name_of_a_machine_tells_its_instructions(monkeypatch: pytest.Monkey
     names = set()
     for instructions in ("SSE41", "AVX2", ""):
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", instructions)
-        names.add(machines._name())
+        names.add(workspace._name())
     assert len(names) == 3
     assert all(name.startswith(torch.__version__) for name in names)
 

@@ -14,11 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtrim.attention import RelativeAttention, get_rpe_config
 from torchtrim.dispatch.modes import tensors_among
 from torchtrim.dryrun import workspace as table
-from torchtrim.dryrun.machine import Machine
 from torchtrim.dryrun.run import dry_run
-from torchtrim.dryrun.workspace import workspace
+from torchtrim.dryrun.workspace import Machine, workspace
 from torchtrim.emulator.device import emulate
-from torchtrim.emulator.model import model_named
+from torchtrim.emulator.runtime import model_named
 
 aten = torch.ops.aten
 SLACK = 16_384
@@ -236,6 +235,62 @@ def test_a_call_that_is_too_large_is_not_run_and_is_named(
         assert dry.take_workspace() == 0
     (note,) = dry.guesses.notes()
     assert "scratch of aten::convolution is not counted" in note
+
+
+@pytest.mark.parametrize("error", [RuntimeError, IndexError, ZeroDivisionError, MemoryError])
+def test_an_operator_that_raises_on_zeros_counts_nothing_and_is_named(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    def raises(call: Callable[[], Any]) -> int:
+        tries.append(torch.rand(3))
+        raise error("not on zeros")
+
+    monkeypatch.setattr(table, "needed", raises)
+    state = torch.get_rng_state()
+    with dry_run(".", owned_only=True) as dry, torch.no_grad():
+        for _ in range(2):
+            assert torch.roll(torch.empty(90, 40), 1).shape == (90, 40)
+        assert not torch.is_grad_enabled()
+        assert dry.take_workspace() == 0
+    assert len(tries) == 1
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_default_dtype() is torch.float32
+    (note,) = dry.guesses.notes()
+    assert "scratch of aten::roll is not counted" in note
+
+
+def test_a_real_kernel_that_refuses_its_arguments_is_no_error() -> None:
+    x, w = torch.empty(8, 4, 9, 9), torch.empty(8, 5, 9, 9)
+    args = (x, w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    assert table._tried(aten.convolution.default, "aten::convolution", args, {}) is None
+
+
+def test_attention_over_a_long_sequence_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "needed", lambda call: pytest.fail("was run"))
+    x, width = torch.empty(1, 100_000, 64, device="meta"), torch.empty(192, 64, device="meta")
+    args = (x, x, x, 64, 4, width, width[:, 0], width[:64], width[0])
+    assert workspace(aten._native_multi_head_attention.default, args, {}, x) is None
+
+
+def test_a_trial_ignores_and_keeps_the_programs_defaults() -> None:
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"), torch.autocast("cpu"), torch.inference_mode():
+            x = torch.empty(5, 16, 12, 12, dtype=torch.float32, device="cpu")
+            w = torch.empty(8, 16, 3, 3, dtype=torch.float32, device="cpu")
+            rest = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+            assert table._tried(aten.convolution.default, "aten::convolution", (x, w, *rest), {})
+            assert torch.get_default_dtype() is torch.float64
+            assert torch.get_default_device() == torch.device("meta")
+            assert torch.is_autocast_enabled("cpu")
+            assert torch.is_inference_mode_enabled()
+    finally:
+        torch.set_default_dtype(dtype)
+    assert torch.get_num_threads() == threads
+    assert torch.is_grad_enabled()
 
 
 def test_kernels_of_the_cpu_are_not_run_for_another_device(monkeypatch: pytest.MonkeyPatch) -> None:

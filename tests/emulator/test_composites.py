@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchtrim.capture.one_call import record_call
+from torchtrim.capture.recording import record_call
 from torchtrim.emulator import composites, emulate
 
 

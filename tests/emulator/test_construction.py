@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchtrim.capture.one_call import record_call
+from torchtrim.capture.recording import record_call
 
 pytestmark = pytest.mark.usefixtures("device")
 

@@ -111,7 +111,7 @@ def test_tensors_of_the_device_are_plain_ones_afterwards() -> None:
 def test_there_is_one_device() -> None:
     with emulate() as emulation:
         assert current() is emulation
-        with pytest.raises(UsageError, match="emulated already"), emulate():
+        with pytest.raises(UsageError, match="already emulated"), emulate():
             pass
         assert current() is emulation
     assert current() is None

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import draws
-from torchtrim.capture.one_call import record_call
+from torchtrim.capture.recording import record_call
 from torchtrim.emulator import emulate
 from torchtrim.emulator.orders import Order
 from torchtrim.errors import UsageError

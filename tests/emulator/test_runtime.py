@@ -8,7 +8,7 @@ from torch import nn
 
 from torchtrim import Unsupported
 from torchtrim.emulator import emulate
-from torchtrim.emulator.model import DEFAULT, MODELS
+from torchtrim.emulator.runtime import DEFAULT, MODELS
 
 MIB = 2**20
 ON_DEVICE = pytest.mark.usefixtures("device")
@@ -152,7 +152,7 @@ def test_a_sync_debug_mode_is_kept() -> None:
 @ON_DEVICE
 @pytest.mark.parametrize("name", ["CUDAGraph", "graph", "make_graphed_callables"])
 def test_graphs_are_refused(name: str) -> None:
-    with pytest.raises(Unsupported, match=f"torch.cuda.{name} captures work"):
+    with pytest.raises(Unsupported, match=f"torch.cuda.{name} captures device work"):
         getattr(torch.cuda, name)(None)
 
 

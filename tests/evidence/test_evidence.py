@@ -10,7 +10,7 @@ from torchtrim.capture.build import Setting
 from torchtrim.capture.modules import Modules
 from torchtrim.emulator import emulate
 from torchtrim.evidence.evidence import Evidence
-from torchtrim.records.trial import Request, Step
+from torchtrim.records.trial import Request, TrialStep
 from torchtrim.runner.session import Session
 
 
@@ -20,7 +20,7 @@ from torchtrim.runner.session import Session
 def test_a_loss_of_any_value_travels(loss: float | str, told: float | None) -> None:
     evidence = Evidence(Modules())
     evidence.backward_starts((torch.tensor(complex(loss) if loss == "1+2j" else float(loss)),))
-    step = msgspec.json.decode(msgspec.json.encode(evidence.step), type=Step)
+    step = msgspec.json.decode(msgspec.json.encode(evidence.step), type=TrialStep)
     assert step.losses == [told]
     assert list(step.digests) == ["loss:loss"]
 

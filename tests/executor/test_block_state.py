@@ -300,7 +300,7 @@ def test_code_that_comes_later_runs_once(
     assert first[0] == first[1]
     assert run(planned) == run(model)
     assert model.seen == planned.seen
-    assert "as without the plan" in capsys.readouterr().err
+    assert "without the plan from now on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["spectral norm", "another block"])
@@ -381,4 +381,4 @@ def test_parts_of_a_batch_give_way_to_state_that_begins_late(
         results.append([p.grad for p in one.parameters()] + list(one.buffers()))
     for a, b in zip(*results, strict=True):
         assert torch.allclose(a, b, rtol=1e-9, atol=1e-9)
-    assert "as without the plan" in capsys.readouterr().err
+    assert "without the plan from now on" in capsys.readouterr().err

@@ -14,8 +14,8 @@ from torch import nn
 
 from steps import ConvNet, fitting, flat, images, train_step
 from torchtrim.errors import ExportFailed
+from torchtrim.executor.apply import fingerprint_of
 from torchtrim.executor.export import exported
-from torchtrim.executor.fingerprint import fingerprint_of
 from torchtrim.executor.registry import Exportable, names, technique
 from torchtrim.records.plan import Plan, Prediction, Technique
 from torchtrim.records.trial import Request

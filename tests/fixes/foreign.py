@@ -1,4 +1,4 @@
-"""Inputs of any rank and type, made from those of a case."""
+"""Inputs of any rank and type, derived from a case's inputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ Inputs = dict[str, Any]
 
 
 def foreign(rng: random.Random, inputs: Inputs) -> Inputs:
-    """The inputs with other ranks, all alike, and other types, all alike or one alone; flags turned."""
+    """Return the inputs with other ranks, all alike, and other types, all alike or only one; flags
+    flipped.
+    """
     turned = rng.random() < 0.5
     changed = {
         name: not value if isinstance(value, bool) and turned else value
@@ -65,7 +67,7 @@ def _none(value: torch.Tensor, _: float) -> torch.Tensor:
 
 
 def _cast(value: torch.Tensor, seed: float) -> torch.Tensor:
-    """Another type of its kind; now and then of another kind."""
+    """Draw another type of the same kind; now and then of another kind."""
     kinds = (_FLOATS, _INTEGERS, (torch.bool, torch.uint8), _COMPLEX)
     own = next(kind for kind in kinds if value.dtype in kind)
     choices = own if seed < 0.75 else (*_FLOATS, *_INTEGERS, torch.bool, *_COMPLEX)
@@ -75,13 +77,13 @@ def _cast(value: torch.Tensor, seed: float) -> torch.Tensor:
 
 
 def _same(value: torch.Tensor, seed: float) -> torch.Tensor:
-    """All elements alike: a full mask or an empty one, one label."""
+    """Make all elements equal: a full mask or an empty one, one label."""
     filled = torch.zeros_like(value) if seed < 0.5 else torch.ones_like(value)
     return filled if value.dtype == torch.bool or seed < 0.1 or seed > 0.9 else value
 
 
 def _odd(value: torch.Tensor, seed: float) -> torch.Tensor:
-    """Some elements NaN, infinite or a zero of either sign."""
+    """Make some elements NaN, infinite or a zero of either sign."""
     if not value.is_floating_point():
         return value
     changed = value.clone(memory_format=torch.contiguous_format)

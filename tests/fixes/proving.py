@@ -1,8 +1,8 @@
-"""Proves a fix: the same function, before and after, on inputs that differ in all that may matter.
+"""Proves a fix: runs a function before and after it, on inputs that differ in every way that may matter.
 
-A case is a structure (shapes, types, strides, who is whose view) with several draws of values. The
-evidence is taken from the first draw alone, as a profile would, and the others must agree too: empty
-and full masks, NaN and infinities where they do no harm in the original, repeated indices.
+A case is a structure (shapes, types, strides, views of each other) with several draws of values. The evidence
+comes from the first draw alone, as in a profile, and the others must agree too: empty and full masks, NaN and
+infinities where they do no harm in the original, repeated indices.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fixes.foreign import Inputs, foreign
 from torchtrim.capture.probes import Probes
 from torchtrim.rewriter.edits import patch
 from torchtrim.rewriter.fix import Fix, Rewrite
-from torchtrim.source.facts import Facts, Refused
-from torchtrim.source.source import Source
+from torchtrim.source.facts import Facts, FixRefused
+from torchtrim.source.source import SourceFile
 
 DRAWS = 4
 LONGEST = 1.5
@@ -42,11 +42,11 @@ _EPSILON = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2, tor
 
 @dataclass
 class Proof:
-    """What became of the cases.
+    """The outcomes of the cases.
 
-    `agreed`: those in which the original gave a result, and the fix the same; `raised`: those in which both
-    raised alike, which prove nothing; `strange`: those of another structure than the evidence, which agreed;
-    `foreign`: those of any rank or type that the original accepts.
+    `agreed`: the original returned a result, and the fix the same; `raised`: both raised alike, which proves
+    nothing; `strange`: cases of another structure than the evidence that agreed; `foreign`: inputs of any
+    rank or type that the original accepts.
     """
 
     agreed: int = 0
@@ -58,7 +58,7 @@ class Proof:
     unsafe: dict[str, int] = field(default_factory=dict)
 
     def reaches(self, agreed: int) -> bool:
-        """Whether so many cases agreed of all structures; where few were drawn, whether any did."""
+        """Return True if enough cases of all structures agreed; if few were drawn, if any did."""
         return self.agreed >= (agreed if self.all_drawn else 1)
 
 
@@ -71,16 +71,17 @@ def prove(
     seed: int = 0,
     suggested: bool = False,
 ) -> Proof:
-    """Runs `function` of the code before and after the fix.
+    """Run `function` of the code before and after the fix.
 
-    `make` yields the draws of one structure: keyword arguments, of which those that require a gradient
-    are compared in their gradients too. Counts each draw as a case in which the original gives a result, and
-    draws another for each in which it raises. Raises `AssertionError` with the inputs where anything
-    differs: results, gradients, what was written in place, the random stream.
-    What was written by the evidence of one structure has to agree on draws of others too, and on inputs of
-    ranks 0 to 5 and of all types, where the original accepts them: 8 for each structure in `make test-all`,
-    so that a fix with 250 is tried on 2,000, from a seed that is new. `suggested`: also where it is not safe.
-    Few structures are drawn, with another seed, unless all are wanted, or all of the few are refused.
+    `make` yields the draws of one structure as keyword arguments; gradients of arguments that require them
+    are compared too. A draw is a case if the original returns a result; one that raises is drawn
+    again. Raises `AssertionError` with the inputs if anything differs: results, gradients, in-place writes,
+    the random stream.
+
+    Code written by the evidence of one structure has to agree on draws of others too, and on inputs of ranks
+    0 to 5 and of all types, if the original accepts them: 8 for each structure in `make test-all`, so that a
+    fix with 250 is tried on 2,000, from a new seed. `suggested` includes fixes that are not safe. Few
+    structures are drawn, with another seed, unless all are wanted, or all of the few are refused.
     """
     few = draws.count(structures)
     proof = Proof(all_drawn=few == structures)
@@ -93,7 +94,7 @@ def prove(
         cases = list(make(random.Random(f"{start}/{number}")))
         try:
             rewrite = fixed(fix, code, cases[0])
-        except Refused as error:
+        except FixRefused as error:
             reason = str(error)
             proof.refused[reason] = proof.refused.get(reason, 0) + len(cases)
             continue
@@ -117,12 +118,12 @@ def prove(
 def writings(
     fix: Fix, code: str, make: Make, *, structures: int, suggested: bool = False, seed: str = "0"
 ) -> Iterator[tuple[Rewrite, str, Inputs]]:
-    """What is written by the evidence of each structure, the code with it, and that evidence."""
+    """Yield the code written by the evidence of each structure, and that evidence."""
     for number in range(structures):
         evidence = next(make(random.Random(f"{seed}/{number}")))
         try:
             rewrite = fixed(fix, code, evidence)
-        except Refused:
+        except FixRefused:
             continue
         if rewrite.safe or suggested:
             yield rewrite, patch(rewrite.match.source, [rewrite]).text, evidence
@@ -131,7 +132,7 @@ def writings(
 def _foreign_that_agree(
     code: str, written: list[tuple[Rewrite, str, Inputs]], structures: int
 ) -> int:
-    """Try what was written on inputs of ranks 0 to 5 and of all types, until the original accepted enough."""
+    """Try the written code on inputs of ranks 0 to 5 and of all types, until the original accepted enough."""
     rng = random.Random(f"{draws.seed()}/{code}")
     wanted = FOREIGN * structures if draws.is_full() else FEW_FOREIGN
     found, until = 0, time.monotonic() + LONGEST
@@ -146,8 +147,8 @@ def _foreign_that_agree(
 def agree_if_accepted(
     rewrite: Rewrite, code: str, after: str, evidence: Inputs, stranger: Inputs
 ) -> bool:
-    """Whether the original accepts what no evidence spoke of; then the fix has to agree."""
-    # What is trained stays as it was seen: a fix may rest on whether a gradient is wanted.
+    """Return True if the original accepts inputs beyond the evidence; then the fix has to agree."""
+    # Requirements of gradients stay as observed: a fix may depend on them.
     case = {name: _trained_as(evidence[name], value) for name, value in stranger.items()}
     if any(one is _OTHER for one in case.values()) or raises(code, case):
         return False
@@ -159,7 +160,7 @@ def agree_if_accepted(
 
 
 _OTHER = object()
-# They take what is read to be real: of what is not, the first two keep the real part, others may refuse it.
+# They assume real numbers: of complex ones the first two keep the real part, others may refuse them.
 _REAL_PART = ("appended_read", "coalesced_reads")
 _REAL = ("collected_reads", "invariant_read", "iterated_read", "padding_mask")
 
@@ -176,18 +177,18 @@ def _trained_as(seen: Any, value: Any) -> Any:
 
 
 def raises(code: str, inputs: Inputs) -> bool:
-    """Whether the code does not accept the inputs."""
+    """Return True if the code rejects the inputs."""
     return is_error(run(compiled(code), inputs)[0])
 
 
 def is_error(result: Any) -> bool:
-    """Whether a run ended in an error, whose type it then gave."""
+    """Return True if a run ended in an error, whose type is the result."""
     return isinstance(result, type) and issubclass(result, Exception)
 
 
 def fixed(fix: Fix, code: str, inputs: Inputs) -> Rewrite:
-    """The fix of the only place in the code that has its form, by the evidence of one run."""
-    source = Source("case.py", code)
+    """Return the fix of the only matching place in the code, by the evidence of one run."""
+    source = SourceFile("case.py", code)
     (match,) = fix.find(source)
     probes = Probes([match.probe(0)])
     probes.install()
@@ -201,13 +202,14 @@ def fixed(fix: Fix, code: str, inputs: Inputs) -> Rewrite:
 
 @cache
 def compiled(text: str) -> Any:
-    """The code of a case."""
+    """Return the module of a case's code."""
     return compile(text, "case.py", "exec")
 
 
 def waits(code: str, inputs: Inputs) -> int:
-    """How often `function`, and backward from what it gives, wait on an emulated device that has its
-    tensors already."""
+    """Count how often `function`, and backward from its result, wait on an emulated device that has its
+    tensors.
+    """
     space: dict[str, Any] = {}
     exec(compiled(code), space)
     there: Inputs = {}
@@ -230,13 +232,13 @@ def _on_device(value: Any) -> Any:
 
 
 def syncs_go(fix: Fix, code: str, inputs: Inputs) -> tuple[int, int]:
-    """How often the code waits before and after the fix."""
+    """Count how often the code waits before and after the fix."""
     rewrite = fixed(fix, code, inputs)
     return waits(code, inputs), waits(patch(rewrite.match.source, [rewrite]).text, inputs)
 
 
 def run(code: Any, inputs: Inputs) -> Run:
-    """What `function` gives, its inputs afterwards with their gradients, and the random stream."""
+    """Return the result of `function`, its inputs afterwards with their gradients, and the random stream."""
     space: dict[str, Any] = {}
     exec(code, space)
     own = copied(inputs)
@@ -253,18 +255,17 @@ def run(code: Any, inputs: Inputs) -> Run:
 
 
 def weight_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A weight for each element, so that gradients tell elements apart."""
+    """Return a weight for each element, so that gradients tell elements apart."""
     return torch.linspace(0.5, 1.5, max(tensor.numel(), 1), dtype=torch.float64)[
         : tensor.numel()
     ].view(tensor.shape)
 
 
 def agree(rewrite: Rewrite, before: str, after: str, inputs: Inputs) -> bool:
-    """Whether the original gives a result. Raises `AssertionError` unless the fix gives the same.
+    """Return True if the original returns a result. Raises `AssertionError` unless the fix returns the same.
 
-    Up to rounding where the fix may round.
-    What differs by more than that, as a sum that nearly cancels may, has to agree in float64; a fix that has
-    found another type and keeps it, up to rounding of what is added up.
+    Up to rounding if the fix may round. Larger differences, as in a sum that nearly cancels, have to vanish
+    in float64; a fix that found another type and keeps it may differ by the rounding of its summands.
     """
     one = run(compiled(before), inputs)
     what = _difference(rewrite, one, after, inputs)
@@ -278,15 +279,16 @@ def agree(rewrite: Rewrite, before: str, after: str, inputs: Inputs) -> bool:
 
 
 def _largest(inputs: Inputs) -> float:
-    """The largest magnitude among the floats that go in."""
+    """Return the largest magnitude among the input floats."""
     floats = [v for v in inputs.values() if isinstance(v, torch.Tensor) and v.is_floating_point()]
     finite = [value.detach()[value.isfinite()].abs().double() for value in floats]
     return max((float(value.max()) for value in finite if value.numel()), default=0.0)
 
 
 def _difference(rewrite: Rewrite, one: Run, after: str, inputs: Inputs, terms: float = 0.0) -> str:
-    """Where the fix differs from the original's run, in words; empty for nowhere. `terms`: the size of what
-    they add up."""
+    """Describe where the fix differs from the original's run, or return `""`. `terms`: the size of the
+    summands.
+    """
     other = run(compiled(after), inputs)
     what = f"{rewrite.match.fix.name}\n{after}\n{inputs}\nbefore {one[0]}\nafter {other[0]}"
     exact = rewrite.equivalence == "BITWISE"
@@ -305,7 +307,7 @@ def _difference(rewrite: Rewrite, one: Run, after: str, inputs: Inputs, terms: f
 
 
 def _widened(inputs: Inputs) -> Inputs:
-    """The inputs with their floats in float64."""
+    """Return the inputs with their floats in float64."""
     return {name: _wide(value) for name, value in inputs.items()}
 
 
@@ -316,7 +318,9 @@ def _wide(value: Any) -> Any:
 
 
 def same(one: Any, other: Any, *, exact: bool, terms: float = 0.0) -> bool:
-    """Whether two results are alike: type, shape, values; NaN equals NaN, and zeros of either sign."""
+    """Return True if two results agree in type, shape and values; NaN equals NaN, and zeros of either
+    sign are equal.
+    """
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return _same_tensor(one.detach(), other.detach(), exact=exact, terms=terms)
     if isinstance(one, list | tuple):
@@ -353,7 +357,7 @@ def _same_tensor(one: torch.Tensor, other: torch.Tensor, *, exact: bool, terms: 
 
 
 def leaves(result: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a result."""
+    """Yield the tensors of a result."""
     if isinstance(result, torch.Tensor):
         yield result
     elif isinstance(result, list | tuple):
@@ -364,7 +368,7 @@ def leaves(result: Any) -> Iterator[torch.Tensor]:
 
 
 def copied(inputs: Inputs) -> Inputs:
-    """The inputs anew, with strides, views of each other and requirements of gradients as they are."""
+    """Return new inputs with the same strides, views of each other and requirements of gradients."""
     memo: dict[int, Any] = {}
     return {name: _copied(value, memo) for name, value in inputs.items()}
 
@@ -384,14 +388,14 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def shape(rng: random.Random, *, most: int = 3, least: int = 1) -> tuple[int, ...]:
-    """A small shape; now and then with a dimension of zero or one."""
+    """Draw a small shape; now and then with a dimension of zero or one."""
     return tuple(rng.choice((0, 1, 1, 2, 3, 4, 5)) for _ in range(rng.randint(least, most)))
 
 
 def floating(
     rng: random.Random, size: tuple[int, ...], dtype: torch.dtype, *, odd: float = 0.0
 ) -> torch.Tensor:
-    """Random numbers; a share of them NaN or infinite. Strided, now and then."""
+    """Draw random numbers; a share of them NaN or infinite. Strided, now and then."""
     full = torch.randn(
         strided(rng, size), generator=torch.Generator().manual_seed(rng.randrange(2**31))
     ).to(dtype)
@@ -404,21 +408,21 @@ def floating(
 def integral(
     rng: random.Random, size: tuple[int, ...], dtype: torch.dtype, low: int = -3, high: int = 4
 ) -> torch.Tensor:
-    """Random integers of few values."""
+    """Draw random integers of few values."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     full = torch.randint(low, high, strided(rng, size), generator=generator)
     return _narrowed(full.to(dtype), size)
 
 
 def mask(rng: random.Random, size: tuple[int, ...]) -> torch.Tensor:
-    """A mask: empty, full or mixed."""
+    """Draw a mask: empty, full or mixed."""
     share = rng.choice((0.0, 0.1, 0.5, 0.9, 1.0))
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     return _narrowed(torch.rand(strided(rng, size), generator=generator) < share, size)
 
 
 def strided(rng: random.Random, size: tuple[int, ...]) -> tuple[int, ...]:
-    """The size, or one of which every second element of a dimension is taken."""
+    """Draw the size, or a size that takes every second element of a dimension."""
     if not size or rng.random() < 0.6:
         return size
     at = rng.randrange(len(size))

@@ -10,7 +10,7 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.begun_schedule import FIX
-from torchtrim.source.facts import Refused
+from torchtrim.source.facts import FixRefused
 
 SCHEDULER = """
 import torch
@@ -62,9 +62,9 @@ def test_what_is_written() -> None:
 
 def test_it_is_refused() -> None:
     inputs = {"x": torch.ones(2), "n": 3}
-    with pytest.raises(Refused, match="is a scheduler of diffusers"):
+    with pytest.raises(FixRefused, match="is a diffusers scheduler"):
         proving.fixed(FIX, code(LOOPS[0], "MyScheduler"), inputs)
-    with pytest.raises(Refused, match="says where it begins"):
+    with pytest.raises(FixRefused, match="already sets the index"):
         proving.fixed(FIX, code(f"s.set_begin_index(1)\n    {LOOPS[0]}"), inputs)
 
 

@@ -1,4 +1,4 @@
-"""Several `.item()` as one `torch.stack(...).tolist()`."""
+"""Fixes that read several scalars at once."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import pytest
 import torch
 
 from fixes import proving
-from torchtrim.fixes.coalesced_reads import FIX
+from torchtrim.fixes.coalesced_reads import COALESCED_READS, COLLECTED_READS
 from torchtrim.linter.text import fixed_text
-from torchtrim.source.facts import Refused
-from torchtrim.source.source import Source
+from torchtrim.source.facts import FixRefused
+from torchtrim.source.source import SourceFile
 
 pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor")
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def make(rng: random.Random) -> Iterator[proving.Inputs]:
+def make_coalesced(rng: random.Random) -> Iterator[proving.Inputs]:
     size, dtype, graded = proving.shape(rng), rng.choice(TYPES), rng.random() < 0.5
     for _ in range(proving.DRAWS):
         x = proving.floating(rng, size, dtype, odd=rng.choice((0, 0.3))).requires_grad_(graded)
         yield {"x": x, "mask": proving.mask(rng, size)}
 
 
-BODIES = {
+COALESCED_BODIES = {
     "accuracies": """
     wrong = (x > 0.0) != mask
     accuracy = 1 - (wrong.sum().item() / max(wrong.numel(), 1.0))
@@ -64,10 +64,10 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
-def test_it_is_sound(body: str) -> None:
+@pytest.mark.parametrize("body", COALESCED_BODIES.values(), ids=COALESCED_BODIES)
+def test_coalesced_reads_is_sound(body: str) -> None:
     code = f"import torch\ndef function(x, mask):\n{body}"
-    proof = proving.prove(FIX, code, make, structures=52)
+    proof = proving.prove(COALESCED_READS, code, make_coalesced, structures=52)
     assert proof.reaches(200), proof
 
 
@@ -85,27 +85,27 @@ def test_it_is_sound(body: str) -> None:
     ],
 )
 def test_what_is_not_the_same_moment_is_no_match(body: str) -> None:
-    assert not list(FIX.find(Source("case.py", f"def f(x, work):\n{body}")))
+    assert not list(COALESCED_READS.find(SourceFile("case.py", f"def f(x, work):\n{body}")))
 
 
 @pytest.mark.parametrize(
     "body", ["    return x.sum().item(), n.item()\n", "    return float(7), float('3')\n"]
 )
-def test_it_is_refused(body: str) -> None:
+def test_coalesced_reads_is_refused(body: str) -> None:
     code = f"def function(x, n):\n{body}".replace("float('3')", "float(n)").replace(
         "float(7)", "float(x)"
     )
     inputs = (
         {"x": torch.randn(3), "n": torch.tensor(2**62 + 1)} if "sum" in body else {"x": 7, "n": 3}
     )
-    with pytest.raises(Refused):
-        proving.fixed(FIX, code, inputs)
+    with pytest.raises(FixRefused):
+        proving.fixed(COALESCED_READS, code, inputs)
 
 
-def test_they_wait_once() -> None:
-    code = f"import torch\ndef function(x, mask):\n{BODIES['accuracies']}"
+def test_coalesced_reads_wait_once() -> None:
+    code = f"import torch\ndef function(x, mask):\n{COALESCED_BODIES['accuracies']}"
     inputs = {"x": torch.randn(4, 5), "mask": torch.ones(4, 5, dtype=torch.bool)}
-    assert proving.syncs_go(FIX, code, inputs) == (4, 1)
+    assert proving.syncs_go(COALESCED_READS, code, inputs) == (4, 1)
 
 
 MIXED = {
@@ -124,3 +124,64 @@ def test_without_a_run_reads_of_different_types_stay_apart(body: str) -> None:
 def test_without_a_run_reads_of_one_type_go_together() -> None:
     code = "import torch\ndef function(x: torch.Tensor):\n    n = x.min().item()\n    s = x.max().item()\n"
     assert "stack" in fixed_text("model.py", f"{code}    return n, s\n", unsafe=True)[0]
+
+
+def make_collected(rng: random.Random) -> Iterator[proving.Inputs]:
+    dtype, graded = rng.choice(TYPES), rng.random() < 0.5
+    for draw in range(proving.DRAWS):
+        rows = rng.choice((0, 1, 4)) if draw else rng.choice((1, 4))
+        x = proving.floating(rng, (rows, 3), dtype, odd=rng.choice((0, 0.3)))
+        yield {"x": x.requires_grad_(graded)}
+
+
+COLLECTED_BODIES = {
+    "dictionary": """
+    losses = {f"loss_{i}": row.sum() for i, row in enumerate(x)}
+    return {name: loss.item() for name, loss in losses.items()}
+""",
+    "detached": """
+    class Owner: pass
+    self = Owner()
+    self.parts = {i: row.mean() for i, row in enumerate(x)}
+    return dict(a={k: v.detach().cpu().item() for k, v in self.parts.items()})
+""",
+    "list": """
+    losses = [row.sum() for row in x]
+    return sum([float(v) for v in losses]), len(losses)
+""",
+    "tuple": "    return [v.item() for v in tuple(row.max() for row in x)]\n",
+    "integers": """
+    counts = [(row > 0).sum() for row in x]
+    return [int(v) for v in counts] + [1]
+""",
+}
+
+
+@pytest.mark.parametrize("body", COLLECTED_BODIES.values(), ids=COLLECTED_BODIES)
+def test_collected_reads_is_sound(body: str) -> None:
+    proof = proving.prove(
+        COLLECTED_READS,
+        f"import torch\ndef function(x):\n{body}",
+        make_collected,
+        structures=52,
+    )
+    assert proof.reaches(208), proof
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        ("[x.sum(), x.long().sum()]", "several types"),
+        ("[x, x]", "zero dimensions"),
+        ("x", "is a list"),
+    ],
+)
+def test_collected_reads_is_refused(found: str, reason: str) -> None:
+    code = f"def function(x):\n    found = {found}\n    return [v.item() for v in found]\n"
+    with pytest.raises(FixRefused, match=reason):
+        proving.fixed(COLLECTED_READS, code, {"x": torch.ones(1)})
+
+
+def test_collected_reads_waits_once() -> None:
+    code = f"import torch\ndef function(x):\n{COLLECTED_BODIES['dictionary']}"
+    assert proving.syncs_go(COLLECTED_READS, code, {"x": torch.ones(4, 3)}) == (4, 1)

@@ -1,4 +1,4 @@
-"""`if c: return a` and `return b` as one `torch.where`."""
+"""Fixes of branches on a tensor."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from fixes import proving
 from torchtrim.fixes.device_branch import FIX
 from torchtrim.rewriter.edits import patch
-from torchtrim.source.facts import Facts, NoTensor, Refused, Told
-from torchtrim.source.source import Source
+from torchtrim.rewriter.fix import Rewrite
+from torchtrim.source.facts import Facts, FixRefused, NoTensor, StaticValue
+from torchtrim.source.source import SourceFile
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -91,7 +92,7 @@ def test_a_way_that_was_made_for_the_ranks_that_were_seen_is_chosen_on_the_devic
     assert proving.prove(FIX, GUARDED, of_segmentation, structures=70).reaches(275)
     inputs = {"scores": torch.randn(5, 3), "labels": torch.tensor([0, 1, 2, -1, 0])}
     assert proving.syncs_go(FIX, GUARDED, inputs) == (1, 0)
-    with pytest.raises(Refused, match="ranks that were seen"):
+    with pytest.raises(FixRefused, match="observed ranks"):
         proving.fixed(FIX, GUARDED.replace("== (2, 1)", "== (3, 1)"), inputs)
 
 
@@ -159,28 +160,28 @@ def function(g, eps):
     assert plain.safe
     assert plain.equivalence == "BITWISE"
     graded = proving.fixed(FIX, code, {"g": torch.randn(3, requires_grad=True), "eps": 1e-3})
-    assert "only one way passes a gradient to `g`" in graded.risk
+    assert "only one branch passes a gradient to `g`" in graded.risk
 
 
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("    return x if x.sum() > 0 else x * 2\n", "would give a copy"),
-        ("    if x.sum() > 0:\n        x = x * 2\n    return x\n", "would give a copy"),
-        ("    return x.sum() if x.sum() > 0 else 0.0\n", "a number of Python's"),
-        ("    return x.sum() if x.sum() > 0 else x * 2\n", "which it is decides what can follow"),
-        ("    return x * 3 if x > 0 else x * 2\n", "no tensor of zero dimensions"),
+        ("    return x if x.sum() > 0 else x * 2\n", "would create a copy"),
+        ("    if x.sum() > 0:\n        x = x * 2\n    return x\n", "would create a copy"),
+        ("    return x.sum() if x.sum() > 0 else 0.0\n", "a Python number"),
+        ("    return x.sum() if x.sum() > 0 else x * 2\n", "later code may depend on which"),
+        ("    return x * 3 if x > 0 else x * 2\n", "not a tensor of zero dimensions"),
         (
             "    if float(x.sum()) == 0:\n        return x * 3\n    return x * 2\n",
             "on the host before",
         ),
         ("    return x * 3 if x.sum().item() > 0 else x * 2\n", "so that the device can choose"),
-        ("    return x * 3 if x.ndim > 0 else x * 2\n", "no tensor"),
+        ("    return x * 3 if x.ndim > 0 else x * 2\n", "not a tensor"),
     ],
 )
 def test_it_is_refused(body: str, reason: str) -> None:
     x = torch.randn(1) if "x > 0" in body else torch.randn(2, 3)
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(FixRefused, match=reason):
         proving.fixed(FIX, f"def function(x):\n{body}", {"x": x})
 
 
@@ -199,18 +200,18 @@ def test_it_is_refused(body: str, reason: str) -> None:
 def test_what_may_do_more_is_no_match(way: str) -> None:
     head = "import torch\nimport torch.nn.functional as F\ndef f(x, i):\n"
     code = f"{head}    return {way} if x.sum() > 0 else x * 2\n"
-    assert not list(FIX.find(Source("case.py", code)))
+    assert not list(FIX.find(SourceFile("case.py", code)))
 
 
 def test_without_evidence_it_is_open() -> None:
-    source = Source("case.py", "def f(x):\n    return x * 3 if x.sum() > 0 else x * 2\n")
+    source = SourceFile("case.py", "def f(x):\n    return x * 3 if x.sum() > 0 else x * 2\n")
     (match,) = FIX.find(source)
-    told = {part: Told(kind="tensor") for part in ("Q0A", "T", "E")}
-    assert not FIX.rewrite(match, Facts(told=told)).safe
-    with pytest.raises(Refused, match="the source does not say so"):
+    static = {part: StaticValue(kind="tensor") for part in ("Q0A", "T", "E")}
+    assert not FIX.rewrite(match, Facts(static=static)).safe
+    with pytest.raises(FixRefused, match="the source does not show"):
         FIX.rewrite(match, Facts())
-    with pytest.raises(Refused, match="the source says otherwise"):
-        FIX.rewrite(match, Facts(told={**told, "Q0A": Told(kind=NoTensor("plain"))}))
+    with pytest.raises(FixRefused, match="the source contradicts"):
+        FIX.rewrite(match, Facts(static={**static, "Q0A": StaticValue(kind=NoTensor("plain"))}))
 
 
 def conditions(rng: random.Random) -> Iterator[proving.Inputs]:
@@ -267,7 +268,7 @@ def test_what_the_host_decides_is_not_given_to_the_device(condition: str, form: 
     for flag in (False, True):
         inputs = {"x": torch.ones(3), "t": torch.tensor(1.0), "flag": flag, "n": int(flag)}
         with pytest.raises(
-            Refused, match=r"value of Python's|on the host|no run has come|more than"
+            FixRefused, match=r"Python value|on the host|no run has reached|side effect"
         ):
             proving.fixed(FIX, code, inputs)
 
@@ -276,7 +277,7 @@ def test_the_example_has_a_place_for_it() -> None:
     path = Path(__file__).parents[2] / "examples" / "segmentation.py"
     text = path.read_text().replace("torch.unique(labels)", "labels.sort().values")
     text = text.replace("[mask]", ".abs()")
-    found = list(FIX.find(Source(str(path), text)))
+    found = list(FIX.find(SourceFile(str(path), text)))
     assert any("MIN_CLASSES" in match.text("C") for match in found)
 
 
@@ -373,5 +374,51 @@ def work(x):
 def function(x, t, flag):
     return (x * 2 if {condition} else x * 3) + 1
 """
-    with pytest.raises(Refused, match="Give it a name before"):
+    with pytest.raises(FixRefused, match="Assign it to a name before"):
         proving.fixed(FIX, code, {"x": torch.ones(3), "t": torch.tensor(1.0), "flag": True})
+
+
+HEAD = "import torch\ndef function(x, m):\n"
+
+
+def _unseen(code: str) -> Rewrite:
+    (match,) = FIX.find(SourceFile("case.py", code))
+    tensors = {part: StaticValue(kind="tensor") for part in match.parts}
+    return FIX.rewrite(match, Facts(static=tensors))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "    if x.sum() == 0:\n        return torch.ones_like(x, dtype=torch.float32)\n    return x / m\n",
+        "    return torch.ones_like(x) if x.sum() == 0 else x * 0.5\n",
+        "    return (x * m if m.sum() > 0 else torch.zeros_like(x)) + 1\n",
+        "    if x.sum() > 0:\n        y = x @ m\n    else:\n        y = x * 2\n    return y\n",
+        "    y = x * 2\n    if y.sum() > 0:\n        y = y / m\n    return y\n",
+        "    if x.sum() > 0:\n        z = x @ m\n        return x * 2\n    return x * 3\n",
+        "    return x.float() * 2 if x.sum() > 0 else x * 3\n",
+        "    return x.view(2, 3) * 2 if x.sum() > 0 else x * 3\n",
+    ],
+)
+def test_ways_that_may_differ_are_refused(body: str) -> None:
+    with pytest.raises(FixRefused, match="the source does not show that both branches"):
+        _unseen(HEAD + body)
+
+
+def test_products_of_tensors_are_refused_for_their_gradient() -> None:
+    with pytest.raises(FixRefused, match="could make a gradient NaN"):
+        _unseen(f"{HEAD}    return x * m if x.sum() > 0 else m + x\n")
+
+
+@pytest.mark.parametrize("ways", [("x * 2", "x * 3"), ("x.sqrt()", "x * 0.5"), ("x + m", "m + x")])
+@pytest.mark.parametrize("value", [0.0, 4.0, -1.0])
+def test_ways_that_agree_are_written_and_compute_the_same(
+    ways: tuple[str, str], value: float
+) -> None:
+    code = f"{HEAD}    return {ways[0]} if x.sum() > 0 else {ways[1]}\n"
+    rewrite = _unseen(code)
+    after = patch(rewrite.match.source, [rewrite]).text
+    assert "torch.where(" in after
+    for dtype in (torch.float32, torch.float16, torch.int64):
+        x = torch.full((3,), value, dtype=dtype).requires_grad_(dtype.is_floating_point)
+        assert proving.agree(rewrite, code, after, {"x": x, "m": torch.ones(2, 3)})

@@ -11,8 +11,8 @@ import torch
 from fixes import proving
 from torchtrim.fixes.explicit_synchronize import FIX
 from torchtrim.rewriter.edits import patch
-from torchtrim.source.facts import Facts, Refused
-from torchtrim.source.source import Source
+from torchtrim.source.facts import Facts, FixRefused
+from torchtrim.source.source import SourceFile
 
 
 def make(rng: random.Random) -> Iterator[proving.Inputs]:
@@ -53,7 +53,7 @@ def test_it_is_sound(body: str) -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("start = time.perf_counter()", "looks at a clock"),
+        ("start = time.perf_counter()", "reads a clock"),
         ("peak = torch.cuda.max_memory_allocated()", "may rely on it"),
         ("y = x.to('cpu', non_blocking=True)", "may rely on it"),
         ("with torch.cuda.stream(s): x += 1", "may rely on it"),
@@ -62,14 +62,14 @@ def test_it_is_sound(body: str) -> None:
 )
 def test_it_is_refused(line: str, reason: str) -> None:
     code = f"import torch\ndef f(x, s, dist):\n    torch.cuda.synchronize()\n    {line}\n"
-    (match,) = FIX.find(Source("case.py", code))
-    with pytest.raises(Refused, match=reason):
+    (match,) = FIX.find(SourceFile("case.py", code))
+    with pytest.raises(FixRefused, match=reason):
         FIX.rewrite(match, Facts())
 
 
 def test_the_line_goes_and_the_wait_with_it() -> None:
     code = "import torch\ndef function(x):\n    y = x * 2\n    torch.cuda.synchronize()\n    return y\n"
-    (match,) = FIX.find(Source("case.py", code))
+    (match,) = FIX.find(SourceFile("case.py", code))
     rewrite = FIX.rewrite(match, Facts())
     patched = patch(match.source, [rewrite])
     assert patched.text == "import torch\ndef function(x):\n    y = x * 2\n    return y\n"

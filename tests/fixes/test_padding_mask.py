@@ -11,8 +11,8 @@ import torch
 from fixes import proving
 from torchtrim.fixes.padding_mask import FIX
 from torchtrim.rewriter.edits import patch
-from torchtrim.source.facts import Facts, Refused
-from torchtrim.source.source import Source
+from torchtrim.source.facts import Facts, FixRefused
+from torchtrim.source.source import SourceFile
 
 HEAD = "import torch\ndef function(mask, lengths, value, rows):\n"
 
@@ -90,12 +90,12 @@ LOOP = "for i, n in enumerate(lengths):\n    mask[i, :n] = "
 @pytest.mark.parametrize(
     ("body", "others", "why"),
     [
-        (f"{LOOP}value\nreturn n", {}, "is read after the loop"),
+        (f"{LOOP}value\nreturn n", {}, "read after the loop"),
         (f"{LOOP}n", {}, "decides more"),
-        (f"{LOOP}value + 1", {}, "Give it a name before"),
-        (f"{LOOP}value", {"value": torch.tensor(True)}, "number of Python's"),
-        (f"{LOOP}value", {"lengths": [1, 3]}, "whole numbers with one dimension"),
-        (f"{LOOP}value", {"lengths": [torch.tensor(1)]}, "whole numbers with one dimension"),
+        (f"{LOOP}value + 1", {}, "Assign it to a name before"),
+        (f"{LOOP}value", {"value": torch.tensor(True)}, "Python number"),
+        (f"{LOOP}value", {"lengths": [1, 3]}, "one-dimensional integer tensor"),
+        (f"{LOOP}value", {"lengths": [torch.tensor(1)]}, "one-dimensional integer tensor"),
         (f"{LOOP}value", {"mask": torch.zeros(2, 4).long(), "value": 0.5}, "can hold"),
         ("for i, n in enumerate(print() or lengths):\n    mask[i, :n] = 1", {}, "a name before"),
         (
@@ -106,7 +106,7 @@ LOOP = "for i, n in enumerate(lengths):\n    mask[i, :n] = "
     ],
 )
 def test_refused(body: str, others: proving.Inputs, why: str) -> None:
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(FixRefused, match=why):
         proving.fixed(FIX, code_of(body), inputs(**others))
 
 
@@ -121,7 +121,7 @@ def test_refused(body: str, others: proving.Inputs, why: str) -> None:
     ],
 )
 def test_not_its_business(body: str) -> None:
-    assert not list(FIX.find(Source("case.py", code_of(body))))
+    assert not list(FIX.find(SourceFile("case.py", code_of(body))))
 
 
 def test_a_loop_that_never_ran_is_not_safe() -> None:
@@ -130,7 +130,7 @@ def test_a_loop_that_never_ran_is_not_safe() -> None:
 
 
 def test_without_evidence_it_is_not_safe() -> None:
-    (match,) = FIX.find(Source("case.py", code_of(f"{LOOP}value")))
+    (match,) = FIX.find(SourceFile("case.py", code_of(f"{LOOP}value")))
     assert not FIX.rewrite(match, Facts()).safe
 
 

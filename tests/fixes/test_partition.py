@@ -11,8 +11,8 @@ import torch
 from fixes import proving
 from torchtrim.fixes.partition import FIX
 from torchtrim.rewriter.edits import patch
-from torchtrim.source.facts import Facts, Refused
-from torchtrim.source.source import Source
+from torchtrim.source.facts import Facts, FixRefused
+from torchtrim.source.source import SourceFile
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
 HEAD = "import torch\ndef function(x, y, mask, other):\n"
@@ -85,11 +85,11 @@ def test_what_is_written() -> None:
         (BODIES[0], {"mask": torch.tensor([0, 1, 2])}, "each mask is boolean"),
         (BODIES[0], {"mask": torch.ones(3, 2, dtype=torch.bool)}, "each mask is boolean"),
         ("return torch.cat([x[mask], y[~mask]])", {"y": torch.ones(3, 2).double()}, "one type"),
-        ("return torch.cat([x[mask], (print() or y)[~mask]])", {}, "may do more"),
+        ("return torch.cat([x[mask], (print() or y)[~mask]])", {}, "may have a side effect"),
     ],
 )
 def test_refused(body: str, others: proving.Inputs, why: str) -> None:
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(FixRefused, match=why):
         proving.fixed(FIX, code_of(body), inputs(**others))
 
 
@@ -104,11 +104,11 @@ def test_refused(body: str, others: proving.Inputs, why: str) -> None:
     ],
 )
 def test_not_its_business(body: str) -> None:
-    assert not list(FIX.find(Source("case.py", code_of(body))))
+    assert not list(FIX.find(SourceFile("case.py", code_of(body))))
 
 
 def test_without_evidence_it_is_not_safe() -> None:
-    (match,) = FIX.find(Source("case.py", code_of(BODIES[0])))
+    (match,) = FIX.find(SourceFile("case.py", code_of(BODIES[0])))
     assert not FIX.rewrite(match, Facts()).safe
 
 

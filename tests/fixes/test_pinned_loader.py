@@ -10,8 +10,8 @@ import pytest
 from fixes import proving
 from torchtrim.fixes.pinned_loader import FIX
 from torchtrim.rewriter.edits import compatible, patch
-from torchtrim.source.facts import Facts, Refused
-from torchtrim.source.source import Source
+from torchtrim.source.facts import Facts, FixRefused
+from torchtrim.source.source import SourceFile
 
 HEAD = """
 import torch
@@ -65,7 +65,7 @@ def test_it_is_sound(body: str) -> None:
         ),
         (
             "    for (x,) in [(torch.ones(2),)]:\n        x = x.to(device)\n    return x\n",
-            "no `DataLoader`",
+            "not a `DataLoader`",
         ),
         (
             "    other = loader\n    DataLoader(data)\n    for (x,) in other:\n        x = x.to(device)\n",
@@ -74,13 +74,13 @@ def test_it_is_sound(body: str) -> None:
     ],
 )
 def test_it_is_refused(body: str, reason: str) -> None:
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(FixRefused, match=reason):
         proving.fixed(FIX, HEAD + body, {"rows": 3, "size": 2, "device": "cpu"})
 
 
 def test_arguments_that_are_not_seen_are_refused() -> None:
     code = (HEAD + BODIES["rebound"]).replace("shuffle=True", "**{}")
-    with pytest.raises(Refused, match="are not seen here"):
+    with pytest.raises(FixRefused, match="are not visible here"):
         proving.fixed(FIX, code, {"rows": 3, "size": 2, "device": "cpu"})
 
 
@@ -96,7 +96,7 @@ def test_two_moves_give_the_loader_one_keyword() -> None:
         "from torch.utils.data import DataLoader\ndef f(d, m):\n    loader = DataLoader(d)\n"
         "    for x, y in loader:\n        m(x.to('cuda'), y.cuda())\n"
     )
-    source = Source("case.py", code)
+    source = SourceFile("case.py", code)
     rewrites = [FIX.rewrite(match, Facts()) for match in FIX.find(source)]
     assert compatible(rewrites) == rewrites
     text = patch(source, rewrites).text

@@ -11,7 +11,7 @@ from tests.cases.corpus import Snippet, snippets
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from torchtrim.capture.one_call import record_call
+from torchtrim.capture.recording import record_call
 
 pytestmark = [
     pytest.mark.gpu,

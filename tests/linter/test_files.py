@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 
 import torchtrim
+from torchtrim.core import caches
 from torchtrim.errors import UnreadableInput, UsageError
-from torchtrim.linter import files as lint_files
+from torchtrim.linter import files as linter_files
 from torchtrim.linter.files import (
+    Linted,
     Selected,
     files_of,
     fix_files,
+    lint_files,
     project_of,
     write_fixed,
 )
@@ -69,7 +72,7 @@ def test_links_that_lead_nowhere_stop_no_other_file(tree: Path) -> None:
     links = {"gone.py": "nothing.py", "loop.py": "pool.py", "pool.py": "loop.py", "sub/top": ".."}
     for link, target in {**links, "zero.py": os.devnull}.items():
         (tree / link).symlink_to(target)
-    found = lint_files.lint_files(files_of([tree]))
+    found = linter_files.lint_files(files_of([tree]))
     told = {Path(one.path).name: one.error for one in found if one.error}
     assert set(told) == {"gone.py", "loop.py", "pool.py", Path(os.devnull).name}
     assert "a pipe, a device or a socket" in told[Path(os.devnull).name]
@@ -80,7 +83,7 @@ def test_links_that_lead_nowhere_stop_no_other_file(tree: Path) -> None:
 
 
 def test_what_is_not_there_is_told(tree: Path) -> None:
-    with pytest.raises(UsageError, match=r"there is no file or folder .*gone"):
+    with pytest.raises(UsageError, match=r"gone does not exist"):
         files_of([tree / "gone"])
 
 
@@ -90,9 +93,9 @@ def test_two_processes_give_what_one_gives(tree: Path, monkeypatch: pytest.Monke
     (tree / "broken.py").write_text("import torch\ndef f(:\n")
     (tree / "bytes.py").write_bytes(b"# coding: utf-8\ntorch = '\xff'\n")
     files = files_of([tree])
-    alone = lint_files.lint_files(files)
-    monkeypatch.setattr(lint_files, "_FEW", 1)
-    assert lint_files.lint_files(files) == alone
+    alone = linter_files.lint_files(files)
+    monkeypatch.setattr(linter_files, "_FEW", 1)
+    assert linter_files.lint_files(files) == alone
     assert [one.path for one in alone] == list(files)
     told = {Path(one.path).name: one.error for one in alone if one.error}
     assert set(told) == {"broken.py", "bytes.py"}
@@ -101,7 +104,7 @@ def test_two_processes_give_what_one_gives(tree: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("codes", [["TT2"], ["E501"], [""], ["TT105"]])
 def test_a_code_that_lint_does_not_know_is_told(codes: list[str]) -> None:
-    with pytest.raises(UsageError, match="no code of lint begins with"):
+    with pytest.raises(UsageError, match="lint has no code that starts with"):
         Selected(codes)
 
 
@@ -109,7 +112,7 @@ def test_from_python(tree: Path) -> None:
     assert [Path(one.path).name for one in torchtrim.lint(tree)] == ["a.py", "b.py", "c.py"]
     assert torchtrim.lint(tree, select=["TT104"]) == ()
     (tree / "a.py").write_text("import torch\ndef f(:\n")
-    with pytest.raises(UnreadableInput, match="no Python"):
+    with pytest.raises(UnreadableInput, match="not valid Python"):
         torchtrim.lint(tree)
 
 
@@ -146,7 +149,7 @@ def test_what_must_not_be_edited_is_told_and_the_rest_is_fixed(tree: Path) -> No
     files = files_of([tree, tree / "lib/site-packages"])
     fixed = fix_files(files, Selected(), tree, unsafe=True)
     assert {Path(path).name: why for path, why in fixed.refused.items()} == {
-        "a.py": "it says that it is generated",
+        "a.py": "it is marked as generated",
         "g.py": "it belongs to an installed package",
     }
     assert {Path(path).name for path in fixed.texts} == {"b.py", "c.py"}
@@ -173,8 +176,72 @@ def test_what_is_no_file_is_named_and_others_go_on(
     name = (tmp_path / "a.py").resolve().name
     (tmp_path / "b.py").write_text("import torch\ndef f(x: torch.Tensor):\n    return x.item()\n")
     (tmp_path / "c.py").write_text("from a import b\nimport torch\nb(torch.ones(2)).item()\n")
-    linted = lint_files.lint_files(files_of([tmp_path]), Selected())
+    linted = linter_files.lint_files(files_of([tmp_path]), Selected())
     errors = [one.error for one in linted if one.error]
     assert all(name in error and "a pipe, a device or a socket" in error for error in errors)
     assert len(errors) == (make is not Path.mkdir)
     assert sum(len(one.findings) for one in linted) >= 1
+
+
+LOSSES = "import torch\ndef loss(x):\n    return torch.relu(x).sum()\n"
+USE = "import torch\nfrom losses import loss\ndef f(x):\n    return float(loss(x))\n"
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(caches, "folder", lambda: tmp_path / "cache")
+    home = tmp_path / "project"
+    home.mkdir()
+    (home / "losses.py").write_text(LOSSES)
+    (home / "train.py").write_text(USE)
+    (home / "other.py").write_text("import torch\nx = torch.ones(3).cuda().item()\n")
+    return home
+
+
+def run(home: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Linted], list[str]]:
+    """What is found, and the names of the files that were read."""
+    read: list[str] = []
+
+    def counted(files: list[str], selected: Selected) -> list[Linted]:
+        read.extend(Path(file).name for file in files)
+        return lint_files(files, selected)
+
+    monkeypatch.setattr(linter_files, "lint_files", counted)
+    files = sorted(map(str, home.glob("*.py")))
+    return linter_files.lint_cached(files, Selected(), home), read
+
+
+def test_what_has_not_changed_is_not_read_again(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, read = run(project, monkeypatch)
+    assert read == ["losses.py", "other.py", "train.py"]
+    again, read = run(project, monkeypatch)
+    assert read == []
+    assert [one.findings for one in again] == [one.findings for one in first]
+    assert sum(len(one.findings) for one in first) == 3
+
+
+def test_a_file_is_read_again_with_one_that_it_calls(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(project, monkeypatch)
+    (project / "losses.py").write_text("import torch\ndef loss(x):\n    return 3\n")
+    found, read = run(project, monkeypatch)
+    assert read == ["losses.py", "train.py"]
+    assert [len(one.findings) for one in found] == [0, 2, 0]
+
+
+def test_errors_are_not_kept_and_damage_is_no_harm(
+    project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (project / "other.py").write_text("import torch\ndef (")
+    for _ in range(2):
+        found, read = run(project, monkeypatch)
+        assert "other.py" in read
+        assert found[1].error
+    for file in (tmp_path / "cache").rglob("*.json"):
+        file.write_bytes(file.read_bytes()[:-9])
+    assert len(run(project, monkeypatch)[1]) == 3
+    monkeypatch.setattr(caches, "folder", lambda: tmp_path / "project" / "train.py")
+    assert len(run(project, monkeypatch)[0]) == 3

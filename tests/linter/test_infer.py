@@ -6,14 +6,14 @@ import ast
 
 import pytest
 
-from torchtrim.linter.infer import Inference
+from torchtrim.linter.infer import KindInference
 from torchtrim.linter.kinds import (
     ARRAY,
     LAYER,
     NUMBERS,
     PLAIN,
     UNKNOWN,
-    Kind,
+    ValueKind,
     device,
     function,
     places,
@@ -21,7 +21,7 @@ from torchtrim.linter.kinds import (
     singled,
     tensor,
 )
-from torchtrim.linter.scope import FileFacts
+from torchtrim.linter.scope import FileFacts, guard
 from torchtrim.linter.static_syncs import static_syncs
 
 IMPORTS = {"torch": "torch", "F": "torch.nn.functional", "nn": "torch.nn", "np": "numpy"}
@@ -36,8 +36,8 @@ NAMES = {
 DEVICE, HOST = tensor("device"), tensor("host")
 
 
-def value(text: str) -> Kind:
-    infer = Inference(FileFacts(imports=dict(IMPORTS)), lambda row, node: None)
+def value(text: str) -> ValueKind:
+    infer = KindInference(FileFacts(imports=dict(IMPORTS)), lambda row, node: None)
     infer.env = dict(NAMES)
     return infer.value(ast.parse(text, mode="eval").body)
 
@@ -102,7 +102,7 @@ def value(text: str) -> Kind:
         ("lambda: x", function(gives=DEVICE)),
     ],
 )
-def test_kinds_of_expressions(text: str, kind: Kind) -> None:
+def test_kinds_of_expressions(text: str, kind: ValueKind) -> None:
     assert value(text) == kind
 
 
@@ -117,3 +117,46 @@ def test_kinds_of_expressions(text: str, kind: Kind) -> None:
 def test_a_part_of_a_tuple_has_other_places(line: str, rows: list[str]) -> None:
     text = f"import torch\ndef f(x: torch.Tensor):\n    {line}\n"
     assert [one.row for one in static_syncs(ast.parse(text), "m.py", text=text)] == rows
+
+
+def said(text: str) -> tuple[bool, bool]:
+    found = guard(ast.parse(text, mode="eval").body)
+    return found.true, found.false
+
+
+@pytest.mark.parametrize(
+    ("text", "true", "false"),
+    [
+        ("TYPE_CHECKING", True, False),
+        ("torch.jit.is_scripting()", True, False),
+        ("not torch.compiler.is_compiling()", False, True),
+        ("x.is_cuda", False, True),
+        ("not x.is_cuda", True, False),
+        ("x.device.type == 'cpu'", True, False),
+        ("x.device.type != 'cpu'", False, True),
+        ("x.device == torch.device('cuda')", False, True),
+        ("device in ('cpu', 'mps')", True, False),
+        ("device in ('cpu', 'cuda')", False, False),
+        ("torch.cuda.is_available()", False, True),
+        ("x.is_cuda and flag", False, False),
+        ("flag and not x.is_cuda", True, False),
+        ("x.is_cuda or flag", False, True),
+        ("is_tracing() or is_scripting()", True, False),
+        ("is_tracing() or flag", False, False),
+        ("flag", False, False),
+        ("x.kind == 'cpu'", False, False),
+        ("1 < device < 'cpu'", False, False),
+    ],
+)
+def test_which_branch_no_device_runs(text: str, true: bool, false: bool) -> None:
+    assert said(text) == (true, false)
+
+
+def test_what_a_name_is_in_a_branch() -> None:
+    tested = guard(ast.parse("isinstance(x, np.ndarray)", mode="eval").body)
+    assert (tested.when_true, tested.when_false) == ((("x", ARRAY),), ())
+    tested = guard(ast.parse("not isinstance(x, torch.Tensor)", mode="eval").body)
+    assert (tested.when_true, tested.when_false) == ((("x", PLAIN),), (("x", tensor()),))
+    tested = guard(ast.parse("isinstance(x, int | float) and flag", mode="eval").body)
+    assert tested.when_true == (("x", PLAIN),)
+    assert guard(ast.parse("isinstance(x, Thing)", mode="eval").body).when_true == ()

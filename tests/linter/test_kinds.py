@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 from functools import reduce
 
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torchtrim.linter import torch_names as names
 from torchtrim.linter.kinds import (
     ARRAY,
+    DTYPE,
     PLAIN,
     UNKNOWN,
+    ValueKind,
+    annotated,
     device,
     function,
     joined,
+    mapping,
     part_of,
     placed,
     places,
@@ -81,3 +92,62 @@ def test_one_of_several_functions() -> None:
     assert joined(either, function(gives=HOST)).part == HOST
     many = [function(f"torch.f{n}") for n in range(20)]
     assert len(reduce(joined, many).items) < 20
+
+
+NAMES = {"Tensor": "torch.Tensor", "torch": "torch", "np": "numpy"}
+
+
+def dotted(node: ast.AST) -> str | None:
+    text = ast.unparse(node)
+    head, _, rest = text.partition(".")
+    return f"{NAMES[head]}.{rest}".rstrip(".") if head in NAMES else None
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("Tensor", tensor(sure=False)),
+        ("torch.Tensor | None", tensor(sure=False)),
+        ("Optional[torch.BoolTensor]", tensor("", "bool", sure=False)),
+        ("Union[torch.LongTensor, None]", tensor("", "int", sure=False)),
+        ("'torch.Tensor'", tensor(sure=False)),
+        ("Tensor | float", UNKNOWN),
+        ("Union[Tensor, np.ndarray]", UNKNOWN),
+        ("'no python ('", UNKNOWN),
+        ("int | None", PLAIN),
+        ("bool", PLAIN),
+        ("dict[str, Tensor]", mapping({}, tensor(sure=False))),
+        ("dict", mapping({}, UNKNOWN)),
+        ("np.ndarray", ARRAY),
+        ("torch.device", device("")),
+        ("torch.dtype", DTYPE),
+        ("list[Tensor]", sequence(tensor(sure=False))),
+        ("tuple[Tensor, ...]", sequence(tensor(sure=False))),
+        ("tuple[int, Tensor]", places([PLAIN, tensor(sure=False)])),
+        ("Something", UNKNOWN),
+        ("None", UNKNOWN),
+    ],
+)
+def test_annotations(text: str, kind: ValueKind) -> None:
+    assert annotated(ast.parse(text, mode="eval").body, dotted) == kind
+
+
+def test_no_annotation_says_nothing() -> None:
+    assert annotated(None, dotted) == UNKNOWN
+
+
+def test_methods_are_those_of_a_tensor() -> None:
+    methods = names.ONLY_TENSORS | names.NEW | names.PLAIN_METHODS | names.REDUCTIONS
+    missing = {name for name in methods if not hasattr(torch.Tensor, name)}
+    assert missing <= {"has_names", "argsort_", "bfloat16_", "new_empty_strided"}
+
+
+def test_what_only_tensors_have_numpy_has_not() -> None:
+    assert {name for name in names.ONLY_TENSORS if hasattr(np.ndarray, name)} == set()
+
+
+def test_functions_layers_and_types_are_torchs() -> None:
+    assert {name for name in names.FUNCTIONAL if not hasattr(F, name)} == set()
+    assert {name for name in names.LINALG if not hasattr(torch.linalg, name)} == set()
+    assert {name for name in names.LAYERS if not hasattr(torch.nn, name)} == set()
+    assert {name for name in names.LIKE | names.DTYPES if not hasattr(torch, name)} == set()

@@ -6,11 +6,11 @@ import ast
 
 import pytest
 
-from torchtrim.linter.kinds import Kind
+from torchtrim.linter.kinds import ValueKind
 from torchtrim.linter.static_syncs import static_syncs
 from torchtrim.linter.text import fixed_text, lint_source, told_of
-from torchtrim.rewriter.registry import matches
-from torchtrim.source.source import Source
+from torchtrim.rewriter.fix import matches
+from torchtrim.source.source import SourceFile
 
 HEAD = "import torch\n\n\ndef f(x: torch.Tensor, mask: torch.BoolTensor, t: torch.Tensor, a, n: int):\n"
 
@@ -101,7 +101,7 @@ SUMS = {
 def test_a_sum_that_must_stay_a_number_is_refused_by_every_fix(body: str, newline: str) -> None:
     code = code_of(body).replace("x: torch", "self, x: torch").replace("\n", newline)
     assert fixed_text("model.py", code, unsafe=True)[0] == code
-    found = [one.candidate for one in lint_source(Source("model.py", code))]
+    found = [one.candidate for one in lint_source(SourceFile("model.py", code))]
     assert [one.rank for one in found if one is not None] == ["refused"]
 
 
@@ -109,13 +109,13 @@ def test_a_fix_is_offered_only_where_its_own_sync_is() -> None:
     code = code_of(
         "y: list[int] = x.tolist()\nz = x[n], x.argmax().item()\nreturn x[n].cpu(), y, z"
     )
-    for one in lint_source(Source("model.py", code)):
+    for one in lint_source(SourceFile("model.py", code)):
         assert one.candidate is None or one.candidate.match.fix.name != "row_by_index"
 
 
 def test_what_is_told_of_parts() -> None:
     code = code_of("i = x.argmax()\nx[i.item()] = a.b\nx[mask[n].item()] = n")
-    source, kinds = Source("model.py", code), dict[ast.AST, Kind]()
+    source, kinds = SourceFile("model.py", code), dict[ast.AST, ValueKind]()
     static_syncs(source.tree, "model.py", kinds=kinds)
     told = [
         (match.text(part), vars(one))

@@ -14,14 +14,14 @@ from pipelines.models import Gpt, batch, gradients, loss_of, pipeline
 from torchtrim.executor.swap import Swapped
 from torchtrim.pipelines import clocks
 from torchtrim.pipelines.clocks import ActionClocks, clocking
-from torchtrim.records.pipeline import Clocked, Pipeline, Stage
+from torchtrim.records.pipeline import Pipeline, Stage, StageSeconds
 
 HALF = ("transformer.h.2",)
 FOUR = ("transformer.h.1", "transformer.h.2", "transformer.h.3")
 
 
-def clocked(model: Gpt, *pipelines: Pipeline) -> list[tuple[Clocked, ...]]:
-    found: list[list[tuple[Clocked, ...]]] = []
+def clocked(model: Gpt, *pipelines: Pipeline) -> list[tuple[StageSeconds, ...]]:
+    found: list[list[tuple[StageSeconds, ...]]] = []
     swapped = Swapped(model, clocking(model, pipelines, found.append).wrap)
     tokens, targets = batch()
     loss_of(model(tokens), targets).backward()

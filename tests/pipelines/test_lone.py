@@ -154,7 +154,7 @@ def refusal(model: nn.Module, use: str) -> str:
 @pytest.mark.parametrize(
     ("use", "said"),
     [
-        ("value", "behind `loss.backward()`"),
+        ("value", "after `loss.backward()`"),
         ("sum", "adds up"),
         ("sizes", "-1"),
         ("many", "one number"),

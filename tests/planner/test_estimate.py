@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from torchtrim.planner.estimate import LargestLength, largest
+from torchtrim.planner.estimate import LargestLength, largest_length
 
 
 def brute(peaks: list[int], budget: int) -> int:
@@ -26,7 +26,7 @@ def test_it_is_what_trying_all_finds(seed: int) -> None:
     def peak_of(length: int) -> int | None:
         return peaks[length] if length < len(peaks) else None
 
-    found = largest(peak_of, budget, now)
+    found = largest_length(peak_of, budget, now)
     assert found.length == brute(peaks, budget)
     assert found.peak == (peaks[found.length] if found.length else None)
     assert found.next_peak == peak_of(found.length + 1)
@@ -39,7 +39,7 @@ def test_what_grows_in_proportion_takes_few_tries() -> None:
         tried.append(length)
         return 5_000_000 + 12_345 * length
 
-    found = largest(peak_of, 2**34, 8)
+    found = largest_length(peak_of, 2**34, 8)
     assert found.length == (2**34 - 5_000_000) // 12_345
     assert len(tried) < 16
 
@@ -51,10 +51,10 @@ def test_what_is_flat_at_first_takes_few_tries_and_another_budget_fewer() -> Non
         known[length] = max(1_500_000, 480_000 + 6_448 * length)
         return known[length] or 0
 
-    assert largest(peak_of, 1_756_018, 2, known).length == 197
+    assert largest_length(peak_of, 1_756_018, 2, known).length == 197
     assert len(known) < 20
     before = len(known)
-    assert largest(peak_of, 1_740_000, 2, known).length == 195
+    assert largest_length(peak_of, 1_740_000, 2, known).length == 195
     assert len(known) < before + 6
 
 
@@ -65,27 +65,27 @@ def test_a_crooked_line_takes_no_more_than_a_few_times_as_many() -> None:
         tried.append(length)
         return 10 * length + (10**9 if length > 777_777 else 0)
 
-    assert largest(peak_of, 10**8, 1).length == 777_777
+    assert largest_length(peak_of, 10**8, 1).length == 777_777
     assert len(tried) < 120
 
 
 def test_lengths_that_are_too_short_to_run_are_passed_over() -> None:
-    found = largest(lambda n: None if n < 4 else 100 + 10 * n, 165, 64)
+    found = largest_length(lambda n: None if n < 4 else 100 + 10 * n, 165, 64)
     assert found.length == 6
 
 
 def test_what_runs_is_too_large_and_what_is_smaller_does_not_run() -> None:
-    assert largest(lambda n: None if n < 4 else 100 + 10 * n, 120, 64).length == 0
+    assert largest_length(lambda n: None if n < 4 else 100 + 10 * n, 120, 64).length == 0
 
 
 def test_nothing_fits() -> None:
-    assert largest(lambda length: 100 + length, 50, 8) == LargestLength(
+    assert largest_length(lambda length: 100 + length, 50, 8) == LargestLength(
         0, None, 101, 256, falls=False
     )
 
 
 def test_what_never_grows_ends() -> None:
-    assert largest(lambda length: 10, 50, 8).length == 2**30
+    assert largest_length(lambda length: 10, 50, 8).length == 2**30
 
 
 SHAPES = {
@@ -109,7 +109,7 @@ def test_what_does_not_grow_with_every_length(shape: str, seed: int) -> None:
         tried.append(length)
         return peak_at(length)
 
-    found = largest(peak_of, budget, rng.choice((1, 8, 512, 3000)))
+    found = largest_length(peak_of, budget, rng.choice((1, 8, 512, 3000)))
     assert peak_at(found.length) == found.peak
     assert found.peak is not None
     assert found.next_peak is not None
@@ -123,11 +123,11 @@ def test_what_does_not_grow_with_every_length(shape: str, seed: int) -> None:
 
 
 def test_a_sawtooth_gives_what_fits_and_says_that_it_falls() -> None:
-    found = largest(lambda n: 100 + 3 * n + n % 256 * 20, 4000, 32)
+    found = largest_length(lambda n: 100 + 3 * n + n % 256 * 20, 4000, 32)
     assert found.falls
     assert 100 + 3 * found.length + found.length % 256 * 20 <= 4000
 
 
 def test_a_length_that_fails_among_others_that_run_is_not_too_short() -> None:
-    found = largest(lambda length: None if length == 7 else 10 * length, 100, 4)
+    found = largest_length(lambda length: None if length == 7 else 10 * length, 100, 4)
     assert (found.length, found.peak) == (10, 100)

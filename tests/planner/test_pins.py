@@ -11,7 +11,7 @@ import torch
 from steps import ConvNet, Fitting, Request, images, quiet, train_step, trial
 from torchtrim import InfeasibleBudget, fit
 from torchtrim.errors import PlannedStepFailed, UsageError
-from torchtrim.planner.pins import compiled
+from torchtrim.planner.pins import compile_pattern
 from torchtrim.planner.planner import Planner
 from torchtrim.records.budget import Budget, memory_limit
 from torchtrim.records.plan import Plan
@@ -100,14 +100,14 @@ def test_a_floor_below_says_what_the_pins_cost() -> None:
 @pytest.mark.parametrize(
     ("pins", "said"),
     [
-        ({"keep": ["*.attn"]}, r"names no module that the step calls. There are ConvNet"),
-        ({"keep": ["ConvNet.block.1"]}, r"There are ConvNet.blocks.1"),
+        ({"keep": ["*.attn"]}, r"matches no module that the step calls. Known places: ConvNet"),
+        ({"keep": ["ConvNet.block.1"]}, r"Known places: ConvNet.blocks.1"),
         ({"recompute": ["*.nothing"]}, r"No such place. It can be pinned at ConvNet"),
-        ({"recompute": ["*.head"]}, r"There is ConvNet.head, and recompute saves nothing there"),
-        ({"recompte": ["*"]}, r"no technique. Pin with keep"),
-        ({"relative_attention": ["*"]}, r"is not allowed; --allow says what is"),
+        ({"recompute": ["*.head"]}, r"recompute saves nothing at ConvNet.head"),
+        ({"recompte": ["*"]}, r"is not a technique. Use keep"),
+        ({"relative_attention": ["*"]}, r"is not allowed; see --allow"),
         ({"keep": ["*.conv"], "recompute": ["*.2"]}, r"keeps `ConvNet.blocks.2.conv`"),
-        ({"recompute": ["*.2", "*.2.norm"]}, r"one runs within the other"),
+        ({"recompute": ["*.2", "*.2.norm"]}, r"one runs inside the other"),
     ],
 )
 def test_pins_that_cannot_be_meant(pins: dict[str, list[str]], said: str) -> None:
@@ -130,7 +130,7 @@ def test_pins_that_cannot_be_meant(pins: dict[str, list[str]], said: str) -> Non
 )
 def test_what_a_pattern_means(pattern: str, meant: set[str]) -> None:
     known = ("Net.attn", "Net.a.attn", "Net.a", "Net.b", "Net.b[0:2]", "Net.b[2:4]", "a" * 39)
-    assert {where for where in known if compiled(pattern).fullmatch(where)} == meant | (
+    assert {where for where in known if compile_pattern(pattern).fullmatch(where)} == meant | (
         {"a" * 39} if pattern == "*" else set()
     )
 

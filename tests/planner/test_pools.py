@@ -15,9 +15,8 @@ from torchtrim.executor.registry import Option, technique
 from torchtrim.planner.planner import Planner
 from torchtrim.records.budget import Budget
 from torchtrim.records.profile import Profile
-from torchtrim.step.costs import on_device
-from torchtrim.step.from_profile import step_of
-from torchtrim.step.host import host_peak
+from torchtrim.step.edits import host_peak
+from torchtrim.step.from_profile import on_device, step_of
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from planner.solvers.test_solvers import problem_of
 from step.oracle import peak
 from steps import ConvNet, encoder, fitting, images, squared, train_step
 from torchtrim import TrainStep
-from torchtrim.planner.solvers.local import Local
+from torchtrim.planner.solvers.search import Local
 from torchtrim.records.budget import memory_limit
 from torchtrim.workflows.optimize.fitting import Fit
 

@@ -55,8 +55,8 @@ def test_a_file_name_that_utf8_cannot_hold_is_no_crash() -> None:
 @pytest.mark.parametrize(
     ("contents", "says"),
     [
-        (b"[[allow", "no readable allow-list"),
-        (b"\xff", "no readable allow-list"),
+        (b"[[allow", "not a readable allow-list"),
+        (b"\xff", "not a readable allow-list"),
         (b'[[allow]]\ncode = "101"\npath = ""\nline_text = ""\ncount = 1', "allow[0].code"),
         (b'[[allow]]\ncode = "TT101"\npath = ""\nline_text = ""\ncount = -1', "allow[0].count"),
         (b'[[allow]]\ncode = "TT101"\npath = ""\nline_text = ""\ncount = 1.5', "allow[0].count"),

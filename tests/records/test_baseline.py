@@ -26,7 +26,7 @@ def test_a_missing_one_is_empty(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("contents", "says"),
     [
-        ("[", "no readable baseline"),
+        ("[", "not a readable baseline"),
         ('{"tests": {"a": {"syncs": -1, "peak_bytes": 1}}}', "syncs|tests"),
         ('{"schema_version": 7}', "reads 1"),
     ],

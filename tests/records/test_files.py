@@ -293,9 +293,13 @@ def _fails(*_: object) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "named"),
     [
-        ("[pins]", "[pinz]", "`$.pinz`, for `pins`?"),
+        ("[pins]", "[pinz]", "`$.pinz`; did you mean `pins`?"),
         ("budget_bytes", "limit = 3\nbudget_bytes", "`$.limit`"),
-        ("options =", "option = {}\noptions =", "`$.techniques[0].option`, for `options`?"),
+        (
+            "options =",
+            "option = {}\noptions =",
+            "`$.techniques[0].option`; did you mean `options`?",
+        ),
         ("[predicted]", "[predicted]\nother = 1", "`$.predicted.other`"),
         ("budget_bytes", f"{'x' * 10**6} = 1\nbudget_bytes", f"`$.{'x' * 80}`"),
     ],
@@ -313,5 +317,5 @@ def test_a_field_that_no_plan_has_is_named(old: str, new: str, named: str, tmp_p
 def test_a_table_that_no_plan_has_is_named_where_pins_are_read(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_text('[pinz]\nkeep = ["*"]\n')
-    with pytest.raises(UnreadableInput, match=r"unknown field `\$.pinz`, for `pins`\?"):
+    with pytest.raises(UnreadableInput, match=r"unknown field `\$.pinz`; did you mean `pins`\?"):
         files.load_pins(path)

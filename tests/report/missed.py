@@ -1,4 +1,4 @@
-"""A report of a budget that is missed."""
+"""A report of a budget that is missed, and the points of other budgets."""
 
 from __future__ import annotations
 
@@ -7,11 +7,23 @@ from typing import Literal
 import msgspec
 
 from torchtrim.records.certificate import Coverage
+from torchtrim.records.figures import Lever, PeakPart
 from torchtrim.records.finding import Equivalence
-from torchtrim.records.lever import Lever, Part
-from torchtrim.records.report import Report
+from torchtrim.records.report import FrontierPoint, Report
 
 MIB = 2**20
+
+
+POINTS = tuple(
+    FrontierPoint(
+        budget_bytes=mib * MIB,
+        peak_bytes=(mib - 7) * MIB,
+        step_seconds=0.9 - mib / 1000,
+        where=("model.encoder.layers.0", "model.encoder.layers.1"),
+        by_hand=hand,
+    )
+    for mib, hand in ((400, ""), (300, ""), (247, ""), (200, ""), (260, "each block checkpointed"))
+)
 
 
 def missed(fitted: Report) -> Report:
@@ -24,9 +36,11 @@ def missed(fitted: Report) -> Report:
         budget_bytes=100 * MIB,
         floor_bytes=after.peak_bytes,
         peak_parts=(
-            Part(what="activations of model.encoder.layers.*", bytes=after.peak_bytes - 90 * MIB),
-            Part(what="state", bytes=60 * MIB),
-            Part(what="loss", bytes=30 * MIB),
+            PeakPart(
+                what="activations of model.encoder.layers.*", bytes=after.peak_bytes - 90 * MIB
+            ),
+            PeakPart(what="state", bytes=60 * MIB),
+            PeakPart(what="loss", bytes=30 * MIB),
         ),
         levers=(
             lever("overwrite", before.peak_bytes - 3 * MIB, before.step_seconds),

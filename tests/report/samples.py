@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from report.budgets import POINTS
-from report.missed import COVERAGE, lever, missed
+from report.missed import COVERAGE, POINTS, lever, missed
 from torchtrim.records import Certificate, Difference, Figures, Finding, Profile, Report, Suggestion
-from torchtrim.records.estimate import Estimated, Growth, ModuleBytes
+from torchtrim.records.estimate import EstimateReport, GrowthLimit, ModuleBytes
+from torchtrim.records.figures import PeakPart
 from torchtrim.records.fix import Fixes, FixRecord
-from torchtrim.records.lever import Part
 from torchtrim.records.plan import Prediction, Technique
 from torchtrim.records.profile import Module, Operator, Place, Storage, TensorUse
-from torchtrim.records.report import Holder, PlanSummary, Stream, Waiting, WaitSet
+from torchtrim.records.report import Holder, PlanSummary, StreamReport, WaitCost, WaitSet
 
 MIB = 2**20
 SCRIPT = "/home/ana/segmenter/train.py"
@@ -245,7 +244,7 @@ STREAM = Report(
         ),
     ),
     notes=("a frame is a call of Tracker; 60 frames",),
-    stream=Stream(
+    stream=StreamReport(
         frame="a call of Tracker",
         frames=60,
         first=24,
@@ -312,7 +311,7 @@ FIXED = msgspec.structs.replace(
         diff=DIFF,
         certificate=BITWISE,
     ),
-    waiting=Waiting(
+    waiting=WaitCost(
         device="a10g",
         source="modelled",
         step_ms=11.9,
@@ -328,7 +327,7 @@ ESTIMATE = msgspec.structs.replace(
     verb="estimate",
     findings=(),
     budget_bytes=1024 * MIB,
-    estimated=Estimated(
+    estimated=EstimateReport(
         parameter_bytes=22 * MIB,
         gradient_bytes=23 * MIB,
         optimizer_bytes=44 * MIB,
@@ -339,7 +338,7 @@ ESTIMATE = msgspec.structs.replace(
         recomputed_bytes=199 * MIB,
         recomputed=("model.encoder.layers.0", "model.encoder.layers.1"),
         growth=(
-            Growth(
+            GrowthLimit(
                 what="batch",
                 budget_bytes=1024 * MIB,
                 now=8,
@@ -355,7 +354,7 @@ MISSED = missed(OPTIMIZE)
 
 HOSTILE_REPORT = msgspec.structs.replace(
     OPTIMIZE,
-    stream=Stream(
+    stream=StreamReport(
         frame=HOSTILE,
         frames=9,
         first=3,
@@ -380,7 +379,7 @@ HOSTILE_REPORT = msgspec.structs.replace(
         syncs_after=1,
         diff=HOSTILE * 9,
     ),
-    estimated=Estimated(
+    estimated=EstimateReport(
         parameter_bytes=1,
         gradient_bytes=1,
         optimizer_bytes=1,
@@ -388,7 +387,7 @@ HOSTILE_REPORT = msgspec.structs.replace(
         recomputed_bytes=1,
         recomputed=(HOSTILE,),
         growth=(
-            Growth(
+            GrowthLimit(
                 what="batch",
                 budget_bytes=1,
                 now=1,
@@ -426,7 +425,7 @@ HOSTILE_REPORT = msgspec.structs.replace(
     ),
     notes=(HOSTILE,) * 3,
     floor_bytes=1,
-    peak_parts=(Part(what=HOSTILE, bytes=1),),
+    peak_parts=(PeakPart(what=HOSTILE, bytes=1),),
     levers=(lever(HOSTILE, 1, 1.0, needs=HOSTILE),),
 )
 

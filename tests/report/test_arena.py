@@ -47,7 +47,7 @@ def test_many_are_capped_and_it_says_so() -> None:
     buffers = [Buffer(i, i, i + 2, 1 + i % 5) for i in range(5000)]
     text = arena.render(buffers, pack(buffers, seconds=0), title="many")
     assert len(drawn(text, "box")) == arena.MOST_BOXES
-    assert "2000 of 5000 buffers drawn" in text
+    assert "the 2000 largest of 5000 buffers drawn" in text
     assert len(text) < 500_000
 
 

@@ -5,15 +5,15 @@ from profiles import Step, training_step
 from report import samples
 from torchtrim.costs.devices import DEVICES
 from torchtrim.costs.syncs import price_syncs
-from torchtrim.records.report import Waiting
+from torchtrim.records.report import WaitCost
 from torchtrim.report.breakdown import count, operator_table, splits, tree
 from torchtrim.report.lanes import lanes
 
 REPORT = replace(samples.DIAGNOSE, original=None)
 
 
-def waiting(step: float, busy: float, saves: float) -> Waiting:
-    return Waiting(
+def waiting(step: float, busy: float, saves: float) -> WaitCost:
+    return WaitCost(
         device="a100",
         source="modelled",
         step_ms=step,

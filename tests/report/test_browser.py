@@ -15,7 +15,7 @@ from torchtrim.cli.output import write_files
 from torchtrim.records.trial import Request
 from torchtrim.report import html
 from torchtrim.runner.script import Script
-from torchtrim.workflows.stream.stream import StreamRequest, check_report
+from torchtrim.workflows.stream import StreamRequest, check_report
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = {

@@ -48,7 +48,7 @@ def test_a_change_within_the_spread_is_none() -> None:
 def test_one_timed_step_tells_no_spread() -> None:
     found = compare(measured(0.6, 0, steps=1), measured(0.9, 0, steps=1), "a", "b")
     assert judged(found)["step"] == "unknown"
-    assert "spread not known" in printed(found)
+    assert "spread unknown" in printed(found)
     assert any("--steps" in note for note in found.notes)
 
 

@@ -1,15 +1,15 @@
 import msgspec
 
 from report import samples
-from torchtrim.records.allow import Allowed, Over
+from torchtrim.records.allow import AllowedFinding, PassedLimit
 from torchtrim.report import gate
 
 REPORT = msgspec.structs.replace(samples.DIAGNOSE, project="/home/ana/segmenter")
 NAME = "torchtrim-allow.toml"
 
 
-def allowed(used: int, **more: object) -> Allowed:
-    base = Allowed(code="TT101", path="train.py", line=9 * used, count=4, used=used)
+def allowed(used: int, **more: object) -> AllowedFinding:
+    base = AllowedFinding(code="TT101", path="train.py", line=9 * used, count=4, used=used)
     return msgspec.structs.replace(base, **more)
 
 
@@ -18,8 +18,8 @@ def test_nothing_to_say() -> None:
 
 
 def test_a_limit_names_what_is_over() -> None:
-    over = Over(limit="4 waits a step, --max-syncs 0", findings=samples.FINDINGS[3:4])
-    assert gate.render(REPORT, (over, Over(limit="peak 3 B, --max-peak 2 B")), NAME) == (
+    over = PassedLimit(limit="4 waits a step, --max-syncs 0", findings=samples.FINDINGS[3:4])
+    assert gate.render(REPORT, (over, PassedLimit(limit="peak 3 B, --max-peak 2 B")), NAME) == (
         "OVER THE LIMIT  4 waits a step, --max-syncs 0\n"
         "  TT101  train.py:97  4 a step, 3.20 ms modelled\n"
         "OVER THE LIMIT  peak 3 B, --max-peak 2 B\n"
@@ -37,7 +37,7 @@ def test_what_is_allowed_is_a_line_and_what_is_no_longer_needed_is_named() -> No
 
 
 def test_it_is_short_and_inert() -> None:
-    over = Over(limit="much", findings=samples.HOSTILE_REPORT.findings * 9)
+    over = PassedLimit(limit="much", findings=samples.HOSTILE_REPORT.findings * 9)
     stale = tuple(allowed(0, line_text=samples.HOSTILE * 50) for _ in range(40))
     text = gate.render(msgspec.structs.replace(REPORT, allowed=stale), (over,), NAME, "ascii")
     lines = text.splitlines()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from report import samples
 from torchtrim.records import Report
-from torchtrim.records.allow import Allowed
+from torchtrim.records.allow import AllowedFinding
 from torchtrim.report import github
 from torchtrim.report.safe import clean
 
@@ -84,7 +84,7 @@ def test_a_good_verdict_needs_no_line() -> None:
 
 
 def test_what_is_allowed_is_a_notice() -> None:
-    allowed = Allowed(code="TT101", path="train.py", line=97, line_text="x", count=4, used=4)
+    allowed = AllowedFinding(code="TT101", path="train.py", line=97, line_text="x", count=4, used=4)
     report = msgspec.structs.replace(
         samples.DIAGNOSE,
         project="/home/ana/segmenter",

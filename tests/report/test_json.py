@@ -5,8 +5,6 @@ import pytest
 
 from report import samples
 from torchtrim.records import Profile, Report
-from torchtrim.records.profile import schema as profile_schema
-from torchtrim.records.report import schema as report_schema
 from torchtrim.report import json, schemas
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "schema"
@@ -61,7 +59,8 @@ def test_the_published_schema_is_current(name: str) -> None:
 
 
 def test_the_published_schema_names_every_field() -> None:
-    for record, schema in ((Report, report_schema()), (Profile, profile_schema())):
+    for record in (Report, Profile):
+        schema = msgspec.json.schema(record)
         name = record.__name__
         published = msgspec.json.decode((PUBLISHED / f"{name.lower()}.schema.json").read_bytes())
         assert set(published["$defs"]) == set(schema["$defs"])

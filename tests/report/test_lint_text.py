@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from report import samples
-from torchtrim.records import Report, Suggestion
+from torchtrim.records import Finding, Report, Suggestion
 from torchtrim.report import github, lint_text, sarif
 
 
-def report_of(*findings: object, project: str = "/p") -> Report:
+def report_of(*findings: Finding, project: str = "/p") -> Report:
     return Report(
         torchtrim="0",
         torch="2",
@@ -18,7 +18,7 @@ def report_of(*findings: object, project: str = "/p") -> Report:
         script=".",
         steps=0,
         project=project,
-        findings=findings,  # type: ignore[arg-type]
+        findings=findings,
     )
 
 

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from report import samples
-from torchtrim.records.allow import Allowed
+from torchtrim.records.allow import AllowedFinding
 from torchtrim.report import facts, markdown
 from torchtrim.report.blocks import escape
-from torchtrim.report.figures import figure_rows
 from torchtrim.report.headline import headline
 from torchtrim.report.safe import clean
+from torchtrim.report.sections import figure_rows
 
 MENTION = re.compile(r"@\w|#\w|://|www\.", re.IGNORECASE)
 
@@ -44,7 +44,7 @@ def test_a_finding_is_a_row_with_place_count_and_price() -> None:
 
 
 def test_it_counts_what_is_allowed() -> None:
-    allowed = Allowed(code="TT101", path="train.py", line=97, line_text="x", count=3, used=3)
+    allowed = AllowedFinding(code="TT101", path="train.py", line=97, line_text="x", count=3, used=3)
     report = msgspec.structs.replace(
         samples.DIAGNOSE, project="/home/ana/segmenter", allowed=(allowed,)
     )

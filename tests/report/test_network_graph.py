@@ -2,18 +2,18 @@
 
 from xml.etree import ElementTree
 
-from torchtrim.records.network_graph import Memory, NetworkGraph, Operator, Section
+from torchtrim.records.network_graph import GraphMemory, GraphOperator, NetworkGraph, Section
 from torchtrim.report.network_graph import MOST_LINES, NetworkPicture, colours_of, lanes_of
 
 
-def operator(name: str = "conv2d", module: str = "a.b") -> Operator:
-    return Operator(
+def operator(name: str = "conv2d", module: str = "a.b") -> GraphOperator:
+    return GraphOperator(
         name=name, module=module, shape=(2, 3), dtype="float32", reads=(), writes=(0,), needs=()
     )
 
 
 def graph(count: int, *, name: str = "conv2d", model: str = "Net") -> NetworkGraph:
-    memories = (Memory(bytes=24, first=0, last=count, offset=0),)
+    memories = (GraphMemory(bytes=24, first=0, last=count, offset=0),)
     section = Section(
         title="the whole batch",
         operators=tuple(operator(name) for _ in range(count)),
@@ -25,7 +25,7 @@ def graph(count: int, *, name: str = "conv2d", model: str = "Net") -> NetworkGra
 
 def test_memories_that_live_at_once_have_lanes_of_their_own() -> None:
     spans = [(0, 3), (1, 2), (2, 5), (3, 4), (4, 9)]
-    memories = [Memory(bytes=1, first=a, last=b) for a, b in spans]
+    memories = [GraphMemory(bytes=1, first=a, last=b) for a, b in spans]
     lanes = lanes_of(memories)
     for i, one in enumerate(memories):
         for j, other in enumerate(memories[:i]):
@@ -36,7 +36,9 @@ def test_memories_that_live_at_once_have_lanes_of_their_own() -> None:
 
 def test_one_place_has_one_colour() -> None:
     places = (0, 64, 0, -1)
-    memories = tuple(Memory(bytes=8, first=n, last=n + 1, offset=p) for n, p in enumerate(places))
+    memories = tuple(
+        GraphMemory(bytes=8, first=n, last=n + 1, offset=p) for n, p in enumerate(places)
+    )
     colours = colours_of(Section(title="", operators=(), memories=memories, height=72))
     assert colours[0] == colours[2]
     assert len(set(colours)) == 3
@@ -51,5 +53,5 @@ def test_hostile_names_do_no_harm() -> None:
 
 def test_what_is_left_out_is_told() -> None:
     text = NetworkPicture(graph(MOST_LINES + 7)).svg()
-    assert "the last 7 operators are left out" in text
+    assert "the last 7 operators are omitted" in text
     assert len(text) < 2**20

@@ -14,8 +14,7 @@ from torchtrim.records import Profile
 from torchtrim.records.files import save_profile
 from torchtrim.report import perfetto
 from torchtrim.rules.registry import diagnose
-from torchtrim.traces.decode import decode
-from torchtrim.traces.reader import read_trace
+from torchtrim.traces.reader import decode, read_trace
 
 METADATA = {"process_name", "process_sort_index", "thread_name", "thread_sort_index"}
 TICK = 2e-3

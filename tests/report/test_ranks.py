@@ -11,9 +11,9 @@ from rich.console import Console
 from profiles import Step
 from report import samples
 from torchtrim.records import Profile
-from torchtrim.records.job import RankFigures
+from torchtrim.records.figures import RankFigures
 from torchtrim.report import html, job_trace, markdown, terminal
-from torchtrim.report.sentences import rank_lines
+from torchtrim.report.sections import rank_lines
 
 MIB = 2**20
 REPORT = replace(

@@ -15,7 +15,7 @@ from report import samples
 from report.test_html import Page
 from torchtrim.core.units import format_bytes
 from torchtrim.records import Report
-from torchtrim.report import cell, facts, github, html, json, markdown, sarif, sentences, terminal
+from torchtrim.report import cell, facts, github, html, json, markdown, sarif, sections, terminal
 from torchtrim.report.headline import headline
 
 
@@ -69,7 +69,7 @@ def said(report: Report) -> list[str]:
 
 def newer(report: Report) -> list[str]:
     """What every form must say of fixes, estimates, waits and streams."""
-    told = [*sentences.estimate_lines(report)]
+    told = [*sections.estimate_lines(report)]
     told += [line.partition(", device busy")[0] for line in facts.waiting_lines(report)]
     if report.fixes:
         told.append(facts.fix_lines(report)[0])
@@ -166,7 +166,7 @@ def test_one_more_that_is_barely_too_many_says_by_how_much() -> None:
     near = msgspec.structs.replace(growth, next_bytes=growth.budget_bytes + samples.MIB)
     estimated = msgspec.structs.replace(samples.ESTIMATE.estimated, growth=(near,))
     report = msgspec.structs.replace(samples.ESTIMATE, estimated=estimated)
-    assert "22 needs 1.00 MiB more" in sentences.estimate_lines(report)[-1]
+    assert "22 needs 1.00 MiB more" in sections.estimate_lines(report)[-1]
 
 
 def test_memory_that_falls_is_told() -> None:
@@ -174,4 +174,4 @@ def test_memory_that_falls_is_told() -> None:
     falling = msgspec.structs.replace(growth, falls=True, tried=640)
     estimated = msgspec.structs.replace(samples.ESTIMATE.estimated, growth=(falling,))
     report = msgspec.structs.replace(samples.ESTIMATE, estimated=estimated)
-    assert "falls somewhere up to 640" in sentences.estimate_lines(report)[-1]
+    assert "falls somewhere up to 640" in sections.estimate_lines(report)[-1]

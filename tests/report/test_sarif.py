@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from report import samples
 from torchtrim.records import Report
-from torchtrim.records.allow import Allowed
+from torchtrim.records.allow import AllowedFinding
 from torchtrim.report import sarif
 from torchtrim.rules.registry import all_rules
 
@@ -167,7 +167,7 @@ def test_no_source_is_in_it_but_messages() -> None:
 
 def test_what_is_allowed_is_suppressed_with_its_reason() -> None:
     waits = samples.FINDINGS[3]
-    allowed = Allowed(
+    allowed = AllowedFinding(
         code="TT101", path="train.py", line=97, line_text="x", count=4, used=4, reason="logging"
     )
     report = msgspec.structs.replace(

@@ -57,9 +57,7 @@ REPORT: Report = replace(samples.PLANNING, pipeline=FOUND)
 def test_lines_say_what_is_planned() -> None:
     whole, first, second = stages.lines(FOUND)
     assert whole == "1F1B: 2 stages on 2 ranks x 2 replicas, 4 micro-batches, bubble 20 %"
-    assert first.startswith(
-        "stage 0 on rank 0, from the beginning: 1.00 ms + 2.00 ms, 3.00 MiB x 2 in"
-    )
+    assert first.startswith("stage 0 on rank 0, from the start: 1.00 ms + 2.00 ms, 3.00 MiB x 2 in")
     assert "recomputes; its rank's peak 5.00 MiB" in second
 
 

@@ -112,7 +112,7 @@ def test_not_equal_names_the_first_place() -> None:
 def test_undecided_over_budget_says_both_and_no_change_is_a_result() -> None:
     text = " ".join(printed(samples.UNDECIDED).split())
     assert text.startswith(
-        "UNDECIDED: the original does not equal itself, and it is over the budget"
+        "UNDECIDED: the original differs from run to run, and the peak is over the budget"
     )
     assert "missed by 4.00 MiB" in text
     assert "no significant change, +1 % +- 6 %" in text
@@ -189,8 +189,8 @@ def test_a_place_keeps_the_name_of_its_file() -> None:
 def test_nothing_to_fix_is_said_only_where_fixes_were_all_that_was_asked_for() -> None:
     nothing = msgspec.structs.replace(samples.FIXED.fixes, places=(), syncs_before=0, diff="")
     fixed = msgspec.structs.replace(samples.FIXED, fixes=nothing)
-    assert "none: no host-device sync of the script's own source" in printed(fixed)
-    assert "none: no host-device sync" not in printed(
+    assert "none: the script's own source has no host-device syncs" in printed(fixed)
+    assert "has no host-device syncs" not in printed(
         msgspec.structs.replace(fixed, plan=samples.PLAN)
     )
 

@@ -2,6 +2,7 @@
 
 from io import StringIO
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -10,37 +11,37 @@ from torchtrim.report.trace_text import render
 
 
 def site(name: str = "step", saves: float | None = 1.5, **more: object) -> TraceSite:
-    known: dict[str, object] = {
-        "path": "transformers/models/a_long_name_of_a_package/modeling_of_something.py",
-        "function": name,
-        "line": 1421,
-        "op": "aten::copy_",
-        "count": 5,
-        "wait_ms": 173.006,
-        "saves_alone_ms": saves,
-    }
-    return TraceSite(**(known | more))  # type: ignore[arg-type]
+    known = TraceSite(
+        path="transformers/models/a_long_name_of_a_package/modeling_of_something.py",
+        function=name,
+        line=1421,
+        op="aten::copy_",
+        count=5,
+        wait_ms=173.006,
+        saves_alone_ms=saves,
+    )
+    return msgspec.structs.replace(known, **more)
 
 
 def report(**more: object) -> TraceReport:
-    known: dict[str, object] = {
-        "torchtrim": "0",
-        "file": "t.json",
-        "rank": None,
-        "device": "",
-        "versions": {},
-        "events": 3,
-        "sync_calls": 80,
-        "blocking_copies": 1,
-        "span_ms": 1096.5,
-        "replay_ms": 1097.0,
-        "device_busy_ms": 331.8,
-        "host_waiting_ms": 180.8,
-        "sites": (site(), site("other", 0.0)),
-        "sets": (TraceSet(sites=(0, 1), saves_ms=180.4), TraceSet(sites=(0,), saves_ms=1.5)),
-        "bound": "waits",
-    }
-    return TraceReport(**(known | more))  # type: ignore[arg-type]
+    known = TraceReport(
+        torchtrim="0",
+        file="t.json",
+        rank=None,
+        device="",
+        versions={},
+        events=3,
+        sync_calls=80,
+        blocking_copies=1,
+        span_ms=1096.5,
+        replay_ms=1097.0,
+        device_busy_ms=331.8,
+        host_waiting_ms=180.8,
+        sites=(site(), site("other", 0.0)),
+        sets=(TraceSet(sites=(0, 1), saves_ms=180.4), TraceSet(sites=(0,), saves_ms=1.5)),
+        bound="waits",
+    )
+    return msgspec.structs.replace(known, **more)
 
 
 def text(
@@ -102,7 +103,7 @@ def test_lines_that_are_known_or_one_of_several() -> None:
 
 def test_ranks() -> None:
     both = report(ranks=(report(rank=0), report(rank=1, file="x/r1.json")))
-    assert "waits of each: 0: 10, 1: 10" in text(both)
+    assert "waits of each rank: 0: 10, 1: 10" in text(both)
 
 
 def rank(number: int, made: float) -> TraceRank:
@@ -123,7 +124,7 @@ def test_what_ranks_had_to_do_with_each_other(straggler: int | None) -> None:
     ranks = (rank(0, 0.0), rank(1, 12.34))
     job = TraceJob(collectives=4, unmatched=0, ranks=ranks, straggler=straggler)
     shown = " ".join(text(report(ranks=(report(rank=0), report(rank=1)), job=job)).split())
-    late = "rank 1 comes last, the others wait 12.3 ms for it" in shown
+    late = "rank 1 joins last, and the others wait 12.3 ms for it" in shown
     assert late is (straggler is not None)
     assert "4 collectives matched" in shown
-    assert "that nothing hides, ms: 0: 3.2, 1: 3.2" in shown
+    assert "exposed communication by rank, ms: 0: 3.2, 1: 3.2" in shown

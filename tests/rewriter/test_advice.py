@@ -1,4 +1,4 @@
-"""Waits that a library makes, and the line of configuration that ends them."""
+"""Syncs inside libraries, and the line of configuration that ends each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ast
 import pytest
 
 from torchtrim.rewriter.advice import ADVICE, advice_at, advice_for, advice_in
-from torchtrim.source.source import Source
+from torchtrim.source.source import SourceFile
 
 SITE = "/venv/lib/python3.11/site-packages"
 
@@ -55,7 +55,7 @@ def test_calls_of_the_users_own_source_are_found_by_line() -> None:
         "action = Categorical(logits=x).sample()\n"
         "scale = scaler.get_scale()\n"
     )
-    found = [(one.line, one.advice.name) for one in advice_in(Source("train.py", text))]
+    found = [(one.line, one.advice.name) for one in advice_in(SourceFile("train.py", text))]
     assert found == [(3, "grad-scaler"), (5, "distribution-validation"), (6, "loss-scale")]
 
 
@@ -66,14 +66,14 @@ def test_what_was_made_by_such_a_call_has_its_advice() -> None:
         "other.step(optimizer)\n"
         "scaler.step(optimizer)\n"
     )
-    source = Source("train.py", text)
+    source = SourceFile("train.py", text)
     found = [advice_at(source, line) for line in (1, 3, 4)]
     assert [one and one.name for one in found] == [None, None, "grad-scaler"]
 
 
 def test_a_name_of_another_module_is_not_meant() -> None:
     text = "from mine import Categorical\nc = Categorical(logits=x)\n"
-    assert not list(advice_in(Source("train.py", text)))
+    assert not list(advice_in(SourceFile("train.py", text)))
 
 
 @pytest.mark.parametrize("advice", ADVICE, ids=lambda one: one.name)

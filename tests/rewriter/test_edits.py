@@ -1,4 +1,4 @@
-"""Several rewrites in one text: where they stand, and which exclude each other."""
+"""Several rewrites of one text: their line ranges, and which of them exclude each other."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 import draws
 from torchtrim.rewriter.edits import compatible, diff_of, line_before, patch
-from torchtrim.rewriter.fix import Edit, Fix, Match, Rewrite, Writing
-from torchtrim.source.facts import Refused
-from torchtrim.source.source import Source
+from torchtrim.rewriter.fix import Fix, Match, Rewrite, TextEdit, Writing
+from torchtrim.source.facts import FixRefused
+from torchtrim.source.source import SourceFile
 
 TEXT = "a = 1\nb = 2\nc = 3\nd = 4\n"
 
 
-def rewrite(source: Source, *edits: Edit) -> Rewrite:
+def rewrite(source: SourceFile, *edits: TextEdit) -> Rewrite:
     fix = Fix(
         codes=(), equivalence="BITWISE", find=lambda _: iter(()), write=lambda *_: Writing(())
     )
@@ -27,18 +27,18 @@ def rewrite(source: Source, *edits: Edit) -> Rewrite:
 
 
 def test_fixes_stand_where_their_regions_say() -> None:
-    source = Source("case.py", TEXT)
-    one = rewrite(source, Edit(6, 11, "b = 22"), Edit(0, 0, "import x\n"))
-    other = rewrite(source, Edit(18, 23, "d = [\n    4,\n]"))
+    source = SourceFile("case.py", TEXT)
+    one = rewrite(source, TextEdit(6, 11, "b = 22"), TextEdit(0, 0, "import x\n"))
+    other = rewrite(source, TextEdit(18, 23, "d = [\n    4,\n]"))
     found = patch(source, [one, other])
     assert found.text == "import x\na = 1\nb = 22\nc = 3\nd = [\n    4,\n]\n"
     assert found.regions == (((1, 1), (3, 3)), ((5, 7),))
 
 
 def test_of_fixes_that_touch_only_the_first_is_made() -> None:
-    source = Source("case.py", TEXT)
-    one, other = rewrite(source, Edit(4, 9, "x")), rewrite(source, Edit(8, 10, "y"))
-    apart = rewrite(source, Edit(12, 14, "z"))
+    source = SourceFile("case.py", TEXT)
+    one, other = rewrite(source, TextEdit(4, 9, "x")), rewrite(source, TextEdit(8, 10, "y"))
+    apart = rewrite(source, TextEdit(12, 14, "z"))
     assert compatible([one, other, apart]) == [one, apart]
 
 
@@ -91,25 +91,25 @@ x = 3
     ],
 )
 def test_what_is_no_python_any_more_is_refused(before: str, after: str, is_python: bool) -> None:
-    source = Source("case.py", CLASS)
+    source = SourceFile("case.py", CLASS)
     at = CLASS.index(before)
-    one = rewrite(source, Edit(at, at + len(before), after))
+    one = rewrite(source, TextEdit(at, at + len(before), after))
     if is_python:
         assert patch(source, [one]).text == CLASS.replace(before, after, 1)
         return
     with pytest.raises(SyntaxError):
         ast.parse(CLASS.replace(before, after, 1))
-    with pytest.raises(Refused, match="no Python"):
+    with pytest.raises(FixRefused, match="not valid Python"):
         patch(source, [one])
 
 
 def test_what_leaves_its_class_is_refused() -> None:
-    source = Source("case.py", CLASS)
+    source = SourceFile("case.py", CLASS)
     at = CLASS.index("\n    def g")
-    with pytest.raises(Refused, match="no longer in its class"):
-        patch(source, [rewrite(source, Edit(at, at, "y = 1\n"))])
+    with pytest.raises(FixRefused, match="no longer in its class"):
+        patch(source, [rewrite(source, TextEdit(at, at, "y = 1\n"))])
 
 
 def test_a_class_of_one_line_stays_python() -> None:
-    source = Source("case.py", "@d\nclass A: x = 1\n")
-    assert patch(source, [rewrite(source, Edit(16, 17, "2"))]).text == "@d\nclass A: x = 2\n"
+    source = SourceFile("case.py", "@d\nclass A: x = 1\n")
+    assert patch(source, [rewrite(source, TextEdit(16, 17, "2"))]).text == "@d\nclass A: x = 2\n"

@@ -1,4 +1,4 @@
-"""Writing a form in the place of a match."""
+"""Replacing a match by a template."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import pytest
 from torchtrim.rewriter.edits import patch
 from torchtrim.rewriter.fix import Fix, Match, Rewrite, Writing, of_forms
 from torchtrim.rewriter.replace import replace
-from torchtrim.source.facts import Facts, Refused
-from torchtrim.source.source import Source
+from torchtrim.source.facts import Facts, FixRefused
+from torchtrim.source.source import SourceFile
 
 
 def written(form: str, template: str, line: str, head: str = "import torch\n") -> str:
-    """The line after the template took the place of what has the form."""
+    """Return the line after the template replaced the match."""
 
     def write(match: Match, facts: Facts) -> Writing:
         return Writing(replace(match, template))
 
     fix = Fix(codes=(), equivalence="BITWISE", find=of_forms(lambda: fix, form), write=write)
-    source = Source("case.py", head + line)
+    source = SourceFile("case.py", head + line)
     (match,) = fix.find(source)
     rewrite: Rewrite = fix.rewrite(match, Facts())
     text = patch(source, [rewrite]).text
@@ -77,28 +77,28 @@ def test_a_name_may_stand_twice() -> None:
     ],
 )
 def test_what_would_run_more_or_less_often_is_refused(line: str) -> None:
-    with pytest.raises(Refused, match="statement before"):
+    with pytest.raises(FixRefused, match="statement before"):
         written("twice(X)", "X + X", line + "\n")
 
 
 def test_an_effect_is_not_run_twice() -> None:
-    with pytest.raises(Refused, match="may do more than compute"):
+    with pytest.raises(FixRefused, match="may have a side effect"):
         written("twice(X)", "X + X", "y = twice(next(a))\n")
 
 
 def test_an_effect_is_not_dropped() -> None:
-    with pytest.raises(Refused, match="may do more than compute"):
+    with pytest.raises(FixRefused, match="may have a side effect"):
         written("first(X, Y)", "X", "y = first(a, draw())\n")
 
 
 def test_effects_keep_their_order() -> None:
-    with pytest.raises(Refused, match="may do more than compute"):
+    with pytest.raises(FixRefused, match="may have a side effect"):
         written("swap(X, Y)", "Y + X", "y = swap(draw(), pull())\n")
     assert written("join(X, Y)", "X + Y", "y = join(draw(), pull())\n") == "y = draw() + pull()\n"
 
 
 def test_a_comment_within_is_not_lost() -> None:
-    with pytest.raises(Refused, match="# why"):
+    with pytest.raises(FixRefused, match="# why"):
         written("take(X)", "X", "y = take(\n    a  # why\n)\n")
 
 

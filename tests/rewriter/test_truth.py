@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from torchtrim.rewriter.truth import as_tensor, operands
-from torchtrim.source.source import Source
+from torchtrim.source.source import SourceFile
 
 
 def written(text: str, numeric: tuple[int, ...] = ()) -> str:
-    source = Source("case.py", f"v = {text}\n")
+    source = SourceFile("case.py", f"v = {text}\n")
     (assign,) = source.tree.body
     assert isinstance(assign, ast.Assign)
     return as_tensor(assign.value, source, numeric)

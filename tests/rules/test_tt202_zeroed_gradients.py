@@ -35,7 +35,7 @@ def test_zeroed_before_forward() -> None:
     assert (finding.count_per_step, finding.price_bytes) == (2, 2 * SIZE)
     assert finding.message == (
         "2 gradients (2.00 KiB) are filled with zeros instead of dropped; "
-        "2.00 KiB of them are still zeros at the peak"
+        "2.00 KiB of them are still zero at the peak"
     )
 
 

@@ -29,7 +29,7 @@ def test_a_step_that_takes_all_parameters_at_once(foreach: Profile) -> None:
     assert parameters * 0.7 < finding.price_bytes < parameters
     assert (finding.code, finding.source) == ("TT204", "modelled")
     assert finding.message == (
-        "AdamW updates 12 parameters at once (foreach), and what it computes on the way sets the peak; "
+        "AdamW updates 12 parameters at once (foreach), and its temporaries set the peak; "
         f"one at a time would free {format_bytes(finding.price_bytes)}, "
         f"{finding.price_bytes / foreach.peak_bytes:.0%} of the peak"
     )

@@ -7,7 +7,7 @@ from torchtrim.rules.tt205_stale_gradients import check
 
 def test_gradients_that_are_dropped_after_the_next_forward() -> None:
     found = the_only_finding("gradients", "TT205")
-    assert found.message.startswith("6 gradients of the step before (")
+    assert found.message.startswith("6 gradients of the previous step (")
 
 
 def step_of(*, added: bool) -> Step:

@@ -7,13 +7,13 @@ from torchtrim.rules.tt206_kept_result import check
 
 def test_logits_that_have_a_name() -> None:
     found = the_only_finding("logits", "TT206")
-    assert found.message.startswith("what this makes has a name that keeps it after its last use")
+    assert found.message.startswith("a variable keeps this result after its last use")
     assert found.path.endswith("keeps.py")
 
 
 def test_a_batch_that_has_a_name_through_the_next_step() -> None:
     found = the_only_finding("batch", "TT206", "fresh batch")
-    assert "has a name" in found.message
+    assert "a variable keeps this result" in found.message
 
 
 def step_of(*, read: bool, size: int = 500) -> Step:

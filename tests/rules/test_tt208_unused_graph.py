@@ -10,7 +10,7 @@ from torchtrim.rules.tt208_unused_graph import check
 def test_a_model_that_is_evaluated_with_gradients() -> None:
     found = the_only_finding("evaluation", "TT208")
     assert found.message.startswith(
-        "Sequential runs with gradients, and no backward uses what autograd keeps of it ("
+        "Sequential runs with gradients, and no backward uses what autograd keeps ("
     )
 
 

@@ -50,7 +50,7 @@ def found(body: str, folder: Path) -> list[Finding]:
 def test_each_kind_is_found_with_its_line_and_price(tmp_path: Path) -> None:
     findings = {one.message.partition(" grows")[0]: one for one in found(GROWS, tmp_path)}
     assert findings.keys() == {
-        *("list losses", "dict cache", "the graph that total hangs on"),
+        *("list losses", "dict cache", "the graph of total"),
     }
     first = HEAD.count("\n") + 1
     for name, line in (("list losses", first), ("dict cache", first + 1)):

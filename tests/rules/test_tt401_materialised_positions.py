@@ -175,7 +175,7 @@ def test_a_module_with_more_than_tables_gets_advice() -> None:
     assert finding.fix.reason.startswith("call torchtrim.attention.relative_attention")
     assert "advise(4, 2, tokens=49)" in finding.fix.reason
     assert finding.fix.reason.startswith("call torchtrim.attention.relative_attention")
-    assert "Cosine is none of the modules that are replaced" in finding.fix.reason
+    assert "Cosine is not among the modules that it replaces" in finding.fix.reason
 
 
 def test_layers_that_share_a_bias_are_one_finding() -> None:

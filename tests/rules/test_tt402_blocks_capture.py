@@ -175,4 +175,4 @@ def test_it_is_looked_for_only_where_it_is_asked_for() -> None:
     assert [one.code for one in diagnose(profile, ["TT402"])] == ["TT402"]
     assert verdict(profile, 1).startswith("capturable: no, 1 line is in the way")
     assert verdict(profile, 0).startswith("capturable: yes")
-    assert verdict(Step().profile(), 0).startswith("capturable: not told")
+    assert verdict(Step().profile(), 0).startswith("capturable: unknown")

@@ -14,7 +14,7 @@ from steps import squared
 from torchtrim import Script, TrainStep
 from torchtrim.api import optimize_report
 from torchtrim.capture.snapshot import Snapshot
-from torchtrim.dispatch.kept import counts_tell
+from torchtrim.dispatch.storages import counts_tell
 from torchtrim.evidence.attributes import described
 from torchtrim.records.trial import Request
 

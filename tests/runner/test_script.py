@@ -12,7 +12,7 @@ import pytest
 
 from torchtrim.errors import UsageError
 from torchtrim.runner import script as scripts
-from torchtrim.runner.process.processes import Process
+from torchtrim.runner.processes import Process
 from torchtrim.runner.script import Ended, Script, failure, run_script, working_folder
 
 Run = Callable[..., Ended]

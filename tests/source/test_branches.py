@@ -1,4 +1,4 @@
-"""What is kept for ranks and types that no run has shown."""
+"""Code that guards keep for other ranks and types."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ast
 import pytest
 
 from torchtrim.source.branches import is_fallback
-from torchtrim.source.source import Source
+from torchtrim.source.source import SourceFile
 
 TEXT = """\
 def f(x, m):
@@ -35,7 +35,7 @@ def g(x, m):
     ("line", "kept"), [(2, False), (4, False), (6, True), (9, True), (10, True), (17, False)]
 )
 def test_what_a_guard_keeps_is_known(line: int, kept: bool) -> None:
-    source = Source("case.py", TEXT)
+    source = SourceFile("case.py", TEXT)
     (node,) = (
         one for one in ast.walk(source.tree) if isinstance(one, ast.Assign) and one.lineno == line
     )
@@ -43,7 +43,7 @@ def test_what_a_guard_keeps_is_known(line: int, kept: bool) -> None:
 
 
 def test_what_a_conditional_expression_keeps_is_known() -> None:
-    source = Source("case.py", "def f(x, m):\n    return x * m if x.dim() == 2 else x[m]\n")
+    source = SourceFile("case.py", "def f(x, m):\n    return x * m if x.dim() == 2 else x[m]\n")
     (choice,) = (one for one in ast.walk(source.tree) if isinstance(one, ast.IfExp))
     assert is_fallback(source, choice.orelse)
     assert not is_fallback(source, choice.body)

@@ -1,27 +1,27 @@
-"""What is known of the values at a place, over several executions."""
+"""Evidence on the values at a place, over several executions."""
 
 from __future__ import annotations
 
 import pytest
 
-from torchtrim.records.seen import Execution, Observed, Seen
-from torchtrim.source.facts import Facts, Refused
+from torchtrim.records.probes import Execution, ObservedValue, ProbeResult
+from torchtrim.source.facts import Facts, FixRefused
 
 
 def facts(*shapes: dict[str, tuple[int, ...]]) -> Facts:
     executions = tuple(
         Execution(
-            values={name: Seen(kind="tensor", shape=shape) for name, shape in one.items()},
+            values={name: ObservedValue(kind="tensor", shape=shape) for name, shape in one.items()},
             grad=True,
         )
         for one in shapes
     )
-    return Facts(Observed(number=0, executions=executions))
+    return Facts(ProbeResult(number=0, executions=executions))
 
 
 def test_what_executions_have_in_common() -> None:
     assert facts({"X": (2, 3)}, {"X": (4, 3)}).only("the rank", lambda v: len(v.X.shape), 9) == 2
-    with pytest.raises(Refused, match="the rank is not the same"):
+    with pytest.raises(FixRefused, match="the rank differs between"):
         facts({"X": (2, 3)}, {"X": (4,)}).only("the rank", lambda v: len(v.X.shape), 9)
     assert Facts().only("the rank", lambda v: len(v.X.shape), 9) == 9
     assert facts({"Y": ()}).only("the rank", lambda v: len(v.X.shape), 9) == 9

@@ -1,4 +1,4 @@
-"""Forms: which nodes have them, and what their capitals stand for."""
+"""Forms: the nodes that match them, and the expressions that their capitals match."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import ast
 import pytest
 
 from torchtrim.source.forms import match_form
-from torchtrim.source.source import Source
+from torchtrim.source.source import SourceFile
 
 HEAD = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n"
 
 
 def bound(form: str, line: str) -> dict[str, str] | None:
-    source = Source("case.py", HEAD + line)
+    source = SourceFile("case.py", HEAD + line)
     node: ast.AST = source.tree.body[-1]
     node = node.value if isinstance(node, ast.Expr) else node
     found = match_form(form, node, source)

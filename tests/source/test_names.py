@@ -1,4 +1,4 @@
-"""Who else may see or write what a name stands for."""
+"""Readers and writers of a name's value."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import ast
 
 import pytest
 
-from torchtrim.source.names import is_private, literal_stores, only_reads, stays, was_fresh
-from torchtrim.source.source import Source
-from torchtrim.source.uses import loads
+from torchtrim.source.names import (
+    is_fresh_name,
+    is_private,
+    is_unshared,
+    literal_stores,
+    loads,
+    only_reads,
+)
+from torchtrim.source.source import SourceFile
 
 
-def function_of(text: str) -> tuple[Source, ast.FunctionDef]:
-    source = Source("case.py", f"import torch\ndef f(a, b):\n    {text}\n")
+def function_of(text: str) -> tuple[SourceFile, ast.FunctionDef]:
+    source = SourceFile("case.py", f"import torch\ndef f(a, b):\n    {text}\n")
     found = source.tree.body[-1]
     assert isinstance(found, ast.FunctionDef)
     return source, found
@@ -77,15 +83,15 @@ def test_a_use_only_reads(text: str, reads: bool) -> None:
 )
 def test_a_name_was_fresh(text: str, fresh: bool) -> None:
     source, function = function_of(text.replace("; ", "\n    "))
-    assert was_fresh(source, "x", function.body[-1]) is fresh
+    assert is_fresh_name(source, "x", function.body[-1]) is fresh
 
 
 def test_what_is_bound_in_an_outer_loop_is_not_fresh_within() -> None:
     source, function = function_of("x = a * 2\n    for i in b:\n        x = x")
     loop = function.body[-1]
     assert isinstance(loop, ast.For)
-    assert was_fresh(source, "x", loop)
-    assert not was_fresh(source, "x", loop.body[0])
+    assert is_fresh_name(source, "x", loop)
+    assert not is_fresh_name(source, "x", loop.body[0])
 
 
 @pytest.mark.parametrize(
@@ -111,4 +117,4 @@ def test_numbers_that_a_name_is_given(text: str, found: list[float] | None) -> N
 def test_what_is_written_to_later_does_not_stay() -> None:
     source, function = function_of("x = a * 2\n    y = x\n    x.add_(1)")
     name = loads(function, "x")[0]
-    assert not stays(source, name, function.body[1])
+    assert not is_unshared(source, name, function.body[1])

@@ -1,4 +1,4 @@
-"""Whether the source says that an expression is a number of Python's."""
+"""Expressions that the source shows to be Python numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ast
 import pytest
 
 from torchtrim.source.numbers import is_known_number
-from torchtrim.source.source import Source
+from torchtrim.source.source import SourceFile
 
 KNOWN = (
     "keep(1.5)",
@@ -54,7 +54,7 @@ OPEN = (
 def read(body: str) -> bool:
     lines = "".join(f"    {line}\n" for line in body.splitlines())
     head = "def f(self, x, a, b, n: int, f: float, o: float | None, s: str, u: 'int | list'):"
-    source = Source("case.py", f"import math\nimport torch\n{head}\n{lines}")
+    source = SourceFile("case.py", f"import math\nimport torch\n{head}\n{lines}")
     (call,) = [
         node
         for node in ast.walk(source.tree)

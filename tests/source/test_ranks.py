@@ -1,4 +1,4 @@
-"""Whether a mask has all dimensions of a tensor, as read and as it is when the code runs."""
+"""Masks that have all dimensions of a tensor, by the source and at run time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchtrim.source.ranks import covers
-from torchtrim.source.source import Source
+from torchtrim.source.source import SourceFile
 
 SHAPES = ((4,), (4, 3), (1, 3), (4, 1), (4, 3, 2), ())
 
@@ -42,9 +42,9 @@ OPEN = (
 """Some of them cannot be told apart from code in which the mask has fewer dimensions."""
 
 
-def selection(code: str) -> tuple[Source, ast.Subscript]:
+def selection(code: str) -> tuple[SourceFile, ast.Subscript]:
     body = "".join(f"    {line}\n" for line in code.splitlines())
-    source = Source("case.py", f"import torch\ndef function(x, y):\n{body}")
+    source = SourceFile("case.py", f"import torch\ndef function(x, y):\n{body}")
     last = source.tree.body[-1].body[-1].value  # type: ignore[attr-defined]
     assert isinstance(last, ast.Subscript)
     return source, last

@@ -1,4 +1,4 @@
-"""Selections by a mask, and what is computed with them element by element."""
+"""Selections by a mask, and elementwise expressions of them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import ast
 import pytest
 
 from torchtrim.source.selections import read_tree, selection
-from torchtrim.source.source import Source
+from torchtrim.source.source import SourceFile
 
 HEAD = "import torch\nimport torch.nn.functional as F\n"
 
 
-def expression(text: str) -> tuple[ast.expr, Source]:
-    source = Source("case.py", f"{HEAD}{text}\n")
+def expression(text: str) -> tuple[ast.expr, SourceFile]:
+    source = SourceFile("case.py", f"{HEAD}{text}\n")
     (*_, statement) = source.tree.body
     assert isinstance(statement, ast.Expr)
     return statement.value, source

@@ -1,4 +1,4 @@
-"""A file's text and tree: where nodes stand, and what names mean."""
+"""A file's text and tree: positions of nodes, and the meaning of names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import draws
 from torchtrim.errors import UnreadableInput
-from torchtrim.source.source import Source, children, read_source
+from torchtrim.source.source import SourceFile, children, read_source
 
 TEXT = """# -*- coding: utf-8 -*-
 import torch
@@ -32,7 +32,7 @@ def nested():
 """
 
 
-def node_of(source: Source, text: str) -> ast.AST:
+def node_of(source: SourceFile, text: str) -> ast.AST:
     (found,) = (
         node
         for node in ast.walk(source.tree)
@@ -42,7 +42,7 @@ def node_of(source: Source, text: str) -> ast.AST:
 
 
 def test_segments_are_the_text_also_behind_wide_characters() -> None:
-    source = Source("case.py", TEXT)
+    source = SourceFile("case.py", TEXT)
     for node in ast.walk(source.tree):
         if isinstance(node, ast.expr):
             assert ast.dump(ast.parse(source.segment(node), mode="eval").body) == ast.dump(
@@ -51,7 +51,7 @@ def test_segments_are_the_text_also_behind_wide_characters() -> None:
 
 
 def test_names_mean_what_the_imports_say() -> None:
-    source = Source("case.py", TEXT)
+    source = SourceFile("case.py", TEXT)
     assert source.dotted(node_of(source, "layers.functional.gelu")) == "torch.nn.functional.gelu"
     relu = [
         node
@@ -62,7 +62,7 @@ def test_names_mean_what_the_imports_say() -> None:
 
 
 def test_the_loop_around_a_node_is_that_of_its_own_function() -> None:
-    source = Source("case.py", TEXT)
+    source = SourceFile("case.py", TEXT)
     assert isinstance(source.loop(node_of(source, "torch.ones(2)")), ast.For)
     assert source.loop(node_of(source, "torch.ones(3)")) is None
 
@@ -70,7 +70,7 @@ def test_the_loop_around_a_node_is_that_of_its_own_function() -> None:
 @pytest.mark.parametrize("text", ["x = (", "x = 1\n  y = 2\n", "\x00", "(" * 500])
 def test_what_is_no_python_is_told(text: str) -> None:
     with pytest.raises(UnreadableInput, match=r"case\.py"):
-        Source("case.py", text)
+        SourceFile("case.py", text)
 
 
 @pytest.mark.parametrize(
@@ -90,14 +90,14 @@ def test_what_is_no_text_is_told(tmp_path: Path, data: bytes) -> None:
 )
 def test_offsets_hold_for_every_line_end_and_width(words: list[str], newline: str) -> None:
     text = newline.join(f"x = {word!r}; y = [1, 2]" for word in words) + newline
-    source = Source("case.py", text)
+    source = SourceFile("case.py", text)
     lists = [node for node in ast.walk(source.tree) if isinstance(node, ast.List)]
     assert [source.segment(node) for node in lists] == ["[1, 2]"] * len(words)
     assert source.newline == newline
 
 
 def test_nodes_are_those_of_a_walk_but_for_operators_and_each_gives_those_of_a_type() -> None:
-    source = Source(
+    source = SourceFile(
         "case.py", "def f(x, *y):\n    global z\n    return [-x + 1 for a in y if not a]\n"
     )
     operators = (ast.operator, ast.unaryop, ast.cmpop, ast.boolop, ast.expr_context)

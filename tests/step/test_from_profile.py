@@ -11,17 +11,17 @@ from torch import nn
 from steps import STEPS, ConvNet, fitting, images, squared, trial
 from torchtrim import TrainStep
 from torchtrim.executor.registry import Option, technique
-from torchtrim.planner.plans import made_plan
+from torchtrim.planner.plans import build_plan
 from torchtrim.records.plan import Plan, Prediction, Technique
+from torchtrim.step.edits import overwritten
 from torchtrim.step.from_profile import step_of
-from torchtrim.step.overwrite import overwritten
 from torchtrim.step.rerun import rerun
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import Span
 
 
 def plan_of(options: list[Option]) -> Plan:
-    return made_plan(
+    return build_plan(
         "",
         fingerprint={},
         techniques=tuple(

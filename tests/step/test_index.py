@@ -6,7 +6,7 @@ import gc
 import weakref
 
 from torchtrim.step.index import StepIndex, index_of, joined_span
-from torchtrim.step.step import Call, Module, Span, Step, Task
+from torchtrim.step.step import Span, Step, StepCall, StepModule, Task
 
 ROOT, CHAIN, FIRST, SECOND, HOOKED = range(5)
 
@@ -17,18 +17,18 @@ def _task(
     return Task("aten::mul", "forward", -1, reads, makes, writes, 0, 1.0)
 
 
-def _call(module: int, span: tuple[int, int], graded: bool = True) -> Call:
-    return Call(module, Span(*span), (span[0],), (span[1],), graded)
+def _call(module: int, span: tuple[int, int], graded: bool = True) -> StepCall:
+    return StepCall(module, Span(*span), (span[0],), (span[1],), graded)
 
 
-def _step(*more: Call) -> Step:
+def _step(*more: StepCall) -> Step:
     """A root with a chain of two modules, and a module with hooks."""
     modules = (
-        Module("net", "Net", -1, False, False),
-        Module("net.chain", "Sequential", ROOT, True, False),
-        Module("net.chain.0", "Linear", CHAIN, False, False),
-        Module("net.chain.1", "Linear", CHAIN, False, False),
-        Module("net.hooked", "Linear", ROOT, False, True),
+        StepModule("net", "Net", -1, False, False),
+        StepModule("net.chain", "Sequential", ROOT, True, False),
+        StepModule("net.chain.0", "Linear", CHAIN, False, False),
+        StepModule("net.chain.1", "Linear", CHAIN, False, False),
+        StepModule("net.hooked", "Linear", ROOT, False, True),
     )
     calls = (
         _call(ROOT, (0, 4)),

@@ -13,7 +13,7 @@ from torch import nn
 
 from torchtrim.errors import Unsupported, UsageError
 from torchtrim.stream import Evicted, HostSpill, bound_caches, persistent, volatile, window
-from torchtrim.stream.unbounded import unbounded
+from torchtrim.stream.lifetimes import unbounded
 
 
 class Tracker(nn.Module):
@@ -162,7 +162,7 @@ def test_unbounded_is_as_if_not_bound() -> None:
         ({}, UsageError, "at least one"),
         ({"memories": window(3)}, UsageError, "has no 'memories'"),
         ({"encoder.pictures": window(3)}, UsageError, "'tracker.memory'"),
-        ({"recent": persistent()}, UsageError, "window\\(n\\) or volatile"),
+        ({"recent": persistent()}, UsageError, "window\\(n\\) and volatile"),
         ({"weight": window(3)}, Unsupported, "is a Parameter"),
         ({"memory": 3}, UsageError, "use window\\(15\\)"),
     ],
@@ -178,5 +178,5 @@ def test_what_is_no_cache(caches: Any, error: type[Exception], words: str) -> No
 def test_binding_twice() -> None:
     model = Tracker()
     bound_caches(model, CACHES)
-    with pytest.raises(UsageError, match="bound already"):
+    with pytest.raises(UsageError, match="already bound"):
         bound_caches(model, CACHES)

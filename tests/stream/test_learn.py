@@ -62,7 +62,7 @@ def test_a_small_stream_is_learnt() -> None:
     assert learnt.trial is not None
     assert learnt.trial.accepted
     assert learnt.trial.bytes < learnt.trial.unbounded_bytes / 5
-    assert "accepted: results equal to the bit" in str(learnt)
+    assert "accepted: results identical bit for bit" in str(learnt)
 
 
 @pytest.mark.parametrize(("pattern", "frames"), [("near.*", 2), ("first[0]", 5), ("near.*", 0)])
@@ -97,9 +97,9 @@ def test_streams_that_prove_nothing() -> None:
 def test_runs_that_are_none() -> None:
     with pytest.raises(UsageError, match="must first yield"):
         learn_state(None, lambda model: iter([torch.zeros(1)]))
-    with pytest.raises(UsageError, match="ended after 40 frames"):
+    with pytest.raises(UsageError, match="ended after 40 of 41"):
         learn_state(None, small, 41)
-    with pytest.raises(UsageError, match="8 frames or more"):
+    with pytest.raises(UsageError, match="at least 8 frames"):
         learn_state(None, small, 3)
 
 

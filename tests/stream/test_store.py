@@ -10,9 +10,15 @@ from hypothesis import strategies as st
 
 from torchtrim.errors import UsageError
 from torchtrim.stream import (
+    Cheapest,
     Evicted,
+    Largest,
+    LeastRead,
+    LeastRecent,
     Lifetime,
+    Oldest,
     OverBudget,
+    Policy,
     StateStore,
     held_bytes,
     persistent,
@@ -315,7 +321,7 @@ def test_errors_teach() -> None:
         store["depth", 1] = 1
     with pytest.raises(UsageError, match="counts frames"):
         store["pointer"] = 1
-    with pytest.raises(UsageError, match="is no key"):
+    with pytest.raises(UsageError, match="invalid key"):
         store[7] = 1
     with pytest.raises(UsageError, match="declared as 15"):
         StateStore({"pointer": 15})  # type: ignore[dict-item]
@@ -323,10 +329,34 @@ def test_errors_teach() -> None:
         with pytest.raises(UsageError, match="give"):
             StateStore(FIELDS, **wrong)
     for make in (lambda: window(-1), lambda: until_read(0), lambda: window(True)):
-        with pytest.raises(UsageError, match="whole number"):
+        with pytest.raises(UsageError, match="an integer"):
             make()
 
 
 @pytest.mark.parametrize("lifetime", FIELDS.values())
 def test_lifetimes_read_as_they_are_written(lifetime: Lifetime) -> None:
     assert str(lifetime).startswith(lifetime.kind)
+
+
+SIZES = {0: 8, 1: 24, 2: 16, 3: 8}
+
+
+@pytest.mark.parametrize(
+    ("policy", "goes"),
+    [
+        (Oldest(), 0),
+        (LeastRecent(), 2),
+        (LeastRead(), 3),
+        (Largest(), 1),
+        (Cheapest(lambda key: 1.0 if key[1] == 3 else 100.0), 3),
+    ],
+)
+def test_each_takes_its_own_first(policy: Policy, goes: int) -> None:
+    store = StateStore({"a": window(99)}, budget=4 * sum(SIZES.values()), policy=policy)
+    for frame, size in SIZES.items():
+        store["a", frame] = torch.zeros(size)
+    for frame in (2, 2, 1, 1, 0, 0, 3):
+        store["a", frame]
+    store["a", 9] = torch.zeros(1)
+    assert {frame for frame in SIZES if ("a", frame) not in store} == {goes}
+    del store["a", 9]

@@ -17,10 +17,18 @@ from torchtrim.stream import (
     StateStore,
     UnmanagedMemory,
     Watermarks,
-    memory_use,
+    growth,
     pinned,
     volatile,
     window,
+)
+from torchtrim.stream.growth import (
+    SizeSample,
+    adapter_for,
+    keeps_growing,
+    looks_at,
+    per_frame,
+    settled,
 )
 
 FRAME = 4 * 100 + 4 * 10
@@ -76,7 +84,7 @@ def test_it_pauses_until_usage_is_below_spill_and_ends_at_the_last() -> None:
     assert levels == [False, True, True, True, False, False]
     used = 95
     with (
-        pytest.warns(UnmanagedMemory, match="only 0 of them"),
+        pytest.warns(UnmanagedMemory, match="holds only 0 of them"),
         pytest.raises(MemoryExhausted, match="Nothing was lost"),
     ):
         marks.check()
@@ -91,7 +99,9 @@ def test_what_it_does_not_own_is_warned_of_once() -> None:
     store = StateStore({"a": window(9)})
     store["a", 0] = torch.zeros(5)
     marks = Watermarks(store, 100, measure=lambda: 75)
-    with pytest.warns(UnmanagedMemory, match="75 bytes are in use and only 20"):
+    with pytest.warns(
+        UnmanagedMemory, match="75 bytes are in use and the watched state holds only 20"
+    ):
         marks.check()
     assert marks.check() is Level.FINE
 
@@ -147,31 +157,86 @@ def test_running_out_of_memory_lets_go_and_tries_once_more() -> None:
 
 
 def test_what_is_in_use_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert memory_use.process_bytes() > 10**6
-    used, total = memory_use.host_bytes()
+    assert growth.process_bytes() > 10**6
+    used, total = growth.host_bytes()
     assert 0 < used <= total
-    with pytest.raises(Unsupported, match="no memory of its own"):
-        memory_use.device_bytes("cpu")
-    memory_use.release_caches()
+    with pytest.raises(Unsupported, match="no separate memory"):
+        growth.device_bytes("cpu")
+    growth.release_caches()
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("400\n")
-    monkeypatch.setattr(memory_use, "_CGROUP", tmp_path)
-    assert memory_use.host_bytes() == (400, 1000)
+    monkeypatch.setattr(growth, "_CGROUP", tmp_path)
+    assert growth.host_bytes() == (400, 1000)
     store = StateStore({"a": volatile()})
     assert Watermarks.of_host(store).limit == 1000
     assert Watermarks.of_process(store, 10**15).check() is Level.FINE
     with pytest.raises(Unsupported):
         Watermarks.of_device(store, "cpu")
     (tmp_path / "memory.max").unlink()
-    monkeypatch.setattr(memory_use, "_PROC", tmp_path)
-    assert memory_use.process_bytes() > 10**6
+    monkeypatch.setattr(growth, "_PROC", tmp_path)
+    assert growth.process_bytes() > 10**6
     with pytest.raises(Unsupported, match="measure of your own"):
-        memory_use.host_bytes()
+        growth.host_bytes()
 
 
 def test_shares_that_do_not_rise_are_refused() -> None:
     for wrong in ({"target": 0.9}, {"spill": 0.99}, {"pause": 0.1}):
-        with pytest.raises(UsageError, match="the shares rise"):
+        with pytest.raises(UsageError, match="fractions with"):
             Watermarks([], 100, **wrong)
     with pytest.raises(UsageError, match="above zero"):
         Watermarks([], 0)
+
+
+def sampled(size: object, frames: int = 60) -> list[SizeSample]:
+    looks = [frame for frame in range(1, frames + 1) if looks_at(frame) or frame == frames]
+    return list(settled([SizeSample(frame, size(frame)) for frame in looks]))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("size", "grows"),
+    [
+        (lambda frame: 100 * frame, True),
+        (lambda frame: 7 + frame // 10, True),
+        (lambda frame: frame * frame, True),
+        (lambda frame: 42, False),
+        (lambda frame: min(frame, 15), False),
+        (lambda frame: min(frame, 30), False),
+        (lambda frame: 100 - frame, False),
+        (lambda frame: frame % 7, False),
+        (lambda frame: 10 if frame > 5 else 0, False),
+    ],
+)
+@pytest.mark.parametrize("frames", [60, 100, 400])
+def test_growth(size: object, grows: bool, frames: int) -> None:
+    assert keeps_growing(sampled(size, frames)) is grows
+
+
+def test_what_a_frame_adds_is_exact_for_a_line() -> None:
+    assert per_frame(sampled(lambda frame: 5 + 1024 * frame)) == 1024
+    assert per_frame([]) == per_frame([SizeSample(3, 7)]) == 0
+
+
+@pytest.mark.parametrize("frames", [10, 60, 500, 20_000])
+def test_looks_are_few_and_the_later_part_has_enough(frames: int) -> None:
+    looks = [frame for frame in range(1, frames + 1) if looks_at(frame)]
+    assert len(looks) <= 36
+    assert len(sampled(lambda frame: frame, frames)) >= 3
+
+
+def test_too_few_samples_tell_nothing() -> None:
+    assert not keeps_growing([SizeSample(2, 1), SizeSample(4, 2)])
+    assert settled([]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "adapter"),
+    [
+        ("s.output_dict_per_obj[0]", ("dict", "Sam2VideoInferenceSession"), "bound_session"),
+        ("s.output_dict_per_obj[0]", ("Records", "Objects", "Sam2VideoInferenceSession"), ""),
+        ("state['output_dict']['non_cond_frame_outputs']", ("dict", "dict"), "bound_state"),
+        ("cache.layers[0].keys", ("Tensor", "DynamicLayer", "DynamicCache"), "sink_cache"),
+        ("model.memory", ("dict", "Model"), ""),
+    ],
+)
+def test_the_adapter_that_bounds_it(name: str, classes: tuple[str, ...], adapter: str) -> None:
+    assert adapter_for(name, classes) == adapter

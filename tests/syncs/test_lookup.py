@@ -10,8 +10,8 @@ import torch
 
 from syncs.cases import CASES, MASK, X, ask, indexed
 from torchtrim.syncs.base import Row
-from torchtrim.syncs.idioms import FREE, WAITING
 from torchtrim.syncs.lookup import ROWS, holds, row, rows_for
+from torchtrim.syncs.pages import FREE, WAITING
 
 ASKED = [one for one in ROWS if one.operators and holds(one, torch.__version__)]
 

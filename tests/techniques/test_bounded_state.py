@@ -13,8 +13,8 @@ from stream import standins
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.registry import technique
 from torchtrim.records.plan import Plan, Prediction, Technique
+from torchtrim.stream.lifetimes import unbounded
 from torchtrim.stream.records import Objects
-from torchtrim.stream.unbounded import unbounded
 
 BITWISE: Any = "BITWISE"
 
@@ -150,7 +150,7 @@ def test_a_language_model_gets_a_cache_of_sinks() -> None:
         ({"window": 30}, 'equivalence = "SEMANTIC"'),
         ({"keep": 7}, 'equivalence = "SEMANTIC"'),
         ({"windows": 30}, "no option 'windows'"),
-        ({"equivalence": "SEMANTIC", "keep": 7}, "no option for states"),
+        ({"equivalence": "SEMANTIC", "keep": 7}, "not an option for states"),
     ],
 )
 def test_options_that_cannot_be(options: Any, words: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import torchtrim
 from steps import fitting, quiet
 from torchtrim import TrainStep
-from torchtrim.dryrun.machine import needed
+from torchtrim.dryrun.workspace import needed
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.registry import technique
 from torchtrim.records.budget import memory_limit
@@ -192,8 +192,8 @@ def test_a_fitted_model_is_what_it_was_afterwards() -> None:
     ("where", "options", "said"),
     [
         ("Language.inner", {"row": 3}, "no option 'row'"),
-        ("Language.inner", {"rows": -1}, "rows is a number"),
-        ("Language", {}, "give the option classes"),
+        ("Language.inner", {"rows": -1}, "rows must be a number"),
+        ("Language", {}, "Give the option classes"),
         ("Language.nothing", {}, "no such module"),
     ],
 )

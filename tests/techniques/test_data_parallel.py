@@ -65,7 +65,7 @@ def test_gradients_in_bfloat16_are_those_rounded_by_hand_and_are_taken_back() ->
         seen = found["compressed"]
         assert seen["by hand"] == seen["reverted"] == 0
         assert 0 < seen["gradients"] < 2**-8
-        assert "bfloat16 already" in seen["twice"]
+        assert "already sent in bfloat16" in seen["twice"]
         assert seen["offered"] == [ROOT]
 
 

@@ -18,8 +18,8 @@ from torchtrim.records.plan import Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.step.from_profile import step_of
+from torchtrim.techniques.low_bit_states import narrow_bytes
 from torchtrim.techniques.low_bit_states import states as narrow_states
-from torchtrim.techniques.low_bit_states.sizes import narrow_bytes
 from torchtrim.techniques.low_bit_states.technique import TECHNIQUE
 from torchtrim.workflows.optimize.fitting import Fitting
 
@@ -123,7 +123,7 @@ def test_the_codes_are_those_that_torchao_keeps() -> None:
 
     torch.manual_seed(0)
     value = torch.randn(3, 40, 256).square_()
-    form = narrow_states.form_of({"states": "8bit"})
+    form = narrow_states.format_of({"states": "8bit"})
     for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
         theirs = OptimState8bit.zeros(value.shape, signed, 256)
         theirs.copy_(value)
@@ -269,7 +269,7 @@ def test_what_has_no_low_bit_states_is_refused() -> None:
         TECHNIQUE.apply({}, part_of("4bit"))
     if importlib.util.find_spec("torchao") is not None:
         sgd = torch.optim.SGD(net.parameters())
-        with pytest.raises(ApplyFailed, match=r"torch.optim.sgd.SGD, and torchao has"):
+        with pytest.raises(ApplyFailed, match=r"torch.optim.sgd.SGD, but torchao has"):
             TECHNIQUE.apply({"SGD": sgd}, part_of("8bit", "SGD"))
     assert "plain_optimizer" in TECHNIQUE.bars(part_of("8bit"))
 

@@ -453,8 +453,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Called(lambda x: (x, float(x.detach().sum()))),
         "a number that depends on the samples",
     ),
-    "sums": (lambda: Called(lambda x: x.sum(0)), "that sums samples up"),
-    "checkpoint": (Checkpointed, "draws random numbers once more"),
+    "sums": (lambda: Called(lambda x: x.sum(0)), "that sums over samples"),
+    "checkpoint": (Checkpointed, "its backward draws random numbers"),
     "hook": (hooked, "has a hook on the gradient of its weight"),
 }
 
@@ -478,7 +478,7 @@ def test_what_cannot_be_split_is_refused_and_left_as_it_was(name: str) -> None:
 
 @pytest.mark.parametrize("options", [{"parts": 1}, {"parts": "two"}, {"parts": 2, "rows": 3}])
 def test_bad_options_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ApplyFailed, match="`parts`, which is 2 or more"):
+    with pytest.raises(ApplyFailed, match="`parts`, which must be 2 or more"):
         applied(nn.Linear(2, 2), **options)
 
 

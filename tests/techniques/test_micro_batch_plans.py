@@ -10,7 +10,7 @@ import torch
 
 import torchtrim
 from steps import encoder, fitting, squared, train_step
-from torchtrim.dryrun.machine import needed
+from torchtrim.dryrun.workspace import needed
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.registry import Option, names, technique
 from torchtrim.planner.pins import overlap

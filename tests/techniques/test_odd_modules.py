@@ -13,7 +13,7 @@ from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.step.from_profile import step_of as read_step
 from torchtrim.step.simulate import simulate
-from torchtrim.techniques.split_matmul.found import modules_of
+from torchtrim.techniques.split_matmul.technique import modules_of
 from torchtrim.workflows.optimize.fitting import Fitting
 
 

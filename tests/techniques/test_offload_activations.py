@@ -26,13 +26,11 @@ from torchtrim.planner.planner import Planner
 from torchtrim.records.budget import Budget
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
-from torchtrim.step.costs import on_device
-from torchtrim.step.edits import Edit
-from torchtrim.step.from_profile import step_of
-from torchtrim.step.host import PINNED, host_peak
+from torchtrim.step.edits import PINNED, Edit, host_peak
+from torchtrim.step.from_profile import on_device, step_of
 from torchtrim.step.simulate import simulate, timeline
 from torchtrim.step.step import Step
-from torchtrim.techniques.offload_activations.moving import Mover
+from torchtrim.techniques.offload_activations.moving import StorageMover
 from torchtrim.techniques.offload_activations.places import place_of
 from torchtrim.techniques.offload_activations.technique import TECHNIQUE
 
@@ -288,14 +286,14 @@ def test_what_fails_in_the_middle_leaves_nothing(order: str) -> None:
 
 
 def test_pinned_memory_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    movers: list[Mover] = []
-    own = Mover.__init__
+    movers: list[StorageMover] = []
+    own = StorageMover.__init__
 
-    def init(self: Mover, *sizes: int) -> None:
+    def init(self: StorageMover, *sizes: int) -> None:
         own(self, *sizes)
         movers.append(self)
 
-    monkeypatch.setattr(Mover, "__init__", init)
+    monkeypatch.setattr(StorageMover, "__init__", init)
     with emulate(streams="late"):
         torch.manual_seed(0)
         model, batch = _mlp(4).cuda(), torch.randn(ROWS, device="cuda")
@@ -324,11 +322,11 @@ def test_places_read_as_they_are_written() -> None:
 
 def test_a_fetch_that_forgets_to_wait_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same, with the mistake of NVIDIA/Megatron-LM#7398 and of a compute stream that does not wait."""
-    from torchtrim.techniques.offload_activations.moving import Moved
+    from torchtrim.techniques.offload_activations.moving import MovedStorage
 
     original = run("mlp")
     planned = every(priced(original.profile))[0]
-    monkeypatch.setattr(Moved, "_land", lambda self: setattr(self, "_arrived", None))
+    monkeypatch.setattr(MovedStorage, "_land", lambda self: setattr(self, "_arrived", None))
     assert is_equal(original, run("mlp", planned))
     broken = run("mlp", planned, "late")
     assert not is_equal(original, broken)
@@ -336,14 +334,14 @@ def test_a_fetch_that_forgets_to_wait_is_caught(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_source_that_is_let_go_too_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchtrim.techniques.offload_activations.moving import Moved
+    from torchtrim.techniques.offload_activations.moving import MovedStorage
 
-    def release(self: Moved) -> None:
+    def release(self: MovedStorage) -> None:
         self._here, self._is_original = None, False
 
     original = run("mlp")
     planned = every(priced(original.profile))[0]
-    monkeypatch.setattr(Moved, "release", release)
+    monkeypatch.setattr(MovedStorage, "release", release)
     assert is_equal(original, run("mlp", planned))
     assert not is_equal(original, run("mlp", planned, "late"))
 

@@ -29,9 +29,8 @@ from torchtrim.planner.planner import Planner
 from torchtrim.records.budget import Budget
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
-from torchtrim.step.costs import on_device
-from torchtrim.step.from_profile import step_of
-from torchtrim.step.host import FILE
+from torchtrim.step.edits import FILE
+from torchtrim.step.from_profile import on_device, step_of
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import Step
 from torchtrim.techniques.offload_activations.technique import TECHNIQUE

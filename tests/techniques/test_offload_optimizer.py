@@ -237,9 +237,9 @@ def test_what_it_cannot_take_is_refused() -> None:
 
 def test_a_write_that_nobody_waits_for_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """State that is let go, or read, before it has been written back."""
-    monkeypatch.setattr(HostState, "_settle", lambda self: None)
+    monkeypatch.setattr(HostState, "_wait_for_copies", lambda self: None)
     monkeypatch.setattr(
-        HostState, "_gone", staticmethod(lambda leaving: leaving and leaving[0].clear())
+        HostState, "_free_written", staticmethod(lambda leaving: leaving and leaving[0].clear())
     )
     assert equal_after("AdamW", "", 3)
     with pytest.raises(AssertionError):

@@ -21,15 +21,14 @@ from torchtrim.analysis.prices import device_of
 from torchtrim.capture.workload import TrainStep
 from torchtrim.emulator import emulate
 from torchtrim.records.plan import Technique
-from torchtrim.step.costs import on_device
-from torchtrim.step.from_profile import step_of
+from torchtrim.step.from_profile import on_device, step_of
 from torchtrim.step.simulate import simulate
 from torchtrim.techniques.offload_activations.places import place_of
 from torchtrim.techniques.offload_activations.technique import TECHNIQUE
-from torchtrim.techniques.offload_activations.watching import Watcher
+from torchtrim.techniques.offload_activations.watching import OffloadWatcher
 from torchtrim.techniques.offload_activations.windows import edit_of
 from torchtrim.techniques.offload_optimizer.technique import TECHNIQUE as OF_OPTIMIZER
-from torchtrim.techniques.replay.places import Run
+from torchtrim.techniques.replay.places import OperatorOrdinal
 
 
 def tower(layers: int = 4) -> nn.Sequential:
@@ -236,14 +235,16 @@ def test_the_layers_that_are_offloaded_are_those_of_the_plan(
             return torch.cuda.max_memory_allocated()
 
     assert peak() == pytest.approx(predicted, rel=0.01)
-    own = Watcher.__init__
+    own = OffloadWatcher.__init__
 
-    def mixed_up(self: Watcher, *args: Any) -> None:
+    def mixed_up(self: OffloadWatcher, *args: Any) -> None:
         own(self, *args)
         groups = sorted(self._made)
-        self._made = {Run(run.name, group): self._made[run] for group, run in enumerate(groups)}  # type: ignore[assignment]
+        self._made = {
+            OperatorOrdinal(run.name, group): self._made[run] for group, run in enumerate(groups)
+        }  # type: ignore[assignment]
 
-    monkeypatch.setattr(Watcher, "__init__", mixed_up)
+    monkeypatch.setattr(OffloadWatcher, "__init__", mixed_up)
     assert peak() != pytest.approx(predicted, rel=0.01)
 
 

@@ -21,11 +21,10 @@ from torchtrim.planner.planner import Planner
 from torchtrim.records.budget import Budget
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
-from torchtrim.step.costs import on_device
-from torchtrim.step.from_profile import step_of
-from torchtrim.step.host import ALIGNMENT, host_blocks, host_peak
+from torchtrim.step.edits import ALIGNMENT, host_blocks, host_peak
+from torchtrim.step.from_profile import on_device, step_of
 from torchtrim.step.step import Step
-from torchtrim.techniques.offload_activations.moving import Mover, _Store
+from torchtrim.techniques.offload_activations.moving import StorageMover, _Store
 from torchtrim.techniques.offload_activations.places import place_of, placed, written
 from torchtrim.techniques.offload_activations.technique import TECHNIQUE
 from torchtrim.techniques.offload_activations.windows import edit_of
@@ -59,20 +58,20 @@ def planned(profile: Profile) -> tuple[Step, Technique]:
 
 
 @pytest.fixture
-def movers(monkeypatch: pytest.MonkeyPatch) -> list[Mover]:
+def movers(monkeypatch: pytest.MonkeyPatch) -> list[StorageMover]:
     """All that are made."""
-    made: list[Mover] = []
-    own = Mover.__init__
+    made: list[StorageMover] = []
+    own = StorageMover.__init__
 
-    def init(self: Mover, *args: Any, **kwargs: Any) -> None:
+    def init(self: StorageMover, *args: Any, **kwargs: Any) -> None:
         own(self, *args, **kwargs)
         made.append(self)
 
-    monkeypatch.setattr(Mover, "__init__", init)
+    monkeypatch.setattr(StorageMover, "__init__", init)
     return made
 
 
-def test_the_slab_is_what_packing_says_and_the_plan_says_so(movers: list[Mover]) -> None:
+def test_the_slab_is_what_packing_says_and_the_plan_says_so(movers: list[StorageMover]) -> None:
     with emulate():
         profile = torchtrim.record(workload())
     planner = Planner(profile, step_seconds=1.0, fingerprint={}, exclude=("recompute", "replay"))
@@ -97,7 +96,7 @@ def test_the_slab_is_what_packing_says_and_the_plan_says_so(movers: list[Mover])
 
 
 @EVERY
-def test_two_passes_of_a_step_share_the_slab(order: str, movers: list[Mover]) -> None:
+def test_two_passes_of_a_step_share_the_slab(order: str, movers: list[StorageMover]) -> None:
     def run(technique: Technique | None, order: str) -> tuple[list[torch.Tensor], int]:
         with emulate(streams=order) as emulation:
             work = workload(accumulated)
@@ -172,7 +171,7 @@ def test_bytes_that_are_written_before_they_were_read_are_caught(
 
 
 @EVERY
-def test_a_graph_that_is_kept_has_memory_of_its_own(order: str, movers: list[Mover]) -> None:
+def test_a_graph_that_is_kept_has_memory_of_its_own(order: str, movers: list[StorageMover]) -> None:
     """Two calls are alive at once, and the plan knows of one."""
     technique = one_by_one()
 
@@ -201,7 +200,7 @@ def test_offsets_are_read_as_they_are_written() -> None:
         placed("Net:gelu.3 until addmm.9 from addmm.12 at x")
 
 
-def test_a_plan_of_before_there_were_slabs_still_runs(movers: list[Mover]) -> None:
+def test_a_plan_of_before_there_were_slabs_still_runs(movers: list[StorageMover]) -> None:
     where = tuple(str(place_of(one)) for one in one_by_one().where)
     plain, _ = gradients("", None)
     found, _ = gradients("late", Technique(name=TECHNIQUE.name, where=where))

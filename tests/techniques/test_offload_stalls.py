@@ -14,7 +14,7 @@ from torchtrim.capture.workload import TrainStep
 from torchtrim.emulator import emulate
 from torchtrim.records.plan import Technique
 from torchtrim.step.links import stall_in_parts
-from torchtrim.step.optimizers import chunked, seen_of
+from torchtrim.step.optimizers import chunked, optimizer_calls
 from torchtrim.techniques.offload_optimizer.technique import TECHNIQUE as OF_OPTIMIZER
 
 QUICK = ("mlp", "convolutions")
@@ -57,7 +57,7 @@ def test_an_optimizer_in_parts_awaits_its_copies_as_long_as_predicted() -> None:
         work.step(0)
         profile = torchtrim.record(work)
     step, link = priced(profile), device_of(profile).link
-    ((seen,),) = seen_of(step).values()
+    ((seen,),) = optimizer_calls(step).values()
     updates = seen.step.updates
     sizes = [step.tensors[update.parameter].bytes for update in updates]
     chunks = chunked(updates, sizes, most)

@@ -18,8 +18,8 @@ from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
+from torchtrim.step.edits import overwritten
 from torchtrim.step.from_profile import step_of as read_step
-from torchtrim.step.overwrite import overwritten
 from torchtrim.step.simulate import simulate
 from torchtrim.techniques.overwrite.technique import TECHNIQUE, TYPES
 from torchtrim.workflows.optimize.fitting import Fitting

@@ -26,9 +26,8 @@ from torchtrim.executor.apply import named_roots
 from torchtrim.executor.registry import Replaces, names, technique
 from torchtrim.planner.pins import overlap
 from torchtrim.records.plan import Technique
-from torchtrim.step.costs import on_device
 from torchtrim.step.edits import Edit
-from torchtrim.step.from_profile import step_of
+from torchtrim.step.from_profile import on_device, step_of
 from torchtrim.step.step import Step
 
 CLASSES, WIDTH, LENGTH, STEPS, OPTIONS = 2000, 32, 64, 2, 12

@@ -111,11 +111,11 @@ def test_saved_activations_alone_take_half_and_leave_the_forward_as_it_is() -> N
 
 
 def test_a_storage_is_kept_once_however_many_views_of_it_are_saved() -> None:
-    call = lowered._Call(torch.bfloat16, set())
+    call = lowered._SavedTensors(torch.bfloat16, set())
     whole = torch.randn(6, 8)
     views = [whole[:, :4], whole[:, 4:], whole.t()]
     saved = [call.pack(view) for view in views]
-    assert len({id(one.kept) for one in saved if isinstance(one, lowered._Saved)}) == 1
+    assert len({id(one.kept) for one in saved if isinstance(one, lowered._HalfView)}) == 1
     wide = [call.unpack(one) for one in saved]
     assert len({one.untyped_storage().data_ptr() for one in wide}) == 1
     for view, found in zip(views, wide, strict=True):
@@ -133,12 +133,12 @@ def test_what_keeps_saved_tensors_goes_with_no_rounded_ones() -> None:
 
 
 def test_a_fault_in_it_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    widened = lowered.Autocast._widened
+    widened = lowered.AutocastForward._widened
 
-    def off(self: lowered.Autocast, leaf: Any) -> Any:
+    def off(self: lowered.AutocastForward, leaf: Any) -> Any:
         return widened(self, leaf) * 1.01
 
-    monkeypatch.setattr(lowered.Autocast, "_widened", off)
+    monkeypatch.setattr(lowered.AutocastForward, "_widened", off)
     step = step_of(1)
     pins = {"precision": [ROOT], "keep": ["*.layers.*"]}
     fit = planned(step, "100%", allow="semantic=precision", pins=pins)
@@ -149,7 +149,7 @@ def test_a_fault_in_it_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_cannot_be_is_refused_with_what_to_write() -> None:
     net = encoder(32, 1)
-    with pytest.raises(ApplyFailed, match="of `compute` or of `saved`"):
+    with pytest.raises(ApplyFailed, match="must be `compute` or `saved`"):
         TECHNIQUE.apply({ROOT: net}, part_of("everything"))
     with pytest.raises(ApplyFailed, match="one of bfloat16, float16"):
         TECHNIQUE.apply({ROOT: net}, part_of("compute", "int8"))

@@ -187,7 +187,7 @@ def test_keyword_arguments_reach_the_block() -> None:
     [
         ("ConvNet.blocks.99", "no such module"),
         ("Other.blocks.0", "no such module"),
-        ("ConvNet.blocks[0:2]", "no nn.Sequential"),
+        ("ConvNet.blocks[0:2]", "not an nn.Sequential"),
         ("[1:2]", "cannot read"),
     ],
 )

@@ -116,7 +116,7 @@ def test_a_wrong_replacement_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
     kind = known._WINDOW._replace(attend=turned)
     monkeypatch.setattr(known, "_WINDOW", kind)
-    with pytest.raises(ApplyFailed, match="computes something else"):
+    with pytest.raises(ApplyFailed, match="does not compute the same"):
         TECHNIQUE.apply({"Net": model}, planned("Net.attn"))
     monkeypatch.setattr("torchtrim.attention.replace._difference", lambda *_: 0.0)
     assert found.verify(original, plan_for("Net.attn")).verdict == "NOT EQUAL"
@@ -143,7 +143,7 @@ def test_it_saves_more_than_the_planner_predicts() -> None:
 def test_where_probabilities_are_dropped_it_is_not_offered_and_refused() -> None:
     model, ids = Net(RPEAttention(dropout=0.1)), tokens((2, 65))
     assert not TECHNIQUE.options(step_of(trial(train_step(model, ids))[1]))
-    with pytest.raises(ApplyFailed, match="other random numbers"):
+    with pytest.raises(ApplyFailed, match="different random numbers"):
         TECHNIQUE.apply({"Net": model}, planned("Net.attn"))
     TECHNIQUE.apply({"Net": model.eval()}, planned("Net.attn"))
 
@@ -236,7 +236,7 @@ def test_what_cannot_be_replaced_is_said_and_nothing_changes() -> None:
         nn.init.normal_(table.relative_position_bias_table)
     classes = [type(module) for module in model.modules()]
     for name, says in (
-        ("scaled", "computes something else"),
+        ("scaled", "does not compute the same"),
         ("failing", "ValueError: not today"),
         ("good.qkv", "no relative positions"),
         ("absent", "there is no such module"),

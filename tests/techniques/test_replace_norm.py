@@ -93,7 +93,7 @@ def test_parts_of_the_batch_are_planned_with_it_and_certified_as_asked() -> None
     assert fit.plan.techniques[0].options == {"to": "group"}
     assert fit.certificate is not None
     assert fit.certificate.verdict == "AS ASKED", fit.certificate.reason
-    assert "has to be fine-tuned" in fit.certificate.reason
+    assert "must be fine-tuned" in fit.certificate.reason
 
 
 def test_parts_of_the_batch_name_it_where_they_are_refused() -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtrim.techniques.replay.bits import packed, unpacked
+from torchtrim.techniques.replay.recipes import packed, unpacked
 
 TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 

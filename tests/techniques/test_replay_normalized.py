@@ -11,10 +11,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtrim.techniques.replay.normalized import with_statistics, without_writes
-from torchtrim.techniques.replay.norms import is_dense
-from torchtrim.techniques.replay.recipes import Kept, Step, as_first, filled
-from torchtrim.techniques.replay.table import BATCH_NORMS
+from torchtrim.techniques.replay.recipes import (
+    KeptTensor,
+    RecipeStep,
+    as_first,
+    filled,
+    with_statistics,
+    without_writes,
+)
+from torchtrim.techniques.replay.table import BATCH_NORMS, is_dense
 from torchtrim.techniques.replay.watching import watch
 
 NORM = torch.ops.aten.native_batch_norm.default
@@ -59,9 +64,9 @@ def test_it_gives_the_same_bits(data: st.DataObject, seed: int) -> None:
     eps = data.draw(st.sampled_from((1e-5, 1e-3, 0.0)))
     args = (x, weight, bias, *running, True, 0.1, eps)
     result = NORM(*args)
-    held = tuple(Kept(a) if isinstance(a, torch.Tensor) else a for a in without_writes(args))
+    held = tuple(KeptTensor(a) if isinstance(a, torch.Tensor) else a for a in without_writes(args))
     with as_first():
-        step = with_statistics(Step(NORM, held, {}), args, result)
+        step = with_statistics(RecipeStep(NORM, held, {}), args, result)
         again = step.func(*filled(step.args), **filled(step.kwargs))
     made = again[0] if isinstance(again, tuple) else again
     assert torch.equal(made.nan_to_num(), result[0].nan_to_num())

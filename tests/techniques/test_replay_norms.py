@@ -9,7 +9,7 @@ from torch import nn
 import torchtrim
 from torchtrim.capture.workload import TrainStep
 from torchtrim.records.operator_names import base_name
-from torchtrim.techniques.replay.norms import share
+from torchtrim.techniques.replay.table import norm_share
 
 
 @pytest.mark.parametrize(
@@ -34,5 +34,5 @@ def test_it_is_known_from_the_norm(
     step = TrainStep(model, lambda model, x: model(x).sum(), optimizer, x)
     profile = torchtrim.record(step)
     (norm,) = (one for one in profile.operators if base_name(one.name) == "aten::native_batch_norm")
-    assert share(norm, "cpu") == wanted
-    assert share(norm, "cuda") == 1.0
+    assert norm_share(norm, "cpu") == wanted
+    assert norm_share(norm, "cuda") == 1.0

@@ -14,11 +14,11 @@ import torchtrim
 from steps import squared, train_step
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.stepping import factor_at
-from torchtrim.planner.rates import rates_plan
-from torchtrim.records.estimate import Growth
+from torchtrim.planner.plans import rates_plan
+from torchtrim.records.estimate import GrowthLimit
 from torchtrim.records.plan import Technique
 from torchtrim.records.trial import Request
-from torchtrim.techniques.scale_lr import TECHNIQUE, scaled_for, settings_of
+from torchtrim.techniques.scale_lr import TECHNIQUE, lr_techniques, settings_of
 from torchtrim.workflows.optimize.fitting import Fitting
 
 
@@ -95,10 +95,10 @@ def test_the_plan_of_a_batch_that_was_found_is_certified_as_asked() -> None:
     fitting = Fitting(step, Request(steps=2), lambda _: None)
     original = fitting.observe()
     assert original.profile is not None
-    growth = Growth(
+    growth = GrowthLimit(
         what="batch", now=4, largest=16, budget_bytes=10_000, peak_bytes=9_000, next_bytes=None
     )
-    plan = rates_plan(original.profile, scaled_for(original.profile, 4, 16), growth, 10_000)
+    plan = rates_plan(original.profile, lr_techniques(original.profile, 4, 16), growth, 10_000)
     assert plan is not None
     (part,) = plan.techniques
     assert (part.where, part.options["rule"]) == (("AdamW",), "sqrt")

@@ -53,7 +53,7 @@ def test_what_a_module_of_a_sharded_one_saves_is_whole_too() -> None:
 def test_a_model_that_fully_shard_fails_at_is_as_it_was() -> None:
     for found in ranks():
         seen = found["failed"]
-        assert "fully_shard says: no room for another block" in seen["said"]
+        assert "fully_shard failed: no room for another block" in seen["said"]
         assert seen["marks"]
         assert seen["apart"] == 0
 
@@ -80,7 +80,7 @@ def test_what_it_does_not_take_is_refused() -> None:
         assert "gradients from before" in said["graded"]
         assert "are one parameter" in said["tied"]
         assert "keeps parameters" in said["kept"]
-        assert "told to ignore 0.0.bias" in said["ignoring"]
+        assert "ignores 0.0.bias" in said["ignoring"]
         assert "matches the blocks 'layers.*'" in said["unmatched"]
 
 

@@ -199,8 +199,8 @@ def test_what_cannot_run_in_parts_is_refused() -> None:
     with pytest.raises(ApplyFailed, match="`parts`, 2 or more"):
         TECHNIQUE.apply({}, part_of("Sequential", parts=1))
     for inner, why in (
-        (nn.BatchNorm1d(4), "rows see each other"),
-        (nn.MultiheadAttention(4, 2), "rows see each other"),
+        (nn.BatchNorm1d(4), "rows interact"),
+        (nn.MultiheadAttention(4, 2), "rows interact"),
         (nn.Dropout(0.5), "draws random numbers"),
     ):
         with pytest.raises(ApplyFailed, match=why):
@@ -211,5 +211,5 @@ def test_what_cannot_run_in_parts_is_refused() -> None:
         TECHNIQUE.apply({"Sequential": hooked}, part_of("Sequential"))
     summing = nn.Sequential(nn.Flatten(0))
     TECHNIQUE.apply({"Sequential": summing}, part_of("Sequential", parts=2))
-    with pytest.raises(ApplyFailed, match="does not treat each row by itself"):
+    with pytest.raises(ApplyFailed, match="its rows are not independent"):
         summing(torch.ones(4, 3, requires_grad=True))

@@ -22,8 +22,8 @@ from torchtrim.records.trial import Request
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import Step
-from torchtrim.techniques.split_time.cells import Lstm
-from torchtrim.techniques.split_time.found import layers_of
+from torchtrim.techniques.split_time.layers import layers_of
+from torchtrim.techniques.split_time.running import LstmCell
 from torchtrim.techniques.split_time.technique import _TURN_SECONDS, TECHNIQUE
 from torchtrim.workflows.optimize.fitting import Fitting
 
@@ -168,7 +168,7 @@ def test_what_cannot_run_in_pieces_is_refused() -> None:
     with pytest.raises(ApplyFailed, match="has no options"):
         TECHNIQUE.apply({}, part_of("Net", parts=2))
     for module, why in (
-        (nn.Linear(2, 2), "no LSTM and no GRU"),
+        (nn.Linear(2, 2), "neither an LSTM nor a GRU"),
         (Own(4, 4), "forward of its own"),
         (nn.LSTM(4, 4, proj_size=2), "projections"),
         (nn.LSTM(4, 4, 2, dropout=0.1), "random numbers"),
@@ -300,11 +300,11 @@ def test_it_is_chosen_and_a_fault_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
     assert fit.certificate is not None
     assert {one.name for one in fit.plan.techniques} == {"split_time"}
     assert fit.certificate.verdict == "ROUNDING", fit.certificate.reason
-    right = Lstm.backward
+    right = LstmCell.backward
 
-    def wrong(self: Lstm, *given: Any) -> Any:
+    def wrong(self: LstmCell, *given: Any) -> Any:
         found = right(self, *given)
         return found._replace(before=found.before._replace(cell=found.before.cell * 0.9))
 
-    monkeypatch.setattr(Lstm, "backward", wrong)
+    monkeypatch.setattr(LstmCell, "backward", wrong)
     assert fitting.verify(fit.original, fit.plan).verdict == "NOT EQUAL"

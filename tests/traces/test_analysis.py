@@ -6,7 +6,7 @@ import msgspec
 
 from recordings import BACKWARD, Recording, training
 from torchtrim.records.trace import TraceReport, TraceSite
-from torchtrim.traces.analysis import MENDS, analyse, joined, mended
+from torchtrim.traces.analysis import KNOWN_FIXES, analyse, joined, known_fixes
 
 
 def test_a_loop_that_reads_a_number_each_step(tmp_path: Path) -> None:
@@ -78,17 +78,19 @@ def site(path: str, function: str, within: str = "") -> TraceSite:
 def test_known_places_are_told_once_with_the_version() -> None:
     path = "diffusers/schedulers/scheduling_flow_match_euler_discrete.py"
     sites = [site(path, "index_for_timestep"), site(path, "index_for_timestep")]
-    (note,) = mended(sites, {"diffusers": "0.34.0"})
+    (note,) = known_fixes(sites, {"diffusers": "0.34.0"})
     assert "diffusers 0.34.0" in note
     assert "set_begin_index" in note
     assert "/pull/11696" in note
 
 
 def test_operators_and_what_is_unknown() -> None:
-    assert "nonzero_static" in mended([site("train.py", "f", "aten::nonzero")], {})[0]
-    assert mended([site("train.py", "f"), site("diffusers/x.py", "index_for_timestep")], {}) == []
+    assert "nonzero_static" in known_fixes([site("train.py", "f", "aten::nonzero")], {})[0]
+    assert (
+        known_fixes([site("train.py", "f"), site("diffusers/x.py", "index_for_timestep")], {}) == []
+    )
 
 
 def test_each_has_a_source() -> None:
-    assert all(mend.source.startswith("https://") for mend in MENDS)
-    assert all(mend.path or mend.function or mend.within for mend in MENDS)
+    assert all(fix.source.startswith("https://") for fix in KNOWN_FIXES)
+    assert all(fix.path or fix.function or fix.within for fix in KNOWN_FIXES)

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from recordings import BACKWARD, MAIN, PAGEABLE, Recording
-from torchtrim.costs.replay.engine import replay
-from torchtrim.costs.replay.program import Activity, Does, ReplayProgram, ReplayStep
+from torchtrim.costs.replay import Activity, Does, ReplayProgram, ReplayStep, replay
 from torchtrim.traces.build import Latencies, build, hand_overs, measure
 from torchtrim.traces.launches import schedule
 

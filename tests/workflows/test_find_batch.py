@@ -12,7 +12,7 @@ from torch import nn
 import torchtrim
 from steps import ConvNet, encoder, flat, images, squared, train_step
 from torchtrim import Script, TrainStep, UsageError
-from torchtrim.records.estimate import Growth
+from torchtrim.records.estimate import GrowthLimit
 from torchtrim.records.trial import Request, Trial
 from torchtrim.runner.trials import run_trial
 from torchtrim.workflows.find_batch import BatchSearch, advice, probe_note
@@ -130,7 +130,7 @@ def test_a_batch_that_does_not_run_does_not_fit() -> None:
 
 
 def test_what_is_said_of_it() -> None:
-    found = Growth(
+    found = GrowthLimit(
         what="batch",
         budget_bytes=1000,
         now=8,

@@ -17,7 +17,7 @@ from torchtrim.api import optimize_report
 from torchtrim.errors import PlannedStepFailed
 from torchtrim.records.budget import Budget, memory_limit
 from torchtrim.records.terms import Terms
-from torchtrim.records.trial import Request, Step, Trial
+from torchtrim.records.trial import Request, Trial, TrialStep
 from torchtrim.runner import trials
 from torchtrim.workflows.optimize.fitting import Fitting
 
@@ -287,4 +287,4 @@ def test_equal_steps_are_run_once(tmp_path: Path) -> None:
     first = runs.observe()
     assert runs.observe_longest() is first
     assert runs.notes == []
-    assert isinstance(first.steps[0], Step)
+    assert isinstance(first.steps[0], TrialStep)

@@ -15,7 +15,7 @@ from torchtrim.api import Script
 from torchtrim.errors import ApplyFailed, ScriptFailed, UsageError
 from torchtrim.pipelines.orders import order_of
 from torchtrim.planner.stages.chain import ChainReader
-from torchtrim.planner.stages.choose import Chosen, Ways, choose
+from torchtrim.planner.stages.choose import PipelineChoice, PipelineSettings, choose
 from torchtrim.planner.stages.timing import step_rise
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.files import save_plan
@@ -86,12 +86,12 @@ def test_gradients_are_those_of_accumulation_bit_for_bit(schedule: Schedule, ran
         assert first_difference(runs.run("in order"), runs.run("pipeline")) == ""
 
 
-def chosen(schedule: Schedule, ranks: int) -> Chosen:
+def chosen(schedule: Schedule, ranks: int) -> PipelineChoice:
     """The cut if all operators took as long, so that it is the same on a loaded machine."""
-    return chosen_of(Ways(ranks, 1, (schedule,), (4,)))
+    return chosen_of(PipelineSettings(ranks, 1, (schedule,), (4,)))
 
 
-def chosen_of(ways: Ways) -> Chosen:
+def chosen_of(ways: PipelineSettings) -> PipelineChoice:
     fitting = Fitting(script(), Request(), lambda _: None)
     trial = fitting.observe()
     profile = fitting.planner(trial).profile
@@ -104,7 +104,7 @@ def test_stages_are_clocked_and_what_does_not_run_in_stages_says_why(tmp_path: P
         folder.mkdir()
         return Runs(script(*args), planned(before.pipeline), 1, folder, lambda _: None)
 
-    ways = Ways(2, 1, ("1F1B", "ZBVZeroBubble"), (2, 4))
+    ways = PipelineSettings(2, 1, ("1F1B", "ZBVZeroBubble"), (2, 4))
     before = chosen_of(ways)
     found, note = clocked(runs(tmp_path / "runs"), before, ways)
     assert not note

@@ -13,13 +13,13 @@ from torchtrim.records.budget import Budget, memory_limit
 from torchtrim.records.plan import Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request, Trial
-from torchtrim.report.sentences import rank_lines
+from torchtrim.report.sections import rank_lines
 from torchtrim.runner.script import Script, working_folder
 from torchtrim.runner.trials import run_trial
 from torchtrim.workflows.optimize.fitting import Fit, Fitting
 from torchtrim.workflows.optimize.levers import sharded_lever, with_shard
 from torchtrim.workflows.optimize.report import fitted
-from torchtrim.workflows.verify.verify import verify_pair, verify_report
+from torchtrim.workflows.verify import verify_pair, verify_report
 
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "ranks.py")
 REQUEST = Request(steps=1)

@@ -9,11 +9,11 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 from torchtrim.cli.main import torchtrim
-from torchtrim.data.here import cores_here
+from torchtrim.data.parts import cores_here
 from torchtrim.errors import Unsupported
 from torchtrim.records.loader import BatchParts, LoaderCost, LoaderSettings, Tuning
 from torchtrim.records.report import Result
-from torchtrim.records.trial import Request, Trial, Tunes
+from torchtrim.records.trial import Request, Trial, TuningRequest
 from torchtrim.runner.script import Script
 from torchtrim.workflows import tune_loader
 from torchtrim.workflows.tune_loader import diff_for, tune_loader_report
@@ -29,7 +29,7 @@ NONE, TWO = LoaderSettings(), LoaderSettings(workers=2, persistent=True)
 
 @functools.cache
 def tuned() -> Result:
-    return tune_loader_report(Script(str(SCRIPT)), Tunes(seconds=20.0))
+    return tune_loader_report(Script(str(SCRIPT)), TuningRequest(seconds=20.0))
 
 
 def test_the_steps_of_a_script_try_its_loader() -> None:
@@ -82,7 +82,7 @@ def test_what_cannot_be_tuned_says_why(
 ) -> None:
     monkeypatch.setattr(tune_loader, "run_trial", lambda *_, **__: left)
     with pytest.raises(Unsupported, match=said):
-        tune_loader_report(Script(str(SCRIPT)), Tunes())
+        tune_loader_report(Script(str(SCRIPT)), TuningRequest())
 
 
 def diff(tmp_path: Path, text: str, chosen: LoaderSettings, line: int = 1) -> list[str]:

@@ -11,7 +11,7 @@ from torchtrim.errors import NothingTrains, ScriptFailed
 from torchtrim.records.report import Result
 from torchtrim.records.trial import Request
 from torchtrim.runner.script import Script
-from torchtrim.runner.settings.eager import NOTE
+from torchtrim.runner.settings import NOTE
 from torchtrim.workflows.diagnose import TAKEN_AS_CALLS
 
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "unusual.py")

@@ -1,1 +1,1 @@
-"""Facts of a profile: who holds memory and when, what syncs cost, where a finding points."""
+"""Facts of a profile: what holds memory and when, what syncs cost, where a finding points."""

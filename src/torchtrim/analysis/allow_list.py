@@ -1,21 +1,24 @@
-"""Findings held against the allow-list: what it covers, what is over, what it no longer needs."""
+"""Compares findings with the allow-list and with `# torchtrim: ignore[TT101]` comments."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
-from torchtrim.analysis.user_source import Source
-from torchtrim.records.allow import Allowed, Entry
+from torchtrim.analysis.user_source import SourceLines
+from torchtrim.records.allow import AllowedFinding, Entry
+from torchtrim.records.files import read_head
 from torchtrim.records.finding import Finding
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A finding, and what an entry knows it by."""
+    """A finding and the fields by which an entry matches it."""
 
     finding: Finding
     path: str
@@ -24,26 +27,26 @@ class Site:
 
     @property
     def count(self) -> int:
-        """How often a step has it; a finding without a count is there once."""
+        """Times per step; a finding without a count counts once."""
         return max(self.finding.count_per_step, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllowOutcome:
-    """`allowed`: what each entry covered. `counted`: findings that are left, with what is over only."""
+    """`allowed`: what each entry covered. `counted`: the findings left, reduced to the excess."""
 
-    allowed: tuple[Allowed, ...]
+    allowed: tuple[AllowedFinding, ...]
     counted: tuple[Finding, ...]
 
     @property
-    def unneeded(self) -> tuple[Allowed, ...]:
-        """Entries that nothing matches any more."""
+    def unneeded(self) -> tuple[AllowedFinding, ...]:
+        """Entries that match nothing any more."""
         return tuple(entry for entry in self.allowed if not entry.used)
 
 
 def sites(findings: Iterable[Finding], project: str) -> tuple[Site, ...]:
-    """Where findings are, as entries say it. Reads the source below `project`."""
-    source = Source(project)
+    """Return the sites of findings as entries describe them. Reads the source below `project`."""
+    source = SourceLines(project)
     return tuple(
         Site(
             finding=found,
@@ -56,7 +59,7 @@ def sites(findings: Iterable[Finding], project: str) -> tuple[Site, ...]:
 
 
 def near(path: str, project: str) -> str:
-    """`path` relative to the project or to the installed packages, with forward slashes."""
+    """Return `path` relative to the project or to the installed packages, with forward slashes."""
     text = path.replace("\\", "/")
     folder = project.replace("\\", "/").rstrip("/")
     if folder and text.startswith(folder + "/"):
@@ -65,13 +68,13 @@ def near(path: str, project: str) -> str:
 
 
 def hold(entries: Sequence[Entry], found: Sequence[Site], seen: Container[str]) -> AllowOutcome:
-    """Take from each finding what the entries allow, those that name a function first.
+    """Subtract from each finding what the entries allow. Entries that name a function apply first.
 
-    Findings on equal lines share the count of their entry, from the first line on. An entry whose
-    path is not among those `seen` is another script's, and is left out.
+    Findings on equal lines share their entry's count, starting from the first line. Entries whose path is
+    not in `seen` belong to another script and are left out.
     """
     left = [entry.count for entry in entries]
-    covered: dict[int, list[Allowed]] = defaultdict(list)
+    covered: dict[int, list[AllowedFinding]] = defaultdict(list)
     over = [site.count for site in found]
     for place in sorted(range(len(found)), key=lambda i: (found[i].path, found[i].finding.line)):
         for index in _matching(entries, found[place]):
@@ -94,10 +97,10 @@ def updated(
     seen: Container[str],
     adds: Callable[[Finding], bool],
 ) -> tuple[Entry, ...]:
-    """Entries that allow what was found: those there are with new counts, then the new ones.
+    """Return entries that allow what was found: present ones with new counts, then new ones.
 
-    A new one is made for a finding that `adds` takes. One that nothing matches goes, unless it
-    has a reason or is another script's.
+    `adds` selects the findings that get a new entry. An entry that matches nothing is removed, unless it has
+    a reason or belongs to another script.
     """
     counts: dict[int, int] = defaultdict(int)
     fresh: dict[tuple[str, str, str, str], int] = defaultdict(int)
@@ -130,12 +133,12 @@ def _matches(entry: Entry, site: Site) -> bool:
     return same and entry.function in ("", site.function)
 
 
-def _allowed(entry: Entry, used: int, line: int) -> Allowed:
-    return Allowed(**msgspec.structs.asdict(entry), used=used, line=line)
+def _allowed(entry: Entry, used: int, line: int) -> AllowedFinding:
+    return AllowedFinding(**msgspec.structs.asdict(entry), used=used, line=line)
 
 
 def _excess(site: Site, over: int) -> Finding:
-    """The finding with the share of its count and prices that is over."""
+    """Return the finding with its count and prices reduced to the excess."""
     found, share = site.finding, over / site.count
     if over == site.count:
         return found
@@ -145,3 +148,47 @@ def _excess(site: Site, over: int) -> Finding:
         price_ms=None if found.price_ms is None else found.price_ms * share,
         price_bytes=None if found.price_bytes is None else int(found.price_bytes * share),
     )
+
+
+_MOST_BYTES = 4 * 2**20
+_COMMENT = re.compile(r"#\s*torchtrim:\s*ignore\[([A-Z0-9,\s]*)\]", re.IGNORECASE)
+
+
+class Ignores:
+    """The findings that comments in the source ignore. Each file is read once, up to 4 MiB of it.
+
+    Relative paths start at the project's folder. A missing file ignores nothing.
+    """
+
+    def __init__(self, project: str) -> None:
+        self._project = project
+        self._codes: dict[str, dict[int, frozenset[str]]] = {}
+
+    def cover(self, finding: Finding) -> bool:
+        """Return True if a line of the finding has a comment with its code."""
+        if finding.line <= 0:
+            return False
+        if finding.path not in self._codes:
+            self._codes[finding.path] = ignored_codes(_text(self._project, finding.path))
+        codes = self._codes[finding.path]
+        return any(
+            finding.line <= line <= max(finding.line, finding.end_line) and finding.code in found
+            for line, found in codes.items()
+        )
+
+
+def ignored_codes(text: str) -> dict[int, frozenset[str]]:
+    """Return the codes that each line of a source ignores, by line number."""
+    return {
+        number: frozenset(match[1].upper().replace(",", " ").split())
+        for number, line in enumerate(text.splitlines(), start=1)
+        if (match := _COMMENT.search(line))
+    }
+
+
+def _text(project: str, path: str) -> str:
+    """Return the file's text, empty if it is missing, unreadable or not a regular file."""
+    try:
+        return read_head(Path(project, path), _MOST_BYTES).decode("utf-8", errors="replace")
+    except (OSError, ValueError):
+        return ""

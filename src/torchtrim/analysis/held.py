@@ -1,4 +1,4 @@
-"""What is kept in memory though nothing of the step needs it, and what letting go of it would free."""
+"""Finds memory that the step does not need, and what freeing it would save."""
 
 from __future__ import annotations
 
@@ -8,8 +8,42 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from torchtrim.analysis.timeline import timeline
+from torchtrim.analysis.user_source import SourceLine
+from torchtrim.records.finding import Equivalence, Finding, Suggestion
 from torchtrim.records.profile import Call, Profile
 from torchtrim.records.remembered import remembered
+
+_SHARE = 0.02  # Arbitrary; freeing less is not worth a change of code.
+
+
+def is_much(profile: Profile, size: int) -> bool:
+    """Return True if bytes are worth a finding: 2 % of the peak."""
+    return size >= _SHARE * profile.tracked_peak_bytes and size > 0
+
+
+def finding_at(
+    code: str,
+    line: SourceLine,
+    price: int,
+    message: str,
+    advice: str,
+    *,
+    count: int = 1,
+    equivalence: Equivalence = "BITWISE",
+) -> Finding:
+    """Build a finding priced in bytes, by how much it would lower the peak."""
+    return Finding(
+        code=code,
+        path=line.path,
+        line=line.line,
+        end_line=line.line,
+        message=message,
+        count_per_step=count,
+        price_bytes=price,
+        source="modelled",
+        fix=Suggestion(kind="advice", equivalence=equivalence, reason=advice),
+    )
+
 
 _BACKWARD = ("backward", "recompute")
 _RESULTS = ("activation", "temporary", "input")
@@ -18,7 +52,7 @@ _FEW = 4  # Arbitrary; fewer kept tensors may each have a reason of their own.
 
 
 def freed(profile: Profile, deaths: Mapping[int, int]) -> int:
-    """By how many bytes the peak would be lower if these storages died at these operators."""
+    """Return by how many bytes the peak would fall if these storages died at these operators."""
     storages = list(profile.storages)
     for number, death in deaths.items():
         one = storages[number]
@@ -28,7 +62,7 @@ def freed(profile: Profile, deaths: Mapping[int, int]) -> int:
 
 
 def stale_gradients(profile: Profile) -> list[int]:
-    """Gradients of the step before that are dropped in this one, and that nothing looks at until then."""
+    """Return gradients of the previous step that this one drops without having read or written them."""
     last = _last_use(profile)
     return [
         number
@@ -40,8 +74,11 @@ def stale_gradients(profile: Profile) -> list[int]:
 
 
 def named(profile: Profile) -> dict[int, dict[int, int]]:
-    """What a name holds when the step is over, and what it held of the step before, by the operator that made
-    it: each with the operator at which it could have died."""
+    """Return tensors that a variable holds past their last use, by the operator that created them.
+
+    Each has the earliest operator after which it could have died, as does the tensor that the variable
+    still held from the previous step.
+    """
     count, last = len(profile.operators), _last_use(profile)
     olds: dict[int, list[int]] = defaultdict(list)
     for number, one in enumerate(profile.storages):
@@ -58,10 +95,9 @@ def named(profile: Profile) -> dict[int, dict[int, int]]:
 
 
 def retained(profile: Profile) -> dict[int, int]:
-    """What autograd keeps after backward has used it, with the operator at which it could have died.
+    """Return what autograd keeps after backward used it, with the operator at which it could have died.
 
-    Empty unless most saved tensors are kept, as where backward retains the graph, and where a second
-    backward asks for it.
+    Empty unless most saved tensors are kept, as with a retained graph, and no second backward uses them.
     """
     over = (
         max((i for i, op in enumerate(profile.operators) if op.phase in _BACKWARD), default=-1) + 1
@@ -80,8 +116,8 @@ def retained(profile: Profile) -> dict[int, int]:
 
 
 def unused_graphs(profile: Profile) -> dict[Call, dict[int, int]]:
-    """Calls of roots with gradients of which no backward comes by: what they made, with the operator at which
-    it could have died. What they return is its caller's."""
+    """Return what root calls with gradients created but no backward used, with the operator at which it
+    could have died. What they return belongs to the caller."""
     reached = {op.forward for op in profile.operators if op.phase in _BACKWARD}
     savers = {one.saver for one in profile.saved if one.unpacked >= 0}
     found = {}
@@ -95,7 +131,7 @@ def unused_graphs(profile: Profile) -> dict[Call, dict[int, int]]:
 
 
 def averages(profile: Profile) -> list[int]:
-    """Storages that are written from parameters after the optimizer's step, such as an average of them."""
+    """Return storages written from parameters after the optimizer's step, such as their moving average."""
     trained = {update.parameter for step in profile.optimizer_steps for update in step.updates}
     found = {
         number
@@ -107,7 +143,7 @@ def averages(profile: Profile) -> list[int]:
 
 
 def references(profile: Profile) -> list[int]:
-    """Parameters that are not trained, of a root with as many bytes as those that are, or nearly."""
+    """Return the frozen parameters of a root model about as large as the trained one, or larger."""
     trained = {update.parameter for step in profile.optimizer_steps for update in step.updates}
     size = sum(profile.storages[n].bytes for n in trained)
     roots = {profile.modules[c.module].path for c in profile.calls if c.depth == 0 and not c.graded}
@@ -127,7 +163,7 @@ def _is_copy(profile: Profile, number: int) -> bool:
 
 @remembered
 def _last_use(profile: Profile) -> tuple[int, ...]:
-    """For each storage the operator that comes after the last which needs it; 0 for none of the step."""
+    """Return for each storage the operator after the last one that needs it, or 0."""
     last = [max(one.birth + 1, 0) for one in profile.storages]
     for index, op in enumerate(profile.operators):
         for n in (*(use.storage for use in (*op.inputs, *op.outputs)), *op.mutates):

@@ -1,4 +1,4 @@
-"""What is slow in a loader, by the step with and without it and by the parts of one batch."""
+"""Explains a slow loader from the step with and without it and from the parts of one batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchtrim.data.model import Consumer, batch_seconds, enough_workers, memory
 from torchtrim.records.loader import BatchParts, LoaderCost, LoaderSettings
 
 SHARE = 0.05
-"""Of the step's time: what is less is no finding, since it would be lost among the steps' own spread."""
+"""Share of the step's time; less is not a finding, since it is within the spread of the steps."""
 Kind = Literal[
     "reading",
     "decoding",
@@ -26,12 +26,12 @@ Kind = Literal[
 _CHEAPER = {
     "reading": "read larger pieces, from a nearer disk, or keep what was read in memory",
     "decoding": "decode once and store the result, or transform batches on the device",
-    "collating": "have the data set give tensors of one size, or write a collate_fn that copies once",
+    "collating": "have the data set return tensors of one size, or write a collate_fn that copies once",
 }
 
 
 class LoaderVerdict(NamedTuple):
-    """What is slow, why that is known, and what to do."""
+    """The cause of the delay, the evidence for it, and advice."""
 
     kind: Kind
     because: str
@@ -39,7 +39,7 @@ class LoaderVerdict(NamedTuple):
 
 
 def verdict(cost: LoaderCost) -> LoaderVerdict | None:
-    """What is slow in a loader; None where it takes less than a twentieth of the step."""
+    """Return why a loader is slow, or None if it takes less than a twentieth of the step."""
     if not 0 < SHARE * cost.step_seconds <= cost.price:
         return None
     if cost.parts is None:
@@ -54,7 +54,7 @@ def _of_parts(cost: LoaderCost, parts: BatchParts) -> LoaderVerdict:
     if parts.whole is not None and 2 * parts.whole < parts.work:
         once = format_seconds(parts.whole)
         return LoaderVerdict(
-            "one by one", f"{said}; asked for all samples at once it takes {once}", _AT_ONCE
+            "one by one", f"{said}; fetching all samples at once takes {once}", _AT_ONCE
         )
     if settings.workers > cost.cores and parts.reading < parts.work / 2:
         why = f"{said}, and {settings.workers} workers share {_cores(cost)} with the step"
@@ -86,7 +86,8 @@ _SMALLER = (
 
 
 def best_settings(cost: LoaderCost, parts: BatchParts) -> LoaderSettings:
-    """The settings that the model finds quickest, within the cores and half of the free memory."""
+    """Return the settings that the model predicts to be fastest, within the cores and half of the free
+    memory."""
     consumer = consumer_of(cost)
     most = cost.free_bytes // 2 or None
     found = [
@@ -101,7 +102,7 @@ def best_settings(cost: LoaderCost, parts: BatchParts) -> LoaderSettings:
 
 
 def consumer_of(cost: LoaderCost) -> Consumer:
-    """What the step does with one batch, without the loader."""
+    """Return the model of the step's work on one batch, without the loader."""
     without = cost.step_seconds - cost.price
     ready = without if cost.ready_seconds is None else cost.ready_seconds
     return Consumer(ready / max(cost.batches, 1), max(cost.busy, 1.0))
@@ -114,7 +115,7 @@ def _slowest(parts: BatchParts) -> Literal["reading", "decoding", "collating"]:
 
 
 def _said(parts: BatchParts) -> str:
-    """A batch's time in words, its parts the largest first."""
+    """Describe a batch's time, largest part first."""
     named: Iterable[tuple[str, float]] = (
         ("waiting for data", parts.reading),
         ("making the samples", parts.decoding),
@@ -135,12 +136,12 @@ def _settings_advice(cost: LoaderCost, parts: BatchParts) -> str:
     words = [f"num_workers={chosen.workers}"]
     if chosen.workers:
         words.append("persistent_workers=True")
-    foreseen = f"a step then takes about {format_seconds(ahead)}, by a model"
+    foreseen = f"a step then takes about {format_seconds(ahead)}, as modelled"
     return f"{', '.join(words)}: {foreseen}; torchtrim tune-loader measures it"
 
 
 def _more_workers(cost: LoaderCost, pinned: str) -> str:
-    """What holds of any loader whose data set could not be asked."""
+    """Return advice for a loader whose data set could not be measured."""
     if cost.settings.workers >= cost.cores:
         return "make reading a sample cheaper: every core has a worker already"
     return (

@@ -1,10 +1,10 @@
-"""Finds relative positions that are written out as tensors of query times key, in a profile.
+"""Finds relative positions that a profile materialized as tensors of query times key.
 
-From every softmax over scores the trace goes back, through operators that work element by element, to
-where the addend of the scores comes from. An index of a learnt table that has a number for each
-pair of tokens is a written-out position; so is a product with such an index of vectors, and one with
-an index for each pair of rows or of columns, which is how decomposed positions begin. The indices of a
-padding mask have no number for each pair, and masks are no index of anything: they are not taken.
+The trace goes back from every softmax over scores, through elementwise operators, to the origin of each
+addend. A lookup in a learnt table with a number for each pair of tokens is a materialized position. So is a
+product with such a lookup of vectors, and one with a lookup for each pair of rows or of columns, as in
+decomposed positions. A padding mask does not look up numbers for each pair and a causal mask does not look
+up any, so they are not matched.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CARRIES = {
 }
 _EMPTY = {"aten::zeros", "aten::empty", "aten::new_zeros", "aten::zeros_like", "aten::empty_like"}
 _MOST_TRACED = 400
-"""Arbitrary; ends the walk where everything is read on, far beyond one attention."""
+"""Arbitrary; stops the walk if every tensor is read on, far beyond one attention."""
 _LAYERS = re.compile(
     r"(qkv|proj|[qkvo]|[qkvo]_proj|query|key|value|out_proj)\.(weight|bias)|[qkv]_bias|qkv_bias"
 )
@@ -61,11 +61,11 @@ _TABLES = tuple(
 
 
 class Written(NamedTuple):
-    """Positions that one call of attention writes out.
+    """Positions that one attention call materializes.
 
-    `gather` is the operator that indexes the table, `operators` those of the positions alone, `at` the
-    softmax or the fused attention. `scores` is the shape of the scores. The attention as a whole, from
-    products with keys to those with values, is `first <= i < last`.
+    `gather` is the operator that indexes the table, `operators` those that only handle positions, `at` the
+    softmax or the fused attention. `scores` is the shape of the scores. The whole attention, from products
+    with keys to products with values, is `first <= i < last`.
     """
 
     form: Form
@@ -78,7 +78,7 @@ class Written(NamedTuple):
 
 
 def written_positions(profile: Profile) -> tuple[Written, ...]:
-    """All of a profile's, in order."""
+    """Return the materialized positions of a profile, in order."""
     trace = _Trace(profile)
     found = [
         one._replace(first=min(first, *trace.inside(one)), last=max(last, at + 1))
@@ -91,7 +91,7 @@ def written_positions(profile: Profile) -> tuple[Written, ...]:
 
 
 class _Scores(NamedTuple):
-    """The sizes to look for at one softmax: pairs of tokens, keys, and scores in all."""
+    """Sizes to look for at one softmax: pairs of tokens, keys, and all scores."""
 
     shape: tuple[int, ...]
     pairs: int
@@ -100,7 +100,7 @@ class _Scores(NamedTuple):
 
 
 class _Trace:
-    """Who wrote each storage, and who reads it."""
+    """The writer and the readers of each storage."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
@@ -114,7 +114,7 @@ class _Trace:
                 self._readers[storage].append(index)
 
     def around(self, at: int) -> Iterator[Written]:
-        """The positions that are written out for the softmax or fused attention `at`."""
+        """Return the positions materialized for the softmax or fused attention `at`."""
         op = self._profile.operators[at]
         if op.phase not in ("forward", "recompute") or not op.inputs:
             return
@@ -131,7 +131,7 @@ class _Trace:
                     yield from self._added(use, at, scores)
 
     def reach(self, at: int) -> tuple[int, int]:
-        """From the first product that makes the scores to behind the last with probabilities."""
+        """Return the range from the first product that computes the scores to the last with probabilities."""
         op = self._profile.operators[at]
         if base_name(op.name) not in _SOFTMAX:
             return at, at + 1
@@ -141,7 +141,7 @@ class _Trace:
         return min([at, *before]), max([at, *filter(self._is_product, after)]) + 1
 
     def inside(self, one: Written) -> list[int]:
-        """The operators of positions that ran in the attention's own module."""
+        """Return the operators on positions that ran in the attention's own module."""
         own = self._profile.module_of(one.at)
         modules = ((i, self._profile.module_of(i)) for i in one.operators)
         return [one.at, *(i for i, path in modules if f"{path}.".startswith(f"{own}."))]
@@ -161,7 +161,7 @@ class _Trace:
     def _of_product(
         self, product: int, scores: _Scores
     ) -> Iterator[tuple[Form, int, tuple[int, ...]]]:
-        """Indexed tables of vectors that a product takes part in."""
+        """Return the indexed tables of vectors that a product uses."""
         op = self._profile.operators[product]
         made = sum(prod(use.shape) for use in op.outputs)
         for use in op.inputs:
@@ -176,7 +176,7 @@ class _Trace:
                     yield "decomposed", leaf, path
 
     def _values(self, at: int, scores: _Scores) -> Iterator[Written]:
-        """Products of probabilities with an indexed table of vectors."""
+        """Return products of probabilities with an indexed table of vectors."""
         carries = {use.storage for use in self._profile.operators[at].outputs}
         for reader in self._after(carries, at):
             if self._is_product(reader):
@@ -185,7 +185,7 @@ class _Trace:
                         yield Written("values", gather, (gather, *path, reader), at, scores.shape)
 
     def _after(self, carries: set[int], at: int) -> list[int]:
-        """Operators of the forward that read what carries the probabilities."""
+        """Return forward operators that read tensors derived from the probabilities."""
         found: set[int] = set()
         waiting = list(carries)
         while waiting and len(found) < _MOST_TRACED:
@@ -201,7 +201,7 @@ class _Trace:
         return sorted(found)
 
     def _leaves(self, storage: int, before: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Where a tensor comes from, and the operators that carried it, back to front."""
+        """Trace a tensor to its origins. Also return the operators on the way, last first."""
         waiting: list[tuple[int, int, tuple[int, ...]]] = [(storage, before, ())]
         seen: set[int] = set()
         while waiting and len(seen) < _MOST_TRACED:
@@ -230,7 +230,7 @@ class _Trace:
         )
 
     def _is_compiled(self, op: Operator, scores: _Scores) -> bool:
-        """An empty tensor of scores that iRPE's `rpe_index` fills, which no operator shows."""
+        """Return True for an empty tensor of scores that iRPE's `rpe_index` fills outside the dispatcher."""
         if base_name(op.name) not in _EMPTY or op.outputs[0].shape != scores.shape:
             return False
         places = (self._profile.places[i] for i in (op.place, op.caller) if i >= 0)
@@ -248,7 +248,7 @@ def _is_float(use: TensorUse) -> bool:
 
 
 def _gathers(op: Operator) -> bool:
-    """Whether it looks numbers up in a table, by integers."""
+    """Return True if an operator looks up numbers in a table by integers."""
     name = base_name(op.name)
     asked = name in _GATHERS or name.endswith("rpe_index")
     return asked and bool(op.outputs) and _is_float(op.outputs[0]) and bool(list(_ids(op)))
@@ -259,13 +259,13 @@ def _ids(op: Operator) -> Iterator[TensorUse]:
 
 
 def _indexed(op: Operator) -> tuple[int, int]:
-    """How many ids the largest index has, and how many in its last dimension."""
+    """Return the number of indices in the largest index tensor and the size of its last dimension."""
     largest = max(_ids(op), key=lambda use: prod(use.shape))
     return prod(largest.shape), (largest.shape or (1,))[-1]
 
 
 def modules_of(profile: Profile, found: Iterable[Written]) -> dict[str, list[Written]]:
-    """By the path of the module that takes the softmax."""
+    """Group positions by the path of the module that computes the softmax."""
     modules: dict[str, list[Written]] = defaultdict(list)
     for one in found:
         modules[profile.module_of(one.at)].append(one)
@@ -273,7 +273,7 @@ def modules_of(profile: Profile, found: Iterable[Written]) -> dict[str, list[Wri
 
 
 def replaceable(profile: Profile, modules: Iterable[str]) -> list[str]:
-    """Those of the modules whose parameters are an attention's layers and tables of one kind.
+    """Return those modules whose parameters are only an attention's layers and position tables of one kind.
 
     A module with other parameters, such as a learnt temperature, computes something else.
     """

@@ -1,4 +1,4 @@
-"""What the waits of an emulated step would cost on the device that it emulates."""
+"""Prices the syncs of an emulated step on the device that it emulates."""
 
 from __future__ import annotations
 
@@ -6,14 +6,29 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from torchtrim.analysis.shares import LOADER, memory_share, time_share
 from torchtrim.analysis.syncs import CODES, sync_numbers
 from torchtrim.costs.devices import Device, device_named
 from torchtrim.costs.syncs import PricedSyncs, price_syncs
 from torchtrim.records.files import without_collection
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile, is_emulated
-from torchtrim.records.report import Waiting, WaitSet
+from torchtrim.records.report import WaitCost, WaitSet
+
+LOADER = "TT301"
+
+
+def time_share(profile: Profile, finding: Finding) -> float:
+    """Return the share of the step's time; a loader's is of the step timed with it."""
+    step = profile.step_seconds
+    if finding.code == LOADER and profile.loader is not None:
+        step = profile.loader.step_seconds
+    return (finding.price_ms or 0.0) / 1e3 / max(step, 1e-9)
+
+
+def memory_share(profile: Profile, finding: Finding) -> float:
+    """Return the share of the peak."""
+    return (finding.price_bytes or 0) / max(profile.peak_bytes, 1)
+
 
 _DEFAULT = "a100"
 _NOTHING = 0.003  # Said in _LITTLE. Arbitrary; a modelled step is not known to three in a thousand.
@@ -23,10 +38,11 @@ _LITTLE = "; all waits together are worth less than 0.3 % of the step"
 
 def priced(
     profile: Profile, findings: Iterable[Finding]
-) -> tuple[tuple[Finding, ...], Waiting | None]:
-    """The findings, those that wait with what the step would gain without them alone; and what sets gain.
+) -> tuple[tuple[Finding, ...], WaitCost | None]:
+    """Price syncs by what the step gains without each alone. Return all findings, most expensive first, and
+    the gains of sets.
 
-    Only an emulated step is priced: a real one was measured. The most expensive come first.
+    Only emulated steps are priced; real ones were measured.
     """
     found = tuple(findings)
     waiting = [finding for finding in found if finding.code in CODES]
@@ -49,8 +65,8 @@ def priced(
     return told, _waiting(device, model, sets)
 
 
-def _waiting(device: Device, model: PricedSyncs, sets: tuple[WaitSet, ...]) -> Waiting:
-    return Waiting(
+def _waiting(device: Device, model: PricedSyncs, sets: tuple[WaitSet, ...]) -> WaitCost:
+    return WaitCost(
         device=device.name,
         source="modelled",
         step_ms=model.step_ms,
@@ -62,7 +78,7 @@ def _waiting(device: Device, model: PricedSyncs, sets: tuple[WaitSet, ...]) -> W
 
 
 def _told(finding: Finding, price: float | None, least: float, small: str) -> Finding:
-    """With its price; of one below `least`, a few thousandths of the step, it is said why."""
+    """Add the price. If it is below `least`, a few thousandths of the step, the message says why."""
     if price is None:
         return finding
     why = small if price < least else ""
@@ -72,9 +88,9 @@ def _told(finding: Finding, price: float | None, least: float, small: str) -> Fi
 def _order(
     profile: Profile, model: PricedSyncs, finding: Finding, prices: dict[int, float | None]
 ) -> tuple[float, int, str, str, int]:
-    """By share of the peak or of the step's time: of the modelled step for a wait, else of the one run.
+    """Sort key: the share of the peak or of the step's time. A sync's share is of the modelled step.
 
-    A loader works on the host, which is real: what it takes comes on top of the modelled step.
+    A loader runs on the host, which is real: its time is added to the modelled step.
     """
     if id(finding) in prices:
         time = (prices[id(finding)] or 0.0) / max(model.step_ms, 1e-9)
@@ -88,5 +104,5 @@ def _order(
 
 
 def device_of(profile: Profile) -> Device:
-    """The device that an emulated profile is of."""
+    """Return the device that a profile emulates."""
     return device_named(profile.device.partition(" ")[2] or _DEFAULT)

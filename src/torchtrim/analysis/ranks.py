@@ -1,4 +1,4 @@
-"""What rules about several ranks share."""
+"""Facts that rules about several ranks share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtrim.analysis.places import Line, line_of
+from torchtrim.analysis.user_source import SourceLine, line_of
 from torchtrim.records.files import read_head
 from torchtrim.records.profile import Profile
 from torchtrim.step.job import Job
@@ -18,9 +18,9 @@ _MOST_BYTES = 2**20
 
 
 class Lag(NamedTuple):
-    """A rank that others await: for how long the one that waits most does, and how often.
+    """A rank that others wait for: the seconds of the rank that waits longest, and how often.
 
-    `loading`: how much longer than that one the rank waited for its own loader.
+    `loading`: by how much its own loader waits are longer than that rank's.
     """
 
     rank: int
@@ -30,7 +30,7 @@ class Lag(NamedTuple):
 
 
 def lags(job: Job) -> list[Lag]:
-    """The ranks that others await a fifth of the step or more."""
+    """Return the ranks that others wait for, by a fifth of the step or more."""
     waited: defaultdict[tuple[int, int], float] = defaultdict(float)
     times: Counter[int] = Counter()
     for exchange in job.exchanges:
@@ -50,14 +50,15 @@ def lags(job: Job) -> list[Lag]:
     return found
 
 
-def slower_line(job: Job, rank: int) -> Line:
-    """The line at which a rank falls behind most; line 0 of the script where the ranks do not do the same."""
+def slower_line(job: Job, rank: int) -> SourceLine:
+    """Return the line with a rank's largest delay, or line 0 of the script if the ranks run different
+    operators."""
     own = next(profile for profile in job.profiles if profile.rank == rank)
     others = [profile for profile in job.profiles if profile.rank != rank]
     names = [op.name for op in own.operators]
     alike = [one for one in others if [op.name for op in one.operators] == names]
     if not alike or not names:
-        return Line(own.script, 0)
+        return SourceLine(own.script, 0)
     taken = _until_next(own)
     usual = [min(times) for times in zip(*map(_until_next, alike), strict=True)]
     excess = [mine - theirs for mine, theirs in zip(taken, usual, strict=True)]
@@ -65,17 +66,17 @@ def slower_line(job: Job, rank: int) -> Line:
 
 
 def _until_next(profile: Profile) -> list[float]:
-    """For each operator, how long after the one before it has ended it ends, its own time included."""
+    """Return the time from the end of each operator's predecessor to its own end."""
     ends = [0.0, *(op.start + op.seconds for op in profile.operators)]
     return [end - before for before, end in pairwise(ends)]
 
 
-def line_with(profile: Profile, text: str) -> Line:
-    """The first line of the script that has a text; line 0 where none has."""
+def line_with(profile: Profile, text: str) -> SourceLine:
+    """Return the first line of the script that contains a text, or line 0."""
     try:
         data = read_head(Path(profile.project, profile.script), _MOST_BYTES)
         lines = data.decode("utf-8", errors="replace").split("\n")
     except (OSError, ValueError):
         lines = []
     number = next((at for at, line in enumerate(lines, 1) if text in line), 0)
-    return Line(profile.script, number)
+    return SourceLine(profile.script, number)

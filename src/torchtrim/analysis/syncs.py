@@ -1,24 +1,24 @@
-"""What the rules on host-device syncs share."""
+"""Findings about host-device syncs, and facts about the lines that cause them."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from torchtrim.analysis.places import Line, line_of
+from torchtrim.analysis.user_source import SourceLine, line_of
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.profile import Place, Profile, Sync
-from torchtrim.syncs.libraries import is_unknown
+from torchtrim.syncs.explicit import is_unknown
 from torchtrim.syncs.lookup import row
 
 _MOST_NAMED = 3  # Arbitrary; as many names as one line of a message holds.
 CODES = ("TT101", "TT102", "TT103", "TT104")
-"""The codes of syncs. TT105 is about races, which do not synchronize."""
+"""Codes of syncs. TT105 is about races, which do not synchronize."""
 
 
 def sync_numbers(profile: Profile, findings: Iterable[Finding]) -> list[tuple[int, ...]]:
-    """For each finding the numbers of the syncs that it is about."""
+    """Return the numbers of each finding's syncs."""
     numbers: dict[tuple[str, str, int], list[int]] = defaultdict(list)
     codes = {name: code_of(name) for name in {sync.row for sync in profile.syncs}}
     for number, sync in enumerate(profile.syncs):
@@ -26,9 +26,9 @@ def sync_numbers(profile: Profile, findings: Iterable[Finding]) -> list[tuple[in
     return [tuple(numbers[one.code, one.path, one.line]) for one in findings]
 
 
-def waits_by_line(profile: Profile, code: str) -> dict[Line, list[Sync]]:
-    """The waits that a rule reports, by the line that asked for them."""
-    lines: dict[Line, list[Sync]] = defaultdict(list)
+def waits_by_line(profile: Profile, code: str) -> dict[SourceLine, list[Sync]]:
+    """Group the syncs that a rule reports by the line that caused them."""
+    lines: dict[SourceLine, list[Sync]] = defaultdict(list)
     known = {name for name in {sync.row for sync in profile.syncs} if code_of(name) == code}
     for sync in profile.syncs:
         if sync.row in known:
@@ -37,7 +37,8 @@ def waits_by_line(profile: Profile, code: str) -> dict[Line, list[Sync]]:
 
 
 def waits_in(profile: Profile) -> tuple[tuple[str, int, str, str, int], ...]:
-    """Every line that waits, and how: path, line, what, row of the table, times. Races are no waits."""
+    """Return each line that synchronizes: path, line, description, row of the table, count. Races do not
+    count."""
     counts = Counter(
         (line_of_sync(profile, sync), sync.row)
         for sync in profile.syncs
@@ -50,15 +51,15 @@ def waits_in(profile: Profile) -> tuple[tuple[str, int, str, str, int], ...]:
 
 
 def waiting_findings(profile: Profile, code: str, what: str) -> Iterator[Finding]:
-    """A finding for each line that waits."""
+    """Yield a finding for each line that synchronizes."""
     for line, syncs in waits_by_line(profile, code).items():
         yield waiting_finding(profile, code, line, syncs, what=what, advice=advice(profile, syncs))
 
 
 def waiting_finding(
-    profile: Profile, code: str, line: Line, syncs: Sequence[Sync], *, what: str, advice: str
+    profile: Profile, code: str, line: SourceLine, syncs: Sequence[Sync], *, what: str, advice: str
 ) -> Finding:
-    """A finding for the waits of one line. Only a real device measures what they cost."""
+    """Build a finding for the syncs of one line. Their cost is known only from a real device."""
     measured = [sync.seconds for sync in syncs if sync.seconds is not None]
     price = sum(measured) * 1e3 if measured else None
     inside = inside_libraries(library_place(profile, sync) for sync in syncs)
@@ -78,7 +79,7 @@ def waiting_finding(
 
 
 def unknown_operators(profile: Profile) -> Counter[str]:
-    """Operators of the device that nobody has read: whether they wait is not known. With their number."""
+    """Count device operators whose source was not read, so that it is unknown if they synchronize."""
     there = [not storage.device.startswith("cpu") for storage in profile.storages]
     return Counter(
         base_name(op.name)
@@ -88,7 +89,7 @@ def unknown_operators(profile: Profile) -> Counter[str]:
 
 
 def unknown_note(profile: Profile) -> str:
-    """What a report says of them; empty where there are none."""
+    """Return the report's note about unknown operators, or an empty text."""
     found = unknown_operators(profile)
     if not found:
         return ""
@@ -98,7 +99,7 @@ def unknown_note(profile: Profile) -> str:
 
 
 def inside_libraries(places: Iterable[Place | None]) -> str:
-    """What a message says of the lines of libraries that a line led to, the most frequent first."""
+    """Name the library lines that a user's line led to, most frequent first, for a message."""
     found = Counter(place for place in places if place is not None)
     if not found:
         return ""
@@ -111,14 +112,14 @@ def inside_libraries(places: Iterable[Place | None]) -> str:
 
 
 def library_place(profile: Profile, sync: Sync) -> Place | None:
-    """The innermost line of a library, where the user's own line only led to it."""
+    """Return the innermost library line of a sync, if the user's own line only led to it."""
     if sync.operator >= 0:
         return library_place_of(profile, sync.operator)
     return _library(profile, sync.place, sync.caller)
 
 
 def library_place_of(profile: Profile, operator: int) -> Place | None:
-    """The same of an operator; for one of backward, of its forward operator."""
+    """Return the innermost library line of an operator; for one in backward, of its forward operator."""
     op = profile.operators[operator]
     if op.forward >= 0:
         op = profile.operators[op.forward]
@@ -130,13 +131,13 @@ def _library(profile: Profile, place: int, caller: int) -> Place | None:
 
 
 def _short(place: Place) -> str:
-    """`torchmetrics/metric.py:471 in compute`."""
+    """Format a place as `torchmetrics/metric.py:471 in compute`."""
     parts = place.path.replace("\\", "/").split("/")
     return f"{'/'.join(parts[-2:])}:{place.line} in {place.function}"
 
 
 def advice(profile: Profile, syncs: Sequence[Sync]) -> str:
-    """What the table says to do instead, of each way to wait that the line has."""
+    """Return the table's advice for each kind of sync that the line has."""
     if all(sync.phase == "optimizer" for sync in syncs):
         return (
             "the optimizer keeps a number on the device that it needs on the host: "
@@ -147,29 +148,29 @@ def advice(profile: Profile, syncs: Sequence[Sync]) -> str:
 
 
 def times(count: int) -> str:
-    """`once`, `twice`, `3 times`."""
+    """Format a count as `once`, `twice`, `3 times`."""
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
 def code_of(name: str) -> str:
-    """The code of a row; none for one that only a newer torchtrim knows."""
+    """Return the code of a row, or an empty text for a row that only a newer torchtrim knows."""
     try:
         return row(name).code
     except KeyError:
         return ""
 
 
-def line_of_sync(profile: Profile, sync: Sync) -> Line:
-    """The line that waits."""
+def line_of_sync(profile: Profile, sync: Sync) -> SourceLine:
+    """Return the line that synchronizes."""
     if sync.operator >= 0:
         return line_of(profile, sync.operator)
     index = sync.caller if sync.caller >= 0 else sync.place
     place: Place | None = profile.places[index] if index >= 0 else None
-    return Line(place.path, place.line) if place else Line(profile.script, 0)
+    return SourceLine(place.path, place.line) if place else SourceLine(profile.script, 0)
 
 
 def _counted(profile: Profile, syncs: Sequence[Sync]) -> Iterator[str]:
-    """`index`, `2 x index_put in backward`, `synchronize`."""
+    """Yield texts such as `index`, `2 x index_put in backward`, `synchronize`."""
     counts = Counter(
         (_name(profile, sync), " in backward" if sync.phase == "backward" else "") for sync in syncs
     )

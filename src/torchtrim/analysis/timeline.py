@@ -1,24 +1,26 @@
-"""How many bytes are alive at each operator of a step."""
+"""Bytes live at each operator of a step."""
 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Collection, Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
-from torchtrim.memory.curve import bytes_over_time
+from torchtrim.memory.packing.buffers import bytes_over_time
+from torchtrim.records.operator_names import module_paths, owner
 from torchtrim.records.profile import KINDS, Profile, Storage
 from torchtrim.records.remembered import remembered
 
 WORKSPACE = "workspace"
 
 
-class Timeline(NamedTuple):
+class MemoryTimeline(NamedTuple):
     """Bytes per operator of the step.
 
-    `live[i]`: alive when operator `i` has ended. `high[i]`: the highest while it ran, which is what
-    was alive going into it and what the operator itself allocated; never below `live[i]`.
+    `live[i]`: live when operator `i` has ended. `high[i]`: the highest while it ran, that is what was live
+    before it plus what it allocated itself; never below `live[i]`.
     """
 
     live: list[int]
@@ -26,16 +28,16 @@ class Timeline(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One column of a stacked picture: bytes by kind, and `workspace`, while `operator` ran."""
+    """One column of a stacked chart: bytes by kind, `workspace` included, while `operator` ran."""
 
     operator: int
     by_kind: dict[str, int]
 
 
-def timeline(profile: Profile) -> Timeline:
-    """Bytes alive after and the highest bytes during each operator."""
+def timeline(profile: Profile) -> MemoryTimeline:
+    """Return the bytes live after each operator and the highest bytes during it."""
     live, high = _live_and_high(profile)
-    return Timeline(live.tolist(), high.tolist())
+    return MemoryTimeline(live.tolist(), high.tolist())
 
 
 @remembered
@@ -54,28 +56,28 @@ def _live_and_high(profile: Profile) -> tuple[array[int], array[int]]:
 
 
 def peak_operator(profile: Profile) -> int:
-    """Index of the first operator during which memory was highest; -1 where there are none."""
+    """Return the index of the first operator during which memory was highest, or -1."""
     high = timeline(profile).high
     return high.index(max(high)) if high else -1
 
 
 def peak_without(profile: Profile, storages: Collection[int]) -> int:
-    """Peak in bytes of the same step if these storages had never been allocated, to first order."""
+    """Return the peak in bytes if these storages had never been allocated, to first order."""
     high = timeline(profile).high
     removed = _alive(len(high), (profile.storages[i] for i in storages))
     return max((max(a - b, 0) for a, b in zip(high, removed, strict=True)), default=0)
 
 
 def alive(profile: Profile, operator: int) -> list[int]:
-    """Indices of the storages alive at the end of an operator; -1 for before the step."""
+    """Return the indices of the storages live at the end of an operator; -1 is before the step."""
     return [i for i, s in enumerate(profile.storages) if s.birth <= operator < s.death]
 
 
 def by_kind(profile: Profile, operator: int) -> dict[str, int]:
-    """Bytes at an operator by storage kind; -1 for before the step.
+    """Return the bytes at an operator by storage kind; -1 is before the step.
 
-    `workspace` is what the operator allocated and no storage accounts for, so that the values add
-    up to `timeline(profile).high[operator]`.
+    `workspace` is what the operator allocated beyond its storages, so that the values add up to
+    `timeline(profile).high[operator]`.
     """
     kinds: dict[str, int] = dict.fromkeys(KINDS, 0)
     for index in alive(profile, operator):
@@ -85,7 +87,7 @@ def by_kind(profile: Profile, operator: int) -> dict[str, int]:
 
 
 def workspace(profile: Profile, operator: int) -> int:
-    """Bytes that an operator allocated while it ran and that no storage accounts for."""
+    """Return the bytes that an operator allocated while it ran, beyond its storages."""
     if operator < 0:
         return 0
     live, high = timeline(profile)
@@ -93,7 +95,7 @@ def workspace(profile: Profile, operator: int) -> int:
 
 
 def kinds_over_time(profile: Profile, points: int = 400) -> list[Sample]:
-    """At most `points` samples in time order, each the highest of its stretch: the peak is kept."""
+    """Return at most `points` samples in time order, the highest of each interval, so the peak is kept."""
     live, high = timeline(profile)
     columns: dict[str, list[int]] = {
         kind: _alive(len(high), (s for s in profile.storages if s.kind == kind)) for kind in KINDS
@@ -106,7 +108,7 @@ def kinds_over_time(profile: Profile, points: int = 400) -> list[Sample]:
 
 
 def _alive(count: int, storages: Iterable[Storage], late: int = 0) -> list[int]:
-    """Bytes alive at each of `count` operators, each storage from `late` after its birth."""
+    """Return the bytes live at each of `count` operators, each storage from `late` after its birth."""
     return bytes_over_time(count, ((s.counted, s.birth + late, s.death) for s in storages))
 
 
@@ -115,3 +117,26 @@ def _highest_of_each_stretch(high: list[int], points: int) -> list[int]:
     stretches = min(max(points, 1), count)
     edges = [count * k // stretches for k in range(stretches + 1)] if count else []
     return [max(range(first, last), key=high.__getitem__) for first, last in pairwise(edges)]
+
+
+def by_module(profile: Profile, at: int | None = None) -> dict[str, int]:
+    """Return the bytes at the peak, or at operator `at`, by module path, largest first.
+
+    They add up to the peak. A kernel's workspace belongs to its module. The batch and other tensors outside
+    modules are under the empty path, optimizer state under the optimizer's name.
+    """
+    at = peak_operator(profile) if at is None else at
+    modules = module_paths(profile)
+    found: Counter[str] = Counter()
+    for index in alive(profile, at):
+        found[owner(profile, index, modules)] += profile.storages[index].counted
+    if at >= 0:
+        found[profile.module_of(at)] += workspace(profile, at)
+    return {path: size for path, size in found.most_common() if size}
+
+
+def most_of(profile: Profile, kind: str) -> int:
+    """Return the most bytes of a kind that are live at once."""
+    samples = kinds_over_time(profile, points=max(len(profile.operators), 1))
+    before = sum(s.counted for s in profile.storages if s.kind == kind and s.birth < 0)
+    return max((sample.by_kind[kind] for sample in samples), default=before)

@@ -1,15 +1,77 @@
-"""Why a storage is alive at a moment of the step."""
+"""Explains why a storage is live at a moment of the step."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from torchtrim.analysis.gradients import zeroed_gradients
+from torchtrim.analysis.timeline import alive, peak_operator
 from torchtrim.records.operator_names import base_name
-from torchtrim.records.profile import Kind, Profile
+from torchtrim.records.profile import Call, Kind, Operator, Profile, Storage
 from torchtrim.records.remembered import remembered
+
+_ZEROING = frozenset(("aten::zero_", "aten::_foreach_zero_"))
+
+
+class Zeroed(NamedTuple):
+    """A gradient that holds only zeros during operators `first <= i < last`.
+
+    `by` is the operator that filled it. `accumulated`: backward adds to it afterwards. A gradient zeroed at
+    the end of the step is zero at the start of the next, so it has two intervals.
+    """
+
+    storage: int
+    by: int
+    first: int
+    last: int
+    accumulated: bool
+
+
+class _Write(NamedTuple):
+    operator: int
+    zeroing: bool
+
+
+def zeroed_gradients(profile: Profile) -> list[Zeroed]:
+    """Return every interval of the step in which an allocated gradient holds only zeros."""
+    return list(_zeroed(profile))
+
+
+@remembered
+def _zeroed(profile: Profile) -> tuple[Zeroed, ...]:
+    writes: dict[int, list[_Write]] = defaultdict(list)
+    for index, op in enumerate(profile.operators):
+        for storage in op.mutates:
+            if profile.storages[storage].kind == "gradient":
+                writes[storage].append(_Write(index, _fills_with_zeros(op)))
+    return tuple(
+        z for storage, found in writes.items() for z in _stretches(profile, storage, found)
+    )
+
+
+def _fills_with_zeros(op: Operator) -> bool:
+    return base_name(op.name) in _ZEROING and op.phase not in ("backward", "recompute")
+
+
+def _stretches(profile: Profile, storage: int, writes: list[_Write]) -> Iterator[Zeroed]:
+    life = profile.storages[storage]
+    for write, following in zip(writes, [*writes[1:], None], strict=True):
+        if write.zeroing:
+            yield _stretch(storage, write.operator, write.operator, following, life.death)
+    if writes[-1].zeroing and life.birth < 0 and life.death == len(profile.operators):
+        yield _stretch(storage, writes[-1].operator, 0, writes[0], life.death)
+
+
+def _stretch(storage: int, by: int, first: int, until: _Write | None, death: int) -> Zeroed:
+    """Include the operator that accumulates: before it runs, the gradient is still zero."""
+    if until is None:
+        return Zeroed(storage, by, first, death, accumulated=False)
+    accumulated = not until.zeroing
+    return Zeroed(storage, by, first, until.operator + accumulated, accumulated)
+
 
 _ALWAYS: dict[Kind, str] = {
     "parameter": "parameter",
@@ -20,7 +82,7 @@ _ALWAYS: dict[Kind, str] = {
 
 
 class LastReads(NamedTuple):
-    """The last operator that reads a storage, and the last in backward; -1 for none."""
+    """The last operator that reads a storage, and the last in backward, or -1."""
 
     any: int
     backward: int
@@ -31,10 +93,10 @@ _NO_BACKWARD = "kept by autograd or a Python reference: gradients are on, no bac
 
 
 def why_alive(profile: Profile, storages: Iterable[int], at: int) -> dict[int, str]:
-    """A few words for each storage on why it is alive at an operator; -1 for before the step.
+    """Explain in a few words why each storage is live at an operator; -1 is before the step.
 
-    They name what keeps it: `saved for backward of aten::addmm`, `read later by aten::add`,
-    `held by a Python reference`, `gradient until zero_grad`.
+    The words name what keeps it: `saved for backward of aten::addmm`, `read later by aten::add`, `held by a
+    Python reference`, `gradient until zero_grad`.
     """
     reads = last_reads(profile, storages)
     zeroed = {z.storage for z in zeroed_gradients(profile) if z.first <= at < z.last}
@@ -49,14 +111,13 @@ def why_alive(profile: Profile, storages: Iterable[int], at: int) -> dict[int, s
 
 
 def last_reads(profile: Profile, storages: Iterable[int]) -> dict[int, LastReads]:
-    """The last readers of each storage."""
+    """Return the last readers of each storage."""
     last, backward = _last_of_all(profile)
     return {storage: LastReads(last[storage], backward[storage]) for storage in storages}
 
 
 @remembered
 def _last_of_all(profile: Profile) -> tuple[array[int], array[int]]:
-    """The last operator that reads each storage, and the last in backward."""
     last = array("q", [-1]) * len(profile.storages)
     backward = array("q", last)
     for index, op in enumerate(profile.operators):
@@ -69,7 +130,8 @@ def _last_of_all(profile: Profile) -> tuple[array[int], array[int]]:
 
 
 def kept_for_backward(profile: Profile, storage: int, at: int, reads: LastReads) -> bool:
-    """Whether forward made it and the graph keeps it: backward still reads it, or releases it."""
+    """Return True if forward created the storage and the graph keeps it: backward still reads or releases
+    it."""
     return _from_forward(profile, storage) and (
         reads.backward >= at or _dies_in_backward(profile, storage)
     )
@@ -120,14 +182,14 @@ def _from_forward(profile: Profile, index: int) -> bool:
 
 
 def _dies_in_backward(profile: Profile, index: int) -> bool:
-    """Between two backward operators. What dies after the last may be anyone's, so it is not."""
+    """Return True if it dies between two backward operators. After the last one, its owner is unknown."""
     death = profile.storages[index].death
     around = profile.operators[max(death - 1, 0) : death + 1]
     return len(around) == 2 and all(op.phase == "backward" for op in around)
 
 
 def _graph_without_backward(profile: Profile) -> set[int]:
-    """Operators that modules ran with gradients on, in a step without backward."""
+    """Return operators that modules ran with gradients enabled, in a step without backward."""
     if any(op.phase == "backward" for op in profile.operators):
         return set()
     roots = (call for call in profile.calls if call.graded and call.depth == 0)
@@ -136,3 +198,45 @@ def _graph_without_backward(profile: Profile) -> set[int]:
 
 def _name(profile: Profile, operator: int) -> str:
     return base_name(profile.operators[operator].name)
+
+
+def saved_storages(profile: Profile, at: int | None = None) -> list[int]:
+    """Return storages live at an operator (default: the peak) that forward keeps for backward.
+
+    In order of birth, without parameters, inputs and storages from before the step.
+    """
+    at = peak_operator(profile) if at is None else at
+    candidates = [i for i in alive(profile, at) if _computed_in_step(profile.storages[i])]
+    reads = last_reads(profile, candidates)
+    kept = (i for i in candidates if kept_for_backward(profile, i, at, reads[i]))
+    return sorted(kept, key=lambda i: profile.storages[i].birth)
+
+
+def saved_by_module(profile: Profile, at: int | None = None) -> dict[str, int]:
+    """Return bytes of saved activations by path of the module that created them, largest first."""
+    totals: Counter[str] = Counter()
+    for index in saved_storages(profile, at):
+        storage = profile.storages[index]
+        totals[profile.module_of(storage.birth)] += storage.counted
+    return dict(totals.most_common())
+
+
+def released_by_recompute(
+    profile: Profile, calls: Iterable[Call], at: int | None = None
+) -> list[int]:
+    """Return the bytes that recomputing each call in backward would free at the peak.
+
+    These are the saved activations created inside the call, except its inputs and outputs, which stay.
+    """
+    saved = saved_storages(profile, at)
+    births = [profile.storages[i].birth for i in saved]
+    released = []
+    for call in calls:
+        inside = saved[bisect_left(births, call.first) : bisect_left(births, call.last)]
+        stays = {*call.inputs, *call.outputs}
+        released.append(sum(profile.storages[i].counted for i in inside if i not in stays))
+    return released
+
+
+def _computed_in_step(storage: Storage) -> bool:
+    return storage.birth >= 0 and storage.kind in ("activation", "temporary")

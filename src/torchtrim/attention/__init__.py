@@ -1,4 +1,4 @@
-"""Attention with relative positions on queries, keys and values, all in one operator."""
+"""Attention with relative positions on queries, keys and values, in one operator."""
 
 from torchtrim.attention.adapters import autoformer_attention as autoformer_attention
 from torchtrim.attention.adapters import decomposed_attention as decomposed_attention

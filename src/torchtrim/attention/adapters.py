@@ -1,6 +1,6 @@
-"""Other models' relative positions, which are the same mathematics: each a few lines of tables.
+"""Adapters for the relative positions of other models, which reduce to the same operator.
 
-All take q, k, v (B, H, L, D) and the parameters as those models keep them, and return (B, H, L, D).
+All take q, k, v (B, H, L, D) and parameters in the layout of those models, and return (B, H, L, D).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def autoformer_attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """AutoFormer's `RelativePosition2D` on keys and on values, behind one class token.
+    """Attend with AutoFormer's `RelativePosition2D` on keys and values, after one class token.
 
-    A pair is (embeddings_table_v, embeddings_table_h), each (2 furthest + 2, D) with the class
-    token's first. Chen et al., "AutoFormer", ICCV 2021.
+    A pair is (embeddings_table_v, embeddings_table_h), each (2 furthest + 2, D), starting with the row of
+    the class token. Chen et al., "AutoFormer", ICCV 2021.
     """
     given = keys or values
     if given is None:
-        raise UsageError("Neither keys nor values have tables. Give at least one pair.")
+        raise UsageError("Neither keys nor values have tables. Pass at least one pair.")
     furthest = len(given[0]) // 2 - 1
     buckets = Buckets("cross", height, width, 1, "clip", (furthest,))
     of_keys, of_values = (
@@ -64,9 +64,9 @@ def decomposed_attention(
     width: int,
     scale: float | None = None,
 ) -> Tensor:
-    """SAM's and ViTDet's decomposed positions: tables (2 height - 1, D) and (2 width - 1, D).
+    """Attend with the decomposed positions of SAM and ViTDet: tables (2 height - 1, D), (2 width - 1, D).
 
-    Tables of another size are interpolated, as there. Positions meet the query without its scale.
+    As in those models, tables of other sizes are interpolated, and positions multiply the unscaled query.
     Li et al., "Exploring Plain Vision Transformer Backbones for Object Detection", ECCV 2022.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -88,15 +88,16 @@ def window_bias_attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Swin's and BEiT's `relative_position_bias_table`, ((2 height - 1)(2 width - 1) [+ 3], heads).
+    """Attend with the bias table of Swin or BEiT, ((2 height - 1)(2 width - 1) [+ 3], heads).
 
-    The three more of BEiT are for a class token in front: it as query, as key, and both.
+    The last three rows of BEiT's `relative_position_bias_table` belong to a class token in front, as query,
+    as key and as both.
     """
     number = (2 * height - 1) * (2 * width - 1)
     if len(table) not in (number, number + 3):
         raise UsageError(
-            f"The table has {len(table)} rows; windows of {height} x {width} have {number}, or "
-            f"{number + 3} with a class token. Give height and width of the window."
+            f"The table has {len(table)} rows; a window of {height} x {width} needs {number}, or "
+            f"{number + 3} with a class token. Pass the height and width of the window."
         )
     with_class = len(table) > number
     buckets = Buckets("product", height, width, int(with_class), "identity", (), 3)
@@ -116,7 +117,7 @@ def t5_attention(
     mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """T5's `relative_attention_bias.weight`, (buckets, heads), in self-attention without scale.
+    """Attend with T5's `relative_attention_bias.weight`, (buckets, heads), without scaling the scores.
 
     Raffel et al., "Exploring the Limits of Transfer Learning", JMLR 2020.
     """
@@ -128,7 +129,7 @@ def t5_attention(
 
 
 def _from_query(table: Tensor) -> Tensor:
-    """From key minus query behind the class token's to query minus key in front of it."""
+    """Reorder rows from key minus query, class token first, to query minus key, class token last."""
     return torch.cat([table[1:].flip(0), table[:1]])[None]
 
 

@@ -1,7 +1,7 @@
-"""What other positions would cost on your own shape, measured here.
+"""Measures alternatives to a model's relative positions, on its shape and on this machine.
 
-Each line changes what the model computes (`SEMANTIC`): it has to be trained again. Times are medians of
-alternating rounds on this machine, forward with backward, of the attention alone.
+Each alternative changes what the model computes (`SEMANTIC`), so the model has to be retrained. Times are
+medians over alternating rounds of forward and backward of the attention alone.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torchtrim.attention.relative import relative_attention
 from torchtrim.errors import UsageError
 
 _LEAST_SECONDS = 0.01  # Long enough that the clock and one call's jitter do not count.
-_FEWER_BUCKETS = 1.0  # 5 x 5 buckets, where the published ratio of 1.9 has 7 x 7.
+_FEWER_BUCKETS = 1.0  # 5 x 5 buckets; the published ratio of 1.9 has 7 x 7.
 _HALVED = 2  # The change is called "2 x 2" and "half" in the advice.
 Run = Callable[[], Tensor]
 
 
 class AttentionShape(NamedTuple):
-    """An attention: batch, heads, image rows and columns, tokens in front of them, head_dim."""
+    """The shape of an attention: batch, heads, image rows and columns, skip tokens, head_dim."""
 
     batch: int
     heads: int
@@ -43,8 +43,11 @@ class AttentionShape(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """One alternative: milliseconds forward with backward, half of what the middle half of rounds
-    spans, times faster than the model as it is, bytes kept for backward, how many times fewer."""
+    """One alternative and its measurements.
+
+    `ms`: forward and backward, with half the interquartile range of the rounds as `spread`. `saved_bytes`:
+    bytes that autograd saves. `times_faster` and `times_fewer_bytes` compare with the model's own positions.
+    """
 
     change: str
     ms: float
@@ -56,8 +59,8 @@ class Advice(NamedTuple):
 
 
 class _EncodingKind(NamedTuple):
-    """Positions: on which of q, k and v, the method, the ratio, one table for all heads or not, as
-    vectors (contextual) or numbers (bias), and by what the grid is pooled before."""
+    """Positions: the letters among q, k and v that have them, the method, the ratio, one table for all heads
+    or one each, vectors (contextual) or numbers (bias), and the pooling of the grid, if any."""
 
     rpe_on: str
     method: str
@@ -67,7 +70,7 @@ class _EncodingKind(NamedTuple):
     pooled: Literal["", "pool", "stride", "stage"] = ""
 
 
-class _Way(NamedTuple):
+class _Alternative(NamedTuple):
     change: str
     run: Run
     leaves: list[Tensor]
@@ -91,31 +94,31 @@ def advise(
     dtype: torch.dtype = torch.float32,
     rounds: int = 5,
 ) -> list[Advice]:
-    """Alternatives to relative positions as they are, each measured on this shape.
+    """Measure alternatives to the given relative positions on one shape.
 
-    The first line is attention as it is, through `relative_attention`. Further lines pool or stride
-    before it, halve the stage's resolution, leave encodings out, take another method, a bias, shared
-    heads, fewer buckets, or no positions; those that change nothing here are left out.
+    The first entry is the given attention, run by `relative_attention`. Others pool or stride before it,
+    halve the resolution of the stage, drop encodings, use another method, a bias, shared heads, fewer
+    buckets, or no positions. Alternatives that change nothing here are omitted.
 
     Args:
-        batch, heads, head_dim: as q has them, (B, H, L, D).
-        tokens: the length; the grid is then the largest square in it, the rest skip tokens. Give
-            `height` and `width` (and `skip`) where it is no square.
-        rpe_on, method, ratio, shared_head: the positions as they are, as in `get_rpe_config`.
-        device, dtype: where it runs.
-        rounds: each measures every line once, in another order.
+        batch, heads, head_dim: sizes of q, (B, H, L, D).
+        tokens: the length L. The grid is the largest square that fits, the rest are skip tokens. For
+            other grids, pass `height` and `width` (and `skip`) instead.
+        rpe_on, method, ratio, shared_head: the current positions, as in `get_rpe_config`.
+        device, dtype: device and type of the measurement.
+        rounds: each round measures all entries once, in alternating order.
 
     Raises:
-        UsageError: numbers that make no attention.
+        UsageError: the numbers describe no attention.
     """
     shape = _shape(batch, heads, tokens, height, width, skip, head_dim)
     if rounds < 1 or not rpe_on or not set(rpe_on) <= set("qkv"):
         raise UsageError(
-            f"rounds is {rounds} and rpe_on {rpe_on!r}. Give at least one round, and letters out of "
+            f"rounds is {rounds} and rpe_on {rpe_on!r}. Pass at least one round, and letters among "
             "q, k and v."
         )
     kind = _EncodingKind(rpe_on, method, ratio, shared_head)
-    ways = list(_ways(shape, kind, torch.empty(0, device=device, dtype=dtype)))
+    ways = list(_alternatives(shape, kind, torch.empty(0, device=device, dtype=dtype)))
     times = _timed(ways, rounds)
     saved = [_saved(way) for way in ways]
     return [
@@ -143,8 +146,8 @@ def _shape(
 ) -> AttentionShape:
     if (height is None) != (width is None) or (height is None) == (tokens is None):
         raise UsageError(
-            f"tokens is {tokens}, height {height}, width {width}. Give the number of tokens, or height "
-            "and width of the grid."
+            f"tokens is {tokens}, height {height}, width {width}. Pass either the number of tokens, or the "
+            "height and width of the grid."
         )
     if tokens is not None:
         height = width = math.isqrt(max(tokens, 0))
@@ -153,16 +156,20 @@ def _shape(
     assert width is not None
     shape = AttentionShape(batch, heads, height, width, skip, head_dim)
     if min(batch, heads, height, width, head_dim) < 1 or skip < 0:
-        raise UsageError(f"{shape} is no attention: every number is at least 1, skip at least 0.")
+        raise UsageError(
+            f"{shape} is invalid: skip must be at least 0, all other numbers at least 1."
+        )
     return shape
 
 
-def _ways(shape: AttentionShape, kind: _EncodingKind, like: Tensor) -> Iterator[_Way]:
-    yield _way("as it is", shape, kind, like)._replace(equivalence="ROUNDING")
+def _alternatives(
+    shape: AttentionShape, kind: _EncodingKind, like: Tensor
+) -> Iterator[_Alternative]:
+    yield _alternative("unchanged", shape, kind, like)._replace(equivalence="ROUNDING")
     for change, other in _changed(shape, kind):
-        yield _way(change, shape, other, like)
+        yield _alternative(change, shape, other, like)
     q, k, v = _tokens(shape, like)
-    yield _Way("no positions", lambda: F.scaled_dot_product_attention(q, k, v), [q, k, v])
+    yield _Alternative("no positions", lambda: F.scaled_dot_product_attention(q, k, v), [q, k, v])
 
 
 def _changed(shape: AttentionShape, kind: _EncodingKind) -> Iterator[tuple[str, _EncodingKind]]:
@@ -191,7 +198,9 @@ def _tokens(shape: AttentionShape, like: Tensor) -> list[Tensor]:
     return [torch.randn(full, generator=generator).to(like).requires_grad_() for _ in range(3)]
 
 
-def _way(change: str, shape: AttentionShape, kind: _EncodingKind, like: Tensor) -> _Way:
+def _alternative(
+    change: str, shape: AttentionShape, kind: _EncodingKind, like: Tensor
+) -> _Alternative:
     inner = shape
     if kind.pooled:
         rows, columns = (-(-size // _HALVED) for size in (shape.height, shape.width))
@@ -219,7 +228,7 @@ def _way(change: str, shape: AttentionShape, kind: _EncodingKind, like: Tensor) 
         return _repeated(out, shape) if kind.pooled in ("pool", "stride") else out
 
     flat = [x for one in tables.values() for x in (one if isinstance(one, tuple) else (one,))]
-    return _Way(change, run, [*tokens, *flat])
+    return _Alternative(change, run, [*tokens, *flat])
 
 
 def _tables(
@@ -242,7 +251,7 @@ def _tables(
 
 
 def _halved(x: Tensor, shape: AttentionShape, how: str) -> Tensor:
-    """Skip tokens as they are, the grid with half the rows and columns."""
+    """Halve the rows and columns of the grid, and keep the skip tokens."""
     grid = torch.unflatten(x[:, :, shape.skip :], 2, (shape.height, shape.width))
     if how == "stride":
         small = grid[:, :, ::_HALVED, ::_HALVED].flatten(2, 3)
@@ -254,7 +263,7 @@ def _halved(x: Tensor, shape: AttentionShape, how: str) -> Tensor:
 
 
 def _repeated(x: Tensor, shape: AttentionShape) -> Tensor:
-    """Every token of the halved grid in four places."""
+    """Repeat every token of the halved grid in four places."""
     height, width = (-(-size // _HALVED) for size in (shape.height, shape.width))
     grid = torch.unflatten(x[:, :, shape.skip :], 2, (height, width))
     full = grid.repeat_interleave(_HALVED, 2).repeat_interleave(_HALVED, 3)
@@ -262,8 +271,8 @@ def _repeated(x: Tensor, shape: AttentionShape) -> Tensor:
     return torch.cat([x[:, :, : shape.skip], full], 2)
 
 
-def _timed(ways: Sequence[_Way], rounds: int) -> list[list[float]]:
-    """Seconds of each way in each round, which go through them to and fro."""
+def _timed(ways: Sequence[_Alternative], rounds: int) -> list[list[float]]:
+    """Return the seconds of each alternative in each round; every other round runs in reverse."""
     for way in ways:
         _both(way)
     calls = [max(1, math.ceil(_LEAST_SECONDS / _seconds(way, 1))) for way in ways]
@@ -275,7 +284,7 @@ def _timed(ways: Sequence[_Way], rounds: int) -> list[list[float]]:
     return times
 
 
-def _seconds(way: _Way, calls: int) -> float:
+def _seconds(way: _Alternative, calls: int) -> float:
     _wait(way)
     begin = time.perf_counter()
     for _ in range(calls):
@@ -284,27 +293,27 @@ def _seconds(way: _Way, calls: int) -> float:
     return (time.perf_counter() - begin) / calls
 
 
-def _both(way: _Way) -> None:
+def _both(way: _Alternative) -> None:
     out = way.run()
     torch.autograd.grad(out, way.leaves, torch.ones_like(out))
 
 
-def _wait(way: _Way) -> None:
+def _wait(way: _Alternative) -> None:
     device = way.leaves[0].device
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def _half_width(times: list[float]) -> float:
-    """Half of what the middle half of the rounds spans."""
+    """Return half the interquartile range of the rounds."""
     if len(times) < 2:
         return 0.0
     first, _, third = statistics.quantiles(times, n=4, method="inclusive")
     return (third - first) / 2
 
 
-def _saved(way: _Way) -> int:
-    """Bytes that autograd keeps, each storage once."""
+def _saved(way: _Alternative) -> int:
+    """Return the bytes that autograd saves, counting each storage once."""
     kept: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:

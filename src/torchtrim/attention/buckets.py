@@ -1,12 +1,14 @@
-"""Which bucket a pair of tokens falls into: maps of a few numbers per image row and column.
+"""Maps pairs of tokens to buckets, with a few numbers per image row and column.
 
-The buckets of images are those of Wu et al., "Rethinking and Improving Relative Position Encoding
-for Vision Transformer", ICCV 2021, equation 18 and section 3.3. A pair's bucket depends on the
-distance of its rows and the distance of its columns alone, so that no map of L x L is needed.
+The buckets of images follow Wu et al., "Rethinking and Improving Relative Position Encoding for Vision
+Transformer", ICCV 2021, equation 18 and section 3.3. A pair's bucket depends only on the distance of its rows
+and the distance of its columns, so an L x L map is not needed.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -14,14 +16,117 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchtrim.attention.axes import AXES, piecewise
 from torchtrim.errors import UsageError
+
+Parameters = tuple[float, ...]
+
+
+class Axis(NamedTuple):
+    """A function of distances along one axis: its number of buckets, their ids, and a parameter check."""
+
+    number: Callable[[int, Parameters], int]
+    ids: Callable[[Tensor, Parameters], Tensor]
+    check: Callable[[Parameters], None]
+
+
+def piecewise(distance: Tensor, alpha: float, beta: float, gamma: float) -> Tensor:
+    """Equation 18 of the iRPE paper: the distance up to alpha, its logarithm beyond, as int64.
+
+    As published, the bound beta applies before truncation: 3.8 bounds ids by 3. Ids depend on rounding in
+    float32, so this uses the same operators as the published code.
+    """
+    size = distance.abs()
+    far = (alpha + torch.log(size / alpha) / math.log(gamma / alpha) * (beta - alpha)).round()
+    beyond = (torch.sign(distance) * far.clip(max=beta)).long()
+    return torch.where(size <= alpha, distance.round().long(), beyond)
+
+
+def _piecewise_number(size: int, parameters: Parameters) -> int:
+    return 2 * int(parameters[1]) + 1
+
+
+def _piecewise_ids(distance: Tensor, parameters: Parameters) -> Tensor:
+    alpha, beta, gamma = parameters
+    return piecewise(distance, alpha, beta, gamma) + int(beta)
+
+
+def _piecewise_check(parameters: Parameters) -> None:
+    wrong = len(parameters) != 3 or not 0 < parameters[0] <= parameters[1] <= 1e6
+    if wrong or not parameters[2] > parameters[0]:
+        raise UsageError(
+            f"The piecewise function got the coefficients {parameters}. It needs three, with "
+            "0 < alpha <= beta and alpha < gamma; Coefficients.of_ratio(1.9) returns the published ones."
+        )
+
+
+def _clip_number(size: int, parameters: Parameters) -> int:
+    return 2 * int(parameters[0]) + 1
+
+
+def _clip_ids(distance: Tensor, parameters: Parameters) -> Tensor:
+    furthest = int(parameters[0])
+    return distance.clamp(-furthest, furthest) + furthest
+
+
+def _clip_check(parameters: Parameters) -> None:
+    if len(parameters) != 1 or parameters[0] < 0:
+        raise UsageError(f"clip needs one parameter, the furthest distance; got {parameters}.")
+
+
+def _identity_number(size: int, parameters: Parameters) -> int:
+    return 2 * size - 1
+
+
+def _identity_ids(distance: Tensor, parameters: Parameters) -> Tensor:
+    return distance - distance.min() if len(distance) else distance
+
+
+def _identity_check(parameters: Parameters) -> None:
+    if parameters:
+        raise UsageError(f"identity takes no parameters; got {parameters}. Pass ().")
+
+
+def _t5_number(size: int, parameters: Parameters) -> int:
+    return int(parameters[0])
+
+
+def _t5_ids(distance: Tensor, parameters: Parameters) -> Tensor:
+    number, furthest, bidirectional = int(parameters[0]), int(parameters[1]), bool(parameters[2])
+    ahead = -distance
+    base = torch.zeros_like(ahead)
+    if bidirectional:
+        number //= 2
+        base = (ahead > 0).long() * number
+        ahead = ahead.abs()
+    else:
+        ahead = -torch.minimum(ahead, torch.zeros_like(ahead))
+    exact = number // 2
+    far = torch.log(ahead.float() / exact) / math.log(furthest / exact) * (number - exact)
+    large = (exact + far.clamp(min=0).long()).clamp(max=number - 1)
+    return base + torch.where(ahead < exact, ahead, large)
+
+
+def _t5_check(parameters: Parameters) -> None:
+    if len(parameters) != 3 or parameters[0] < 4 or parameters[1] <= parameters[0] // 2:
+        raise UsageError(
+            f"t5 needs (buckets, furthest distance, bidirectional); got {parameters}. "
+            "T5 uses (32, 128, 1) in the encoder and (32, 128, 0) in the decoder."
+        )
+
+
+AXES = {
+    "piecewise": Axis(_piecewise_number, _piecewise_ids, _piecewise_check),
+    "clip": Axis(_clip_number, _clip_ids, _clip_check),
+    "identity": Axis(_identity_number, _identity_ids, _identity_check),
+    "t5": Axis(_t5_number, _t5_ids, _t5_check),
+}
+
 
 METHODS = ("product", "cross", "euclidean", "quantization")
 
 
 class Coefficients(NamedTuple):
-    """The coefficients of the piecewise function: exact to alpha, then logarithmic to gamma."""
+    """Coefficients of the piecewise function: exact up to alpha, then logarithmic up to gamma."""
 
     alpha: float
     beta: float
@@ -29,16 +134,16 @@ class Coefficients(NamedTuple):
 
     @classmethod
     def of_ratio(cls, ratio: float) -> Coefficients:
-        """The published ones for a ratio: 1.9 gives 7 x 7 buckets, 2.0 gives 9 x 9."""
+        """Return the published coefficients for a ratio: 1.9 gives 7 x 7 buckets, 2.0 gives 9 x 9."""
         return cls(1 * ratio, 2 * ratio, 8 * ratio)
 
 
 class Maps(NamedTuple):
-    """The buckets of one shape, as paths read them.
+    """The buckets of one shape, in the form that paths read.
 
     `group[yi - yj + height - 1]` is the pattern of a pair of image rows and
     `pattern[group, xi - xj + width - 1]` the bucket of a pair of tokens in them, both int32.
-    `extra` has the buckets of pairs that touch a skip token: query only, key only, both.
+    `extra` has the buckets of pairs with a skip token: as query only, as key only, as both.
     """
 
     key: str
@@ -56,18 +161,19 @@ class Maps(NamedTuple):
         return self.skip + self.height * self.width
 
     def to(self, device: torch.device) -> Maps:
-        """The same maps with tensors on another device."""
+        """Copy the maps to another device."""
         return self._replace(group=self.group.to(device), pattern=self.pattern.to(device))
 
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """Buckets for a grid of `height` x `width` tokens behind `skip` tokens without a place.
+    """Buckets for a grid of `height` x `width` tokens after `skip` tokens without a position.
 
     `method` is one of product, cross, euclidean and quantization. `axis` names the function of a
-    distance and `parameters` are its own: `piecewise` (alpha, beta, gamma), `clip` (furthest),
-    `identity` (none), `t5` (buckets, furthest, bidirectional). `extras` is 1 where all pairs with a
-    skip token share a bucket, 3 where query, key and both have their own. Equal shapes share maps.
+    distance, with its `parameters`: `piecewise` (alpha, beta, gamma), `clip` (furthest),
+    `identity` (none), `t5` (buckets, furthest, bidirectional). `extras` is 1 if all pairs with a skip
+    token share a bucket, 3 if skip queries, skip keys and pairs of both have one each. Equal shapes share
+    their maps.
     """
 
     method: str
@@ -80,7 +186,7 @@ class Buckets:
     key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse what has no buckets, and give the whole a name."""
+        """Check the arguments and set the key."""
         object.__setattr__(self, "parameters", tuple(map(float, self.parameters)))
         _check(self)
         words = (self.method, self.height, self.width, self.skip, self.extras, self.axis)
@@ -90,7 +196,7 @@ class Buckets:
     def of_ratio(
         cls, method: str, height: int, width: int, *, skip: int = 0, ratio: float = 1.9
     ) -> Buckets:
-        """The published buckets of a method: alpha = ratio, beta = 2 ratio, gamma = 8 ratio."""
+        """Return the published buckets of a method: alpha = ratio, beta = 2 ratio, gamma = 8 ratio."""
         return cls(method, height, width, skip, "piecewise", Coefficients.of_ratio(ratio))
 
     @property
@@ -100,43 +206,43 @@ class Buckets:
 
     @property
     def number(self) -> int:
-        """How many buckets there are, those of skip tokens included; for cross, of each table."""
+        """The number of buckets, including those of skip tokens; for cross, of each table."""
         return self.rows + self.has_extra if self.method == "cross" else self.composed
 
     @property
     def composed(self) -> int:
-        """The same, of the one table that a cross method's two are composed to."""
+        """The number of buckets of the single table that replaces the two tables of cross."""
         if self.method in ("product", "cross"):
             return self.rows * self.columns + self.has_extra
         return 2 * int(self.parameters[1]) + 1 + self.has_extra
 
     @property
     def rows(self) -> int:
-        """How many buckets rows have, without those of skip tokens; a text has one row."""
+        """The number of buckets of rows, excluding those of skip tokens; a text has one row."""
         return 1 if self.axis == "t5" else AXES[self.axis].number(self.height, self.parameters)
 
     @property
     def columns(self) -> int:
-        """How many buckets columns have, without those of skip tokens."""
+        """The number of buckets of columns, excluding those of skip tokens."""
         return AXES[self.axis].number(self.width, self.parameters)
 
     @property
     def has_extra(self) -> int:
-        """How many buckets pairs with a skip token have: 0, 1 or 3."""
+        """The number of buckets of pairs with a skip token: 0, 1 or 3."""
         return self.extras if self.skip else 0
 
     def maps(self, device: torch.device | None = None) -> Maps:
-        """The maps of this shape, made once for each device."""
+        """Return the maps of this shape, cached for each device."""
         return maps_of(self.key, device or torch.device("cpu"))
 
     def ids(self) -> Tensor:
-        """The bucket of every pair, (L, L) int64: for tests and for looking at. No path uses it."""
+        """Return the bucket of every pair, (L, L) int64, for tests and inspection. No path uses it."""
         return ids_of(self.maps(), torch.arange(self.tokens))
 
 
 @lru_cache(maxsize=1024)
 def parsed(key: str) -> Buckets:
-    """The buckets that a key names."""
+    """Return the buckets of a key."""
     method, height, width, skip, extras, axis, *parameters = key.split()
     numbers = tuple(map(float, parameters))
     return Buckets(method, int(height), int(width), int(skip), axis, numbers, int(extras))
@@ -144,7 +250,7 @@ def parsed(key: str) -> Buckets:
 
 @lru_cache(maxsize=256)
 def maps_of(key: str, device: torch.device) -> Maps:
-    """The maps that a key names on a device, shared by all who ask."""
+    """Return the maps of a key on a device; callers share them."""
     if device.type != "cpu":
         return maps_of(key, torch.device("cpu")).to(device)
     buckets = parsed(key)
@@ -164,9 +270,9 @@ def maps_of(key: str, device: torch.device) -> Maps:
 
 
 def ids_of(maps: Maps, tokens: Tensor, *, reverse: bool = False) -> Tensor:
-    """The bucket of each given token as a query with every key, (len(tokens), L) int64.
+    """Return the bucket of each given token as query with every key, (len(tokens), L) int64.
 
-    With `reverse` the given tokens are the keys, and every token is a query.
+    With `reverse`, the given tokens are the keys, and all tokens are queries.
     """
     place = (tokens - maps.skip).clamp(min=0)
     sign = -1 if reverse else 1
@@ -209,29 +315,24 @@ def _by_method(buckets: Buckets) -> tuple[Tensor, Tensor, int]:
 
 def _check(buckets: Buckets) -> None:
     if buckets.method not in METHODS:
-        raise UsageError(
-            f"There are no buckets of the method {buckets.method!r}. "
-            f"The methods are {', '.join(METHODS)}; choose one of them."
-        )
+        raise UsageError(f"Unknown method {buckets.method!r}. Choose one of {', '.join(METHODS)}.")
     if buckets.axis not in AXES:
-        raise UsageError(
-            f"The axis {buckets.axis!r} is not known. Choose one of {', '.join(AXES)}."
-        )
+        raise UsageError(f"Unknown axis {buckets.axis!r}. Choose one of {', '.join(AXES)}.")
     if buckets.method in METHODS[2:] and buckets.axis != "piecewise":
         raise UsageError(
-            f"The method {buckets.method!r} measures one distance of both axes, which only the "
-            f"piecewise function maps; {buckets.axis!r} was given. Choose product or cross for it."
+            f"The method {buckets.method!r} measures one distance across both axes, which only the "
+            f"piecewise function maps; got {buckets.axis!r}. Use product or cross with it."
         )
     if buckets.height < 1 or buckets.width < 1 or buckets.skip < 0:
         raise UsageError(
-            f"A grid of {buckets.height} x {buckets.width} behind {buckets.skip} tokens does not "
-            "exist. Height and width are at least 1, skip at least 0."
+            f"A grid of {buckets.height} x {buckets.width} after {buckets.skip} skip tokens is invalid. "
+            "Height and width must be at least 1, skip at least 0."
         )
     if buckets.extras not in (1, 3) or (buckets.extras == 3 and buckets.method == "cross"):
         raise UsageError(f"extras is {buckets.extras}; it must be 1 or 3, and 1 for cross.")
     if buckets.axis == "t5" and buckets.height > 1:
         raise UsageError(
-            f"t5 maps distances in a text, and the grid has {buckets.height} rows. "
-            "Give it height 1, the length as width."
+            f"t5 maps distances in a text, but the grid has {buckets.height} rows. "
+            "Pass height 1 and the length as width."
         )
     AXES[buckets.axis].check(buckets.parameters)

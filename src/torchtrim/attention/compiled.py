@@ -1,8 +1,8 @@
-"""The path of a CPU with numba: torch's matrix products, compiled loops between them.
+"""The path for CPUs with numba: torch's matrix products, and compiled loops between them.
 
-Where tokens are few, loops over image rows are too short to pay. Then the buckets of one query with
-every key are written out once for all heads, and each head looks up by them and sums by them. Sums go
-to four rows in turn, since adding to one place twice in a row stalls on the first.
+For short sequences, loops over image rows are too short to pay off. There, the buckets of a query with every
+key are computed once for all heads, which index by them. Sums alternate between four rows, because two
+consecutive additions to the same address stall.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtrim.attention import compiled_tiles as tiles
+from torchtrim.attention import compiled_loops as loops
 from torchtrim.attention.buckets import Maps, maps_of
-from torchtrim.attention.compiled_rows import (
+from torchtrim.attention.compiled_loops import (
     CHUNK,
     LANES,
     MANY_LANES,
@@ -29,17 +29,18 @@ from torchtrim.attention.compiled_rows import (
     inlined,
     jit,
     keep_row,
+    mask_row,
+    slopes_row,
+    softmax_row,
 )
-from torchtrim.attention.compiled_tiles import mask_row, slopes_row, softmax_row
-from torchtrim.attention.core import Gradients, Inputs, PathResult, blocks
-from torchtrim.attention.dropout import threshold
+from torchtrim.attention.core import Gradients, Inputs, PathResult, blocks, threshold
 
-TURNS = 4  # Adding to one place twice in a row stalls on the first; four sums in turn hide that.
+TURNS = 4  # Consecutive additions to the same address stall; four alternating sums hide that.
 
 
 @jit
 def buckets_of(i: int, maps: Any, number: int, forth: Any, back: Any) -> None:
-    """forth[j]: the bucket of query i and key j; back[j]: that of j and i, in the lookup of all j."""
+    """Set forth[j] to the bucket of query i and key j, back[j] to j's and i's in the flattened lookup."""
     geometry, group, pattern, _, seen = maps
     height, wide, skip, length = geometry[0], geometry[1], geometry[2], geometry[3]
     query_only, key_only, both = geometry[5], geometry[6], geometry[7]
@@ -62,7 +63,7 @@ def buckets_of(i: int, maps: Any, number: int, forth: Any, back: Any) -> None:
 
 @inlined
 def looked_up(scores: Any, offset: int, row: Any, ids: Any, length: int, t: Any) -> None:
-    """t = scores + what a lookup's row says of each key."""
+    """t = scores + the lookup's row, gathered by the bucket of each key."""
     one = scores[offset : offset + length]
     for j in range(length):
         t[j] = one[j] + row[ids[j]]
@@ -70,14 +71,14 @@ def looked_up(scores: Any, offset: int, row: Any, ids: Any, length: int, t: Any)
 
 @inlined
 def added(row: Any, ids: Any, length: int, t: Any) -> None:
-    """t += what a lookup says by ids."""
+    """t += the lookup gathered by ids."""
     for j in range(length):
         t[j] += row[ids[j]]
 
 
 @jit
 def summed(t: Any, ids: Any, length: int, turns: Any, row: Any) -> None:
-    """row[b] = the sum of t where the id is b. `turns` (4, buckets) is zeros, before and after."""
+    """row[b] = sum of t over keys with id b. `turns` (4, buckets) is zero before and after."""
     first, second, third, fourth = turns[0], turns[1], turns[2], turns[3]
     whole = length // TURNS * TURNS
     for j in range(0, whole, TURNS):
@@ -94,7 +95,7 @@ def summed(t: Any, ids: Any, length: int, turns: Any, row: Any) -> None:
 
 @inlined
 def scored(scores: Any, offset: int, row: Any, flat: Any, ids: Any, length: int, t: Any) -> None:
-    """t = scores + what positions add; ids are (forth, back), a lookup that is not there is empty."""
+    """t = scores + positions; ids are (forth, back), and a missing lookup is empty."""
     forth, back = ids
     if row.size:
         looked_up(scores, offset, row, forth, length, t)
@@ -108,7 +109,7 @@ def scored(scores: Any, offset: int, row: Any, flat: Any, ids: Any, length: int,
 def forward_short(
     scores: Any, place: Any, lookups: Any, masks: Any, drop: Any, room: Any, maps: Any, results: Any
 ) -> None:
-    """As `compiled_tiles.forward_tile`, with queries as they are."""
+    """Compute `compiled_loops.forward_tile` for queries in their original order."""
     first_head, heads, first_row, rows = place
     k_lookup, q_lookup = borrowed(lookups[0]), borrowed(lookups[1])
     kind, allowed, added = masks[0], borrowed(masks[1]), borrowed(masks[2])
@@ -139,7 +140,7 @@ def forward_short(
 def backward_short(
     tiles: Any, place: Any, lookups: Any, masks: Any, drop: Any, room: Any, maps: Any, results: Any
 ) -> None:
-    """As `compiled_tiles.backward_tile`, with queries as they are."""
+    """Compute `compiled_loops.backward_tile` for queries in their original order."""
     first_head, heads, first_row, rows = place
     k_lookup, q_lookup = borrowed(lookups[0]), borrowed(lookups[1])
     v_lookup, scores, slopes = borrowed(lookups[2]), borrowed(tiles[0]), borrowed(tiles[1])
@@ -179,14 +180,14 @@ def backward_short(
 
 @jit
 def scatter(d: Any, ids: Any, length: int, flat: Any) -> None:
-    """flat[id of j] += d[j]: no two j have the same."""
+    """flat[ids[j]] += d[j], for distinct ids."""
     for j in range(length):
         flat[ids[j]] += d[j]
 
 
-_SCORES = 1 << 17
-_MOST_KEPT = _SCORES + 2 * LANES
-_SHORT = 100  # Up to here it pays to write out all buckets of a query; docs/attention.md says it.
+_SCORES = 1 << 17  # 512 KiB of float32, which stay in a core's cache.
+_MOST_KEPT = _SCORES + 2 * LANES  # A block of scores, and room for loops that read past its end.
+_SHORT = 100  # Up to this length it pays to compute all buckets of a query; see docs/attention.md.
 _MOST_ROOMS = 64  # As many as _maps keeps: more shapes than a model has layers of different size.
 _EMPTY, _NONE = np.empty((0, 0, 0), np.float32), np.empty((0, 0), np.float32)
 Array = Any
@@ -194,9 +195,9 @@ Parts = tuple[tuple[slice, slice], ...]
 
 
 def forward(inputs: Inputs, *, with_sums: bool) -> PathResult:
-    """See `core.Path`."""
+    """Compute the attention; see `core.Path`."""
     number, length, dim = inputs.q.shape
-    order = _Order(inputs.maps)
+    order = _ColumnOrder(inputs.maps)
     q = order(inputs.q)
     keys = inputs.k.transpose(1, 2)
     out = torch.empty_like(inputs.v)
@@ -212,7 +213,7 @@ def forward(inputs: Inputs, *, with_sums: bool) -> PathResult:
     for rows, heads in parts:
         scores = _view(buffer, rows, heads, length)
         _product(_cut(q, heads, rows), _cut(keys, heads), inputs.scale, scores)
-        tile = forward_short if short else tiles.forward_tile
+        tile = forward_short if short else loops.forward_tile
         tile(flat, _place(rows, heads), lookups, *rest, results)
         torch.bmm(scores, _cut(inputs.v, heads), out=_cut(out, heads, rows))
     return PathResult(order.back(out), lse, sums)
@@ -221,9 +222,9 @@ def forward(inputs: Inputs, *, with_sums: bool) -> PathResult:
 def backward(
     inputs: Inputs, grad: Tensor, lse: Tensor, delta: Tensor, v_lookup: Tensor | None
 ) -> Gradients:
-    """See `core.Path`."""
+    """Compute the gradients; see `core.Path`."""
     number, length, dim = inputs.q.shape
-    order = _Order(inputs.maps)
+    order = _ColumnOrder(inputs.maps)
     q, grad = order(inputs.q), order(grad)
     keys, values = inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
     asked = (inputs.k_lookup, inputs.q_lookup, v_lookup)
@@ -246,14 +247,14 @@ def backward(
     )
     parts = blocks(number, length, dim, _SCORES)
     (buffer, flat), (other, other_flat) = _buffers(parts, length)
-    totals = _Totals(inputs, whole=parts[0][0] == slice(0, length) if parts else True)
+    totals = _KeyGradients(inputs, whole=parts[0][0] == slice(0, length) if parts else True)
     of_q = torch.empty_like(q)
     for rows, heads in parts:
         weights, slopes = (_view(one, rows, heads, length) for one in (buffer, other))
         own_q, own_grad = _cut(q, heads, rows), _cut(grad, heads, rows)
         _product(own_q, _cut(keys, heads), inputs.scale, weights)
         torch.bmm(own_grad, _cut(values, heads), out=slopes)
-        tile = backward_short if short else tiles.backward_tile
+        tile = backward_short if short else loops.backward_tile
         tile((flat, other_flat), _place(rows, heads), lookups, *rest)
         _product(slopes, _cut(inputs.k, heads), inputs.scale, _cut(of_q, heads, rows))
         totals.add(heads, weights, slopes, own_grad, own_q)
@@ -261,13 +262,13 @@ def backward(
 
 
 def _product(x: Tensor, y: Tensor, scale: float, out: Tensor) -> None:
-    """out = scale x y, whatever was in it."""
+    """out = scale x y, ignoring the previous contents of out."""
     torch.baddbmm(out, x, y, beta=0, alpha=scale, out=out)
 
 
-class _Totals:
-    """Gradients of keys and values; where a block has all queries, they are its products, else the
-    transposed products add up."""
+class _KeyGradients:
+    """Gradients of keys and values: products of a block that has all queries, else sums of the blocks'
+    transposed products."""
 
     def __init__(self, inputs: Inputs, *, whole: bool) -> None:
         self._scale, self._whole = inputs.scale, whole
@@ -277,7 +278,7 @@ class _Totals:
         )
 
     def add(self, heads: slice, weights: Tensor, slopes: Tensor, grad: Tensor, q: Tensor) -> None:
-        """The sums over a block of queries."""
+        """Add the sums over a block of queries."""
         if self._whole:
             torch.bmm(weights.transpose(1, 2), grad, out=_cut(self._v, heads))
             _product(slopes.transpose(1, 2), q, self._scale, _cut(self._k, heads))
@@ -287,17 +288,17 @@ class _Totals:
 
     @property
     def k(self) -> Tensor:
-        """Of keys, (N, L, D)."""
+        """The gradient of keys, (N, L, D)."""
         return self._k if self._whole else self._k.transpose(1, 2).contiguous()
 
     @property
     def v(self) -> Tensor:
-        """Of values, (N, L, D)."""
+        """The gradient of values, (N, L, D)."""
         return self._v if self._whole else self._v.transpose(1, 2).contiguous()
 
 
-class _Order:
-    """Tokens of the grid as they are if they are few, else column by column; skip tokens in front."""
+class _ColumnOrder:
+    """Reorders the tokens of long sequences column by column; skip tokens stay in front."""
 
     def __init__(self, maps: Maps) -> None:
         self._maps, self._straight = maps, maps.tokens <= _SHORT
@@ -306,7 +307,7 @@ class _Order:
         return x if self._straight else self._turned(x, self._maps.height, self._maps.width)
 
     def back(self, x: Tensor) -> Tensor:
-        """The usual order again."""
+        """Restore the original order."""
         if self._straight:
             return x
         return self._turned(x, self._maps.width, self._maps.height).contiguous()
@@ -318,19 +319,19 @@ class _Order:
         return torch.cat([x[:, :skip], turned], 1) if skip else turned
 
 
-class _ThreadRooms(threading.local):
-    """What this thread works in, from call to call; what is large is not kept."""
+class _ThreadBuffers(threading.local):
+    """Work space that a thread keeps from call to call, unless it is large."""
 
     def __init__(self) -> None:
         self.buffers: tuple[tuple[Tensor, Array], tuple[Tensor, Array]] | None = None
         self.rooms: dict[str, tuple[Array, ...]] = {}
 
 
-_kept = _ThreadRooms()
+_kept = _ThreadBuffers()
 
 
 def _buffers(parts: Parts, length: int) -> tuple[tuple[Tensor, Array], ...]:
-    """Two buffers for a block of scores, and the same as arrays."""
+    """Return two buffers for a block of scores, each as tensor and array."""
     rows, heads = parts[0] if parts else (slice(0, 0), slice(0, 0))
     size = rows.stop * heads.stop * length + 2 * LANES
     if _kept.buffers is not None and size <= _MOST_KEPT:
@@ -343,7 +344,7 @@ def _buffers(parts: Parts, length: int) -> tuple[tuple[Tensor, Array], ...]:
 
 
 def _cut(x: Tensor, heads: slice, rows: slice | None = None) -> Tensor:
-    """The rows of some heads, without a view where that is all of it."""
+    """Return the rows of some heads, or the tensor itself if they are all of it."""
     whole = heads.stop - heads.start == x.shape[0]
     if rows is None or rows.stop - rows.start == x.shape[1]:
         return x if whole else x[heads]
@@ -370,7 +371,7 @@ def _array(x: Tensor | None, *, flat: bool = False) -> Array:
 
 
 def _masks(inputs: Inputs) -> tuple[int, Array, Array]:
-    """0, 1 or 2 for none, one that allows, one that is added; and both, of which one is used."""
+    """Return the mask kind (0 none, 1 boolean, 2 additive) and the arrays of both kinds."""
     mask = inputs.mask
     if mask is None:
         return _NO_MASK
@@ -380,7 +381,7 @@ def _masks(inputs: Inputs) -> tuple[int, Array, Array]:
 
 
 def _twice(x: Array) -> Array:
-    """The array two times in the same memory: never contiguous, so that loops compile once."""
+    """Return a view with two copies of the array: never contiguous, so that loops compile only once."""
     return np.lib.stride_tricks.as_strided(x, (2, *x.shape), (0, *x.strides), writeable=False)
 
 
@@ -401,8 +402,8 @@ def _padded(size: int, to: int) -> int:
 
 
 def _room(key: str) -> tuple[Array, ...]:
-    """Where rows are worked on: a row, the slabs of keys and of sums, what keys say of each column,
-    lanes, exponents and the same as floats, what dropout keeps, the slab of values, another row."""
+    """Return the work space for rows: a row, the slabs of keys and of sums, the keys' lookups by column,
+    lanes, exponents and their view as floats, the dropout mask, the slab of values, another row."""
     if key not in _kept.rooms:
         if len(_kept.rooms) >= _MOST_ROOMS:
             _kept.rooms.clear()
@@ -412,8 +413,8 @@ def _room(key: str) -> tuple[Array, ...]:
 
 
 def _short_room(maps: Maps) -> tuple[Array, ...]:
-    """The same for short sequences: a row, rows of sums, ids forth and back, lanes, exponents and the
-    same as floats, what dropout keeps, another row."""
+    """Return the work space for short sequences: a row, rows of sums, ids forth and back, lanes, exponents
+    and their view as floats, the dropout mask, another row."""
     row = _padded(maps.tokens, MANY_LANES) + LANES
     t, powers, keep, other = (np.zeros(row, np.float32) for _ in range(4))
     turns = np.zeros((TURNS, maps.buckets), np.float32)
@@ -438,7 +439,7 @@ def _new_room(maps: Maps) -> tuple[Array, ...]:
 
 @lru_cache(maxsize=64)
 def _maps(key: str) -> tuple[Any, ...]:
-    """Numbers of the grid, groups, patterns, the groups that each row uses, reversed patterns."""
+    """Return the sizes of the grid, groups, patterns, the groups of each row, and reversed patterns."""
     maps = maps_of(key, torch.device("cpu"))
     group, pattern = maps.group.numpy().view(np.uint32), maps.pattern.numpy().view(np.uint32)
     seen = [group[y : y + maps.height] for y in range(maps.height)]

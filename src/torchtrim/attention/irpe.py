@@ -1,8 +1,8 @@
-"""The modules of iRPE under the names and with the `state_dict` that its users know.
+"""The modules of iRPE, with their published names and `state_dict`.
 
 Wu et al., "Rethinking and Improving Relative Position Encoding for Vision Transformer", ICCV 2021.
-Each module holds a table; `RelativeAttention` hands the tables to `relative_attention`. Called on
-their own the modules give the tensors of L x L that the published ones give.
+Each module holds a table; `RelativeAttention` passes the tables to `relative_attention`. Called directly,
+the modules return the same L x L tensors as the published ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchtrim.errors import UsageError
 
 
 class METHOD:
-    """The methods by number."""
+    """The published numbers of the methods."""
 
     EUCLIDEAN = 0
     QUANT = 1
@@ -47,7 +47,7 @@ _ALIASES = {
 
 @dataclass(kw_only=True)
 class RPEConfig:
-    """One encoding: on queries, on keys or on values."""
+    """The configuration of one encoding, on queries, keys or values."""
 
     shared_head: bool
     mode: str | None
@@ -61,7 +61,7 @@ class RPEConfig:
 
 @dataclass(kw_only=True)
 class RPEConfigs:
-    """The encodings on queries, keys and values, each or None."""
+    """The configurations on queries, keys and values, each may be None."""
 
     rpe_q: RPEConfig | None
     rpe_k: RPEConfig | None
@@ -69,7 +69,7 @@ class RPEConfigs:
 
 
 def get_num_buckets(method: int, alpha: float, beta: float, gamma: float) -> int:
-    """How many buckets a method has, without that of skip tokens."""
+    """Return the number of buckets of a method, excluding that of skip tokens."""
     side = 2 * int(beta) + 1
     return side**2 if method == METHOD.PRODUCT else side
 
@@ -81,7 +81,7 @@ def get_single_rpe_config(
     shared_head: bool = True,
     skip: int = 0,
 ) -> RPEConfig:
-    """The configuration of one encoding; see `get_rpe_config`."""
+    """Return the configuration of one encoding; see `get_rpe_config`."""
     alpha, beta, gamma = Coefficients.of_ratio(ratio)
     return RPEConfig(
         shared_head=shared_head,
@@ -103,27 +103,27 @@ def get_rpe_config(
     skip: int = 0,
     rpe_on: str = "k",
 ) -> RPEConfigs:
-    """The configuration of a model.
+    """Return the configuration of a model.
 
     Args:
-        ratio: how many buckets; 1.9 gives 49 for product.
+        ratio: determines the number of buckets; 1.9 gives 49 for product.
         method: a `METHOD`, or euc, quant, cross, product.
         mode: contextual (or ctx), bias, or None.
-        shared_head: one table for all heads.
-        skip: tokens in front that have no place, such as a class token.
-        rpe_on: which of q, k and v.
+        shared_head: use one table for all heads.
+        skip: number of leading tokens without a position, such as a class token.
+        rpe_on: letters among q, k and v.
 
     Raises:
-        UsageError: a method, mode or letter that does not exist.
+        UsageError: unknown method, mode or letter.
     """
     number = _ALIASES.get(method.lower(), -1) if isinstance(method, str) else method
     mode = "contextual" if mode == "ctx" else mode
     if number not in _ALIASES.values():
-        raise UsageError(f"There is no method {method!r}. Choose {', '.join(_ALIASES)}.")
+        raise UsageError(f"Unknown method {method!r}. Choose one of {', '.join(_ALIASES)}.")
     if mode not in (None, "bias", "contextual"):
-        raise UsageError(f"There is no mode {mode!r}. Choose contextual, bias or None.")
+        raise UsageError(f"Unknown mode {mode!r}. Choose contextual, bias or None.")
     if not set(rpe_on) <= set("qkv"):
-        raise UsageError(f"rpe_on is {rpe_on!r}; it must be made of the letters q, k and v.")
+        raise UsageError(f"rpe_on is {rpe_on!r}; it may only contain the letters q, k and v.")
     one = [
         get_single_rpe_config(ratio, number, mode, shared_head, skip) if letter in rpe_on else None
         for letter in "qkv"
@@ -132,10 +132,10 @@ def get_rpe_config(
 
 
 class iRPE(nn.Module):  # noqa: N801
-    """A table of one encoding.
+    """The table of one encoding.
 
     `lookup_table_weight` is (H or 1, head_dim, buckets), or (H or 1, buckets, head_dim) on values
-    (`transposed` false); `lookup_table_bias` is (H or 1, buckets). Both begin as zeros.
+    (`transposed` is false); `lookup_table_bias` is (H or 1, buckets). Both start as zeros.
     """
 
     def __init__(
@@ -149,12 +149,12 @@ class iRPE(nn.Module):  # noqa: N801
         initializer: Callable[[Tensor], object] | None = None,
         rpe_config: RPEConfig | None = None,
     ) -> None:
-        """`num_heads` is 1 for a table that heads share."""
+        """Create the table; `num_heads` is 1 if the heads share it."""
         super().__init__()
         if method not in NAMED or num_buckets is None or mode not in (None, "bias", "contextual"):
             raise UsageError(
                 f"iRPE got the method {method!r}, the mode {mode!r} and {num_buckets} buckets. "
-                "Let build_rpe(get_rpe_config(...), head_dim, num_heads) make it."
+                "Create it with build_rpe(get_rpe_config(...), head_dim, num_heads)."
             )
         self.head_dim, self.num_heads, self.num_buckets = head_dim, num_heads, num_buckets
         self.mode, self.method, self.transposed = mode, method, transposed
@@ -164,13 +164,13 @@ class iRPE(nn.Module):  # noqa: N801
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Make the table anew."""
+        """Create the table again, with zeros or by the initializer."""
         if self.mode is None:
             return
         if self.mode == "bias" and not self.transposed:
             raise NotImplementedError(
-                "A bias on values does not exist: nothing would multiply it. Take mode='contextual' "
-                "for values, or leave v out of rpe_on."
+                "Values cannot have a bias: nothing would multiply it. Use mode='contextual' for values, "
+                "or remove v from rpe_on."
             )
         name, shape = "lookup_table_weight", [self.head_dim, self.num_buckets]
         if self.mode == "bias":
@@ -184,7 +184,7 @@ class iRPE(nn.Module):  # noqa: N801
 
     @property
     def table(self) -> Tensor | None:
-        """The table, whatever its name."""
+        """The table, under either name, or None."""
         if self.mode is None:
             return None
         found = self.lookup_table_bias if self.mode == "bias" else self.lookup_table_weight
@@ -192,18 +192,18 @@ class iRPE(nn.Module):  # noqa: N801
         return found
 
     def buckets(self, length: int, height: int | None = None, width: int | None = None) -> Buckets:
-        """The buckets of a sequence; without a height those of a square behind the skip tokens."""
+        """Return the buckets of a sequence. Without height and width, the grid is a square."""
         return buckets_of(self.method, self.rpe_config, length, height, width)
 
     def forward(self, x: Tensor, height: int | None = None, width: int | None = None) -> Tensor:
-        """The encoding written out.
+        """Return the materialized encoding.
 
-        On queries and keys x is (B, H, L, head_dim) and the result (B or 1, H or 1, L, L), on values
-        x is the probabilities (B, H, L, L) and the result (B, H, L, head_dim).
+        On queries and keys, x is (B, H, L, head_dim) and the result (B or 1, H or 1, L, L). On values, x has
+        the probabilities (B, H, L, L) and the result is (B, H, L, head_dim).
         """
         table = self.table
         if table is None:
-            raise UsageError("This iRPE has the mode None and encodes nothing. Leave it out.")
+            raise UsageError("This iRPE has mode None and encodes nothing. Remove it.")
         ids = self._ids(x, height, width)
         if self.mode == "bias":
             return table[:, ids][None]
@@ -223,7 +223,7 @@ class iRPE(nn.Module):  # noqa: N801
         return ids.to(x.device)
 
     def extra_repr(self) -> str:
-        """What it is."""
+        """Return the arguments for `repr`."""
         return (
             f"head_dim={self.head_dim}, num_heads={self.num_heads}, mode={self.mode!r}, "
             f"method={self.method}, transposed={self.transposed}, num_buckets={self.num_buckets}"
@@ -244,7 +244,7 @@ class iRPE_Cross(nn.Module):  # noqa: N801
         initializer: Callable[[Tensor], object] | None = None,
         rpe_config: RPEConfig | None = None,
     ) -> None:
-        """See `iRPE`."""
+        """Create both tables; see `iRPE`."""
         super().__init__()
         rest = (transposed, num_buckets, initializer, rpe_config)
         self.method = method
@@ -253,26 +253,26 @@ class iRPE_Cross(nn.Module):  # noqa: N801
 
     @property
     def mode(self) -> str | None:
-        """The mode of both."""
+        """The mode of both tables."""
         return self.rp_rows.mode
 
     @property
     def rpe_config(self) -> RPEConfig | None:
-        """The configuration of both."""
+        """The configuration of both tables."""
         return self.rp_rows.rpe_config
 
     @property
     def table(self) -> tuple[Tensor, Tensor] | None:
-        """Both tables."""
+        """The tables of rows and columns, or None."""
         rows, columns = self.rp_rows.table, self.rp_cols.table
         return None if rows is None or columns is None else (rows, columns)
 
     def buckets(self, length: int, height: int | None = None, width: int | None = None) -> Buckets:
-        """See `iRPE.buckets`."""
+        """Return the buckets of a sequence; see `iRPE.buckets`."""
         return self.rp_rows.buckets(length, height, width)
 
     def forward(self, x: Tensor, height: int | None = None, width: int | None = None) -> Tensor:
-        """The sum of both encodings, written out."""
+        """Return the materialized sum of both encodings."""
         rows: Tensor = self.rp_rows(x, height, width)
         columns: Tensor = self.rp_cols(x, height, width)
         return rows + columns
@@ -284,7 +284,7 @@ Encoding = iRPE | iRPE_Cross
 def build_rpe(
     config: RPEConfigs | None, head_dim: int, num_heads: int
 ) -> tuple[Encoding | None, Encoding | None, Encoding | None]:
-    """The modules on queries, keys and values, None where there is none."""
+    """Return the modules on queries, keys and values, each or None."""
     if config is None:
         return None, None, None
 
@@ -308,19 +308,19 @@ def buckets_of(
     height: int | None = None,
     width: int | None = None,
 ) -> Buckets:
-    """The buckets of a sequence of `length` tokens, whose grid may be given."""
+    """Return the buckets of a sequence of `length` tokens; its grid is a square unless given."""
     skip = config.skip if config is not None else 0
     if height is None or width is None:
         height = width = math.isqrt(max(length - skip, 0))
     found = length - height * width
     if found < 0 or (config is not None and found != skip):
         raise UsageError(
-            f"{length} tokens are not {skip} skip tokens and a grid of {height} x {width}. "
-            "Give height and width of this input, and the number of tokens without a place as "
+            f"{length} tokens do not match {skip} skip tokens and a grid of {height} x {width}. "
+            "Pass the height and width of this input, and the number of tokens without a position as "
             "skip to get_rpe_config."
         )
     if method not in NAMED:
-        raise UsageError(f"There is no method {method!r}. Choose one of METHOD.")
+        raise UsageError(f"Unknown method {method!r}. Choose one of METHOD.")
     wanted = Coefficients.of_ratio(1.9)
     if config is not None:
         wanted = Coefficients(config.alpha, config.beta, config.gamma)

@@ -1,7 +1,7 @@
-"""Attention modules of other code whose positions are the same mathematics: what each attends to.
+"""Recognizes attention modules of other libraries, and computes them with `relative_attention`.
 
-A module is known by what it holds: layers that make queries, keys and values, and tables of one kind.
-That its forward does with these what it is expected to do is for `replace.py` to try.
+A module is recognized by its attributes: the layers for queries, keys and values, and one kind of table.
+`replace.py` verifies that its forward computes what the attributes suggest.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from torchtrim.attention.adapters import (
     window_bias_attention,
 )
 from torchtrim.attention.buckets import Buckets, Coefficients
-from torchtrim.attention.compose import Table
-from torchtrim.attention.encodings import Encoded, Encodings, encoded_attention
 from torchtrim.attention.irpe import METHOD
+from torchtrim.attention.module import Encodings, EncodingTable, attention_with_encodings
+from torchtrim.attention.relative import Table
 
 Size = tuple[int, int]
 
 
-class Parted(NamedTuple):
-    """`windows` (B n, height width, C); `mask` (n, L, L), True where two tokens were neighbours
-    before the shift, None without one; the padded image's size, the window's and the shift."""
+class WindowPartition(NamedTuple):
+    """The windows of images, (B n, height width, C), and how to merge them.
+
+    `mask` (n, L, L) is True if two tokens were neighbours before the shift, None without a shift; then the
+    sizes of the padded image and of a window, and the shift.
+    """
 
     windows: Tensor
     mask: Tensor | None
@@ -39,10 +42,10 @@ class Parted(NamedTuple):
     shift: Size
 
 
-def parted(x: Tensor, window: Size, shift: Size) -> Parted:
-    """The windows of images (B, H, W, C), which are padded to whole ones and rolled by the shift.
+def partition_windows(x: Tensor, window: Size, shift: Size) -> WindowPartition:
+    """Pad images (B, H, W, C) to whole windows, roll them by the shift, and cut them into windows.
 
-    An axis along which one window covers everything is not shifted.
+    An axis is not shifted if one window covers it.
     """
     right, down = -x.shape[2] % window[1], -x.shape[1] % window[0]
     x = F.pad(x, (0, 0, 0, right, 0, down))
@@ -54,11 +57,11 @@ def parted(x: Tensor, window: Size, shift: Size) -> Parted:
     if any(shifted):
         x = x.roll((-shifted[0], -shifted[1]), (1, 2))
     mask = _mask(padded, window, shifted, x.device) if any(shifted) else None
-    return Parted(_cut(x, window), mask, padded, window, shifted)
+    return WindowPartition(_cut(x, window), mask, padded, window, shifted)
 
 
-def joined(windows: Tensor, parts: Parted, shape: torch.Size) -> Tensor:
-    """Images of a shape (B, H, W, C), of windows that were taken from them."""
+def merge_windows(windows: Tensor, parts: WindowPartition, shape: torch.Size) -> Tensor:
+    """Merge windows into images of the given shape (B, H, W, C)."""
     (height, width), (rows, columns) = parts.window, parts.padded
     x = windows.view(-1, rows // height, columns // width, height, width, windows.shape[-1])
     x = x.transpose(2, 3).reshape(-1, rows, columns, windows.shape[-1])
@@ -93,21 +96,23 @@ _LAST = ("proj", "o_proj", "out_proj", "o")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _DROPOUT = ("attn_drop", "attn_dropout", "attention_dropout", "dropout", "drop")
 _MOST_PLACES = 16
-"""Arbitrary; the trial runs in float64, and 16 x 16 tokens show all that a table does."""
+"""Arbitrary; the trial runs in float64, and 16 x 16 tokens exercise every part of a table."""
 
 
 class AttentionCall(NamedTuple):
-    """What a module was called with: tokens (B, L, C) or an image (B, height, width, C), and a mask."""
+    """The arguments of a call: tokens (B, L, C) or an image (B, height, width, C), a mask, and T5's bias."""
 
     x: Tensor
     mask: Tensor | None = None
     bias: Tensor | None = None
 
 
-class Known(NamedTuple):
-    """A kind of positions. `attend` is the forward without what comes back beside the output, `fits`
-    whether an input is one for it, `shape` that of an input to try it with. `mask` says what masks
-    are: one for each window (n, L, L), or what broadcasts to (B, H, L, L)."""
+class AttentionKind(NamedTuple):
+    """A kind of attention with positions.
+
+    `attend` computes the forward's output, without further results. `fits` checks an input, and `shape`
+    returns the shape of a trial input. `mask`: one per window (n, L, L), or broadcastable to (B, H, L, L).
+    """
 
     name: str
     attend: Callable[[nn.Module, AttentionCall], Tensor]
@@ -117,16 +122,16 @@ class Known(NamedTuple):
     shares_bias: bool = False
 
     def heads(self, module: nn.Module) -> int:
-        """How many heads a module has."""
+        """Return the number of heads of a module."""
         return int(_first(module, _HEADS))
 
     def mask_shape(self, x: Tensor) -> tuple[int, ...] | None:
-        """The shape of a mask to try with an input."""
+        """Return the shape of a trial mask for an input, or None."""
         windows, pairs = (2, x.shape[1], x.shape[1]), (len(x), 1, 1, x.shape[1])
         return {"window": windows, "broadcast": pairs}.get(self.mask)
 
     def fits_mask(self, x: Tensor, mask: Any) -> bool:
-        """Whether a mask is one for the input."""
+        """Return True if the mask fits the input."""
         if not isinstance(mask, Tensor) or mask.requires_grad:
             return False
         if self.mask == "window":
@@ -137,8 +142,8 @@ class Known(NamedTuple):
         )
 
 
-def known(module: nn.Module) -> Known | None:
-    """What kind of positions a module has, None for none of these."""
+def kind_of(module: nn.Module) -> AttentionKind | None:
+    """Return the kind of attention of a module, or None if it is not recognized."""
     if not isinstance(_first(module, _HEADS), int) or not _layers(module):
         return None
     if any(_encoding_table(getattr(module, f"rpe_{one}", None)) is not None for one in "qkv"):
@@ -155,13 +160,13 @@ def known(module: nn.Module) -> Known | None:
 
 
 def dropout_of(module: nn.Module) -> float:
-    """The probability with which a module drops probabilities while it trains, as far as is seen."""
+    """Return the dropout probability of a module's attention, by its attributes."""
     found = _first(module, _DROPOUT)
     return float(found.p if isinstance(found, nn.Dropout) else found or 0.0)
 
 
 def features_of(module: nn.Module) -> int:
-    """How many numbers a token has."""
+    """Return the number of features of a token."""
     found: int = _layers(module)[0].in_features
     return found
 
@@ -179,7 +184,7 @@ def _layers(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _heads_of(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (B, H, L, D) of tokens (B, L, C)."""
+    """Project tokens (B, L, C) to q, k, v (B, H, L, D)."""
     heads, layers = int(_first(module, _HEADS)), _layers(module)
     if len(layers) > 1:
         q, k, v = (one(x).unflatten(-1, (heads, -1)).transpose(1, 2) for one in layers)
@@ -201,7 +206,7 @@ def _scale_of(module: nn.Module) -> float | None:
 
 
 def _merged(module: nn.Module, out: Tensor) -> Tensor:
-    """(B, L, C) of heads (B, H, L, D), through the last layer."""
+    """Merge heads (B, H, L, D) to (B, L, C), and apply the last layer."""
     tokens = out.transpose(1, 2).flatten(2)
     last = _first(module, _LAST)
     tokens = tokens if last is None else last(tokens)
@@ -212,14 +217,14 @@ def _merged(module: nn.Module, out: Tensor) -> Tensor:
 
 def _irpe(module: nn.Module, asked: AttentionCall) -> Tensor:
     q, k, v = _heads_of(module, asked.x)
-    found = Encodings(*(_encoded(getattr(module, f"rpe_{letter}", None)) for letter in "qkv"))
+    found = Encodings(*(_encoding_of(getattr(module, f"rpe_{letter}", None)) for letter in "qkv"))
     buckets = found.given[0].buckets(q.shape[2])
     fitting = (one and _without_skip(one, buckets.skip, i == 2) for i, one in enumerate(found))
-    out = encoded_attention(q, k, v, Encodings(*fitting), buckets, scale=_scale_of(module))
+    out = attention_with_encodings(q, k, v, Encodings(*fitting), buckets, scale=_scale_of(module))
     return _merged(module, out)
 
 
-def _encoded(encoding: Any) -> Encoded | None:
+def _encoding_of(encoding: Any) -> EncodingTable | None:
     table = _encoding_table(encoding)
     if table is None:
         return None
@@ -227,7 +232,7 @@ def _encoded(encoding: Any) -> Encoded | None:
     config = one.rpe_config
     mode = "bias" if hasattr(one, "lookup_table_bias") else "contextual"
     method = METHOD.CROSS if one is not encoding else int(one.method)
-    return Encoded(mode, method, Coefficients(config.alpha, config.beta, config.gamma), table)
+    return EncodingTable(mode, method, Coefficients(config.alpha, config.beta, config.gamma), table)
 
 
 def _encoding_table(encoding: Any) -> Table:
@@ -242,8 +247,8 @@ def _encoding_table(encoding: Any) -> Table:
     return found if isinstance(found, Tensor) else None
 
 
-def _without_skip(one: Encoded, skip: int, on_values: bool) -> Encoded:
-    """The encoding for an input without skip tokens, if it has a bucket for them."""
+def _without_skip(one: EncodingTable, skip: int, on_values: bool) -> EncodingTable:
+    """Remove the bucket of skip tokens from an encoding for an input without them."""
     if skip or not _has_extra(one):
         return one
     dim = -2 if on_values else -1
@@ -252,7 +257,7 @@ def _without_skip(one: Encoded, skip: int, on_values: bool) -> Encoded:
     return one._replace(table=cut if len(cut) == 2 else cut[0])
 
 
-def _has_extra(one: Encoded) -> bool:
+def _has_extra(one: EncodingTable) -> bool:
     side = 2 * int(one.coefficients.beta) + 1
     table = one.table[0] if isinstance(one.table, tuple) else one.table
     assert table is not None
@@ -261,7 +266,7 @@ def _has_extra(one: Encoded) -> bool:
 
 
 def _irpe_shape(module: nn.Module) -> tuple[int, ...]:
-    found = (_encoded(getattr(module, f"rpe_{letter}", None)) for letter in "qkv")
+    found = (_encoding_of(getattr(module, f"rpe_{letter}", None)) for letter in "qkv")
     return 2, 25 + max(_has_extra(one) for one in found if one), features_of(module)
 
 
@@ -301,11 +306,11 @@ def _window_shape(module: nn.Module) -> tuple[int, ...]:
 
 
 def _shifted(module: Any, asked: AttentionCall) -> Tensor:
-    """torchvision's, which takes images apart itself."""
+    """Attend like torchvision's Swin, which cuts images into windows itself."""
     size, shift = _window_size(module), tuple(map(int, module.shift_size))
-    parts = parted(asked.x, size, (shift[0], shift[1]))
+    parts = partition_windows(asked.x, size, (shift[0], shift[1]))
     out = _window(module, AttentionCall(parts.windows, parts.mask))
-    return joined(out, parts, asked.x.shape)
+    return merge_windows(out, parts, asked.x.shape)
 
 
 def _shifted_shape(module: nn.Module) -> tuple[int, ...]:
@@ -347,7 +352,7 @@ def _autoformer(module: nn.Module, asked: AttentionCall) -> Tensor:
 
 
 def written_out_bias(module: nn.Module, weight: Tensor, length: int) -> Tensor:
-    """T5's bias as its own layers hand it on, (1, H, L, L)."""
+    """Return T5's bias as its layers pass it on, (1, H, L, L)."""
     ids = Buckets("product", 1, length, 0, "t5", _t5_parameters(module, weight)).ids()
     return weight[ids.to(weight.device)].permute(2, 0, 1)[None]
 
@@ -368,7 +373,7 @@ def _t5(module: Any, asked: AttentionCall) -> Tensor:
 
 def _irpe_fits(module: nn.Module, x: Tensor) -> bool:
     skips = x.dim() == 3 and x.shape[1] > math.isqrt(x.shape[1]) ** 2
-    found = (_encoded(getattr(module, f"rpe_{letter}", None)) for letter in "qkv")
+    found = (_encoding_of(getattr(module, f"rpe_{letter}", None)) for letter in "qkv")
     return x.dim() == 3 and all(_has_extra(one) for one in found if one and skips)
 
 
@@ -393,11 +398,13 @@ def _is_image(module: nn.Module, x: Tensor) -> bool:
     return x.dim() == 4
 
 
-_IRPE = Known("iRPE", _irpe, _irpe_shape, _irpe_fits)
-_WINDOW = Known("Swin and BEiT", _window, _window_shape, _window_fits, "window")
-_SHIFTED = Known("Swin", _shifted, _shifted_shape, _is_image)
-_DECOMPOSED = Known("SAM and ViTDet", _decomposed, _decomposed_shape, _decomposed_fits)
-_AUTOFORMER = Known(
+_IRPE = AttentionKind("iRPE", _irpe, _irpe_shape, _irpe_fits)
+_WINDOW = AttentionKind("Swin and BEiT", _window, _window_shape, _window_fits, "window")
+_SHIFTED = AttentionKind("Swin", _shifted, _shifted_shape, _is_image)
+_DECOMPOSED = AttentionKind("SAM and ViTDet", _decomposed, _decomposed_shape, _decomposed_fits)
+_AUTOFORMER = AttentionKind(
     "AutoFormer", _autoformer, lambda module: (2, 26, features_of(module)), _autoformer_fits
 )
-_T5 = Known("T5", _t5, lambda module: (2, 150, features_of(module)), _is_text, "broadcast", True)
+_T5 = AttentionKind(
+    "T5", _t5, lambda module: (2, 150, features_of(module)), _is_text, "broadcast", True
+)

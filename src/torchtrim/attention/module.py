@@ -1,15 +1,113 @@
-"""A self-attention module with relative positions, in place of the published one."""
+"""`RelativeAttention`, a drop-in for the published module, and attention with the encodings of iRPE."""
 
 from __future__ import annotations
 
-from typing import cast
+import math
+from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
-from torchtrim.attention.buckets import Coefficients
-from torchtrim.attention.encodings import Encoded, Encodings, encoded_attention
-from torchtrim.attention.irpe import Encoding, RPEConfigs, build_rpe
-from torchtrim.errors import UsageError
+from torchtrim.attention.buckets import Buckets, Coefficients
+from torchtrim.attention.irpe import NAMED, Encoding, RPEConfigs, build_rpe
+from torchtrim.attention.relative import Table, relative_attention
+from torchtrim.errors import Unsupported, UsageError
+
+
+class EncodingTable(NamedTuple):
+    """One encoding: its mode (contextual or bias), `METHOD` number, coefficients and table."""
+
+    mode: str
+    method: int
+    coefficients: Coefficients
+    table: Table
+
+    def buckets(self, length: int) -> Buckets:
+        """Return the buckets of the largest square of tokens; the rest are skip tokens."""
+        side = math.isqrt(length)
+        skip = length - side * side
+        return Buckets(NAMED[self.method], side, side, skip, "piecewise", self.coefficients)
+
+
+class Encodings(NamedTuple):
+    """The encodings on queries, keys and values."""
+
+    q: EncodingTable | None
+    k: EncodingTable | None
+    v: EncodingTable | None
+
+    @property
+    def given(self) -> list[EncodingTable]:
+        """The encodings that are not None."""
+        return [one for one in self if one is not None]
+
+    def table(self, letter: str, mode: str) -> Table:
+        """Return the table on queries, keys or values if it has that mode."""
+        one = {"q": self.q, "k": self.k, "v": self.v}[letter]
+        return one.table if one is not None and one.mode == mode else None
+
+
+def attention_with_encodings(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    encodings: Encodings,
+    buckets: Buckets,
+    *,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """Compute attention (B, H, L, D) with encodings that share a method, coefficients and buckets."""
+    kinds = {(one.method, one.coefficients) for one in encodings.given}
+    if len(kinds) > 1:
+        raise Unsupported(
+            "The encodings of queries, keys and values differ in method, coefficients or skip tokens, "
+            "but a call has a single map of buckets. Give them the same configuration, as "
+            "get_rpe_config does."
+        )
+    return relative_attention(
+        q,
+        k,
+        v,
+        buckets=buckets,
+        q_table=encodings.table("q", "contextual"),
+        k_table=encodings.table("k", "contextual"),
+        v_table=encodings.table("v", "contextual"),
+        bias=_bias(encodings, buckets),
+        mask=mask,
+        dropout_p=dropout_p,
+        scale=scale,
+    )
+
+
+def _bias(encodings: Encodings, buckets: Buckets) -> Table:
+    on_keys, on_queries = encodings.table("k", "bias"), encodings.table("q", "bias")
+    if on_queries is None:
+        return on_keys
+    turned = mirrored(on_queries, buckets)
+    if on_keys is None:
+        return turned
+    if isinstance(on_keys, tuple) and isinstance(turned, tuple):
+        return on_keys[0] + turned[0], on_keys[1] + turned[1]
+    assert isinstance(on_keys, Tensor)
+    assert isinstance(turned, Tensor)
+    return on_keys + turned
+
+
+def mirrored(table: Tensor | tuple[Tensor, Tensor], buckets: Buckets) -> Table:
+    """Return the bias whose value for (i, j) is the given one's value for (j, i)."""
+    if buckets.method in ("euclidean", "quantization"):
+        return table
+    kept = buckets.has_extra
+
+    def turned(one: Tensor) -> Tensor:
+        number = one.shape[-1] - kept
+        return torch.cat([one[..., :number].flip(-1), one[..., number:]], -1)
+
+    if isinstance(table, tuple):
+        return turned(table[0]), turned(table[1])
+    return turned(table)
 
 
 class RelativeAttention(nn.Module):
@@ -28,11 +126,11 @@ class RelativeAttention(nn.Module):
         proj_drop: float = 0.0,
         rpe_config: RPEConfigs | None = None,
     ) -> None:
-        """`rpe_config` comes from `get_rpe_config`."""
+        """Create the layers and tables; `rpe_config` comes from `get_rpe_config`."""
         super().__init__()
         if dim % num_heads:
             raise UsageError(
-                f"dim {dim} cannot be divided among {num_heads} heads. Choose a multiple of them."
+                f"dim {dim} cannot be divided among {num_heads} heads. Choose a multiple of num_heads."
             )
         self.num_heads, head_dim = num_heads, dim // num_heads
         self.scale = qk_scale or head_dim**-0.5
@@ -49,9 +147,9 @@ class RelativeAttention(nn.Module):
         width: int | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend in (B, L, dim). Without height and width the grid is a square.
+        """Compute self-attention of x (B, L, dim). Without height and width, the grid is a square.
 
-        `mask` is as in `relative_attention`; for keys that are padding (B, 1, 1, L).
+        `mask` is as in `relative_attention`; a padding mask is (B, 1, 1, L).
         """
         batch, length, dim = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.num_heads, dim // self.num_heads)
@@ -77,17 +175,17 @@ class RelativeAttention(nn.Module):
                 q, k, v, attn_mask=mask, dropout_p=dropout, scale=self.scale
             )
         buckets = used[0].buckets(q.shape[2], height, width)
-        encodings = Encodings(*map(_encoded, modules))
-        return encoded_attention(
+        encodings = Encodings(*map(_encoding_of, modules))
+        return attention_with_encodings(
             q, k, v, encodings, buckets, mask=mask, dropout_p=dropout, scale=self.scale
         )
 
 
-def _encoded(one: Encoding | None) -> Encoded | None:
+def _encoding_of(one: Encoding | None) -> EncodingTable | None:
     if one is None or one.mode is None or one.method is None:
         return None
     config = one.rpe_config
     coefficients = Coefficients.of_ratio(1.9)
     if config is not None:
         coefficients = Coefficients(config.alpha, config.beta, config.gamma)
-    return Encoded(one.mode, one.method, coefficients, one.table)
+    return EncodingTable(one.mode, one.method, coefficients, one.table)

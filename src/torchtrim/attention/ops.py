@@ -1,15 +1,17 @@
-"""The operators `torchtrim::relative_attention` and its backward, as torch knows them.
+"""The custom operator `torchtrim::relative_attention`, its backward, and the choice of a path.
 
-Both take a key in place of `Buckets`, so that graphs and exported programs carry plain values. Where
-nothing looks at operators (no compiler, no mode, no transform), `attend` computes the same without the
-dispatcher, which costs as much as the attention of a few tokens, and keeps the lookups of short
-sequences for the backward.
+Both operators take a key instead of `Buckets`, so that graphs and exported programs hold plain values. If
+nothing observes operators (no compiler, mode or transform), `attend` bypasses the dispatcher, which costs as
+much as the attention of a few tokens, and saves the lookups of short sequences for backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,7 +19,43 @@ from torch import Tensor
 
 from torchtrim.attention.buckets import maps_of
 from torchtrim.attention.core import Dropout, Inputs, Path
-from torchtrim.attention.paths import fastest, module_of
+from torchtrim.errors import UsageError
+
+PATHS = {"pure": "pure", "compiled": "compiled", "triton": "triton_path"}
+_NEEDS = {"compiled": "numba", "triton": "triton"}
+
+
+_INSTALLED = {path: find_spec(needed) is not None for path, needed in _NEEDS.items()}
+
+
+def available(path: str) -> bool:
+    """Return True if the package that the path needs is installed."""
+    return _INSTALLED.get(path, True)
+
+
+def check(name: str) -> None:
+    """Raise `UsageError` if a path does not exist or its package is not installed."""
+    if name not in ("auto", *PATHS):
+        raise UsageError(f"Unknown path {name!r}. Choose auto, {' or '.join(PATHS)}.")
+    if not available(name):
+        raise UsageError(
+            f"The path {name!r} needs {_NEEDS[name]}, which is not installed. "
+            f"Install it, or pass path='auto'."
+        )
+
+
+def fastest(q: Tensor) -> str:
+    """Return the fastest installed path for the device and type of q."""
+    exact = q.dtype != torch.float64
+    if q.device.type == "cpu":
+        return "compiled" if exact and available("compiled") else "pure"
+    return "triton" if q.is_cuda and exact and available("triton") else "pure"
+
+
+@cache
+def module_of(name: str) -> ModuleType:
+    """Import the module of a path."""
+    return import_module(f"torchtrim.attention.{PATHS[name]}")
 
 
 class Tables(NamedTuple):
@@ -34,7 +72,7 @@ class Tables(NamedTuple):
 
 
 def lookup(x: Tensor, table: Tensor | None, scale: float, bias: Tensor | None) -> Tensor | None:
-    """What a table says of each token of x (B, H, L, D): (B, H, L, buckets) of x's type."""
+    """Return the lookup of each token of x (B, H, L, D) in a table: (B, H, L, buckets), of x's type."""
     if table is None:
         if bias is None:
             return None
@@ -54,7 +92,7 @@ def _product(x: Tensor, table: Tensor) -> Tensor:
 
 
 def values_lookup(grad: Tensor, table: Tensor | None) -> Tensor | None:
-    """The product of the output's gradient (B, H, L, D) and each row of the values' table."""
+    """Return the product of the output's gradient (B, H, L, D) with each row of the values' table."""
     if table is None:
         return None
     rows = table.to(grad.dtype).transpose(-1, -2)
@@ -62,7 +100,7 @@ def values_lookup(grad: Tensor, table: Tensor | None) -> Tensor | None:
 
 
 def add_values(out: Tensor, sums: Tensor | None, table: Tensor | None) -> Tensor:
-    """Add to the output what probabilities summed by bucket take from the values' table."""
+    """Add the product of the probabilities summed by bucket and the values' table to the output."""
     if sums is None or table is None:
         return out
     table = table.to(out.dtype)
@@ -75,7 +113,7 @@ def add_values(out: Tensor, sums: Tensor | None, table: Tensor | None) -> Tensor
 def table_gradient(
     x: Tensor, of_lookup: Tensor | None, table: Tensor | None, scale: float, of_x: Tensor
 ) -> Tensor | None:
-    """The gradient of a query's or key's table; that of x (B, H, L, D) is added to `of_x`."""
+    """Return the gradient of a query's or key's table, and add that of x (B, H, L, D) to `of_x`."""
     if table is None or of_lookup is None:
         return None
     if table.dim() == 4:
@@ -90,7 +128,7 @@ def table_gradient(
 
 
 def values_gradient(sums: Tensor | None, grad: Tensor, table: Tensor | None) -> Tensor | None:
-    """The gradient of the values' table."""
+    """Return the gradient of the values' table."""
     if table is None or sums is None:
         return None
     if table.dim() == 3 and len(table) == 1:
@@ -100,14 +138,14 @@ def values_gradient(sums: Tensor | None, grad: Tensor, table: Tensor | None) -> 
 
 
 def bias_gradient(of_lookup: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """The gradient of the bias."""
+    """Return the gradient of the bias."""
     if bias is None or of_lookup is None:
         return None
     return shrunk(of_lookup.sum(2), bias)
 
 
 def shrunk(full: Tensor, like: Tensor) -> Tensor:
-    """Sum what was broadcast from the shape of `like`, in its type."""
+    """Sum over the dimensions broadcast from `like`, and cast to its type."""
     extra = full.dim() - like.dim()
     if extra:
         full = full.sum(tuple(range(extra)))
@@ -131,16 +169,14 @@ Call = tuple[Any, ...]
 Lookups = tuple[Tensor | None, Tensor | None]
 _SEVEN, _TENSORS = 7, 9
 _PLAIN = (Tensor, torch.nn.Parameter)
-_SHORT = 100  # As in compiled.py: the loops of short sequences are those that can use what is kept.
+_SHORT = 100  # As in compiled.py: only the loops for short sequences can use saved lookups.
 
 
 def attend(*call: Any) -> Tensor:
-    """The operator's output, for its arguments."""
+    """Return the operator's output for its arguments, bypassing the dispatcher if nothing observes it."""
     if _is_watched(call[:_TENSORS]):
-        found: Tensor = torch.ops.torchtrim.relative_attention(*call)[0]
-    else:
-        found = _Direct.apply(*call)  # type: ignore[no-untyped-call]
-    return found
+        return cast(Tensor, torch.ops.torchtrim.relative_attention(*call)[0])
+    return cast(Callable[..., Tensor], _DirectAttention.apply)(*call)
 
 
 def _is_watched(tensors: tuple[Any, ...]) -> bool:
@@ -153,8 +189,8 @@ def _is_watched(tensors: tuple[Any, ...]) -> bool:
     return any(x is not None and type(x) not in _PLAIN for x in tensors)
 
 
-class _Direct(torch.autograd.Function):
-    """The operator without the dispatcher."""
+class _DirectAttention(torch.autograd.Function):
+    """The operator as an autograd function, without the dispatcher."""
 
     @staticmethod
     def forward(ctx: Any, *call: Any) -> Tensor:
@@ -166,7 +202,7 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of all tensors that were given."""
+        """Return the gradients of all tensor arguments."""
         _check_once()
         *tensors, out, lse, k_lookup, q_lookup = ctx.saved_tensors
         call = (*tensors, *ctx.rest)
@@ -179,7 +215,7 @@ class _Direct(torch.autograd.Function):
 
 
 def _is_short(call: Call, lookups: Lookups) -> bool:
-    """Whether lookups of a short sequence are no more than half of q, k, v and the output."""
+    """Return True if the sequence is short and its lookups take at most as many bytes as q and v."""
     q, v = call[0], call[2]
     kept = sum(one.nbytes for one in lookups if one is not None)
     return bool(q.shape[2] <= _SHORT and kept <= q.nbytes + v.nbytes)
@@ -288,10 +324,10 @@ def _save(ctx: Any, inputs: Call, output: tuple[Tensor, Tensor]) -> None:
 
 
 def _check_once() -> None:
-    """Raises `RuntimeError` where gradients are to be differentiated again: a part could be lost."""
+    """Raise `RuntimeError` on double backward, which would silently lose a part of the gradient."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "relative attention cannot be differentiated twice: `create_graph=True` went through it."
+            "relative attention cannot be differentiated twice: do not use `create_graph=True` with it."
         )
 
 
@@ -309,7 +345,7 @@ def _wanted(found: tuple[Tensor, ...], call: Call) -> tuple[Tensor | None, ...]:
 
 
 def _exactly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function without autocast, which would lower products of lookups."""
+    """Disable autocast in the function: it would compute products of lookups in a lower precision."""
 
     @wraps(function)
     def exact(first: Tensor, *rest: Any) -> Any:

@@ -1,8 +1,7 @@
-"""The path of plain PyTorch: blocks of queries, lookups gathered, sums scattered row by row.
+"""The path in plain PyTorch: over blocks of queries, gathers lookups and scatters sums by row.
 
-`scatter_add_` along the last dimension of a CPU tensor adds in order and touches no row twice at a
-time, so that it repeats itself bitwise. Elsewhere it uses atomics, and a product with one-hot
-rows takes its place.
+`scatter_add_` along the last dimension of a CPU tensor adds in order and never updates a row concurrently, so
+it is deterministic. On other devices it uses atomics, and a product with one-hot rows replaces it.
 """
 
 from __future__ import annotations
@@ -11,19 +10,18 @@ import torch
 from torch import Tensor
 
 from torchtrim.attention.buckets import ids_of
-from torchtrim.attention.core import Gradients, Inputs, PathResult, blocks, masked
-from torchtrim.attention.dropout import kept
+from torchtrim.attention.core import Gradients, Inputs, PathResult, blocks, kept, masked
 
-_CPU_SCORES, _DEVICE_SCORES = 1 << 17, 1 << 24
+_CPU_SCORES, _DEVICE_SCORES = 1 << 17, 1 << 24  # 512 KiB of float32 for a cache, 64 MiB for a GPU.
 
 
 def forward(inputs: Inputs, *, with_sums: bool) -> PathResult:
-    """See `core.Path`."""
+    """Compute the attention; see `core.Path`."""
     q, v = inputs.q, inputs.v
     out, lse = torch.empty_like(v), q.new_empty(q.shape[:2])
     sums = _zeros(inputs) if with_sums else None
     for rows, heads in _blocks(inputs):
-        ids = _Ids(inputs, rows)
+        ids = _BucketIds(inputs, rows)
         scores = _scores(inputs, ids, rows, heads)
         top = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).min)
         total = scores.sub_(top).exp_().sum(-1, keepdim=True)
@@ -39,7 +37,7 @@ def forward(inputs: Inputs, *, with_sums: bool) -> PathResult:
 def backward(
     inputs: Inputs, grad: Tensor, lse: Tensor, delta: Tensor, v_lookup: Tensor | None
 ) -> Gradients:
-    """See `core.Path`."""
+    """Compute the gradients; see `core.Path`."""
     q, k, v, scale = inputs.q, inputs.k, inputs.v, inputs.scale
     result = Gradients(
         torch.empty_like(q),
@@ -50,7 +48,7 @@ def backward(
         _zeros(inputs) if v_lookup is not None else None,
     )
     for rows, heads in _blocks(inputs):
-        ids = _Ids(inputs, rows)
+        ids = _BucketIds(inputs, rows)
         weights = _scores(inputs, ids, rows, heads).sub_(lse[heads, rows, None]).exp_()
         slopes = torch.bmm(grad[heads, rows], v[heads].transpose(1, 2))
         if v_lookup is not None:
@@ -72,8 +70,9 @@ def backward(
     return result
 
 
-class _Ids:
-    """Buckets of a block of queries: `forth` (rows, L) of query and key, `back` (L, rows)."""
+class _BucketIds:
+    """Buckets of a block of queries: `forth` (rows, L) for query and key, `back` (L, rows) for key and
+    query."""
 
     def __init__(self, inputs: Inputs, rows: slice) -> None:
         tokens = torch.arange(rows.start, rows.stop, device=inputs.q.device)
@@ -88,7 +87,7 @@ def _blocks(inputs: Inputs) -> tuple[tuple[slice, slice], ...]:
     return blocks(number, length, dim, most)
 
 
-def _scores(inputs: Inputs, ids: _Ids, rows: slice, heads: slice) -> Tensor:
+def _scores(inputs: Inputs, ids: _BucketIds, rows: slice, heads: slice) -> Tensor:
     scores = torch.bmm(inputs.q[heads, rows], inputs.k[heads].transpose(1, 2)).mul_(inputs.scale)
     if inputs.k_lookup is not None:
         scores += _gathered(inputs.k_lookup[heads, rows], ids.forth)

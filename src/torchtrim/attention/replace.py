@@ -1,8 +1,8 @@
-"""Puts `relative_attention` into a module of other code, after trying that it computes the same.
+"""Replaces the attention of a third-party module by `relative_attention`, after verifying the result.
 
-The trial runs the module's own forward and the other on a copy in float64, with random tables and
-tokens: a module that looks known and computes something else is refused, not changed. It runs in a
-thread of its own, so that whoever records the modules and operators of this one sees nothing of it.
+A trial compares both forwards on a copy in float64, with random tables and tokens: a module that looks
+familiar but computes something different is refused, not changed. The trial runs in its own thread, so that
+recorders of this thread's modules and operators do not see it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from torchtrim.attention.known import (
     MASKS,
     AttentionCall,
-    Known,
+    AttentionKind,
     dropout_of,
-    known,
+    kind_of,
     written_out_bias,
 )
 from torchtrim.errors import Unsupported
 
 
-class Other(NamedTuple):
-    """A kind of positions, what a module of it holds (one of `holds`), and why it is not replaced."""
+class UnsupportedKind(NamedTuple):
+    """A kind of positions that is not replaced: its name, its telltale attributes, and the reason."""
 
     name: str
     holds: tuple[str, ...]
@@ -36,42 +36,42 @@ class Other(NamedTuple):
 
 
 _OTHERS = (
-    Other(
+    UnsupportedKind(
         "LeViT",
         ("attention_biases", "attention_bias_cache"),
-        "its bias is by the distance of rows and of columns whatever the sign, and its layers normalize "
-        "queries, keys and values over the batch",
+        "its bias depends on the absolute distances of rows and columns, and its layers apply batch "
+        "normalization to queries, keys and values",
     ),
-    Other(
+    UnsupportedKind(
         "Swin V2",
         ("cpb_mlp", "continuous_position_bias_mlp", "logit_scale"),
         "its bias comes from a small network, and its scores are cosines with a learnt scale",
     ),
-    Other(
+    UnsupportedKind(
         "DeBERTa",
         ("pos_att_type", "pos_key_proj", "pos_query_proj", "pos_proj", "pos_q_proj"),
-        "its scores compare contents with projected positions, both ways",
+        "its scores compare contents with projected positions, in both directions",
     ),
-    Other(
+    UnsupportedKind(
         "Transformer-XL",
         ("r_net", "r_r_bias", "linear_pos", "pos_bias_u"),
-        "its scores compare queries, with a bias of their own, with projected sines of distances",
+        "its scores compare queries, with a separate bias, to projected sinusoids of distances",
     ),
-    Other(
+    UnsupportedKind(
         "MaxViT and CoAtNet",
         ("rel_pos",),
-        "its bias is in a module of its own, over images that are cut into blocks or grids outside of it",
+        "its bias is in a separate module, and images are cut into blocks or grids outside the attention",
     ),
-    Other(
+    UnsupportedKind(
         "iRPE in DETR",
         ("rpe_q", "rpe_k", "rpe_v"),
-        "its queries, keys and values are made by one parameter, from inputs that differ",
+        "a single parameter projects its queries, keys and values, which have different inputs",
     ),
 )
 
 
-def other(module: nn.Module) -> Other | None:
-    """What kind of positions a module has that no replacement knows; None where it shows none."""
+def unsupported_kind(module: nn.Module) -> UnsupportedKind | None:
+    """Return the unsupported kind of positions that a module has, or None."""
     return next(
         (one for one in _OTHERS if any(getattr(module, n, None) is not None for n in one.holds)),
         None,
@@ -80,29 +80,29 @@ def other(module: nn.Module) -> Other | None:
 
 Forward = Callable[..., Any]
 _CLOSE = 1e-4
-"""The trial is in float64: other mathematics differs far more, a float32 cast inside less."""
-_MOST_ROWS = 31  # Tables of 16 places a side, as known.py tries: 2 * 16 - 1.
+"""The trial is in float64: different mathematics differs far more, a cast to float32 inside far less."""
+_MOST_ROWS = 31  # Tables of 16 positions per side, as in known.py's trial: 2 * 16 - 1.
 
 
-class Beside(NamedTuple):
-    """What a forward gives beside its output: how many things (none, and it is no tuple), and which
-    of them is the bias that later layers are given, -1 for none."""
+class ExtraOutputs(NamedTuple):
+    """Results that a forward returns after its output: their number (0: it does not return a tuple), and the
+    index of the bias that is passed to later layers, or -1."""
 
     number: int
     bias: int = -1
 
 
 class Replacement(NamedTuple):
-    """A forward for one module: `wrap` takes the module's own, which serves all other calls."""
+    """A new forward for one module. `wrap` takes the module's own forward, which handles other calls."""
 
     module: nn.Module
-    kind: Known
+    kind: AttentionKind
     names: tuple[str, ...]
-    beside: Beside = Beside(0)
+    beside: ExtraOutputs = ExtraOutputs(0)
     masks: bool = False
 
     def wrap(self, forward: Forward) -> Forward:
-        """The forward that takes its place."""
+        """Return the forward that replaces the module's own."""
 
         def replaced(*args: Any, **kwargs: Any) -> Any:
             given = {**dict(zip(self.names, args, strict=False)), **kwargs}
@@ -116,7 +116,7 @@ class Replacement(NamedTuple):
         return replaced
 
     def read(self, given: Mapping[str, Any]) -> AttentionCall | None:
-        """What a call asks; None where it asks for more than is known."""
+        """Parse a call. Return None if it uses arguments that the replacement does not support."""
         x, bias = given.get(self.names[0]), given.get("position_bias") if self.follows else None
         masks = [given[name] for name in MASKS if given.get(name) is not None]
         known = (self.names[0], *MASKS, *(("position_bias",) if self.follows else ()))
@@ -133,13 +133,13 @@ class Replacement(NamedTuple):
         return AttentionCall(x, masks[0] if masks else None, bias)
 
     def _written_out(self, given: dict[str, Any]) -> dict[str, Any]:
-        """A call of a later layer with its bias as the module's own forward takes it."""
+        """Materialize the bias in a call of a later layer, for the module's own forward."""
         bias = written_out_bias(self.module, given["position_bias"], given[self.names[0]].shape[1])
         return {**given, "position_bias": bias}
 
     @property
     def follows(self) -> bool:
-        """Whether it is given the bias of an earlier layer."""
+        """True if the module receives the bias of an earlier layer."""
         return self.kind.shares_bias and not hasattr(self.module, "relative_attention_bias")
 
     def _given(self, out: Tensor, asked: AttentionCall) -> Any:
@@ -153,41 +153,41 @@ class Replacement(NamedTuple):
 
 
 def replacement(module: nn.Module) -> Replacement:
-    """A forward that computes what the module's does, without tensors of query times key.
+    """Return a forward equal to the module's that never allocates a query x key tensor.
 
-    Known are iRPE's attention, Swin's and BEiT's (timm's, transformers' and torchvision's), SAM's and
-    ViTDet's, AutoFormer's and T5's. Raises `Unsupported` for another module, and for one that looks
-    like one of these and computes something else.
+    Supports the attention of iRPE, Swin and BEiT (from timm, transformers and torchvision), SAM and ViTDet,
+    AutoFormer, and T5. Raises `Unsupported` for other modules, and for a module that looks like one of these
+    but computes something different.
     """
-    kind = known(module)
+    kind = kind_of(module)
     if kind is None:
         raise Unsupported(_unknown(module))
     found = Replacement(module, kind, tuple(inspect.signature(module.forward).parameters))
     try:
         with ThreadPoolExecutor(1) as apart:
-            return apart.submit(_tried, found).result()
+            return apart.submit(_verified, found).result()
     except Unsupported:
         raise
     except Exception as error:
         raise Unsupported(
-            f"{type(module).__name__} looks like attention with the positions of {kind.name}, and "
-            f"could not be run to try that: {type(error).__name__}: {error}"
+            f"{type(module).__name__} looks like attention with the positions of {kind.name}, but "
+            f"the trial run failed: {type(error).__name__}: {error}"
         ) from error
 
 
 def _unknown(module: nn.Module) -> str:
-    found = other(module)
+    found = unsupported_kind(module)
     if found is not None:
         name = type(module).__name__
-        return f"{name} has the positions of {found.name}, which are not replaced: {found.why}."
+        return f"{name} has the positions of {found.name}, which are not supported: {found.why}."
     return (
-        f"{type(module).__name__} holds no relative positions that are known. Call "
+        f"{type(module).__name__} has no relative positions that torchtrim recognizes. Call "
         "torchtrim.attention.relative_attention in its forward."
     )
 
 
 @torch.no_grad()
-def _tried(found: Replacement) -> Replacement:
+def _verified(found: Replacement) -> Replacement:
     generator = torch.Generator().manual_seed(0)
     twin = _twin(found.module, generator)
     x = _random(found.kind.shape(twin), generator).to(next(twin.parameters()))
@@ -199,7 +199,7 @@ def _tried(found: Replacement) -> Replacement:
     if difference > _CLOSE:
         raise Unsupported(
             f"{type(found.module).__name__} looks like attention with the positions of "
-            f"{found.kind.name}, and computes something else: on random tokens the outputs differ "
+            f"{found.kind.name}, but does not compute the same: on random tokens the outputs differ "
             f"by {difference:.1e} of the largest. Call torchtrim.attention.relative_attention in "
             "its forward."
         )
@@ -207,7 +207,7 @@ def _tried(found: Replacement) -> Replacement:
 
 
 def _twin(module: nn.Module, generator: torch.Generator) -> nn.Module:
-    """A copy in float64 without hooks, with random parameters, its largest tables cut."""
+    """Return a float64 copy without hooks, with random parameters and its largest tables truncated."""
     twin = copy.deepcopy(module).double().eval()
     for inner in twin.modules():
         for hooks in (inner._forward_hooks, inner._forward_pre_hooks):
@@ -238,7 +238,7 @@ def _difference(result: Any, found: Tensor) -> float:
 def _bias_given(
     one: Replacement, x: Tensor, generator: torch.Generator
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """For a later layer of T5 the bias written out, and the table that it comes from."""
+    """Return the materialized bias for a later layer of T5, and the table behind it."""
     if not one.follows:
         return {}
     module: Any = one.module
@@ -247,9 +247,9 @@ def _bias_given(
     return {"position_bias": (written_out_bias(one.module, weight, x.shape[1]), weight)}
 
 
-def _beside(found: Replacement, result: Any, x: Tensor) -> Beside:
+def _beside(found: Replacement, result: Any, x: Tensor) -> ExtraOutputs:
     if not isinstance(result, tuple):
-        return Beside(0)
+        return ExtraOutputs(0)
     written_out = (1, found.kind.heads(found.module), x.shape[1], x.shape[1])
     biases = [
         i
@@ -257,7 +257,7 @@ def _beside(found: Replacement, result: Any, x: Tensor) -> Beside:
         if isinstance(one, Tensor) and one.shape == written_out
     ]
     shared = biases and found.kind.shares_bias
-    return Beside(len(result) - 1, biases[0] if shared else -1)
+    return ExtraOutputs(len(result) - 1, biases[0] if shared else -1)
 
 
 def _masks(
@@ -266,7 +266,7 @@ def _masks(
     more: dict[str, tuple[Tensor, Tensor]],
     generator: torch.Generator,
 ) -> bool:
-    """Whether the module takes masks, and as is expected."""
+    """Return True if the module takes masks and applies them as expected."""
     name = next((name for name in MASKS if name in one.names), None)
     shape = one.kind.mask_shape(x)
     if name is None or shape is None:
@@ -278,7 +278,7 @@ def _masks(
     try:
         result = one.module.forward(x, **{name: mask}, **given)
         found = one.kind.attend(one.module, AttentionCall(x, mask, bias))
-    except Exception:  # what a stranger's forward raises is not known
+    except Exception:  # a third-party forward may raise anything
         return False
     return _difference(result, found) <= _CLOSE
 

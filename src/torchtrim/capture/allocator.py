@@ -1,7 +1,7 @@
-"""What the allocator saw: the peak of a step, and how far memory rose inside each operator.
+"""Measures a step's allocated peak, and the rise of memory inside each operator.
 
-On CPU the figures are the profiler's memory events; on CUDA the caching allocator's own counters.
-Kernels allocate scratch where dispatch cannot see it, so this is the peak that a person runs out of.
+On CPU it reads the profiler's memory events, on CUDA the caching allocator's counters. They include the
+scratch of kernels, which dispatch cannot see.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ _OWN = "torchtrim::own"
 
 
 class Watched(NamedTuple):
-    """Bytes over those alive at the start: `peak`, `end`, and `transients` of each marked operator.
+    """Bytes above those alive at the start: `peak`, `end`, and `transients` of each marked operator.
 
-    `reserved` is the caching allocator's peak, `before` what it had alive at the start; None where
-    there is none.
+    `reserved` is the caching allocator's peak, `before` its bytes alive at the start; None without one.
     """
 
     peak: int
@@ -51,7 +50,7 @@ NOTHING = Watched(0, 0, [], None)
 
 
 class Allocator(Protocol):
-    """Watches one step. `cuts_at_marks`: it tells transients, if operators are marked."""
+    """An allocator to watch for one step. `cuts_at_marks`: it measures transients of marked operators."""
 
     cuts_at_marks: bool
 
@@ -63,9 +62,9 @@ class Allocator(Protocol):
 class CpuAllocator:
     """The CPU allocator, by the profiler's memory events.
 
-    A block's end is reported only if its beginning was, so watch the step before as well. There is one
-    profiler in a process: the script's own comes first. Only the user scope is profiled, which costs a
-    sixth of profiling all operators.
+    Frees are reported only for blocks whose allocation was, so watch the previous step as well. A process
+    has one profiler, and the script's own takes precedence. Only the user scope is profiled, at a sixth of
+    the cost of profiling all operators.
     """
 
     cuts_at_marks = True
@@ -75,7 +74,7 @@ class CpuAllocator:
         self._undo = contextlib.ExitStack()
 
     def start(self) -> None:
-        """Begin, unless the script runs a profiler of its own, or nothing runs at all."""
+        """Begin, unless the script uses the profiler or this is a dry run."""
         if is_taken() or current_dry() is not None:
             return
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -90,7 +89,7 @@ class CpuAllocator:
         self._give_way(profiler_legacy, "_enable_profiler_legacy")
 
     def _give_way(self, module: ModuleType, name: str) -> None:
-        """End, without a result, when the script starts a profiler by that function."""
+        """End without a result when the script starts a profiler through this function."""
         original = getattr(module, name)
 
         def start_theirs(*args: Any, **kwargs: Any) -> Any:
@@ -101,7 +100,7 @@ class CpuAllocator:
         self._undo.callback(setattr, module, name, original)
 
     def _end(self) -> list[Any] | None:
-        """Stop the profiler: its events, None where it did not run."""
+        """Stop the profiler and return its events, or None if it was not running."""
         self._undo.close()
         runs, self._runs = self._runs, False
         if runs:
@@ -109,7 +108,7 @@ class CpuAllocator:
         return _disable_profiler().events() if runs else None
 
     def stop(self) -> Watched:
-        """End; zeros where it could not watch."""
+        """End; return zeros if the allocator was not watched."""
         events = self._end()
         if events is None:
             return NOTHING
@@ -134,12 +133,12 @@ class CpuAllocator:
 
 
 def own() -> Any:
-    """A range around what torchtrim itself does: its memory is not the script's."""
+    """Return a profiler range that excludes torchtrim's own memory."""
     return profiler_range(_OWN)
 
 
 def _without(memory: list[tuple[int, int]], own: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The events outside of torchtrim's own doings. Both lists are in order of time."""
+    """Return the events outside of torchtrim's own ranges. Both lists are sorted by time."""
     starts = [begin for begin, _ in own]
 
     def outside(moment: int) -> bool:
@@ -150,7 +149,7 @@ def _without(memory: list[tuple[int, int]], own: list[tuple[int, int]]) -> list[
 
 
 def _rises(memory: list[tuple[int, int]], marks: list[tuple[int, int]]) -> list[int]:
-    """How far memory rose inside each marked range. Both lists are in order of time."""
+    """Return the rise of memory inside each marked range. Both lists are sorted by time."""
     rises = []
     position = 0
     for begin, end in marks:
@@ -192,26 +191,26 @@ class CudaAllocator:
         )
 
     def _settle(self) -> None:
-        """Wait for the device; an emulated one counts as work is queued, and would hide races of a script."""
+        """Wait for the device, but not an emulated one: that would hide the script's races."""
         if current_emulation() is None:
             torch.cuda.synchronize(self._device)
 
 
 class Unwatched:
-    """No allocator, as in a dry run: what kernels need is modelled."""
+    """No allocator, as in a dry run."""
 
     cuts_at_marks = False
 
     def start(self) -> None:
-        """Nothing begins."""
+        """Do nothing."""
 
     def stop(self) -> Watched:
-        """Nothing was seen."""
+        """Return zeros."""
         return NOTHING
 
 
 def allocator_for(device: str) -> Allocator:
-    """The allocator of a device such as `"cpu"`, `"emulated"` or `"cuda:0"`."""
+    """Return the allocator of a device such as `"cpu"`, `"emulated"` or `"cuda:0"`."""
     if is_emulated(device):
         return CudaAllocator()
     if current_dry() is not None:
@@ -222,7 +221,7 @@ def allocator_for(device: str) -> Allocator:
 
 
 def rss_bytes() -> int | None:
-    """The process's own peak of resident memory, None where the system does not tell."""
+    """Return the process's peak resident memory in bytes, or None if the system does not report it."""
     try:
         import resource
     except ImportError:

@@ -1,7 +1,8 @@
-"""Makes a profile of a recording: names, lines, and the kind of every storage."""
+"""Builds a profile from a recording: names, lines, and the kind of every storage."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -34,7 +35,7 @@ _OF_RANKS = ("c10d::_", "fsdp::")
 
 
 class Setting(NamedTuple):
-    """Where a profile comes from."""
+    """The origin of a profile."""
 
     device: str
     script: str
@@ -49,8 +50,8 @@ def build(
     baseline: int,
     setting: Setting,
 ) -> Profile:
-    """The profile of a stopped recorder. `baseline`: bytes alive before the step."""
-    places = _Places()
+    """Build the profile of a stopped recorder. `baseline`: bytes alive before the step."""
+    places = _PlaceTable()
     transients = _transients(recorder, watched)
     operators = [
         _operator(op, places, transient, recorder.start_ns)
@@ -91,9 +92,9 @@ def build(
 
 
 def _syncs(
-    recorder: Recorder, operators: list[Operator], places: _Places, device: str
+    recorder: Recorder, operators: list[Operator], places: _PlaceTable, device: str
 ) -> list[Sync]:
-    """The waits; they have a duration where a device was there to be waited for."""
+    """Build the syncs; they have a duration only on a real device."""
     measured = not is_emulated(device)
     return [
         Sync(
@@ -116,7 +117,7 @@ def _seconds(op: Operator, measured: bool) -> float | None:
     return op.seconds if measured else None
 
 
-class _Places:
+class _PlaceTable:
     def __init__(self) -> None:
         self.records: list[Place] = []
         self._known: dict[Place, int] = {}
@@ -141,7 +142,7 @@ def _tensor(use: Use) -> TensorUse:
     return TensorUse(number, type_name(dtype), tuple(shape), strides)
 
 
-def _operator(op: RawOperator, places: _Places, transient: int, start_ns: int) -> Operator:
+def _operator(op: RawOperator, places: _PlaceTable, transient: int, start_ns: int) -> Operator:
     return Operator(
         name=name_of(op.func),
         phase=op.phase,
@@ -161,7 +162,7 @@ def _operator(op: RawOperator, places: _Places, transient: int, start_ns: int) -
 
 
 def name_of(func: Any) -> str:
-    """An operator's name with its overload: `aten::add.Tensor`."""
+    """Return an operator's name with its overload, such as `aten::add.Tensor`."""
     name: str = func.name()
     return name if "." in name else f"{name}.default"
 
@@ -170,7 +171,7 @@ _RANDOM: dict[Any, bool] = {}
 
 
 def _is_random(func: Any) -> bool:
-    """Whether an operator draws random numbers: it is tagged so, or takes a generator."""
+    """Return True for an operator tagged as random, or one that takes a generator."""
     known = _RANDOM.get(func)
     if known is None:
         schema = getattr(func, "_schema", None)
@@ -260,3 +261,24 @@ def _kind(life: Life, operators: list[Operator], readers: set[str]) -> Kind:
     if made == "loader" or (made == "other" and "forward" in readers):
         return "input"
     return "temporary"
+
+
+OLDEST, NEWEST = (2, 11), (2, 15)
+
+
+def untested(version: str) -> str | None:
+    """Return a warning about an untested version of torch, None for a tested one."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    here = (int(found[1]), int(found[2])) if found else (0, 0)
+    if OLDEST <= here <= NEWEST:
+        return None
+    than = "older" if here < OLDEST else "newer"
+    return (
+        f"torch {version} is {than} than the versions torchtrim was tested with "
+        f"({_words(OLDEST)} to {_words(NEWEST)}). What it records may be incomplete; the certificate still "
+        "compares every bit."
+    )
+
+
+def _words(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

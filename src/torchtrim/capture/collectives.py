@@ -1,4 +1,4 @@
-"""Collectives of a recorded step: what each exchanges, with whom, and how long it was under way."""
+"""Records the collectives of a step: bytes, group and duration."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from torchtrim.records.profile import Collective
 _PLAIN, _FUNCTIONAL = "c10d", "_c10d_functional"
 _WAITS = "wait_tensor"
 _PATIENCE_SECONDS = 5.0
+"""Arbitrary: far longer than a backend thread takes to report, and shorter than a timeout."""
 
 
 @dataclass
 class _Seen:
-    """One collective. `end_ns` is 0 until it is over; if it `tells`, the thread of its backend writes it."""
+    """A collective. `end_ns` is 0 until it is done; if `tells`, a backend thread sets it."""
 
     name: str
     operator: int
@@ -32,19 +33,19 @@ class _Seen:
 
 
 def is_collective(func: Any) -> bool:
-    """Whether an operator is one of `torch.distributed`."""
+    """Return True for operators of `torch.distributed`."""
     return getattr(func, "namespace", "") in (_PLAIN, _FUNCTIONAL)
 
 
 class Collectives:
-    """Those of one step, in the order in which this rank issues them."""
+    """The collectives of one step, in the order this rank issues them."""
 
     def __init__(self) -> None:
         self._seen: list[_Seen] = []
         self._open: dict[int, _Seen] = {}
 
     def ran(self, operator: int, func: Any, args: Any, result: Any, span: tuple[int, int]) -> None:
-        """An operator of `torch.distributed` has returned; what it began may still be under way."""
+        """Record a collective that returned; it may still be in flight."""
         if _WAITS in str(func):
             self._waited(args, span[1])
             return
@@ -63,7 +64,7 @@ class Collectives:
                 seen.end_ns = now
 
     def records(self, start_ns: int) -> list[Collective]:
-        """The records, with times from the start of the step."""
+        """Return the records, with times relative to the start of the step."""
         self._settle()
         return [
             Collective(
@@ -79,7 +80,7 @@ class Collectives:
         ]
 
     def _settle(self) -> None:
-        """Wait for threads that have still to say that their work is over."""
+        """Wait for backend threads to report the end of their work."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < deadline and any(
             one.tells and not one.end_ns for one in self._seen
@@ -88,7 +89,7 @@ class Collectives:
 
 
 def _when_over(result: Any, seen: _Seen) -> None:
-    """Note when the work is over. A backend whose work has no future is not asked."""
+    """Note when the work is done, if the backend's work has a future."""
 
     def over(_: Any) -> None:
         seen.end_ns = time.perf_counter_ns()
@@ -100,7 +101,7 @@ def _when_over(result: Any, seen: _Seen) -> None:
 
 
 def _group_of(args: Any) -> tuple[str, int]:
-    """The name of the group among the arguments, and its number of ranks, 0 where that is not known."""
+    """Return the process group's name and size from the arguments; size 0 if unknown."""
     for value in args:
         if isinstance(value, torch.ScriptObject):
             with contextlib.suppress(RuntimeError, TypeError, AttributeError):
@@ -111,7 +112,6 @@ def _group_of(args: Any) -> tuple[str, int]:
 
 
 def _bytes_of(args: Any) -> int:
-    """Bytes of the largest group of tensors among the arguments."""
     return max(
         (
             sum(tensor.numel() * tensor.element_size() for tensor in _tensors((value,)))

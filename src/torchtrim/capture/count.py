@@ -1,4 +1,4 @@
-"""Counts the memory of a model and of one call of it, on fake tensors: nothing is computed."""
+"""Counts the memory of a model and of one call, on fake tensors."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from torchtrim.capture.hookless import without_hooks
+from torchtrim.capture.modules import without_hooks
 from torchtrim.capture.snapshot import Snapshot
 from torchtrim.dispatch.storages import Storages, parts_of
 
 
 class Called(NamedTuple):
-    """Bytes that a call's operators make: the most at once, and all together."""
+    """Bytes that a call's operators allocate: the peak, and the total."""
 
     most: int
     made: int
 
 
 class Kept(NamedTuple):
-    """Bytes of a model that are there always, each storage once."""
+    """Resident bytes of a model, each storage counted once."""
 
     parameters: int
     buffers: int
@@ -33,14 +33,14 @@ class Kept(NamedTuple):
 
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A model's arguments: of a tensor, a tuple or list of arguments, or a dict of named ones."""
+    """Return args and kwargs from a tensor, a tuple or list of arguments, or a dict of named ones."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
 
 
 def count_kept(model: nn.Module) -> Kept:
-    """Bytes of parameters, buffers and gradients."""
+    """Count the bytes of parameters, buffers and gradients."""
     seen: set[int] = set()
     parameters = list(model.parameters())
     return Kept(
@@ -62,9 +62,9 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
 
 
 def count_call(model: nn.Module, inputs: Any) -> Called:
-    """What one call without gradients makes. The model is as it was.
+    """Count the allocations of one call without gradients. The model is unchanged.
 
-    Where fake tensors cannot go (control flow that depends on values) the model really runs.
+    If fake tensors do not work (data-dependent control flow), the model really runs.
     """
     snapshot = Snapshot([model], (), values=False)
     try:
@@ -125,14 +125,14 @@ def _watched(call: Callable[[], Any], before: Iterable[Any]) -> Called:
 
 
 class _Faked(Storages):
-    """Storages of fake tensors, which are all told to lie on `meta`, where nothing has bytes."""
+    """Storages of fake tensors, which report device `meta`, where storages would have no bytes."""
 
     def _device(self, device: torch.device) -> str:
         return "cpu" if device.type == "meta" else super()._device(device)
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that operators make, beside those of the tensors that were there before."""
+    """A counter of the storages that operators create, apart from those that existed before."""
 
     def __init__(self, before: Iterable[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -146,12 +146,12 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def rise(self) -> int:
-        """By how many bytes storages rose at most."""
+        """Peak rise of storages in bytes."""
         return max(0, self.storages.peak_bytes - self.start)
 
     @property
     def made(self) -> int:
-        """Bytes of all storages that were born."""
+        """Bytes of all storages created."""
         return sum(life.bytes for life in self.storages.lives if life.birth >= 0)
 
     def __torch_dispatch__(

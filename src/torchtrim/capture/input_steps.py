@@ -1,4 +1,4 @@
-"""Steps that nobody records: with their loader, and with batches that are already there."""
+"""Times unrecorded steps, with their loader and with batches that are already loaded."""
 
 from __future__ import annotations
 
@@ -12,21 +12,26 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtrim.core.clock import CLOCK, Clock
-from torchtrim.data.here import cores_here, free_bytes
-from torchtrim.data.parts import BatchSource, parts_of
+from torchtrim.data.parts import BatchSource, cores_here, free_bytes, parts_of
 from torchtrim.data.rebuild import settings_of
 from torchtrim.records.loader import LoaderCost, LoaderSettings
 
 _LONGEST = 10.0
+"""Seconds. Arbitrary: slower steps would add minutes to a run."""
 _LIMIT = 4.0
+"""Seconds for each phase. Arbitrary: short beside the run that was recorded."""
 _WANTED = 4
+"""Steps that give a median and a spread."""
 _LEAST = 2
+"""The fewest steps with a spread."""
 _PATIENCE = 5.0
+"""Arbitrary: a step that takes this many times as long as usual is not a training step."""
+
 Phase = Literal["loading", "ready", "over"]
 
 
 class StepTime(NamedTuple):
-    """One step: its seconds, those in which it waited for batches, and those that cores worked."""
+    """A step's seconds, its seconds waiting for batches, and its CPU seconds."""
 
     seconds: float
     waited: float
@@ -34,7 +39,7 @@ class StepTime(NamedTuple):
 
 
 class Loaders:
-    """The loaders that a script made and goes over, and where it made them."""
+    """The script's loaders, their loops, and where they were created."""
 
     def __init__(self, line: Callable[[], tuple[str, int]]) -> None:
         self._line = line
@@ -42,30 +47,30 @@ class Loaders:
         self._of: WeakKeyDictionary[Any, tuple[ref[Any], tuple[str, int]]] = WeakKeyDictionary()
 
     def appears(self, loader: Any) -> None:
-        """A loader was made, by the line that runs now."""
+        """Record a loader created by the running line."""
         self._made[loader] = self._line()
 
     def begins(self, iterator: Any, loader: Any) -> None:
-        """A loop over a loader has begun."""
+        """Record the start of a loop over a loader."""
         self._of[iterator] = ref(loader), self._made.get(loader, ("", 0))
 
     def loader(self, iterator: Any) -> Any:
-        """The loader of a loop, None where it is gone or unknown."""
+        """Return the loader of a loop, or None if it is gone or unknown."""
         known = self._of.get(iterator)
         return known[0]() if known is not None else None
 
     def place(self, iterator: Any) -> tuple[str, int]:
-        """Where the loader of a loop was made; `("", 0)` for unknown."""
+        """Return where the loader of a loop was created, `("", 0)` if unknown."""
         known = self._of.get(iterator)
         return known[1] if known is not None else ("", 0)
 
 
 class InputSteps:
-    """Runs a few steps with their loader, then a few that get their last batches again.
+    """Timer of a few steps with their loader, then of a few that reuse their last batches.
 
-    What workers had read ahead while torchtrim was at work is used up first. `seconds` is about what a
-    step takes; where it takes longer than ten seconds, none is run. Nothing is frozen that a step did
-    not ask for as often before, so a loop that evaluates comes to its end.
+    Batches that workers prefetched while torchtrim was busy are used up first. `seconds` is the approximate
+    time of a step; if that is over ten seconds, no step is timed. A loader is reused only as often as earlier
+    steps used it, so a loop that evaluates still ends.
     """
 
     def __init__(self, seconds: float, clock: Clock = CLOCK) -> None:
@@ -86,7 +91,7 @@ class InputSteps:
         self._runs = False
 
     def next(self) -> bool:
-        """Begin another step; False if there are to be no more."""
+        """Begin another step; return False if no more are needed."""
         if self.phase == "over":
             return False
         self._runs = True
@@ -97,15 +102,15 @@ class InputSteps:
         return True
 
     def late(self) -> bool:
-        """Whether the step takes so long that it can be none."""
+        """Return True if the step takes so long that it cannot be one."""
         return self._runs and self._clock.now() - self._began > _PATIENCE * (self._seconds + 1.0)
 
     def spoil(self) -> None:
-        """The step that runs is not one like the others."""
+        """Exclude the running step from the timings."""
         self._clean = False
 
     def step_ends(self) -> None:
-        """The step that runs is complete."""
+        """End the running step."""
         took = self._clock.now() - self._began
         step = StepTime(took, self._waited, self._clock.cores() - self._worked)
         if self.phase == "loading":
@@ -125,7 +130,7 @@ class InputSteps:
             self._usual[key] = max(self._usual[key], count)
 
     def _is_over(self) -> bool:
-        """Whether this phase has all its steps, or all that there is time for."""
+        """Return True if this phase has enough steps, or has run out of time."""
         steps = self.loading if self.phase == "loading" else self.ready
         spent = self._clock.now() - self._phase_began
         enough = len(steps) >= self.settings.ahead + _WANTED
@@ -136,7 +141,7 @@ class InputSteps:
         self._phase_began = self._clock.now()
 
     def batch(self, iterator: Any, following: Callable[[Any], Any]) -> Any:
-        """The loader's next batch, or in a step that is ready the last one again."""
+        """Return the loader's next batch, or the last one again in the `ready` phase."""
         key = id(iterator._dataset)
         if self.phase == "ready" and key in self._kept and self._asked[key] < self._usual[key]:
             self._asked[key] += 1
@@ -160,26 +165,26 @@ class InputSteps:
 
     @property
     def main(self) -> Any:
-        """The loop over the loader that was waited for most, None before there was one."""
+        """The loop over the loader with the longest waits, or None."""
         return self._main
 
     @property
     def settings(self) -> LoaderSettings:
-        """How that loader is set."""
+        """That loader's settings."""
         return settings_of(self._main) if self._main is not None else LoaderSettings()
 
     def batches(self) -> int:
-        """How many batches a step asks for."""
+        """Return the number of batches in a step."""
         return max(1, sum(self._usual.values()))
 
 
 def settled(steps: Sequence[StepTime], ahead: int) -> Sequence[StepTime]:
-    """The steps after those that used what was read ahead; the later half where there are too few."""
+    """Return the steps after those that used prefetched batches, or the later half if there are too few."""
     return steps[min(ahead, len(steps) // 2) :]
 
 
 def cost_of(steps: InputSteps, loaders: Loaders, clock: Clock = CLOCK) -> LoaderCost | None:
-    """What the loader costs, None where none was seen or there was no step without it."""
+    """Return the loader's cost, or None without a loader or a step timed without it."""
     if steps.main is None or not steps.loading or not steps.ready:
         return None
     settings = steps.settings
@@ -204,7 +209,7 @@ def cost_of(steps: InputSteps, loaders: Loaders, clock: Clock = CLOCK) -> Loader
 
 
 def waited_cost(iterator: Any, step_seconds: float, waited: float, loaders: Loaders) -> LoaderCost:
-    """What is known of a loader where no step without it can be timed."""
+    """Return the cost of a loader if no step without it can be timed."""
     path, line = loaders.place(iterator)
     return LoaderCost(
         step_seconds=step_seconds,
@@ -220,7 +225,7 @@ def waited_cost(iterator: Any, step_seconds: float, waited: float, loaders: Load
 
 
 def _typical(values: Sequence[float], settings: LoaderSettings) -> float:
-    """The median; with workers, whose batches come in bursts, the mean."""
+    """Return the median, or the mean with workers, whose batches arrive in bursts."""
     return (statistics.fmean if settings.workers else statistics.median)(values)
 
 

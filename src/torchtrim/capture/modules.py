@@ -1,8 +1,12 @@
-"""The modules of the roots, numbered, and the stack of those that run."""
+"""Numbers the modules of all roots; gathered parameters of FSDP2."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -10,13 +14,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchtrim.capture.code.side_effects import SideEffects
-from torchtrim.capture.gathered import gathered_parameters
 from torchtrim.dispatch.storages import parts_of
 from torchtrim.records.profile import Module
 
 
 class Modules:
-    """Numbers every module of every root in the order seen; names start with the root's name."""
+    """All modules of all roots, numbered in the order seen; paths start with the root's name."""
 
     def __init__(self) -> None:
         self.records: list[Module] = []
@@ -26,7 +29,7 @@ class Modules:
         self._kept: list[nn.Module] = []
 
     def add_root(self, root: nn.Module) -> str:
-        """Name a root after its class, with `#2` and so on for the second of a class."""
+        """Add a root and return its name: its class, with `#2` and so on for further ones."""
         for name, known in self.roots.items():
             if known is root:
                 return name
@@ -39,17 +42,17 @@ class Modules:
         return name
 
     def number(self, module: nn.Module) -> int:
-        """The module's number; -1 for one that no root holds."""
+        """Return the module's number, or -1 if no root holds it."""
         return self._numbers.get(id(module), -1)
 
     def live(self) -> Iterator[tuple[str, nn.Module]]:
-        """Path and module of each that is known."""
+        """Yield path and module of every known module."""
         for record, module in zip(self.records, self._kept, strict=True):
             yield record.path, module
 
     def named_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """`(kind, name, tensor)` of all parameters and buffers that have a shape, and of what FSDP2
-        gathers; a tied one comes once."""
+        """Yield `(kind, name, tensor)` of all initialized parameters and buffers, and of parameters gathered
+        by FSDP2; tied ones once."""
         seen: set[int] = set()
         for name, root in self.roots.items():
             for kind, path, tensor in _named_tensors(root):
@@ -58,7 +61,7 @@ class Modules:
                     yield kind, f"{name}.{path}", tensor
 
     def settled(self) -> list[Module]:
-        """The records, with the bytes that lazy parameters have by now, and what the modules' code writes."""
+        """Return the records, with the bytes of initialized lazy parameters and the modules' side effects."""
         return [
             replace(record, parameter_bytes=_parameter_bytes(module), writes=_writes(module))
             for record, module in zip(self.records, self._kept, strict=True)
@@ -105,10 +108,52 @@ def _named_tensors(root: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 
 def _writes(module: nn.Module) -> str:
-    """The first thing that its code writes beyond its own tensors and attributes, empty for nothing."""
+    """Return the first side effect of a module's code, or an empty string."""
     return next((str(write) for write in SideEffects([module]).writes), "")
 
 
 def _parameter_bytes(module: nn.Module) -> int:
     parameters = module.parameters(recurse=False)
     return sum(part.nbytes for p in parameters if not is_lazy(p) for part in parts_of(p))
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@contextlib.contextmanager
+def without_hooks(module: nn.Module) -> Iterator[None]:
+    """Remove the hooks of a module and its submodules inside the block."""
+    kept = [
+        (inner, name, vars(inner)[name])
+        for inner in module.modules()
+        for name in HOOKS
+        if vars(inner).get(name)
+    ]
+    try:
+        for inner, name, _ in kept:
+            vars(inner)[name] = OrderedDict()
+        yield
+    finally:
+        for inner, name, hooks in kept:
+            vars(inner)[name] = hooks
+
+
+def gathered_parameters(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name of each parameter that `fully_shard` gathers, and its gathered tensors."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not hasattr(fsdp, "FSDPModule"):
+        return
+    for path, module in root.named_modules():
+        if isinstance(module, fsdp.FSDPModule):
+            for one in _parameters_of(module):
+                name = getattr(one, "_param_fqn", None) or f"{path}.{one._module_info.param_name}"
+                yield from ((name, tensor) for tensor in one.all_gather_outputs)
+
+
+def _parameters_of(module: Any) -> Iterator[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [group] if (group := state._fsdp_param_group) is not None else []
+    for group in groups:
+        yield from group.fsdp_params

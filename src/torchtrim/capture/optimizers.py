@@ -1,4 +1,4 @@
-"""Optimizers as plans name them, and what each call of `step` updates."""
+"""Names optimizers as plans do, and records the updates of each call of `step`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Numbers = Callable[[Any, str], tuple[int, ...]]
 
 
 def names_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[str]:
-    """Each is called after its class, with `#2` and so on for the second of a class."""
+    """Name each optimizer after its class, with `#2` and so on for further ones."""
     seen: Counter[str] = Counter()
     names = []
     for optimizer in optimizers:
@@ -28,16 +28,16 @@ def names_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[str]:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """All parameters of an optimizer's groups, in order."""
+    """Yield all parameters of an optimizer's groups, in order."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 class OptimizerSteps:
-    """Records the calls of `step`, between `begin` and `stop`.
+    """A record of the calls of `step` between `begin` and `stop`.
 
-    `numbers` gives the numbers of the storages of tensors, with the kind of those never seen; `clock` the
-    number of the operator that runs next.
+    `numbers` returns the storage numbers of tensors, given a kind for new ones; `clock` returns the number
+    of the next operator.
     """
 
     def __init__(self, numbers: Numbers, clock: Callable[[], int]) -> None:
@@ -51,7 +51,7 @@ class OptimizerSteps:
         self._found: list[tuple[torch.optim.Optimizer, OptimizerStep, tuple[int, ...]]] = []
 
     def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Hear of every gradient of these optimizers' parameters that is added to."""
+        """Hook the gradient accumulation of these optimizers' parameters."""
         for optimizer in optimizers:
             for parameter in parameters_of(optimizer):
                 if parameter.is_leaf and parameter.requires_grad:
@@ -59,15 +59,15 @@ class OptimizerSteps:
                     self._undo.callback(hook(self._adder(optimizer)).remove)  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
-        """Hear no more."""
+        """Remove the hooks."""
         self._undo.close()
 
     def starts(self) -> None:
-        """An optimizer's `step` is about to run."""
+        """Handle the start of an optimizer's `step`."""
         self._first = self._clock()
 
     def ends(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has run, and the gradients are still there."""
+        """Handle the end of `step`, before gradients are freed."""
         updates = dict(self._updates(optimizer))
         for parameter in parameters_of(optimizer):
             self._added.pop(id(parameter), None)
@@ -81,7 +81,7 @@ class OptimizerSteps:
         self._found.append((optimizer, step, tuple(updates)))
 
     def named(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[OptimizerStep]:
-        """The calls, with the names that optimizers in this order have."""
+        """Return the calls, with the optimizers' names."""
         names = dict(zip(map(id, optimizers), names_of(optimizers), strict=True))
         return [
             replace(step, optimizer=names[id(optimizer)], updates=self._settled(step, ids))
@@ -90,8 +90,8 @@ class OptimizerSteps:
         ]
 
     def _settled(self, step: OptimizerStep, ids: tuple[int, ...]) -> tuple[Update, ...]:
-        """Gradients that were added to after the last step as well were never ready: another model's
-        backward may have come to this one's parameters."""
+        """Note a gradient accumulated again after the last step as never ready: another model's backward may
+        reach these parameters."""
         return tuple(
             replace(update, ready=-1) if self._added[key] else update
             for key, update in zip(ids, step.updates, strict=True)
@@ -111,7 +111,7 @@ class OptimizerSteps:
         self._added[id(parameter)] += 1
 
     def _updates(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, Update]]:
-        """The updates by the `id` of their parameter; of a sparse gradient the parts are not its own."""
+        """Yield the updates by the `id` of their parameter. A sparse gradient's parts are not its own."""
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter.grad is None:

@@ -1,40 +1,50 @@
-"""Looks at the values of expressions in user code when they run.
+"""Probes the values of expressions in running user code, and runs files with replaced text.
 
-A probed expression is wrapped, in the parsed tree, in a call that looks at its value and gives it back.
-Lines stay what they are. No value of a tensor is kept, and none is read but the share of a boolean one
-that is true, which neither the recorder nor the emulated device sees.
+In the parsed tree, a probed expression is wrapped in a call that inspects its value and returns it. Line
+numbers do not change. No tensor is kept. Only boolean tensors are read, for the share of true elements, which
+neither the recorder nor the emulated device sees. Files on disk do not change, and tracebacks show their
+lines.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import importlib.abc
+import importlib.machinery
+import linecache
+import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any
 
 import msgspec
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchtrim.records.seen import Execution, Observed, Probe, Seen, Spot
+from torchtrim.records.probes import Execution, ObservedValue, Probe, ProbeResult, SourceSpan
 
 LOOK = "__torchtrim_look__"
 _MOST_EXECUTIONS = 500
+"""Arbitrary: distinct executions kept for each run, far more than a fix needs as evidence."""
 _MOST_TEXT = 200
+"""Characters. Arbitrary: longer strings are data, not modes or names."""
 
 
 class _Pending:
-    """The values of an execution that is not over."""
+    """The values of an unfinished execution."""
 
     def __init__(self) -> None:
-        self.values: dict[str, Seen] = {}
+        self.values: dict[str, ObservedValue] = {}
         self.storages: list[int] = []
         self.grad = torch.is_grad_enabled()
 
 
 class Probes:
-    """The probes of one run. Between `install` and `remove`, instrumented code tells it what it sees."""
+    """The probes of one run. Between `install` and `remove`, instrumented code reports its values."""
 
     def __init__(self, probes: Iterable[Probe]) -> None:
         self._probes = tuple(probes)
@@ -46,17 +56,17 @@ class Probes:
         self._lock = threading.Lock()
 
     def install(self) -> None:
-        """Make the call known to all code of this process."""
+        """Make the probing function a builtin."""
         setattr(builtins, LOOK, self._look)
 
     def remove(self) -> None:
-        """Take it back."""
+        """Remove it from the builtins."""
         if hasattr(builtins, LOOK):
             delattr(builtins, LOOK)
 
     def instrument(self, path: str, tree: ast.Module) -> ast.Module:
-        """The tree of a file, with the expressions wrapped that are probed in it."""
-        spots: dict[Spot, list[int]] = {}
+        """Return the tree of a file with its probed expressions wrapped."""
+        spots: dict[SourceSpan, list[int]] = {}
         numbers = {key: number for number, key in enumerate(self._keys)}
         for probe in self._probes:
             if probe.path == path:
@@ -64,13 +74,13 @@ class Probes:
                     spots.setdefault(spot, []).append(numbers[probe.number, name])
         return ast.fix_missing_locations(_Wrapper(spots).visit(tree)) if spots else tree
 
-    def observed(self) -> tuple[Observed, ...]:
-        """What was seen, for each probe."""
+    def observed(self) -> tuple[ProbeResult, ...]:
+        """Return the observations of each probe."""
         for pending in self._threads:
             for number in list(pending):
                 self._close(number, pending.pop(number))
         return tuple(
-            Observed(
+            ProbeResult(
                 number=one.number,
                 executions=tuple(self._kept[one.number].values()),
                 capped=one.number in self._capped,
@@ -98,7 +108,7 @@ class Probes:
         return found
 
     def _close(self, number: int, pending: _Pending) -> None:
-        """Keep an execution, counted with those that are like it."""
+        """Record an execution; equal ones are counted together."""
         found = Execution(values=pending.values, grad=pending.grad)
         key = msgspec.json.encode(found, order="sorted")
         with self._lock:
@@ -112,7 +122,7 @@ class Probes:
 
 
 class _Wrapper(ast.NodeTransformer):
-    def __init__(self, spots: dict[Spot, list[int]]) -> None:
+    def __init__(self, spots: dict[SourceSpan, list[int]]) -> None:
         self._spots = spots
 
     def visit(self, node: ast.AST) -> Any:
@@ -128,10 +138,10 @@ class _Wrapper(ast.NodeTransformer):
         return found
 
 
-def _seen(value: Any, storages: list[int]) -> Seen:
+def _seen(value: Any, storages: list[int]) -> ObservedValue:
     if not isinstance(value, torch.Tensor):
         return _plain(value)
-    return Seen(
+    return ObservedValue(
         kind="tensor",
         dtype=str(value.dtype).removeprefix("torch."),
         device=str(value.device),
@@ -143,12 +153,12 @@ def _seen(value: Any, storages: list[int]) -> Seen:
     )
 
 
-def _plain(value: Any) -> Seen:
+def _plain(value: Any) -> ObservedValue:
     kind = type(value).__name__
     if isinstance(value, bool | int | float | str | type(None)):
-        return Seen(kind=kind, value=repr(value)[:_MOST_TEXT])
+        return ObservedValue(kind=kind, value=repr(value)[:_MOST_TEXT])
     shape = (len(value),) if isinstance(value, list | tuple) else ()
-    return Seen(kind=kind, shape=shape)
+    return ObservedValue(kind=kind, shape=shape)
 
 
 def _storage(tensor: torch.Tensor, storages: list[int]) -> int:
@@ -162,9 +172,73 @@ def _storage(tensor: torch.Tensor, storages: list[int]) -> int:
 
 
 def _share(tensor: torch.Tensor) -> float | None:
-    """The share of a boolean tensor that is true, to two digits."""
+    """Return the share of true elements of a boolean tensor, to two digits."""
     if tensor.dtype != torch.bool or tensor.layout != torch.strided or not tensor.numel():
         return None
     if tensor.device.type == "meta":
         return None
     return round(float(tensor.sum()) / tensor.numel(), 2)
+
+
+class Sources:
+    """Replaced texts of files, by absolute path, and the probes of a run."""
+
+    def __init__(self, texts: Mapping[str, str], probes: Probes, probed: Sequence[str]) -> None:
+        self._texts = dict(texts)
+        self._probes = probes
+        self._files = {*texts, *probed}
+        self._finder = _ProbeFinder(self)
+
+    def install(self) -> None:
+        """Install the import hook."""
+        for path, text in self._texts.items():
+            lines = text.splitlines(keepends=True)
+            linecache.cache[path] = (len(text), None, lines, path)
+        if self._files:
+            sys.meta_path.insert(0, self._finder)
+            self._probes.install()
+
+    def covers(self, path: str) -> bool:
+        """Return True if the file has a replaced text or probes."""
+        return path in self._files
+
+    def code(self, path: str) -> CodeType:
+        """Compile the file, with its replaced text and probes."""
+        text = self._texts.get(path)
+        data: str | bytes = Path(path).read_bytes() if text is None else text
+        tree = self._probes.instrument(path, ast.parse(data, filename=path))
+        return compile(tree, path, "exec", dont_inherit=True)
+
+    def run(self, path: str) -> None:
+        """Run a file as `__main__`, as `python` would."""
+        module = ModuleType("__main__")
+        module.__file__ = path
+        module.__dict__["__builtins__"] = sys.modules["builtins"]
+        sys.modules["__main__"] = module
+        exec(self.code(path), module.__dict__)
+
+
+class _ProbeFinder(importlib.abc.MetaPathFinder):
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.origin is None:
+            return None
+        origin = str(Path(spec.origin).resolve())
+        if not self._sources.covers(origin):
+            return None
+        spec.loader = _Loader(fullname, origin, self._sources)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def __init__(self, fullname: str, path: str, sources: Sources) -> None:
+        super().__init__(fullname, path)
+        self._sources = sources
+
+    def get_code(self, fullname: str) -> Any:
+        return self._sources.code(self.path)

@@ -1,4 +1,4 @@
-"""Records what a step does: every operator as torch dispatches it, and the life of every storage."""
+"""Records a step: every operator that torch dispatches, and the lifetime of every storage."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.capture.collectives import Collectives, is_collective
 from torchtrim.capture.saved import SavedTensors, Use
-from torchtrim.capture.waiting import NOTHING, Asking, Origin, Ran, waiting_here
-from torchtrim.capture.waits import RawSync
-from torchtrim.core.run_queue import queued_ns
+from torchtrim.capture.waits import NOTHING, Asking, Origin, Ran, RawSync, waiting_here
+from torchtrim.core.clock import queued_ns
 from torchtrim.dispatch.modes import (
     enter_below,
     fake_mode,
@@ -47,7 +46,7 @@ _SCALARS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.devi
 
 
 class RawOperator(NamedTuple):
-    """An operator as recorded; `capture.build` makes it a `records.profile.Operator`."""
+    """A recorded operator, which `capture.build` turns into a `records.profile.Operator`."""
 
     func: Any
     phase: Phase
@@ -64,7 +63,7 @@ class RawOperator(NamedTuple):
 
 
 class RawWait(NamedTuple):
-    """A host-device sync, as recorded."""
+    """A recorded host-device sync."""
 
     sync: RawSync
     phase: Phase
@@ -73,7 +72,7 @@ class RawWait(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """The operator that raised last while the recorder ran."""
+    """The last operator that raised while recording."""
 
     operator: str
     shapes: str
@@ -83,8 +82,8 @@ class Failure(NamedTuple):
     live_bytes: int
 
 
-class _Known(NamedTuple):
-    """What is known of an operator by its schema."""
+class _RecordedSchema(NamedTuple):
+    """Facts about an operator from its schema."""
 
     written: tuple[tuple[int, str], ...]
     is_label: bool
@@ -95,14 +94,14 @@ class _Known(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records between `start` and `stop`; `phase` and the stack of modules are set from outside.
+    """The dispatch mode that records between `start` and `stop`; callers set `phase` and `module`.
 
-    `recomputing` is above zero while a module's forward runs inside backward. `mark_operators` wraps each
-    operator in a profiler range, so that a profiler that runs at the same time can cut the allocator's
-    events at operators (`capture.allocator`); `raised` are the numbers of the ranges that have no
-    operator, since it raised. `look`, if given, is called with what each operator gives, and its arguments
-    where it writes to them. `workspaces`: in a dry run, what each operator's kernel would need beside
-    its results. Bytes are counted on `device`, on all where it is empty. `saves`: read what autograd saved.
+    `recomputing` is positive while a module's forward runs inside backward. `mark_operators` wraps each
+    operator in a profiler range, so that allocator events can be assigned to operators
+    (`capture.allocator`); `raised` holds the numbers of ranges whose operator raised. `look`, if given, is
+    called with each operator's result, and with its arguments if it writes to them. `workspaces`: scratch
+    bytes of each operator in a dry run. Bytes are counted on `device`, or on all devices if it is empty.
+    `saves`: read the tensors saved by autograd.
     """
 
     supports_higher_order_operators = True
@@ -134,7 +133,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.makers: dict[int, int] = {}
         self.saved = SavedTensors(self.storages)
         self._open_labels: list[int] = []
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _RecordedSchema] = {}
         self._undo = contextlib.ExitStack()
         self.waits: list[RawWait] = []
         self.collectives = Collectives()
@@ -146,16 +145,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: torch would import dynamo to keep it away, which takes seconds. See `_skip_in_dynamo`."""
+        """False: to skip this mode, torch would import dynamo, which takes seconds. See `_skip_in_dynamo`."""
         return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True: what the script compiles runs compiled, as it would without us."""
+        """True: compiled code runs compiled, as it would without the recorder."""
         return True
 
     def start(self, *, scan: bool = True) -> None:
-        """Register what is alive (`scan`: all that Python reaches) and begin."""
+        """Begin recording. `scan`: register all tensors that Python can reach."""
         if scan:
             self.track(reachable_tensors())
         self._watch_resizes()
@@ -170,7 +169,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         enter_below(self)
 
     def stop(self) -> None:
-        """End the recording; storages that live are alive at the end of the step."""
+        """End recording; live storages stay alive to the end of the step."""
         leave(self)
         if self._emulation is not None:
             enter_below(self._emulation.accelerator)
@@ -179,7 +178,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.storages.end()
 
     def _watch_resizes(self) -> None:
-        """`UntypedStorage.resize_` is not dispatched."""
+        """Patch `UntypedStorage.resize_`, which is not dispatched."""
         original = torch.UntypedStorage.resize_
 
         def resize_(storage: Any, size: int) -> Any:
@@ -191,14 +190,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._undo.callback(setattr, torch.UntypedStorage, "resize_", original)
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of the host is in pinned memory."""
         if self._emulation is not None:
             return self._emulation.tags.is_pinned(tensor)
         with torch._C._DisableTorchDispatch():
             return tensor.is_pinned()
 
     def _watch_engine(self) -> None:
-        """What autograd saved is read when backward begins."""
+        """Read autograd's saved tensors when backward begins."""
         original = torch.autograd.graph._engine_run_backward
 
         def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -216,7 +214,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._undo.callback(setattr, owner, "_engine_run_backward", original)
 
     def _waited(self, sync: RawSync) -> None:
-        """Take a wait down, with the line that asked for it where it is no operator."""
+        """Record a sync, with its call site if it is not an operator's."""
         if threading.get_ident() != self._thread:
             return
         if sync.operator >= 0:
@@ -233,7 +231,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.storages.note_peak()
 
     def name(self, tensor: torch.Tensor, kind: str, name: str) -> None:
-        """Say what a tensor's storage is, such as the gradient of a parameter."""
+        """Set the kind and name of a tensor's storage, such as the gradient of a parameter."""
         for part in parts_of(tensor):
             number = self.storages.number(part)
             if number >= 0:
@@ -241,7 +239,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 life.kind, life.name = kind, name
 
     def open_label(self, label: str) -> None:
-        """A range of `record_function` begins."""
+        """Begin a range of `record_function`."""
         if label not in self.labels:
             self.labels.append(label)
         self._open_labels.append(self.labels.index(label))
@@ -304,12 +302,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _take_workspace(self, dry: Dry) -> None:
-        """What the operator's kernel would need; nobody knows it for another device's."""
+        """Record the scratch of a CPU kernel, 0 on an emulated device, whose kernels are unknown."""
         size = dry.take_workspace()
         self.workspaces.append(size if self._emulation is None else 0)
 
     def _origin(self, index: int, tensor: torch.Tensor) -> Origin:
-        """What made a tensor that an operator reads."""
+        """Return how a tensor that an operator reads was created."""
         number = self.storages.number(tensor)
         birth = self.storages.lives[number].birth if number >= 0 else -1
         here = self.operators[index].spot
@@ -323,7 +321,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Origin.LINE
 
     def _cause(self, node: Any, frame: FrameType | None) -> Cause:
-        """Phase, module, innermost line, the user's line, and the forward operator that is its own."""
+        """Return phase, module, innermost line, the user's line, and the forward operator."""
         if node is None:
             spot, caller = self._places.find(frame)
             return self.phase, self.module, spot, caller, -1
@@ -352,13 +350,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise
 
     def _timed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int, int]:
-        """The result, when it began, and when it would have ended had a core always been free."""
+        """Return the result, the start time, and the end time less the time spent waiting for a core."""
         begin, queued = time.perf_counter_ns(), queued_ns()
         result = self._call(func, args, kwargs)
         return result, begin, max(time.perf_counter_ns() + queued - queued_ns(), begin)
 
     def _own_nodes(self, index: int) -> None:
-        """The autograd nodes made since the last operator are this one's."""
+        """Assign the autograd nodes created since the last operator to this one."""
         sequence = _get_sequence_nr()
         if sequence != self._sequence and threading.get_ident() == self._thread:
             for number in range(self._sequence, sequence):
@@ -366,7 +364,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._sequence = sequence
 
     def _uses(self, values: Iterable[Any], birth: int, kind: str = "") -> list[Use]:
-        """Tensors among the values; a storage that was never seen is born at `birth`."""
+        """Return the tensors among the values; a new storage is born at `birth`."""
         uses: list[Use] = []
         see = self.storages.see
         for value in values:
@@ -385,7 +383,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return uses
 
     def _uses_of_parts(self, tensor: torch.Tensor, birth: int, kind: str) -> list[Use]:
-        """A tensor that is of another class or layout: its parts, with a shape where it has one."""
+        """Return the parts of a tensor subclass or of another layout."""
         uses: list[Use] = []
         with DisableTorchFunctionSubclass():
             for part in parts_of(tensor):
@@ -395,8 +393,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     uses.append((number, part.dtype, shape, strides))
         return uses
 
-    def _know(self, func: Any) -> _Known:
-        known = self._known[id(func)] = _Known(
+    def _know(self, func: Any) -> _RecordedSchema:
+        known = self._known[id(func)] = _RecordedSchema(
             _written_arguments(func),
             getattr(func, "namespace", "") == "profiler",
             func is torch.ops.aten.lift_fresh.default,
@@ -407,15 +405,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return known
 
     def _parts_of(self, func: Any) -> Any:
-        """What runs the operators that a composite one is made of, None for another."""
+        """Return the function that runs a composite operator's parts, None for other operators."""
         if self._emulation is not None:
             return self._emulation.accelerator.parts_of(func)
         if not is_composite(func):
             return None
         return lambda *args, **kwargs: run_parts(func, args, kwargs, _plainly)
 
-    def _mutated(self, known: _Known, args: Any, kwargs: Any) -> tuple[int, ...]:
-        """Storages that an operator has written to, and maybe resized."""
+    def _mutated(self, known: _RecordedSchema, args: Any, kwargs: Any) -> tuple[int, ...]:
+        """Return the storages that an operator wrote, and maybe resized."""
         values = [
             args[position] if position < len(args) else kwargs.get(name)
             for position, name in known.written
@@ -433,12 +431,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _elsewhere(self) -> bool:
-        """In a forked process, or under a mode of fake tensors that was not there at the start."""
+        """Return True in a forked process, or under a fake tensor mode entered since the start."""
         return os.getpid() != self._pid or fake_mode() is not self._fake
 
     def _passed_on(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Not recorded: in a forked process, where DTensor asks for shapes, and a subclass, whose own
-        operators come here in turn."""
+        """Run without recording in a forked process or under fake tensors. The operators of a subclass are
+        dispatched again."""
         if self._elsewhere() or any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **kwargs)
         return NotImplemented
@@ -461,12 +459,12 @@ def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def profiler_range(name: str) -> Any:
-    """A range of the profiler's user scope, to be entered as often as wanted."""
+    """Return a reusable profiler range in the user scope."""
     return _RecordFunctionFast(name, (), {"scope": "user_scope"})
 
 
 def _skip_in_dynamo(function: Any) -> None:
-    """Have dynamo, once it is there, let a function and all that it calls alone."""
+    """Make dynamo skip a function and all its callees, without importing dynamo."""
     skip = eval_frame._FrameAction.SKIP
     strategy = eval_frame._FrameExecStrategy(skip, skip)
     eval_frame.set_code_exec_strategy(function.__code__, strategy)

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 from msgspec.structs import replace
 from torch import nn
 
-from torchtrim.capture.allocator import NOTHING, Allocator
+from torchtrim.capture.allocator import NOTHING, Allocator, allocator_for
 from torchtrim.capture.build import Setting, build
 from torchtrim.capture.modules import Modules
 from torchtrim.capture.optimizers import OptimizerSteps, parameters_of
 from torchtrim.capture.recorder import Recorder
 from torchtrim.capture.spent import Spent
-from torchtrim.capture.watch import Listener
+from torchtrim.capture.watch import Listener, Watcher
 from torchtrim.dispatch.places import Places
 from torchtrim.dispatch.profilers import open_ranges
 from torchtrim.dispatch.storages import parts_of, storage_bytes
+from torchtrim.emulator.device import current, emulate
 from torchtrim.records.profile import Call, LoaderWait, Phase, Profile, is_emulated
 
 
 class _Running(NamedTuple):
-    """A module whose forward runs: what to go back to, and what its call began with."""
+    """A running module call: the state to restore after it, and its first operator and inputs."""
 
     outer: int
     phase: Phase
@@ -36,11 +40,11 @@ class _Running(NamedTuple):
 
 COPIED_DEPTH = 8
 SHARED = (nn.Module, type, str, bytes, int, float, complex, type(None), torch.Generator)
-"""How deep a block that runs again copies its arguments, and what it shares beside tensors."""
+"""Nesting depth to which a recomputed block copies its arguments, and types it shares instead."""
 
 
 class Recording(Listener):
-    """Listens between `begin` and `end`. `allocator`, if given, tells the peak that kernels reach."""
+    """A recording between `begin` and `end`. `allocator`, if given, measures the peak including scratch."""
 
     def __init__(
         self, modules: Modules, places: Places, setting: Setting, allocator: Allocator | None
@@ -69,9 +73,9 @@ class Recording(Listener):
         scan: bool = True,
         ours: Sequence[Any] = (),
     ) -> None:
-        """Start with what is alive now. `scan`: find it through the garbage collector, garbage gone.
+        """Start with the tensors alive now. `scan`: collect garbage and find tensors through the collector.
 
-        `ours`: storages that torchtrim itself keeps, which count nowhere.
+        `ours`: storages of torchtrim itself, which are not counted.
         """
         if scan:
             gc.collect()
@@ -92,7 +96,7 @@ class Recording(Listener):
         self.running = True
 
     def pause(self) -> None:
-        """Stop now; `end` makes the profile of the recording until here."""
+        """Stop recording; `end` then returns the profile up to here."""
         if self.running:
             self.running = False
             self._optimizer_steps.stop()
@@ -106,7 +110,7 @@ class Recording(Listener):
         self.recorder.storages.forget()
 
     def end(self, optimizers: Sequence[torch.optim.Optimizer]) -> Profile:
-        """Stop, and make the profile."""
+        """Stop recording and return the profile."""
         self._name(optimizers)
         self.pause()
         watched = self._watched
@@ -182,7 +186,7 @@ class Recording(Listener):
         self.recorder.phase = phase
 
     def _phase_ends(self) -> None:
-        """Back to the phase around it: an optimizer may call a closure that calls backward."""
+        """Restore the outer phase: an optimizer may call a closure that calls backward."""
         if self._phases:
             self._phases.pop()
         self.recorder.phase = self._phases[-1] if self._phases else "other"
@@ -197,13 +201,13 @@ class Recording(Listener):
             recorder.operators[i] = recorder.operators[i]._replace(phase="loader")
 
     def _given(self, values: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Storages of the tensors among arguments, and those known that objects among them have."""
+        """Return the storages of tensor arguments, and known storages inside object arguments."""
         inputs, number = self._storages(values, "input"), self.recorder.storages.number
         behind = dict.fromkeys(number(p) for one in tensors_behind(values) for p in parts_of(one))
         return inputs, tuple(one for one in behind if one >= 0 and one not in inputs)
 
     def _storages(self, values: Any, kind: str) -> tuple[int, ...]:
-        """Storages of the tensors in a value; `kind` is that of those never seen."""
+        """Return the storages of the tensors in a value; new ones get this `kind`."""
         storages = self.recorder.storages
         now = len(self.recorder.operators) - 1
         numbers = [
@@ -214,7 +218,7 @@ class Recording(Listener):
         return tuple(dict.fromkeys(number for number in numbers if number >= 0))
 
     def _name(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Later names replace earlier ones: a module's parameter is called after the module."""
+        """Name all storages. Later names win: a module's parameter gets the module's name."""
         for name, parameter in _parameters(optimizers):
             self.recorder.name(parameter, "parameter", name)
         self._name_made(optimizers)
@@ -229,19 +233,18 @@ class Recording(Listener):
 
 
 def counted_device(device: str) -> str:
-    """The device whose bytes are counted; empty for all there are."""
+    """Return the device whose bytes are counted, empty for all."""
     if is_emulated(device):
         return "cuda"
     return device if device.startswith("cuda") else ""
 
 
 def _open_labels() -> list[str]:
-    """The ranges of `record_function` that run, the outer ones first, as the collector has them."""
     return [one.name for one in open_ranges()]
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists, mappings and dataclass-like objects of tensors."""
+    """Yield the tensors in nested tuples, lists, mappings and dataclasses."""
     return _tensors_in(values, {})
 
 
@@ -265,7 +268,7 @@ def _tensors_in(values: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
 
 
 def tensors_behind(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in values, in the attributes of their objects too: what a copy of them keeps."""
+    """Yield the tensors in values and in the attributes of their objects: those a copy would keep."""
     return _tensors_behind(values, {}, COPIED_DEPTH)
 
 
@@ -311,3 +314,52 @@ def _states(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, 
             for key, value in optimizer.state.get(parameter, {}).items():
                 for tensor in tensors_in(value):
                     yield f"{type(optimizer).__name__}.{number}.{key}", tensor
+
+
+Device = Literal["cpu", "emulated", "cuda"]
+_ONE_AT_A_TIME = threading.RLock()
+
+
+def record_call(
+    function: Callable[[], Any],
+    *,
+    warmup: int = 0,
+    device: Device | None = None,
+    project: str | Path | None = None,
+) -> Profile:
+    """Return the profile of one call, after `warmup` unrecorded calls.
+
+    `project` is the folder of the user's own source, by default the current one. Calls from several threads
+    are recorded one at a time.
+    """
+    chosen = device or ("cuda" if torch.cuda.is_available() and current() is None else "emulated")
+    setting = Setting(
+        chosen, getattr(function, "__qualname__", "function"), str(project or Path.cwd())
+    )
+    with _ONE_AT_A_TIME, _emulating(chosen):
+        for _ in range(warmup):
+            function()
+        recording = _Recorded(Modules(), setting)
+        recording.begin(())
+        try:
+            with Watcher(recording, trains=False) as watcher:
+                function()
+        except BaseException:
+            recording.abandon()
+            raise
+        return recording.end(watcher.optimizers)
+
+
+class _Recorded(Recording):
+    """A recording that registers each root module as it appears."""
+
+    def __init__(self, modules: Modules, setting: Setting) -> None:
+        super().__init__(modules, Places(setting.project), setting, allocator_for(setting.device))
+        self._roots = modules
+
+    def root_appears(self, root: nn.Module) -> None:
+        self._roots.add_root(root)
+
+
+def _emulating(device: str) -> contextlib.AbstractContextManager[Any]:
+    return emulate() if device == "emulated" and current() is None else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Modules in `DistributedDataParallel`: their settings, and what had no part in a step's loss."""
+"""Records `DistributedDataParallel` modules: their settings and unused parameters."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from torchtrim.records.profile import Profile, Replica, Storage
 
 
 class Replicas:
-    """Looks at them after each step, since which parameters have a part may differ from step to step."""
+    """Unused parameters of DDP modules, read after each step, since they may differ from step to step."""
 
     def __init__(self) -> None:
         self._unused: dict[int, int] = {}
 
     def look(self, modules: Modules) -> None:
-        """A step is over."""
+        """Read the unused parameters of the step that ended."""
         for number, module in _wrappers(modules):
             unused = _unused_bytes(module)
             self._unused[number] = max(self._unused.get(number, 0), unused)
 
     def put_into(self, profile: Profile, modules: Modules) -> Profile:
-        """The profile with all that is known."""
+        """Return the profile with its DDP modules."""
         found = [
             _replica(number, module, self._unused.get(number, 0))
             for number, module in _wrappers(modules)
@@ -49,7 +49,7 @@ def _wrappers(modules: Modules) -> Iterator[tuple[int, Any]]:
 
 
 def _with_buckets(profile: Profile) -> list[Storage]:
-    """The storages; the buckets in which gradients travel are none of the step's inputs."""
+    """Return the storages with gradient buckets marked as `gathered`, not `input`."""
     buckets = {
         use.storage
         for one in profile.collectives
@@ -76,7 +76,7 @@ def _replica(number: int, module: Any, unused: int) -> Replica:
 
 
 def _first_bytes(module: Any) -> int:
-    """The size of the first bucket: torch's own, unless the script has set that of all."""
+    """Return the size of the first bucket: torch's default unless the script set one for all."""
     own = getattr(module, "bucket_bytes_cap_default", False)
     return int(torch.distributed._DEFAULT_FIRST_BUCKET_BYTES) if own else 0  # type: ignore[attr-defined]
 
@@ -89,7 +89,7 @@ def _exchanged(module: Any) -> Iterator[nn.Parameter]:
 
 
 def _unused_bytes(module: Any) -> int:
-    """Bytes of parameters that had no part in the step before this one, as torch's statistics say."""
+    """Return the bytes of unused parameters in the previous step, from torch's DDP statistics."""
     if not module.find_unused_parameters:
         return 0
     with contextlib.suppress(RuntimeError, AttributeError):

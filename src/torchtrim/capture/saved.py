@@ -1,8 +1,8 @@
-"""What autograd saved for backward, read off its graph when backward begins.
+"""Reads autograd's saved tensors from its graph when backward begins.
 
-Nothing is hooked. Hooks on saved tensors would be simpler, and change the watched program: with them every
-tensor that backward asks for is another object, made by an operator more, without the attributes of the
-one that was saved; `torch.func` refuses to run; and what is written in place is no longer found out.
+Saved-tensor hooks would be simpler, but they change the program: every tensor unpacked in backward would be a
+new object, created by another operator and without the saved one's attributes; `torch.func` refuses to run;
+and in-place writes are no longer detected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Use = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
 class RawSaved(NamedTuple):
-    """A tensor that a node of the graph keeps. `node` is the node's sequence number."""
+    """A tensor saved by an autograd node. `node` is its sequence number."""
 
     node: int
     storage: int
@@ -35,7 +35,7 @@ class RawSaved(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Backward through a node: its first operator, and how often it ran, the last time in `run`."""
+    """Backward through a node: its first operator, and how often it ran, last in backward number `run`."""
 
     first: int
     run: int
@@ -43,10 +43,10 @@ class Asked(NamedTuple):
 
 
 class SavedTensors:
-    """What the nodes keep that were read, and when backward asked for it.
+    """The saved tensors of autograd nodes, and when backward unpacked them.
 
-    `opaque` nodes do not show what they keep: it is what they read in backward that is older than it.
-    `functions` are those of the script's own `torch.autograd.Function`s, which save when they are done.
+    `opaque` nodes hide their saved tensors; these are inferred from what they read in backward.
+    `functions` are nodes of the script's own `torch.autograd.Function`s, which save when forward returns.
     """
 
     def __init__(self, storages: Storages) -> None:
@@ -61,17 +61,17 @@ class SavedTensors:
         self._names: dict[type, tuple[str, ...] | None] = {}
 
     def run_starts(self, tensors: Iterable[Any], operators: int) -> None:
-        """Backward begins from these tensors, after so many operators."""
+        """Begin a backward from these tensors, after `operators` operators."""
         self.read(tensors)
         self._runs.append(len(self._starts))
         self._starts.append(operators)
 
     def run_ends(self) -> None:
-        """Backward is over."""
+        """End a backward."""
         self._runs.pop()
 
     def ran(self, node: int, index: int, uses: Iterable[Use]) -> None:
-        """An operator of backward has run for a node."""
+        """Record an operator that backward ran for a node."""
         run, asked = self._runs[-1], self.asked.get(node)
         if asked is None:
             self.asked[node] = Asked(index, run, 1)
@@ -87,7 +87,7 @@ class SavedTensors:
                 self.found.append(RawSaved(node, storage, dtype, shape, strides, 0))
 
     def read(self, tensors: Iterable[Any]) -> None:
-        """Read the graph that ends in these tensors, or gradient edges, where it was not read before."""
+        """Read the new part of the graph behind these tensors or gradient edges."""
         with DisableTorchFunctionSubclass():
             pending = [node for tensor in tensors if (node := _node_of(tensor)) is not None]
             while pending:
@@ -133,7 +133,7 @@ def _node_of(tensor: Any) -> Any:
 
 
 def _names_of(kind: type) -> tuple[str, ...] | None:
-    """The attributes in which nodes of a class show what they keep; None if they do not."""
+    """Return a node class's attributes with saved tensors, or None for an opaque class."""
     if any(name in kind.__name__ for name in _OPAQUE):
         return None
     return tuple(name for name in dir(kind) if name.startswith(_RAW))
@@ -145,7 +145,7 @@ def saved_tensors(
     operators: Sequence[Operator],
     births: Sequence[int],
 ) -> list[SavedTensor]:
-    """The records, in the order in which they were saved. `makers`: the operators that nodes are of."""
+    """Return the records in the order of saving. `makers`: the operator of each node."""
     packed = [_packed(one, makers.get(one.node, -1), operators, births) for one in saved.found]
     latest: dict[int, int] = {}
     for one, at in zip(saved.found, packed, strict=True):
@@ -172,7 +172,7 @@ def saved_tensors(
 def _packed(
     saved: RawSaved, saver: int, operators: Sequence[Operator], births: Sequence[int]
 ) -> int:
-    """The operator after which a tensor was saved: before its saver runs, unless that makes or writes it."""
+    """Return the operator after which a tensor was saved: the saver if it creates or writes it."""
     if saver < 0:
         return -1
     birth = births[saved.storage]
@@ -185,7 +185,7 @@ _TYPES: dict[torch.dtype, str] = {}
 
 
 def type_name(dtype: torch.dtype) -> str:
-    """A type's name as records have it: `float32`."""
+    """Return a dtype's name in records, such as `float32`."""
     name = _TYPES.get(dtype)
     if name is None:
         name = _TYPES[dtype] = str(dtype).removeprefix("torch.")

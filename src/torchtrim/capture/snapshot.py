@@ -1,4 +1,4 @@
-"""Takes down the state of a model and its optimizer, and puts it back: the very same tensors."""
+"""Saves and restores the state of models and optimizers, in the same tensor objects."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
 
 class Snapshot:
-    """Parameters, buffers, gradients, attributes of modules (their lists, dicts and sets too, one level
-    deep), optimizer state and every random generator, those of modules too, as they were.
+    """The saved state of parameters, buffers, gradients, module attributes (and containers in them),
+    optimizers and random generators, including those of modules.
 
-    Without `values`, which take as much memory as there is, elements are not: enough where nothing is
-    computed. The copies lie on the host.
+    `values=False` does not copy tensor elements, which would double the memory: enough for dry runs. Copies
+    are on the host.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Snapshot:
                 self._keep(tensor)
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         for module in self._modules:
             module.restore()
         for optimizer in self._optimizers:
@@ -60,7 +60,7 @@ class Snapshot:
         _set_random_state(self._random)
 
     def kept(self) -> list[Any]:
-        """Storages that only this snapshot keeps alive: its copies, and what was there and is no more."""
+        """Return storages that only this snapshot keeps alive: its copies, and originals since replaced."""
         used = storages_in(_in_use(self._roots, [one.optimizer for one in self._optimizers]))
         ours = {}
         for kept in self._tensors.values():
@@ -102,7 +102,7 @@ class _KeptTensor:
         self._value = _host_copy(source) if values else None
 
     def copied(self) -> dict[int, Any]:
-        """The storages of the copy."""
+        """Return the storages of the copy."""
         value: Any = self._value
         if value is None or not self._overlaps:
             return storages_in([] if value is None else [value])
@@ -167,7 +167,7 @@ class _KeptOptimizer:
 
 
 def _host_copy(source: Any) -> Any:
-    """A copy of a tensor or storage, on the host; one that has no memory stays where it is."""
+    """Return a copy on the host; tensors and storages without memory stay where they are."""
     if source.device.type in ("cpu", "meta"):
         return source.clone()
     if isinstance(source, torch.UntypedStorage):
@@ -178,7 +178,7 @@ def _host_copy(source: Any) -> Any:
 def _in_use(
     roots: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]
 ) -> Iterator[torch.Tensor]:
-    """The tensors that modules and optimizers hold now, their gradients too."""
+    """Yield the tensors that modules and optimizers hold now, with gradients."""
     holders: list[Any] = [optimizer.param_groups for optimizer in optimizers]
     holders += [list(optimizer.state.values()) for optimizer in optimizers]
     for root in roots:
@@ -198,7 +198,7 @@ def _refill(mapping: Any, values: dict[Any, Any]) -> None:
 
 
 def _state_of(value: Any) -> Any:
-    """The state of a generator of random numbers that a module has for itself; None for what is none."""
+    """Return the state of a module's own random generator, None for other values."""
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, random.Random):
@@ -217,7 +217,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def _shallow(state: Any) -> Any:
-    """A copy of a state: of its lists too, since LBFGS appends to them."""
+    """Copy an optimizer state and its lists, since LBFGS appends to them."""
     if not isinstance(state, dict):
         return state
     return {key: list(value) if type(value) is list else value for key, value in state.items()}

@@ -1,4 +1,4 @@
-"""Gradients that were used up during backward: told to who watches, and marked for who reads them later."""
+"""Placeholders for gradients consumed in backward, and callbacks for updates in backward."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _watching: list[tuple[Told, Told]] = []
 
 
 class Spent(torch.Tensor):
-    """The `grad` of a parameter whose gradient is gone. It has no memory, and whatever reads it raises."""
+    """The `grad` of a parameter whose gradient was consumed. It has no memory; reading it raises."""
 
     optimizer_name: str
 
     @staticmethod
     def __new__(cls, parameter: torch.Tensor, where: str) -> Spent:
-        """One for a parameter, of which the optimizer `where` has used the gradient."""
+        """Create one for a parameter whose gradient the optimizer `where` has used."""
         emulation = current()
         tags = emulation.accelerator.tags if emulation is not None else None
         on = tags is not None and tags.on_device(parameter)
@@ -40,22 +40,22 @@ class Spent(torch.Tensor):
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """It is made of no other tensors."""
+        """Return no inner tensors."""
         return [], None
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """It has no elements to show."""
+        """Name the optimizer instead of elements."""
         return f"<a gradient that {self.optimizer_name} used up in backward>"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse: there is nothing left to read or to add to."""
+        """Refuse: the gradient is gone."""
         error = ApplyFailed(
-            f"`{func.name()}` reads or adds to a gradient after backward, and the plan's "
+            f"`{func.name()}` reads or adds to a gradient after backward, but the plan's "
             "optimizer_in_backward has used it up: gradients that are clipped, scaled, logged or kept cannot "
-            "be used up early. Take that technique out of the plan, or what reads gradients out of the "
+            "be used up early. Remove that technique from the plan, or what reads gradients from the "
             "script."
         )
         error._torchtrim_place = _name((args, kwargs))  # type: ignore[attr-defined]
@@ -63,7 +63,7 @@ class Spent(torch.Tensor):
 
 
 def watch_updates(starts: Told, ends: Told) -> Callable[[], None]:
-    """Hear of every parameter that is about to be updated in backward, and was; the result ends that."""
+    """Call `starts` before and `ends` after each update in backward; return a function that stops it."""
     pair = starts, ends
     _watching.append(pair)
     return lambda: _watching.remove(pair)
@@ -71,7 +71,7 @@ def watch_updates(starts: Told, ends: Told) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def updating(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Iterator[None]:
-    """A parameter is updated in backward meanwhile; its gradient is there."""
+    """Report the update of a parameter in backward, inside the block; its gradient is available."""
     for starts, _ in _watching:
         starts(optimizer, parameter)
     try:

@@ -1,20 +1,23 @@
-"""Where one step ends and the next begins: the shortest repeating cycle of optimizer steps."""
+"""Finds the boundaries of training steps: the shortest repeating cycle of optimizer steps."""
 
 from __future__ import annotations
 
 _PATIENCE = 16
+"""Segments. Arbitrary: longer than the cycles of real programs, such as five critic steps of a GAN."""
 _LONG = 64
+"""Segments. Arbitrary: bounds the recording while no cycle is known."""
 _KEPT = 512
+"""Segments. Arbitrary: several times the longest cycle that is looked for."""
 
 
 class Steps:
-    """Told of optimizer steps and of top-level forwards, it says which forwards begin a new step.
+    """Detector of the top-level forwards that begin a new step.
 
     The optimizer steps between two forwards are a segment; a step is the shortest cycle of segments in
     which every optimizer steps. With one optimizer that is one segment, micro-batches included. A GAN
-    that alternates two is known after three segments, so its first step spans two cycles. An optimizer
-    that has not stepped in sixteen segments is not waited for. A segment that contradicts the cycle
-    makes it be learnt anew, each time from twice as many segments; meanwhile a step is sixty-four.
+    that alternates two optimizers is recognized after three segments, so its first step spans two cycles.
+    An optimizer that has not stepped in sixteen segments is ignored. After a segment that contradicts the
+    cycle, it is learned again, each time from twice as many segments; until then a step is 64 segments.
     """
 
     def __init__(self, optimizers: int = 1) -> None:
@@ -28,16 +31,16 @@ class Steps:
 
     @property
     def dirty(self) -> bool:
-        """Whether an optimizer stepped since the last forward."""
+        """True if an optimizer stepped since the last forward."""
         return bool(self._segment)
 
     def stepped(self, optimizer: int) -> None:
-        """An optimizer, known by its number, has stepped."""
+        """Record a step of an optimizer, given by number."""
         self._segment.append(optimizer)
         self._seen.add(optimizer)
 
     def forward(self) -> bool:
-        """A top-level forward begins; True if it is the first of a new step."""
+        """Record a top-level forward; return True if it begins a new step."""
         if not self._segment:
             return False
         self._remember()
@@ -59,7 +62,7 @@ class Steps:
             del self._history[:-_KEPT]
 
     def _learnt(self) -> int:
-        """The shortest period of all segments, once it has begun to repeat; 0 for none."""
+        """Return the shortest period of all segments once it repeats, or 0."""
         count = len(self._history)
         waited = count >= _PATIENCE
         expected = len(self._seen) if waited else max(self.expected, len(self._seen))
@@ -70,7 +73,7 @@ class Steps:
         return 0
 
     def _relearnt(self) -> int:
-        """The shortest period of the last segments, of as many as it takes to be sure; 0 for none."""
+        """Return the shortest period of enough recent segments to be sure, or 0."""
         for period in range(1, len(self._history) // 2 + 1):
             length = period * max(2, -(-self._evidence // period))
             if length > len(self._history):
@@ -81,11 +84,11 @@ class Steps:
         return 0
 
     def _covers(self, period: int, expected: int) -> bool:
-        """Whether so many optimizers step within the last segments."""
+        """Return True if `expected` optimizers step within the last `period` segments."""
         return len({one for segment in self._history[-period:] for one in segment}) >= expected
 
     def _repeats(self, period: int, length: int) -> bool:
-        """Whether the last segments repeat with a period."""
+        """Return True if the last `length` segments repeat with this period."""
         history, end = self._history, len(self._history)
         first = max(end - length, 0) + period
         return all(history[i] == history[i - period] for i in range(end - 1, first - 1, -1))

@@ -1,4 +1,4 @@
-"""Times of operators from steps that are recorded for nothing else."""
+"""Times operators in extra recorded steps."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from torchtrim.dispatch.places import Places
 from torchtrim.records.profile import Profile
 
 _LONGEST = 3.0
+"""Seconds. Arbitrary: for slower steps more of them would take too long."""
 _PATIENCE = 2.0
+"""Arbitrary: a step that takes twice as long as usual must be several."""
+
 Timed = list[tuple[str, float]]
-"""The operators of a step, each with its seconds."""
+"""A step's operators, each with its seconds."""
 
 
 class Times:
-    """Records up to `wanted` steps of about `seconds` each, none of them if they take longer than 3 s."""
+    """A recorder of up to `wanted` steps of about `seconds` each, or none if they take longer than 3 s."""
 
     def __init__(self, wanted: int, seconds: float, places: Places) -> None:
         self.steps: list[Timed] = []
@@ -31,7 +34,7 @@ class Times:
         self._recorder: Recorder | None = None
 
     def next(self) -> bool:
-        """Begin another step; False if there are to be no more."""
+        """Begin another step; return False if no more are needed."""
         if not self._left or self._recorder is not None:
             return False
         self._left -= 1
@@ -41,13 +44,13 @@ class Times:
         return True
 
     def late(self) -> bool:
-        """Whether the step that runs takes so long that more than a step must have begun."""
+        """Return True if the running step takes so long that it must be more than one."""
         if self._recorder is None:
             return False
         return time.perf_counter() - self._began > _PATIENCE * self._seconds + 0.1
 
     def step_ends(self) -> None:
-        """The step that runs is complete. After one that was late there is no other."""
+        """End the running step. If it was late, do not begin another."""
         if self.late():
             self._left = 0
         recorder, self._recorder = self._recorder, None
@@ -59,7 +62,7 @@ class Times:
             )
 
     def abandon(self) -> None:
-        """The step that runs is not wanted, nor any other."""
+        """Drop the running step and begin no other."""
         recorder, self._recorder, self._left = self._recorder, None, 0
         if recorder is not None:
             recorder.stop()
@@ -67,7 +70,7 @@ class Times:
 
 
 def with_times(profile: Profile, steps: Sequence[Timed]) -> Profile:
-    """The profile with times from those steps too that ran the same operators in the same order."""
+    """Return the profile with median times, including those steps that ran the same operators in order."""
     names = [op.name for op in profile.operators]
     alike = [step for step in steps if [name for name, _ in step] == names]
     if not alike:

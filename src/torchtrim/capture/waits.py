@@ -1,17 +1,23 @@
-"""Notes each host-device sync, and each read of data that has not arrived yet."""
+"""Detects host-device syncs, and reads of data whose copy has not finished."""
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from torchtrim.dispatch.calls import stream_number
+from torchtrim.dispatch.calls import heard_by, stream_number, watch_device, watch_prints
+from torchtrim.dispatch.modes import tensors_among
+from torchtrim.emulator.device import Emulation
+from torchtrim.emulator.orders import Orders
 from torchtrim.syncs.base import Row
-from torchtrim.syncs.hidden import BACKWARD
+from torchtrim.syncs.explicit import BACKWARD
 from torchtrim.syncs.lookup import rows_for
 
 UNLISTED = "unlisted"
@@ -23,7 +29,7 @@ _COPIES = ("aten::_to_copy.default", "aten::copy_.default")
 
 
 class RawSync(NamedTuple):
-    """A wait as noted: row of `syncs`, and operator; -1 for a call of no operator."""
+    """A sync: its row in `syncs`, and its operator's number or -1."""
 
     row: str
     operator: int
@@ -33,7 +39,7 @@ Note = Callable[[RawSync], None]
 
 
 class Asked(NamedTuple):
-    """An operator that has run, as `sync.row.Ask` wants it."""
+    """An operator that has run, as `syncs.base` expects it."""
 
     name: str
     args: Mapping[str, Any]
@@ -43,7 +49,7 @@ class Asked(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """A copy that may still be under way: the stream it was queued on, and when."""
+    """A copy that may be in flight: the stream it was queued on, and its serial number."""
 
     stream: int
     serial: int
@@ -51,7 +57,7 @@ class _Flight(NamedTuple):
 
 
 class _Join(NamedTuple):
-    """From `serial` on a stream is behind the work queued on another until `until`."""
+    """From `serial` on, a stream runs after the work queued on another stream up to `until`."""
 
     serial: int
     stream: int
@@ -59,10 +65,10 @@ class _Join(NamedTuple):
 
 
 class Waits:
-    """Asks the table about operators, and keeps track of copies that the host did not synchronize with.
+    """A lookup of operators in the table of syncs, and a tracker of copies in flight.
 
-    `note` is called for each sync, and for each race: a read of a tensor of the host (`async-read`), or a
-    write to one (`async-source`), while a copy into it or out of it may be under way.
+    `note` is called for each sync and each race: a read of a host tensor (`async-read`), or a write to one
+    (`async-source`), while a copy into or out of it may be in flight.
     """
 
     def __init__(
@@ -91,9 +97,9 @@ class Waits:
         *,
         uploaded: Sequence[Any] = (),
     ) -> int:
-        """Note the operator as often as the rows say that it waits; how often that is.
+        """Note the operator's syncs according to the rows; return their number.
 
-        `uploaded` are tensors that torch makes of a list on the device, and here were made on the host.
+        `uploaded` are tensors that torch creates from lists on the device, and that are on the host here.
         """
         asked = self._asked(func, args, kwargs, result, uploaded)
         noted = [RawSync(NEW_TENSOR, operator)] * len(uploaded)
@@ -105,14 +111,14 @@ class Waits:
         return len(noted)
 
     def seen(self, count: int, told: int, operator: int) -> None:
-        """CUDA saw `count` waits of an operator, and the table told `told`: note what is over."""
+        """Note the syncs that CUDA counted beyond those of the table (`told`)."""
         for _ in range(count - told):
             self._note(RawSync(UNLISTED, operator))
 
     def copied(
         self, func: Any, args: Any, kwargs: Any, result: Any, operator: int, *, temporary: bool
     ) -> None:
-        """A copy was queued. `temporary`: its source was made for it, and is gone when it returns."""
+        """Track a queued copy. `temporary`: its source is freed when the call returns."""
         asked = self._asked(func, args, kwargs, result)
         new = asked.name == _COPIES[0]
         source = asked.args["self" if new else "src"]
@@ -130,7 +136,7 @@ class Waits:
             self._note(RawSync(ASYNC_SOURCE, operator))
 
     def differentiated(self, node: Any, tensors: Iterable[Any], operator: int) -> None:
-        """The first operator of a node of autograd has run."""
+        """Note a sync in the backward of an autograd node, after its first operator."""
         row = BACKWARD.get(node.name())
         if row is not None and any(map(self.is_on_device, tensors)):
             self._note(RawSync(row.name, operator))
@@ -138,7 +144,7 @@ class Waits:
     def touched(
         self, func: Any, read: Iterable[Any], written: Iterable[Any], operator: int
     ) -> None:
-        """An operator reads and writes tensors of the host: note those that a copy is about."""
+        """Note reads and writes of host tensors whose copy is in flight."""
         if func.is_view:
             return
         if any(self._lands(self._downloads, tensor) for tensor in read):
@@ -147,16 +153,16 @@ class Waits:
             self._note(RawSync(ASYNC_SOURCE, operator))
 
     def in_flight(self) -> bool:
-        """Whether any copy may be under way."""
+        """Return True if any copy may be in flight."""
         return bool(self._downloads or self._uploads)
 
     def host_read(self, tensor: Any) -> None:
-        """A tensor is read by what is no operator."""
+        """Note a read of a tensor outside an operator, if its copy is in flight."""
         if self._lands(self._downloads, tensor):
             self._note(RawSync(ASYNC_READ, -1))
 
     def synchronized(self, row: str, subject: Any) -> None:
-        """The host has waited for the device, a stream or an event; `row` empty: it found it done."""
+        """Handle a wait for the device, a stream or an event; an empty `row` means it was found done."""
         if row:
             self._note(RawSync(row, -1))
         if subject is None:
@@ -168,18 +174,18 @@ class Waits:
             self._arrived(*recorded)
 
     def event_recorded(self, event: Any, stream: int) -> None:
-        """An event was put behind the work queued on a stream."""
+        """Handle an event recorded on a stream."""
         self._clock += 1
         self._events[event] = (stream, self._clock)
 
     def event_awaited(self, event: Any, stream: int) -> None:
-        """A stream was ordered after an event."""
+        """Handle a stream that waits for an event."""
         self._clock += 1
         if (recorded := self._events.get(event)) is not None:
             self._joins.setdefault(stream, []).append(_Join(self._clock, *recorded))
 
     def _is_straight(self, target: Any) -> bool:
-        """Whether a copy to the host may be late: to memory that is not pinned it blocks."""
+        """Return True if a copy to the host is asynchronous: into contiguous pinned memory."""
         return self._is_pinned(target) and bool(target.is_contiguous())
 
     def _asked(
@@ -198,7 +204,7 @@ class Waits:
         return Asked(name, bound, result, is_on_device, self._is_pinned)
 
     def _leave(self, flights: dict[int, _Flight], tensor: Any) -> None:
-        """A copy into or out of a tensor of the host begins."""
+        """Track a copy into or out of a host tensor."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         self._clock += 1
@@ -209,15 +215,12 @@ class Waits:
         flights[key] = _Flight(stream_number(), self._clock, weakref.ref(storage, freed))
 
     def _lands(self, flights: dict[int, _Flight], tensor: Any) -> bool:
-        """Whether a copy of the tensor was under way; true once a copy."""
+        """Return True if a copy of the tensor was in flight, once per copy."""
         key = _key(tensor)
         return key is not None and flights.pop(key, None) is not None
 
     def _arrived(self, stream: int, until: int | None = None) -> None:
-        """The work queued on a stream is done: all of it, or that before an event was recorded.
-
-        So is the work that the stream was ordered after by then.
-        """
+        """Mark a stream's work up to `until` (default: all) as done, and the work it waited for."""
         reached = self._reached(stream, self._clock if until is None else until)
         for flights in (self._downloads, self._uploads):
             for key, flight in list(flights.items()):
@@ -225,8 +228,8 @@ class Waits:
                     del flights[key]
 
     def _reached(self, stream: int, until: int) -> dict[int, int]:
-        """How far each stream is done where one is done until a moment. The latest joins are looked at first,
-        so that streams that await each other again and again are gone through once."""
+        """Return how far each stream is done if `stream` is done up to `until`. Later joins come first, so
+        that streams that wait for each other repeatedly are visited once."""
         reached: dict[int, int] = {}
         waiting = [(stream, until)]
         while waiting:
@@ -242,12 +245,12 @@ class Waits:
 
 
 def rows_of(func: Any) -> tuple[Row, ...]:
-    """The rows of the table that an operator is to be asked by."""
+    """Return the table's rows for an operator."""
     return rows_for(_full_name(func), _VERSION)
 
 
 def is_copy(func: Any) -> bool:
-    """Whether an operator copies between devices."""
+    """Return True for operators that copy between devices."""
     return _full_name(func) in _COPIES
 
 
@@ -257,7 +260,6 @@ def _full_name(func: Any) -> str:
 
 
 def _bound(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Arguments by the names of the schema, with its defaults."""
     names, defaults = _signature(func)
     return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
@@ -276,3 +278,166 @@ def _key(tensor: torch.Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return None
+
+
+class Ran(NamedTuple):
+    """An operator that has run; `written`: position and name of each argument it wrote."""
+
+    number: int
+    func: Any
+    args: Any
+    kwargs: Any
+    result: Any
+    written: tuple[tuple[int, str], ...]
+
+
+class Asking(NamedTuple):
+    """Checks for an operator: the table's rows, and whether it copies between devices or indexes."""
+
+    rows: tuple[Row, ...]
+    copies: bool
+    indexes: bool
+
+
+NOTHING = Asking((), False, False)
+_INDEXING = ("aten::index", "aten::index_put", "aten::index_put_")
+
+
+class Origin(Enum):
+    """Where a host tensor that an operator reads was created: in its call, on its line, or elsewhere."""
+
+    CALL = 1
+    LINE = 2
+    ELSEWHERE = 3
+
+
+FindsOrigin = Callable[[int, torch.Tensor], Origin]
+"""Called with an operator's number and a tensor that it reads."""
+
+
+class Waiting:
+    """The recorder's sync detector: call `ran` for each operator; it calls `note` for each sync."""
+
+    def __init__(self, emulation: Emulation | None, note: Callable[[RawSync], None]) -> None:
+        self._emulation = emulation
+        self._orders = None if emulation is None else emulation.orders
+        self._note = note
+        if emulation is not None:
+            self._waits = Waits(emulation.tags.on_device, emulation.tags.is_pinned, note)
+        else:
+            self._waits = Waits(lambda t: t.is_cuda, lambda t: t.is_pinned(), note)
+        self._node: Any = None
+        self._counter: SyncCounter | None = None
+        self._counted = 0
+
+    def watch(self, undo: contextlib.ExitStack) -> None:
+        """Listen to non-operator calls until `undo` is closed; an emulated device reports its own."""
+
+        def replace(owner: Any, name: str, value: Any) -> None:
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+
+        undo.enter_context(heard_by(self._waits))
+        watch_prints(replace)
+        if self._emulation is None:
+            watch_device(replace)
+            self._counter = SyncCounter()
+            undo.enter_context(self._counter.counting())
+
+    def asking(self, func: Any) -> Asking:
+        """Return the checks for an operator."""
+        indexes = func.name().partition(".")[0] in _INDEXING
+        return Asking(rows_of(func), is_copy(func), indexes)
+
+    def listens(self, node: Any) -> bool:
+        """Return True if `ran` is needed even for an operator without checks."""
+        new = node is not None and node is not self._node
+        return (
+            new or self._orders is not None or self._counter is not None or self._waits.in_flight()
+        )
+
+    def ran(self, ran: Ran, asking: Asking, node: Any, origin: FindsOrigin) -> None:
+        """Check an operator that has run; `node` is its autograd node in backward."""
+        waits = self._waits
+        if self._orders is not None:
+            self._note_races(self._orders, ran.number)
+        if waits.in_flight() and not asking.copies:
+            written = (ran.args[at] for at, _ in ran.written if at < len(ran.args))
+            waits.touched(ran.func, tensors_among(ran.args), tensors_among(written), ran.number)
+        operands = (ran.func, ran.args, ran.kwargs, ran.result, ran.number)
+        told = 0
+        if asking.rows:
+            lists = tuple(self._lists(ran, origin)) if asking.indexes else ()
+            told = waits.ask(asking.rows, *operands, uploaded=lists)
+        if asking.copies:
+            source = ran.args[0] if len(ran.args) == 1 else ran.args[1]
+            temporary = origin(ran.number, source) is not Origin.ELSEWHERE
+            waits.copied(*operands, temporary=temporary)
+        if self._counter is not None:
+            waits.seen(self._counter.count - self._counted, told, ran.number)
+            self._counted = self._counter.count
+        if node is not None and node is not self._node:
+            self._node = node
+            waits.differentiated(node, tensors_among(ran.args), ran.number)
+
+    def _note_races(self, orders: Orders, number: int) -> None:
+        """Note races between streams: the operator's own, or an earlier operator's."""
+        last = orders.clocks.last
+        if last is not None and last.operator < 0:
+            last.operator = number
+        for race in orders.races():
+            if race.access.operator >= 0:
+                self._note(RawSync(race.row, race.access.operator))
+
+    def _lists(self, ran: Ran, origin: FindsOrigin) -> Iterator[torch.Tensor]:
+        """Yield the indices that the call created from lists; torch creates them on the device."""
+        is_on_device = self._waits.is_on_device
+        if not is_on_device(ran.args[0]):
+            return
+        for index in ran.args[1]:
+            made_here = index is not None and index.numel() and not is_on_device(index)
+            if made_here and origin(ran.number, index) is Origin.CALL:
+                yield index
+
+
+def waiting_here(emulation: Emulation | None, note: Callable[[RawSync], None]) -> Waiting | None:
+    """Return a sync detector, or None if there is no device to synchronize with."""
+    there = emulation is not None or torch.cuda.is_available()
+    return Waiting(emulation, note) if there else None
+
+
+_WORDS = "synchronizing CUDA operation"
+
+
+class SyncCounter:
+    """A counter of CUDA's sync warnings (`torch.cuda.set_sync_debug_mode`). Other warnings pass through.
+
+    CUDA does not warn of `synchronize()` of devices and events, nor of copies that only the driver blocks on;
+    `dispatch.calls` and `syncs` cover those."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count inside the block."""
+        cuda: Any = torch.cuda
+        before = cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("always", message=f".*{_WORDS}")
+            shown = warnings.showwarning
+            warnings.showwarning = self._counted(shown)
+            cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                cuda.set_sync_debug_mode(before)
+
+    def _counted(self, shown: Any) -> Any:
+        def show(message: Any, *args: Any, **kwargs: Any) -> None:
+            if _WORDS in str(message):
+                self.count += 1
+            else:
+                shown(message, *args, **kwargs)
+
+        return show

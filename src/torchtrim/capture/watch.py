@@ -1,4 +1,4 @@
-"""Watches a training loop that knows nothing of it: modules, losses, optimizers, loaders."""
+"""Watches an unmodified training loop: modules, losses, optimizers, loaders."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import os
 import threading
 import time
@@ -23,18 +24,20 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from torchtrim.capture.by_hand import ByHand
+from torchtrim.capture.allocator import own
 from torchtrim.capture.spent import watch_updates
 from torchtrim.capture.steps import Steps
 
 _EVALUATES = 3
+"""Arbitrary: forwards without gradients in a row that make an evaluation, not a look at one sample."""
 
 
 class Listener:
-    """What a watcher tells; override as needed. All are called in the thread that trains."""
+    """Callbacks of a watcher; override as needed. All are called in the training thread."""
 
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
         """A module's forward begins; `depth` 0 is a root. Called in recomputation too."""
@@ -43,10 +46,10 @@ class Listener:
         """A module's forward has ended; `output` is None if it raised."""
 
     def root_appears(self, root: nn.Module) -> None:
-        """A root is about to run for the first time."""
+        """A root module is about to run for the first time."""
 
     def optimizer_appears(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is known: the first forward is about to run, or else its own first step."""
+        """An optimizer was found: the first forward or the optimizer's first step is about to run."""
 
     def backward_starts(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """`backward` is about to run from these tensors."""
@@ -58,42 +61,42 @@ class Listener:
         """`optimizer.step` is about to run."""
 
     def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
-        """`optimizer.step` has run; gradients are as it used them."""
+        """`optimizer.step` has run; gradients still have the values it used."""
 
     def update_starts(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
-        """A plan updates a parameter in backward; its gradient is final, and will be gone."""
+        """A plan is about to update a parameter in backward; its gradient is final and will be freed."""
 
     def update_ends(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
         """The parameter was updated."""
 
     def loader_asked(self, workers: int) -> None:
-        """The loop is about to ask for a batch, of a loader with so many processes of its own."""
+        """The loop is about to request a batch from a loader with `workers` processes."""
 
     def loader_waited(self, start_ns: int, end_ns: int, workers: int) -> None:
         """The loop waited this long for a batch."""
 
     def loader_appears(self, loader: DataLoader[Any]) -> None:
-        """A loader was made."""
+        """A loader was created."""
 
     def loader_begins(self, iterator: Any, loader: DataLoader[Any]) -> None:
         """A loop over a loader has begun."""
 
     def batch(self, iterator: Any, following: Callable[[Any], Any]) -> Any:
-        """What the loop gets: what follows in its loader, or something else in its place."""
+        """Return the batch the loop gets: `following(iterator)`, or another in its place."""
         return following(iterator)
 
     def training_begins(self) -> None:
         """The first top-level forward with gradients is about to run."""
 
     def step_idles(self) -> None:
-        """The optimizers have stepped, and the loop now evaluates; more of the step will not come."""
+        """The optimizers have stepped and the loop now evaluates; the step has no more operators."""
 
     def step_ends(self) -> None:
         """The step is complete; called before the first operator of the next one."""
 
 
 class Watcher:
-    """Tells one listener of all that happens in this process and thread, between `install` and `remove`."""
+    """Notifier of one listener about this process and thread, between `install` and `remove`."""
 
     def __init__(self, listener: Listener, *, trains: bool = True) -> None:
         self.roots: list[nn.Module] = []
@@ -119,7 +122,7 @@ class Watcher:
         self._undo = contextlib.ExitStack()
 
     def install(self) -> None:
-        """Begin to watch. Where optimizers are known already, no others are waited for."""
+        """Begin to watch. If optimizers are known already, do not wait for others."""
         self._watches = True
         if self.optimizers:
             self._steps = Steps(len(self.optimizers))
@@ -135,7 +138,7 @@ class Watcher:
         self._undo.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
 
     def remove(self) -> None:
-        """Stop watching; everything is as it was. What was put around ours meanwhile stays."""
+        """Stop watching and restore the patched functions, except those patched again since."""
         self._watches = False
         self._undo.close()
 
@@ -148,22 +151,22 @@ class Watcher:
 
     @property
     def stepped(self) -> bool:
-        """Whether an optimizer stepped since the last top-level forward."""
+        """True if an optimizer stepped since the last top-level forward."""
         self._see_updates_by_hand()
         return self._steps is not None and self._steps.dirty
 
     def follow(self) -> None:
-        """Watch this process, a copy of the one that was watched."""
+        """Watch this process, a fork of the one watched before."""
         self._pid = os.getpid()
 
     @property
     def would_end(self) -> bool:
-        """Whether a top-level forward, if it came now, would begin a new step."""
+        """True if a top-level forward would begin a new step now."""
         self._see_updates_by_hand()
         return self._steps is not None and copy.deepcopy(self._steps).forward()
 
     def step_closed(self) -> None:
-        """Who drives the loop has said that the step is over: the next forward does not."""
+        """End the step explicitly: the next forward does not end it again."""
         if self._steps is not None:
             self._steps.forward()
 
@@ -183,7 +186,7 @@ class Watcher:
         return watches and threading.get_ident() == self._thread and os.getpid() == self._pid
 
     def _is_elsewhere(self) -> bool:
-        """Whether this call would count if it were in the thread that is watched; `forwards` has no such."""
+        """Return True for a root call in another thread, which `forwards` does not count."""
         other = threading.get_ident() != self._thread and os.getpid() == self._pid
         if not other or not self._watches or self._is_aside or self._depth:
             return False
@@ -210,7 +213,7 @@ class Watcher:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Nothing is watched meanwhile."""
+        """Watch nothing inside the block."""
         self._is_aside = True
         try:
             yield
@@ -334,18 +337,18 @@ class Watcher:
             self._listener.update_ends(optimizer, parameter)
 
     def _segment_begins(self) -> None:
-        """A forward is about to run, or a closure with forwards in it: the step before may be over."""
+        """Before a forward, or a closure that runs one: end the previous step if it is complete."""
         self._see_updates_by_hand()
         if self._steps is not None and self._steps.forward():
             self._evaluations = 0
             self._listener.step_ends()
 
     def _alone(self) -> bool:
-        """Whether the script has no optimizer, as far as is known."""
+        """Return True if no optimizer is known."""
         return self._trains and not (self.optimizers or self._made)
 
     def _see_updates_by_hand(self) -> None:
-        """Where there is no optimizer, parameters that changed since backward make a step."""
+        """Without an optimizer, count parameters that changed since backward as a step."""
         if self._alone() and self._by_hand.changed():
             self.steps_by_hand += 1
             self._steps = self._steps or Steps(1)
@@ -370,7 +373,7 @@ class Watcher:
         return begin
 
     def _announce(self) -> None:
-        """Tell of the optimizers that were not known until now."""
+        """Report newly created optimizers."""
         for made in self._made:
             if (optimizer := made()) is not None:
                 self._number(optimizer)
@@ -388,21 +391,73 @@ class Watcher:
 
 
 def _is_without_values(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether the first is on the meta device, as where the operations of a model are only counted."""
+    """Return True if the first is on the meta device, as when only FLOPs are counted."""
     first = next(iter(tensors), None)
     return first is not None and first.device.type == "meta"
 
 
 def _is_traced() -> bool:
-    """Whether a call is written down for a graph, as by `torch.jit.trace`: it is no part of a step."""
+    """Return True if the call is traced, as by `torch.jit.trace`, and not part of a step."""
     return is_dynamo_compiling() or torch._C._get_tracing_state() is not None
 
 
 def _living_optimizers() -> int:
-    """How many optimizers with state of their own live in this process."""
+    """Count the live optimizers with their own state in this process."""
     gc.collect()
     return sum(
         isinstance(thing, torch.optim.Optimizer) and "defaults" in vars(thing)
         for thing in gc.get_objects()
         if issubclass(type(thing), torch.optim.Optimizer)
     )
+
+
+_LOOKED_AT = 256
+"""Parameters that are sampled: a large model's first layers suffice."""
+_ELEMENTS = 64
+"""Elements sampled of each parameter, so that a sample takes under a millisecond."""
+
+
+class ByHand:
+    """Detector of parameter updates since the first reported backward, without an optimizer.
+
+    It samples a few elements of each parameter. An update changes nearly all; the rest, such as unused rows
+    of an embedding, does not matter.
+    """
+
+    def __init__(self) -> None:
+        self._then: list[tuple[nn.Parameter, bytes]] = []
+
+    def backward_ends(self, roots: Iterable[nn.Module]) -> None:
+        """Sample the parameters that have a gradient, unless there is a sample already."""
+        if self._then:
+            return
+        known = (p for root in roots for p in root.parameters() if _readable(p))
+        with _unseen():
+            self._then = [(p, _some(p)) for p in itertools.islice(known, _LOOKED_AT)]
+
+    def changed(self) -> bool:
+        """Return True if any parameter changed, and drop the sample."""
+        if not self._then:
+            return False
+        with _unseen():
+            changed = any(_some(now) != then for now, then in self._then)
+        if changed:
+            self._then = []
+        return changed
+
+
+@contextlib.contextmanager
+def _unseen() -> Iterator[None]:
+    with torch.no_grad(), _disable_current_modes(), own():
+        yield
+
+
+def _readable(parameter: nn.Parameter) -> bool:
+    there = parameter.layout is torch.strided and not parameter.is_meta
+    return there and parameter.grad is not None
+
+
+def _some(parameter: nn.Parameter) -> bytes:
+    flat = parameter.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _ELEMENTS)].contiguous()
+    return bytes(some.view(torch.uint8).tolist())

@@ -22,10 +22,10 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
 class _Batched:
-    """What has a batch, and a second one for odd steps: made when one is first wanted, if not given.
+    """A workload with a batch, and a second one for odd steps, created on first use if not given.
 
-    A second batch that was made is on the host, and is brought to the device of the first when it is its
-    turn. A program has one batch at a time, so the one whose turn it is not counts nowhere (`spare`).
+    A created second batch is on the host and moves to the first one's device for its steps. A program has
+    one batch at a time, so the unused one is not counted (`spare`).
     """
 
     def __init__(self, batch: Any, second: Any = None) -> None:
@@ -36,8 +36,8 @@ class _Batched:
         self._devices: list[torch.device] = []
 
     def resized(self, dimension: int, length: int, wanted: int) -> Self:
-        """The same with a batch whose tensors of that length have the wanted one: whole numbers repeat,
-        others are blank. It is to be run dry."""
+        """Return a copy for dry runs whose tensors of size `length` get size `wanted`: integers repeat,
+        others are meta tensors."""
         changed = copy.copy(self)
         changed._second, changed._given = None, False
         changed.batch = _each(self.batch, lambda t: _resized(t, dimension, length, wanted))
@@ -45,19 +45,19 @@ class _Batched:
         return changed
 
     def replaced_bytes(self, other: _Batched) -> int:
-        """Bytes of another's batches that are none of its own."""
+        """Return the bytes of the other workload's batches that this one does not share."""
         own = storages_in(tensors_in([self.batch, self._second]))
         others = storages_in(tensors_in([other.batch, other._second]))
         return sum(one.nbytes() for key, one in others.items() if key not in own)
 
     def prepare(self) -> None:
-        """Make the second batch, if there is none."""
+        """Create the second batch if there is none."""
         if self._second is None:
             self._devices.clear()
             self._second = _each(_rolled(self.batch), self._to_host)
 
     def turn(self, number: int) -> None:
-        """It is the turn of step `number`: its batch is in use from now on."""
+        """Select the batch of step `number`."""
         if self._turn[0] != number % 2:
             self._turn = (0, self.batch)
             if number % 2:
@@ -65,7 +65,7 @@ class _Batched:
                 self._turn = (1, self._second if self._given else self._on_devices())
 
     def spare(self) -> list[Any]:
-        """Storages of the batches whose turn it is not."""
+        """Return the storages of the unused batch."""
         used = storages_in(tensors_in(self._turn[1]))
         found = storages_in(tensors_in([self.batch, self._second]))
         return [storage for key, storage in found.items() if key not in used]
@@ -75,7 +75,7 @@ class _Batched:
         return tensor if tensor.device.type in _ON_HOST else tensor.cpu()
 
     def _on_devices(self) -> Any:
-        """The second batch that was made, on the devices of the first."""
+        """Return the created second batch, on the devices of the first."""
         if all(device.type in _ON_HOST for device in self._devices):
             return self._second
         devices = iter(self._devices)
@@ -89,8 +89,8 @@ class _Batched:
 class TrainStep(_Batched):
     """One training step: `loss_fn(model, batch)`, backward, `optimizer.step()`, `zero_grad()`.
 
-    `batch` is any nest of tensors. A second batch, which the verifier wants, is `batch` with its
-    samples (the first dimension) rolled by one, or `second_batch` if given.
+    `batch` is any nested structure of tensors. The second batch, which certificates need, is `second_batch`
+    if given, or `batch` with its samples (the first dimension) rolled by one.
     """
 
     trains = True
@@ -108,7 +108,7 @@ class TrainStep(_Batched):
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise UsageError(
                 f"{type(optimizer).__name__} calls the loss several times in a step, through a closure, "
-                "and a TrainStep calls it once. Hand the script over instead: torchtrim.Script."
+                "and a TrainStep calls it once. Use the whole script instead: torchtrim.Script."
             )
         self.model = model
         self.optimizers: tuple[torch.optim.Optimizer, ...] = (optimizer,)
@@ -116,7 +116,7 @@ class TrainStep(_Batched):
         super().__init__(batch, second_batch)
 
     def step(self, number: int, dtype: torch.dtype | None = None) -> None:
-        """Run step `number`; even ones take the batch, odd ones the second."""
+        """Run step `number`: even steps use the batch, odd steps the second one."""
         batch = self._batch_of(number, dtype)
         loss = self._loss_fn(self.model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -137,7 +137,7 @@ class Inference(_Batched):
         super().__init__(inputs)
 
     def step(self, number: int, dtype: torch.dtype | None = None) -> None:
-        """Call the model; even numbers take the inputs, odd ones the same with samples rolled."""
+        """Call the model: even numbers use the inputs, odd ones the inputs with samples rolled."""
         inputs = self._batch_of(number, dtype)
         with torch.no_grad():
             if isinstance(inputs, Mapping):
@@ -149,7 +149,7 @@ class Inference(_Batched):
 
 
 def batch_of(inputs: Any, size: int) -> Any:
-    """The inputs with so many samples, of which nothing is known: memory that no one writes to."""
+    """Return the inputs with `size` samples, as meta tensors of unknown values."""
     sizes = [tensor.shape[0] for tensor in tensors_in(inputs) if _has_samples(tensor)]
     now = max(set(sizes), key=sizes.count, default=0)
 
@@ -175,7 +175,7 @@ def _resized(tensor: torch.Tensor, dimension: int, length: int, wanted: int) -> 
 
 
 def _rolled(batch: Any) -> Any:
-    """The batch with its samples in another order: every tensor of the batch's length rolled by one."""
+    """Roll the samples of every tensor of the batch's length by one."""
     sizes = [tensor.shape[0] for tensor in tensors_in(batch) if _has_samples(tensor)]
     size = max(set(sizes), key=sizes.count, default=0)
     return _each(batch, lambda t: t.roll(1, 0) if _has_samples(t) and t.shape[0] == size else t)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from torchtrim.certify.compare import (
     Parting,
     beyond_rounding,
     compared,
+    coverage_of,
     differences,
     is_updated,
     largest_difference,
@@ -25,11 +27,10 @@ from torchtrim.certify.compare import (
     parting,
     said_of,
 )
-from torchtrim.certify.coverage import coverage_of
-from torchtrim.certify.jobs import Jobs
 from torchtrim.errors import ApplyFailed, ScriptFailed
 from torchtrim.records.certificate import Certificate, Difference, Verdict
-from torchtrim.records.trial import Request, Step, Trial
+from torchtrim.records.trial import Request, Trial, TrialStep
+from torchtrim.runner.ranks import folder_of
 from torchtrim.runner.script import Script
 from torchtrim.runner.trials import Progress, Workload, run_trial
 
@@ -313,7 +314,7 @@ def first_quantities(trial: Trial) -> tuple[str, ...]:
     optimizers."""
     number, step = next(
         ((n, one) for n, one in enumerate(trial.steps) if any(map(_is_computed, one.digests))),
-        (0, Step()),
+        (0, TrialStep()),
     )
     labels = [f"{number}/{name}" for name in step.digests if not name.startswith("initial state:")]
     left = (one for one in labels if is_updated(one) or _name(one).startswith("buffer:"))
@@ -445,3 +446,38 @@ def _line_of(trial: Trial, name: str) -> tuple[str, int]:
             if op.module == number and (place := profile.place_of(index)) is not None:
                 return place.path, place.line
     return "", 0
+
+
+class Jobs:
+    """Keeps what each run left, in a folder of its own below `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: dict[tuple[Script, bytes, str], tuple[Path, Trial | Exception]] = {}
+
+    def run(
+        self, script: Script, request: Request, what: str, folder: Path, progress: Progress
+    ) -> Trial:
+        """The trial of the rank `script.only`, with what it kept in `folder`.
+
+        `what` tells apart runs that are to be made anew though nothing in them differs. Raises what the run
+        raised, for each rank that asks.
+        """
+        key = script._replace(only=-1), msgspec.json.encode(request), what
+        if key not in self._known:
+            self._known[key] = self._ran(key[0], request, progress)
+        own, found = self._known[key]
+        if isinstance(found, Exception):
+            raise found
+        shutil.copytree(folder_of(own, script.only), folder, dirs_exist_ok=True)
+        return found.ranks[script.only]
+
+    def _ran(
+        self, script: Script, request: Request, progress: Progress
+    ) -> tuple[Path, Trial | Exception]:
+        own = self._folder / str(len(self._known))
+        own.mkdir()
+        try:
+            return own, run_trial(script, request, own, progress)
+        except Exception as error:
+            return own, error

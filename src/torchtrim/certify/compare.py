@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from torchtrim.evidence.evidence import QUANTITIES
-from torchtrim.records.trial import Step, Trial
+from torchtrim.records.certificate import Coverage
+from torchtrim.records.trial import RootCall, Trial, TrialStep
 
 _PLURAL = {
     "loss": "losses",
@@ -42,7 +43,7 @@ def differences(one: Trial, other: Trial) -> list[str]:
     return found
 
 
-def _is_on_both(name: str, one: Step, other: Step) -> bool:
+def _is_on_both(name: str, one: TrialStep, other: TrialStep) -> bool:
     """Another program may name its own variables as it likes."""
     if not name.startswith(("script state:", GENERATOR)) or (
         name in one.digests and name in other.digests
@@ -51,7 +52,7 @@ def _is_on_both(name: str, one: Step, other: Step) -> bool:
     return name.startswith(GENERATOR) and name in one.digests and _is_replaced(name, one, other)
 
 
-def _is_replaced(name: str, one: Step, other: Step) -> bool:
+def _is_replaced(name: str, one: TrialStep, other: TrialStep) -> bool:
     """Whether the other has this generator's state under no name, and a new one of its kind instead."""
     mine, others = _states(one), _states(other)
     state = mine[name]
@@ -62,7 +63,7 @@ def _is_replaced(name: str, one: Step, other: Step) -> bool:
     return any(value.startswith(f"{kind} ") and value not in mine.values() for value in new)
 
 
-def _states(step: Step) -> dict[str, str]:
+def _states(step: TrialStep) -> dict[str, str]:
     return {name: value for name, value in step.digests.items() if name.startswith(GENERATOR)}
 
 
@@ -259,3 +260,40 @@ def _spot(trial: Trial, number: int) -> Spot:
     if place is not None and not direct:
         path, line = place.path, place.line
     return Spot(operator.name, profile.module_of(number), path, line, operator.phase)
+
+
+_MOST = 24
+
+
+def coverage_of(trial: Trial) -> Coverage:
+    """What the steps of a trial were given."""
+    calls = list(dict.fromkeys(call for step in trial.steps for call in step.calls))
+    inputs = [one for call in calls for one in call.inputs]
+    shapes = [_shape(one) for one in inputs]
+    modes: dict[bool, Literal["training", "evaluation"]] = {True: "training", False: "evaluation"}
+    rank = trial.profile.rank if trial.profile is not None else 0
+    return Coverage(
+        inputs=tuple(f"{call.root}: {', '.join(call.inputs) or 'no tensor'}" for call in calls)[
+            :_MOST
+        ],
+        dtypes=tuple(sorted({one.partition("[")[0] for one in inputs})),
+        batch_sizes=tuple(sorted({*_batch_sizes(calls)})),
+        dimensions=tuple(sorted({len(shape) for shape in shapes})),
+        modes=tuple(modes[one] for one in dict.fromkeys(call.training for call in calls)),
+        steps=len(trial.steps),
+        device=trial.device,
+        processes=(rank,),
+    )
+
+
+def _batch_sizes(calls: Iterable[RootCall]) -> Iterable[int]:
+    """The first dimension of the first input that has one, of each call."""
+    for call in calls:
+        if first := next((shape for one in call.inputs if (shape := _shape(one))), ()):
+            yield first[0]
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    """`"float32[8, 3]"` -> `(8, 3)`."""
+    inner = text.partition("[")[2].rstrip("]")
+    return tuple(int(size) for size in inner.split(",")) if inner else ()

@@ -1,4 +1,4 @@
-"""The command `torchtrim`: one verb a file of this folder. Errors become messages and codes here."""
+"""The command `torchtrim`. Finds the verbs, one per file, and turns errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from torchtrim.core import isolation as parts
 from torchtrim.errors import ScriptFailed, TorchtrimError, UsageError, is_out_of_memory
 
 CRASHED = 70
-"""The exit code where torchtrim itself fails: EX_SOFTWARE of sysexits.h, which no verb gives otherwise."""
+"""Exit code for a defect in torchtrim: EX_SOFTWARE of sysexits.h, which no verb returns otherwise."""
 _MOST_BYTES = 2**22
 _SETTINGS = ("memory", "memory_kind", "steps", "warmup", "timeout", "device", "out")
 
 
 class Verbs(click.Group):
-    """The verbs: each file of `verbs/` has a `command`. A verb is imported when it is wanted."""
+    """The group of verbs. Each file of `verbs/` defines a `command`, imported on first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names of the verbs."""
+        """Return the names of the verbs."""
         return [one.name.replace("_", "-") for one in pkgutil.iter_modules(verbs.__path__)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """One verb, None if there is none of that name."""
+        """Return the verb of that name, or None."""
         if cmd_name not in self.list_commands(ctx):
             return None
         stem = cmd_name.replace("-", "_")
@@ -44,19 +44,19 @@ class Verbs(click.Group):
 @click.group(
     cls=Verbs,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Begin with: torchtrim optimize SCRIPT --memory 60%",
+    epilog="Start with: torchtrim optimize SCRIPT --memory 60%",
 )
 @click.version_option(__version__, prog_name="torchtrim")
 @click.pass_context
 def torchtrim(ctx: click.Context) -> None:
-    """Fit a PyTorch program into a memory budget, and prove that it still computes the same."""
+    """Fit a PyTorch program into a memory budget and prove that it still computes the same."""
     parts.forget()
     settings = _settings(Path.cwd())
     ctx.default_map = dict.fromkeys(Verbs.list_commands(ctx.command, ctx), settings)  # type: ignore[arg-type]
 
 
 def main() -> None:
-    """Run the command line, and end with its exit code."""
+    """Run the command line and exit with its code."""
     signal.signal(signal.SIGTERM, _terminated)
     try:
         code = torchtrim.main(standalone_mode=False)
@@ -85,15 +85,15 @@ def main() -> None:
 
 
 def _is_lost() -> bool:
-    """Whether the result could not be printed."""
+    """Return True if the result could not be printed."""
     output = sys.modules.get("torchtrim.cli.output")
     return output is not None and output.is_lost()
 
 
 def _say_defect(error: Exception) -> None:
-    """Say what torchtrim itself failed of, in two lines; the traceback only where that is asked for."""
+    """Report a defect in torchtrim in two lines; add the traceback only on request."""
     full = (
-        "The memory of this machine ran out. Make the batch smaller, or take a machine with more."
+        "This machine ran out of memory. Reduce the batch size, or use a machine with more memory."
     )
     advice = full if is_out_of_memory(error) else parts.TO_REPORT
     _say(
@@ -102,8 +102,8 @@ def _say_defect(error: Exception) -> None:
 
 
 def _say_writes() -> None:
-    """Say what was written into source, whatever came afterwards."""
-    sources = sys.modules.get("torchtrim.cli.sources")
+    """Report what was written into source, however the run ended."""
+    sources = sys.modules.get("torchtrim.cli.options")
     if sources is not None and (said := sources.said_of_writes()):
         _say(said)
 
@@ -131,7 +131,7 @@ def _say(text: str) -> None:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Defaults from `[tool.torchtrim]` of the nearest pyproject.toml."""
+    """Read defaults from `[tool.torchtrim]` of the nearest pyproject.toml."""
     for candidate in (folder, *folder.parents):
         path = candidate / "pyproject.toml"
         if path.is_file():
@@ -151,20 +151,20 @@ def _read_settings(path: Path) -> dict[str, Any]:
         table = table.get(name, {})
         if not isinstance(table, dict):
             raise UsageError(
-                f"{path} sets {name!r} to {table!r} where a table belongs. Write [tool.torchtrim], and "
-                'under it lines such as memory = "60%".'
+                f"{path} sets {name!r} to {table!r} where a table belongs. Write [tool.torchtrim] and "
+                'below it lines such as memory = "60%".'
             )
     settings = {name.replace("-", "_"): value for name, value in table.items()}
     unknown = sorted(set(settings) - set(_SETTINGS))
     if unknown:
         raise UsageError(
-            f"{path} sets {unknown[0]!r} under [tool.torchtrim], which is no setting; there are "
+            f"{path} sets {unknown[0]!r} under [tool.torchtrim], which is not a setting. Settings: "
             f"{', '.join(_SETTINGS)}."
         )
     for name, value in settings.items():
         if isinstance(value, bool | dict | list):
             raise UsageError(
-                f"{path} sets {name!r} to {value!r} under [tool.torchtrim]; it takes a text or a number, as "
-                f"--{name.replace('_', '-')} does."
+                f"{path} sets {name!r} to {value!r} under [tool.torchtrim]; expected a string or a "
+                f"number, as for --{name.replace('_', '-')}."
             )
     return {name: str(value) for name, value in settings.items()}

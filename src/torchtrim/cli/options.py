@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -12,13 +13,15 @@ import click
 from click.core import ParameterSource
 
 from torchtrim.api import DEVICES
-from torchtrim.cli.sources import put_right
+from torchtrim.cli.output import cleaned, own_command
 from torchtrim.core.units import check_bytes, parse_bytes
 from torchtrim.errors import UsageError
-from torchtrim.records.allowance import allowance
+from torchtrim.records.commands import path_argument
+from torchtrim.records.terms import allowance
 
 if TYPE_CHECKING:
-    from torchtrim.api import Request, Script, Sharding
+    from torchtrim.api import Request, Script, Sharding, Watch
+
 
 FORMATS = ("text", "json", "sarif", "github", "markdown")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -26,17 +29,17 @@ Callback = Callable[[click.Context, click.Parameter, str | None], str | None]
 
 
 def chosen_form(context: click.Context, _: click.Parameter, value: str | None) -> str:
-    """The format of `--format` or `--json`. Raises `UsageError` where they say different things."""
+    """Return the format chosen by `--format` or `--json`. Raises `UsageError` if they disagree."""
     as_json = bool(context.params.get("as_json"))
     if as_json and value not in (None, "json"):
         raise UsageError(
-            f"--json is short for --format json, and --format {value} says otherwise. Give one of them."
+            f"--json is short for --format json, but --format {value} was given too. Give one of them."
         )
     return value or ("json" if as_json else "text")
 
 
 def amount(*, share: bool = False, zero: bool = False) -> Callback:
-    """Return the callback of an option that takes an amount of memory: a wrong one ends the verb at once."""
+    """Return an option callback that rejects an invalid amount of memory before the verb runs."""
 
     def check(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
         try:
@@ -50,24 +53,66 @@ def amount(*, share: bool = False, zero: bool = False) -> Callback:
 
 
 def _origin(context: click.Context, option: click.Parameter) -> str:
-    """Where the value of an option was written."""
+    """Return where the value of an option was written."""
     source = context.get_parameter_source(option.name or "")
     if source is ParameterSource.DEFAULT_MAP:
         return f"{option.name} under [tool.torchtrim] of pyproject.toml"
     return option.opts[0]
 
 
+_HEADINGS = {
+    "Run": (
+        *("module", "steps", "warmup", "processes", "timeout", "device", "streams"),
+        *("frames", "frames_of"),
+    ),
+    "Budget": ("memory", "memory_kind", "host_memory", "allow", "pinned", "candidates"),
+    "Sharding": (
+        *("ranks", "fsdp", "fsdp_blocks", "fsdp_dtype", "fsdp_no_reshard", "fsdp_offload"),
+    ),
+    "Output": ("out", "no_source", "form", "as_json", "amount"),
+}
+"""Headings of `--help`, and the parameters below each. The others, and those of the budget in a verb
+without --memory, come first."""
+_OWN = "Options"
+
+
+class Verb(click.Command):
+    """A verb whose `--help` groups its options under headings."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, each below its heading."""
+        parameters = self.get_params(ctx)
+        heading_of = {name: heading for heading, names in _HEADINGS.items() for name in names}
+        if not any(parameter.name == "memory" for parameter in parameters):
+            heading_of |= dict.fromkeys(_HEADINGS["Budget"], _OWN)
+        groups: dict[str, list[tuple[str, str]]] = {_OWN: [], **{key: [] for key in _HEADINGS}}
+        for parameter in parameters:
+            record = parameter.get_help_record(ctx)
+            if record is not None and isinstance(parameter, click.Option):
+                groups[heading_of.get(parameter.name or "", _OWN)].append(record)
+        for heading, records in groups.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
+
 _WHAT_RUNS = (
     click.argument("script"),
     click.argument("args", nargs=-1),
-    click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m."),
+    click.option("-m", "--module", is_flag=True, help="SCRIPT is a module name, as in python -m."),
 )
 _STEPS = (
     click.option(
-        "--steps", type=click.IntRange(1, 1000), default=3, help="Steps timed and compared."
+        "--steps",
+        type=click.IntRange(1, 1000),
+        default=3,
+        help="Number of steps to time and compare.",
     ),
     click.option(
-        "--warmup", type=click.IntRange(0, 1000), default=1, help="Steps run before that."
+        "--warmup",
+        type=click.IntRange(0, 1000),
+        default=1,
+        help="Number of steps to run before those.",
     ),
 )
 _PROCESSES = click.option(
@@ -75,28 +120,29 @@ _PROCESSES = click.option(
     type=click.IntRange(1, 1024),
     callback=lambda context, _, value: ranks_asked(context, value),
     metavar="N",
-    help="Run SCRIPT as N ranks, as torchrun would on one machine; under torchrun as many as it says.",
+    help="Run SCRIPT as N ranks on this machine, as torchrun does. Under torchrun, its own number of "
+    "ranks.",
 )
 _TIMEOUT = click.option(
     "--timeout",
     type=click.FloatRange(1.0),
     default=600.0,
     metavar="S",
-    help="Seconds that one run may take.",
+    help="Time limit of one run, in seconds.",
 )
 _DEVICE = click.option(
     "--device",
     type=click.Choice(["cpu", "emulated", "cuda", *DEVICES]),
     metavar="DEVICE",
-    help="cpu, cuda, emulated (a GPU on this CPU), or the name of one to emulate, such as "
-    "a10g or h100. By default what the script uses.",
+    help="Device to run on: cpu, cuda, emulated (a GPU emulated on this CPU), or the name of a GPU to "
+    "emulate, such as a10g or h100. Default: the device that the script uses.",
 )
 _STREAMS = click.option(
     "--streams",
     default="",
     metavar="ORDER",
-    help="In which order an emulated device's streams do their work: early, late or random[:SEED], each as "
-    "far as the program's waits allow. By default at once.",
+    help="Order in which the streams of an emulated device work: early, late or random[:SEED], as far "
+    "as the program's syncs allow. Default: immediately, in program order.",
 )
 _SHOWN = (
     click.option(
@@ -104,34 +150,34 @@ _SHOWN = (
         "as_json",
         is_flag=True,
         is_eager=True,
-        help="The report as JSON, on stdout; short for --format json.",
+        help="Print the report as JSON; short for --format json.",
     ),
     click.option(
         "--format",
         "form",
         type=click.Choice(FORMATS),
         callback=chosen_form,
-        help="Format of stdout; text by default.",
+        help="Format of the output on stdout. Default: text.",
     ),
     click.option(
         "--verbose",
         "-v",
         "amount",
         flag_value="all",
-        help="All that was found, however long; each step of the work as it is done.",
+        help="Print all findings in full, and every step of the work.",
     ),
     click.option(
         "--quiet",
         "-q",
         "amount",
         flag_value="headline",
-        help="The headline and what was written; of the work nothing.",
+        help="Print only the headline and the files written.",
     ),
 )
 
 
 def _warmed_up(function: F) -> F:
-    """The verb; a process for the script imports torch while this one does."""
+    """Wrap a verb so that the script's process imports torch while the verb starts."""
 
     @functools.wraps(function)
     def call(**options: Any) -> Any:
@@ -145,7 +191,7 @@ def _warmed_up(function: F) -> F:
 
 
 def runs_script(function: F) -> F:
-    """The script, its arguments, and how its steps are run."""
+    """Add the script, its arguments, and the options on running its steps."""
     function = _warmed_up(function)
     for decorate in reversed((*_WHAT_RUNS, *_STEPS, _PROCESSES, _TIMEOUT, _DEVICE, *_SHOWN)):
         function = decorate(function)
@@ -153,21 +199,23 @@ def runs_script(function: F) -> F:
 
 
 def ranks_asked(context: click.Context, value: int | None) -> int:
-    """How many ranks are to run. Under torchrun its first rank sees to all, and the others are done.
+    """Return the number of ranks to run. Under torchrun, local rank 0 runs all of them and the others exit.
 
-    Raises `UsageError` where torchrun says otherwise, or runs ranks on other machines too.
+    Raises `UsageError` if `--processes` contradicts torchrun or torchrun spans several machines.
     """
     world = os.environ.get("WORLD_SIZE", "")
     if "LOCAL_RANK" not in os.environ or not world.isdecimal() or int(world) < 2:
         return value or 1
     if os.environ.get("LOCAL_WORLD_SIZE", world) != world:
         raise UsageError(
-            f"torchrun runs {world} ranks on several machines, and torchtrim watches those of one. Give "
-            "--nnodes 1; to watch fewer ranks is enough to see what each does."
+            f"torchrun runs {world} ranks on several machines, but torchtrim watches the ranks of one "
+            "machine only. Run torchrun with --nnodes 1; fewer ranks show what each of them does just "
+            "as well."
         )
     if value not in (None, int(world)):
         raise UsageError(
-            f"--processes {value}, and torchrun runs {world} ranks. Leave --processes out."
+            f"--processes {value} contradicts torchrun, which runs {world} ranks. Leave --processes "
+            "out."
         )
     if os.environ.get("RANK") != "0":
         context.exit(0)
@@ -175,12 +223,12 @@ def ranks_asked(context: click.Context, value: int | None) -> int:
 
 
 def orders_streams(function: F) -> F:
-    """The order in which the streams of an emulated device work."""
+    """Add the option on the order in which an emulated device's streams work."""
     return _STREAMS(function)
 
 
 def estimates_script(function: F) -> F:
-    """The script, its arguments, and the device that it is estimated for."""
+    """Add the script, its arguments, and the device to estimate for."""
     function = _warmed_up(function)
     for decorate in reversed((*_WHAT_RUNS, _TIMEOUT, _DEVICE, *_SHOWN)):
         function = decorate(function)
@@ -188,7 +236,7 @@ def estimates_script(function: F) -> F:
 
 
 def runs_stream(function: F) -> F:
-    """The script, its arguments, and how its frames are run: on the CPU."""
+    """Add the script, its arguments, and the options on running its frames, on the CPU."""
     function = _warmed_up(function)
     for decorate in reversed((*_WHAT_RUNS, _TIMEOUT, *_SHOWN)):
         function = decorate(function)
@@ -196,83 +244,84 @@ def runs_stream(function: F) -> F:
 
 
 def counts_frames(function: F) -> F:
-    """How many frames, and what one is."""
+    """Add the options on what a frame is and how many to run."""
     function = click.option(
         "--frames-of",
         metavar="NAME",
-        help="A frame is a call of this class of module, or of this function; by default of the module "
-        "called first.",
+        help="Class or function whose call is one frame. Default: the module that the script calls "
+        "first.",
     )(function)
     return click.option(
-        "--frames", type=click.IntRange(6), default=60, help="Frames of a stream; 60 by default."
+        "--frames", type=click.IntRange(6), default=60, help="Number of frames to run. Default: 60."
     )(function)
 
 
 def _allowed(_: click.Context, __: click.Parameter, value: str) -> str:
-    """What a plan may change. Raises `UsageError` for an unknown word."""
+    """Check what a plan may change. Raises `UsageError` for an unknown word."""
     allowance(value)
     return value
 
 
 def fits(*, required: bool = True) -> Callable[[F], F]:
-    """The budget."""
+    """Add the options on the budget."""
 
     def decorate(function: F) -> F:
         function = click.option(
             "--memory-kind",
             type=click.Choice(["allocated", "reserved", "rss"]),
             default="allocated",
-            help="What the budget is on.",
+            help="Kind of memory that the budget limits.",
         )(function)
         function = click.option(
             "--allow",
             default="bitwise",
             callback=_allowed,
             metavar="WHAT",
-            help="What a plan may change: bitwise, nothing at all; rounding, the order of additions; "
-            "semantic=NAME,..., the function, by the techniques named, such as precision.",
+            help="What a plan may change: bitwise (nothing), rounding (the order of additions), or "
+            "semantic=NAME,... (the function, by the techniques named, such as precision).",
         )(function)
         function = click.option(
             "--host-memory",
             metavar="B",
             callback=amount(zero=True),
-            help="What a plan may take of the host's memory for what it offloads; what has no room there may "
-            "go to files. By default all it wants, and no files.",
+            help="Host memory that a plan may use for offloaded tensors; what does not fit may go to "
+            "files. Default: no limit, and no files.",
         )(function)
         return click.option(
             "--memory",
             required=required,
             metavar="B",
             callback=amount(share=True),
-            help="The budget: 8GiB, 500MB, or 60% of the original.",
+            help="Memory budget: 8GiB, 500MB, or 60% of the original peak.",
         )(function)
 
     return decorate
 
 
 def pins(function: F) -> F:
-    """The plan in which a person pins places."""
+    """Add the option that names a plan with pins."""
     return click.option(
         "--plan",
         "pinned",
         type=click.Path(path_type=Path, exists=True, dir_okay=False),
         metavar="FILE",
-        help="A plan whose [pins] hold; it is written again. By default the one among the files, if there.",
+        help="Plan whose [pins] to obey; it is overwritten. Default: the plan in the output folder, "
+        "if any.",
     )(function)
 
 
 def writes(function: F) -> F:
-    """Where files go, and what the page shows."""
+    """Add the options on the files that a verb writes."""
     function = click.option(
         "--no-source",
         is_flag=True,
-        help="No lines of source, paths or diffs on the page.",
+        help="Leave source lines, paths and diffs out of the page.",
     )(function)
     return click.option(
         "--out",
         type=click.Path(path_type=Path, file_okay=False),
         metavar="FOLDER",
-        help="Where files go; torchtrim-out/SCRIPT by default.",
+        help="Folder to write files to. Default: torchtrim-out/SCRIPT.",
     )(function)
 
 
@@ -281,7 +330,8 @@ _SHARDS = (
         "--ranks",
         type=click.IntRange(1, 1_000_000),
         metavar="N",
-        help="Estimate one process of N. None is started, and a script of torchrun's runs as its first.",
+        help="Estimate rank 0 of N ranks without starting the others. A script written for torchrun "
+        "works too.",
     ),
     click.option(
         "--fsdp", is_flag=True, help="Shard the model over the ranks with fully_shard (FSDP2)."
@@ -290,13 +340,13 @@ _SHARDS = (
         "--fsdp-blocks",
         multiple=True,
         metavar="PATTERN",
-        help="The modules that are sharded one by one: layers.*; by default those that repeat. "
-        "May be given again.",
+        help="Modules to shard one by one, such as layers.*; may be repeated. Default: the modules "
+        "that repeat.",
     ),
     click.option(
         "--fsdp-dtype",
         type=click.Choice(["bfloat16", "float16"]),
-        help="The type in which a sharded model computes; gradients are reduced in float32.",
+        help="Compute type of the sharded model. Gradients are reduced in float32.",
     ),
     click.option(
         "--fsdp-no-reshard",
@@ -306,20 +356,20 @@ _SHARDS = (
     click.option(
         "--fsdp-offload",
         is_flag=True,
-        help="Keep shards, their gradients and optimizer state on the host.",
+        help="Keep shards, their gradients and optimizer state in host memory.",
     ),
 )
 
 
 def shards(function: F) -> F:
-    """Over how many ranks, and how a model is sharded over them."""
+    """Add the options on ranks and on sharding a model over them."""
     for decorate in reversed(_SHARDS):
         function = decorate(function)
     return function
 
 
 def sharding_of(options: dict[str, Any]) -> Sharding | None:
-    """How the options have a model sharded. Raises `UsageError` where they speak of it without --fsdp."""
+    """Return how to shard the model, if requested. Raises `UsageError` for such options without --fsdp."""
     from torchtrim.api import Sharding
 
     told = Sharding(
@@ -329,14 +379,16 @@ def sharding_of(options: dict[str, Any]) -> Sharding | None:
         offload=options["fsdp_offload"],
     )
     if told != Sharding() and not options["fsdp"]:
-        raise UsageError("--fsdp-... says how a model is sharded: give --fsdp besides.")
+        raise UsageError("--fsdp-... options say how to shard the model: add --fsdp.")
     if options["fsdp"] and not options["ranks"]:
-        raise UsageError("--fsdp shards over ranks: say how many, such as --ranks 8.")
+        raise UsageError(
+            "--fsdp shards the model over ranks: give their number, such as --ranks 8."
+        )
     return told if options["fsdp"] else None
 
 
 def script_of(options: dict[str, Any]) -> Script:
-    """The script that the options name; a write of its source that was killed is put right."""
+    """Return the script to run; first undo an interrupted write of its source."""
     from torchtrim.api import Script
 
     script = Script(
@@ -353,7 +405,7 @@ def script_of(options: dict[str, Any]) -> Script:
 
 
 def request_of(options: dict[str, Any]) -> Request:
-    """The request that the options make."""
+    """Return the request that the options describe."""
     from torchtrim.api import Request
 
     host = options.get("host_memory")
@@ -362,3 +414,44 @@ def request_of(options: dict[str, Any]) -> Request:
         warmup=options["warmup"],
         host_memory=None if host is None else parse_bytes(host, zero=True),
     )
+
+
+_watches: list[tuple[Watch, Path]] = []
+
+
+def tell(text: str) -> None:
+    """Print a line on stderr, without control characters."""
+    click.echo(cleaned(text, sys.stderr.encoding or "utf-8"), err=True)
+
+
+def put_right(start: Path) -> None:
+    """Undo an interrupted write of source, and say so."""
+    from torchtrim.api import settle
+
+    for note in settle(start):
+        tell(f"note: {note}")
+
+
+def watch(start: Path) -> None:
+    """Report at the end of this run what it wrote around a path, however the run ends."""
+    from torchtrim.api import Watch
+
+    _watches.append((Watch(start), start))
+
+
+def said_of_writes() -> str:
+    """Return a sentence on the source written since `watch`, with the command that undoes it, or ""."""
+    lines = []
+    for watched, _ in _watches:
+        paths = [_near(path) for path in watched.written()]
+        if paths:
+            count = "" if len(paths) == 1 else f"{len(paths)} files: "
+            undo = own_command("undo", path_argument(paths[0]))
+            lines.append(f"source written: {count}{', '.join(paths)}. Undo: {undo}")
+    _watches.clear()
+    return "\n".join(lines)
+
+
+def _near(path: Path) -> str:
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -22,7 +22,7 @@ from torchtrim.records.commands import path_argument
 
 if TYPE_CHECKING:
     from torchtrim.api import Packing, Result
-    from torchtrim.records.allow import Over
+    from torchtrim.records.allow import PassedLimit
     from torchtrim.records.comparison import Change, Comparison
     from torchtrim.records.profile import Profile
     from torchtrim.records.report import Report
@@ -174,8 +174,8 @@ def write_files(result: Result, folder: Path, plan: Path | None = None) -> dict[
 
 def _write_data(result: Result, folder: Path, plan: Path | None) -> dict[str, Path]:
     """Write what needs no renderer: the diff, the plan, the certificate and the profile."""
+    from torchtrim.records.certificate import save_certificate
     from torchtrim.records.files import save_plan, save_profile, write_atomically
-    from torchtrim.records.kept_certificate import save_certificate
 
     paths: dict[str, Path] = {}
     if result.report.fixes is not None and result.report.fixes.diff:
@@ -293,13 +293,13 @@ def _amount() -> Amount:
 
 
 def _rendered(report: Report, form: str) -> bytes:
-    from torchtrim.api import Source
+    from torchtrim.api import SourceLines
 
     report, render = _with_failures(report), _renderer(form).render
     if form == "json":
         encoded: bytes = render(report)
         return encoded
-    more = {"line_text": Source(report.project).line} if form == "sarif" else {}
+    more = {"line_text": SourceLines(report.project).line} if form == "sarif" else {}
     text: str = render(report, root=_root(report.project), **more)
     return text.encode()
 
@@ -346,7 +346,7 @@ def drawn_arena(
     return _attempted("arena", svg)
 
 
-def gate_text(report: Report, over: Sequence[Over], allow_list: str) -> str:
+def gate_text(report: Report, over: Sequence[PassedLimit], allow_list: str) -> str:
     """What a gate says on the terminal."""
 
     def text() -> str:
@@ -358,14 +358,14 @@ def gate_text(report: Report, over: Sequence[Over], allow_list: str) -> str:
 
 def rendered_lint(report: Report, form: str) -> str:
     """What lint found, in one of its formats."""
-    from torchtrim.api import Source
+    from torchtrim.api import SourceLines
     from torchtrim.report import github, json, lint_text, sarif
 
     encoding = sys.stdout.encoding or "utf-8"
     if form == "json":
         return json.render(report).decode()
     if form == "sarif":
-        return sarif.render(report, line_text=Source(report.project).line)
+        return sarif.render(report, line_text=SourceLines(report.project).line)
     if form == "github":
         return github.render(report)
     return (

@@ -1,1 +1,1 @@
-"""What every room uses: units, caches, clocks, and the isolation of parts that fail."""
+"""Foundations that every room uses: units, caches, clocks, and the isolation of failing parts."""

@@ -1,4 +1,4 @@
-"""Results computed once on a machine are kept in the user's cache folder, never in the package."""
+"""The user's cache folder, for results computed once per machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def folder() -> Path:
-    """Where this user's programs keep what can be made again; it need not exist."""
+    """Return the cache folder of this user. It may not exist yet."""
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or str(Path.home() / "AppData" / "Local")
     elif sys.platform == "darwin":
@@ -24,7 +24,7 @@ def folder() -> Path:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Put a file there as a whole or not at all. Where nothing can be written nothing is kept."""
+    """Write a file atomically. Errors of the file system are ignored: the cache is optional."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         number, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
@@ -37,7 +37,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def compiler(**options: Any) -> Callable[[Any], Any]:
-    """`numba.njit`, which keeps what it compiles in the cache folder, or where `NUMBA_CACHE_DIR` says."""
+    """Return `numba.njit` with its compiled code in the cache folder, or in `NUMBA_CACHE_DIR` if set."""
     numba: Any = import_module("numba")
 
     def compiled(function: Any) -> Any:

@@ -1,16 +1,92 @@
-"""Time that passes, and time in which this process is at work; tests bring their own."""
+"""Wall time, CPU time and time spent in the scheduler's queue. Tests bring a clock of their own."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torchtrim.core.run_queue import queued_ns
+_SCHEDULED = "/proc/thread-self/schedstat"
+
+
+class _Scheduled:
+    """The file that holds the queueing time of the thread that opens it (Linux only). `number` is -1
+    elsewhere.
+
+    The file is closed with its thread, unless the descriptor has been reused: a daemon closes all
+    descriptors.
+    """
+
+    def __init__(self) -> None:
+        self.number, self._is = -1, (0, 0)
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):
+                self.number = os.open(_SCHEDULED, os.O_RDONLY | os.O_CLOEXEC)
+                self._is = _identity(self.number)
+
+    def forget(self) -> None:
+        """Drop the descriptor without closing it: after a fork it may belong to another file."""
+        self.number = -1
+
+    def __del__(self, over: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self.number < 0 or over():
+            return
+        with contextlib.suppress(OSError):
+            if _identity(self.number) == self._is:
+                os.close(self.number)
+
+
+def _identity(number: int) -> tuple[int, int]:
+    found = os.fstat(number)
+    return found.st_dev, found.st_ino
+
+
+class _QueueLocal(threading.local):
+    def __init__(self) -> None:
+        self.scheduled = _Scheduled()
+
+
+_local = _QueueLocal()
+
+
+def _begin_again() -> None:
+    """Reopen the file after a fork: the inherited one describes the parent's thread."""
+    _local.scheduled.forget()
+    _local.scheduled = _Scheduled()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_again)
+
+
+def queued_ns() -> int:
+    """Return the nanoseconds this thread has spent runnable but waiting for a free core.
+
+    Return 0 if the system does not record it. A call takes less than a microsecond. The scheduler has a clock
+    of its own, so the queueing time can exceed the elapsed time by some microseconds.
+    """
+    number = _local.scheduled.number
+    if number < 0:
+        return 0
+    try:
+        return int(os.pread(number, 64, 0).split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def now() -> float:
+    """Return seconds on a clock that stops while this thread waits for a core."""
+    return time.perf_counter() - queued_ns() / 1e9
 
 
 class Clock(NamedTuple):
-    """All in seconds: the time, that in which this thread worked, and that of all cores for this process."""
+    """Functions that return seconds: wall time, time this thread worked, and CPU time of the process on all
+    cores.
+    """
 
     now: Callable[[], float]
     busy: Callable[[], float]
@@ -18,10 +94,10 @@ class Clock(NamedTuple):
 
 
 def _busy() -> float:
-    """What this thread computed, and on Linux how long it was in the queue for a core.
+    """Return the thread's CPU time, plus its queueing time on Linux.
 
-    Without the queue a loaded machine would make decoding look like a disk; and threads that await
-    others by turning in circles would make a disk look like decoding.
+    Without the queueing time, decoding on a loaded machine would look like disk access. Process CPU time does
+    not work either: spinning threads would make disk access look like decoding.
     """
     return time.thread_time() + queued_ns() / 1e9
 

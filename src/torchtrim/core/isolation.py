@@ -1,4 +1,4 @@
-"""Parts that fail alone: a technique, rule, fix or renderer with a defect costs only itself."""
+"""Isolation of technique, rule, fix and renderer failures: a defect in one disables only that one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torchtrim.errors import TorchtrimError, is_out_of_memory
 
 DEBUG = "TORCHTRIM_DEBUG"
 TO_REPORT = (
-    "This is a bug of torchtrim. Please report it where you got torchtrim from, with the command, this "
-    f"message and what `torchtrim doctor` prints; {DEBUG}=1 shows the traceback."
+    "This is a bug in torchtrim. Please report it where you got torchtrim from, with "
+    f"the command, this message and the output of `torchtrim doctor`. {DEBUG}=1 shows "
+    "the traceback."
 )
 _MOST_CHARACTERS = 400  # Arbitrary; an error message of a few lines.
 Kind = Literal["technique", "rule", "fix", "renderer"]
@@ -23,7 +24,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Failure(NamedTuple):
-    """A part with a defect, and the exception that it raised."""
+    """A part that raised an exception, with its message."""
 
     kind: Kind
     name: str
@@ -38,7 +39,7 @@ _collectors: list[list[Failure]] = []
 
 
 class Isolated:
-    """Runs a part: what it raises beyond torchtrim's own errors is noted, and goes no further."""
+    """A context manager that records unexpected exceptions of a part and suppresses them."""
 
     def __init__(self, kind: Kind, name: str, passes: tuple[type[Exception], ...] = ()) -> None:
         self._part: tuple[Kind, str] = kind, name
@@ -56,32 +57,32 @@ class Isolated:
 
 
 def isolated(kind: Kind, name: str, passes: tuple[type[Exception], ...] = ()) -> Isolated:
-    """Return a context in which a part runs, and that ends quietly where the part raises.
+    """Return a context that runs a part and suppresses the exceptions it raises.
 
-    Errors for people, those named, exhausted memory and a closed pipe pass through; with TORCHTRIM_DEBUG=1
-    everything does.
+    `TorchtrimError`, the types in `passes`, out-of-memory errors and broken pipes propagate. With
+    TORCHTRIM_DEBUG=1 everything does.
     """
     return Isolated(kind, name, passes)
 
 
 def debugging() -> bool:
-    """Whether defects are to be raised, not survived."""
+    """Return True if TORCHTRIM_DEBUG is set, so that defects are raised."""
     return os.environ.get(DEBUG, "") not in ("", "0")
 
 
 def said_of(error: BaseException) -> str:
-    """The exception in one line, of a bounded length."""
+    """Return the exception on one line of bounded length."""
     text = " ".join(str(error)[:_MOST_CHARACTERS].split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def trace_of(error: BaseException) -> str:
-    """The traceback on lines of its own, with TORCHTRIM_DEBUG=1; else nothing."""
+    """Return the traceback, preceded by a newline, with TORCHTRIM_DEBUG=1; otherwise ""."""
     return "\n" + "".join(format_exception(error)).rstrip() if debugging() else ""
 
 
 def note(failure: Failure) -> None:
-    """Remember a failure, and tell of the first of each part on stderr; or hand it to who collects them."""
+    """Print the first failure of each part to stderr, or append it to the innermost collector."""
     if _collectors:
         _collectors[-1].append(failure)
     elif failure[:2] not in _known:
@@ -93,7 +94,7 @@ def note(failure: Failure) -> None:
 
 @contextmanager
 def collected() -> Iterator[list[Failure]]:
-    """The failures of this block, for the caller to note: in another process, or each time anew."""
+    """Collect the failures of this block for the caller to record."""
     found: list[Failure] = []
     _collectors.append(found)
     try:
@@ -103,12 +104,12 @@ def collected() -> Iterator[list[Failure]]:
 
 
 def failures(kind: Kind) -> tuple[Failure, ...]:
-    """The failures of parts of that kind since `forget`."""
+    """Return the failures of parts of this kind since the last `forget`."""
     return tuple(one for one in _known.values() if one.kind == kind)
 
 
 def forget() -> None:
-    """Begin anew: a verb answers for its own failures."""
+    """Clear the recorded failures. Each verb starts with none."""
     _known.clear()
 
 

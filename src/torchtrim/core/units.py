@@ -1,4 +1,4 @@
-"""Bytes and durations as people write and read them. The only parser and the only formatters."""
+"""Parsing and formatting of byte counts and durations."""
 
 from __future__ import annotations
 
@@ -25,61 +25,62 @@ _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*", re.ASCII)
 
 
 class Amount(NamedTuple):
-    """An amount of memory: bytes, or the per cent of a whole that is not known yet."""
+    """An amount of memory: bytes, or a percentage of a total that is not known yet."""
 
     number: float
     is_share: bool = False
 
     def of(self, whole: int) -> int:
-        """The bytes, where a share is one of `whole`."""
+        """Return the amount in bytes, a percentage taken of `whole`."""
         return int(self.number * whole / 100) if self.is_share else int(self.number)
 
 
 def parse_amount(text: str | int, *, zero: bool = False) -> Amount:
     """Read `"8GiB"`, `"8GB"`, `"1024"`, `1024` or `"60%"`.
 
-    Raises `UsageError` for anything else, for zero unless `zero`, and for more than any machine has.
+    Raises `UsageError` for anything else, for zero unless `zero`, and for more than 4 EiB.
     """
     number, unit = _read(text)
     number *= _FACTORS.get(unit, 1)
     if number < 0 or number > _MOST or not (number or zero):
         raise UsageError(
-            f"{_shown(text)} is no amount of memory that a program could run in; give one above zero, and "
-            "below 4 EiB."
+            f"{_shown(text)} is not a usable amount of memory. Give more than zero and less "
+            "than 4 EiB."
         )
     return Amount(number, is_share=unit == "%")
 
 
 def parse_bytes(text: str | int, *, whole: int | None = None, zero: bool = False) -> int:
-    """Return the bytes that `parse_amount` reads, `"60%"` as the share of `whole`.
+    """Return the bytes that `parse_amount` reads, with `"60%"` taken of `whole`.
 
-    Raises `UsageError` as that does, and for a share where there is no whole.
+    Raises `UsageError` like `parse_amount`, and for a percentage without `whole`.
     """
     amount = parse_amount(text, zero=zero)
     if amount.is_share and whole is None:
         raise UsageError(
-            f"{text!r} is a share, and here there is no peak to take it of; give bytes, such as 8GiB."
+            f"{text!r} is a percentage, but the peak is unknown here. Give bytes, such as 8GiB."
         )
     return amount.of(whole or 0)
 
 
 def check_bytes(text: str | int, *, share: bool = False, zero: bool = False) -> None:
-    """Raise `UsageError` for what `parse_bytes` would refuse: before anything runs that it is for.
+    """Raise `UsageError` if `parse_bytes` would reject the text. Call it before a long run.
 
-    `share`: there will be a whole to take a share of.
+    `share`: accept percentages, since the total will be known later.
     """
     parse_bytes(text, whole=1 if share else None, zero=zero)
 
 
 def _read(text: object) -> tuple[float, str]:
-    """The number and its unit, in lower case."""
+    """Return the number and its unit in lower case."""
     if isinstance(text, int) and not isinstance(text, bool):
         return float(max(min(text, 2 * _MOST), -1)), ""
     match = _AMOUNT.fullmatch(text) if isinstance(text, str) else None
     if match is None or (match[2] != "%" and match[2].lower() not in _FACTORS):
         raise UsageError(
-            f"cannot read {_shown(text)} as an amount of memory. Write a number with a unit, such as 8GiB "
-            "(8 x 2^30), 500MB (500 x 10^6), 1048576 (bytes), or 60% of the original's own peak."
+            f"cannot read {_shown(text)} as an amount of memory. Write a number with a unit, "
+            "such as 8GiB (8 x 2^30), 500MB (500 x 10^6), 1048576 (bytes), or 60% of the "
+            "original's peak."
         )
     return float(match[1]), match[2].lower()
 
@@ -90,7 +91,7 @@ def _shown(text: object) -> str:
 
 
 def format_bytes(amount: int | float) -> str:
-    """`1536` -> `"1.50 KiB"`; the sign is kept; whole bytes below 1 KiB."""
+    """Format `1536` as `"1.50 KiB"`. The sign is kept; amounts below 1 KiB are whole bytes."""
     if abs(amount) < 1024:
         return f"{amount:.0f} B"
     size, unit = float(amount), "B"
@@ -103,7 +104,7 @@ def format_bytes(amount: int | float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`0.0123` -> `"12.3 ms"`."""
+    """Format `0.0123` as `"12.3 ms"`."""
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):
         size = seconds * factor
         if abs(size) >= 1 or unit == "us":

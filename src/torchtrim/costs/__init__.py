@@ -1,1 +1,1 @@
-"""Named devices, the time that operators take on them, and what host-device syncs cost."""
+"""Named devices, the time that operators take on them, and the cost of host-device syncs."""

@@ -1,4 +1,4 @@
-"""Accelerators by name: what their makers and traces say that they do at most."""
+"""Accelerators by name, with peak rates from their makers and latencies from traces."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ _KINETO = "https://github.com/pytorch/kineto/tree/94979607%5E/tb_plugin/samples"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Device:
-    """One accelerator. Rates are per second: floating-point operations by type, and bytes.
+    """One accelerator. Rates are per second: floating-point operations by dtype, and bytes.
 
     `flops` has dense rates, `tf32` apart from `float32` because PyTorch does not use it by default for
-    matrix products. `link` is the bandwidth to the host in one direction. `launch` is the time in
-    seconds from the call of a launch to the start of the kernel on an idle stream, and `call` what the
-    call keeps the host; both are medians of a trace, which `measured_on` names. `floor` is the time in
-    seconds that the smallest kernels take: a tenth of those in that trace take no longer. `source` is
-    where the rates are from.
+    matrix products. `link` is the bandwidth to the host in one direction. `launch` is the time in seconds
+    from the launch call to the start of the kernel on an idle stream, and `call` how long the call keeps the
+    host; both are medians of the trace named in `measured_on`. `floor` is the time in seconds of the
+    smallest kernels: a tenth of those in that trace take no longer. `source` cites the rates.
     """
 
     name: str
@@ -35,14 +34,15 @@ class Device:
     measured_on: str
 
     def peak(self, dtype: str) -> float:
-        """Floating-point operations a second of matrix products in a type, the float32 rate for others."""
+        """Return the floating-point operations a second of matrix products in a dtype, by default the
+        float32 rate."""
         return self.flops.get(dtype, self.flops["float32"])
 
 
 def _flops(
     half: float, single: float, double: float, tf32: float | None = None, brain: bool = True
 ) -> dict[str, float]:
-    """Rates from figures in teraflops; bfloat16 runs at the rate of float16 where there is hardware."""
+    """Convert teraflops to rates; bfloat16 runs at the rate of float16 if the hardware supports it."""
     return {
         "float16": half * 1e12,
         "bfloat16": (half if brain else single) * 1e12,
@@ -188,8 +188,8 @@ DEVICES: dict[str, Device] = {device.name: device for device in _ALL}
 
 
 def device_named(name: str) -> Device:
-    """The device of that name. Raises `UsageError`, naming all, for another."""
+    """Return the device of that name. Raises `UsageError`, listing all names, if there is none."""
     found = DEVICES.get(name.lower().replace("-", "").replace(" ", ""))
     if found is None:
-        raise UsageError(f"there is no device {name!r}; there are {', '.join(sorted(DEVICES))}.")
+        raise UsageError(f"unknown device {name!r}; known are {', '.join(sorted(DEVICES))}.")
     return found

@@ -1,9 +1,9 @@
-"""How long each operator of a profile would take on a named device, from its work and its bytes.
+"""Models the time of each operator of a profile on a named device, from its work and its bytes.
 
 The roofline of Williams, Waterman and Patterson (CACM 52(4), 2009): an operator takes as long as its
-arithmetic at the device's peak rate or its memory traffic at the peak bandwidth, whichever is longer.
-Real kernels reach a part of either, so this is a lower bound; it is marked `modelled` wherever shown. No
-kernel is quicker than the smallest ones that the device's trace has, and no copy.
+arithmetic at the device's peak rate or its memory traffic at the peak bandwidth, whichever is longer. Real
+kernels reach only a part of either, so this is a lower bound; it is marked `modelled` wherever shown.
+Kernels and copies take at least as long as the smallest in the device's trace.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torchtrim.records.profile import Operator, Profile, TensorUse
 from torchtrim.records.remembered import remembered
 
 HOST_SECONDS = 5e-6
-"""About what eager dispatch of a small operator takes the host. Not measured for each."""
+"""Approximate host time of eager dispatch for a small operator; not measured for each."""
 _KNOWN = 4096  # Arbitrary; more operators of different shapes than a large model has.
 _COPY_SECONDS = 0.9e-6
-"""A tenth of the copies between host and device take no longer, in the B200 trace of `devices.py`; 1 us in
-the A100's."""
+"""A tenth of the copies between host and device take no longer, in the B200 trace of `devices.py`; 1 us
+in the A100's."""
 _ITEM_BYTES = {"64": 8, "32": 4, "16": 2, "8": 1}
 _FREE = frozenset(
     ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")
@@ -34,7 +34,7 @@ _COPIES = frozenset(("_to_copy", "copy_", "_copy_from", "_local_scalar_dense", "
 
 
 class RooflineEstimate(Struct, frozen=True, kw_only=True):
-    """Seconds of each operator on the device, and of the host to give it out."""
+    """Seconds of each operator on the device, and of its dispatch on the host."""
 
     device: str
     source: Literal["modelled"] = "modelled"
@@ -44,10 +44,10 @@ class RooflineEstimate(Struct, frozen=True, kw_only=True):
 
 @remembered
 def estimate(profile: Profile, device: Device) -> RooflineEstimate:
-    """The seconds that each operator takes on the device and on the host.
+    """Estimate the seconds of each operator on the device and on the host.
 
-    The host takes 5 us for an operator's own work in Python and the dispatcher, and the time of the call
-    besides where it launches a kernel.
+    The host takes 5 us for an operator in Python and the dispatcher, plus the time of the call if it
+    launches a kernel.
     """
     there = [not storage.device.startswith("cpu") for storage in profile.storages]
     seconds = array("d", (_seconds(op, there, device) for op in profile.operators))
@@ -57,7 +57,7 @@ def estimate(profile: Profile, device: Device) -> RooflineEstimate:
 
 
 def _seconds(op: Operator, there: Sequence[bool], device: Device) -> float:
-    """`there` says of each storage whether it is on the device."""
+    """`there` is True for storages on the device."""
     name = base_name(op)
     uses = (*op.inputs, *op.outputs)
     on_device = [use for use in uses if there[use.storage]]
@@ -73,7 +73,7 @@ def _seconds(op: Operator, there: Sequence[bool], device: Device) -> float:
 
 
 def base_name(op: Operator) -> str:
-    """The operator's name without its namespace and overload."""
+    """Return the operator's name without its namespace and overload."""
     return _base(op.name)
 
 
@@ -83,7 +83,7 @@ def _base(name: str) -> str:
 
 
 def bytes_of(use: TensorUse) -> int:
-    """Bytes that the elements of a tensor take."""
+    """Return the bytes of a tensor's elements."""
     return prod(use.shape) * _item_bytes(use.dtype)
 
 
@@ -95,7 +95,7 @@ def _item_bytes(dtype: str) -> int:
 
 
 def _is_view(op: Operator, name: str) -> bool:
-    """Whether no kernel runs: what comes out is memory that went in, and nothing was written."""
+    """Return True if no kernel runs: the output is memory of an input, and nothing was written."""
     if name in _FREE:
         return True
     came = {use.storage for use in op.inputs}
@@ -103,10 +103,10 @@ def _is_view(op: Operator, name: str) -> bool:
 
 
 def flops(op: Operator) -> float:
-    """Floating-point operations of an operator, a multiplication with an addition counted as two.
+    """Return the floating-point operations of an operator; a multiplication with an addition counts as two.
 
-    Matrix products, convolutions and attention by their shapes; for all others one for each element that
-    comes in or goes out, which memory traffic outweighs.
+    Matrix products, convolutions and attention by their shapes; all others one for each element read or
+    written, which memory traffic outweighs.
     """
     count = _COUNTS.get(base_name(op))
     matrices = [use.shape for use in op.inputs if use.shape]
@@ -121,7 +121,7 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 def _product(inputs: Shapes, outputs: Shapes) -> float:
-    """Of two matrices, or batches of them: twice the first's elements times the columns of the second."""
+    """For two matrices, or batches of them: twice the first's elements times the columns of the second."""
     pair = [shape for shape in inputs if len(shape) >= 2][-2:]
     return 2.0 * prod(pair[0]) * pair[1][-1] if len(pair) == 2 else 0.0
 
@@ -137,7 +137,7 @@ def _convolution(inputs: Shapes, outputs: Shapes) -> float:
 
 
 def _convolution_backward(inputs: Shapes, outputs: Shapes) -> float:
-    """Twice the forward's, for the gradients of input and weight, of which either may not be wanted."""
+    """Twice the forward's, for the gradients of input and weight, or only one of them."""
     if len(inputs) < 3:
         return 0.0
     each = 2.0 * prod(inputs[0]) * prod(inputs[2][1:])
@@ -154,7 +154,8 @@ def _attention(inputs: Shapes, outputs: Shapes) -> float:
 
 
 def _attention_backward(inputs: Shapes, outputs: Shapes) -> float:
-    """Five products for the forward's two: scores again, and the gradients of all three and of scores."""
+    """Five products for the forward's two: the scores again, and the gradients of scores, query, key and
+    value."""
     return 2.5 * _attention(inputs[1:], outputs)
 
 

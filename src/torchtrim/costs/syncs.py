@@ -1,4 +1,4 @@
-"""What the waits of an emulated step would cost on a named device: the roofline's times, replayed."""
+"""Models the cost of an emulated step's syncs on a named device, by replaying roofline times."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from typing import Literal
 from msgspec import Struct
 
 from torchtrim.costs.devices import Device
-from torchtrim.costs.replay.bound import bound
-from torchtrim.costs.replay.engine import replay
-from torchtrim.costs.replay.one_stream import OneStream
-from torchtrim.costs.replay.program import NO_SITE
-from torchtrim.costs.replay.sets import price
+from torchtrim.costs.replay import NO_SITE, OneStream, bound, price, replay
 from torchtrim.costs.roofline import RooflineEstimate, estimate
 from torchtrim.records.profile import Profile
 
@@ -25,7 +21,8 @@ _GAP_US = 1.5  # Usual in public traces, as in traces/build.py.
 
 
 class ModelledWait(Struct, frozen=True, kw_only=True):
-    """A site that waits. `syncs` are the numbers of the profile's syncs there; times in milliseconds."""
+    """A site that synchronizes. `syncs` are the numbers of its syncs in the profile; times in
+    milliseconds."""
 
     syncs: tuple[int, ...]
     wait_ms: float
@@ -33,7 +30,7 @@ class ModelledWait(Struct, frozen=True, kw_only=True):
 
 
 class PricedSyncs(Struct, frozen=True, kw_only=True):
-    """What the model gives for a step, in milliseconds. Sets are of numbers of `waits`."""
+    """Modelled times of a step, in milliseconds. Sets hold indices of `waits`."""
 
     device: str
     source: Literal["modelled"] = "modelled"
@@ -48,10 +45,10 @@ class PricedSyncs(Struct, frozen=True, kw_only=True):
 def price_syncs(
     profile: Profile, device: Device, sites: Sequence[Sequence[int]] | None = None
 ) -> PricedSyncs:
-    """Price every wait of the profile on the device, alone and in sets.
+    """Price every sync of the profile on the device, alone and in sets.
 
-    `sites` are the syncs that go together, by number; by default those of one line and row. One thread
-    launches the operators in their order on one stream. Copies that race are no waits.
+    `sites` groups the syncs by number; by default those of one line and row. One thread launches the
+    operators in order on one stream. Copies that race are not syncs.
     """
     times = estimate(profile, device)
     groups = _groups(profile) if sites is None else sites
@@ -79,7 +76,7 @@ def price_syncs(
 
 
 def _groups(profile: Profile) -> list[list[int]]:
-    """Syncs by the line that asked for them and the row that says why they wait."""
+    """Group syncs by calling line and row."""
     found: dict[tuple[int, str], list[int]] = {}
     for number, sync in enumerate(profile.syncs):
         if not sync.row.startswith(_RACES):
@@ -91,7 +88,8 @@ def _groups(profile: Profile) -> list[list[int]]:
 def one_stream(
     profile: Profile, device: Device, times: RooflineEstimate, site_of: Sequence[int]
 ) -> OneStream:
-    """The step as one thread gives it out to one stream. `site_of` has a site for each of its syncs."""
+    """Model the step as one thread that launches on one stream. `site_of` has the site of each of its
+    syncs."""
     after, numbers = _after(profile)
     return OneStream(
         host=array("d", (seconds * _US for seconds in times.host_seconds)),
@@ -113,9 +111,9 @@ def _sites(profile: Profile, groups: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _after(profile: Profile) -> tuple[array[int], Sequence[int]]:
-    """Operators after which the host waits, and the numbers of the syncs that make it.
+    """Return the operators after which the host waits, and the numbers of their syncs.
 
-    A sync of no operator comes after what waited before it.
+    A sync outside operators follows the operator of the sync before it.
     """
     first: dict[str, int] = {}
     for number, op in enumerate(profile.operators):

@@ -1,6 +1,6 @@
-"""Keeps a step fed: batches copied ahead, and a loader's settings found by trying few of them.
+"""Data loading that keeps up with the step: prefetching, narrow transfers and loader tuning.
 
-What needs no torch, `torchtrim.data.model`, can be imported without it.
+`torchtrim.data.model` can be imported without torch.
 """
 
 from __future__ import annotations

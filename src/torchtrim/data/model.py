@@ -1,4 +1,4 @@
-"""What a loader with other settings would take, from the parts of one batch."""
+"""Model of a loader's batch time under other settings, from the parts of one batch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 from torchtrim.records.loader import BatchParts, LoaderSettings
 
 _QUEUE = 2e-4
-"""Seconds that a batch from a worker costs whatever its size: two queues and a file descriptor."""
+"""Fixed cost in seconds of a batch from a worker: two queues and a file descriptor."""
 
 
 class Consumer(NamedTuple):
-    """What is done with a batch: seconds of it when it is there, and how many cores that keeps busy."""
+    """Work done with a batch: its seconds, and the number of cores it keeps busy."""
 
     seconds: float
     busy: float = 1.0
@@ -20,10 +20,10 @@ class Consumer(NamedTuple):
 def batch_seconds(
     parts: BatchParts, settings: LoaderSettings, consumer: Consumer, cores: int
 ) -> float:
-    """Seconds from batch to batch: the slowest of what goes on at once.
+    """Return the seconds from batch to batch: the slowest of the concurrent stages.
 
-    Without workers all of it goes on one after the other. With workers it is the consumer, the workers, or
-    the cores, which the workers share with it: reading takes none of them, all else does.
+    Without workers the stages run one after another. With workers the limit is the consumer, the workers, or
+    the cores they share with the consumer. Reading uses no core; everything else does.
     """
     computing = _computing(parts, settings)
     work = computing + (0.0 if settings.whole else parts.reading)
@@ -37,7 +37,7 @@ def batch_seconds(
 
 
 def enough_workers(parts: BatchParts, settings: LoaderSettings, consumer: Consumer) -> int:
-    """The fewest workers that hide a batch's work behind what is done with the one before; at least 1."""
+    """Return the fewest workers that hide loading behind the consumer, at least 1."""
     computing = _computing(parts, settings)
     work = computing + (0.0 if settings.whole else parts.reading)
     hidden = max(consumer.seconds + parts.handing, 1e-9)
@@ -45,12 +45,12 @@ def enough_workers(parts: BatchParts, settings: LoaderSettings, consumer: Consum
 
 
 def memory_bytes(parts: BatchParts, settings: LoaderSettings) -> int:
-    """Bytes of the batches that are ready or being made, and of the one in use."""
+    """Return the bytes of batches that are ready, being loaded, or in use."""
     return parts.bytes * (settings.ahead + settings.workers + 1)
 
 
 def _computing(parts: BatchParts, settings: LoaderSettings) -> float:
-    """Seconds in which a core works for one batch; the whole time of a batch that is fetched as a whole."""
+    """Return the core seconds of one batch. A batch fetched as a whole counts in full."""
     if settings.whole and parts.whole is not None:
         return parts.whole
     return parts.decoding + parts.collating

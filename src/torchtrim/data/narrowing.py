@@ -1,4 +1,4 @@
-"""Ships a loader's batches in narrow types, and widens them on the device."""
+"""Transfer of a loader's batches in narrow types, restored on the device."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
-from torchtrim.data.packing import Packed, packed_in
+from torchtrim.data.parts import Packed, packed_in
 from torchtrim.data.rebuild import rebuilt, settings_of
 
 _LEAST = 1 << 16
 
 
 class Shipped:
-    """A tensor of a batch on its way: narrow until `to`, `cuda` or `cpu` gives the tensor that it was."""
+    """A narrowed tensor of a batch. `to`, `cuda` and `cpu` restore the original tensor."""
 
     def __init__(self, packed: Packed) -> None:
         self.packed = packed
 
     def to(self, device: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The tensor there, bit for bit as the loader made it. A further type is applied to it there."""
+        """Return the tensor on the device, bit for bit as the loader made it. A dtype is applied there."""
         if isinstance(device, torch.dtype):
             return self.packed.widened().to(device, *args, **kwargs)
         here = {name: value for name, value in kwargs.items() if name == "non_blocking"}
@@ -32,19 +32,19 @@ class Shipped:
         return wide.to(*args, **rest) if args or rest else wide
 
     def cuda(self, device: Any = None, non_blocking: bool = False) -> torch.Tensor:
-        """The tensor on the device."""
+        """Return the tensor on the CUDA device."""
         return self.to("cuda" if device is None else device, non_blocking=non_blocking)
 
     def cpu(self) -> torch.Tensor:
-        """The tensor here."""
+        """Return the tensor on the CPU."""
         return self.packed.widened()
 
     def pin_memory(self, *_: Any) -> Shipped:
-        """The same in pinned memory; a loader with `pin_memory=True` calls it."""
+        """Return a copy in pinned memory; called by a loader with `pin_memory=True`."""
         return Shipped(self.packed._replace(values=self.packed.values.pin_memory()))
 
     def size(self, dim: int | None = None) -> Any:
-        """The sizes of the tensor, or one of them."""
+        """Return the shape of the tensor, or one of its sizes."""
         return self.shape if dim is None else self.shape[dim]
 
     def __len__(self) -> int:
@@ -52,17 +52,17 @@ class Shipped:
 
     @property
     def shape(self) -> torch.Size:
-        """The sizes of the tensor."""
+        """Shape of the tensor."""
         return self.packed.values.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that the tensor will have."""
+        """Type of the restored tensor."""
         return self.packed.dtype
 
 
 class _NarrowCollate:
-    """Collates as another function does, and packs what can be packed, where that function runs."""
+    """A collate function that narrows the tensors of another's batches, in the worker."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
@@ -72,7 +72,7 @@ class _NarrowCollate:
 
 
 def _shipped(value: Any) -> Any:
-    """A tensor of 64 KiB or more in the narrowest type that gives it back; all else as it is."""
+    """Narrow a tensor of 64 KiB or more if that is exact; return anything else unchanged."""
     if type(value) is not torch.Tensor or value.layout != torch.strided:
         return value
     if value.numel() * value.element_size() < _LEAST:
@@ -82,15 +82,14 @@ def _shipped(value: Any) -> Any:
 
 
 def narrow(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """The same loader, whose large tensors travel in the narrowest types that hold their values.
+    """Return the same loader with large tensors narrowed during transfer.
 
         for images, labels in narrow(loader):
             images = images.to(device, non_blocking=True)
 
-    Batches are the same, bit for bit, once they were moved: each tensor is packed only where it comes back
-    so, and that is looked at for every batch, in the workers. Until it is moved by `to`, `cuda` or `cpu`, a
-    packed tensor knows its shape and type and nothing else. Goes with `Prefetcher`. Raises `UsageError` for
-    what is no `DataLoader`.
+    Batches are identical, bit for bit, after they are moved: a tensor is narrowed only if its values survive,
+    which workers check for every batch. Until `to`, `cuda` or `cpu` moves it, a narrowed tensor only knows
+    its shape and dtype. Works with `Prefetcher`. Raises `UsageError` if the loader is not a `DataLoader`.
     """
     found = rebuilt(loader, settings_of(loader))
     found.collate_fn = _NarrowCollate(found.collate_fn)

@@ -1,26 +1,172 @@
-"""What one batch takes, in parts: the data set is asked apart from its loader."""
+"""Timing of one batch in parts, by calling the data set without its loader."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _DatasetKind
 
 from torchtrim.core.clock import CLOCK, Clock
-from torchtrim.data.packing import narrowed, tensors_in
 from torchtrim.records.loader import BatchParts
+
+
+def cores_here() -> int:
+    """Return the number of cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def has_device() -> bool:
+    """Return True if there is a device that batches are copied to."""
+    return torch.accelerator.is_available()
+
+
+def free_bytes() -> int:
+    """Return the free bytes for batches: the machine's or its shared memory's, the smaller; 0 if unknown."""
+    found = []
+    with contextlib.suppress(OSError, ValueError):
+        text = Path("/proc/meminfo").read_text()
+        (line,) = (line for line in text.splitlines() if line.startswith("MemAvailable:"))
+        found.append(int(line.split()[1]) * 1024)
+    with contextlib.suppress(OSError):
+        shared = os.statvfs("/dev/shm")
+        found.append(shared.f_bavail * shared.f_frsize)
+    return min(found, default=0)
+
+
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32)
+_HALVES = (torch.float16, torch.bfloat16)
+_LEVELS = 255.0  # The highest uint8: images are scaled by it to 0..1.
+_FEW = 4096  # Arbitrary; most tensors that cannot be packed show it in their first values.
+_MOST = 1 << 22
+
+
+class Narrow(NamedTuple):
+    """Byte counts and types of a batch's tensors, before and after narrowing."""
+
+    bytes: int
+    narrow_bytes: int
+    types: tuple[str, ...]
+
+
+def narrowed(batch: Any) -> Narrow:
+    """Return the size of a batch's tensors, in their own and in the narrowest exact types."""
+    whole = small = 0
+    types: list[str] = []
+    for tensor in tensors_in(batch):
+        size = tensor.numel() * tensor.element_size()
+        kind = narrowest(tensor)
+        whole += size
+        small += tensor.numel() * kind.itemsize
+        if kind != tensor.dtype:
+            types.append(f"{_name(tensor.dtype)} -> {_name(kind)}")
+    return Narrow(whole, small, tuple(dict.fromkeys(types)))
+
+
+def tensors_in(batch: Any) -> Iterable[torch.Tensor]:
+    """Return the dense tensors of a batch."""
+    return (
+        one
+        for one in tree_leaves(batch)
+        if isinstance(one, torch.Tensor) and one.layout == torch.strided
+    )
+
+
+def narrowest(tensor: torch.Tensor) -> torch.dtype:
+    """Return the narrowest type that restores the values bit for bit, or the tensor's own.
+
+    `uint8` also holds floats that are whole numbers up to 255, or those divided by 255, as `ToTensor` makes
+    them. The first four million values decide.
+    """
+    packed = packed_in(tensor.detach().reshape(-1)[:_MOST])
+    return packed.values.dtype if packed is not None else tensor.dtype
+
+
+class Packed(NamedTuple):
+    """Values in a narrower type. The originals, of type `dtype`, are the values divided by `scale`."""
+
+    values: torch.Tensor
+    dtype: torch.dtype
+    scale: float = 1.0
+
+    def widened(self) -> torch.Tensor:
+        """Return the original tensor, bit for bit, on the device of the values.
+
+        Divides by a tensor: CUDA would multiply by the inverse of a number.
+        """
+        wide = self.values.to(self.dtype)
+        if self.scale == 1.0:
+            return wide
+        return wide.div_(torch.full((), self.scale, dtype=self.dtype, device=wide.device))
+
+
+def packed_in(tensor: torch.Tensor) -> Packed | None:
+    """Return the tensor in the narrowest exact type, or None if there is none."""
+    if not tensor.numel() or tensor.dtype == torch.bool or tensor.dtype.is_complex:
+        return None
+    ways = _float_ways if tensor.dtype.is_floating_point else _whole_ways
+    for kind, scale in ways(tensor):
+        packed = _if_exact(tensor, kind, scale)
+        if packed is not None:
+            return packed
+    return None
+
+
+def _float_ways(tensor: torch.Tensor) -> Iterator[tuple[torch.dtype, float]]:
+    narrower = (*_HALVES, torch.float32)
+    yield torch.uint8, 1.0
+    yield torch.uint8, _LEVELS
+    yield from ((kind, 1.0) for kind in narrower if kind.itemsize < tensor.dtype.itemsize)
+
+
+def _whole_ways(tensor: torch.Tensor) -> Iterator[tuple[torch.dtype, float]]:
+    low, high = int(tensor.min()), int(tensor.max())
+    for kind in _WHOLE:
+        limits = torch.iinfo(kind)
+        if limits.min <= low and high <= limits.max and kind.itemsize < tensor.dtype.itemsize:
+            yield kind, 1.0
+
+
+def _if_exact(tensor: torch.Tensor, kind: torch.dtype, scale: float) -> Packed | None:
+    """Narrow the tensor if every value survives. A few values are tried first."""
+    if tensor.numel() > _FEW and _if_exact(tensor.reshape(-1)[:_FEW], kind, scale) is None:
+        return None
+    packed = Packed(_scaled(tensor, kind, scale), tensor.dtype, scale)
+    return packed if _same_bits(packed.widened(), tensor) else None
+
+
+def _scaled(tensor: torch.Tensor, kind: torch.dtype, scale: float) -> torch.Tensor:
+    if kind.is_floating_point or not tensor.dtype.is_floating_point:
+        return tensor.to(kind)
+    return (tensor * scale).round_().clamp_(0, _LEVELS).nan_to_num_().to(kind)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if the values are equal, and zeros have the same sign."""
+    if not torch.equal(one, other):
+        return False
+    return not one.dtype.is_floating_point or torch.equal(one.signbit(), other.signbit())
+
+
+def _name(kind: torch.dtype) -> str:
+    return str(kind).removeprefix("torch.")
+
 
 _MOST_SECONDS = 2.0  # Said in parts_of. Arbitrary; as long as a person waits for one figure.
 _LEAST = 2  # The first sample opens files and fills caches, the second shows that it is done.
 
 
 class BatchSource(NamedTuple):
-    """Where a loader's batches come from; a loader's iterator has the same attributes as the loader."""
+    """Source of a loader's batches. A loader's iterator has the same attributes as the loader."""
 
     dataset: Any
     indices: Any
@@ -30,7 +176,7 @@ class BatchSource(NamedTuple):
 
     @classmethod
     def of(cls, loader: Any) -> BatchSource:
-        """That of a `DataLoader`, or of an iterator over one."""
+        """Return the source of a `DataLoader`, or of an iterator over one."""
         collate = getattr(loader, "_collate_fn", None) or loader.collate_fn
         dataset = getattr(loader, "_dataset", None) or loader.dataset
         mapped = loader._dataset_kind == _DatasetKind.Map
@@ -38,7 +184,7 @@ class BatchSource(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """Samples of a batch with the seconds of each: all, and those in which the processor worked."""
+    """Samples of a batch with the wall and CPU seconds of each."""
 
     samples: Any
     taken: int
@@ -48,10 +194,10 @@ class _Read(NamedTuple):
 
 
 def parts_of(source: BatchSource, clock: Clock = CLOCK) -> BatchParts | None:
-    """Read one batch here, and time it; None where the source has none or cannot be read here.
+    """Read one batch in this process and time it. Return None if there is none, or if it cannot be read here.
 
-    Random numbers are drawn as the data set draws them: the caller keeps the generators' states.
-    Of a large batch as many samples are read as two seconds allow.
+    The data set draws random numbers as usual; the caller saves the generators' states. Large batches are
+    read for about two seconds only.
     """
     with contextlib.suppress(Exception):
         return _parts(source, clock)
@@ -115,7 +261,7 @@ def _timed(
 
 
 def _handing(batch: Any, clock: Clock) -> float:
-    """What it takes to go through a batch's bytes once, as a process does with memory that it maps."""
+    """Return the seconds to pass over a batch's bytes once, as a process does with shared memory."""
     begin = clock.now()
     for tensor in tensors_in(batch):
         tensor.clone()
@@ -123,13 +269,13 @@ def _handing(batch: Any, clock: Clock) -> float:
 
 
 def takes_batches(source: BatchSource) -> bool:
-    """Whether the data set may be asked for all samples of a batch at once, and nothing be collated."""
+    """Return True if the data set may be indexed with a whole batch, without collating."""
     plain = source.collate is _utils.collate.default_collate
     return source.mapped and source.grouped and plain
 
 
 def _whole(source: BatchSource, index: Any, batch: Any, clock: Clock) -> float | None:
-    """Seconds of the data set asked for the batch at once, None where that gives anything else."""
+    """Return the seconds to fetch the batch in one call, or None if the result differs."""
     if not takes_batches(source):
         return None
     with contextlib.suppress(Exception):
@@ -141,7 +287,7 @@ def _whole(source: BatchSource, index: Any, batch: Any, clock: Clock) -> float |
 
 
 def _same(found: Any, batch: Any) -> bool:
-    """Whether two batches are equal bit for bit; a tuple is as good as the list that collating makes."""
+    """Return True if two batches are equal bit for bit. A tuple equals the list that collating makes."""
     if isinstance(batch, torch.Tensor):
         return (
             isinstance(found, torch.Tensor)

@@ -1,4 +1,4 @@
-"""Copies a loader's next batches to the device while the step before computes."""
+"""Prefetching of a loader's batches to the device while the previous step computes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torchtrim.errors import UsageError
 
 T = TypeVar("T")
 _IN_TURN = 2
-"""Batches that are fetched in their turn, before it is known whether fetching one draws random numbers."""
+"""Batches fetched without prefetching, until it is known whether fetching draws random numbers."""
 
 
 class _Fetched(NamedTuple):
-    """What the loader gave when it was asked once: a batch on its way, or an error in its place."""
+    """Result of one fetch: a batch being copied, or the error raised."""
 
     batch: Any
     host: Any
@@ -29,30 +29,30 @@ class _Fetched(NamedTuple):
 
 
 class Prefetcher(Generic[T]):
-    """Goes over a loader's batches on the device, up to `depth` copied ahead on a stream of its own.
+    """Iterator over a loader's batches on the device, with up to `depth` copied ahead on a side stream.
 
         for images, labels in Prefetcher(loader, "cuda"):
             ...
 
-    The loader should pin its memory (`pin_memory=True`): a copy from other memory keeps the host waiting.
-    There is no thread and no process: the next batch is asked for when one is taken, while the device is
-    still at work, so a loop that is left early, or by Ctrl-C, leaves nothing behind. At most `depth` batches
-    beyond the one in use take memory on the device.
+    The loader should pin its memory (`pin_memory=True`): copies from pageable memory block the host. There is
+    no thread and no process. Taking a batch fetches the next, while the device is still busy, so
+    a loop that ends early, or by Ctrl-C, leaves nothing behind. At most `depth` batches beyond the one in use
+    take device memory.
 
-    Order, values and random numbers are those of the loader. An error that the loader raises comes at
-    the batch that it is about, after the ones before it. A loader that draws random numbers in this process,
-    as one without workers does for random transforms, is asked in turn and not ahead, since what it drew
-    would else be what the step was to draw; `ahead` says whether it is asked ahead.
+    Order, values and random numbers match the loader's. An error of the loader is raised at its own
+    batch, after those before it. A loader that draws random numbers in this process, such as one without
+    workers and with random transforms, is not prefetched, since it would change the numbers that the step
+    draws; `ahead` tells if the loader is prefetched.
 
-    Tensors are found in lists, tuples, dicts, and what has a method `to`. Raises `UsageError` for a
-    depth below 1, and for a device that there is not.
+    Moves tensors in lists, tuples and dicts, and objects with a method `to`. Raises `UsageError` for a depth
+    below 1 and for a missing device.
     """
 
     def __init__(self, loader: Iterable[T], device: Any = "cuda", depth: int = 1) -> None:
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
             raise UsageError(
-                f"depth={depth!r}: it is how many batches are copied ahead, 1 or more. Without any, move "
-                "each batch by itself."
+                f"depth={depth!r}: the number of batches to prefetch must be 1 or more. Without "
+                "prefetching, move each batch yourself."
             )
         self.loader = loader
         self.device = _device(device)
@@ -67,7 +67,7 @@ class Prefetcher(Generic[T]):
 
 
 class _Ahead(Iterator[T]):
-    """One way through the loader."""
+    """One pass over the loader."""
 
     def __init__(self, owner: Prefetcher[T]) -> None:
         self._owner = owner
@@ -91,7 +91,7 @@ class _Ahead(Iterator[T]):
         return batch
 
     def _fill(self) -> None:
-        """Fetch until there is one to give and `depth` more; nothing beyond an error."""
+        """Fetch until there is one batch to return and `depth` more, or an error."""
         ahead = self._owner.ahead and self._fetched >= _IN_TURN
         wanted = 1 + (self._owner.depth if ahead else 0)
         while len(self._queue) < wanted and not (self._queue and self._queue[-1].error):
@@ -112,12 +112,15 @@ class _Ahead(Iterator[T]):
         return self._sent(host)
 
     def _stay_in_turn(self) -> None:
-        """Ask ahead no more. What one was asked ahead for has drawn what the step was to draw."""
+        """Stop prefetching, and restore the random state that the prefetched batch has advanced."""
         self._owner.ahead = False
         if self._queue:
             warnings.warn(
-                "the loader draws random numbers in this process, and did not for its first batches: "
-                "one was asked for before the step that was to draw first. All others are asked in turn.",
+                (
+                    "the loader draws random numbers in this process, but did not for its first "
+                    "batches. One batch was fetched too early, before the step that should have drawn "
+                    "first. The others are not prefetched."
+                ),
                 stacklevel=5,
             )
 
@@ -130,7 +133,7 @@ class _Ahead(Iterator[T]):
             return _Fetched(batch, host, self._stream.record_event(), None)
 
     def _receive(self, entry: _Fetched) -> None:
-        """Order the step behind the copy, and have the allocator know of the step."""
+        """Make the step wait for the copy, and record the step's stream with the allocator."""
         stream = self._module.current_stream(self._owner.device)
         stream.wait_event(entry.arrived)
         for tensor in _tensors(entry.batch):
@@ -146,8 +149,8 @@ def _device(device: Any) -> torch.device:
     except (RuntimeError, TypeError, AttributeError):
         pass
     raise UsageError(
-        f"device={device!r} is not on this machine. Give the device that the model is on; on a CPU batches "
-        "need no copy, and a loader reads ahead by its workers."
+        f"device={device!r} does not exist on this machine. Give the model's device. On a "
+        "CPU batches need no copy, and the loader's workers prefetch."
     )
 
 
@@ -156,14 +159,14 @@ def _moves(value: Any) -> bool:
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
-    """The batch with all that can be moved on the device; what cannot stays as it is."""
+    """Move everything in the batch that can be moved."""
     return tree_map(
         lambda one: one.to(device, non_blocking=True) if _moves(one) else one, batch, is_leaf=_moves
     )
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a batch, also those inside what moves as one."""
+    """Yield the tensors of a batch, including those inside objects that move as a whole."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
             yield leaf
@@ -174,7 +177,7 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def _generators() -> tuple[Any, ...]:
-    """What the host's generators of random numbers will draw next."""
+    """Return the states of the host's random generators."""
     numpy: Any = sys.modules.get("numpy")
     state = numpy.random.get_state() if numpy else None
     drawn = (state[1].tobytes(), state[2]) if state else None

@@ -1,4 +1,4 @@
-"""The same loader with other settings: the same batches, in the same order."""
+"""Copies of a loader with other settings, which give the same batches in the same order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchtrim.records.loader import LoaderSettings
 
 
 def settings_of(loader: Any) -> LoaderSettings:
-    """How a `DataLoader`, or an iterator over one, is set."""
+    """Return the settings of a `DataLoader` or of an iterator over one."""
     prefix = "_" if hasattr(loader, "_num_workers") else ""
     workers, prefetch, pinned, persistent = (
         getattr(loader, prefix + name, None)
@@ -28,16 +28,16 @@ def settings_of(loader: Any) -> LoaderSettings:
 
 
 def check_loader(loader: Any) -> None:
-    """Raises `UsageError` for what is no `DataLoader`."""
+    """Raise `UsageError` unless `loader` is a `DataLoader`."""
     if not isinstance(loader, DataLoader):
         raise UsageError(
-            f"a {type(loader).__name__} is no torch.utils.data.DataLoader, and how it reads ahead cannot be "
-            "set from outside. Give the loader that it goes over."
+            f"expected a DataLoader, got {type(loader).__name__}. Pass the DataLoader that it "
+            "wraps."
         )
 
 
 def keywords_of(settings: LoaderSettings) -> dict[str, Any]:
-    """The arguments of `DataLoader` for these settings; those of workers only where there are some."""
+    """Return the `DataLoader` arguments for these settings, with worker options only if there are workers."""
     found: dict[str, Any] = {"num_workers": settings.workers}
     if settings.workers:
         found["persistent_workers"] = settings.persistent
@@ -48,9 +48,9 @@ def keywords_of(settings: LoaderSettings) -> dict[str, Any]:
 
 
 def rebuilt(loader: Any, settings: LoaderSettings) -> DataLoader[Any]:
-    """A `DataLoader` over the same data set and sampler with these settings. Raises `UsageError`.
+    """Return a `DataLoader` over the same data set and sampler with these settings. Raises `UsageError`.
 
-    What torch warns of, such as more workers than cores, it has warned of before.
+    Torch's warnings, such as too many workers, are suppressed: the original loader already gave them.
     """
     check_loader(loader)
     given: dict[str, Any] = {
@@ -68,7 +68,7 @@ def rebuilt(loader: Any, settings: LoaderSettings) -> DataLoader[Any]:
 
 
 def end_workers(loader: Any) -> None:
-    """End the workers that a loader keeps between epochs."""
+    """Shut down the persistent workers of a loader."""
     kept = getattr(loader, "_iterator", None)
     if kept is not None and hasattr(kept, "_shutdown_workers"):
         kept._shutdown_workers()
@@ -76,7 +76,7 @@ def end_workers(loader: Any) -> None:
 
 
 def _batches(loader: Any, settings: LoaderSettings) -> dict[str, Any]:
-    """What groups the samples. A batch that is fetched as a whole is one sample of a sampler of batches."""
+    """Return the batching arguments. A batch fetched as a whole is one sample of a batch sampler."""
     source = BatchSource.of(loader)
     if settings.whole and source.grouped and source.mapped:
         return {"batch_size": None, "sampler": loader.batch_sampler}
@@ -89,7 +89,7 @@ def _batches(loader: Any, settings: LoaderSettings) -> dict[str, Any]:
 
 
 def written(settings: LoaderSettings, before: LoaderSettings) -> str:
-    """The arguments to change, as a person writes them: `num_workers=2, persistent_workers=True`."""
+    """Return the changed arguments as source: `num_workers=2, persistent_workers=True`."""
     new, old = keywords_of(settings), keywords_of(before)
     changed = [f"{name}={value}" for name, value in new.items() if old.get(name) != value]
     gone = [f"no {name}" for name in old if name not in new]

@@ -1,4 +1,4 @@
-"""Which settings of a loader to try, and when to stop: asked for one after the other, told what each took."""
+"""Search over loader settings: proposes settings, takes their timings, and decides when to stop."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from msgspec.structs import replace
 
 from torchtrim.core.units import format_bytes
 from torchtrim.data.model import Consumer, batch_seconds, memory_bytes
-from torchtrim.records.loader import BatchParts, LoaderSettings, Tried
+from torchtrim.records.loader import BatchParts, LoaderSettings, MeasuredSettings
 
 _PREFETCHES = (1, 2, 4)
 _WINDOW = 12  # Arbitrary; a run of a dozen batches has a median that one slow batch does not move.
-_MOST_BATCHES = 48  # Arbitrary; where more is ahead the run would throw away most of what it reads.
+_MOST_BATCHES = 48  # Arbitrary; with more, a run would discard most of the batches it reads.
 _CLOSE = 1.3  # Arbitrary; settings that the model foresees to be slower are not tried.
 _MOST_TRIED = 3  # Arbitrary; each setting costs seconds.
 _DONE = 1.03  # As _BETTER, on the other side.
@@ -25,7 +25,7 @@ _EMPTIED = 2.0  # With twice the consumer's time for a batch the queue is empty 
 
 
 class SearchLimits:
-    """What a search may use: cores for workers and the consumer, bytes of batches ahead, None for any."""
+    """Limits of a search: cores for workers and consumer, and bytes of prefetched batches or None."""
 
     def __init__(self, cores: int, memory: int | None = None, *, pins: bool = False) -> None:
         self.cores = max(cores, 1)
@@ -34,12 +34,13 @@ class SearchLimits:
 
 
 class SettingsSearch:
-    """Looks for the settings with the shortest time from batch to batch.
+    """Search for the settings with the shortest time from batch to batch.
 
-    `now` is what the loader has. `ask` gives settings, and of how many batches at the end of a run of how
-    many the time is wanted; `tell` takes those times. The model of a batch's parts says what is worth trying:
-    what it foresees within a third of the best, at most three settings, and no workers, of which no model of
-    processes is wrong; then, where samples differ or it took longer than foreseen, more batches ahead.
+    `now` holds the loader's current settings. `ask` proposes settings, and `tell` takes their batch times;
+    `window` says how many batches to drop and to time. A model of the batch's parts selects what is worth
+    trying: at most three settings predicted within 30 % of the best, plus no workers, which no model of
+    processes can get wrong. If samples are uneven, or a run was slower than predicted, more prefetching is
+    tried too.
     """
 
     def __init__(
@@ -49,30 +50,31 @@ class SettingsSearch:
         self.now = now
         self.consumer = consumer
         self.limits = limits
-        self.tried: list[Tried] = []
+        self.tried: list[MeasuredSettings] = []
         self.skipped: list[str] = []
         self._ranked: list[LoaderSettings] = []
         self._left = self._settings()
         self._asked: LoaderSettings | None = None
 
     def ask(self) -> LoaderSettings | None:
-        """The settings to try next, None where no others promise more."""
+        """Return the settings to try next, or None if no others promise more."""
         if self.tried and self._is_done():
             return None
         self._asked = next(self._left, None)
         return self._asked
 
     def tell(self, seconds: Sequence[float]) -> None:
-        """What the batches took, the first ones of a run without those that were read ahead."""
+        """Record the batch times of a run, without the dropped batches."""
         assert self._asked is not None
         taken = statistics.fmean(seconds)
-        self.tried.append(Tried(settings=self._asked, seconds=taken, batches=len(seconds)))
+        self.tried.append(
+            MeasuredSettings(settings=self._asked, seconds=taken, batches=len(seconds))
+        )
 
     def window(self, settings: LoaderSettings) -> tuple[int, int]:
-        """How many batches a run of it throws away, and how many it times.
+        """Return how many batches of a run to drop and how many to time.
 
-        Where batches take twice as long as what is done with them none are read ahead, beyond the first that
-        each worker makes while the others begin.
+        If batches take twice as long as the consumer, only the first of each worker is prefetched.
         """
         dropped, timed = window(settings)
         if self.foreseen(settings) >= _EMPTIED * self.consumer.seconds:
@@ -80,8 +82,8 @@ class SettingsSearch:
         return dropped, timed
 
     @property
-    def best(self) -> Tried:
-        """The quickest that is allowed; of what is as quick as the loader is now, that stays."""
+    def best(self) -> MeasuredSettings:
+        """The fastest allowed setting. Ties keep the current one."""
         allowed = [one for one in self.tried if self._allowed(one.settings)] or self.tried
         quickest = min(allowed, key=lambda one: one.seconds)
         kept = self.tried[0]
@@ -89,7 +91,7 @@ class SettingsSearch:
         return kept if same else quickest
 
     def _is_done(self) -> bool:
-        """Whether the consumer has all of the time; what it took alone may have been disturbed."""
+        """Return True if the consumer is the bottleneck. Its own timing may have been disturbed."""
         promised = self.foreseen(self.ranked()[0]) < _PROMISING * self.foreseen(self.now)
         share = self.best.seconds / max(self.consumer.seconds, 1e-9)
         return _BETTER <= share <= _DONE and (len(self.tried) > 1 or not promised)
@@ -106,7 +108,7 @@ class SettingsSearch:
         yield from self._deeper()
 
     def _deeper(self) -> Iterator[LoaderSettings]:
-        """More batches ahead of the best number of workers, where samples differ or workers stand idle."""
+        """Yield more prefetching for the best number of workers, if samples are uneven or workers idle."""
         best = self.best.settings
         slow = self.best.seconds > _SLOWER * self.foreseen(best)
         if best.workers and (slow or self.parts.sample_spread > _UNEVEN):
@@ -117,7 +119,7 @@ class SettingsSearch:
                     return
 
     def ranked(self) -> list[LoaderSettings]:
-        """The settings that are allowed, those that the model finds quickest first."""
+        """Return the allowed settings, fastest prediction first."""
         if self._ranked:
             return self._ranked
         wholes = (False, True) if self.parts.whole is not None else (False,)
@@ -131,7 +133,7 @@ class SettingsSearch:
         return self._ranked
 
     def _fitting(self, workers: int, whole: bool) -> LoaderSettings | None:
-        """That many workers with as many batches ahead as memory allows; None where one is too many."""
+        """Return settings with so many workers and the prefetching that memory allows, or None."""
         made = LoaderSettings(
             workers=workers, pinned=self.limits.pins, persistent=workers > 0, whole=whole
         )
@@ -141,8 +143,8 @@ class SettingsSearch:
                 return settings
         needed = format_bytes(memory_bytes(self.parts, replace(made, prefetch=1)))
         self.skipped.append(
-            f"{workers} workers: one batch ahead of each needs {needed}, more than the "
-            f"{format_bytes(self.limits.memory or 0)} that are allowed"
+            f"{workers} workers: prefetching one batch each needs {needed}, more than the "
+            f"{format_bytes(self.limits.memory or 0)} allowed"
         )
         return None
 
@@ -154,17 +156,17 @@ class SettingsSearch:
         return settings.workers <= self.limits.cores and self._fits(settings)
 
     def foreseen(self, settings: LoaderSettings) -> float:
-        """Seconds from batch to batch that the model foresees."""
+        """Return the predicted seconds from batch to batch."""
         return batch_seconds(self.parts, settings, self.consumer, self.limits.cores)
 
 
 def _alike(one: LoaderSettings, other: LoaderSettings) -> bool:
-    """Whether two settings differ in nothing that counts while batches come."""
+    """Return True if two settings behave the same between epoch boundaries."""
     same = replace(one, persistent=other.persistent)
     return same == other or (not one.workers and same == replace(other, prefetch=one.prefetch))
 
 
 def window(settings: LoaderSettings) -> tuple[int, int]:
-    """How many batches a run throws away, which were read ahead while it began, and how many it times."""
+    """Return how many batches a run drops, which were prefetched at its start, and how many it times."""
     timed = max(_WINDOW, 3 * settings.workers)
     return min(settings.ahead + settings.workers, _MOST_BATCHES) or 1, timed

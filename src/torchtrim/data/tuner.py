@@ -1,4 +1,4 @@
-"""Finds the settings of a loader by trying few of them."""
+"""Loader tuning by trying a few settings."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from torch.utils.data import DataLoader
 
 from torchtrim.core.clock import CLOCK, Clock
 from torchtrim.core.units import format_seconds, parse_bytes
-from torchtrim.data.here import cores_here, has_device
 from torchtrim.data.model import Consumer
-from torchtrim.data.parts import BatchSource, parts_of
+from torchtrim.data.parts import BatchSource, cores_here, has_device, parts_of
 from torchtrim.data.rebuild import check_loader, end_workers, rebuilt, settings_of, written
 from torchtrim.data.search import SearchLimits, SettingsSearch
 from torchtrim.errors import UsageError
@@ -28,14 +27,14 @@ Step = Callable[[Any], object]
 
 
 class Bench(Protocol):
-    """Measures a setting."""
+    """Timer of settings."""
 
     def run(self, settings: LoaderSettings, dropped: int, timed: int) -> list[float]:
-        """Seconds of `timed` batches, what is done with them included, after `dropped` others."""
+        """Return the seconds of each of `timed` batches, consumer included, after `dropped` others."""
 
 
 class Tuned(NamedTuple):
-    """What `tune` found. `line`: the arguments of the loader that change."""
+    """Result of `tune`. `line`: the loader arguments that change."""
 
     tuning: Tuning
     line: str
@@ -58,14 +57,14 @@ def tune(
     seconds: float = 30.0,
     cores: int | None = None,
 ) -> Tuned:
-    """Find how many workers, how many batches ahead and what else suit a loader; the loader stays as it is.
+    """Find the number of workers and other settings that suit a loader. The loader itself is unchanged.
 
-    `step` is called with every batch, as training would: what suits a loader depends on what is done
-    meanwhile. It must be one that may be called some dozens of times. Without it the loader alone counts.
-    `memory`: bytes that batches read ahead may take (`"2GiB"`). `seconds`: how long it may take. `cores`:
-    those of the machine it is for; where they are more than here the result is modelled, and says so. There
-    are never more workers than cores. The random generators are afterwards as they were; what the data set
-    itself counts is not. Raises `UsageError` for what is no `DataLoader`, or has no batch.
+    `step` is called with every batch, as in training: the best settings depend on the work done meanwhile. It
+    must be safe to call dozens of times. Without it, only the loader is timed. `memory`: bytes that
+    prefetched batches may take (`"2GiB"`). `seconds`: time limit. `cores`: cores of the target machine; if it
+    has more than this one the result is modelled, and says so. There are never more workers than cores.
+    Random generators are restored; counters inside the data set are not. Raises `UsageError` if the loader is
+    not a `DataLoader`, or is empty.
     """
     check_loader(loader)
     _check_limits(seconds, cores)
@@ -74,8 +73,8 @@ def tune(
         parts = parts_of(BatchSource.of(loader))
         if parts is None:
             raise UsageError(
-                "the loader gave no batch when its data set was asked for one here. Try "
-                "next(iter(loader)): the error that it raises is in the way."
+                "could not read a batch from the loader's data set in this process. Run "
+                "next(iter(loader)) to see the error."
             )
         consumer = _consumer(loader, step)
         limits = SearchLimits(cores_here(), most, pins=has_device())
@@ -87,21 +86,21 @@ def tune(
 
 
 def searched(search: SettingsSearch, bench: Bench, seconds: float, clock: Clock = CLOCK) -> Tuning:
-    """Try what the search asks for, first what the loader has now, until it or the time is at an end."""
+    """Try the settings that the search proposes, current ones first, until it or the time ends."""
     begin = clock.now()
     skipped: list[str] = []
     while (settings := search.ask()) is not None:
         dropped, timed = search.window(settings)
         lasts = search.foreseen(settings) * (dropped + timed)
         if search.tried and clock.now() - begin + lasts > seconds:
-            skipped.append(f"{said_of(settings)}: there was no time left to try it")
+            skipped.append(f"{said_of(settings)}: not tried, the time was up")
             continue
         search.tell(bench.run(settings, dropped, timed))
     return tuning_of(search, clock.now() - begin, skipped)
 
 
 def tuning_of(search: SettingsSearch, took: float, skipped: list[str]) -> Tuning:
-    """What a search has found."""
+    """Return the outcome of a search."""
     best = search.best
     return Tuning(
         before=search.now,
@@ -116,7 +115,7 @@ def tuning_of(search: SettingsSearch, took: float, skipped: list[str]) -> Tuning
 
 
 def for_cores(tuning: Tuning, search: SettingsSearch, cores: int) -> Tuning:
-    """The settings for more cores than are here, by the model, which is scaled to measurements here."""
+    """Return settings for more cores than this machine has, from the model scaled to the measurements."""
     wider = SettingsSearch(
         search.parts,
         search.now,
@@ -141,14 +140,14 @@ def for_cores(tuning: Tuning, search: SettingsSearch, cores: int) -> Tuning:
 
 
 class LoaderBench:
-    """Measures with the loader itself, as often rebuilt, and with what is done with its batches."""
+    """Times settings with the loader itself, rebuilt for each, and the user's step."""
 
     def __init__(self, loader: DataLoader[Any], step: Step | None) -> None:
         self._loader = loader
         self._step = step
 
     def run(self, settings: LoaderSettings, dropped: int, timed: int) -> list[float]:
-        """Seconds from batch to batch. Epochs that end begin again, and count."""
+        """Return the seconds from batch to batch. A new epoch starts when one ends, and counts."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
             return self._run(rebuilt(self._loader, settings), dropped, timed)
@@ -171,18 +170,18 @@ class LoaderBench:
 
 
 def _endless(loader: DataLoader[Any]) -> Any:
-    """Batches without end. Raises `UsageError` where an epoch has none."""
+    """Yield batches without end. Raises `UsageError` if an epoch has none."""
     while True:
         some = False
         for batch in loader:
             some = True
             yield batch
         if not some:
-            raise UsageError("the loader has no batch: its data set is shorter than one.")
+            raise UsageError("the loader is empty: its data set is shorter than one batch.")
 
 
 def _consumer(loader: DataLoader[Any], step: Step | None) -> Consumer:
-    """What the step takes with its batch there, and how many cores it keeps busy."""
+    """Time the step on a batch that is already there, and count the cores it keeps busy."""
     if step is None:
         return Consumer(0.0, 1.0)
     batch = next(iter(rebuilt(loader, LoaderSettings())))
@@ -196,21 +195,19 @@ def _consumer(loader: DataLoader[Any], step: Step | None) -> Consumer:
 
 def _check_limits(seconds: float, cores: int | None) -> None:
     if not seconds > 0:
-        raise UsageError(
-            f"seconds={seconds}: it takes some time to try settings; give more than 0."
-        )
+        raise UsageError(f"seconds={seconds}: trying settings takes time; give more than 0.")
     if cores is not None and cores < 1:
-        raise UsageError(f"cores={cores}: a machine has at least one.")
+        raise UsageError(f"cores={cores}: give 1 or more.")
 
 
 def said_of(settings: LoaderSettings) -> str:
-    """Settings in words."""
+    """Describe settings in words."""
     return f"{settings.workers} workers, {settings.prefetch} batches ahead of each"
 
 
 @contextmanager
 def _generators_kept(loader: DataLoader[Any]) -> Iterator[None]:
-    """Every random generator that a loader draws from is afterwards as it was."""
+    """Restore every random generator that the loader may draw from."""
     numpy: Any = sys.modules.get("numpy")
     own = loader.generator.get_state() if loader.generator is not None else None
     former = random.getstate(), torch.get_rng_state(), numpy and numpy.random.get_state()

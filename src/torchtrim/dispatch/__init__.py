@@ -1,1 +1,1 @@
-"""Dispatch modes, storages and call sites: what recorder, emulator and dry runs share."""
+"""Dispatch modes, storages and call sites shared by recorder, emulator and dry runs."""

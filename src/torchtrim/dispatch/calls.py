@@ -1,4 +1,4 @@
-"""Calls that synchronize with a device and are no operators: who makes them tells, who records listens."""
+"""Publishes device calls that are not operators, such as synchronizations, to the recorder."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torchtrim.dispatch.storages import PLAIN
 
 
 class Hearer(Protocol):
-    """Hears of calls, after they were made. `row` is of `syncs`."""
+    """A subscriber to device calls, called after each. `row` names a row of the table in `syncs`."""
 
     def synchronized(self, row: str, subject: Any) -> None:
-        """The host has waited: for the whole device (`subject` None), a stream or an event."""
+        """The host waited for the whole device (`subject` None), a stream or an event."""
 
     def event_recorded(self, event: Any, stream: int) -> None:
-        """An event was put behind the work queued on a stream."""
+        """An event was recorded on a stream."""
 
     def event_awaited(self, event: Any, stream: int) -> None:
-        """Work queued on a stream from now on runs after an event; the host has not waited."""
+        """A stream waits for an event before its later work; the host did not wait."""
 
     def host_read(self, tensor: torch.Tensor) -> None:
-        """A tensor of the host is about to be read by what is no operator."""
+        """A host tensor is about to be read outside an operator."""
 
 
 _hearers: list[Hearer] = []
@@ -33,7 +33,7 @@ _hearers: list[Hearer] = []
 
 @contextlib.contextmanager
 def heard_by(hearer: Hearer) -> Iterator[None]:
-    """Tell somebody for a while."""
+    """Subscribe a listener inside the block."""
     _hearers.append(hearer)
     try:
         yield
@@ -42,37 +42,37 @@ def heard_by(hearer: Hearer) -> Iterator[None]:
 
 
 def tell_synchronized(row: str, subject: Any = None) -> None:
-    """Say that the host has waited."""
+    """Report that the host waited for the device."""
     for hearer in _hearers:
         hearer.synchronized(row, subject)
 
 
 def tell_recorded(event: Any, stream: int) -> None:
-    """Say that an event was recorded."""
+    """Report that an event was recorded on a stream."""
     for hearer in _hearers:
         hearer.event_recorded(event, stream)
 
 
 def tell_awaited(event: Any, stream: int) -> None:
-    """Report that a stream was ordered after an event."""
+    """Report that a stream waits for an event."""
     for hearer in _hearers:
         hearer.event_awaited(event, stream)
 
 
 def tell_read(tensor: torch.Tensor) -> None:
-    """Say that a tensor is about to be read."""
+    """Report that a host tensor is about to be read."""
     for hearer in _hearers:
         hearer.host_read(tensor)
 
 
 def stream_number(stream: Any = None) -> int:
-    """Number of a stream, of the current one where none is given."""
+    """Return the id of a stream, by default the current one."""
     chosen = torch.cuda.current_stream() if stream is None else stream
     return int(chosen.stream_id)
 
 
 def watch_device(replace: Callable[[Any, str, Any], Any]) -> None:
-    """Have the calls of a real device told. `replace` sets an attribute and gives its former value."""
+    """Report the calls of a real device. `replace` sets an attribute and returns its former value."""
     cuda: Any = torch.cuda
 
     def after(owner: Any, name: str, tell: Callable[..., None]) -> None:
@@ -99,13 +99,13 @@ def watch_device(replace: Callable[[Any, str, Any], Any]) -> None:
 
 
 def tell_queried(done: bool, subject: Any) -> None:
-    """Say that an event or a stream was found done, without a wait."""
+    """Report a query that found an event or stream done, without a wait."""
     if done:
         tell_synchronized("", subject)
 
 
 def watch_prints(replace: Callable[[Any, str, Any], Any]) -> None:
-    """Have modes see what is done to print a tensor, which torch hides from them."""
+    """Show dispatch modes the operators that print a tensor, which torch hides from them."""
     own: Any = torch._tensor_str._str
     inner: Any = torch._tensor_str._str_intern
 

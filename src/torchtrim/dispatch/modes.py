@@ -1,12 +1,14 @@
-"""Puts a dispatch mode under those that run, so that they and it may end in any order.
+"""Enters a dispatch mode below the active ones, so that all may end in any order.
 
-A recording begins and ends in the middle of the script's own `with` blocks. A mode on top would be
-popped by the end of such a block in place of the script's own.
+A recording begins and ends in the middle of the script's own `with` blocks. If our mode were on top, the
+end of such a block would pop it in place of the script's own.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -31,12 +33,12 @@ _FLAGS = (
 
 
 def fake_mode() -> Any:
-    """The mode of fake tensors that runs, None for none. DTensor asks one for the shapes of results."""
+    """Return the active fake tensor mode, or None. DTensor uses one to infer shapes."""
     return torch._C._get_dispatch_mode(_FAKE)
 
 
 def is_composite(func: Any) -> bool:
-    """Whether an operator is made of others. In inference mode torch shows it to modes as one."""
+    """Return True for a composite operator, which inference mode does not decompose."""
     if not isinstance(func, OpOverload):
         return False
     has = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -45,7 +47,7 @@ def is_composite(func: Any) -> bool:
 
 
 def is_custom(func: Any) -> bool:
-    """Whether an operator is somebody's own, with one kernel for all devices, made of other operators."""
+    """Return True for a custom operator with one kernel for all devices, composed of other operators."""
     if not isinstance(func, OpOverload) or func.namespace in _TORCHS_OWN:
         return False
     has = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -54,15 +56,15 @@ def is_custom(func: Any) -> bool:
 
 
 def has_own_dispatch(kind: type) -> bool:
-    """Whether a class of tensors has a dispatch of its own."""
+    """Return True if a tensor class overrides `__torch_dispatch__`."""
     own: Any = kind
     return own.__torch_dispatch__ is not _disabled_torch_dispatch_impl
 
 
 def run_parts(func: Any, args: Any, kwargs: Any, whole: Callable[..., Any]) -> Any:
-    """Run what a composite operator is made of, by C++'s composite and not by a decomposition of Python's.
+    """Run the parts of a composite operator by its C++ kernel, not by a Python decomposition.
 
-    Composite operators have kernels of their own for nested tensors: those `whole` runs.
+    Composite operators have their own kernels for nested tensors, which `whole` runs.
     """
     if any(tensor.is_nested for tensor in tensors_among(args)):
         with torch._C._DisableTorchDispatch():
@@ -71,7 +73,7 @@ def run_parts(func: Any, args: Any, kwargs: Any, whole: Callable[..., Any]) -> A
 
 
 def tensors_among(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Tensors in nested tuples and lists."""
+    """Yield the tensors in nested tuples and lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -80,7 +82,7 @@ def tensors_among(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def enter_below(mode: TorchDispatchMode) -> None:
-    """Enter a mode as if it had been entered before all of the script's that run now."""
+    """Enter a mode below all of the script's active modes."""
     above = _popped_until(None)
     mode.__enter__()  # type: ignore[no-untyped-call]
     if above:
@@ -89,7 +91,7 @@ def enter_below(mode: TorchDispatchMode) -> None:
 
 
 def leave(mode: TorchDispatchMode) -> None:
-    """Exit a mode, wherever in the stack it is. Does nothing if it is not there."""
+    """Exit a mode anywhere in the stack. Do nothing if it is not there."""
     if not any(one is mode for one in _get_current_dispatch_mode_stack()):
         return
     above = _popped_until(mode)
@@ -115,8 +117,26 @@ def _push_back(popped: list[TorchDispatchMode]) -> None:
 
 
 def _swap_flags(mode: TorchDispatchMode, above: TorchDispatchMode) -> None:
-    """What torch's flags were before a mode was entered is kept in it: exchange that of two."""
+    """Swap the flags that two modes restore on exit: each stores torch's state from before it was entered."""
     for name in _FLAGS:
         ours, theirs = getattr(mode, name), getattr(above, name)
         if ours and theirs:
             ours[-1], theirs[-1] = theirs[-1], ours[-1]
+
+
+_ASKING = ContextVar("asking", default=False)
+
+
+@contextlib.contextmanager
+def asking() -> Iterator[None]:
+    """Mark the operators inside the block as torchtrim's own queries, not part of the program."""
+    token = _ASKING.set(True)
+    try:
+        yield
+    finally:
+        _ASKING.reset(token)
+
+
+def is_asking() -> bool:
+    """Return True inside a block of `asking`."""
+    return _ASKING.get()

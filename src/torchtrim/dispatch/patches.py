@@ -1,4 +1,4 @@
-"""Puts functions in place of others, and everything back."""
+"""Replaces attributes and restores them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _ABSENT = object()
 
 
 class Patches:
-    """Replaced attributes; `undo` puts the originals back, the last first."""
+    """Replaced attributes; `undo` restores the originals in reverse order."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
 
     def replace(self, owner: Any, name: str, value: Any) -> Any:
-        """Set an attribute of a module or class; its former value is given back."""
+        """Set an attribute of a module or class and return its former value."""
         former = vars(owner).get(name, _ABSENT)
         inherited = getattr(owner, name, None)
 
@@ -33,9 +33,9 @@ class Patches:
         return inherited
 
     def on_undo(self, action: Callable[..., Any], *args: Any) -> None:
-        """Have something done when all is put back."""
+        """Register a callback for `undo`."""
         self._stack.callback(action, *args)
 
     def undo(self) -> None:
-        """Put everything back."""
+        """Restore all attributes."""
         self._stack.close()

@@ -1,4 +1,4 @@
-"""Which line of user code called an operator."""
+"""Finds the line of user code that called an operator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Owner = Literal["torch", "library", "user", "engine"]
 Spot = tuple[CodeType, int]
 
 ENGINE: CodeType = graph._engine_run_backward.__code__
-"""The autograd engine's frame: what runs above it was asked for by no line below it."""
+"""The autograd engine's frame: no line below it called the operators above it."""
 
 _FUNCTION: CodeType = BackwardCFunction.apply.__code__
 _CHECKPOINT: CodeType = CheckpointFunction.backward.__code__
@@ -31,9 +31,9 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 class Places:
-    """Finds the innermost line outside torch, and the line in the user's project that led there.
+    """Finder of the innermost line outside torch, and of the line in the user's project that led there.
 
-    A code object is judged once, and known by its address, since hashing one takes a microsecond.
+    Each code object is classified once and looked up by address, since hashing one takes a microsecond.
     """
 
     def __init__(self, project: str) -> None:
@@ -42,7 +42,7 @@ class Places:
         self._kept: list[CodeType] = []
 
     def find(self, frame: FrameType | None) -> tuple[Spot | None, Spot | None]:
-        """`(innermost outside torch, user's own)`; the second is None where the first is the user's."""
+        """Return `(innermost outside torch, user's own)`; the second is None if the first is the user's."""
         owners = self._owners
         library: Spot | None = None
         while frame is not None:
@@ -59,8 +59,8 @@ class Places:
         return library, None
 
     def users_line(self, frame: FrameType | None) -> tuple[str, int, bool]:
-        """The innermost line of the project's own source, and whether the engine of autograd is not between;
-        `("", 0, False)` for none."""
+        """Return path and number of the innermost project line, and True if no autograd engine is in between;
+        `("", 0, False)` if there is none."""
         direct = True
         while frame is not None:
             direct &= frame.f_code is not ENGINE
@@ -70,15 +70,15 @@ class Places:
         return "", 0, False
 
     def is_users(self, spot: Spot) -> bool:
-        """Whether a place is in the user's own source."""
+        """Return True if a call site is in the user's own source."""
         return self._judge(spot[0]) == "user"
 
     def is_users_file(self, path: str) -> bool:
-        """Whether a file is the user's own source."""
+        """Return True if a file is the user's own source."""
         return _owner(path, self._project) == "user"
 
     def is_of_a_library(self, spot: Spot) -> bool:
-        """Whether a place is in an installed package other than torch."""
+        """Return True if a call site is in an installed package other than torch."""
         return self._judge(spot[0]) == "library"
 
     def _judge(self, code: CodeType) -> Owner:
@@ -104,7 +104,7 @@ def _inside(path: str, folder: str) -> bool:
 
 
 def is_in_function(frame: FrameType | None) -> bool:
-    """Whether the `backward` of a `torch.autograd.Function` asks, and it is not a checkpoint's."""
+    """Return True inside the `backward` of a `torch.autograd.Function` other than a checkpoint's."""
     while frame is not None and frame.f_code not in (ENGINE, _CHECKPOINT):
         if frame.f_code is _FUNCTION:
             return True
@@ -113,7 +113,7 @@ def is_in_function(frame: FrameType | None) -> bool:
 
 
 def line_of(spot: Spot) -> int:
-    """Line number of an instruction."""
+    """Return the line number of an instruction."""
     return _lines(spot[0]).get(spot[1], spot[0].co_firstlineno)
 
 
@@ -128,8 +128,8 @@ def _lines(code: CodeType) -> dict[int, int]:
 
 
 def variables_of(frame: FrameType) -> dict[str, Any]:
-    """A frame's variables now. Before Python 3.13 the frame of a function keeps the values that it was once
-    asked for, and so keeps them alive: these are let go."""
+    """Return a frame's current variables. Before Python 3.13 a function's frame caches them in `f_locals`,
+    which keeps the values alive: clear that cache."""
     seen = frame.f_locals
     variables = dict(seen)
     if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
@@ -138,7 +138,7 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
 
 
 def project_of(script: Path) -> Path:
-    """The nearest folder above the script with pyproject.toml or .git, else the script's own folder."""
+    """Return the nearest folder above the script with pyproject.toml or .git, or the script's own folder."""
     folder = script.resolve().parent
     for candidate in (folder, *folder.parents):
         if (candidate / "pyproject.toml").exists() or (candidate / ".git").exists():

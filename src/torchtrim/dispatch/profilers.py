@@ -1,4 +1,4 @@
-"""Whether the process's one profiler is taken: by the script, or by us."""
+"""Tells if the process's only profiler is in use, by the script or by torchtrim."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch.autograd.profiler import record_function
 
 
 def is_taken() -> bool:
-    """Whether a profiler runs, or waits to be started: to start another would crash it."""
+    """Return True if a profiler is running or prepared: starting another would crash it."""
     return runs() or waits_to_start()
 
 
 def runs() -> bool:
-    """Whether a profiler runs."""
+    """Return True if a profiler is running."""
     return bool(_profiler_enabled())
 
 
 def waits_to_start() -> bool:
-    """Whether a profiler is prepared and does not run yet. Looks through all objects, which takes a while."""
+    """Return True if a profiler is prepared but not running. Slow: searches all objects."""
     kinds = (torch.profiler.profile, autograd_profiler.profile)
     return any(isinstance(thing, kinds) and _waits(thing) for thing in gc.get_referrers(*kinds))
 
 
 def _waits(thing: torch.profiler.profile | autograd_profiler.profile) -> bool:
-    """Whether it is prepared. One that is switched off, or was not constructed, lacks most attributes."""
+    """Return True if it is prepared. A disabled or half-constructed profiler lacks most attributes."""
     if isinstance(thing, torch.profiler.profile):
         action = getattr(thing, "current_action", None)
         return action is torch.profiler.ProfilerAction.WARMUP
@@ -35,7 +35,7 @@ def _waits(thing: torch.profiler.profile | autograd_profiler.profile) -> bool:
 
 
 def open_ranges() -> list[record_function]:
-    """The ranges of `record_function` that run, the outer ones first, as the collector has them."""
+    """Return the open `record_function` ranges, outer ones first, from the garbage collector."""
     return [
         thing
         for thing in gc.get_referrers(record_function)
@@ -44,9 +44,9 @@ def open_ranges() -> list[record_function]:
 
 
 def end_open_ranges() -> None:
-    """Tell the profiler that all ranges end, before it does.
+    """End all open ranges before the profiler stops.
 
-    One that ended later would write its time into the profiler's memory, which is another's by then.
+    A range that ended later would write its time into freed memory of the profiler.
     """
     for one in open_ranges():
         torch.ops.profiler._record_function_exit._RecordFunction(one.record)

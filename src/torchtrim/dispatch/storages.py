@@ -1,9 +1,11 @@
-"""Births and deaths of storages, told by weak references to them."""
+"""Tracks births and deaths of storages by weak references."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -14,19 +16,78 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torchtrim.dispatch.kept import Kept, counts_tell
 from torchtrim.records.profile import DEVICE_POOL
 
+_OWN_REFERENCES = 2
+"""The local variable of `is_kept`, and the argument of `sys.getrefcount`."""
+
+_AT_ONCE = 32
+"""Objects checked for each operator: about 10 microseconds."""
+
+
+class Kept:
+    """The tensors that Python still keeps; `note` gets a storage's number when Python releases it."""
+
+    def __init__(self, note: Callable[[int], None]) -> None:
+        self._note = note
+        self._objects: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    def add(self, tensor: torch.Tensor, number: int) -> None:
+        """Add a tensor that an operator created, and its storage's number."""
+        reference = weakref.ref(tensor)
+        self._objects[id(reference)] = reference, number
+
+    def sweep(self, clock: int) -> None:
+        """Report the tensors that Python has released. With many tensors, do not check at every operator."""
+        if not self._objects or clock % (len(self._objects) // _AT_ONCE + 1):
+            return
+        for key, (reference, number) in list(self._objects.items()):
+            if not is_kept(reference):
+                self._objects.pop(key, None)
+                self._note(number)
+
+    def end(self) -> None:
+        """Report all that is still kept, at the end of the step."""
+        for _, number in self._objects.values():
+            self._note(number)
+        self._objects.clear()
+
+
+def is_kept(reference: weakref.ref[torch.Tensor]) -> bool:
+    """Return True if Python has a reference to the tensor."""
+    tensor: Any = reference()
+    if tensor is None:
+        return False
+    shared: bool = tensor._use_count() > 1
+    return sys.getrefcount(tensor) - _OWN_REFERENCES > shared
+
+
+@functools.cache
+def counts_tell() -> bool:
+    """Return True if this torch counts references as `is_kept` expects.
+
+    A weak reference is not enough: an object stays alive while autograd keeps its tensor. But torch holds one
+    reference itself while C++ keeps the tensor."""
+    with torch.inference_mode(False), torch.enable_grad(), torch._C._DisableTorchDispatch():
+        made = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True) * 2
+        saver, reference = made.sin(), weakref.ref(made)
+        while_kept = is_kept(reference)
+        del made
+        return while_kept and saver.requires_grad and not is_kept(reference)
+
+
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-"""The classes whose attributes are torch's own."""
+"""Classes whose attributes are torch's own."""
 
 _SIMPLE = PLAIN | {FakeTensor}
 _CUDA_BLOCK = 512
+"""The smallest block of CUDA's caching allocator (`kMinBlockSize`)."""
+
 _NO_STORAGE = (NotImplementedError, RuntimeError)
 
 
-class _Watched(weakref.ref[Any]):
-    """A weak reference that knows which storage it watches."""
+class _StorageReference(weakref.ref[Any]):
+    """A weak reference with the number of its storage."""
 
     __slots__ = ("bytes", "key", "number")
     key: int
@@ -37,8 +98,7 @@ class _Watched(weakref.ref[Any]):
 class Life:
     """One storage: `bytes`, and alive during operators `birth <= i < death`.
 
-    `released`: it died in the hands of the autograd engine. `kept` and `pool` are as in
-    `records.profile.Storage`.
+    `released`: the autograd engine freed it. `kept` and `pool` are as in `records.profile.Storage`.
     """
 
     __slots__ = ("birth", "bytes", "death", "device", "kept", "kind", "name", "pool", "released")
@@ -56,14 +116,14 @@ class Life:
 
 
 FILE = "file"
-"""The pool of memory-mapped files, which are no device's and no process's memory."""
+"""The pool of memory-mapped files, which use no memory of the device or the process."""
 
 
 class Storages:
-    """All storages seen; `lives` by number, the living by the address of their C++ storage.
+    """All storages seen; `lives` by number, live ones by the address of their C++ storage.
 
-    `clock` is the number of the operator that runs next. `live_bytes` and `peak_bytes` count the bytes
-    on one device, or on all where none is given. `is_pinned` tells of a tensor of the host.
+    `clock` is the number of the next operator. `live_bytes` and `peak_bytes` count the bytes on one device,
+    or on all if none is given. `is_pinned` tests a host tensor.
     """
 
     def __init__(
@@ -75,13 +135,13 @@ class Storages:
         self.peak_bytes = 0
         self._counted = device
         self._is_pinned = is_pinned
-        self._living: dict[int, _Watched] = {}
+        self._living: dict[int, _StorageReference] = {}
         self._devices: dict[torch.device, str] = {}
         self._kept = Kept(self._kept_no_longer) if counts_tell() else None
         self._on_death = self._died
 
     def see(self, tensor: torch.Tensor, birth: int, kind: str = "") -> int:
-        """Number of the tensor's storage, which is born at `birth` if it is new; -1 if it has none."""
+        """Return the number of the tensor's storage, which is born at `birth` if new, or -1."""
         try:
             storage = tensor.untyped_storage()
         except _NO_STORAGE:
@@ -97,7 +157,7 @@ class Storages:
         return number
 
     def keep(self, made: Any) -> None:
-        """Watch until when Python keeps the tensors that an operator made."""
+        """Track how long Python keeps the tensors that an operator created."""
         if self._kept is None:
             return
         for tensor in made if isinstance(made, tuple | list) else (made,):
@@ -105,12 +165,12 @@ class Storages:
                 self._kept.add(tensor, number)
 
     def sweep(self) -> None:
-        """Look which of those Python keeps no longer, before the operator that runs next."""
+        """Check which of those Python has released, before the next operator."""
         if self._kept is not None:
             self._kept.sweep(self.clock)
 
     def resized(self, storage: Any) -> int:
-        """Number of a storage whose size may have changed: that of its old size ends. -1 if never seen."""
+        """Return the number of a storage, a new one if it was resized, or -1 if it was never seen."""
         known = self._living.get(storage._cdata)
         if known is None or known.number < 0 or known.bytes == storage.nbytes():
             return known.number if known is not None else -1
@@ -121,22 +181,22 @@ class Storages:
         return number
 
     def exclude(self, storage: Any) -> None:
-        """Count a storage nowhere, from now until it dies: torchtrim itself keeps it."""
+        """Leave a storage uncounted until it dies: it belongs to torchtrim."""
         known = self._living.get(storage._cdata)
         if known is None:
-            watched = _Watched(storage, self._on_death)
+            watched = _StorageReference(storage, self._on_death)
             watched.key, watched.number, watched.bytes = storage._cdata, -1, storage.nbytes()
             self._living[watched.key] = watched
 
     def settle(self, tensor: torch.Tensor) -> int:
-        """Number of the storage of a tensor that was written to and may have another size; or -1."""
+        """Return the number of the storage of a tensor that was written and maybe resized, or -1."""
         try:
             return self.resized(tensor.untyped_storage())
         except _NO_STORAGE:
             return -1
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Number of a storage that was seen and lives, else -1."""
+        """Return the number of a live storage that was seen, or -1."""
         try:
             known = self._living.get(tensor.untyped_storage()._cdata)
         except _NO_STORAGE:
@@ -144,32 +204,32 @@ class Storages:
         return known.number if known is not None else -1
 
     def counts(self, life: Life) -> bool:
-        """Whether the storage is on a device whose bytes are counted: `"cuda"` is any of them."""
+        """Return True if the storage is on the counted device; `"cuda"` matches any CUDA device."""
         return life.device != FILE and life.device.startswith(self._counted)
 
     def counted_bytes(self, life: Life) -> int:
-        """Bytes of a storage, none where its device is not counted."""
+        """Return the bytes of a storage, 0 if its device is not counted."""
         return life.bytes if self.counts(life) else 0
 
     def end(self) -> None:
-        """The step is over: what is alive and kept is so to its end."""
+        """End the step: what is alive and kept stays so until its end."""
         self.note_peak()
         if self._kept is not None:
             self._kept.end()
 
     def note_peak(self) -> None:
-        """Count what is alive now towards the peak."""
+        """Update the peak with the bytes alive now."""
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
 
     def forget(self) -> None:
-        """Stop watching; those alive stay without a death."""
+        """Stop watching; live storages stay without a death."""
         self._living.clear()
 
     def _begin(self, storage: Any, key: int, birth: int, kind: str) -> int:
         number = len(self.lives)
         device = FILE if storage.filename else self._device(storage.device)
-        watched = _Watched(storage, self._on_death)
+        watched = _StorageReference(storage, self._on_death)
         watched.key, watched.number, watched.bytes = key, number, storage.nbytes()
         life = Life(allocated_bytes(watched.bytes, device), birth, device, kind)
         self.lives.append(life)
@@ -194,7 +254,7 @@ class Storages:
         if self.counts(life):
             self.live_bytes -= life.bytes
 
-    def _died(self, watched: _Watched) -> None:
+    def _died(self, watched: _StorageReference) -> None:
         if self._living.get(watched.key) is watched:
             del self._living[watched.key]
             if watched.number >= 0:
@@ -202,14 +262,14 @@ class Storages:
 
 
 def allocated_bytes(size: int, device: str) -> int:
-    """What an allocator gives for a size: CUDA's gives whole blocks, a meta tensor has no memory."""
+    """Return the bytes an allocator reserves for a size: CUDA rounds up to blocks, meta tensors have none."""
     if device.startswith("cuda"):
         return -(-size // _CUDA_BLOCK) * _CUDA_BLOCK
     return 0 if device == "meta" else size
 
 
 def parts_of(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    """The plain tensors that hold a tensor's elements: itself, or the parts of a sparse one or wrapper."""
+    """Return the plain tensors that hold a tensor's elements: itself, or parts of a sparse one or wrapper."""
     if type(tensor) in PLAIN and tensor.layout is torch.strided:
         return (tensor,)
     if is_lazy(tensor):
@@ -241,7 +301,7 @@ def storages_in(tensors: Iterable[torch.Tensor]) -> dict[int, Any]:
 
 
 def storage_bytes(storages: Iterable[Any], device: str = "") -> int:
-    """What an allocator gives for these storages, of those that lie on a device: `"cuda"` is any of them."""
+    """Return the allocated bytes of the storages on a device; `"cuda"` matches any CUDA device."""
     return sum(
         allocated_bytes(storage.nbytes(), str(storage.device))
         for storage in storages
@@ -250,7 +310,7 @@ def storage_bytes(storages: Iterable[Any], device: str = "") -> int:
 
 
 def reachable_tensors() -> Iterator[torch.Tensor]:
-    """Every tensor that Python can reach, found through the garbage collector."""
+    """Yield every tensor that Python can reach, found through the garbage collector."""
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor) and not is_lazy(thing):
             yield thing
@@ -261,7 +321,7 @@ def reachable_tensors() -> Iterator[torch.Tensor]:
 
 
 def reachable_bytes() -> int:
-    """Bytes of all storages that Python can reach."""
+    """Return the bytes of all storages that Python can reach."""
     storages = {}
     for tensor in reachable_tensors():
         with contextlib.suppress(NotImplementedError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Operators whose results depend on elements: computed where these are known, else bounded from above."""
+"""Operators with data-dependent results: computed if the data is known, else bounded from above."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchtrim.dryrun.collectives import gathered_into, written_out
 from torchtrim.dryrun.oracle import Geometry, is_small
 
 if TYPE_CHECKING:
     from torchtrim.dryrun.mode import Dry
+from collections.abc import Iterator
+
+from torchtrim.dispatch.modes import tensors_among
 
 Bound = Callable[["Dry", Any, Any, dict[str, Any], bool], Any]
 _aten = torch.ops.aten
 _LONG = torch.int64
 _PAGE, _LINE, _ALIASES, _FLOAT = 4096, 16, 256, 4
-"""oneDNN's LSTM: oneapi-src/oneDNN, src/cpu/rnn/rnn_utils.cpp (`get_good_ld`, `set_workspace_sizes`)."""
+"""oneDNN's LSTM: src/cpu/rnn/rnn_utils.cpp of oneapi-src/oneDNN (`get_good_ld`, `set_workspace_sizes`)."""
 
 UNTOUCHED = frozenset(
     (
@@ -36,11 +38,11 @@ UNTOUCHED = frozenset(
         "aten::is_set_to",
     )
 )
-"""Operators that look at no element, though no schema says so."""
+"""Operators that read no element, although their schema does not say so."""
 
 
 def _scalar(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
-    """`item()`: the number where it is known. A branch gets no, a count 0, a measured value 1."""
+    """`item()`: the number if it is known. Otherwise conditions get False, counts 0 and floats 1."""
     if known:
         return func(*args, **kwargs)
     kind = args[0].dtype
@@ -87,7 +89,7 @@ def _masked_select(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> 
 
 
 def _index(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
-    """Each boolean mask is as many whole-number indices as it has true elements, or at most all."""
+    """Expand each boolean mask to integer indices: one per true element, or per element if unknown."""
     tensor, indices, *rest = args
     if not any(map(_is_mask, indices)):
         return dry.general(func, args, kwargs, known)
@@ -103,7 +105,7 @@ def _index_put(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
 
 
 def _plain(dry: Dry, indices: Any) -> list[Any]:
-    """The indices as whole numbers; the kernel makes a table of those that a mask selects."""
+    """Return the indices as integers. The kernel allocates a table for those that a mask selects."""
     plain = [part for index in indices for part in _as_numbers(dry, index)]
     masks = [index for index in indices if _is_mask(index)]
     made = [part for part in plain if part is not None and all(part is not i for i in indices)]
@@ -126,7 +128,7 @@ def _as_numbers(dry: Dry, index: Any) -> list[Any]:
 
 
 def _unique(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
-    """`unique` in all its forms: as many different values as there are elements."""
+    """`unique` in all its forms; unknown elements count as all different."""
     tensor = args[0]
     if known:
         return dry.real(func, args, kwargs)
@@ -170,7 +172,7 @@ def _bincount(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
 
 
 def _pack(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
-    """`pack_padded_sequence`: as many rows as the lengths add up to."""
+    """`pack_padded_sequence`: the number of rows is the sum of the lengths."""
     padded, lengths, first = args
     steps, batch = (padded.shape[1], padded.shape[0]) if first else tuple(padded.shape[:2])
     if dry.knows(lengths):
@@ -191,16 +193,16 @@ def _nms(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
 
 
 def _recurrent(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
-    """An LSTM on the CPU also gives what backward needs, of which fake tensors know nothing."""
+    """An LSTM on the CPU also returns its workspace for backward, which fake tensors leave out."""
     results = list(dry.general(func, args, kwargs, False))
     results[3] = dry.blank(Geometry((_kept_bytes(args),), (1,), torch.uint8))
     return tuple(results)
 
 
 def _kept_bytes(args: Any) -> int:
-    """Bytes of what an LSTM gives to backward; none where gradients are off.
+    """Return the bytes an LSTM saves for backward; 0 if gradients are off.
 
-    Gates, hidden and cell states and their gradients, each from a page's beginning.
+    Gates, hidden and cell states and their gradients, each aligned to a page.
     """
     if not torch.is_grad_enabled():
         return 0
@@ -213,7 +215,7 @@ def _kept_bytes(args: Any) -> int:
 
 
 def _leading(length: int) -> int:
-    """Elements from one row to the next: whole cache lines, and no power of two that rows would share."""
+    """Return the row stride in elements: whole cache lines, padded if rows would share cache sets."""
     lines = -(-length // _LINE) * _LINE
     return lines + _LINE if lines % _ALIASES == 0 else lines
 
@@ -223,7 +225,7 @@ def _pages(elements: int) -> int:
 
 
 def _reduced_loss(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
-    """A loss that is reduced where its elements were: the single number keeps their memory."""
+    """A loss reduced in place: the resulting scalar keeps the memory of all its elements."""
     result, x = dry.general(func, args, kwargs, known), args[0]
     if dry.knows(result) or result.dim() == x.dim():
         return result
@@ -232,7 +234,7 @@ def _reduced_loss(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> A
 
 
 def _resize(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
-    """A blank tensor cannot grow in place, so it gets another storage."""
+    """A meta tensor cannot grow in place, so it gets another storage."""
     tensor, size = args[0], tuple(args[1])
     strides = torch.empty(size, device="meta").stride()
     if math.prod(size) * tensor.itemsize <= tensor.untyped_storage().nbytes():
@@ -247,13 +249,62 @@ def _bounded(dry: Dry, what: str, count: int, most: str = "the most there can be
 
 
 def _argument(func: Any, args: Any, kwargs: dict[str, Any], name: str) -> Any:
-    """An argument by its name; its default where it was not given, None where there is none such."""
+    """Return an argument by name: its default if it was not passed, None if the schema lacks it."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == name:
             if position < len(args):
                 return args[position]
             return kwargs.get(name, argument.default_value)
     return None
+
+
+NAMESPACE = "c10d"
+_CLONES_ITS_INPUT = "c10d::_reduce_scatter_base_"
+
+
+def collective(dry: Dry, func: Any, args: Any, kwargs: dict[str, Any], known: bool) -> Any:
+    """Run a collective on empty tensors and return its arguments unchanged.
+
+    Gloo reduces a copy of its input (`ProcessGroupGloo::_reduce_scatter_base`). Scratch memory of other
+    backends is not modelled.
+    """
+    tensors = [*tensors_among((*args, *kwargs.values()))]
+    if known and is_small(tensors):
+        return func(*args, **kwargs)
+    dry.forget(tensors)
+    if func.name() == _CLONES_ITS_INPUT:
+        dry.need(args[1].nbytes)
+    empty = {id(tensor): tensor.new_empty(0) for tensor in tensors}
+    result = func(
+        *(_exchanged(value, empty) for value in args),
+        **{name: _exchanged(value, empty) for name, value in kwargs.items()},
+    )
+    originals = {id(empty[id(tensor)]): tensor for tensor in tensors}
+    return _exchanged(result, originals)
+
+
+def gathered_into(dry: Dry, func: Any, args: Any, kwargs: dict[str, Any], known: bool) -> Any:
+    """Return this rank's shard as a view of the gathered tensor, and the gathered tensor."""
+    _, whole, _, length, rank = args
+    dry.forget((whole,))
+    return whole.narrow(0, length * rank, length), whole
+
+
+def written_out(dry: Dry, func: Any, args: Any, kwargs: dict[str, Any], known: bool) -> None:
+    """Mark the elements of `out` as unknown."""
+    dry.forget(tensors_among((kwargs.get("out", args[-1]),)))
+
+
+def _exchanged(value: Any, others: dict[int, Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return others.get(id(value), value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_each(value, others))
+    return value
+
+
+def _each(values: Any, others: dict[int, Any]) -> Iterator[Any]:
+    return (_exchanged(value, others) for value in values)
 
 
 BOUNDS: dict[str, Bound] = {

@@ -1,8 +1,8 @@
-"""Tensors that have an address and a size, and no memory.
+"""Tensors with an address and a size, but no memory.
 
-They lie in one mapping of address space that the system backs with nothing until somebody writes there.
-So they are plain CPU tensors for autograd, for modules and for whoever compares pointers; who reads one
-by hand reads zeros.
+They are in one mapping of address space that the system does not back with pages until something is
+written. So they are plain CPU tensors to autograd, modules and code that compares pointers; reading one
+gives zeros.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from typing import Any
 import torch
 
 _MOST_BITS, _LEAST_BITS = 46, 36
+"""64 TiB is half of what Linux gives a process on x86-64; below 64 GiB large models do not fit."""
 _ALIGNMENT = 64
+"""The alignment of torch's CPU allocator (`c10::gAlignment`)."""
+
 _NO_RESERVE = 0x4000
-"""`MAP_NORESERVE` of Linux, which Python's module names from 3.13 on."""
+"""Linux's `MAP_NORESERVE`, which Python's `mmap` exports from 3.13 on."""
 
 
 class Blanks:
-    """Makes blank tensors and knows them. Addresses are given in turn, so that living ones rarely meet."""
+    """Factory of meta tensors. Addresses are assigned round-robin, so live tensors rarely overlap."""
 
     def __init__(self) -> None:
         self._region = _region()
@@ -32,9 +35,9 @@ class Blanks:
         self._sizes: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def tensor(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Any:
-        """A blank tensor of that geometry; of what has no elements a plain one.
+        """Return a meta tensor of that geometry, or a plain one if it has no elements.
 
-        Raises `RuntimeError` for one that no machine's addresses could hold.
+        Raises `RuntimeError` for a tensor larger than the address space.
         """
         if 0 in shape:
             return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
@@ -45,29 +48,29 @@ class Blanks:
         return flat.as_strided(tuple(shape), tuple(strides))
 
     def storage(self, size: int) -> torch.UntypedStorage:
-        """A blank storage of that many bytes."""
+        """Return a meta storage of that many bytes."""
         made: torch.UntypedStorage = self.tensor((size,), (1,), torch.uint8).untyped_storage()
         return made
 
     def resize(self, storage: Any, size: int) -> None:
-        """Give a blank storage another size: what `resized` says from now on."""
+        """Set the size that `resized` reports for a meta storage."""
         key = storage._cdata
         gone = weakref.ref(storage, lambda _: self._sizes.pop(key, None))
         self._sizes[key] = (gone, size)
 
     def resized(self, storage: Any) -> int | None:
-        """The bytes of a storage that was resized, None for any other."""
+        """Return the bytes of a resized storage, None for any other."""
         known = self._sizes.get(storage._cdata)
         return None if known is None else known[1]
 
     def holds(self, address: int) -> bool:
-        """Whether the memory at an address is blank."""
+        """Return True if the address belongs to a meta tensor."""
         return self._base <= address < self._base + self._size
 
     def _place(self, size: int) -> int:
-        """Where the next `size` bytes go; from the beginning again when the addresses are used up."""
+        """Return the offset of the next `size` bytes; wrap around when the addresses run out."""
         if size > self._size:
-            raise RuntimeError(f"a tensor of {size} bytes is larger than the space of addresses")
+            raise RuntimeError(f"a tensor of {size} bytes is larger than the address space")
         if self._next + size > self._size:
             self._next = 0
         place = self._next
@@ -77,12 +80,12 @@ class Blanks:
 
 @functools.cache
 def blanks() -> Blanks:
-    """Those of this process: a tensor stays blank from one dry run to the next."""
+    """Return the process-wide factory: a meta tensor stays one from one dry run to the next."""
     return Blanks()
 
 
 def _region() -> mmap.mmap:
-    """The largest mapping that the system gives."""
+    """Map as much address space as the system allows."""
     for bits in range(_MOST_BITS, _LEAST_BITS, -1):
         try:
             return _mapping(1 << bits)

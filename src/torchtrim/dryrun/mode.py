@@ -1,14 +1,17 @@
-"""Runs operators dry: results have their shapes and no memory, and what would be written is not.
+"""Runs operators without computing: results have shapes but no memory, and nothing is written.
 
-What follows from numbers that are there, such as a batch's lengths and masks, is computed after all, so
-that a program which decides by them goes the way it would. See `dry.bounds` for what it cannot know.
+Values that follow from known numbers, such as a batch's lengths and masks, are computed, so a program that
+branches on them takes the same path as in a real run. See `dryrun.bounds` for data-dependent results.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +29,9 @@ from torchtrim.dispatch.modes import (
     run_parts,
     tensors_among,
 )
+from torchtrim.dispatch.places import Places, line_of
 from torchtrim.dispatch.storages import PLAIN
-from torchtrim.dryrun.bounds import BOUNDS, UNTOUCHED
-from torchtrim.dryrun.collectives import NAMESPACE, collective
-from torchtrim.dryrun.guesses import Guesses
+from torchtrim.dryrun.bounds import BOUNDS, NAMESPACE, UNTOUCHED, collective
 from torchtrim.dryrun.meta_tensors import blanks
 from torchtrim.dryrun.oracle import Geometry, is_small, made_by, oracle
 from torchtrim.dryrun.workspace import workspace
@@ -44,11 +46,11 @@ _NOT_TOLD = (
 )
 
 
-class _Known(NamedTuple):
-    """What is known of an operator by its schema.
+class _OperatorFacts(NamedTuple):
+    """Facts about an operator from its schema.
 
-    `passes`: it touches no element. `written`: arguments that it writes, by their place in `returns`;
-    -1 for those that it does not return. `returns`: for each result the argument that it is, else -1.
+    `passes`: it touches no element. `written`: position and name of each argument it writes.
+    `returns`: for each result the position of the argument it aliases, or -1.
     """
 
     passes: bool
@@ -59,10 +61,10 @@ class _Known(NamedTuple):
 
 
 class Dry(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The mode. It is below all others: a recorder sees what it would of a run.
+    """The dispatch mode of a dry run. It is below all other modes, so a recorder sees the same operators.
 
-    `batch_size` is that of the first loader that batches. `owned_only`: numbers that were there before
-    are not changed, as is right for a live model.
+    `batch_size` is the batch size of the first loader. `owned_only`: do not change data that existed before
+    the dry run, such as a live model's.
     """
 
     supports_higher_order_operators = True
@@ -74,9 +76,9 @@ class Dry(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.batch_size: int | None = None
         self._oracle = oracle()
         self._owned_only = owned_only
-        self._owned = _Marks()
-        self._stale = _Marks()
-        self._known: dict[int, _Known] = {}
+        self._owned = _StorageSet()
+        self._stale = _StorageSet()
+        self._known: dict[int, _OperatorFacts] = {}
         self._workspace = 0
         self._pid = os.getpid()
 
@@ -86,29 +88,29 @@ class Dry(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """True: it stays under the script's own modes and the recorder's."""
+        """True: the mode stays below the script's own modes and the recorder's."""
         return True
 
     def take_workspace(self) -> int:
-        """Bytes that kernels need beside results, the most of the operators since this was last asked."""
+        """Return the largest scratch of the operators since the last call, in bytes."""
         size, self._workspace = self._workspace, 0
         return size
 
     def need(self, size: int) -> None:
-        """Say what the operator that runs now needs beside its results."""
+        """Report the scratch bytes of the running operator."""
         self._workspace = max(self._workspace, size)
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's elements are there, and are what they would be."""
+        """Return True if the tensor's elements are the ones a real run would have."""
         storage = tensor.untyped_storage()
         return not self.blanks.holds(storage.data_ptr()) and storage not in self._stale
 
     def blank(self, geometry: Geometry) -> Any:
-        """A tensor without memory."""
+        """Return a tensor without memory."""
         return self.blanks.tensor(*geometry)
 
     def real(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Compute an operator after all; what it makes is known."""
+        """Compute an operator; its results are known from then on."""
         result = func(*args, **kwargs)
         for tensor in tensors_among((result,)):
             if type(tensor) in PLAIN and tensor.layout is torch.strided:
@@ -137,20 +139,20 @@ class Dry(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _measure(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """Count a CPU kernel's scratch, or say that it is not counted."""
+        """Count a CPU kernel's scratch, or note that it is not counted."""
         size = workspace(func, args, kwargs, result)
         if size is not None:
             self.need(size)
             return
         self.guesses.add(
-            f"scratch of {func.name().partition('.')[0]} is not counted: the call is too large to be "
-            "tried here, or the program's own profiler runs"
+            f"scratch of {func.name().partition('.')[0]} is not counted: the call is too large to try "
+            "here, it raises on zeros, or the program's own profiler is running"
         )
 
     def general(self, func: Any, args: Any, kwargs: dict[str, Any], known: bool) -> Any:
-        """The results of an operator whose shapes follow from its arguments' shapes.
+        """Return the results of an operator whose shapes follow from its arguments' shapes.
 
-        `known`: all its tensors are.
+        `known`: the elements of all its tensors are known.
         """
         facts = self._known[id(func)]
         geometry = self._asked(func, args, kwargs)
@@ -166,17 +168,17 @@ class Dry(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._oracle.results(func, args, kwargs)
         except _NOT_TOLD:
             raise Unsupported(
-                f"nobody knows what {func} gives without running it{self.guesses.where()}: the operator "
-                "has no implementation on fake tensors. If it is yours, give it one with "
-                "torch.library.register_fake; else measure: torchtrim diagnose."
+                f"{func} cannot be estimated without running it{self.guesses.where()}: the operator "
+                "has no implementation for fake tensors. If it is yours, add one with "
+                "torch.library.register_fake; otherwise measure with torchtrim diagnose."
             ) from None
 
     def _may_touch(
-        self, known: _Known, tensors: list[Any], args: Any, kwargs: dict[str, Any]
+        self, known: _OperatorFacts, tensors: list[Any], args: Any, kwargs: dict[str, Any]
     ) -> bool:
-        """Whether all that an operator writes is ours to be written.
+        """Return True if the operator may write all its arguments.
 
-        BatchNorm writes statistics that its schema does not name, so its likes compute on our own only.
+        BatchNorm writes statistics that its schema does not declare, so float arguments count as written.
         """
         if not self._owned_only:
             return True
@@ -184,19 +186,17 @@ class Dry(TorchDispatchMode):  # type: ignore[no-untyped-call]
         concerned = (*_written(known, args, kwargs), *floats)
         return all(tensor.untyped_storage() in self._owned for tensor in concerned)
 
-    def _write(self, known: _Known, args: Any, kwargs: dict[str, Any]) -> None:
-        """What would have been written is not known any longer."""
+    def _write(self, known: _OperatorFacts, args: Any, kwargs: dict[str, Any]) -> None:
         self.forget(_written(known, args, kwargs))
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The elements of these tensors are not known any longer."""
+        """Mark the elements of these tensors as unknown."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if not self.blanks.holds(storage.data_ptr()):
                 self._stale.add(storage)
 
-    def _made(self, known: _Known, geometry: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The results: an argument where the operator gives one back, else blank tensors."""
+    def _made(self, known: _OperatorFacts, geometry: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if not known.returns:
             return None
         single = len(known.returns) == 1
@@ -210,7 +210,7 @@ class Dry(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made[0] if single else tuple(made)
 
     def _settled(self, tensor: Any, geometry: Any) -> Any:
-        """An argument that is a result too, in the size that the operator gives it."""
+        """Return an argument that is also a result, resized as the operator would."""
         if isinstance(geometry, Geometry) and tuple(tensor.shape) != geometry.shape:
             fresh = self.blank(geometry)
             tensor.set_(fresh.untyped_storage(), 0, geometry.shape, geometry.strides)
@@ -223,17 +223,19 @@ class Dry(TorchDispatchMode):  # type: ignore[no-untyped-call]
             [self._blank_nest(one) for one in geometry] if isinstance(geometry, list) else geometry
         )
 
-    def _know(self, func: Any) -> _Known:
+    def _know(self, func: Any) -> _OperatorFacts:
         schema = getattr(func, "_schema", None)
         if schema is None:
-            raise Unsupported(f"{func} is no operator that can be estimated without running it.")
+            raise Unsupported(
+                f"{func} is not an operator that can be estimated without running it."
+            )
         written = tuple(
             (position, argument.name)
             for position, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         )
         name = func.name().partition(".")[0]
-        known = self._known[id(func)] = _Known(
+        known = self._known[id(func)] = _OperatorFacts(
             name in UNTOUCHED
             or func.namespace == "profiler"
             or (func.is_view and not written)
@@ -246,14 +248,14 @@ class Dry(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return known
 
 
-class _Marks:
-    """Storages that are marked, while they live."""
+class _StorageSet:
+    """A weak set of storages."""
 
     def __init__(self) -> None:
         self._living: dict[int, weakref.ref[Any]] = {}
 
     def add(self, storage: Any) -> None:
-        """Mark a storage."""
+        """Add a storage."""
         key = storage._cdata
         if key not in self._living:
             self._living[key] = weakref.ref(storage, lambda _: self._living.pop(key, None))
@@ -267,7 +269,7 @@ def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_odd(tensor: Any) -> bool:
-    """Whether a tensor is of a kind that is run and not estimated: sparse, nested, on another device."""
+    """Return True for tensors that are computed, not estimated: sparse, nested, quantized or subclasses."""
     return (
         type(tensor) not in PLAIN
         or tensor.layout is not torch.strided
@@ -278,7 +280,7 @@ def _is_odd(tensor: Any) -> bool:
 
 
 def _alias_of(result: Any, arguments: Any) -> int:
-    """Position of the argument that a result is; -1 where it is made."""
+    """Return the position of the argument that a result aliases, or -1."""
     if result.alias_info is None or not result.alias_info.is_write:
         return -1
     names = result.alias_info.before_set
@@ -288,15 +290,58 @@ def _alias_of(result: Any, arguments: Any) -> int:
     return -1
 
 
-def _argument(args: Any, kwargs: dict[str, Any], known: _Known, position: int) -> Any:
+def _argument(args: Any, kwargs: dict[str, Any], known: _OperatorFacts, position: int) -> Any:
     if position < len(args):
         return args[position]
     return kwargs[next(name for at, name in known.written if at == position)]
 
 
-def _written(known: _Known, args: Any, kwargs: dict[str, Any]) -> Iterable[Any]:
+def _written(known: _OperatorFacts, args: Any, kwargs: dict[str, Any]) -> Iterable[Any]:
     values = [
         args[position] if position < len(args) else kwargs.get(name)
         for position, name in known.written
     ]
     return tensors_among(values)
+
+
+class Guess(NamedTuple):
+    """A source line that needed an unknown value, and the value assumed there."""
+
+    path: str
+    line: int
+    assumed: str
+
+
+class Guesses:
+    """Assumptions about unknown values, counted by source line."""
+
+    def __init__(self, project: str) -> None:
+        self._places = Places(project)
+        self.found: Counter[Guess] = Counter()
+
+    def add(self, assumed: str) -> None:
+        """Record an assumption at the running source line."""
+        path, line = self._line()
+        self.found[Guess(path, line, assumed)] += 1
+
+    def where(self) -> str:
+        """Return ` at FILE:LINE` of the running line, empty if it belongs to torch."""
+        path, line = self._line()
+        return f" at {path}:{line}" if path else ""
+
+    def notes(self) -> tuple[str, ...]:
+        """A sentence for each guess, the most frequent first."""
+        return tuple(
+            f"{_short(guess.path)}:{guess.line}: {guess.assumed}"
+            for guess, _ in self.found.most_common()
+        )
+
+    def _line(self) -> tuple[str, int]:
+        spot, caller = self._places.find(sys._getframe(2))
+        found = caller or spot
+        return ("", 0) if found is None else (found[0].co_filename, line_of(found))
+
+
+def _short(path: str) -> str:
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if path and Path(path).is_relative_to(here) else path

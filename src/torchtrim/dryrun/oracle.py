@@ -1,4 +1,4 @@
-"""What an operator gives, by its arguments' shapes: torch's own fake tensors are asked, once a case."""
+"""Infers an operator's results from its arguments' shapes with torch's fake tensors, cached by case."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from torchtrim.dispatch.asking import asking
+from torchtrim.dispatch.modes import asking
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ _CASES = 2**16
 
 
 class Geometry(NamedTuple):
-    """A tensor to be made."""
+    """Shape, strides and dtype of a tensor to create."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -29,9 +29,9 @@ class Geometry(NamedTuple):
 
 
 class Oracle:
-    """Tells the results of operators: each a `Geometry`, a list of them, or what is no tensor.
+    """Infers the results of operators: each a `Geometry`, a list of them, or a value that is not a tensor.
 
-    What was told is kept for the next dry run, up to a number of cases.
+    Results are cached across dry runs, up to a number of cases.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Oracle:
         self._told: dict[Any, Any] = {}
 
     def results(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The results of a call. What the operator raises for such arguments is raised here too."""
+        """Return the results of a call. Errors the operator raises for such arguments propagate."""
         try:
             key = (func, _key(args), _key(tuple(kwargs.items())))
             told = self._told.get(key)
@@ -52,7 +52,7 @@ class Oracle:
         return told
 
     def _ask(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """One that goes along lists is asked once for places that are alike."""
+        """Infer results; for `_foreach` operators once for each group of equal list elements."""
         alike = _alike(func, (*args, *kwargs.values()))
         if alike is None:
             return self._told_by_torch(func, args, kwargs)
@@ -82,7 +82,7 @@ class Oracle:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """A mistake of the script's is raised; torch would also log it as one of torch's."""
+    """Silence torch's log: it would report the script's errors as torch's own."""
     was, _LOG.disabled = _LOG.disabled, True
     try:
         with asking():
@@ -93,12 +93,12 @@ def _silent() -> Iterator[None]:
 
 @functools.cache
 def oracle() -> Oracle:
-    """That of this process."""
+    """Return the process-wide oracle."""
     return Oracle()
 
 
 def _key(value: Any) -> Any:
-    """What distinguishes an argument; `1`, `1.0` and `True` are distinct."""
+    """Return the cache key of an argument; `1`, `1.0` and `True` are distinct."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape, value.stride()
     if isinstance(value, (list, tuple)):
@@ -107,7 +107,7 @@ def _key(value: Any) -> Any:
 
 
 def _alike(func: Any, values: Sequence[Any]) -> list[list[int]] | None:
-    """For an operator that goes along lists of one length, the places that are alike; else None."""
+    """Group the indices of equal elements of a `_foreach` operator's lists; None for other operators."""
     lists = [value for value in values if isinstance(value, (list, tuple))]
     if not func.name().startswith("aten::_foreach_") or len(set(map(len, lists))) != 1:
         return None
@@ -118,12 +118,11 @@ def _alike(func: Any, values: Sequence[Any]) -> list[list[int]] | None:
 
 
 def _at(value: Any, places: Sequence[int]) -> Any:
-    """The elements of a list at these places; what is no list as it is."""
     return [value[place] for place in places] if isinstance(value, (list, tuple)) else value
 
 
 def _spread(few: Any, alike: Sequence[Sequence[int]]) -> Any:
-    """Results of one place of each kind -> those of all places, in order."""
+    """Expand the results of one index per group to all indices, in order."""
     if not isinstance(few, list):
         return few
     if len(few) != len(alike):
@@ -141,7 +140,7 @@ def _geometry(result: Any) -> Any:
 
 
 def made_by(geometry: Any) -> Sequence[Geometry]:
-    """The tensors among results, in order."""
+    """Return the tensors among results, in order."""
     if isinstance(geometry, Geometry):
         return (geometry,)
     if isinstance(geometry, list):
@@ -150,7 +149,7 @@ def made_by(geometry: Any) -> Sequence[Geometry]:
 
 
 def is_small(tensors: Iterable[Any]) -> bool:
-    """Whether it takes no time to compute them: numbers that programs decide by."""
+    """Return True if the tensors are cheap to compute: sizes, masks, flags."""
     for tensor in tensors:
         size = 1
         for length in tensor.shape:

@@ -1,36 +1,37 @@
-"""Begins and ends a dry run in this process."""
+"""Begins and ends a dry run in this process, and patches loaders to batches of a given size."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import torch
 from torch.autograd import profiler
+from torch.utils.data import DataLoader
 
 from torchtrim.dispatch.modes import enter_below, leave
 from torchtrim.dispatch.patches import Patches
-from torchtrim.dryrun.loader_sizes import patch_loaders
-from torchtrim.dryrun.machine import machine
 from torchtrim.dryrun.mode import Dry
+from torchtrim.dryrun.workspace import machine
 from torchtrim.emulator.device import current as emulated
 
 _running: list[Dry] = []
 
 
 def current() -> Dry | None:
-    """The dry run of this process."""
+    """Return the dry run of this process, or None."""
     return _running[-1] if _running else None
 
 
 @contextlib.contextmanager
 def dry_run(project: str, *, owned_only: bool, batch_size: int | None = None) -> Iterator[Dry]:
-    """Run nothing for a while. `owned_only`: leave the numbers of what is there as they are.
+    """Run operators without computing inside the block. `owned_only`: do not change existing data.
 
-    `batch_size`: what loaders that are made meanwhile give, if not what they would.
+    `batch_size` overrides the batch size of loaders created inside the block.
     """
     dry = Dry(project, owned_only=owned_only)
     patches = Patches()
@@ -51,9 +52,9 @@ def dry_run(project: str, *, owned_only: bool, batch_size: int | None = None) ->
 
 
 def _patch_storages(patches: Patches, dry: Dry) -> None:
-    """What is done to storages past the operators: `copy.deepcopy` copies them, FSDP2 resizes them.
+    """Patch storage calls that bypass the dispatcher: `copy.deepcopy` clones storages, FSDP2 resizes them.
 
-    A copy of a blank one is blank; one that is resized keeps its addresses and has another size.
+    A clone of a meta storage is one too; a resized storage keeps its address and reports another size.
     """
     original: Any = torch.UntypedStorage.clone
     resize: Any = torch.UntypedStorage.resize_
@@ -82,10 +83,10 @@ def _patch_storages(patches: Patches, dry: Dry) -> None:
 
 
 def _patch_compile(patches: Patches, dry: Dry) -> None:
-    """Compiled code runs as it is written: nobody knows what the compiler would fuse."""
+    """Run compiled code eagerly: what the compiler would fuse is unknown."""
 
     def compile_(model: Any = None, **options: Any) -> Any:
-        dry.guesses.add("torch.compile: counted as it runs without; fused operators may need less")
+        dry.guesses.add("torch.compile: counted as eager execution; fused operators may need less")
         return model if model is not None else lambda given: given
 
     patches.replace(torch, "compile", compile_)
@@ -95,7 +96,7 @@ def _patch_compile(patches: Patches, dry: Dry) -> None:
 
 
 def _patch_profilers(patches: Patches) -> None:
-    """From where the program prepares a profiler on, none is started to try calls of operators."""
+    """Stop measuring scratch once the program prepares a profiler of its own."""
     prepare: Any = profiler.profile._prepare_trace
     machine().may_try(None)
     patches.on_undo(machine().may_try, None)
@@ -108,7 +109,7 @@ def _patch_profilers(patches: Patches) -> None:
 
 
 def _patch_files(patches: Patches, dry: Dry) -> None:
-    """Nothing is saved, since it would be zeros over somebody's weights; loaded files are mapped."""
+    """Save nothing, since it would overwrite weights with zeros; memory-map files that are loaded."""
     load: Any = torch.load
 
     def save(*_: Any, **__: Any) -> None:
@@ -125,9 +126,56 @@ def _patch_files(patches: Patches, dry: Dry) -> None:
 
 
 def _patch_loaders(patches: Patches, dry: Dry, batch_size: int | None) -> None:
-    """Loaders load in this process, and batches of the wanted size."""
 
     def seen(size: int) -> None:
         dry.batch_size = dry.batch_size or size
 
     patch_loaders(patches, batch_size, here=True, seen=seen)
+
+
+_ARGUMENTS = (
+    *("batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn"),
+    *("pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
+)
+"""A DataLoader's positional arguments after its data set."""
+_OF_WORKERS = ("persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout")
+
+
+def patch_loaders(
+    patches: Patches, wanted: int | None, *, here: bool, seen: Callable[[int], None]
+) -> None:
+    """Make batching loaders use batches of `wanted` samples. `here`: load in this process.
+
+    `seen` is called with each loader's own batch size. A loader raises `ValueError` if its data set has
+    fewer samples.
+    """
+    original: Any = DataLoader.__init__
+
+    @functools.wraps(original)
+    def make(loader: Any, dataset: Any, *args: Any, **options: Any) -> None:
+        options = {**dict(zip(_ARGUMENTS, args, strict=False)), **options}
+        if here:
+            options["num_workers"] = 0
+            for name in _OF_WORKERS:
+                options.pop(name, None)
+        size = options.get("batch_size", 1)
+        if size is not None and size > 1 and options.get("batch_sampler") is None:
+            seen(size)
+            options["batch_size"] = size = wanted or size
+            if isinstance(dataset, Sized) and len(dataset) < size:
+                raise ValueError(f"the data set has {len(dataset)} samples, fewer than {size}")
+        original(loader, dataset, **options)
+
+    patches.replace(DataLoader, "__init__", make)
+
+
+@contextlib.contextmanager
+def sized_loaders(wanted: int | None) -> Iterator[None]:
+    """Override the batch size of loaders created inside the block; None leaves it alone."""
+    patches = Patches()
+    if wanted is not None:
+        patch_loaders(patches, wanted, here=False, seen=lambda _: None)
+    try:
+        yield
+    finally:
+        patches.undo()

@@ -1,26 +1,35 @@
-"""Bytes that the CPU's kernels need while they run, beside their results: what no dispatch mode sees.
+"""Measures the scratch memory of CPU kernels, which no dispatch mode sees.
 
-They depend on the processor: the same convolution takes 2.3 MB of scratch with AVX-512, 0.8 MB with AMX too,
-2.7 MB with AVX2 alone. So each distinct call of an operator that needs any is run here once, on zeros.
+It depends on the processor: the same convolution needs 2.3 MB of scratch with AVX-512, 0.8 MB with AMX and
+2.7 MB with AVX2. So each distinct call of an operator with scratch runs once, on zeros.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
 import math
+import os
+import platform
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
+from torch.autograd import profiler
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torchtrim.core import caches
+from torchtrim.dispatch import profilers
 from torchtrim.dispatch.modes import tensors_among
-from torchtrim.dryrun.machine import machine, needed
 
 _MOST_BYTES = 2**28
-"""Inputs and results of a call that is run: the memory that an estimate may take where the step has none."""
+"""Largest inputs and results of a measured call, so that an estimate stays cheap."""
 _MOST_FLOPS, _MOST_FLOPS_OF_HALVES = 2**35, 2**31
-"""A second on one core. Half precision is emulated where the processor has no instructions for it."""
+"""About a second on one core. Half precision is emulated on processors without instructions for it."""
 _RECURRENT = "aten::mkldnn_rnn_layer"
 _PRODUCTS = frozenset(("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"))
 _MEASURED = frozenset(
@@ -61,7 +70,7 @@ _ONEDNN_COMPUTES: dict[torch.dtype, Callable[[], bool]] = {
 
 
 def workspace(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
-    """Bytes beside the results of an operator on the CPU; None where a call cannot be run to tell."""
+    """Return the scratch bytes of an operator on the CPU, or None if the call cannot be tried here."""
     name = func.name().partition(".")[0]
     promoted = _promoted(args) if torch.Tag.pointwise in func.tags else 0
     if name not in _MEASURED or (name in _PRODUCTS and not _packs(args)):
@@ -71,7 +80,7 @@ def workspace(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
 
 
 def _promoted(args: Any) -> int:
-    """Operands of several types are first brought to one, where they are not single numbers."""
+    """Return the bytes of operands converted to a common dtype; 0-dim operands are not."""
     tensors = [tensor for tensor in args if isinstance(tensor, torch.Tensor) and tensor.dim()]
     kinds = {tensor.dtype for tensor in tensors}
     if len(kinds) < 2:
@@ -84,7 +93,7 @@ def _promoted(args: Any) -> int:
 
 
 def _packs(args: Any) -> bool:
-    """Whether oneDNN packs the matrices of a product: those in half precision that it computes."""
+    """Return True if oneDNN packs the matrices of a product: half precision that it supports."""
     computes = _ONEDNN_COMPUTES.get(args[0].dtype)
     return computes is not None and computes()
 
@@ -106,9 +115,17 @@ def _is_large(name: str, func: Any, args: Any, kwargs: Any, result: Any) -> bool
 
 
 def _flops(name: str, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Operations of products; 0 for what only goes through its tensors."""
+    """Return the FLOPs of products and attention; 0 for elementwise operators."""
     if name.startswith(_RECURRENT):
         return int(6 * math.prod(args[0].shape[:-1]) * (args[1].numel() + args[2].numel()))
+    if name == "aten::_native_multi_head_attention":
+        samples, length, width = args[0].shape
+        return int(4 * samples * length * width * (2 * width + length))
+    if name.startswith("torchtrim::relative_attention"):
+        backward = name.endswith("_backward")
+        query, key, value = (one.shape for one in (args[3:6] if backward else args[:3]))
+        count = 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+        return int(5 * count // 2 if backward else count)
     if name.endswith("attention_for_cpu"):
         return _ATTENTION(*(one.shape for one in args[:3]))
     if name.endswith("attention_for_cpu_backward"):
@@ -117,8 +134,8 @@ def _flops(name: str, func: Any, args: Any, kwargs: Any, result: Any) -> int:
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 
 
-def _tried(func: Any, name: str, args: Any, kwargs: Any) -> int:
-    """Bytes of one call on zeros. Leaves modes and random numbers as they are."""
+def _tried(func: Any, name: str, args: Any, kwargs: Any) -> int | None:
+    """Return the bytes of one call on zeros, or None if it raises. Modes and the RNG are restored."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         state = torch.default_generator.get_state()
         try:
@@ -128,12 +145,14 @@ def _tried(func: Any, name: str, args: Any, kwargs: Any) -> int:
             if func.namespace == "torchtrim":
                 func(*given, **named)  # Its threads keep their blocks from the first call on.
             return needed(lambda: func(*given, **named))
+        except (RuntimeError, ValueError, TypeError, IndexError, MemoryError, ArithmeticError):
+            return None
         finally:
             torch.default_generator.set_state(state)
 
 
 def _reserve(args: list[Any]) -> torch.Tensor:
-    """What an LSTM's forward keeps for backward: of the size that this processor's kernel reads."""
+    """Return an LSTM's workspace for backward, in the size that this processor's kernel reads."""
     x, *weights, hidden, cell = args[:7]
     reverse, mode, size, layers, biases, train, both, sizes, first = args[13:22]
     with torch.enable_grad():
@@ -145,7 +164,7 @@ def _reserve(args: list[Any]) -> torch.Tensor:
 
 
 def _zeros(value: Any) -> Any:
-    """The value with tensors of zeros, in the same layout, in place of its own."""
+    """Replace the tensors in a value by zeros of the same layout."""
     if isinstance(value, torch.Tensor):
         count = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
         flat = torch.zeros(count + 1 if value.numel() else 0, dtype=value.dtype, device="cpu")
@@ -156,9 +175,130 @@ def _zeros(value: Any) -> Any:
 
 
 def _key(value: Any) -> str:
-    """What tells an argument from others that need other bytes."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype}{tuple(value.shape)}{value.stride()}"
     if isinstance(value, dict):
         return " ".join(f"{name}={_key(one)}" for name, one in value.items())
     return f"[{' '.join(map(_key, value))}]" if isinstance(value, (list, tuple)) else repr(value)
+
+
+_MAX_CALLS = 20_000
+"""Arbitrary: a program makes some hundred distinct calls. A file that outgrows this starts anew."""
+_MAX_FILE_BYTES = 2**24
+"""Several times the size of a file of `_MAX_CALLS` calls."""
+_SETTINGS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+
+
+class _UndetectedProfile(profiler.profile):
+    """A profiler that bypasses the patch which detects the program's own."""
+
+    _prepare: Any = profiler.profile._prepare_trace
+
+    def _prepare_trace(self) -> None:
+        self._prepare()
+
+
+class _CallFile(msgspec.Struct, forbid_unknown_fields=True):
+    """The cache file: the machine's name, and scratch bytes by call."""
+
+    machine: str
+    calls: dict[str, int]
+
+
+class Machine:
+    """Scratch bytes measured on one machine. An unreadable file counts as empty and is replaced."""
+
+    def __init__(self, name: str, path: Path | None) -> None:
+        self.name = name
+        self._path = path
+        self._calls = self._read()
+        self._failed: set[str] = set()
+        self._is_saved = True
+        self._may_try: bool | None = None
+
+    def save(self) -> None:
+        """Save the measured calls, merged with those other processes have saved since."""
+        if self._is_saved or self._path is None:
+            return
+        self._is_saved = True
+        self._calls = {**self._read(), **self._calls}
+        if len(self._calls) > _MAX_CALLS:
+            self._calls.clear()
+        caches.write(self._path, msgspec.json.encode(_CallFile(self.name, self._calls)))
+
+    def once(self, name: str, attempt: Callable[[], int | None]) -> int | None:
+        """Return the bytes of the first attempt, or None if it failed or cannot be made now.
+
+        A failed attempt is repeated in the next process, not in this one.
+        """
+        if name in self._calls or name in self._failed:
+            return self._calls.get(name)
+        if not self._can_try():
+            return None
+        size = attempt()
+        if size is None:
+            self._failed.add(name)
+        else:
+            self._calls[name] = size
+            self._is_saved = False
+        return size
+
+    def may_try(self, allowed: bool | None) -> None:
+        """Allow or forbid measuring, which needs the process's profiler; None: find out when needed."""
+        self._may_try = allowed
+
+    def _can_try(self) -> bool:
+        if self._may_try is None:
+            self._may_try = not profilers.waits_to_start()
+        return self._may_try and not profilers.runs()
+
+    def _read(self) -> dict[str, int]:
+        try:
+            if self._path is None or self._path.stat().st_size > _MAX_FILE_BYTES:
+                return {}
+            kept = msgspec.json.decode(self._path.read_bytes(), type=_CallFile)
+        except (OSError, ValueError):
+            return {}
+        sound = kept.machine == self.name and all(size >= 0 for size in kept.calls.values())
+        return kept.calls if sound else {}
+
+
+@functools.cache
+def machine() -> Machine:
+    """Return this machine, as torch sees it from this process."""
+    name = _name()
+    short = hashlib.sha256(name.encode()).hexdigest()[:16]
+    return Machine(name, caches.folder() / f"workspaces-{short}.json")
+
+
+def needed(call: Callable[[], Any]) -> int:
+    """Return the peak bytes a call allocates beyond its results."""
+    with (
+        _disable_current_modes(),
+        torch.autocast("cpu", enabled=False),
+        _UndetectedProfile(profile_memory=True) as seen,
+    ):
+        result = call()
+    events: Any = seen.kineto_results
+    level = highest = 0
+    for event in events.events():
+        if event.name() == "[memory]":
+            level += event.nbytes()
+            highest = max(highest, level)
+    storages = {one.untyped_storage() for one in tensors_among((result,))}
+    return max(0, highest - sum(one.nbytes() for one in storages))
+
+
+def _name() -> str:
+    settings = [f"{name}={os.environ[name]}" for name in _SETTINGS if name in os.environ]
+    parts = (torch.__version__, torch.backends.cpu.get_cpu_capability(), *settings, _instructions())
+    return " ".join(parts)
+
+
+def _instructions() -> str:
+    """Return the processor's instruction sets, or its name if the system does not list them."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith(("flags", "Features")):
+                return " ".join(sorted(line.partition(":")[2].split()))
+    return platform.processor() or platform.machine()

@@ -1,7 +1,7 @@
-"""An emulated CUDA device: a script written for CUDA runs where there is none, and computes the same.
+"""An emulated CUDA device: runs a script written for CUDA on a machine without, with the same results.
 
-Tensors are plain CPU tensors whose storages carry a logical device (`tags`); one dispatch mode (`mode`)
-runs each operator on CPU and says where its results lie; what asks for a device is answered by stand-ins.
+Tensors are plain CPU tensors whose storages are tagged with a logical device (`tags`). A dispatch mode
+(`mode`) runs each operator on the CPU and tags its results. Functions that query a device are replaced.
 """
 
 from torchtrim.emulator.device import Emulation as Emulation

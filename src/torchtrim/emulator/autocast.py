@@ -1,4 +1,4 @@
-"""`torch.autocast("cuda")`: the CPU's autocast does the casting, by the device's list of operators.
+"""Emulate `torch.autocast("cuda")` by the CPU's autocast with the device's lists of operators.
 
 The lists are those of `ATen/autocast_mode.h`; `tests/emulator/test_autocast.py` compares them.
 """
@@ -40,14 +40,14 @@ TO_FLOAT_IF_UNSAID = (
 TO_LOW = (
     *("prelu", "addmv", "addr", "mv", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
 )
-"""What the device computes in low precision and the CPU's own autocast leaves alone."""
+"""Operators in low precision on the device, but not under the CPU's own autocast."""
 LOW_ON_BOTH = (
     *("conv1d", "conv2d", "conv3d", "conv1d.padding", "conv2d.padding", "conv3d.padding"),
     *("conv_tbc", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input"),
     *("addmm", "matmul", "mm", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm"),
     "scaled_dot_product_attention",
 )
-"""What the CPU's own autocast computes in low precision too."""
+"""Operators in low precision under the CPU's own autocast too."""
 TO_WIDEST = (
     *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler"),
     *("index_put", "tensordot", "scatter_add"),
@@ -57,14 +57,14 @@ _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU)
 
 
 class _Host(threading.local):
-    """The script's own autocast for the CPU, at first as it is in a new thread."""
+    """The script's own autocast state for the CPU, initially that of a new thread."""
 
     enabled = False
     dtype = torch.bfloat16
 
 
 class Autocast:
-    """Turns the CPU's autocast on and off with the device's."""
+    """Switches the CPU's autocast on and off with the device's."""
 
     def __init__(self, patches: Patches, tags: Tags) -> None:
         self._patches = patches
@@ -72,7 +72,7 @@ class Autocast:
         self._library: Any = None
 
     def install(self) -> None:
-        """Follow `torch.set_autocast_enabled` and `torch.set_autocast_dtype`."""
+        """Intercept `torch.set_autocast_enabled` and `torch.set_autocast_dtype`."""
 
         host = _Host()
         host.enabled = torch.is_autocast_enabled("cpu")
@@ -94,7 +94,7 @@ class Autocast:
             follow()
 
         def follow() -> None:
-            """Set the CPU's autocast as the device's while that is on, as the script's own after."""
+            """Set the CPU's autocast to the device's state while that is on, else to the script's own."""
             on = own_is("cuda")
             if on or host.enabled:
                 self._register()
@@ -114,7 +114,7 @@ class Autocast:
         self._patches.replace(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
 
     def _register(self) -> None:
-        """Have the CPU's autocast follow the device's lists. Once; undone with the patches."""
+        """Register the device's lists for the CPU's autocast, once. Undone with the patches."""
         if self._library is not None:
             return
         make: Any = torch.library.Library
@@ -142,7 +142,7 @@ class Autocast:
             )
 
     def _where_wanted(self, func: Any) -> Callable[..., Any]:
-        """The CPU's own kernel for tensors on the device; for the host only if it was asked for."""
+        """Cast tensors on the device; cast those on the host only under the script's own CPU autocast."""
         own = torch.library.get_kernel(func, "AutocastCPU")
 
         def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +167,7 @@ class Autocast:
         return self._cast(func, low)
 
     def _in_widest(self, func: Any) -> Callable[..., Any]:
-        """In low precision, unless one of the tensors has more."""
+        """Run in low precision, unless a tensor has a wider dtype."""
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             given = [value for value in tree_leaves(args) if isinstance(value, torch.Tensor)]

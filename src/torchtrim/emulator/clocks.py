@@ -1,17 +1,212 @@
-"""Which work of one stream is known to be done before work of another: vector clocks, and what races.
+"""Vector clocks over streams, the races they detect, and the queues of pending work.
 
-The method is that of race detectors for threads, with streams in place of threads: an event carries what its
-stream had seen, and who awaits it has seen that too. Lamport, Time, Clocks, and the Ordering of Events
-(1978); Mattern, Virtual Time and Global States of Distributed Systems (1989).
+The method is that of race detectors for threads, applied to streams: an event carries the clock of its
+stream, and a stream that waits for the event merges that clock. Lamport, Time, Clocks, and the Ordering of
+Events (1978); Mattern, Virtual Time and Global States of Distributed Systems (1989).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+_BYTE = 0xFF
+"""All ones is NaN in every floating-point type and -1 in every signed one."""
+
+
+class Shape(NamedTuple):
+    """The layout of a tensor in its storage."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@contextlib.contextmanager
+def unowned() -> Iterator[None]:
+    """Run the device's own work, unseen by modes, subclasses and autograd."""
+    with (
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableTorchDispatch(),
+        torch._C._AutoDispatchBelowAutograd(),
+    ):
+        yield
+
+
+def shape_of(tensor: torch.Tensor) -> Shape:
+    """Return the layout of a tensor in its storage."""
+    return Shape(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+
+def alias(storage: Any, shape: Shape) -> torch.Tensor:
+    """Return a tensor over a storage, with its own version counter. Call inside `unowned`."""
+    return torch.empty(0, dtype=shape.dtype, device="cpu").set_(
+        storage, shape.offset, shape.size, shape.stride
+    )
+
+
+def copy_of(storage: Any, *, poisoned: bool = False) -> Any:
+    """Copy a storage, or return a poisoned one of its size. Call inside `unowned`."""
+    if poisoned:
+        size = (storage.nbytes(),)
+        return torch.full(size, _BYTE, dtype=torch.uint8, device="cpu").untyped_storage()
+    return _bytes(storage).clone().untyped_storage()
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Fill a new tensor's storage with poison (True for booleans)."""
+    with unowned():
+        own = _bytes(tensor.untyped_storage())
+        own.fill_(1 if tensor.dtype is torch.bool else _BYTE)
+
+
+def _bytes(storage: Any) -> torch.Tensor:
+    return alias(storage, Shape(torch.uint8, (storage.nbytes(),), (1,), 0))
+
+
+class StorageCell:
+    """A storage used by pending work, replaced by a copy once the program has freed it.
+
+    `pending` counts each stream's work on it, and `last` is the number of the newest.
+    """
+
+    __slots__ = ("key", "last", "pending", "storage")
+
+    def __init__(self, storage: Any) -> None:
+        self.storage = storage
+        self.key: int = storage._cdata
+        self.pending: Counter[int] = Counter()
+        self.last: dict[int, int] = {}
+
+
+class TensorPlace(NamedTuple):
+    """The location of a tensor used by pending work."""
+
+    cell: StorageCell
+    shape: Shape
+
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor in its current storage."""
+        return alias(self.cell.storage, self.shape)
+
+
+class Work(NamedTuple):
+    """A queued operator: its number on its stream, and the work of other streams that it waits for."""
+
+    serial: int
+    do: Callable[[], None]
+    cells: tuple[StorageCell, ...]
+    after: tuple[tuple[int, int], ...]
+
+
+class Pending:
+    """The queues of all streams, and the storages used by queued work."""
+
+    def __init__(self) -> None:
+        self.queues: defaultdict[int, deque[Work]] = defaultdict(deque)
+        self._cells: dict[int, StorageCell] = {}
+        self._due: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+
+    def behind(self, stream: int, other: int, serial: int) -> None:
+        """Order a stream's further work after another stream's work up to a serial."""
+        self._due[stream].append((other, serial))
+
+    def add(
+        self, stream: int, serial: int, do: Callable[[], None], places: Iterable[TensorPlace]
+    ) -> None:
+        """Queue work that uses the tensors at these places."""
+        cells = tuple({place.cell.key: place.cell for place in places}.values())
+        for cell in cells:
+            cell.pending[stream] += 1
+            cell.last[stream] = serial
+        after = tuple(self._due.pop(stream, ()))
+        self.queues[stream].append(Work(serial, do, cells, after))
+
+    def uses(self, stream: int, tensors: Iterable[torch.Tensor]) -> bool:
+        """True if a stream has queued work on one of these tensors."""
+        if not self.queues[stream]:
+            return False
+        keys = {cell.key for work in self.queues[stream] for cell in work.cells}
+        return any(tensor.untyped_storage()._cdata in keys for tensor in tensors)
+
+    def placed(self, values: Any) -> Any:
+        """Replace tensors in a nest of values by places."""
+        return tree_map(self._place, values)
+
+    def complete(self, stream: int, until: int | None = None) -> None:
+        """Run a stream's work (up to a serial), and first the work that it waits for."""
+        queue = self.queues[stream]
+        while queue and (until is None or queue[0].serial <= until):
+            work = queue.popleft()
+            for other, serial in work.after:
+                self.complete(other, serial)
+            with unowned():
+                work.do()
+            for cell in work.cells:
+                self._leave(cell, stream)
+        if not queue and until is None:
+            self.catch_up(stream)
+
+    def catch_up(self, stream: int) -> None:
+        """Run the work that a stream with an empty queue has waited for."""
+        if not self.queues[stream]:
+            for other, serial in self._due.pop(stream, ()):
+                self.complete(other, serial)
+
+    def let_go(self, is_lost: Callable[[StorageCell], bool | None]) -> None:
+        """Release storages that only pending work uses, and poison them if `is_lost` returns True.
+
+        `is_lost` returns None if that is not decided yet.
+        """
+        for cell in list(self._cells.values()):
+            if _uses(cell.key) > 1 or (lost := is_lost(cell)) is None:
+                continue
+            del self._cells[cell.key]
+            with unowned():
+                cell.storage = copy_of(cell.storage, poisoned=lost)
+
+    def _place(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        storage = value.untyped_storage()
+        cell = self._cells.setdefault(storage._cdata, StorageCell(storage))
+        return TensorPlace(cell, shape_of(value))
+
+    def _leave(self, cell: StorageCell, stream: int) -> None:
+        cell.pending[stream] -= 1
+        if not +cell.pending and self._cells.get(cell.key) is cell:
+            del self._cells[cell.key]
+
+
+def places_among(values: Any) -> list[TensorPlace]:
+    """Iterate over the places in a nest of values."""
+    leaves = tree_leaves(values, is_leaf=_is_place)
+    return [one for one in leaves if isinstance(one, TensorPlace)]
+
+
+def tensors_at(values: Any) -> Any:
+    """Replace places in a nest of values by tensors."""
+    return tree_map(
+        lambda one: one.tensor() if isinstance(one, TensorPlace) else one, values, is_leaf=_is_place
+    )
+
+
+def _is_place(value: Any) -> bool:
+    return isinstance(value, TensorPlace)
+
+
+def _uses(key: int) -> int:
+    count: Any = torch._C._storage_Use_Count
+    return int(count(key))
+
 
 READ = "stream-read"
 WRITE = "stream-write"
@@ -20,7 +215,7 @@ _HOST = -1
 
 
 class Access:
-    """One operator on a stream: its serial there, and its number in a recording, -1 outside of one."""
+    """An operator on a stream: its serial there, and its number in a recording (or -1)."""
 
     __slots__ = ("operator", "serial", "stream")
 
@@ -31,26 +226,26 @@ class Access:
 
 
 class Race(NamedTuple):
-    """What may go wrong, as a row of `syncs`, and the operator that is to be changed."""
+    """A race, as a row of `syncs`, and the operator to change."""
 
     row: str
     access: Access
 
 
 Span = tuple[int, float]
-"""From which byte of a storage to before which."""
+"""First byte in a storage and the byte after the last."""
 WHOLE: Span = (0, math.inf)
 
 
 class Use(NamedTuple):
-    """A part of a storage that an operator uses."""
+    """A range of a storage used by an operator."""
 
     storage: Any
     span: Span = WHOLE
 
 
-class _Part:
-    """A part of a storage: by whom it was written last, by whom it was read since."""
+class _Range:
+    """A range of a storage, its last writer and the readers since."""
 
     __slots__ = ("reads", "span", "write")
 
@@ -60,11 +255,11 @@ class _Part:
         self.reads: dict[int, Access] = {}
 
     def meets(self, span: Span) -> bool:
-        """Whether a byte is in both."""
+        """True if the ranges overlap."""
         return self.span[0] < span[1] and span[0] < self.span[1]
 
     def is_within(self, span: Span) -> bool:
-        """Whether all of it is in a span."""
+        """True if a span contains the range."""
         return span[0] <= self.span[0] and self.span[1] <= span[1]
 
     @property
@@ -74,28 +269,28 @@ class _Part:
 
 
 class _Watched(weakref.ref[Any]):
-    """A storage that streams use, with the parts of it that were used apart from each other.
+    """A storage used by streams, and its separately used ranges.
 
-    `home` is the stream whose memory it is: freed, it goes to the next allocation there, unless it is the
-    host's. `kept` are the streams that the allocator was told of (`record_stream`).
+    `home` is the stream that owns the memory: when freed, the next allocation there reuses it, unless it is
+    host memory. `kept` are the streams passed to `record_stream`.
     """
 
     __slots__ = ("home", "kept", "key", "parts")
     key: int
     home: int
-    parts: list[_Part]
+    parts: list[_Range]
     kept: set[int]
 
-    def met(self, span: Span) -> list[_Part]:
-        """The parts that a span meets."""
+    def met(self, span: Span) -> list[_Range]:
+        """Return the ranges that overlap a span."""
         return [part for part in self.parts if part.meets(span)]
 
-    def part(self, span: Span) -> _Part:
-        """The part of exactly this span."""
+    def part(self, span: Span) -> _Range:
+        """Return the range of exactly this span."""
         for part in self.parts:
             if part.span == span:
                 return part
-        self.parts.append(_Part(span, None))
+        self.parts.append(_Range(span, None))
         return self.parts[-1]
 
     @property
@@ -105,9 +300,9 @@ class _Watched(weakref.ref[Any]):
 
 
 class Clocks:
-    """What each stream has seen of the others, and who touched which storage. `races` grows.
+    """Vector clocks of streams, and the accesses to storages. Appends to `races`.
 
-    `is_devices` tells of a storage whether it is the device's, and not pinned memory of the host.
+    `is_devices` is true for a storage of the device, false for pinned host memory.
     """
 
     def __init__(self, is_devices: Callable[[Any], bool]) -> None:
@@ -121,7 +316,7 @@ class Clocks:
         self._dead: list[_Watched] = []
 
     def issue(self, stream: int) -> Access:
-        """An operator is queued: it runs after all that the host and the stream have waited for."""
+        """Queue an operator after everything that the host and the stream have waited for."""
         seen = self._seen[stream]
         _join(seen, self._host)
         seen[stream] = seen.get(stream, 0) + 1
@@ -130,15 +325,15 @@ class Clocks:
         return self.last
 
     def serial(self, stream: int) -> int:
-        """Number of the newest operator of a stream."""
+        """Return the number of the newest operator of a stream."""
         return self._seen[stream].get(stream, 0)
 
     def has_seen(self, stream: int, other: int, serial: int) -> bool:
-        """Whether what a stream gets from now on is behind an operator of another."""
+        """True if a stream's further work is ordered after an operator of another stream."""
         return max(self._seen[stream].get(other, 0), self._host.get(other, 0)) >= serial
 
     def read(self, uses: Iterable[Use], access: Access) -> list[int]:
-        """An operator reads: the storages whose contents may not be there yet."""
+        """Record reads. Returns the storages whose contents may not be ready."""
         early = []
         for storage, span in uses:
             watched = self._watched(storage)
@@ -149,43 +344,43 @@ class Clocks:
         return early
 
     def write(self, uses: Iterable[Use], access: Access) -> None:
-        """An operator writes."""
+        """Record writes."""
         for storage, span in uses:
             watched = self._watched(storage)
             others = (other for part in watched.met(span) for other in part.users)
             if not all(self._ordered(other, access) for other in others):
                 self.races.append(Race(WRITE, access))
             watched.parts = [part for part in watched.parts if not part.is_within(span)]
-            watched.parts.append(_Part(span, access))
+            watched.parts.append(_Range(span, access))
 
     def make(self, storages: Iterable[Any], access: Access, *, on_device: bool) -> None:
-        """An operator makes new storages, in the memory of its stream or of the host."""
+        """Record new storages, in the memory of the operator's stream or of the host."""
         for storage in storages:
             watched = self._watch(storage, access.stream if on_device else _HOST)
-            watched.parts = [_Part(WHOLE, access)]
+            watched.parts = [_Range(WHOLE, access)]
 
     def keep(self, storage: Any, stream: int) -> None:
-        """The allocator learns that a stream uses a storage."""
+        """Record that a stream uses a storage (`record_stream`)."""
         self._watched(storage).kept.add(stream)
 
     def home(self, storage: Any) -> int:
-        """The stream whose memory a storage is."""
+        """Return the stream that owns a storage's memory."""
         return self._watched(storage).home
 
     def is_kept(self, storage: Any, stream: int) -> bool:
-        """Whether the allocator knows that a stream uses a storage."""
+        """True if the allocator knows that a stream uses a storage."""
         return stream in self._watched(storage).kept
 
     def recorded(self, event: Any, stream: int) -> None:
-        """An event is behind all that a stream has queued."""
+        """Record an event after all work that a stream has queued."""
         self._events[event] = {**self._host, **self._seen[stream]}
 
     def awaited(self, event: Any, stream: int) -> None:
-        """What a stream gets from now on is behind an event."""
+        """Order a stream's further work after an event."""
         _join(self._seen[stream], self._events.get(event, {}))
 
     def synchronized(self, subject: Any) -> None:
-        """The host waited: for all (None), a stream's number, or an event."""
+        """Record a wait of the host: for everything (None), a stream's number, or an event."""
         if subject is None:
             for seen in list(self._seen.values()):
                 _join(self._host, seen)
@@ -200,7 +395,7 @@ class Clocks:
         return self._seen[later.stream].get(earlier.stream, 0) >= earlier.serial
 
     def _reuse(self, stream: int) -> None:
-        """Memory of a stream that was freed is another's now: who used it without its knowledge?"""
+        """Check freed memory for reuse while other streams, unknown to the allocator, still use it."""
         freed = [one for one in self._dead if one.home == stream]
         if not freed:
             return
@@ -212,7 +407,7 @@ class Clocks:
                     self.races.append(Race(FREE, access))
 
     def _watched(self, storage: Any) -> _Watched:
-        """A storage that was made before, on the default stream if nobody saw where."""
+        """Return a known storage. An unknown one belongs to the default stream."""
         known = self._storages.get(storage._cdata)
         return known or self._watch(storage, 0 if self._is_devices(storage) else _HOST)
 

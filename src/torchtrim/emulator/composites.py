@@ -1,4 +1,4 @@
-"""Operators that torch puts together differently on a GPU than on the CPU."""
+"""Composite operators that torch decomposes differently on GPU and CPU."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torchtrim.emulator.mode import Accelerator
 from torchtrim.emulator.streams import current_stream
 
 _KEYS = ("AutogradCPU", "CPU")
-_MEAN = 1
+_MEAN = 1  # `at::Reduction::Mean`.
 _NUMBERS = itertools.count()
 _STATES: dict[int, torch.Tensor] = {}
-"""States of random numbers that a backward pass may draw again."""
+"""Random number states from which a backward pass may draw again."""
 _aten: Any = torch.ops.aten
 
 
 class Composites:
-    """Registers the device's form of `dropout`, `one_hot` and attention, for tensors that lie on it."""
+    """Registers the GPU's versions of `dropout`, `one_hot`, attention and others."""
 
     def __init__(self, patches: Patches, accelerator: Accelerator) -> None:
         self._patches = patches
@@ -32,7 +32,7 @@ class Composites:
         self._tags = accelerator.tags
 
     def install(self) -> None:
-        """Register; undone with the patches."""
+        """Register the operators. Undone with the patches."""
         make: Any = torch.library.Library
         library = make("aten", "IMPL")
         self._patches.on_undo(library._destroy)
@@ -61,13 +61,13 @@ class Composites:
                     library.impl(name, kernel, key, allow_override=True)
 
     def _dropout(self, tensor: torch.Tensor, p: float, train: bool) -> Any:
-        """Fused on a GPU, with a mask of one byte an element; the CPU multiplies by a mask of numbers."""
+        """Fused on a GPU, with a mask of one byte per element. The CPU's mask is floating-point."""
         if not train or p in (0, 1) or not tensor.numel() or not self._tags.on_device(tensor):
             return _as_on_cpu(_aten.dropout.default, tensor, p, train)
         return _aten.native_dropout(tensor, p, train)[0]
 
     def _one_hot(self, tensor: torch.Tensor, num_classes: int = -1) -> Any:
-        """The CPU looks at the values to check them; a GPU leaves that to the kernel that scatters."""
+        """The CPU reads the values to check them; a GPU leaves that to the scatter kernel."""
         if not self._tags.on_device(tensor) or (num_classes <= 0 and not tensor.numel()):
             return _as_on_cpu(_aten.one_hot.default, tensor, num_classes)
         if num_classes < 0:
@@ -77,7 +77,7 @@ class Composites:
         return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
 
     def _sparse(self, indices: torch.Tensor, values: torch.Tensor, **options: Any) -> Any:
-        """Without a size, the largest index of each dimension is read; on a GPU that is two copies."""
+        """Without a size, the largest index of each dimension is read, which takes two copies on a GPU."""
         if self._tags.on_device(indices):
             for _ in range(2):
                 tell_synchronized("sparse-size", current_stream())
@@ -92,7 +92,7 @@ class Composites:
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
     ) -> Any:
-        """Under a dispatch mode torch does not select the targets that count, which waits."""
+        """Under a dispatch mode torch does not select the counted targets, which synchronizes."""
         mean = reduction == 1 and weight is not None and label_smoothing > 0
         if mean and target.dtype == torch.int64 and self._tags.on_device(scores):
             tell_synchronized("smoothed-weights", current_stream())
@@ -116,7 +116,7 @@ class Composites:
         reduction: int = _MEAN,
         zero_infinity: bool = False,
     ) -> Any:
-        """The mean divides by the lengths of the targets, which C++ uploads where no mode sees it."""
+        """The mean divides by the targets' lengths, which C++ uploads unseen by modes."""
         packet = _aten.ctc_loss
         plain = packet.IntList if isinstance(target_lengths, list) else packet.Tensor
         given = (log_probs, targets, input_lengths, target_lengths, blank)
@@ -137,7 +137,7 @@ class Composites:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
-        """With dropout the CPU has no fused kernel, and a GPU has."""
+        """With dropout, a GPU has a fused kernel and the CPU has none."""
         fused = (
             dropout_p > 0
             and query.dim() == 4
@@ -163,14 +163,14 @@ class Composites:
 
 
 def _as_on_cpu(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """C++'s own composite; `decompose` may take a decomposition of Python's, with other operators."""
+    """Run the C++ composite, since `decompose` may use a Python decomposition with other operators."""
     return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def fused_dropout(
     tensor: torch.Tensor, p: float, train: bool | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dropout with the CPU's rounding: it divides by `1 - p` where a GPU multiplies by the inverse."""
+    """Dropout with the CPU's rounding: divides by `1 - p`, where a GPU multiplies by the inverse."""
     if train is False:
         return tensor.clone(), torch.ones_like(tensor, dtype=torch.bool)
     mask = torch.empty_like(tensor, dtype=torch.bool).bernoulli_(1 - p)
@@ -200,9 +200,9 @@ def fused_attention(
     *,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Attention with dropout by the CPU's plain kernels, whose matrices of `Lq x Lk` nobody keeps.
+    """Attention with dropout by the CPU's plain kernels, without keeping the `Lq x Lk` matrices.
 
-    Gives the output, what a GPU keeps of each row's sum, and a placeholder for the random numbers.
+    Returns the output, a GPU's log-sum-exp of each row, and a placeholder for the random numbers.
     """
     seed, generator = _remembered()
     weights, kept = _weights(query, key, attn_bias, dropout_p, is_causal, scale, generator)
@@ -227,7 +227,7 @@ def fused_attention_backward(
     *,
     scale: float | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of `fused_attention`, in the order in which autograd computes the CPU's."""
+    """The gradients of `fused_attention`, computed in the order of the CPU's autograd."""
     generator = torch._C.Generator("cpu")
     generator.set_state(_STATES[int(philox_seed)])
     weights, kept = _weights(query, key, attn_bias, dropout_p, is_causal, scale, generator)
@@ -245,12 +245,12 @@ def fused_attention_backward(
 
 
 def _flat(matrices: torch.Tensor) -> torch.Tensor:
-    """A batch of matrices with one dimension for the batch, as `matmul` makes it."""
+    """Flatten the batch dimensions, like `matmul`."""
     return matrices.reshape(-1, *matrices.shape[-2:])
 
 
 def _remembered() -> tuple[torch.Tensor, torch.Generator]:
-    """A number for the state of the CPU's random numbers, which is kept while the number is."""
+    """Return a key for the CPU's current random number state, kept while the key lives."""
     number = next(_NUMBERS)
     seed = torch.tensor(number, device="cpu")
     _STATES[number] = torch.default_generator.get_state()
@@ -267,7 +267,7 @@ def _weights(
     scale: float | None,
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention's weights before dropout, and what dropout multiplies them by."""
+    """Return attention's weights before dropout, and the dropout factors."""
     factor = _root_of_scale(query, scale)
     scores = (query * factor) @ (key.transpose(-2, -1) * factor)
     if is_causal:
@@ -282,5 +282,5 @@ def _weights(
 
 
 def _root_of_scale(query: torch.Tensor, scale: float | None) -> float:
-    """Query and key are each multiplied by it."""
+    """Return the factor of both query and key."""
     return math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)

@@ -1,4 +1,4 @@
-"""Tensors and generators that are made on the emulated device from data of the host."""
+"""Construct tensors and generators on the emulated device from host data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 
 from torchtrim.dispatch.patches import Patches
-from torchtrim.emulator.moves import Mover, is_cuda
+from torchtrim.emulator.moves import DeviceMover, is_cuda
 from torchtrim.emulator.tags import DEVICE, HOST, Tags
 
 _LIFT = torch.ops.aten.lift_fresh.default
@@ -29,19 +29,19 @@ TYPES = {
     "ByteTensor": torch.uint8,
     "BoolTensor": torch.bool,
 }
-"""The types of tensors in `torch.cuda`, by name."""
+"""Tensor types in `torch.cuda`, by name."""
 
 
 class Construction:
-    """`torch.tensor`, `as_tensor`, `asarray`, `Tensor.new_tensor`, `torch.cuda.FloatTensor`, `Generator`."""
+    """Replaces `torch.tensor`, `as_tensor`, `asarray`, `new_tensor`, `cuda.FloatTensor` and `Generator`."""
 
-    def __init__(self, patches: Patches, mover: Mover) -> None:
+    def __init__(self, patches: Patches, mover: DeviceMover) -> None:
         self._patches = patches
         self._mover = mover
 
     def install(self) -> None:
-        """Replace them all."""
-        _device_constructors()  # torch keeps what it finds: its own functions, not these
+        """Replace the constructors."""
+        _device_constructors()  # torch caches the functions it finds: its own, not these.
         self._patches.replace(torch, "tensor", self._from_data(torch.tensor))
         for name in ("as_tensor", "asarray"):
             self._patches.replace(torch, name, self._shared(getattr(torch, name)))
@@ -82,7 +82,7 @@ class Construction:
         return tensor
 
     def _of_parts(self, own: Any) -> Any:
-        """Sparse and nested tensors, which are where their parts are if nothing else is said."""
+        """Sparse and nested tensors, on the device of their parts unless a device is given."""
         mover = self._mover
 
         @functools.wraps(own)
@@ -96,7 +96,7 @@ class Construction:
         return of_parts
 
     def _shared(self, own: Any) -> Any:
-        """Functions that take a tensor as it is where they can."""
+        """Functions that share an existing tensor where possible."""
 
         @functools.wraps(own)
         def shared(data: Any, *args: Any, **options: Any) -> torch.Tensor:
@@ -118,7 +118,7 @@ class Construction:
         return shared
 
     def _uploaded(self, own: Any, data: Any, options: dict[str, Any]) -> torch.Tensor:
-        """A tensor of the host's data on the device: to torch, one upload that is no operator."""
+        """Construct a tensor on the device from host data: in torch, an upload that is not an operator."""
         options = {**options, "device": "cpu"}
         graded = options.pop("requires_grad", False)
         options.pop("pin_memory", None)
@@ -199,7 +199,7 @@ def _wants_device(device: Any) -> bool:
 
 
 def _default_device() -> torch.device:
-    """As `torch.get_default_device`, which makes a tensor to find out."""
+    """Like `torch.get_default_device`, which creates a tensor to find out."""
     modes: Any = _get_current_function_mode_stack
     for mode in reversed(modes()):
         if isinstance(mode, DeviceContext):
@@ -208,7 +208,7 @@ def _default_device() -> torch.device:
 
 
 def _read_each(data: Any, tags: Tags) -> None:
-    """A list of tensors is read one number at a time, where no mode sees it."""
+    """Record the reads of a list of tensors, one number at a time, which no mode sees."""
     for tensor in _tensors_among(data):
         if tags.on_device(tensor):
             for number in tensor.detach().reshape(-1).unbind():
@@ -233,7 +233,7 @@ class _AnyGenerator(_Meta):  # type: ignore[misc]
 
 
 class Generator(torch._C.Generator, metaclass=_AnyGenerator):
-    """A generator that says that it is the device's. It draws the CPU's numbers, which compute for it."""
+    """A generator that reports the device and draws the CPU's numbers."""
 
     _of_device = False
 
@@ -246,5 +246,5 @@ class Generator(torch._C.Generator, metaclass=_AnyGenerator):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where it says that it is."""
+        """The reported device."""
         return DEVICE if self._of_device else torch.device("cpu")

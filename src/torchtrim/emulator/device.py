@@ -1,30 +1,30 @@
-"""Begins and ends the emulation of a device in this process."""
+"""Start and end the emulation of a device in this process."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch.nn.parallel import scatter_gather
+from torch.optim import optimizer as optimizers
+from torch.optim import swa_utils
+from torch.utils import _foreach_utils
 
-from torchtrim.dispatch.calls import heard_by
+from torchtrim.dispatch.calls import heard_by, tell_synchronized
 from torchtrim.dispatch.modes import enter_below, leave
 from torchtrim.dispatch.patches import Patches
 from torchtrim.emulator.autocast import Autocast
 from torchtrim.emulator.composites import Composites
 from torchtrim.emulator.construction import Construction
 from torchtrim.emulator.mode import Accelerator
-from torchtrim.emulator.model import DEFAULT, DeviceModel
-from torchtrim.emulator.moves import Mover
+from torchtrim.emulator.moves import DeviceMover, is_cuda
 from torchtrim.emulator.orders import Order, Orders
-from torchtrim.emulator.runtime import Runtime
-from torchtrim.emulator.surroundings import (
-    patch_compile,
-    patch_files,
-    patch_grouping,
-    patch_parallel,
-    patch_threads,
-)
+from torchtrim.emulator.runtime import DEFAULT, DeviceModel, Runtime
+from torchtrim.emulator.streams import current_stream
+from torchtrim.emulator.tags import DEVICE, Tags
 from torchtrim.emulator.tensors import (
     patch_exchange,
     patch_gradients,
@@ -35,13 +35,105 @@ from torchtrim.emulator.tensors import (
 )
 from torchtrim.errors import UsageError
 
+_BEFORE_CPU = 5  # Below 10, the priority of torch's own restore function of CPU tensors.
+
+
+def patch_threads(patches: Patches, accelerator: Accelerator) -> None:
+    """Emulate in new threads too."""
+
+    def run(self: threading.Thread) -> None:
+        with accelerator:
+            own(self)
+
+    own = patches.replace(threading.Thread, "run", run)
+
+
+def patch_grouping(patches: Patches, tags: Tags) -> None:
+    """Group an optimizer's parameters by emulated device, which torch does in C++."""
+    own = torch._C._group_tensors_by_device_and_dtype
+
+    def group(tensors: Any, with_indices: bool = False) -> Any:
+        return {
+            (_device_of(lists, device, tags), dtype): (lists, indices)
+            for (device, dtype), (lists, indices) in own(tensors, with_indices).items()
+        }
+
+    patches.replace(torch._C, "_group_tensors_by_device_and_dtype", group)
+    for module in (_foreach_utils, optimizers, swa_utils):
+        original = getattr(module, "_group_tensors_by_device_and_dtype", None)
+        if original is own:
+            patches.replace(module, "_group_tensors_by_device_and_dtype", group)
+
+
+def _device_of(lists: Any, device: Any, tags: Tags) -> Any:
+    first = next((tensor for tensor in lists[0] if tensor is not None), None)
+    return DEVICE if first is not None and tags.on_device(first) else device
+
+
+def patch_parallel(patches: Patches, mover: DeviceMover) -> None:
+    """Replace C++ functions that `DataParallel` needs and that builds without CUDA lack."""
+
+    class Scatter:
+        @staticmethod
+        def apply(devices: Any, sizes: Any, dim: int, tensor: torch.Tensor) -> Any:
+            return (mover.moved(tensor, True),)
+
+    patches.replace(scatter_gather, "Scatter", Scatter)
+
+
+def patch_compile(patches: Patches, noted: set[str]) -> None:
+    """Run compiled functions eagerly."""
+
+    def compile_(model: Any = None, **options: Any) -> Any:
+        noted.add("torch.compile was left out: an emulated device runs eagerly")
+        return model if model is not None else lambda function: function
+
+    def compile_module(self: Any, *args: Any, **options: Any) -> None:
+        noted.add("Module.compile was left out: an emulated device runs eagerly")
+
+    patches.replace(torch, "compile", compile_)
+    patches.replace(torch.nn.Module, "compile", compile_module)
+
+
+def patch_files(patches: Patches, tags: Tags) -> None:
+    """Save tensors with their emulated device, and load them onto it."""
+
+    def location(storage: Any) -> str | None:
+        return "cuda:0" if tags.holds(_untyped(storage)) else None
+
+    def restore(storage: Any, where: str) -> Any:
+        if not where.startswith("cuda"):
+            return None
+        tags.put_storage(_untyped(storage))
+        tell_synchronized("upload", current_stream())
+        return storage
+
+    def load_script(file: Any, map_location: Any = None, **options: Any) -> Any:
+        on = is_cuda(map_location)
+        module = own_load(file, "cpu" if on else map_location, **options)
+        return module.to("cuda") if on else module
+
+    own_load = patches.replace(torch.jit, "load", load_script)
+    registry = torch.serialization._package_registry
+    torch.serialization.register_package(_BEFORE_CPU, location, restore)
+    patches.on_undo(_remove, registry, restore)
+
+
+def _untyped(storage: Any) -> Any:
+    return getattr(storage, "_untyped_storage", storage)
+
+
+def _remove(registry: list[Any], restore: Any) -> None:
+    registry[:] = [entry for entry in registry if entry[2] is not restore]
+
+
 _running: list[Emulation] = []
 
 
 class Emulation:
-    """One emulated device between `begin` and `end`. `notes` say what it did not do as a device would.
+    """An emulated device between `begin` and `end`. `notes` list deviations from a real device.
 
-    `order`: in which order its streams do their work; at once where it is None.
+    `order`: the order in which streams run their work, or None to run it at once.
     """
 
     def __init__(self, model: DeviceModel = DEFAULT, order: Order | None = None) -> None:
@@ -57,11 +149,11 @@ class Emulation:
         self.counters = self._runtime.counters
 
     def begin(self) -> None:
-        """Replace what asks for a device. Raises `UsageError` where one is emulated already."""
+        """Patch the functions that query a device. Raises `UsageError` if a device is already emulated."""
         if _running:
-            raise UsageError("a device is emulated already, and there is one for a process.")
+            raise UsageError("a device is already emulated, and a process can have only one.")
         patches, tags = self._patches, self.tags
-        mover = Mover(self.accelerator)
+        mover = DeviceMover(self.accelerator)
         self._runtime.install()
         patch_properties(patches, tags)
         patch_gradients(patches, self.accelerator)
@@ -83,7 +175,7 @@ class Emulation:
         _running.append(self)
 
     def adopt(self, root: torch.nn.Module) -> None:
-        """Take a root on the host as if its author had put it, and what it meets, on the device."""
+        """Treat a root module on the host, and the tensors it is used with, as on the device."""
         tensors = [*root.parameters(), *root.buffers()]
         if not any(self.tags.on_device(tensor) for tensor in tensors):
             self.accelerator.adopts = True
@@ -91,7 +183,7 @@ class Emulation:
                 self.tags.put(tensor)
 
     def end(self) -> None:
-        """Put everything back. Tensors that lay on the device are plain CPU tensors from then on."""
+        """Remove all patches. Tensors on the device become plain CPU tensors."""
         _running.remove(self)
         if self.orders is not None:
             self.orders.finish()
@@ -101,15 +193,15 @@ class Emulation:
 
 
 def current() -> Emulation | None:
-    """The emulation that runs in this process."""
+    """Return the emulation running in this process."""
     return _running[-1] if _running else None
 
 
 @contextlib.contextmanager
 def emulate(model: DeviceModel = DEFAULT, streams: str = "") -> Iterator[Emulation]:
-    """Emulate a CUDA device for a while; nothing is done where there is a real one.
+    """Emulate a CUDA device inside the block. Does nothing if there is a real one.
 
-    `streams`: the order of their work, as `--streams` takes it. Raises `UsageError`.
+    `streams`: the order of stream work, as for `--streams`. Raises `UsageError`.
     """
     emulation = Emulation(model, Order.parse(streams) if streams else None)
     emulation.begin()

@@ -1,4 +1,4 @@
-"""Runs every operator on CPU, and says of its results where they would lie."""
+"""A dispatch mode that runs every operator on the CPU and tags its results with their device."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _FILLS = frozenset(
     if holds(row("host-index-fill"), str(torch.__version__))
     else ()
 )
-"""What `x[i] = 3.0` runs from torch 2.15 on. Where `i` is the host's, a GPU moves it there first."""
+"""The operator of `x[i] = 3.0` from torch 2.15 on. A GPU first uploads `i` if it is on the host."""
 _TAKES_NUMBERS = frozenset(
     ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::masked_fill")
 )
@@ -68,15 +68,15 @@ _INDEXES = frozenset(
         "aten::_unsafe_index",
     )
 )
-"""Their indices may be the host's, and nothing else."""
+"""Only their indices may be on the host."""
 _OWN_TARGET = frozenset(("aten::copy_", "aten::_foreach_copy_", "aten::fill_", "aten::bernoulli_"))
 _NO_KERNEL = "Could not run '"
 _TAKE_INTEGERS = (torch.ops.aten.histc.default,)
-"""On a GPU; the CPU computes these for floating point alone."""
+"""On a GPU; the CPU supports only floating point."""
 
 
-class _Known(NamedTuple):
-    """The properties of an operator by its name. One that `takes_lists` is judged by the first of each."""
+class _OperatorTraits(NamedTuple):
+    """Properties of an operator, by its name. `takes_lists`: the first element of each list decides."""
 
     copies: bool
     meets_host: bool
@@ -94,13 +94,12 @@ class _Local(threading.local):
 
 
 class Accelerator(TorchDispatchMode):
-    """One emulated CUDA device. `call` runs an operator; the mode does so for those that nobody records.
+    """An emulated CUDA device. `call` runs an operator; the mode calls it for unrecorded operators.
 
-    An operator is on the device if it says so or one of its tensors does. `target` is where the copy
-    that runs now is to go: on the device, to the host, or where it comes from (None). `adopts`: tensors
-    of the host that meet some of the device are taken to lie there too. `composites`: operators that are
-    made of others differently than on the CPU, and how. `orders`: in which order streams do their work, None
-    for at once.
+    An operator runs on the device if its arguments name the device or include a tensor on it. `target` is the
+    destination of the current copy: the device, the host, or its source (None). `adopts`: host tensors
+    used together with device tensors count as on the device. `composites`: replacements of composite
+    operators. `orders`: the order of stream work, or None to run it at once.
     """
 
     supports_higher_order_operators = True
@@ -109,7 +108,7 @@ class Accelerator(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.tags = Tags()
         self.moving = _Local()
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _OperatorTraits] = {}
         self._pid = os.getpid()
         self._was_on = False
         self.adopts = False
@@ -123,7 +122,7 @@ class Accelerator(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True: compiled code runs compiled."""
+        """True, so that compiled code stays compiled."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -138,7 +137,7 @@ class Accelerator(TorchDispatchMode):
         return self.call(func, args, kwargs or {})
 
     def parts_of(self, func: Any) -> Any:
-        """What runs the operators that a composite one is made of on this device; None for another."""
+        """Return the device's decomposition of a composite operator, or None for other operators."""
         if func in self.composites:
             return self.composites[func]
         if is_custom(func):
@@ -178,20 +177,20 @@ class Accelerator(TorchDispatchMode):
         return result
 
     def _is_number_on_device(self, args: Any) -> bool:
-        """Whether a value that is assigned is one number, and on the device: its gradient is there."""
+        """True if an assigned value is a single number on the device, so that its gradient is there too."""
         value = args[2] if len(args) > 2 else None
         return isinstance(value, torch.Tensor) and not value.dim() and self.tags.on_device(value)
 
-    def _made(self, known: _Known, result: Any) -> tuple[Any, ...]:
-        """The results of an operator that are where it ran."""
+    def _made(self, known: _OperatorTraits, result: Any) -> tuple[Any, ...]:
+        """Tag the results of an operator with the device it ran on."""
         if known.own_target:
             return ()
         return result[:1] if known.counts_on_host else (result,)
 
     def _placed(
-        self, known: _Known, on: bool, args: Any, kwargs: dict[str, Any]
+        self, known: _OperatorTraits, on: bool, args: Any, kwargs: dict[str, Any]
     ) -> tuple[bool, dict[str, Any]]:
-        """Where the result goes, and the arguments as the CPU takes them."""
+        """Return the device of the result, and the arguments for the CPU."""
         device = kwargs.get("device")
         if device is not None:
             if device.type == "cuda":
@@ -228,12 +227,12 @@ class Accelerator(TorchDispatchMode):
         return result
 
     def _leave_open(self, made: Any) -> None:
-        """What C++ made on its own, since Python's calls always say whether the memory is pinned."""
+        """True for a tensor created by C++ itself: calls from Python always pass `pin_memory`."""
         if isinstance(made, torch.Tensor) and not made.is_meta and not self.tags.on_device(made):
             self.tags.leave_open(made)
 
-    def _met(self, known: _Known, values: Iterable[Any], host: list[torch.Tensor]) -> bool:
-        """Whether a tensor among the values is on the device. Those that are not are added to `host`."""
+    def _met(self, known: _OperatorTraits, values: Iterable[Any], host: list[torch.Tensor]) -> bool:
+        """True if a tensor among the values is on the device. Appends the others to `host`."""
         device = self.tags._device
         on = False
         some_open = self.tags.any_open()
@@ -255,8 +254,10 @@ class Accelerator(TorchDispatchMode):
                 on = self._met(known, value[:1] if first else value, host) or on
         return on
 
-    def _settle(self, func: Any, known: _Known, args: Any, host: list[torch.Tensor]) -> None:
-        """Tensors that a composite operator made belong where it is used; others of the host's do not."""
+    def _settle(
+        self, func: Any, known: _OperatorTraits, args: Any, host: list[torch.Tensor]
+    ) -> None:
+        """Assign open tensors, created by composite operators, to the device. Reject other host tensors."""
         for tensor in host:
             if self.tags.is_open(tensor):
                 self.tags.put(tensor)
@@ -278,9 +279,9 @@ class Accelerator(TorchDispatchMode):
             elif isinstance(value, (list, tuple)):
                 self._put(value)
 
-    def _know(self, func: Any) -> _Known:
+    def _know(self, func: Any) -> _OperatorTraits:
         name = func.name().partition(".")[0]
-        known = self._known[id(func)] = _Known(
+        known = self._known[id(func)] = _OperatorTraits(
             name == "aten::_to_copy",
             name in _MEETS_HOST or name in _FILLS,
             name in _OWN_TARGET,
@@ -294,8 +295,8 @@ class Accelerator(TorchDispatchMode):
         return known
 
 
-def _is_indexed(known: _Known, tensor: torch.Tensor, args: Any) -> bool:
-    """Whether an operator indexes the tensor, or assigns it, rather than index by it."""
+def _is_indexed(known: _OperatorTraits, tensor: torch.Tensor, args: Any) -> bool:
+    """True if the operator indexes or assigns the tensor, rather than using it as an index."""
     if known.fills:
         return bool(tensor is args[0])
     return known.indexes and any(tensor is argument for argument in args)

@@ -1,4 +1,4 @@
-"""Copies between the host and the emulated device, as `.to`, `.cuda()` and `.cpu()` make them."""
+"""Copies between the host and the emulated device: `.to`, `.cuda()` and `.cpu()`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TO_COPY = torch.ops.aten._to_copy.default
 
 
 def is_cuda(device: Any) -> bool:
-    """Whether a device, its name or its number is of the emulated kind."""
+    """True if a device, its name or its number means the emulated device."""
     if device is None:
         return False
     named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -22,32 +22,32 @@ def is_cuda(device: Any) -> bool:
     return True
 
 
-_count = 1
+_count = 1  # A single process has one device; ranks have one number each.
 
 
 def emulate_devices(count: int) -> None:
-    """Have this process, which is one rank of so many, find a device of each number: they are all its own."""
+    """Accept `count` device numbers in this process, one of `count` ranks. All mean its own device."""
     global _count
     _count = count
 
 
 def devices() -> int:
-    """How many numbers of devices there are."""
+    """Return the number of devices."""
     return _count
 
 
 def check_index(index: int | None) -> None:
-    """Raises the error of a device that is not there."""
+    """Raise CUDA's error for a missing device."""
     if index is not None and not 0 <= index < _count:
         emulated = "one device is" if _count == 1 else f"{_count} devices are"
         raise RuntimeError(f"CUDA error: invalid device ordinal: {index}; {emulated} emulated")
 
 
 class _Move(torch.autograd.Function):
-    """A copy whose gradient goes back to where the tensor came from."""
+    """A copy whose gradient is copied back to the source's device."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, mover: Mover, on: bool, options: Any) -> Any:
+    def forward(ctx: Any, tensor: torch.Tensor, mover: DeviceMover, on: bool, options: Any) -> Any:
         ctx.mover, ctx.on, ctx.dtype = mover, mover.tags.on_device(tensor), tensor.dtype
         return mover.copied(tensor, on, options)
 
@@ -56,8 +56,8 @@ class _Move(torch.autograd.Function):
         return ctx.mover.moved(gradient, ctx.on, dtype=ctx.dtype), None, None, None
 
 
-class Mover:
-    """Makes tensors of one accelerator go to and fro."""
+class DeviceMover:
+    """Moves tensors between an accelerator and the host."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.tags = accelerator.tags
@@ -72,7 +72,7 @@ class Mover:
         copy: bool = False,
         **options: Any,
     ) -> torch.Tensor:
-        """The tensor on the device (`on`) or the host; itself if it is there and has the type."""
+        """Return the tensor on the device (`on`) or the host, itself if it already matches."""
         here = self.tags.on_device(tensor) == on
         if here and not copy and (dtype is None or dtype == tensor.dtype):
             layout = options.get("memory_format")
@@ -89,7 +89,7 @@ class Mover:
         return self.copied(tensor, on, options)
 
     def copied(self, tensor: torch.Tensor, on: bool, options: dict[str, Any]) -> torch.Tensor:
-        """A copy on the device or the host."""
+        """Return a copy on the device or the host."""
         pinned = not on and options.get("non_blocking", False)
         former, self._moving.target = self._moving.target, on
         try:
@@ -103,7 +103,7 @@ class Mover:
         return result
 
     def to(self, tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`tensor.to(*args, **kwargs)`; NotImplemented where no device is concerned."""
+        """`tensor.to(*args, **kwargs)`, or NotImplemented if no device is involved."""
         device, dtype, rest = _request(args, kwargs)
         on = self.tags.on_device(tensor)
         if isinstance(device, torch.Tensor):
@@ -122,7 +122,7 @@ class Mover:
 def _request(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, torch.dtype | None, dict[str, Any]]:
-    """Device or other tensor, type, and options of a call of `Tensor.to`."""
+    """Parse a call of `Tensor.to` into device or other tensor, dtype, and options."""
     rest = dict(kwargs)
     device = rest.pop("device", rest.pop("other", None))
     dtype = rest.pop("dtype", None)

@@ -1,9 +1,9 @@
-"""In which order the emulated streams do their work: early, as late as they may, or at random.
+"""Orders in which the emulated streams run their work: early, as late as allowed, or at random.
 
-A GPU may do the work of a stream at any time after it was queued and after what it awaits, so a program
-that is right is right under every such order. With `late`, work on a side stream reads its sources only when
-something that awaits it needs it; until then its results are poisoned, and so is memory that is freed
-meanwhile. With `early`, work does not see what its stream has not waited for. `random` does either.
+A GPU may run a stream's work at any time after it was queued and after the work it waits for, so a correct
+program is correct under every such order. With `late`, work on a side stream reads its sources only when work
+that waits for it needs its results; until then, its results and memory freed meanwhile are poisoned. With
+`early`, work does not see results that its stream has not waited for. `random` mixes both.
 """
 
 from __future__ import annotations
@@ -19,10 +19,23 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchtrim.dispatch.calls import stream_number
 from torchtrim.dispatch.storages import PLAIN
-from torchtrim.emulator.clocks import WHOLE, Access, Clocks, Race, Span, Use
-from torchtrim.emulator.pending import Cell, Pending, places_among, tensors_at
-from torchtrim.emulator.poison import alias as alias_in
-from torchtrim.emulator.poison import copy_of, poison, shape_of, unowned
+from torchtrim.emulator.clocks import (
+    WHOLE,
+    Access,
+    Clocks,
+    Pending,
+    Race,
+    Span,
+    StorageCell,
+    Use,
+    copy_of,
+    places_among,
+    poison,
+    shape_of,
+    tensors_at,
+    unowned,
+)
+from torchtrim.emulator.clocks import alias as alias_in
 from torchtrim.emulator.tags import Tags
 from torchtrim.errors import UsageError
 
@@ -30,33 +43,33 @@ KINDS = ("early", "late", "random")
 _COPIES = ("aten::copy_", "aten::_to_copy")
 _EMPTY = ("aten::empty", "aten::new_empty")
 _WAITING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
-_MAIN = 0
-_CHANCE = 0.5
+_MAIN = 0  # The number of the default stream.
+_CHANCE = 0.5  # Arbitrary: probability that a random order runs or defers work.
 Run = Callable[[Any, Any, dict[str, Any]], Any]
 
 
 class Order(NamedTuple):
-    """How streams are to work: one of `KINDS`, and the seed of a random order."""
+    """An order of stream work: one of `KINDS`, and the seed of a random order."""
 
     kind: str
     seed: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Order:
-        """`early`, `late`, `random` or `random:7`. Raises `UsageError`."""
+        """Parse `early`, `late`, `random` or `random:7`. Raises `UsageError`."""
         kind, colon, seed = text.partition(":")
         if kind not in KINDS or (colon and (kind != "random" or not seed.isdecimal())):
             raise UsageError(
-                f"--streams {text}: it is early, late, random, or random:SEED with a whole number."
+                f"--streams {text}: expected early, late, random, or random:SEED with an integer."
             )
         return cls(kind, int(seed or 0))
 
 
 class _Traits(NamedTuple):
-    """What is known of an operator by its schema.
+    """Properties of an operator from its schema.
 
-    `written`: positions and names of arguments; `returned`: those of them that it returns. `mixed`: it
-    writes, and returns something new besides, or draws random numbers.
+    `written`: positions and names of mutated arguments. `returned`: those that it returns. `mixed`: it
+    mutates arguments and also returns new tensors or draws random numbers.
     """
 
     copies: bool
@@ -69,8 +82,8 @@ class _Traits(NamedTuple):
     mixed: bool
 
 
-class _Call(NamedTuple):
-    """An operator that is about to run on the device; `down`: its result is the host's."""
+class _DeviceCall(NamedTuple):
+    """An operator about to run on the device. `down`: its result is on the host."""
 
     func: Any
     args: Any
@@ -79,24 +92,24 @@ class _Call(NamedTuple):
     traits: _Traits
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors among its arguments."""
+        """Return the tensors among its arguments."""
         return _tensors((self.args, self.kwargs))
 
     def named(self, where: tuple[int, str]) -> Any:
-        """An argument by its position or name."""
+        """Return an argument by position or name."""
         position, name = where
         return self.args[position] if position < len(self.args) else self.kwargs.get(name)
 
     def written(self) -> list[torch.Tensor]:
-        """The tensors that it writes to."""
+        """Return the tensors that it mutates."""
         return _tensors([self.named(where) for where in self.traits.written])
 
 
 class Orders:
-    """Runs the operators of one emulated device in an order that its streams allow.
+    """Runs the operators of an emulated device in an order that its streams allow.
 
-    It hears of events and waits as `dispatch.calls.Hearer`. Its `clocks` know the races, whether or not a
-    value came out wrong.
+    Gets events and waits as a `dispatch.calls.Hearer`. `clocks` detects races, including those that left all
+    values correct.
     """
 
     def __init__(self, order: Order, tags: Tags) -> None:
@@ -109,16 +122,16 @@ class Orders:
         self._traits: dict[Any, _Traits] = {}
 
     def races(self) -> list[Race]:
-        """The races since this was asked last."""
+        """Return the races since the last call."""
         found, self.clocks.races = self.clocks.races, []
         return found
 
     def run(self, run: Run, func: Any, args: Any, kwargs: dict[str, Any], *, down: bool) -> Any:
-        """Run an operator of the device, now or later; `down`: its result is the host's."""
+        """Run an operator of the device, now or later. `down`: its result is on the host."""
         traits = self._traits.get(func) or self._know(func)
         if traits.copies and traits.written:
             down = not self._tags.on_device(args[0])
-        call = _Call(func, args, kwargs, down, traits)
+        call = _DeviceCall(func, args, kwargs, down, traits)
         if call.traits.view:
             return run(func, args, kwargs)
         stream = stream_number()
@@ -141,11 +154,11 @@ class Orders:
         self.clocks.keep(tensor.untyped_storage(), stream_number(stream))
 
     def finish(self) -> None:
-        """All work is done."""
+        """Run all pending work."""
         self.synchronized("", None)
 
     def synchronized(self, row: str, subject: Any) -> None:
-        """The host has waited for a stream or its number, an event or all; or found it done."""
+        """Record that the host waited for a stream (or its number), an event or all, or found it done."""
         if subject is None:
             for stream in list(self._pending.queues):
                 self._pending.complete(stream)
@@ -157,21 +170,21 @@ class Orders:
         self.clocks.synchronized(subject)
 
     def event_recorded(self, event: Any, stream: int) -> None:
-        """An event is behind all that a stream has queued."""
+        """Record an event after all work that a stream has queued."""
         self._marks[event] = (stream, self.clocks.serial(stream))
         self.clocks.recorded(event, stream)
 
     def event_awaited(self, event: Any, stream: int) -> None:
-        """What a stream gets from now on is behind an event."""
+        """Order a stream's further work after an event."""
         if event in self._marks:
             self._pending.behind(stream, *self._marks[event])
             self.clocks.awaited(event, stream)
 
     def host_read(self, tensor: torch.Tensor) -> None:
-        """The host reads its memory as it is."""
+        """Record that the host reads its memory without a wait."""
 
-    def _host_waits(self, call: _Call) -> bool:
-        """Whether the host waits until the operator is done."""
+    def _host_waits(self, call: _DeviceCall) -> bool:
+        """True if the host waits for the operator."""
         traits = call.traits
         if not traits.copies:
             return traits.waits or call.down or traits.mixed
@@ -184,8 +197,8 @@ class Orders:
             return not straight or not (new or self._tags.is_pinned(call.args[0]))
         return not self._tags.on_device(source) and not straight
 
-    def _is_deferred(self, call: _Call, stream: int) -> bool:
-        """Whether work is queued: that of the main stream is only where it writes to the host."""
+    def _is_deferred(self, call: _DeviceCall, stream: int) -> bool:
+        """True if work is queued. Work of the main stream is queued only if it writes to the host."""
         if stream == _MAIN and not call.down:
             if self._pending.uses(stream, call.tensors()):
                 self._pending.complete(stream)
@@ -194,7 +207,7 @@ class Orders:
             return self.kind != "early"
         return self.kind == "late" or self._random.random() < _CHANCE
 
-    def _now(self, run: Run, call: _Call, access: Access) -> Any:
+    def _now(self, run: Run, call: _DeviceCall, access: Access) -> Any:
         early = self._note_reads(call, access)
         args, kwargs = call.args, call.kwargs
         if early and self._sees_early():
@@ -212,8 +225,8 @@ class Orders:
             return self._random.random() < _CHANCE
         return self.kind == "early"
 
-    def _later(self, run: Run, call: _Call, access: Access) -> Any:
-        """Promise the results of an operator, and queue it."""
+    def _later(self, run: Run, call: _DeviceCall, access: Access) -> Any:
+        """Return stand-in outputs of an operator, and queue it."""
         func, generator = call.func, _generator(call)
         drawn = generator.get_state() if call.traits.random else None
         args, kwargs = self._staged(call, access.stream)
@@ -238,9 +251,11 @@ class Orders:
         self._pending.add(access.stream, access.serial, do, used)
         return result
 
-    def _staged(self, call: _Call, stream: int) -> tuple[Any, dict[str, Any]]:
-        """The arguments; of a copy, what is read at once is read: pageable memory of the host, and what the
-        main stream copies, since all that follows there is done at once."""
+    def _staged(self, call: _DeviceCall, stream: int) -> tuple[Any, dict[str, Any]]:
+        """Return the arguments, with sources of copies that are read at once replaced by copies.
+
+        These are pageable host memory, and sources on the main stream, whose further work runs at once.
+        """
         if not call.traits.copies:
             return call.args, call.kwargs
         at = 1 if call.traits.written else 0
@@ -252,8 +267,8 @@ class Orders:
             source = source.detach().clone()
         return (*call.args[:at], source, *call.args[at + 1 :]), call.kwargs
 
-    def _promised(self, run: Run, call: _Call) -> tuple[Any, list[torch.Tensor]]:
-        """The result of an operator before it was done, and the tensors in it that are new."""
+    def _promised(self, run: Run, call: _DeviceCall) -> tuple[Any, list[torch.Tensor]]:
+        """Return the stand-in outputs of an operator, and the new tensors among them."""
         traits = call.traits
         if traits.written:
             values = tuple(call.named(where) for where in traits.returned)
@@ -264,8 +279,8 @@ class Orders:
             poison(tensor)
         return result, made
 
-    def _is_lost(self, cell: Cell, stream: int) -> bool | None:
-        """Whether memory that was freed belongs to another by now, now that `stream` goes on."""
+    def _is_lost(self, cell: StorageCell, stream: int) -> bool | None:
+        """True if freed memory may already be reused, now that `stream` continues."""
         if not self._tags.holds(cell.storage):
             return False
         home = self.clocks.home(cell.storage)
@@ -276,21 +291,21 @@ class Orders:
         return True if home == stream else None
 
     def _go_on(self) -> None:
-        """In a random order some stream may do some of its work at any time."""
+        """Run some work of some stream, in a random order."""
         waiting = [number for number, queue in self._pending.queues.items() if queue]
         if self.kind == "random" and waiting and self._random.random() < _CHANCE:
             stream = self._random.choice(waiting)
             queue = self._pending.queues[stream]
             self._pending.complete(stream, self._random.choice(queue).serial)
 
-    def _note_reads(self, call: _Call, access: Access) -> list[int]:
+    def _note_reads(self, call: _DeviceCall, access: Access) -> list[int]:
         if call.traits.empty:
             return []
         skipped = {id(t) for t in call.written()} if call.traits.copies else set()
         read = (tensor for tensor in call.tensors() if id(tensor) not in skipped)
         return self.clocks.read(self._shared(read), access)
 
-    def _note_writes(self, call: _Call, result: Any, access: Access) -> None:
+    def _note_writes(self, call: _DeviceCall, result: Any, access: Access) -> None:
         written = call.written()
         self.clocks.write(self._shared(written), access)
         if not written:
@@ -298,8 +313,7 @@ class Orders:
             self.clocks.make(made, access, on_device=not call.down)
 
     def _shared(self, tensors: Iterable[torch.Tensor]) -> list[Use]:
-        """What tensors use that streams share: storages of the device, and parts of pinned ones of the host,
-        which may be one block for many."""
+        """Return the ranges that streams share: device storages, and ranges of pinned host blocks."""
         found: dict[tuple[int, Span], Use] = {}
         for tensor in filter(_is_plain, tensors):
             storage, on = tensor.untyped_storage(), self._tags.on_device(tensor)
@@ -349,7 +363,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _span_of(tensor: torch.Tensor) -> Span:
-    """Its first byte and the one after its last in its storage."""
+    """Return the first byte in its storage and the byte after the last."""
     if not tensor.numel():
         return 0, 0
     first, size = tensor.storage_offset(), tensor.element_size()
@@ -358,7 +372,7 @@ def _span_of(tensor: torch.Tensor) -> Span:
 
 
 def _unseen(value: Any, early: list[int], written: set[int]) -> Any:
-    """What work sees of a tensor that is not there yet."""
+    """Return the value that work sees of a tensor that is not ready."""
     if not isinstance(value, torch.Tensor) or id(value) in written:
         return value
     storage = value.untyped_storage()
@@ -368,13 +382,13 @@ def _unseen(value: Any, early: list[int], written: set[int]) -> Any:
         return alias_in(copy_of(storage, poisoned=True), shape_of(value))
 
 
-def _generator(call: _Call) -> torch.Generator:
+def _generator(call: _DeviceCall) -> torch.Generator:
     return call.kwargs.get("generator") or torch.default_generator
 
 
 @contextlib.contextmanager
 def _drawing(generator: torch.Generator, state: Any) -> Iterator[None]:
-    """Draw the numbers that were next when the work was queued."""
+    """Draw random numbers from the state at the time the work was queued."""
     if state is None:
         yield
         return

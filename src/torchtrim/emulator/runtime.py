@@ -1,4 +1,4 @@
-"""What `torch.cuda` and `torch.accelerator` say where a device is emulated."""
+"""Replace the functions of `torch.cuda` and `torch.accelerator`, and model the device's properties."""
 
 from __future__ import annotations
 
@@ -8,18 +8,84 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from torchtrim.dispatch.calls import tell_synchronized
 from torchtrim.dispatch.patches import Patches
 from torchtrim.emulator import streams
-from torchtrim.emulator.model import DeviceModel
 from torchtrim.emulator.moves import check_index, devices
 from torchtrim.emulator.tags import Tags
 from torchtrim.errors import Unsupported
 from torchtrim.memory.caching import CachingAllocator
+
+_GIB = 2**30
+
+
+class DeviceModel(NamedTuple):
+    """A device model: name, memory in bytes, compute capability and multiprocessors.
+
+    `short` is its name on the command line, empty for the default.
+    """
+
+    name: str
+    memory_bytes: int
+    major: int
+    minor: int
+    processors: int
+    short: str = ""
+
+    def properties(self) -> SimpleNamespace:
+        """The result of `get_device_properties`."""
+        return SimpleNamespace(
+            name=f"{self.name} (emulated)",
+            major=self.major,
+            minor=self.minor,
+            total_memory=self.memory_bytes,
+            multi_processor_count=self.processors,
+            warp_size=32,
+            max_threads_per_multi_processor=2048,
+            regs_per_multiprocessor=65536,
+            shared_memory_per_block=49152,
+            shared_memory_per_block_optin=101376,
+            L2_cache_size=40 * 2**20,
+            is_integrated=0,
+            is_multi_gpu_board=0,
+            gcnArchName="",
+            uuid="emulated",
+        )
+
+
+def _model(short: str, name: str, gib: int, capability: float, processors: int) -> DeviceModel:
+    major, minor = divmod(round(capability * 10), 10)
+    return DeviceModel(name, gib * _GIB, major, minor, processors, short)
+
+
+MODELS: dict[str, DeviceModel] = {
+    model.short: model
+    for model in (
+        _model("t4", "Tesla T4", 15, 7.5, 40),
+        _model("v100", "Tesla V100-SXM2-32GB", 32, 7.0, 80),
+        _model("a10g", "NVIDIA A10G", 22, 8.6, 80),
+        _model("a100", "NVIDIA A100-SXM4-80GB", 79, 8.0, 108),
+        _model("l4", "NVIDIA L4", 22, 8.9, 58),
+        _model("l40s", "NVIDIA L40S", 44, 8.9, 142),
+        _model("rtx4090", "NVIDIA GeForce RTX 4090", 23, 8.9, 128),
+        _model("h100", "NVIDIA H100 80GB HBM3", 79, 9.0, 132),
+        _model("h200", "NVIDIA H200", 139, 9.0, 132),
+        _model("b200", "NVIDIA B200", 178, 10.0, 148),
+        _model("mi300x", "AMD Instinct MI300X", 191, 9.4, 304),
+    )
+}
+DEFAULT = MODELS["a100"]._replace(short="")
+"""The model to emulate by default."""
+
+
+def model_named(name: str | None) -> DeviceModel:
+    """Return the model of a name, or the default for None and `"emulated"`."""
+    return MODELS.get(name or "", DEFAULT)
+
 
 _SENSORS = (
     *("utilization", "memory_usage", "temperature", "power_draw", "clock_rate"),
@@ -28,7 +94,7 @@ _SENSORS = (
 
 
 class Counters:
-    """Bytes as the caching allocator of the emulated device counts them."""
+    """Byte counters of the emulated device's caching allocator."""
 
     def __init__(self, tags: Tags, model: DeviceModel) -> None:
         self._tags = tags
@@ -37,7 +103,7 @@ class Counters:
         self._total = model.memory_bytes
 
     def settle(self) -> CachingAllocator:
-        """The allocator after all that happened until now."""
+        """Return the allocator, updated with all events so far."""
         events = self._tags.events
         for number, size in events:
             if size >= 0:
@@ -48,27 +114,27 @@ class Counters:
         return self.allocator
 
     def allocated(self, device: Any = None) -> int:
-        """Bytes of living tensors."""
+        """Return the bytes of live tensors."""
         return self.settle().allocated
 
     def reserved(self, device: Any = None) -> int:
-        """Bytes that the allocator holds."""
+        """Return the bytes that the allocator has reserved."""
         return self.settle().reserved
 
     def peak(self, device: Any = None) -> int:
-        """The highest that `allocated` was."""
+        """Return the peak of `allocated`."""
         return self.settle().peak_allocated
 
     def peak_reserved(self, device: Any = None) -> int:
-        """The highest that `reserved` was."""
+        """Return the peak of `reserved`."""
         return self.settle().peak_reserved
 
     def reset_peak(self, device: Any = None) -> None:
-        """Begin to look for peaks anew."""
+        """Reset the peaks."""
         self.settle().reset_peaks()
 
     def empty(self) -> None:
-        """Give back memory that no tensor uses; synchronizes the device where there is any."""
+        """Release unused memory. Synchronizes the device if there is any."""
         allocator = self.settle()
         before = allocator.reserved
         allocator.empty_cache()
@@ -76,11 +142,11 @@ class Counters:
             tell_synchronized("empty-cache")
 
     def info(self, device: Any = None) -> tuple[int, int]:
-        """Free and total bytes of the device."""
+        """Return the free and total bytes of the device."""
         return max(self._total - self.reserved(), 0), self._total
 
     def stats(self, device: Any = None) -> OrderedDict[str, int]:
-        """The statistics that programs read most."""
+        """Return the most used statistics."""
         allocator = self.settle()
         pairs = {
             "allocated_bytes": (allocator.allocated, allocator.peak_allocated),
@@ -104,7 +170,7 @@ class Counters:
         return found
 
     def summary(self, device: Any = None, abbreviated: bool = False) -> str:
-        """The statistics as text."""
+        """Return the statistics as text."""
         return "\n".join(f"{name}: {value}" for name, value in self.stats().items())
 
 
@@ -118,7 +184,7 @@ class Runtime:
         self._debug_mode = 0
 
     def install(self) -> None:
-        """Replace them all."""
+        """Replace the functions."""
         for owner, functions in self._functions():
             for name, function in functions.items():
                 if hasattr(owner, name):
@@ -221,7 +287,7 @@ class Runtime:
         }
 
     def _randomness(self) -> dict[str, Any]:
-        """The emulated device draws from the generator of the CPU, which computes for it."""
+        """Redirect the device's random number functions to the CPU's generator."""
         return {
             "manual_seed": _seed,
             "manual_seed_all": _seed,
@@ -262,7 +328,7 @@ class Runtime:
 
 
 def _with_names_of(original: Any, function: Any) -> Any:
-    """The function, which takes its arguments by the original's names too."""
+    """Make the function accept keyword arguments by the original's names."""
     if isinstance(function, type) or not callable(function):
         return function
     try:
@@ -302,7 +368,7 @@ def _check_index(device: Any) -> None:
 
 
 def _driver() -> SimpleNamespace:
-    """The replacement of the module of CUDA's runtime."""
+    """Return a replacement of the CUDA runtime module."""
     done = dict.fromkeys(("cudaProfilerStart", "cudaProfilerStop", "cudaDeviceSynchronize"), _zero)
     return SimpleNamespace(**done, cudaError=SimpleNamespace(success=0))
 
@@ -312,7 +378,7 @@ def _zero(*args: Any) -> int:
 
 
 class Device:
-    """Stands for `torch.cuda.device`, which chooses a device for a while."""
+    """Replaces `torch.cuda.device`, which selects a device inside a block."""
 
     def __init__(self, device: Any) -> None:
         if device is not None and not isinstance(device, torch.Tensor):
@@ -333,8 +399,8 @@ def _refuses(name: str) -> Callable[..., Any]:
     class Refused:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             raise Unsupported(
-                f"{name} captures work of a device, and here one is emulated, which runs nothing later. "
-                "Run the script without graphs, or where there is a GPU."
+                f"{name} captures device work, which the emulated device does not support. Run the script "
+                "without graphs, or on a GPU."
             )
 
     return Refused

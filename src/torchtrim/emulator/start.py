@@ -1,4 +1,4 @@
-"""Begins the emulation when a script asks for a device that is not there."""
+"""Start the emulation when a script requests a missing device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchtrim.dispatch.asking import is_asking
+from torchtrim.dispatch.modes import is_asking
 from torchtrim.dispatch.patches import Patches
 from torchtrim.dispatch.places import Places
 from torchtrim.emulator.construction import TYPES, Generator
@@ -25,9 +25,9 @@ _SET_DEFAULTS = ("set_default_device", "set_default_tensor_type")
 
 
 class OnDemand:
-    """Waits until the user's own source tests for CUDA, or anybody asks for a CUDA device.
+    """Starts the emulation when the user's source tests for CUDA, or any code requests a CUDA device.
 
-    A library that tests for CUDA finds none, until then.
+    Until then, a library that tests for CUDA finds none.
     """
 
     def __init__(self, emulation: Emulation, project: str) -> None:
@@ -36,7 +36,7 @@ class OnDemand:
         self._patches = Patches()
 
     def arm(self) -> None:
-        """Listen for questions."""
+        """Patch the functions that test for or request a device."""
         cuda: Any = torch.cuda
         for owner in (cuda, torch.accelerator):
             for name in ("is_available", "device_count"):
@@ -54,7 +54,7 @@ class OnDemand:
             self._patches.replace(cuda, name, _asking_type(name, dtype, self._begin))
 
     def _ask_generator(self) -> None:
-        """A class, so that what is said of its type still can be."""
+        """Patch `torch.Generator` by a class, so that type checks still work."""
 
         class Asking(Generator):
             def __new__(cls, device: Any = None) -> Any:
@@ -71,11 +71,11 @@ class OnDemand:
         self._emulation.begin()
 
     def disarm(self) -> None:
-        """Listen no longer."""
+        """Remove the patches."""
         self._patches.undo()
 
     def _tests(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether the question comes from the user's own source, directly."""
+        """True if the user's own source calls directly."""
         frame = sys._getframe(2)
         spot, _ = self._places.find(frame)
         return spot is not None and self._places.is_users(spot)
@@ -97,7 +97,7 @@ def _always(*args: Any, **kwargs: Any) -> bool:
 
 
 def _names_cuda(*args: Any, **kwargs: Any) -> bool:
-    """Whether an argument is a CUDA device, or a type of tensors of such a device."""
+    """True if an argument is a CUDA device or a CUDA tensor type."""
     values = (*args, *kwargs.values())
     return any(isinstance(value, (str, type, torch.device)) and _is_cuda(value) for value in values)
 
@@ -111,7 +111,7 @@ def _is_cuda(value: str | type | torch.device) -> bool:
 
 
 def _asking_type(name: str, dtype: torch.dtype, begin: Callable[[], None]) -> type:
-    """A stand-in for a type such as `torch.cuda.FloatTensor`: to make a tensor of it begins the emulation."""
+    """Return a stand-in for a type such as `torch.cuda.FloatTensor` that starts the emulation when called."""
     own = getattr(torch.cuda, name)
 
     class Kind(type):

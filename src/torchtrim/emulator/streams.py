@@ -1,5 +1,7 @@
-"""Streams and events of the emulated device. Work on it is done as soon as it is queued, so nothing waits;
-whoever records tells what *would* wait.
+"""Streams and events of the emulated device.
+
+Work runs as soon as it is queued, so nothing waits; the recorder is notified of calls that *would* wait.
+
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ _NUMBERS = itertools.count(1)
 
 
 class Stream:
-    """Stands for `torch.cuda.Stream`."""
+    """Replaces `torch.cuda.Stream`."""
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         self.device = DEVICE
@@ -32,12 +34,12 @@ class Stream:
         tell_synchronized("stream-synchronize", self)
 
     def query(self) -> bool:
-        """Whether all its work is done."""
+        """Return True if all its work is done."""
         tell_queried(True, self)
         return True
 
     def is_capturing(self) -> bool:
-        """Whether its work is being captured into a graph: never."""
+        """Return False: graphs are not captured."""
         return False
 
     def wait_stream(self, stream: Any) -> None:
@@ -49,7 +51,7 @@ class Stream:
         event.wait(self)
 
     def record_event(self, event: Any = None) -> Any:
-        """An event after the work queued so far."""
+        """Record an event after the work queued so far."""
         event = Event() if event is None else event
         event.record(self)
         return event
@@ -72,7 +74,7 @@ class Stream:
 
 
 class Event:
-    """Stands for `torch.cuda.Event`. Its time is the host's."""
+    """Replaces `torch.cuda.Event`. Measures host time."""
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class Event:
         self._seconds = 0.0
 
     def record(self, stream: Any = None) -> None:
-        """Note the work queued so far on a stream."""
+        """Record the work queued so far on a stream."""
         chosen = stream if stream is not None else current_stream()
         self._seconds = time.perf_counter()
         tell_recorded(self, chosen.stream_id)
@@ -99,17 +101,17 @@ class Event:
         tell_synchronized("event-synchronize", self)
 
     def query(self) -> bool:
-        """Whether the work is done."""
+        """Return True if the work is done."""
         tell_queried(True, self)
         return True
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds of the host between two events."""
+        """Return the host's milliseconds between two events."""
         return (end._seconds - self._seconds) * 1e3
 
 
 class AnyEvent(Event):
-    """Replaces `torch.Event`, which takes the device first."""
+    """Replaces `torch.Event`, whose first argument is the device."""
 
     def __init__(self, device: Any = None, *, enable_timing: bool = False, **kwargs: Any) -> None:
         super().__init__(enable_timing)
@@ -127,23 +129,23 @@ _LOCAL = _Local()
 
 
 def current_stream(device: Any = None) -> Stream:
-    """The stream that work is queued on."""
+    """Return the current stream."""
     return _LOCAL.stack[-1]
 
 
 def default_stream(device: Any = None) -> Stream:
-    """The stream that work is queued on where none was chosen."""
+    """Return the default stream."""
     return DEFAULT
 
 
 def set_stream(stream: Stream | None) -> None:
-    """Choose a stream for good."""
+    """Set the current stream."""
     if stream is not None:
         _LOCAL.stack[-1] = stream
 
 
 @contextlib.contextmanager
 def stream(chosen: Stream | None) -> Iterator[None]:
-    """Choose a stream for a while."""
+    """Set the current stream inside the block."""
     with contextlib.nullcontext() if chosen is None else chosen:
         yield

@@ -1,7 +1,7 @@
-"""Which storages lie on the emulated device, and which in pinned memory of the host.
+"""Tags of storages on the emulated device or in pinned host memory.
 
-Tensors are plain CPU tensors; where they would lie is a tag on their storage, so that views, `.data`
-and in-place operators need no care of their own.
+Tensors are plain CPU tensors. The tag is on the storage, so views, `.data` and in-place operators need no
+special handling.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ class _Tag(weakref.ref[Any]):
 
 
 class Tags:
-    """Tags by the address of the C++ storage. `events` are allocations on the device and their ends:
-    the number of an allocation and its bytes, and -1 where it ends; whoever reads them may clear them.
+    """Tags by the address of the C++ storage.
+
+    `events` lists allocations on the device and their ends: the allocation's number and its bytes, or -1 at
+    its end. The reader may clear it.
+
     """
 
     def __init__(self) -> None:
@@ -41,7 +44,7 @@ class Tags:
         self._on_free = self._freed
 
     def on_device(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is on the emulated device; for a placeholder, whether its source is."""
+        """True if the tensor (for a placeholder: its source) is on the emulated device."""
         made_from = getattr(type(tensor), "made_from", None)
         if made_from is not None:
             return self.on_device(made_from(tensor))
@@ -50,25 +53,25 @@ class Tags:
             return on or (type(tensor) not in PLAIN and self._has_part_on_device(tensor))
         except _NO_STORAGE:
             return self._has_part_on_device(tensor)
-        except ValueError:  # of a lazy module's parameter, which lets itself not be asked
+        except ValueError:  # A lazy module's parameter, which does not support the query.
             with torch._C.DisableTorchFunctionSubclass():
                 return tensor.untyped_storage()._cdata in self._device
 
     def _has_part_on_device(self, tensor: torch.Tensor) -> bool:
-        """Of a wrapper, whose own storage, where it has one, is empty."""
+        """Check the parts of a wrapper subclass, whose own storage is empty."""
         return any(part is not tensor and self.on_device(part) for part in parts_of(tensor))
 
     def holds(self, storage: Any) -> bool:
-        """Whether an untyped storage is on the emulated device."""
+        """True if an untyped storage is on the emulated device."""
         return storage._cdata in self._device
 
     def storage_at(self, address: int) -> Any:
-        """The storage on the device that begins at an address, or None."""
+        """Return the device storage that starts at an address, or None."""
         living = (tag() for tag in list(self._device.values()))
         return next((one for one in living if one is not None and one.data_ptr() == address), None)
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Say that the tensor's storage is on the device."""
+        """Tag the tensor's storage as on the device."""
         try:
             storage = tensor.untyped_storage()
         except _NO_STORAGE:
@@ -79,7 +82,7 @@ class Tags:
         self.put_storage(storage)
 
     def put_storage(self, storage: Any) -> None:
-        """Say that a storage is on the device."""
+        """Tag a storage as on the device."""
         key = storage._cdata
         if key in self._device:
             return
@@ -89,7 +92,7 @@ class Tags:
         self._allocated(tag, storage.nbytes())
 
     def resized(self, storage: Any) -> None:
-        """Say that a storage may have another size: that of its old size ends."""
+        """Record that a storage may have been resized, which ends its old allocation."""
         tag = self._device.get(storage._cdata)
         if tag is not None and tag.bytes != storage.nbytes():
             self.events.append((tag.number, -1))
@@ -101,29 +104,29 @@ class Tags:
         self.events.append((tag.number, size))
 
     def take(self, tensor: torch.Tensor) -> None:
-        """Say that the tensor's storage is on the host after all."""
+        """Remove the tag of the tensor's storage: it is on the host."""
         tag = self._device.get(tensor.untyped_storage()._cdata)
         if tag is not None:
             self._freed(tag)
 
     def pin(self, tensor: torch.Tensor) -> None:
-        """Say that the tensor's storage is pinned."""
+        """Tag the tensor's storage as pinned."""
         _mark(self._pinned, tensor)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is in pinned memory of the host."""
+        """True if the tensor is in pinned host memory."""
         return _marked(self._pinned, tensor)
 
     def leave_open(self, tensor: torch.Tensor) -> None:
-        """Say that it shows later where the tensor is: on the device if it meets a tensor of it."""
+        """Leave the tensor's device open: the device, if it is used with a tensor on it."""
         _mark(self._undecided, tensor)
 
     def any_open(self) -> bool:
-        """Whether it is not decided of some tensor where it is."""
+        """True if the device of some tensor is still open."""
         return bool(self._undecided)
 
     def is_open(self, tensor: torch.Tensor) -> bool:
-        """Whether it is not decided yet where the tensor is."""
+        """True if the tensor's device is still open."""
         return _marked(self._undecided, tensor)
 
     def _freed(self, tag: _Tag) -> None:

@@ -1,4 +1,4 @@
-"""What a tensor says of its device, and its methods that move or read it."""
+"""Patch a tensor's device properties and its methods that move or read it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchtrim.dispatch.calls import tell_read, tell_synchronized
 from torchtrim.dispatch.modes import fake_mode
 from torchtrim.dispatch.patches import Patches
 from torchtrim.emulator.mode import Accelerator
-from torchtrim.emulator.moves import Mover, is_cuda
+from torchtrim.emulator.moves import DeviceMover, is_cuda
 from torchtrim.emulator.moves import is_cuda as is_cuda_device
 from torchtrim.emulator.streams import current_stream
 from torchtrim.emulator.tags import DEVICE, HOST, Tags
@@ -23,12 +23,12 @@ Tensor: Any = torch.Tensor
 
 
 def patch_properties(patches: Patches, tags: Tags) -> None:
-    """`device`, `is_cuda`, `is_cpu`, `get_device()`: the logical device."""
+    """Return the logical device from `device`, `is_cuda`, `is_cpu` and `get_device()`."""
     own_device = Tensor.device.__get__
     own_cpu = Tensor.is_cpu.__get__
     own_number = Tensor.get_device
 
-    # A subclass is told of a property by the name of its getter.
+    # A subclass receives a property by the name of its getter.
     def device(self: Any) -> Any:
         return DEVICE if tags.on_device(self) else own_device(self)
 
@@ -58,7 +58,7 @@ def patch_properties(patches: Patches, tags: Tags) -> None:
     own_wrapper = Tensor._make_wrapper_subclass
 
     def make_wrapper_subclass(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
-        """Its parts tell where it is. Autograd asks the driver of a device for what is made to be there."""
+        """Create the wrapper on the CPU, since autograd would query the driver."""
         if is_cuda_device(device) and hasattr(cls, "__tensor_flatten__"):
             device = HOST
         return own_wrapper(cls, *args, device=device, **kwargs)
@@ -67,7 +67,7 @@ def patch_properties(patches: Patches, tags: Tags) -> None:
 
 
 def patch_gradients(patches: Patches, accelerator: Accelerator) -> None:
-    """`grad`, which is on its tensor's device: autograd moves that of a number, and takes no other."""
+    """Patch `grad`, which must be on its tensor's device; autograd moves that of a single number."""
     tags = accelerator.tags
     own = Tensor.grad
 
@@ -87,8 +87,8 @@ def patch_gradients(patches: Patches, accelerator: Accelerator) -> None:
     patches.replace(Tensor, "grad", property(get, put, lambda self: own.__delete__(self)))
 
 
-def patch_moves(patches: Patches, mover: Mover) -> None:
-    """`to`, `cuda`, `cpu`, `type`, `type_as`."""
+def patch_moves(patches: Patches, mover: DeviceMover) -> None:
+    """Patch `to`, `cuda`, `cpu`, `type`, `type_as`."""
     tags = mover.tags
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -119,9 +119,9 @@ def patch_moves(patches: Patches, mover: Mover) -> None:
         return mover.moved(self, tags.on_device(other), dtype=other.dtype)
 
     def copy_(self: Any, src: Any, non_blocking: bool = False) -> Any:
-        """With the gradient of what comes from elsewhere going back to where that is.
+        """Copy, with the gradient copied back to the source's device.
 
-        For fake tensors, of which the method asks the driver, as the operator.
+        Uses the operator for fake tensors, since the method would query the driver.
         """
         if fake_mode() is not None:
             return torch.ops.aten.copy_.default(self, src, non_blocking)
@@ -131,7 +131,7 @@ def patch_moves(patches: Patches, mover: Mover) -> None:
         return own_copy(self, src, non_blocking)
 
     def parse_to(*args: Any, **kwargs: Any) -> Any:
-        """For `Module.to`, which may be given the number of a device, or a tensor to be like."""
+        """Parse arguments of `Module.to`, including device numbers and example tensors."""
         if args and isinstance(args[0], int) and is_cuda(args[0]):
             args = (DEVICE, *args[1:])
         found = own_parse(*args, **kwargs)
@@ -149,8 +149,8 @@ def patch_moves(patches: Patches, mover: Mover) -> None:
     patches.replace(Tensor, "type_as", _overridable(type_as))
 
 
-def patch_reads(patches: Patches, mover: Mover, accelerator: Accelerator) -> None:
-    """`numpy`, `tolist`, pinning, deep copies, `record_stream`, new tensors from data."""
+def patch_reads(patches: Patches, mover: DeviceMover, accelerator: Accelerator) -> None:
+    """Patch `numpy`, `tolist`, pinning, deep copies, `record_stream` and new tensors from data."""
     tags = mover.tags
 
     def numpy(self: Any, *, force: bool = False) -> Any:
@@ -206,7 +206,7 @@ def patch_reads(patches: Patches, mover: Mover, accelerator: Accelerator) -> Non
 
 
 def patch_storages(patches: Patches, tags: Tags) -> None:
-    """Copies of storages lie where their source does, and one that is resized is another."""
+    """Keep a copied storage on its source's device, and treat a resized one as a new allocation."""
     storage: Any = torch.UntypedStorage
 
     def copied(self: Any, on: bool, non_blocking: bool = False) -> Any:
@@ -237,7 +237,7 @@ def patch_storages(patches: Patches, tags: Tags) -> None:
 
 
 def patch_exchange(patches: Patches, tags: Tags) -> None:
-    """DLPack: other libraries see the device, and torch finds its own tensors again."""
+    """Patch DLPack: other libraries see the device, and torch gets its own tensors back."""
 
     def device(self: Any) -> Any:
         return (DLDeviceType.kDLCUDA, 0) if tags.on_device(self) else own_device(self)
@@ -264,7 +264,7 @@ def patch_exchange(patches: Patches, tags: Tags) -> None:
 
 
 def _overridable(method: Any, name: str | None = None) -> Any:
-    """A method that subclasses and modes with `__torch_function__` see, as they see torch's own."""
+    """Make a method overridable by `__torch_function__`, like torch's own."""
     method.__name__ = name or method.__name__
 
     @functools.wraps(method)

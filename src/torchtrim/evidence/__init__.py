@@ -1,1 +1,1 @@
-"""Digests of what a step computed: losses, outputs, gradients, parameters, state, generators."""
+"""Digests of a step's results: losses, outputs, gradients, parameters, state, random generators."""

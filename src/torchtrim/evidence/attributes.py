@@ -1,4 +1,4 @@
-"""What modules keep beside parameters and buffers: plain attributes, containers, generators of their own."""
+"""Reads module state beside parameters and buffers: attributes, containers, random generators."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ _PLAIN = (bool, int, str, bytes, complex, type(None))
 _MOST = 1000
 _DEEPEST = 4
 _MOST_PARTS = 20_000
+"""Arbitrary bounds on entries, depth and parts of a value, so that a step's evidence stays cheap."""
+
 _LARGEST_ARRAY = 1 << 26
 Opened = Callable[[Any], dict[str, Any] | None]
 
 
 def attributes(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Any]]:
-    """`(name, value)` of what a module was given: a tensor, or a text in place of all else.
+    """Yield `(name, value)` of modules' attributes: tensors, and a digest of everything else.
 
-    A float is a tensor of float64, since it may be rounded. Of what nobody knows only the type counts, and
-    what says where a result is, such as `inplace`, does not say what it is; nor does how ranks exchange.
+    A float becomes a float64 tensor, since it may be rounded. Unknown values compare by type. Flags that do
+    not change results, such as `inplace`, and settings of gradient exchange are ignored.
     """
     for path, module in modules:
         replica = any(kind.__module__ == _REPLICAS for kind in type(module).__mro__)
@@ -44,9 +46,9 @@ def attributes(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, 
 
 
 class Described(NamedTuple):
-    """A value: a digest of all but tensors and floats, of which it has the places, and those themselves.
+    """A digest of a value, with placeholders for its tensors and floats, and the tensors themselves.
 
-    `is_plain`: there is nothing else in it than containers, tensors, numbers and texts.
+    `is_plain`: it holds nothing but containers, tensors, numbers and strings.
     """
 
     digest: str
@@ -55,7 +57,7 @@ class Described(NamedTuple):
 
 
 def described(value: Any, opened: Opened = lambda _: None) -> Described:
-    """Describe a value. `opened` gives what is in an object; None for one whose type says it all."""
+    """Describe a value. `opened` returns an object's attributes, or None to compare it by type."""
     writing = _Description(opened)
     text = writing.of(value, _DEEPEST)
     return Described(
@@ -73,7 +75,7 @@ def _values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 class _Description:
-    """Writes a text of a value in which tensors and floats have only their place; those are in a list."""
+    """Writer of a text for a value, with placeholders for tensors and floats, which it collects."""
 
     def __init__(self, opened: Opened) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -116,12 +118,11 @@ class _Description:
 
 
 def _key(key: Any) -> str:
-    """A key by its value; by its type where that might be an address."""
     return f"{key!r:.80}" if isinstance(key, (*_PLAIN, float)) else type(key).__qualname__
 
 
 def _generator(value: Any) -> str:
-    """The state of a generator of random numbers, or an array's bytes; else the type."""
+    """Describe a random generator by its state, an array by its bytes, anything else by its type."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if (state := state_of(value)) is not None:
         return f"{kind} {state}"

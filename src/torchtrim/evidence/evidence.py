@@ -1,5 +1,5 @@
-"""Evidence of what a step computed: a digest of every loss, output, gradient, parameter, state, buffer,
-attribute and random generator, by name; how often modules and their hooks were called, what they raised."""
+"""Collects evidence of a step's results: named digests of every loss, output, gradient, parameter, state,
+buffer, attribute and random generator, call counts of modules and hooks, and exceptions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torchtrim.evidence.attributes import attributes
 from torchtrim.evidence.generators import text_of
 from torchtrim.evidence.script_state import ScriptState
 from torchtrim.records.files import write_atomically
-from torchtrim.records.trial import Call, Step
+from torchtrim.records.trial import RootCall, TrialStep
 
 QUANTITIES = (
     "initial state",
@@ -52,15 +52,17 @@ QUANTITIES = (
 
 _PLAIN = "plain "
 _DIGITS = 24
+"""96 bits: no collision among all tensors of all runs, at a third of the size of SHA-256."""
+
 _HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))
 
 
 class Evidence(Listener):
-    """Collects the evidence of a step. `keep` is called with the name and value of each tensor.
+    """Collector of a step's evidence. `keep` is called with the name and value of each tensor.
 
-    `graded`: outputs count only where gradients are on, since a step that trains may look at others.
-    `looks`: inputs of roots are wanted too. `script`: what the script keeps elsewhere is compared too.
-    `gathers`: a plan shards what the original has whole, so all ranks make it whole to compare.
+    `graded`: ignore outputs computed without gradients. `looks`: include the inputs of root modules.
+    `script`: include the script's other state. `gathers`: gather sharded tensors, since the plan shards what
+    the original holds whole.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Evidence(Listener):
         looks: bool = False,
         script: ScriptState | None = None,
     ) -> None:
-        self.step = Step()
+        self.step = TrialStep()
         self.gathers = False
         self._modules = modules
         self._keep = keep
@@ -84,9 +86,9 @@ class Evidence(Listener):
         self._inputs: dict[str, weakref.ref[torch.Tensor]] = {}
         self._called: dict[int, list[int]] = {}
 
-    def next_step(self) -> Step:
-        """The step so far; the next one begins."""
-        step, self.step = self.step, Step()
+    def next_step(self) -> TrialStep:
+        """Return the step so far and begin the next one."""
+        step, self.step = self.step, TrialStep()
         self._counts.clear()
         self._known_names = None
         self._inputs.clear()
@@ -94,7 +96,7 @@ class Evidence(Listener):
         return step
 
     def is_called(self, module: nn.Module, depth: int) -> None:
-        """Count a call of a module and of its hooks, unless it runs again in backward."""
+        """Count a call of a module and of its hooks, unless it is a recomputation."""
         if depth < 0 or (self._graded and not torch.is_grad_enabled()):
             return
         number = self._modules.number(module)
@@ -117,7 +119,7 @@ class Evidence(Listener):
                     tensor
                 )
         inputs = tuple(map(kind_of, tensors))
-        call = Call(root=self._root_name(module), training=module.training, inputs=inputs)
+        call = RootCall(root=self._root_name(module), training=module.training, inputs=inputs)
         if call not in self.step.calls:
             self.step.calls.append(call)
 
@@ -157,13 +159,13 @@ class Evidence(Listener):
             self._see(self._count(f"gradient:{name}"), parameter.grad)
 
     def begins(self, name: str, root: nn.Module) -> None:
-        """Add what a root holds before it runs for the first time."""
+        """Add a root's parameters and buffers before its first call."""
         for path, tensor in (*root.named_parameters(), *root.named_buffers()):
             if not is_lazy(tensor):
                 self._see(f"initial state:{name}.{path}", tensor)
 
     def state(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Add what the step left behind: parameters, buffers, optimizer states, random generators."""
+        """Add the state after the step: parameters, buffers, optimizer states, random generators."""
         for kind, name, tensor in self._modules.named_tensors():
             if kind != "gathered":
                 self._see(f"{kind}:{name}", tensor)
@@ -198,7 +200,7 @@ class Evidence(Listener):
             self.step.digests[f"script generator:{name}"] = state
 
     def round_trip(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Load what models and optimizers would save into them again, and add it."""
+        """Round-trip the `state_dict` of models and optimizers, and add it."""
         holders: dict[str, Any] = {**self._modules.roots}
         holders |= {f"optimizer{number}": one for number, one in enumerate(optimizers)}
         for name, holder in holders.items():
@@ -219,7 +221,7 @@ class Evidence(Listener):
                 self._see(f"optimizer state:{owner}.{key}.{number}", tensor)
 
     def _settings_of(self, optimizer: torch.optim.Optimizer, number: int) -> None:
-        """Learning rates and the like, of each group."""
+        """Add the hyperparameters of each parameter group."""
         for group, settings in enumerate(optimizer.param_groups):
             for key, value in settings.items():
                 if key not in _HOW and isinstance(value, (int, float, tuple, bool)):
@@ -258,18 +260,17 @@ class Evidence(Listener):
 
 
 def _distributed_tensor() -> Any:
-    """`DTensor`, where it is loaded; else nothing is one."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
 
 
 def _own_hooks(hooks: Mapping[int, Any]) -> int:
-    """How many hooks are the script's."""
+    """Count the hooks that are the script's own."""
     named = (getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks.values())
     return sum(not str(name).startswith("torchtrim.") for name in named)
 
 
 def _saved_tensors(saved: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a nested state, by the names on the way there."""
+    """Yield the tensors of a nested state dict, by dotted name."""
     if isinstance(saved, torch.Tensor):
         yield name, saved
     elif isinstance(saved, Mapping):
@@ -283,16 +284,16 @@ def kind_of(tensor: torch.Tensor) -> str:
 
 
 def has_bits(tensor: torch.Tensor) -> bool:
-    """Whether it is dense and has values: not freed in the meantime, as FSDP2 does with what it gathers."""
+    """Return True for a dense tensor with values. FSDP2 frees the storage of gathered parameters."""
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return False
     return all(one.untyped_storage().nbytes() or not one.numel() for one in parts_of(tensor))
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """Hash of shape, type and every bit. A dense tensor on CPU is read in place.
+    """Return a hash of shape, dtype and every bit. A contiguous CPU tensor is read in place.
 
-    SHA-256 is the quickest of Python's where the processor has instructions for it, as most have.
+    SHA-256 is Python's fastest hash on processors with instructions for it, as most have.
     """
     digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), usedforsecurity=False)
     digest.update(bytes_of(tensor))
@@ -300,9 +301,9 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes | memoryview:
-    """The elements in order, as bytes; shared with the tensor where it is contiguous and on CPU.
+    """Return the elements in order, as bytes; a view of the tensor if it is contiguous and on CPU.
 
-    Of a tensor of several ranks those of what is here.
+    A distributed tensor gives the bytes of its local shards.
     """
     wrapper: Any = tensor
     if type(wrapper).__module__.startswith("torch.distributed."):
@@ -317,13 +318,13 @@ def bytes_of(tensor: torch.Tensor) -> bytes | memoryview:
 
 
 def keep_value(file: Path, tensor: torch.Tensor) -> None:
-    """Write a value as `certify.compare.load_kept` reads it."""
+    """Write a value in the format of `certify.compare.load_kept`."""
     header = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}\n".encode()
     write_atomically(file, header + bytes(bytes_of(tensor)))
 
 
 def random_states() -> Iterator[tuple[str, str]]:
-    """Digests of the random generators of Python, torch and, where it is loaded, numpy."""
+    """Yield digests of the random generators of Python, torch and, if loaded, numpy."""
     yield "python", _hash(repr(random.getstate()).encode())
     yield "torch", digest_of(torch.get_rng_state())
     if "numpy" in sys.modules:

@@ -1,4 +1,4 @@
-"""The random generators of a script's own: torch's, numpy's and Python's, in what its variables hold."""
+"""Finds a script's own random generators, of torch, numpy and Python, through its variables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from torchtrim.dispatch.places import Places
-from torchtrim.evidence.variables import locals_of, scopes
 
 _NUMBERS = frozenset(
     (bool, int, float, complex, str, bytes, type(None), torch.Tensor, nn.Parameter)
@@ -39,11 +38,13 @@ _CLOSED = (sys.stdlib_module_names - _OPEN) | {"torchtrim", "numpy"}
 _MOST = 256
 _MOST_PARTS = 20_000
 _MOST_OF_A_KIND = 16
+"""Arbitrary bounds on entries, objects and instances of a class, so that a search stays cheap."""
+
 Part = tuple[str, Any]
 
 
 def state_of(value: Any) -> str | None:
-    """The state of a random generator as a text; None for anything else."""
+    """Return the state of a random generator as text, or None for anything else."""
     kind = type(value)
     if issubclass(kind, torch.Generator):
         return str(value.get_state().tolist())
@@ -60,18 +61,18 @@ def state_of(value: Any) -> str | None:
 
 
 def text_of(state: Any) -> str:
-    """A state of numpy's, with its arrays in full whatever the script has set for printing."""
+    """Format a numpy state with its arrays in full, whatever the script's print options."""
     if isinstance(state, dict):
         return f"{{{', '.join(f'{key}: {text_of(one)}' for key, one in state.items())}}}"
     return str(state.tolist() if hasattr(state, "tolist") else state)
 
 
 class Generators:
-    """Finds the script's random generators once a step.
+    """Finder of the script's random generators, used once a step.
 
-    A generator counts from the second step on in which it is there, so one made anew in each step does not.
-    Objects that no variable leads to, such as what a `for` loop goes through, are looked up once, and again
-    when such a loop is over.
+    A generator counts from its second step on, so one created anew in each step does not. Objects that no
+    variable refers to, such as the iterator of a `for` loop, are looked up once, and again when such a loop
+    ends.
     """
 
     def __init__(self, places: Places) -> None:
@@ -81,7 +82,7 @@ class Generators:
         self._users: dict[type, bool] = {}
 
     def states(self, frame: FrameType | None) -> Iterator[tuple[str, str]]:
-        """`(name, kind and digest of the state)` of each, such as `("main.loader.generator", ...)`."""
+        """Yield name and state digest of each generator, such as `("main.loader.generator", ...)`."""
         known, self._known = self._known, {}
         found = []
         for name, value, state in self._found(frame):
@@ -95,13 +96,13 @@ class Generators:
             yield (name if seen[name] == 1 else f"{name} ({seen[name]})"), digest
 
     def _found(self, frame: FrameType | None) -> Iterator[tuple[str, Any, str]]:
-        """Walk all that the variables hold, then all else that was looked up, each object once."""
+        """Walk the objects that variables hold, then those looked up, each once."""
         held: dict[int, Any] = {}
         yield from self._walk(deque(scopes(self._places, frame)), held)
         yield from self._walk(deque(self._others()), held)
 
     def _walk(self, waiting: deque[Part], held: dict[int, Any]) -> Iterator[tuple[str, Any, str]]:
-        """The generators in what waits, the nearest first."""
+        """Yield the generators below the queued objects, breadth first."""
         while waiting and len(held) < _MOST_PARTS:
             name, value = waiting.popleft()
             if type(value) in _NUMBERS or id(value) in held:
@@ -122,7 +123,7 @@ class Generators:
                 yield value.__name__ if kind is GeneratorType else kind.__qualname__, value
 
     def _unreached(self) -> Iterator[tuple[type, weakref.ref[Any]]]:
-        """Functions of the script that wait at a `yield`, objects of each of its classes, and loaders."""
+        """Yield the script's suspended generator functions, instances of its classes, and loaders."""
         counts: Counter[type] = Counter()
         for value in gc.get_objects():
             kind = type(value)
@@ -136,7 +137,7 @@ class Generators:
                     yield kind, weakref.ref(value)
 
     def _parts(self, value: Any) -> Iterable[Part]:
-        """What an object holds, by name."""
+        """Return the children of an object, by name."""
         kind = type(value)
         if issubclass(kind, dict):
             return [(_key(key), one) for key, one in _some(value.items())]
@@ -173,7 +174,7 @@ class Generators:
         return vars(value).items() if self._is_file_of_user(value) else ()
 
     def _of_object(self, value: Any) -> Iterable[Part]:
-        """The attributes of an object, but no property; of classes and imports the script's alone."""
+        """Return an object's attributes without properties; of classes and modules only the script's own."""
         kind = type(value)
         if issubclass(kind, ModuleType):
             return self._of_module(value)
@@ -188,7 +189,7 @@ class Generators:
         return [*_slots(value), *getattr(value, "__dict__", {}).items()]
 
     def _is_users(self, kind: type) -> bool:
-        """Whether a class is the script's, or a kind of loader."""
+        """Return True for a class of the script, or a DataLoader."""
         if kind not in self._users:
             methods = (one for one in vars(kind).values() if inspect.isfunction(one))
             self._users[kind] = (
@@ -233,3 +234,32 @@ def _some(values: Iterable[Any]) -> list[Any]:
 
 def _key(key: Any) -> str:
     return f"{key:.80}" if isinstance(key, str) else f"[{key!r:.80}]"
+
+
+def scopes(places: Places, frame: FrameType | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the variables of the script's running functions, innermost first, and of their modules."""
+    seen: set[str] = set()
+    while frame is not None:
+        if places.is_users((frame.f_code, frame.f_lasti)):
+            module = str(frame.f_globals.get("__name__"))
+            name = frame.f_code.co_name
+            if name not in seen and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+                seen.add(name)
+                yield name, locals_of(frame)
+            if module not in seen:
+                seen.add(module)
+                yield module, frame.f_globals
+        frame = frame.f_back
+
+
+def locals_of(frame: FrameType) -> dict[str, Any]:
+    """Return the variables of a running or suspended function.
+
+    Before Python 3.13 the frame caches them in `f_locals`, which keeps their values alive. Clear that cache
+    unless the script also refers to it through `locals()`.
+    """
+    kept = frame.f_locals
+    found = dict(kept)
+    if sys.version_info < (3, 13) and sys.getrefcount(kept) <= 3:
+        kept.clear()
+    return found

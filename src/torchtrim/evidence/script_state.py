@@ -1,5 +1,5 @@
-"""What a script keeps outside of its models and optimizers, as far as it changes from step to step: averages
-of weights, counters, histories, in the variables of the functions that run and in what they hold."""
+"""Compares the script's state outside models and optimizers that persists from step to step: weight averages,
+counters, histories, in variables of running functions and the objects they hold."""
 
 from __future__ import annotations
 
@@ -16,35 +16,32 @@ from torch import nn
 
 from torchtrim.dispatch.places import Places
 from torchtrim.evidence.attributes import Described, described
-from torchtrim.evidence.generators import Generators
-from torchtrim.evidence.variables import scopes
+from torchtrim.evidence.generators import Generators, scopes
 
 _PLAIN = (bool, int, str, bytes, type(None))
 _CONTAINERS = (dict, list, set, deque)
 _SMALL = 64 * 1024
-"""Bytes of a tensor that is hashed whether it seems to be written or not: `.data` hides that."""
+"""Tensors up to this size are always hashed, since writes through `.data` do not change the version."""
 UNCHANGED = "unchanged"
 
 
 Same = Callable[[Any, list[torch.Tensor]], bool]
-"""Whether a value, in which these tensors are, is the one that was there a step before."""
+"""Returns True if a value that holds these tensors is the one of the previous step."""
 
 
 class _Mark(NamedTuple):
-    """How a tensor was seen: the object, and how often it had been written."""
+    """A tensor as seen in the previous step: the object and its version counter."""
 
     tensor: weakref.ref[torch.Tensor]
     version: int
 
 
 class ScriptState:
-    """Looks at the script's variables once a step. `number`: that of a module which is compared anyway; -1
-    for others.
+    """Reader of the script's variables. `number` returns -1 for modules compared here.
 
-    A variable counts where it is a whole number, a truth value or a text; or a container, an object or a
-    tensor that is the same one as a step before. So what each step makes anew does not count, nor does a
-    number with a fraction in a variable alone, which is mostly a time. Nothing is kept alive that
-    holds a graph or more than 64 KiB of tensors.
+    A variable counts if it is an integer, a boolean or a string; or a container, object or tensor that is
+    the same one as in the previous step. So values created anew in each step do not count, nor do bare
+    floats, which are mostly times. Nothing is kept alive that holds a graph or more than 64 KiB of tensors.
     """
 
     def __init__(self, places: Places, number: Callable[[nn.Module], int]) -> None:
@@ -56,7 +53,7 @@ class ScriptState:
         self._marks: dict[str, _Mark] = {}
 
     def changes(self, frame: FrameType | None) -> Iterator[tuple[str, torch.Tensor | str]]:
-        """`(name, value)` of what is there since the step before: a tensor, a digest, or `UNCHANGED`."""
+        """Yield `(name, value)` of variables that already existed: a tensor, a digest, or `UNCHANGED`."""
         known, self._same = self._same, {}
         texts, self._texts = self._texts, {}
         for name, value in list(self._stateful(frame)):
@@ -91,7 +88,7 @@ class ScriptState:
         return self._opened(value) is not None
 
     def _opened(self, value: Any) -> dict[str, Any] | None:
-        """What is in an object of the script's classes, or in one with a `state_dict`; None for others."""
+        """Return an object's attributes if its class is the script's or has a `state_dict`, else None."""
         kind = type(value)
         if isinstance(value, type) or inspect.isroutine(value):
             return None

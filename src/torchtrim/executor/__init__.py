@@ -1,1 +1,1 @@
-"""Applies techniques to live models: registry, swapped forwards, saved tensors, ordinals, handles, export."""
+"""Apply techniques to live models: registry, swapped forwards, saved tensors, ordinals, handles, export."""

@@ -1,19 +1,21 @@
-"""Applies a whole plan to live modules, all of it or nothing."""
+"""Apply a plan to live modules, completely or not at all."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from msgspec.structs import replace
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from torchtrim.capture.optimizers import names_of
 from torchtrim.core.isolation import TO_REPORT, said_of, trace_of
 from torchtrim.errors import ApplyFailed, TorchtrimError, UsageError, is_out_of_memory
 from torchtrim.executor.failing import defect, note
-from torchtrim.executor.fingerprint import fingerprint_of
 from torchtrim.executor.places import root_of
 from torchtrim.executor.registry import Handle, Handles, Replaces, check_known, technique
 from torchtrim.records.plan import Plan, Technique
@@ -22,16 +24,32 @@ if TYPE_CHECKING:
     from torchtrim.executor.registry import Root
 
 
+def fingerprint_of(root: nn.Module) -> str:
+    """Return a hash of each module's path and type and each parameter's and buffer's shape and dtype."""
+    digest = hashlib.sha256()
+    for path, module in root.named_modules():
+        digest.update(f"{path}:{type(module).__name__}\n".encode())
+    for path, tensor in (*root.named_parameters(), *root.named_buffers()):
+        shape = "lazy" if is_lazy(tensor) else tuple(tensor.shape)
+        digest.update(f"{path}:{shape}:{tensor.dtype}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def sha256_of(script: Path) -> str:
+    """Return the hash of the script's bytes."""
+    return hashlib.sha256(script.read_bytes()).hexdigest()
+
+
 class Applied(Handles):
-    """A plan that was applied. `revert` makes the modules what they were."""
+    """An applied plan. `revert` restores the modules."""
 
 
 def apply_to_its_own(plan: Plan, roots: Iterable[Root]) -> Applied:
-    """Apply a plan to the roots that it was made for. Raises `ApplyFailed` for others."""
+    """Apply a plan to the roots it was made for. Raises `ApplyFailed` for other roots."""
     if plan.pipeline is not None:
         raise ApplyFailed(
-            "the plan is a pipeline of several processes, and a live model is in one. Run the script with "
-            "torchrun: `torchtrim run SCRIPT --plan PLAN` says how."
+            "the plan is a pipeline of several processes, and a live model runs in one. Run the script with "
+            "torchrun: `torchtrim run SCRIPT --plan PLAN` prints the command."
         )
     named = named_roots(roots)
     for name, root in named.items():
@@ -43,7 +61,7 @@ def apply_to_its_own(plan: Plan, roots: Iterable[Root]) -> Applied:
 
 
 def named_roots(roots: Iterable[Root]) -> dict[str, Root]:
-    """Modules after their class, optimizers as `capture.optimizers` names them."""
+    """Name modules by their class and optimizers by `capture.optimizers`."""
     every = list(roots)
     optimizers = [root for root in every if isinstance(root, torch.optim.Optimizer)]
     modules = {type(root).__name__: root for root in every if isinstance(root, nn.Module)}
@@ -51,10 +69,10 @@ def named_roots(roots: Iterable[Root]) -> dict[str, Root]:
 
 
 def apply_plan(plan: Plan, roots: Mapping[str, Root], *, by_hand: bool = False) -> Applied:
-    """Apply every technique to these roots. Raises `ApplyFailed` with the roots as they were.
+    """Apply every technique to these roots. Raises `ApplyFailed` and leaves the roots unchanged.
 
-    `by_hand`: those that make another function as a person would write that, for comparison. Places of
-    roots that are not among these are left for when those appear.
+    `by_hand`: make the replacements of SEMANTIC techniques by hand-written code, for comparison. Places of
+    other roots are skipped; they are applied when those roots appear.
     """
     applied = Applied()
     try:
@@ -69,7 +87,7 @@ def apply_plan(plan: Plan, roots: Mapping[str, Root], *, by_hand: bool = False) 
 
 
 def _applied(one: Technique, roots: Mapping[str, Root], by_hand: bool) -> Handle:
-    """Apply one technique. What it raises by mistake becomes an `ApplyFailed` that names it."""
+    """Apply one technique. An unexpected exception becomes an `ApplyFailed` that names the technique."""
     try:
         unit = technique(one.name)
         check_known(one)
@@ -85,7 +103,7 @@ def _applied(one: Technique, roots: Mapping[str, Root], by_hand: bool) -> Handle
             raise
         refused = ApplyFailed(
             "the plan could not be applied, and the model is unchanged: "
-            f"{one.name} raised {said_of(error)}.\nIf you have edited the plan, look at what it says of "
+            f"{one.name} raised {said_of(error)}.\nIf you edited the plan, check its entry for "
             f"{one.name}. If not: {TO_REPORT}{trace_of(error)}"
         )
         note(refused, defect(one.name))
@@ -93,5 +111,5 @@ def _applied(one: Technique, roots: Mapping[str, Root], by_hand: bool) -> Handle
 
 
 def shards(plan: Plan | None) -> bool:
-    """Whether a plan leaves each rank a part of what the original has whole."""
+    """True if the plan shards state over the ranks."""
     return plan is not None and any(one.name == "shard" for one in plan.techniques)

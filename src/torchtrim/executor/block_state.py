@@ -1,9 +1,10 @@
-"""What a block reads and writes beside its arguments, so that it can run a second time as it ran first.
+"""State that a block reads and writes besides its arguments, saved and restored so that it can be rerun.
 
-Buffers, tensors and plain attributes of its modules, and the generators of random numbers that its code
-reaches, are put back for the second run and left alone by it. What it writes is looked at in each first run,
-not only in the one: statistics may begin after a warm-up. A copy-on-write clone of each buffer costs under a
-microsecond and sees writes that no version counter does, such as those of BatchNorm's kernels.
+The state consists of buffers, tensors and plain attributes of the block's modules, and the random number
+generators that its code reaches. A rerun starts from the state of the first run and leaves the current state
+unchanged. Writes are checked in every first run, since statistics may start after a warm-up. A copy-on-write
+clone of each buffer costs under a microsecond and detects writes that no version counter sees, such as those
+of BatchNorm's kernels.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from torchtrim.errors import ApplyFailed
 from torchtrim.executor.ordinals import unnumbered
 
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
-"""The attributes that `nn.Module` itself keeps: tables of parameters, hooks and the like."""
+"""Attributes of `nn.Module` itself, such as tables of parameters and hooks."""
 _TENSORLESS = frozenset(
     (bool, int, float, str, tuple, list, dict, set, OrderedDict, type(None), types.FunctionType)
 )
-"""The types of most modules' attributes: comparing with all of them at once is faster than `isinstance`."""
+"""Types of most module attributes. Comparing with a set is faster than `isinstance`."""
 _WARNED: set[tuple[str, str]] = set()
 
 
 class Key(NamedTuple):
-    """Where a tensor is held: which of the block's modules, in its `_buffers` or attributes, and its name."""
+    """Location of a tensor: index of the block's module, table (`_buffers` or `__dict__`) and name."""
 
     module: int
     table: str
@@ -43,16 +44,16 @@ class Key(NamedTuple):
 
 
 def say_once(where: str, said: str) -> None:
-    """Tell on stderr what happens at a place of the plan, once."""
+    """Print a message about a place of the plan to stderr, once."""
     if (where, said) not in _WARNED:
         _WARNED.add((where, said))
         print(f"torchtrim: `{where}`: {said}", file=sys.stderr, flush=True)
 
 
 class BlockState:
-    """The state of a block made of some modules and of all within them.
+    """The state of a block: some modules and all their submodules.
 
-    Raises `ApplyFailed` where its code writes what cannot be put back, such as a list.
+    Raises `ApplyFailed` if its code writes something that cannot be restored, such as a list.
     """
 
     def __init__(self, modules: Sequence[nn.Module], where: str) -> None:
@@ -62,19 +63,19 @@ class BlockState:
         self._look()
         if self._effects.writes:
             raise ApplyFailed(
-                f"`{where}` cannot run a second time: {self._effects.writes[0]}, and that would be done "
-                "twice. Take it out of the plan; `replay` runs single operators again, and none of this code."
+                f"`{where}` cannot run a second time: {self._effects.writes[0]}, and a rerun would repeat "
+                "that. Remove it from the plan; `replay` reruns single operators and none of this code."
             )
 
     @property
     def mode(self) -> tuple[bool, ...]:
-        """Which of its modules train: what a block writes depends on it."""
+        """The `training` flag of each module, which decides what the block writes."""
         return tuple(module.training for module in self.modules)
 
     def why_once(self) -> str:
-        """Return why the block may run only once as it is now, empty if it may run again.
+        """Return why the block must run only once now, or an empty string if it can be rerun.
 
-        Its code may have changed since the last call: modules, hooks, methods. Then it is read anew.
+        Analyzes its code again if modules, hooks or methods changed since the last call.
         """
         if self._shape() != self._known or changed(self._effects.references):
             self._look()
@@ -86,14 +87,14 @@ class BlockState:
         return str(self._effects.writes[0]) if self._effects.writes else ""
 
     def begin(self, *, tensors: bool = True) -> Before:
-        """Return the state before a first run; without `tensors` that of attributes and generators alone."""
+        """Save the state before a first run. Without `tensors`, save only attributes and generators."""
         return Before(self, tensors=tensors)
 
     def says_once(self, why: str) -> None:
-        """Tell, once, that the block runs as without the plan from now on, and why."""
+        """Print once that the block runs without the plan from now on, and why."""
         say_once(
             self.where,
-            f"{why}, so from now on it runs as without the plan, and the plan's saving there is lost.",
+            f"{why}, so it runs without the plan from now on, and the plan's saving there is lost.",
         )
 
     def _look(self) -> None:
@@ -106,7 +107,7 @@ class BlockState:
         self._hooked = [module for module in self.modules if any(hooks_of(module))]
 
     def _shape(self) -> list[Any]:
-        """What tells that a module's code may have changed: types, children, own methods, hooks."""
+        """A snapshot of types, children, own methods and hooks, which shows if code may have changed."""
         return [
             (
                 type(module),
@@ -132,8 +133,11 @@ class BlockState:
                     yield Key(number, "__dict__", name), value
 
     def parameters(self) -> Iterator[Held]:
-        """Yield the parameters, each with the version that it has. An embedding with `max_norm` writes to
-        its own, to no effect the second time: its version says nothing."""
+        """Yield the parameters with their versions.
+
+        An embedding with `max_norm` writes to its own, which a rerun repeats without effect, so its version
+        is None.
+        """
         for module in self.modules:
             if not (table := module._parameters):
                 continue
@@ -145,7 +149,7 @@ class BlockState:
 
 
 class Held(NamedTuple):
-    """A tensor in a table of a module; `version` as it was, None where that does not matter."""
+    """A tensor in a module's table, with its version then, or None if writes do not matter."""
 
     table: dict[str, Any]
     name: str
@@ -154,7 +158,7 @@ class Held(NamedTuple):
 
 
 def _written_among(held: Iterable[Held]) -> str:
-    """Return the name of the first tensor that was written to since, empty if none was."""
+    """Return the name of the first tensor written since, or an empty string."""
     for _, name, tensor, version in held:
         if version is not None and _version_of(tensor) != version:
             return name
@@ -162,7 +166,7 @@ def _written_among(held: Iterable[Held]) -> str:
 
 
 class Before:
-    """A block's state before a first run: what `again` puts back."""
+    """A block's state before a first run, which `again` restores."""
 
     def __init__(self, state: BlockState, *, tensors: bool) -> None:
         self._state = state
@@ -177,7 +181,7 @@ class Before:
         self._generators = [(one, _state_of(one)) for one in state.generators]
 
     def _copies(self, now: dict[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
-        """Return copies of tensors, which cost no memory until the block writes to one."""
+        """Copy tensors. Copies take no memory until the block writes to one."""
         written = self._state.written.get(self._mode, ())
         with _not_counted():
             return {
@@ -186,14 +190,14 @@ class Before:
             }
 
     def _table(self, key: Key) -> dict[str, Any]:
-        """The table that holds a tensor, of the modules that ran: the block may have others by now."""
+        """The table that holds a tensor, in the modules that ran: the block's may have changed."""
         found: dict[str, Any] = getattr(self._modules[key.module], key.table)
         return found
 
     def has_run(self) -> Left:
-        """The first run is over: forget what it has not changed, and say what it has.
+        """End the first run: drop state that it did not change and return what it changed.
 
-        Raises `ApplyFailed` if it wrote to a parameter, whose values before are gone.
+        Raises `ApplyFailed` if it wrote to a parameter, whose previous values are lost.
         """
         if written := _written_among(self._held):
             raise self._stop(f"it writes to its parameter `{written}` while it runs")
@@ -211,14 +215,14 @@ class Before:
         return Left(sorted({key.name for key in wrote}), [one for one, _ in drawn])
 
     def _changes(self, now: dict[Key, torch.Tensor]) -> tuple[set[Key], list[Any]]:
-        """Return which tensors were written to, and which generators were drawn from, with their states."""
+        """Return the tensors written to, and the generators drawn from with their previous states."""
         with _not_counted():
             wrote = {key for key in self.tensors if self._is_written(key, now.get(key))}
             generators = self._generators
             return wrote, [one for one in generators if not _same_state(one[1], _state_of(one[0]))]
 
     def restore(self) -> None:
-        """Put everything back as it was before the first run."""
+        """Restore the state before the first run."""
         with _not_counted():
             for key, value in self.tensors.items():
                 self._table(key)[key.name] = self._put_back(key, value)
@@ -228,7 +232,7 @@ class Before:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """For another run: everything is as before the first, and afterwards as it is now.
+        """Rerun with the state before the first run, and restore the current state afterwards.
 
         Raises `ApplyFailed` if a tensor that the block reads was written in between.
         """
@@ -259,7 +263,7 @@ class Before:
             _put_attributes(self._modules, attributes)
 
     def _stand_in(self) -> None:
-        """Put copies of the values of before in the place of what the first run wrote."""
+        """Replace the tensors that the first run wrote by copies of their previous values."""
         with _not_counted() if self.tensors else contextlib.nullcontext():
             for key, value in self.tensors.items():
                 self._table(key)[key.name] = value.clone()
@@ -277,7 +281,7 @@ class Before:
         return not _are_equal(then, self.tensors[key])
 
     def _copied(self, key: Key) -> torch.Tensor:
-        """The values of before in a tensor of its own, on the device that the program sees."""
+        """Return the previous values in a separate tensor, on the device that the program sees."""
         before, then = self.tensors[key], self._versions[key][0]
         if not _shares(before) or then.shape != before.shape:
             return before
@@ -287,7 +291,7 @@ class Before:
             return made.copy_(before)
 
     def _put_back(self, key: Key, value: torch.Tensor) -> torch.Tensor:
-        """The tensor of before with its values of before."""
+        """Restore the values of a tensor, in place where possible."""
         there = self._objects[key.module].get(key.name) if key.table == "__dict__" else None
         there = self._table(key).get(key.name) if there is None else there
         if isinstance(there, torch.Tensor) and there.shape == value.shape:
@@ -296,12 +300,12 @@ class Before:
 
     def _stop(self, reason: str) -> ApplyFailed:
         return ApplyFailed(
-            f"`{self._state.where}`: {reason}, so what it computes when it runs again would differ. The run "
-            "stops before that. Take this place out of the plan, or plan again."
+            f"`{self._state.where}`: {reason}, so a rerun would compute something else. The run stops before "
+            "that. Remove this place from the plan, or plan again."
         )
 
     def _forget_attributes(self) -> None:
-        """Tensors that the first run has put others in the place of are kept only if the block reads them."""
+        """Drop tensors that the first run replaced, unless the block reads them."""
         if self._state.reads_all:
             return
         for module, before in zip(self._modules, self._objects, strict=True):
@@ -312,7 +316,7 @@ class Before:
 
 
 class Left(NamedTuple):
-    """What a run has left behind: the names of tensors that it wrote, and generators that it drew from."""
+    """Effects of a run: names of the tensors it wrote, and the generators it drew from."""
 
     written: list[str]
     drawn: list[Any]
@@ -323,12 +327,12 @@ def _all_attributes(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
 
 
 def _same_objects(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether two tables hold the same objects."""
+    """True if two tables hold the same objects."""
     return len(before) == len(now) and all(map(operator.is_, before.values(), now.values()))
 
 
 def _put_attributes(modules: Iterable[nn.Module], attributes: Iterable[dict[str, Any]]) -> None:
-    """Give modules the attributes of their own that they had."""
+    """Restore the modules' own attributes."""
     for module, before in zip(modules, attributes, strict=True):
         if not _same_objects(before, now := vars(module)):
             for name in [name for name in now if name not in before and name not in _OF_MODULES]:
@@ -338,38 +342,37 @@ def _put_attributes(modules: Iterable[nn.Module], attributes: Iterable[dict[str,
 
 @contextlib.contextmanager
 def _not_counted() -> Iterator[None]:
-    """Copies of ours are no operators of the program, and are not recorded by autograd."""
+    """Hide our copies from the operator ordinals and from autograd."""
     with unnumbered(), torch.no_grad():
         yield
 
 
 @contextlib.contextmanager
 def _raw() -> Iterator[None]:
-    """Operators run as they are: no emulated device and no recorder sees them."""
+    """Run operators unseen by the emulated device and the recorder."""
     with torch.no_grad(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         yield
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same values; False where that cannot be told, as of sparse ones."""
+    """True if two tensors have equal values; False if they cannot be compared, such as sparse ones."""
     with contextlib.suppress(RuntimeError), _raw():
         return torch.equal(one, other)
     return False
 
 
 def _shares(tensor: torch.Tensor) -> bool:
-    """Whether its memory is shared until one writes to it: nobody has yet."""
+    """True if the tensor is a copy-on-write clone that has not been written to."""
     return tensor.layout is torch.strided and torch._C._is_cow_tensor(tensor)  # type: ignore[attr-defined]
 
 
 def _version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor was written to, as autograd counts; it does not for those of inference mode."""
+    """Autograd's version counter of the tensor, or 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _copy_on_write(tensor: torch.Tensor) -> torch.Tensor:
-    """A clone that shares the tensor's memory until one of the two is written to; a plain one where the
-    memory is not the allocator's own, as with shared memory."""
+    """Return a copy-on-write clone, or a plain one if the allocator does not own the memory."""
     if type(tensor) in (torch.Tensor, nn.Buffer):
         with contextlib.suppress(RuntimeError), _raw():
             return torch._lazy_clone(tensor.detach())
@@ -381,9 +384,9 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _drawn_from(effects: SideEffects) -> list[Any]:
-    """The generators that a block may draw from, but for torch's default ones, which are the checkpoint's.
+    """Generators that a block may draw from, except torch's default ones, which the checkpoint handles.
 
-    Code that cannot be read may draw from those of `random` and numpy.
+    Code without readable source may also draw from those of `random` and numpy.
     """
     found = list(effects.generators)
     if effects.is_unread:
@@ -414,17 +417,17 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def _bits(generator: Any) -> Any:
-    """numpy's bit generator, which has the state of a `Generator`."""
+    """numpy's bit generator, which holds the state of a `Generator`."""
     return getattr(generator, "bit_generator", generator)
 
 
 def _is_old(generator: Any) -> bool:
-    """Whether it is a `numpy.random.RandomState`, which keeps more than its bits."""
+    """True for a `numpy.random.RandomState`, whose state is more than its bits."""
     return hasattr(generator, "get_state")
 
 
 def _same_state(one: Any, other: Any) -> bool:
-    """Whether two states of one generator are the same."""
+    """True if two states of a generator are equal."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):

@@ -1,4 +1,4 @@
-"""Ranges of a Sequential that run each in its own way; several techniques may have ranges of one chain."""
+"""Ranges of a Sequential with custom execution. Several techniques may use ranges of one Sequential."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Run = Callable[..., Any]
 
 
 class Range(NamedTuple):
-    """Children `first <= i < last`; `run` is called with what runs them in turn, and the value."""
+    """Children `first <= i < last`. `run(forward, value)` runs them; `forward` applies them in order."""
 
     first: int
     last: int
@@ -23,7 +23,7 @@ class Range(NamedTuple):
 
 
 class Ranges:
-    """The ranges that one technique has of a chain. Raises `ApplyFailed` where they overlap others."""
+    """One technique's ranges of a Sequential. Raises `ApplyFailed` if they overlap other ranges."""
 
     def __init__(self, chain: nn.Sequential, ranges: Sequence[Range]) -> None:
         self._table = _table_of(chain)
@@ -31,12 +31,12 @@ class Ranges:
         self._table.add(self._own)
 
     def revert(self) -> None:
-        """Have them run as they did."""
+        """Remove the ranges."""
         self._table.remove(self._own)
 
 
 class _Table:
-    """All ranges of a chain, and its forward."""
+    """All ranges of a Sequential, and its forward."""
 
     def __init__(self, chain: nn.Sequential) -> None:
         self._chain = chain
@@ -45,11 +45,11 @@ class _Table:
 
     @property
     def is_used(self) -> bool:
-        """Whether it has any."""
+        """True if it has any ranges."""
         return bool(self._ranges)
 
     def add(self, ranges: Sequence[Range]) -> None:
-        """Join the ranges of one technique."""
+        """Add the ranges of one technique."""
         found = sorted([*self._ranges, *ranges], key=lambda one: one.first)
         position = 0
         for first, last, _ in found:
@@ -65,7 +65,7 @@ class _Table:
         self._ranges = found
 
     def remove(self, ranges: Sequence[Range]) -> None:
-        """Take them out again; with the last of them the chain is what it was."""
+        """Remove ranges. Restores the Sequential with the last of them."""
         self._ranges = [one for one in self._ranges if not any(one is own for own in ranges)]
         if not self._ranges and self._swapped is not None:
             self._swapped.revert()
@@ -74,7 +74,7 @@ class _Table:
         return forward if is_of_another(forward, self._chain) else self.forward
 
     def forward(self, value: Any) -> Any:
-        """The children in turn, those of a range together."""
+        """Run the children in order, those of a range together."""
         children = list(self._chain)
         position = 0
         for first, last, run in self._ranges:
@@ -86,7 +86,7 @@ class _Table:
 
 
 def one_by_one(modules: Sequence[nn.Module], value: Any) -> Any:
-    """What a Sequential does."""
+    """Apply the modules in order, like a Sequential."""
     for module in modules:
         value = module(value)
     return value
@@ -98,5 +98,5 @@ def _table_of(chain: nn.Sequential) -> _Table:
 
 
 def _owner(chain: nn.Sequential) -> Any:
-    """What holds the forward: the instance's own one, or its class."""
+    """The object that holds the forward: the instance's own function, or its class."""
     return chain.__dict__.get("forward", type(chain))

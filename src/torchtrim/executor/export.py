@@ -1,7 +1,7 @@
-"""Writes a plan as a module of plain PyTorch, which needs torch and nothing of torchtrim.
+"""Export a plan as a module of plain PyTorch, without a dependency on torchtrim.
 
-Each technique says which function of ours does its work. What that function uses of the files of this folder
-goes along, piece by piece, so the exported code is what torchtrim itself runs.
+Each technique names the function that does its work. The export copies that function and everything it uses
+from torchtrim, statement by statement, so the exported code is the code torchtrim runs.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torchtrim.executor.registry import Exportable, Plain, technique
 from torchtrim.records.plan import Plan, Technique
 
 _ALWAYS = (
-    Plain("torchtrim.executor.handles", "Handles"),
-    Plain("torchtrim.executor.fingerprint", "fingerprint_of"),
+    Plain("torchtrim.executor.registry", "Handles"),
+    Plain("torchtrim.executor.apply", "fingerprint_of"),
 )
 _ERRORS = "torchtrim.errors"
 _HEAD = '''class ApplyFailed(RuntimeError):
-    """The plan could not be applied. The model is as it was."""'''
+    """The plan could not be applied. The model is unchanged."""'''
 _TAIL = '''def apply(model: nn.Module, name: str = "", *, check: bool = True) -> Handles:
-    """Apply the plan to a live model. `revert()` of the handles makes the model what it was.
+    """Apply the plan to a live model. `revert()` of the returned handles restores it.
 
-    `name`: what the plan calls the model, by default its class. Without `check` it is not looked at whether
-    the plan was made for this model. Raises `ApplyFailed`, the model as it was.
+    `name`: the model's name in the plan, by default its class. `check`: verify that the plan was made for
+    this model. Raises `ApplyFailed` and leaves the model unchanged.
     """
     name = name or type(model).__name__
     if name not in FINGERPRINTS:
@@ -49,7 +49,7 @@ _TAIL = '''def apply(model: nn.Module, name: str = "", *, check: bool = True) ->
 
 
 def exported(plan: Plan, said: str) -> str:
-    """The module's text; `said` is what it says of itself. Raises `ExportFailed`."""
+    """Return the module's source, with the docstring `said`. Raises `ExportFailed`."""
     plains = [(one, _plain(one)) for one in plan.techniques]
     bundle = _Bundle()
     for plain in (*_ALWAYS, *(plain for _, plain in plains)):
@@ -77,14 +77,14 @@ def _plain(one: Technique) -> Plain:
     unit = technique(one.name)
     if not isinstance(unit, Exportable):
         raise ExportFailed(
-            f"{one.name} cannot be exported, and the plan has it at {', '.join(one.where)}. Nothing was "
+            f"{one.name} cannot be exported, and the plan uses it at {', '.join(one.where)}. Nothing was "
             "written. Run the plan itself: torchtrim run SCRIPT --plan."
         )
     return unit.export()
 
 
 class _Piece(NamedTuple):
-    """A statement of a file with the comments before it, the names that it makes and those that it uses."""
+    """A statement with the comments before it, the names it defines and the names it uses."""
 
     text: str
     makes: frozenset[str]
@@ -92,7 +92,7 @@ class _Piece(NamedTuple):
 
 
 class _File:
-    """A file of this folder: its pieces, and its imports by the name that they give."""
+    """A source file: its pieces, and its imports by the name they bind."""
 
     def __init__(self, module: str) -> None:
         self.module = module
@@ -114,8 +114,8 @@ class _File:
             self._import(node)
         elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             for inner in node.body:
-                assert isinstance(inner, (ast.Import, ast.ImportFrom))
-                self._import(inner)
+                if isinstance(inner, (ast.Import, ast.ImportFrom)):
+                    self._import(inner)
         elif isinstance(node, ast.Expr):
             if not is_title:
                 last = self.pieces.pop()
@@ -140,7 +140,7 @@ class _File:
 
 
 class _Bundle:
-    """The pieces that some functions need, and no others."""
+    """The pieces that some functions need."""
 
     def __init__(self) -> None:
         self._files: dict[str, _File] = {}
@@ -148,7 +148,7 @@ class _Bundle:
         self._wanted: dict[str, set[str]] = {}
 
     def add(self, plain: Plain) -> None:
-        """What a function needs."""
+        """Add everything that a function needs."""
         self._want(plain.module, plain.function)
 
     def _want(self, module: str, name: str) -> None:
@@ -174,7 +174,7 @@ class _Bundle:
             self._want(file.module, name)
 
     def imports(self) -> Iterator[str]:
-        """The imports, from Python and torch."""
+        """Yield the imports from Python and torch."""
         found: defaultdict[str, set[str]] = defaultdict(set)
         for module, names in self._wanted.items():
             outside = self._files[module].outside
@@ -188,12 +188,12 @@ class _Bundle:
         )
 
     def _in_order(self) -> Iterable[str]:
-        """The files, each after those that it uses; the same whatever Python's hashes are."""
+        """Files in dependency order, independent of Python's hash seed."""
         needs = {module: sorted(self._needs[module]) for module in sorted(self._files)}
         return TopologicalSorter(needs).static_order()
 
     def pieces(self) -> Iterator[str]:
-        """The texts, each after those that it uses."""
+        """Yield the texts in dependency order."""
         known: dict[str, str] = {}
         for module in self._in_order():
             for piece in self._files[module].pieces:

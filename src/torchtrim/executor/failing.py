@@ -1,4 +1,4 @@
-"""Which place of a plan was running when a step failed: told by the exception itself."""
+"""Attach to an exception the place of the plan that was running when it was raised."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ _last_again = [""]
 
 
 def defect(technique: str) -> str:
-    """What stands in the stead of a place where a technique fails by a defect of its own."""
+    """Return the marker used instead of a place if a technique fails by a defect of its own."""
     return _DEFECT + technique
 
 
 def defective(place: str) -> str:
-    """The technique of which `defect` is; empty for a place."""
+    """Return the technique named by a `defect` marker, or an empty string for a place."""
     return place.removeprefix(_DEFECT) if place.startswith(_DEFECT) else ""
 
 
 def note(error: BaseException, where: str) -> None:
-    """An exception passes through a changed place; the innermost counts."""
+    """Attach a place to an exception that passes through it. The innermost place wins."""
     if where and not hasattr(error, _KEY):
         with contextlib.suppress(AttributeError, TypeError):
             setattr(error, _KEY, where)
 
 
 def ran_again(where: str) -> None:
-    """A place has run again to its end; only then is it seen whether it saved what it saved at first."""
+    """Record the last place that was rerun: checkpoint compares saved tensors only after the rerun."""
     _last_again[0] = where
 
 
-class Place:
-    """A changed place that tells of what happens in it (`techniques.recompute.rerun.Untold`)."""
+class FailingPlace:
+    """A changed place that reports its events (see `techniques.recompute.rerun.SilentListener`)."""
 
     def __init__(self, where: str) -> None:
         self._where = where
 
     def failed(self, error: BaseException) -> None:
-        """An exception passes through it."""
+        """Handle an exception that passes through the place."""
         note(error, self._where)
 
     def has_run(self) -> None:
-        """It has run, at first or again."""
+        """Handle the end of a run or rerun."""
         ran_again(self._where)
 
 
 def place_of(error: BaseException) -> str:
-    """The place at which it failed; empty where that is not known."""
+    """Return the place at which the error occurred, or an empty string if unknown."""
     seen: set[int] = set()
     step: BaseException | None = error
     while step is not None and id(step) not in seen:

@@ -1,4 +1,4 @@
-"""Changes how a live `DistributedDataParallel` exchanges, and takes that back."""
+"""Change how a live `DistributedDataParallel` synchronizes gradients, reversibly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchtrim.errors import ApplyFailed
 from torchtrim.executor.failing import note
 from torchtrim.executor.registry import Handle
 
-_ADVICE = "Take that out of the plan, or plan again."
+_ADVICE = "Remove it from the plan, or plan again."
 _TYPES = {
     "gradient_as_bucket_view": bool,
     "static_graph": bool,
@@ -24,7 +24,7 @@ _CAPS = ("bucket_bytes_cap", "bucket_bytes_cap_default", "bucket_bytes_cap_list"
 
 
 def changed(where: str, module: Any, options: Mapping[str, Any]) -> Handle:
-    """The module with one thing of its exchanges changed. Raises `ApplyFailed`."""
+    """Change one setting of the module's gradient synchronization. Raises `ApplyFailed`."""
     replica_at(where, module, "data_parallel")
     name = next(iter(options), "")
     value: Any = options.get(name)
@@ -46,7 +46,7 @@ def changed(where: str, module: Any, options: Mapping[str, Any]) -> Handle:
 
 
 def replica_at(where: str, module: Any, technique: str) -> Any:
-    """The module. Raises `ApplyFailed` for one that is not in `DistributedDataParallel`."""
+    """Return the module. Raises `ApplyFailed` if it is not a `DistributedDataParallel`."""
     if not isinstance(module, DistributedDataParallel):
         raise ApplyFailed(
             f"`{where}` is a {type(module).__name__}, and {technique} changes a "
@@ -56,18 +56,18 @@ def replica_at(where: str, module: Any, technique: str) -> Any:
 
 
 class BucketViews:
-    """A module whose gradients are views of its buckets."""
+    """Makes the gradients of a module views of its buckets."""
 
     def __init__(self, where: str, module: Any) -> None:
         refuse(where, module)
         if module.gradient_as_bucket_view:
-            raise ApplyFailed(f"`{where}`: its gradients are views of buckets already. {_ADVICE}")
+            raise ApplyFailed(f"`{where}`: its gradients are already views of buckets. {_ADVICE}")
         self._module = module
         module.gradient_as_bucket_view = True
         make_anew(module)
 
     def revert(self) -> None:
-        """Give each gradient memory of its own again."""
+        """Give each gradient its own memory again."""
         self._module.gradient_as_bucket_view = False
         make_anew(self._module)
         for parameter in self._module._module_parameters:
@@ -76,7 +76,7 @@ class BucketViews:
 
 
 class OtherBuckets:
-    """A module with buckets of so many bytes."""
+    """Sets a module's bucket size to `cap` bytes."""
 
     def __init__(self, where: str, module: Any, cap: int) -> None:
         refuse(where, module)
@@ -94,37 +94,37 @@ class OtherBuckets:
         make_anew(module)
 
     def revert(self) -> None:
-        """Fill buckets as before."""
+        """Restore the bucket size."""
         self._module.__dict__.update(self._before)
         make_anew(self._module)
 
 
 class StaticGraph:
-    """A module that looks for unused parameters in its first step alone."""
+    """Makes a module search for unused parameters only in its first step."""
 
     def __init__(self, where: str, module: Any) -> None:
         refuse(where, module)
         if module.static_graph:
-            raise ApplyFailed(f"`{where}`: its graph is static already. {_ADVICE}")
+            raise ApplyFailed(f"`{where}`: its graph is already static. {_ADVICE}")
         self._where, self._module = where, module
         self._hook = module.register_forward_pre_hook(self._begins)
         module.static_graph = True
         make_anew(module)
 
     def revert(self) -> None:
-        """Look in each step again."""
+        """Search in each step again."""
         self._hook.remove()
         self._module.static_graph = False
         make_anew(self._module)
 
     def _begins(self, module: Any, _: Any) -> None:
-        """An exchange has to follow the first forward: else torch stops at an assertion of its own."""
+        """Check that a synchronization follows the first forward; otherwise an assertion in torch fails."""
         if not torch.is_grad_enabled():
             return
         if not module.require_backward_grad_sync:
             error = ApplyFailed(
-                f"`{self._where}`: its first forward is inside no_sync(), and a static graph learns in the "
-                f"first exchange what is unused. {_ADVICE}"
+                f"`{self._where}`: its first forward is inside no_sync(), and a static graph finds unused "
+                f"parameters in the first gradient synchronization. {_ADVICE}"
             )
             note(error, self._where)
             raise error
@@ -132,14 +132,14 @@ class StaticGraph:
 
 
 class Accumulating:
-    """A module of which only every `count`-th forward with gradients is followed by an exchange."""
+    """Synchronizes gradients only after every `count`-th forward with gradients."""
 
     def __init__(self, where: str, module: Any, count: int) -> None:
         refuse(where, module)
         if module.find_unused_parameters or (module.forward_sync_buffers and [*module.buffers()]):
             raise ApplyFailed(
-                f"`{where}` looks for unused parameters or broadcasts buffers in each forward, which "
-                f"micro-batches without exchange do not. {_ADVICE}"
+                f"`{where}` searches for unused parameters or broadcasts buffers in each forward, which "
+                f"micro-batches without synchronization skip. {_ADVICE}"
             )
         self._where, self._module, self._count = where, module, count
         self._forwards = 0
@@ -150,7 +150,7 @@ class Accumulating:
         ]
 
     def revert(self) -> None:
-        """Exchange after each backward again."""
+        """Synchronize after each backward again."""
         for hook in self._hooks:
             hook.remove()
         self._module.require_backward_grad_sync = True
@@ -171,39 +171,39 @@ class Accumulating:
     def _fewer(self) -> ApplyFailed:
         error = ApplyFailed(
             f"`{self._where}`: parameters changed after {self._forwards % self._count} micro-batches, and "
-            f"the plan was made for {self._count} in each step: the last update was of gradients that the "
-            f"ranks had not exchanged. {_ADVICE}"
+            f"the plan was made for {self._count} per step: the last update used gradients that were not "
+            f"synchronized. {_ADVICE}"
         )
         note(error, self._where)
         return error
 
 
 class Compressed:
-    """A module whose gradients travel in bfloat16, by a communication hook."""
+    """Sends a module's gradients in bfloat16, by a communication hook."""
 
     def __init__(self, where: str, module: Any, hook: Any) -> None:
         refuse(where, module)
         if module._comm_hooks:
-            raise ApplyFailed(f"`{where}`: its gradients travel in bfloat16 already. {_ADVICE}")
+            raise ApplyFailed(f"`{where}`: its gradients are already sent in bfloat16. {_ADVICE}")
         self._module = module
         module._comm_hooks.append((hook, None))
         make_anew(module)
 
     def revert(self) -> None:
-        """Exchange them as they are."""
+        """Send gradients in their own precision again."""
         self._module._comm_hooks.clear()
         make_anew(self._module)
 
 
 def halved(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """torch's `bf16_compress_hook`, which asks for NCCL by its name alone: gloo adds bfloat16 up too."""
+    """Wrap torch's `bf16_compress_hook`, which checks for NCCL by name only. Gloo can sum bfloat16 too."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
     return bf16_compress_hook(state, bucket)
 
 
 def halved_by_hand(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """The same as a person would write it: each bucket is awaited."""
+    """Do the same by hand, waiting for each bucket."""
     wide = bucket.buffer()
     half = wide.to(torch.bfloat16) / torch.distributed.get_world_size()
     torch.distributed.all_reduce(half)
@@ -213,13 +213,13 @@ def halved_by_hand(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor
 
 
 def refuse(where: str, module: Any) -> None:
-    """Raises `ApplyFailed` for a module that exchanges in a way of its own."""
+    """Raise `ApplyFailed` for a module with customized gradient synchronization."""
     hooked = bool(module._get_ddp_logging_data().get("comm_hook")) or bool(module._comm_hooks)
     ours = {hook for hook, _ in module._comm_hooks} in ({halved}, {halved_by_hand})
     unusual = {
         "a communication hook": hooked and not ours,
         "mixed precision of its own": module.mixed_precision is not None,
-        "exchanges that are delayed": module._delay_all_reduce_params,
+        "delayed gradient synchronization": module._delay_all_reduce_params,
         "optimizers in backward": any(
             hasattr(one, "_in_backward_optimizers") for one in module._module_parameters
         ),
@@ -227,18 +227,18 @@ def refuse(where: str, module: Any) -> None:
     }
     for name, there in unusual.items():
         if there:
-            raise ApplyFailed(f"`{where}` has {name}, which is not taken. {_ADVICE}")
+            raise ApplyFailed(f"`{where}` has {name}, which is not supported. {_ADVICE}")
 
 
 def without_reducer(module: Any) -> None:
-    """Take its reducer off; what that has hooked goes with it."""
+    """Remove the module's reducer and its hooks."""
     if module.reducer is not None:
         module._remove_autograd_hooks()
     module.reducer = module.logger = None
 
 
 def make_anew(module: Any) -> None:
-    """Make its reducer of its settings, as `__setstate__` does."""
+    """Rebuild the module's reducer from its settings, as `__setstate__` does."""
     without_reducer(module)
     module._has_rebuilt_buckets = False
     parameters, sparse = module._build_params_for_reducer()

@@ -1,4 +1,4 @@
-"""Forwards that run in half precision, or keep what they save in it; and both as a person writes them."""
+"""Run forwards, or store their saved tensors, in half precision; and hand-written versions of both."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchtrim.errors import ApplyFailed
-from torchtrim.executor.handles import Handle
+from torchtrim.executor.registry import Handle
 from torchtrim.executor.swap import Swapped
 
 Forward = Callable[..., Any]
 
 
 class Lowering(Protocol):
-    """Runs a forward in another precision."""
+    """A callable that runs a forward in another precision."""
 
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """What the forward gives."""
+        """Return the forward's result."""
         ...
 
 
 def lowered(module: nn.Module, lowering: Lowering) -> Handle:
-    """Give a module that forward, where there are gradients."""
+    """Run the module's forward through `lowering` when gradients are enabled."""
     return Swapped(module, functools.partial(_graded, lowering))
 
 
@@ -41,16 +41,18 @@ def _graded(lowering: Lowering, forward: Forward) -> Forward:
     return run
 
 
-class Autocast:
-    """Runs a forward under autocast, its results cast back to float32. Raises `ApplyFailed` for a module
-    without parameters, of which no device is known."""
+class AutocastForward:
+    """Runs a forward under autocast and casts its results back to float32.
+
+    Raises `ApplyFailed` for a module without parameters or buffers, whose device is unknown.
+    """
 
     def __init__(self, module: nn.Module, dtype: str) -> None:
         self._device = _device_of(module)
         self._dtype: torch.dtype = getattr(torch, dtype)
 
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """As `forward`."""
+        """Run `forward` under autocast."""
         with torch.autocast(self._device, dtype=self._dtype):
             made = forward(*args, **kwargs)
         return tree_map(self._widened, made)
@@ -62,10 +64,10 @@ class Autocast:
 
 
 class NarrowSaved:
-    """Runs a forward so that what autograd saves of float32 activations is kept in half precision.
+    """Runs a forward and stores its saved float32 activations in half precision.
 
-    A storage is kept once, however many views of it are saved, and widened once for those in use together.
-    Only float32 is narrowed: in float64 nothing is, which is how the verifier tells rounding from a bug.
+    A storage is stored once for all its saved views, and upcast once for views in use at the same time.
+    float64 is left alone, which lets the verifier tell rounding from a bug.
     """
 
     def __init__(self, module: nn.Module, dtype: str) -> None:
@@ -73,14 +75,14 @@ class NarrowSaved:
         self._dtype: torch.dtype = getattr(torch, dtype)
 
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """As `forward`."""
-        call = _Call(self._dtype, _storages_of(self._module, args, kwargs))
+        """Run `forward` with hooks on saved tensors."""
+        call = _SavedTensors(self._dtype, _storages_of(self._module, args, kwargs))
         with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
             return forward(*args, **kwargs)
 
 
-class _Kept:
-    """A storage in half precision; `wide` is what it was widened to, while that is in use."""
+class _HalfStorage:
+    """A storage in half precision. `wide` is its upcast copy while in use."""
 
     def __init__(self, narrow: torch.Tensor, of: StorageWeakRef, version: int) -> None:
         self.narrow = narrow
@@ -89,7 +91,7 @@ class _Kept:
         self.wide: StorageWeakRef | None = None
 
     def widened(self) -> torch.UntypedStorage:
-        """The storage in float32."""
+        """Return the storage in float32."""
         there = None
         if self.wide is not None and not _is_gone(self.wide):
             there = torch.UntypedStorage._new_with_weak_ptr(self.wide.cdata)
@@ -100,7 +102,7 @@ class _Kept:
 
 
 def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
-    """A reference that does not keep a storage, while its address is not given to another."""
+    """Return a weak reference to a storage, which also keeps its address from being reused."""
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
@@ -108,51 +110,51 @@ def _is_gone(storage: StorageWeakRef) -> bool:
     return bool(storage.expired())  # type: ignore[no-untyped-call]
 
 
-class _Saved:
-    """A view of a kept storage."""
+class _HalfView:
+    """A view of a storage in half precision."""
 
-    def __init__(self, kept: _Kept, like: torch.Tensor) -> None:
+    def __init__(self, kept: _HalfStorage, like: torch.Tensor) -> None:
         self.kept = kept
         self.view = like.storage_offset(), like.shape, like.stride()
         self.device = like.device
 
     def tensor(self) -> torch.Tensor:
-        """The view, in float32."""
+        """Return the view in float32."""
         empty = torch.empty(0, dtype=torch.float32, device=self.device)
         return empty.set_(self.kept.widened(), *self.view)
 
 
-class _Call:
-    """What one call of a forward saves. `exempt`: storages that are there anyway."""
+class _SavedTensors:
+    """Saved tensors of one call of a forward. `exempt`: storages that stay in memory anyway."""
 
     def __init__(self, dtype: torch.dtype, exempt: set[int]) -> None:
         self._dtype = dtype
         self._exempt = exempt
-        self._known: dict[int, _Kept] = {}
+        self._known: dict[int, _HalfStorage] = {}
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
-        """What is kept of a tensor that autograd saves."""
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _HalfView:
+        """Return the object to save instead of a tensor."""
         if not _may_narrow(tensor, self._exempt):
             return tensor
         storage = tensor.untyped_storage()
         known = self._known.get(storage._cdata)
         if known is None or _is_gone(known.of) or known.version != tensor._version:
-            known = _Kept(self._narrowed(storage, tensor), _weak(storage), tensor._version)
+            known = _HalfStorage(self._narrowed(storage, tensor), _weak(storage), tensor._version)
             self._known[storage._cdata] = known
-        return _Saved(known, tensor)
+        return _HalfView(known, tensor)
 
     def _narrowed(self, storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
-        """All of a storage in half precision."""
+        """Return the whole storage in half precision."""
         count = storage.nbytes() // like.element_size()
         return like.detach().as_strided((count,), (1,), 0).to(self._dtype)
 
-    def unpack(self, kept: torch.Tensor | _Saved) -> torch.Tensor:
-        """The tensor that autograd asks for."""
-        return kept.tensor() if isinstance(kept, _Saved) else kept
+    def unpack(self, kept: torch.Tensor | _HalfView) -> torch.Tensor:
+        """Return the saved tensor."""
+        return kept.tensor() if isinstance(kept, _HalfView) else kept
 
 
-class ByHand:
-    """A module whose `forward` was set on the instance. `revert` takes that back."""
+class ForwardByHand:
+    """Sets `forward` on a module instance. `revert` undoes it."""
 
     def __init__(self, module: nn.Module, forward: Forward) -> None:
         self._module = module
@@ -160,14 +162,14 @@ class ByHand:
         module.__dict__["forward"] = forward
 
     def revert(self) -> None:
-        """Make the module what it was."""
+        """Restore the module's forward."""
         del self._module.__dict__["forward"]
         if self._own is not None:
             self._module.__dict__["forward"] = self._own
 
 
 def autocast_by_hand(module: nn.Module, dtype: str) -> Handle:
-    """`model.forward` under `torch.autocast`, and what it returns in float32, as Accelerate writes it."""
+    """Run `model.forward` under `torch.autocast` and cast results to float32, like Accelerate."""
     forward, device, half = module.forward, _device_of(module), getattr(torch, dtype)
 
     @functools.wraps(forward)
@@ -179,11 +181,11 @@ def autocast_by_hand(module: nn.Module, dtype: str) -> Handle:
             return made
         return tree_map(lambda x: x.float() if getattr(x, "dtype", None) is half else x, made)
 
-    return ByHand(module, run)
+    return ForwardByHand(module, run)
 
 
 def narrow_by_hand(module: nn.Module, dtype: str) -> Handle:
-    """Hooks around `model.forward` that keep each tensor by itself, and know of no storages they share."""
+    """Store each tensor saved by `model.forward` separately in half precision, ignoring shared storages."""
     forward, half = module.forward, getattr(torch, dtype)
 
     def narrow(exempt: set[int], tensor: torch.Tensor) -> torch.Tensor:
@@ -200,7 +202,7 @@ def narrow_by_hand(module: nn.Module, dtype: str) -> Handle:
         with torch.autograd.graph.saved_tensors_hooks(pack, widen):
             return forward(*args, **kwargs)
 
-    return ByHand(module, run)
+    return ForwardByHand(module, run)
 
 
 def _nothing() -> contextlib.AbstractContextManager[Any]:
@@ -208,7 +210,7 @@ def _nothing() -> contextlib.AbstractContextManager[Any]:
 
 
 def _may_narrow(tensor: torch.Tensor, exempt: set[int]) -> bool:
-    """Whether it is an ordinary float32 tensor of whole memory that nothing else keeps."""
+    """True for a plain strided float32 tensor whose storage is not exempt."""
     if tensor.dtype is not torch.float32 or type(tensor) is not torch.Tensor:
         return False
     if tensor.layout is not torch.strided or tensor.numel() < 2:
@@ -217,7 +219,7 @@ def _may_narrow(tensor: torch.Tensor, exempt: set[int]) -> bool:
 
 
 def _storages_of(module: nn.Module, *given: Any) -> set[int]:
-    """The storages of parameters, buffers and inputs."""
+    """Return the storages of parameters, buffers and inputs."""
     tensors = [*module.parameters(), *module.buffers(), *tree_leaves(given)]
     return {
         t.untyped_storage()._cdata
@@ -230,6 +232,6 @@ def _device_of(module: nn.Module) -> str:
     for tensor in (*module.parameters(), *module.buffers()):
         return str(tensor.device.type)
     raise ApplyFailed(
-        f"{type(module).__name__} has no parameters, so it is not known for which device to lower its "
-        "precision. Name a module that has."
+        f"{type(module).__name__} has no parameters or buffers, so its device is unknown and its precision "
+        "cannot be lowered. Name a module with parameters."
     )

@@ -1,7 +1,7 @@
-"""Memory-mapped files of a process: memory that the kernel may put on a disk, gone when the process is.
+"""Memory-mapped temporary files, which the kernel can write to disk and which vanish with the process.
 
-A file has no name from the moment that it is mapped, so nothing is left of it however the process ends. A
-process that is killed before that leaves a file that nobody has locked; the next one removes it.
+A file is unlinked as soon as it is mapped, so it disappears however the process ends. A process killed before
+that leaves an unlocked file, which the next process removes.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torchtrim.core.units import format_bytes
 from torchtrim.errors import ApplyFailed
 
 FOLDER = "TORCHTRIM_SCRATCH"
-"""The environment variable that names the folder for these files."""
+"""Environment variable with the folder of these files."""
 _SUFFIX = ".scratch"
 
 
 def folder() -> Path:
-    """Where the files are for the moment that they have names."""
+    """Return the folder in which the files are created."""
     return Path(os.environ.get(FOLDER) or caches.folder() / "scratch")
 
 
 def mapped(size: int) -> torch.Tensor:
-    """So many bytes of a file of their own, which lasts as long as they do.
+    """Return `size` bytes mapped to a new file that lives as long as the tensor.
 
-    Raises `ApplyFailed` where there is no room, or no file can be written.
+    Raises `ApplyFailed` if there is no room or the file cannot be written.
     """
     where = folder()
     try:
@@ -40,13 +40,13 @@ def mapped(size: int) -> torch.Tensor:
         return _made(where, size)
     except OSError as error:
         raise ApplyFailed(
-            f"no memory-mapped file of {format_bytes(size)} can be made in {where}: {error.strerror}. "
-            f"Name a folder with room in the environment variable {FOLDER}, or give more --host-memory."
+            f"cannot create a memory-mapped file of {format_bytes(size)} in {where}: {error.strerror}. "
+            f"Set the environment variable {FOLDER} to a folder with room, or raise --host-memory."
         ) from error
 
 
 def tidy(where: Path) -> None:
-    """Remove what killed processes have left."""
+    """Remove files left by killed processes."""
     for path in where.glob(f"*{_SUFFIX}"):
         with contextlib.suppress(OSError):
             number = os.open(path, os.O_RDWR)
@@ -71,7 +71,7 @@ def _made(where: Path, size: int) -> torch.Tensor:
 
 
 def _lock(number: int) -> None:
-    """Say that a file is somebody's. Raises `OSError` if it is another's."""
+    """Lock a file. Raises `OSError` if another process holds the lock."""
     if sys.platform != "win32":
         import fcntl
 
@@ -79,7 +79,7 @@ def _lock(number: int) -> None:
 
 
 def _reserve(number: int, size: int) -> None:
-    """Have the disk's room, so that a full one is an error here and no crash later."""
+    """Reserve the disk space, so that a full disk raises an error here instead of crashing later."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(number, 0, size)
     else:

@@ -1,8 +1,8 @@
-"""Plans number the operators of a call as the program itself runs them.
+"""Count operators as the original program runs them, for the ordinals in plans.
 
-A technique that runs a module part by part, or looks first at how it behaves, runs others in their place.
-Those have no number; the program's are counted as if they had run. So a plan's names mean the same operators
-whatever other techniques it holds.
+A technique that runs a module in parts, or probes it first, runs other operators. Those get no ordinals; the
+program's own operators are counted as if they had run. So a plan's ordinals name the same operators whatever
+other techniques it contains.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtrim.records.roles import role_of
+from torchtrim.records.operator_names import role_of
 
 AsBefore = Callable[[bool], contextlib.AbstractContextManager[None]]
 Skip = Callable[[Counter[str]], None]
 
 
 class _Thread(threading.local):
-    """`depth`: in how many techniques' own runs; `counting`: who counts operators, and at which depth."""
+    """`depth`: nesting of techniques' own runs. `counting`: callbacks with the depth they count at."""
 
     depth = 0
     counting: tuple[tuple[int, Skip], ...] = ()
@@ -34,13 +34,13 @@ _thread = _Thread()
 
 
 def is_numbered() -> bool:
-    """Whether the operators that run now are the program's own."""
+    """True if the operators running now are the program's own."""
     return _thread.depth == 0
 
 
 @contextlib.contextmanager
 def unnumbered() -> Iterator[AsBefore]:
-    """Operators of a technique. Gives a context in which they are numbered as before, if it is told so."""
+    """Exclude a technique's operators from ordinals. Yields a context manager that can include them again."""
     before = _thread.depth
     with _at(before + 1):
         yield partial(_as_before, before)
@@ -71,14 +71,14 @@ def counting(skip: Skip) -> Iterator[None]:
 
 
 def passed(counts: Counter[str]) -> None:
-    """So many of the program's own operators would have run here."""
+    """Report the program's own operators that would have run here."""
     for depth, skip in _thread.counting:
         if depth == _thread.depth:
             skip(counts)
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Count torch's operators by their roles, except those of techniques and of backward."""
+    """Counts operators by role, except those of techniques and of backward."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

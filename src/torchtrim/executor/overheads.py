@@ -1,7 +1,7 @@
-"""What this machine's Python takes around operators that run again: measured once, and kept.
+"""Measure this machine's host overhead of recomputation once, and cache it.
 
-Operators that take next to no time run as they are and again, so that what differs is all overhead. Of many
-rounds the least counts, since whatever else the machine does can only add.
+Runs operators that take almost no time, with and without recomputation, so the difference is overhead. Takes
+the minimum of many rounds, since other load on the machine can only add time.
 """
 
 from __future__ import annotations
@@ -22,18 +22,22 @@ from torchtrim.executor.registry import Handle, technique
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Overheads
 
-_ROUNDS = 25
-_PARTS, _FEW, _MANY = 10, 1, 11
-_GELUS = 60
+_ROUNDS = 25  # Arbitrary: enough for a stable minimum.
+_PARTS, _FEW, _MANY = (
+    10,
+    1,
+    11,
+)  # Arbitrary: ten operators apart, to separate blocks from operators.
+_GELUS = 60  # Arbitrary: enough tensors to exceed the timer's noise.
 
 
 def overheads() -> Overheads | None:
-    """Those of this machine, from the user's cache folder if they are there; None where there are none."""
+    """Return this machine's overheads, cached in the user's cache folder, or None if not measurable."""
     try:
         path = _path()
         return msgspec.json.decode(path.read_bytes(), type=Overheads)
     except RuntimeError:
-        return measured()  # a user without a home
+        return measured()  # The user has no home folder.
     except (OSError, msgspec.DecodeError):
         found = measured()
         if found is not None:
@@ -42,9 +46,9 @@ def overheads() -> Overheads | None:
 
 
 def measured() -> Overheads | None:
-    """Measured now; None where the machine does so much else that what comes out makes no sense.
+    """Measure the overheads. Returns None if other load makes the result meaningless.
 
-    In a thread of its own, where no mode, hook, default or trace of the caller's is on.
+    Runs in a new thread, without the caller's modes, hooks, defaults and traces.
     """
     found = None
     with isolated("technique", "recompute or replay"), ThreadPoolExecutor(1) as pool:
@@ -74,8 +78,8 @@ def _path() -> Path:
     return folder() / "overheads" / name
 
 
-class _Part(nn.Module):
-    """So many operators."""
+class _Sigmoids(nn.Module):
+    """A block of `count` operators."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -88,7 +92,7 @@ class _Part(nn.Module):
 
 
 class _Gelus(nn.Module):
-    """Products and gelus by turns, which save what they read."""
+    """Alternating products and GELUs, which save their inputs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(_GELUS):
@@ -97,14 +101,14 @@ class _Gelus(nn.Module):
 
 
 def _of_parts() -> tuple[float, float]:
-    """Seconds that a part takes besides its operators, and each operator besides its own."""
+    """Return the overhead in seconds per block and per operator."""
     few, many = (_added(count) / _PARTS for count in (_FEW, _MANY))
     operator = (many - few) / (_MANY - _FEW)
     return few - _FEW * operator, operator
 
 
 def _added(count: int) -> float:
-    model = nn.Sequential(*(_Part(count) for _ in range(_PARTS)))
+    model = nn.Sequential(*(_Sigmoids(count) for _ in range(_PARTS)))
     plain = _seconds(model)
     handle = _applied(model, "recompute", [f"Net.{part}" for part in range(_PARTS)])
     try:
@@ -114,7 +118,7 @@ def _added(count: int) -> float:
 
 
 def _of_tensors() -> tuple[float, float]:
-    """Seconds that each tensor takes that is made again, and each operator that is watched."""
+    """Return the overhead in seconds per recomputed tensor and per watched operator."""
     model, found = _Gelus(), []
     for places in (["Net:gelu.999"], [f"Net:gelu.{number}" for number in range(_GELUS)]):
         handle = _applied(model, "replay", places)
@@ -132,7 +136,7 @@ def _applied(model: nn.Module, name: str, places: list[str]) -> Handle:
 
 
 def _seconds(model: nn.Module) -> float:
-    """The least that a forward and backward takes."""
+    """Return the minimum time of a forward and backward."""
     x, taken = torch.ones(2, 2, dtype=torch.float32, device="cpu", requires_grad=True), []
     for _ in range(_ROUNDS):
         begin = time.thread_time()

@@ -1,4 +1,4 @@
-"""The modules that a plan's places name."""
+"""Look up modules and optimizers by the places in a plan."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _WHERE = re.compile(r"(?P<path>[^\[\]]+)(?:\[(?P<first>\d+):(?P<last>\d+)\])?")
 
 
 def module_at(roots: Mapping[str, nn.Module], where: str) -> nn.Module:
-    """The module at a path such as `Net.features`. Raises `ApplyFailed` where there is none."""
+    """Return the module at a path such as `Net.features`. Raises `ApplyFailed` if there is none."""
     name, _, path = where.partition(".")
     try:
         return roots[name].get_submodule(path)
     except (KeyError, AttributeError):
         raise ApplyFailed(
-            f"the plan names `{where}`, and there is no such module; the roots of this workload are "
+            f"the plan names `{where}`, but there is no such module; the roots of this workload are "
             f"{', '.join(roots)}. Plan again for this model."
         ) from None
 
 
-class Part(NamedTuple):
+class ModulePart(NamedTuple):
     """A module, or a range of a Sequential."""
 
     module: nn.Module
@@ -36,13 +36,13 @@ class Part(NamedTuple):
 
     @property
     def chain(self) -> nn.Sequential:
-        """The Sequential that the range is of."""
+        """The Sequential that contains the range."""
         return cast("nn.Sequential", self.module)
 
 
-def part_at(roots: Mapping[str, nn.Module], where: str) -> Part:
-    """The part at a place such as `Net.blocks.3` or `Net.layers[2:6]`. Raises `ApplyFailed` where there is
-    none."""
+def part_at(roots: Mapping[str, nn.Module], where: str) -> ModulePart:
+    """Return the part at a place such as `Net.blocks.3` or `Net.layers[2:6]`. Raises `ApplyFailed` if there
+    is none."""
     match = _WHERE.fullmatch(where)
     if match is None:
         raise ApplyFailed(
@@ -51,24 +51,24 @@ def part_at(roots: Mapping[str, nn.Module], where: str) -> Part:
         )
     module = module_at(roots, match["path"])
     if not match["first"]:
-        return Part(module, None)
-    # the class is asked for by name, so that no torch is imported here
+        return ModulePart(module, None)
+    # Compare by name, so that torch is not imported here.
     if "Sequential" not in (kind.__name__ for kind in type(module).__mro__):
-        raise ApplyFailed(f"`{where}` is a range, and that module is no nn.Sequential.")
-    return Part(module, (int(match["first"]), int(match["last"])))
+        raise ApplyFailed(f"`{where}` is a range, but that module is not an nn.Sequential.")
+    return ModulePart(module, (int(match["first"]), int(match["last"])))
 
 
 def optimizer_at(roots: Mapping[str, Any], where: str) -> Optimizer:
-    """The optimizer of that name. Raises `ApplyFailed` where there is none."""
+    """Return the optimizer of that name. Raises `ApplyFailed` if there is none."""
     found = roots.get(where)
     if not hasattr(found, "param_groups"):
         raise ApplyFailed(
-            f"the plan names the optimizer `{where}`, and there is none of that name; there are "
+            f"the plan names the optimizer `{where}`, but there is none of that name; this script has "
             f"{', '.join(roots)}. Plan again for this script."
         )
     return cast("Optimizer", found)
 
 
 def root_of(where: str) -> str:
-    """The name of the root that a place is in."""
+    """Return the name of the root that contains a place."""
     return re.split(r"[.\[:]", where, maxsplit=1)[0]

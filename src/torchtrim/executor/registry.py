@@ -1,18 +1,16 @@
-"""What a technique is, and the one registry of them."""
+"""Interfaces of techniques, their handles, and the registry of techniques."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torchtrim.core.isolation import isolated
-from torchtrim.errors import UsageError
-from torchtrim.executor.handles import Handle as Handle
-from torchtrim.executor.handles import Handles as Handles
-from torchtrim.executor.handles import all_or_none as all_or_none
+from torchtrim.errors import ApplyFailed, UsageError
+from torchtrim.executor.failing import note
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.step.edits import Edit
@@ -23,7 +21,59 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     Root = nn.Module | Optimizer
-    """What a plan is applied to, by name: a module that is called at top level, or an optimizer."""
+    """A module called at top level or an optimizer, to which a plan is applied by name."""
+
+
+class Handle(Protocol):
+    """An applied technique."""
+
+    def revert(self) -> None:
+        """Restore the model."""
+        ...
+
+
+class Handles:
+    """Several applied techniques or changed modules, reverted together."""
+
+    def __init__(self) -> None:
+        self._handles: list[Handle] = []
+
+    def add(self, handle: Handle) -> None:
+        """Add a handle."""
+        self._handles.append(handle)
+
+    def check_settled(self) -> None:
+        """Raise `ApplyFailed` if a technique has made updates whose `step` has not been called yet."""
+        for handle in self._handles:
+            check = getattr(handle, "check_settled", None)
+            if check is not None:
+                check()
+
+    def revert(self) -> None:
+        """Revert all handles, last first."""
+        while self._handles:
+            self._handles.pop().revert()
+
+
+def _changed(place: str, change: Callable[[str], Handle]) -> Handle:
+    try:
+        return change(place)
+    except ApplyFailed as error:
+        note(error, place)
+        raise
+
+
+def all_or_none(places: Iterable[str], change: Callable[[str], Handle]) -> Handle:
+    """Change each place. If one fails, revert all and raise its error, annotated with the place, so that
+    planning can exclude it."""
+    handles = Handles()
+    try:
+        for place in places:
+            handles.add(_changed(place, change))
+    except BaseException:
+        handles.revert()
+        raise
+    return handles
 
 
 _HOME = "torchtrim.techniques"
@@ -33,9 +83,9 @@ Settings = tuple[tuple[str, str | int | float | bool], ...]
 class Option(NamedTuple):
     """A place at which a technique can save.
 
-    `where` is what a plan writes. `spans`: the tasks of each forward call of the place. `cut`: of a range of
-    a chain, the chain and where the range begins and ends. `settings`: what the plan writes besides.
-    `equivalence`: this option's, where it is less equal than the technique's best.
+    `where` is the place as written in a plan. `spans`: the tasks of each forward call of the place.
+    `cut`: path and bounds, for a range of a Sequential. `settings`: further settings of the plan.
+    `equivalence`: this option's equivalence, if weaker than the technique's.
     """
 
     technique: str
@@ -49,48 +99,48 @@ class Option(NamedTuple):
 class TechniqueUnit(Protocol):
     """One technique: `options` and `edits` read a step, `apply` changes live modules or optimizers.
 
-    One to which a plan may give options names them in `takes`.
+    A technique that accepts options in a plan lists their names in `takes`.
     """
 
     name: str
     equivalence: Equivalence
 
     def options(self, step: Step) -> Sequence[Option]:
-        """The places of this step at which the technique can save."""
+        """Return the places of this step at which the technique can save."""
         ...
 
     def edits(self, step: Step, option: Option) -> Edit | None:
-        """What an option changes in the step; None if it saves nothing after all."""
+        """Return the option's edit of the step, or None if it saves nothing."""
         ...
 
     def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
-        """Change what `technique.where` names. Raises `ApplyFailed`, the model as it was."""
+        """Change the places in `technique.where`. Raises `ApplyFailed` and leaves the model unchanged."""
         ...
 
 
 @runtime_checkable
 class Settles(Protocol):
-    """A technique of which more can be said when it is known at which places a plan uses it."""
+    """A technique that adjusts its settings once all its places in a plan are known."""
 
     def settled(self, step: Step, technique: Technique) -> Technique:
-        """The technique as a plan writes it."""
+        """Return the technique as written in the plan."""
         ...
 
 
 @runtime_checkable
 class ToFiles(Protocol):
-    """A technique that can keep in a memory-mapped file what it keeps on the host."""
+    """A technique that can use a memory-mapped file instead of host memory."""
 
     def to_files(self, step: Step) -> Sequence[Option]:
-        """What it can do with files; each excludes the option that is the same on the host."""
+        """Return the options that use files. Each excludes the same option in host memory."""
         ...
 
 
 class Plain(NamedTuple):
-    """A function that does what a technique does, and needs nothing of torchtrim but other such files.
+    """A function that does the work of a technique, for export as plain PyTorch.
 
-    `function` of the module `module` is called with the roots by name, the places, and the technique's
-    options by name; it returns what has `revert()`.
+    `function` in `module` is called with the roots by name, the places, and the technique's options as
+    keywords. It returns an object with `revert()`.
     """
 
     module: str
@@ -99,54 +149,53 @@ class Plain(NamedTuple):
 
 @runtime_checkable
 class Exportable(Protocol):
-    """A technique that can be written as plain PyTorch says with what."""
+    """A technique that can be exported as plain PyTorch."""
 
     def export(self) -> Plain:
-        """The function that replaces `apply` where there is no torchtrim."""
+        """Return the function that replaces `apply` without torchtrim."""
         ...
 
 
 @runtime_checkable
 class Measured(Protocol):
-    """A technique of which it is measured what it saves.
+    """A technique whose saving is measured by a run, not simulated.
 
-    Its `edits` are None, since no edit of the recorded step says what is left: the planner gets the step that
-    was recorded with the technique applied. `helps`: the techniques that it makes possible. `ways`: how many
-    of the settings that it offers, the first, a plan may choose; others are for a person to pin.
+    Its `edits` are None: the planner gets a step recorded with the technique applied. `helps`: the techniques
+    that it enables. `ways`: a plan may choose among the first `ways` settings; the others must be pinned.
     """
 
     helps: tuple[str, ...]
     ways: int
 
     def bars(self, technique: Technique) -> Collection[str]:
-        """The techniques that cannot be in one plan with this one."""
+        """Return the techniques that cannot be combined with this one."""
         ...
 
 
 @runtime_checkable
 class Replaces(Measured, Protocol):
-    """A SEMANTIC technique: it makes another function of the step."""
+    """A SEMANTIC technique, which changes the function that the step computes."""
 
     def by_hand(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
-        """The same replacement, as a person would write it into the program; the certificate compares."""
+        """Make the same replacement by hand-written code, as the certificate's reference."""
         ...
 
     def advice(self, technique: Technique) -> str:
-        """What else a person has to do or know, as a clause; empty for nothing."""
+        """Return what else the user must do or know, as a clause, or an empty string."""
         ...
 
 
 @runtime_checkable
 class Refuses(Protocol):
-    """A technique that can say where it would save and is not used, why, and what it would cost."""
+    """A technique that explains where it could save but is not used, why, and at what cost."""
 
     def refusals(self, step: Step) -> Iterable[str]:
-        """A sentence for each such place."""
+        """Return a sentence for each such place."""
         ...
 
 
 def technique(name: str) -> TechniqueUnit:
-    """The technique of that name. Raises `UsageError` where there is none."""
+    """Return the technique of that name. Raises `UsageError` if there is none."""
     known = names()
     if name not in known:
         raise UsageError(
@@ -157,19 +206,19 @@ def technique(name: str) -> TechniqueUnit:
 
 
 def check_known(one: Technique) -> None:
-    """Raise `UsageError` for a technique, or an option of it, that this torchtrim does not have."""
+    """Raise `UsageError` for an unknown technique or an unknown option of it."""
     takes: Collection[str] = getattr(technique(one.name), "takes", ())
     unknown = sorted(set(one.options) - set(takes))
     if unknown:
         has = f"it has {', '.join(takes)}" if takes else "it has none"
         raise UsageError(
-            f"{one.name} has no option {unknown[0]!r}, which the plan gives it; {has}. Correct or remove "
+            f"{one.name} has no option {unknown[0]!r}, which the plan passes; {has}. Correct or remove "
             "it, or plan again. A plan made by a newer torchtrim needs that version."
         )
 
 
 def _unit(name: str) -> TechniqueUnit:
-    """`TECHNIQUE` of the file of that name, or of `technique.py` in the folder of that name."""
+    """Load `TECHNIQUE` from the file of that name, or from `technique.py` in the folder of that name."""
     home = importlib.import_module(f"{_HOME}.{name}")
     if hasattr(home, "__path__"):
         home = importlib.import_module(f"{home.__name__}.technique")
@@ -178,7 +227,7 @@ def _unit(name: str) -> TechniqueUnit:
 
 
 def units(exclude: Collection[str] = ()) -> dict[str, TechniqueUnit]:
-    """The techniques by name; not those excluded, and not those whose file cannot be imported."""
+    """Return the techniques by name, without excluded ones and ones that cannot be imported."""
     found = {}
     for name in names():
         if name not in exclude:
@@ -188,7 +237,7 @@ def units(exclude: Collection[str] = ()) -> dict[str, TechniqueUnit]:
 
 
 def options_of(name: str, step: Step) -> list[Option]:
-    """The places of this step at which a technique can save; none where it fails."""
+    """Return the places of this step at which a technique can save, or none if it fails."""
     found: list[Option] = []
     with isolated("technique", name):
         found = list(technique(name).options(step))
@@ -196,7 +245,7 @@ def options_of(name: str, step: Step) -> list[Option]:
 
 
 def edit_of(step: Step, option: Option) -> Edit | None:
-    """What an option changes in the step; None where it saves nothing, or its technique fails."""
+    """Return an option's edit of the step, or None if it saves nothing or its technique fails."""
     edit = None
     with isolated("technique", option.technique):
         edit = _unit(option.technique).edits(step, option)
@@ -204,7 +253,7 @@ def edit_of(step: Step, option: Option) -> Edit | None:
 
 
 def in_files_of(name: str, step: Step) -> list[Option]:
-    """What a technique can do with files; nothing where it fails."""
+    """Return a technique's options that use files, or none if it fails."""
     found: list[Option] = []
     with isolated("technique", name):
         unit = technique(name)
@@ -213,7 +262,7 @@ def in_files_of(name: str, step: Step) -> list[Option]:
 
 
 def settled(step: Step, one: Technique) -> Technique:
-    """A technique with what can be said of all its places together."""
+    """Return a technique with its settings adjusted to all its places."""
     found = one
     with isolated("technique", one.name):
         unit = technique(one.name)
@@ -222,7 +271,7 @@ def settled(step: Step, one: Technique) -> Technique:
 
 
 def refusals_of(name: str, step: Step) -> list[str]:
-    """What a technique says of the places at which it would save and is not used."""
+    """Return a technique's explanations of places where it could save but is not used."""
     found: list[str] = []
     with isolated("technique", name):
         unit = technique(name)
@@ -231,18 +280,18 @@ def refusals_of(name: str, step: Step) -> list[str]:
 
 
 def page(name: str) -> str:
-    """What a technique does, in Markdown: its file's docstring. Raises `UsageError` for an unknown one."""
+    """Return a technique's documentation in Markdown. Raises `UsageError` for an unknown name."""
     unit = technique(name)
     text = inspect.getdoc(importlib.import_module(type(unit).__module__)) or ""
     return f"# {name}\n\nEquivalence: {unit.equivalence}\n\n{text}\n"
 
 
 def names() -> list[str]:
-    """All techniques: every file and folder of `torchtrim.techniques`."""
+    """Return the names of all techniques: the files and folders of `torchtrim.techniques`."""
     folders = importlib.import_module(_HOME).__path__
     return [one.name for one in pkgutil.iter_modules(folders)]
 
 
 def exportable() -> list[str]:
-    """The techniques that can be written as plain PyTorch."""
+    """Return the names of techniques that can be exported as plain PyTorch."""
     return [name for name, unit in units().items() if isinstance(unit, Exportable)]

@@ -1,4 +1,4 @@
-"""What a step is with a call run in parts: of its rows, or of its channels."""
+"""Edits of a step in which a call runs in parts, split by rows or channels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, Rise
 from torchtrim.step.step import DEVICE, Span, Step
 
 _PART_SECONDS = 2e-4
-"""Of one part, forward and backward: the call of the module and of autograd's engine."""
+"""Measured overhead of a part, forward and backward: the calls of the module and of autograd."""
 
 
 def edit_of(
@@ -21,20 +21,19 @@ def edit_of(
     within: tuple[int, int] | None = None,
     seconds: float | None = None,
 ) -> Edit | None:
-    """The parts in place of the whole call; None where backward does not come by.
+    """Return the edit that replaces a call by parts, or None if backward does not reach it.
 
-    `copies`: a part is copied out of what goes in. `over`: the gradient of that is written over it. `within`:
-    by how many bytes memory rises within a part, forward and backward, where that is known without the tasks.
-    `seconds`: what the parts take besides a forward that runs again, where that is known.
+    `copies`: each part copies its share of the input. `over`: the input's gradient overwrites the input.
+    `within`: rise of memory in bytes within a part, forward and backward, if known without the tasks.
+    `seconds`: time of the parts besides the rerun forward, if known.
     """
-    change = _Change(step, span, parts, copies=copies, over=over, within=within)
+    change = _PartsEdit(step, span, parts, copies=copies, over=over, within=within)
     change.seconds = parts * _PART_SECONDS if seconds is None else seconds
     return change.edit() if change.later else None
 
 
-class _Change:
-    """The parts of the edit. `later`: the tasks of backward that are of the call. `seconds`: what the parts
-    take besides."""
+class _PartsEdit:
+    """Builds the edit. `later`: the call's backward tasks. `seconds`: overhead of the parts."""
 
     seconds = 0.0
 
@@ -63,7 +62,7 @@ class _Change:
         self._gradients = [n for n in made if n in kept and step.tensors[n].birth in self.later]
 
     def edit(self) -> Edit:
-        """The edit."""
+        """Return the edit."""
         step, span = self._step, self._span
         begin = self.later[0]
         blocks = tuple(
@@ -88,12 +87,12 @@ class _Change:
 
     @property
     def _whole(self) -> list[int]:
-        """The gradients that are made whole, where the first part begins."""
+        """Gradients that are allocated as a whole before the first part."""
         tensors = self._step.tensors
         return [n for n in self._gradients if not self._over or tensors[n].kind == "gradient"]
 
     def _read_until(self) -> int:
-        """Until when there is what goes in: where its gradient is written over it, until that was made."""
+        """The task until which the input lives: until its gradient is computed, if that overwrites it."""
         made = (self._step.tensors[n].birth for n in self._gradients if n not in self._whole)
         return max(made, default=self.later[0]) + 1
 
@@ -102,14 +101,14 @@ class _Change:
         return [Drop(n, place) for n in numbers for place in range(len(tensors[n].holds))]
 
     def _saved(self) -> list[Drop]:
-        """What autograd saved of tensors that stay: the input, and perhaps the result."""
+        """Saved tensors that stay otherwise: the input, and sometimes the result."""
         gone = {*self._gone}
         return [
             Drop(*one) for task in self._now for one in self._step.saved[task] if one[0] not in gone
         ]
 
     def _inputs(self) -> list[int]:
-        """What goes in, which is all that is kept."""
+        """The inputs, the only tensors kept for backward."""
         step = self._step
         read = dict.fromkeys(n for task in self._now for n in step.tasks[task].reads)
         return [
@@ -119,14 +118,16 @@ class _Change:
         ]
 
     def _forward(self) -> int:
-        """The result, and what a part makes besides."""
+        """Bytes of the result and of one part's temporaries."""
         if self._within is not None:
             return self._bytes(self._results) + self._within[0]
         return self._bytes(self._results) + self._again(saves=False) + self._copied()
 
     def _backward(self) -> int:
-        """The gradients, of which those of parameters are added up; and a part that runs again, or its own
-        backward, in which gradients of parameters are as large as ever."""
+        """Bytes of the gradients, plus one part's rerun or backward.
+
+        Gradients of parameters are accumulated, and have their full size in each part.
+        """
         if self._within is not None:
             return self._bytes(self._whole) + self._within[1]
         step, level = self._step, 0
@@ -144,7 +145,7 @@ class _Change:
         return self._bytes(self._whole) + highest + comes + self._copied()
 
     def _again(self, *, saves: bool) -> int:
-        """The highest that memory rises in the forward of a part."""
+        """The largest rise of memory during the forward of a part."""
         rises = (
             self._level(task, (), saves=saves) + self._step.tasks[task].transient
             for task in self._now
@@ -152,17 +153,17 @@ class _Change:
         return max(rises) // self._parts
 
     def _copied(self) -> int:
-        """What a part of the input takes."""
+        """Bytes of one part of the input."""
         return self._bytes(self._inputs()) // self._parts if self._copies else 0
 
     def _level(self, at: int, others: Iterable[tuple[int, int, int]], *, saves: bool) -> int:
-        """The bytes of what is gone that would be there before a task, were it all made at once."""
+        """Bytes of dropped tensors that would be live before a task if the call ran as a whole."""
         tensors = self._step.tensors
         lives = [(tensors[n].birth, self._until(n, saves=saves), n) for n in self._gone]
         return self._bytes(n for birth, until, n in (*lives, *others) if birth < at < until)
 
     def _until(self, number: int, *, saves: bool) -> int:
-        """Until when it is there; without gradients, nothing saved counts."""
+        """The end of a tensor's life. Without `saves`, saved tensors do not count."""
         tensor = self._step.tensors[number]
         holds = (hold.until for hold in tensor.holds if saves or hold.saver < 0)
         return max(holds, default=tensor.birth + 1)

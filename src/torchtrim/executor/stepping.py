@@ -1,4 +1,4 @@
-"""Gives one optimizer another `step`, and takes it back."""
+"""Replace the `step` of one optimizer, reversibly."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ Group = dict[str, Any]
 
 
 class Stepping:
-    """An optimizer each of whose steps runs inside a context, those with a closure apart. `revert` makes it
-    what it was.
+    """Runs each step of an optimizer inside a context, except steps with a closure.
 
-    A scheduler may wrap `step` before or after: what it has wrapped stays, and once reverted only calls on.
+    A scheduler may wrap `step` before or after. A wrapped step stays after `revert` and only forwards calls.
     """
 
     def __init__(self, where: str, optimizer: torch.optim.Optimizer, around: Around) -> None:
@@ -45,16 +44,16 @@ class Stepping:
         put_on(optimizer, types.MethodType(step, optimizer), lambda: self._around is not None)
 
     def revert(self) -> None:
-        """Make the optimizer what it was."""
+        """Restore the optimizer."""
         self._around = None
         take_off(self._optimizer)
 
 
 class OwnStep:
-    """An optimizer whose step is another's, which is given the step that it takes the place of, without a
-    closure: that has run before. `revert` makes the optimizer what it was.
+    """Replaces the step of an optimizer by `run(original_step)`.
 
-    What has wrapped it meanwhile stays, and then only calls on.
+    A closure runs first, so the original step is called without it. A wrapper of the step stays after
+    `revert` and only forwards calls.
     """
 
     def __init__(
@@ -78,19 +77,19 @@ class OwnStep:
         put_on(optimizer, types.MethodType(step, optimizer), lambda: self._run is not None)
 
     def revert(self) -> None:
-        """Make the optimizer what it was."""
+        """Restore the optimizer."""
         self._run = None
         take_off(self._optimizer)
 
 
 def put_on(optimizer: torch.optim.Optimizer, step: Any, is_on: Callable[[], bool]) -> None:
-    """Give the optimizer that method for its `step`, for as long as it is on."""
+    """Set the optimizer's `step` to that method while `is_on()` is true."""
     step.__func__.put = step, optimizer.__dict__.get("step"), is_on
     optimizer.__dict__["step"] = step
 
 
 def take_off(optimizer: torch.optim.Optimizer) -> None:
-    """Take off what was put on and is no longer on, the uppermost first. What others have wrapped stays."""
+    """Remove replaced steps that are off, outermost first. Steps wrapped by others stay."""
     while (top := optimizer.__dict__.get("step")) is not None:
         step, before, is_on = getattr(top, "put", (None, None, None))
         if step is not top or is_on is None or is_on():
@@ -102,14 +101,14 @@ def take_off(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether gradients are yet to be made, inside the step."""
+    """True if a closure is passed, which computes gradients inside the step."""
     return any(callable(value) for value in (*args, *kwargs.values()))
 
 
 def run_in_chunks(most: int) -> Around:
-    """While `step` runs, each parameter group is cut into groups of at most so many bytes, or of one.
+    """During `step`, split each parameter group into groups of at most `most` bytes or one parameter.
 
-    Parameters without a gradient are in none: they are not updated.
+    Parameters without a gradient are left out, since they are not updated.
     """
 
     @contextlib.contextmanager
@@ -125,15 +124,15 @@ def run_in_chunks(most: int) -> Around:
 
 
 def run_fused(where: str, optimizer: torch.optim.Optimizer) -> Around:
-    """While `step` runs, the groups say `fused`. Raises `ApplyFailed` where torch has no such kernel."""
+    """During `step`, set `fused` in all groups. Raises `ApplyFailed` if torch has no such kernel."""
     if not all("fused" in group for group in optimizer.param_groups):
         raise ApplyFailed(
-            f"`{where}` is a {type(optimizer).__name__}, and this torch has no fused kernel of it. Plan "
+            f"`{where}` is a {type(optimizer).__name__}, and this torch has no fused kernel for it. Plan "
             "again without --allow rounding."
         )
     if not all(p.is_floating_point() for p in parameters_of(optimizer)):
         raise ApplyFailed(
-            f"`{where}` has parameters that are no floating-point numbers, which the fused kernel cannot "
+            f"`{where}` has parameters that are not floating-point, which the fused kernel cannot "
             "update. Plan again without --allow rounding."
         )
 
@@ -154,7 +153,7 @@ def run_fused(where: str, optimizer: torch.optim.Optimizer) -> Around:
 
 
 def cut(group: Group, most: int) -> list[Group]:
-    """A group as groups of at most so many bytes, or of one parameter; those without a gradient go."""
+    """Split a group into groups of at most `most` bytes or one parameter, dropping those without gradient."""
     parts: list[list[torch.Tensor]] = []
     total = 0
     for parameter in group["params"]:
@@ -170,7 +169,7 @@ def cut(group: Group, most: int) -> list[Group]:
 
 
 def _counts_to_devices(optimizer: torch.optim.Optimizer) -> None:
-    """A fused kernel reads its count of steps where the parameter is."""
+    """Move step counts to the parameters' devices, where a fused kernel reads them."""
     for parameter in parameters_of(optimizer):
         count = optimizer.state.get(parameter, {}).get("step")
         if isinstance(count, torch.Tensor) and count.device != parameter.device:
@@ -178,7 +177,7 @@ def _counts_to_devices(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse(where: str, optimizer: torch.optim.Optimizer) -> None:
-    """Raises `ApplyFailed` for an optimizer that cannot be taken apart, or has step hooks."""
+    """Raise `ApplyFailed` for an optimizer that is not element-wise or has step hooks."""
     kind = type(optimizer)
     if f"{kind.__module__}.{kind.__qualname__}" not in ONE_BY_ONE:
         raise ApplyFailed(
@@ -187,13 +186,13 @@ def refuse(where: str, optimizer: torch.optim.Optimizer) -> None:
         )
     if has_step_hooks(optimizer):
         raise ApplyFailed(
-            f"`{where}` carries step hooks of its own, which would see it in another state. Take them off, "
-            "or leave this optimizer out of the plan."
+            f"`{where}` has step hooks of its own, which would see it in another state. Remove them, or "
+            "leave this optimizer out of the plan."
         )
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the program's own hooks hang on the steps of this optimizer, or on those of all."""
+    """True if the program has step hooks on this optimizer or on all optimizers."""
     everywhere = (
         *_global_optimizer_pre_hooks.values(),
         *_global_optimizer_post_hooks.values(),
@@ -206,7 +205,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def run_scaled(factor: float, warmup: int) -> Around:
-    """While `step` runs the rates are so many times what the groups say, after a warm-up."""
+    """During `step`, scale the learning rates by `factor`, reached after a warm-up."""
     steps = 0
 
     @contextlib.contextmanager
@@ -228,24 +227,24 @@ def run_scaled(factor: float, warmup: int) -> Around:
 
 
 def factor_at(step: int, factor: float, warmup: int) -> float:
-    """The factor in a step, the first of which is 1: a straight line from 1 over the warm-up."""
+    """Return the factor of a step, counted from 1: linear from 1 over the warm-up."""
     return factor if step > warmup else 1 + (factor - 1) * step / (warmup + 1)
 
 
 class Hooked:
-    """Hooks of an optimizer. `revert` takes them off."""
+    """Hooks of an optimizer, removed by `revert`."""
 
     def __init__(self, *hooks: Any) -> None:
         self._hooks = hooks
 
     def revert(self) -> None:
-        """Make the optimizer what it was."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
 
 def scaled_by_hand(optimizer: torch.optim.Optimizer, factor: float, warmup: int) -> Hooked:
-    """Step hooks that set the rates and put them back, as a person writes them."""
+    """Set and restore the learning rates by step hooks, as hand-written code would."""
     seen: list[list[Any]] = []
 
     def before(one: torch.optim.Optimizer, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Gives one module instance another forward, and takes it back."""
+"""Replace the forward of one module instance, reversibly."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _SWAPPED = "_torchtrim_swapped"
 
 
 class Swapped:
-    """A module whose forward is another's. `revert` makes it what it was.
+    """Replaces the forward of a module until `revert`.
 
-    The instance becomes one of a subclass of its own class, so parameters, buffers, hooks, names and
-    `state_dict` stay. A copy or a pickle of it is of the original class: it is not planned. Of several on one
-    module any may be reverted first: one that others are on does nothing from then on, and goes with them.
+    The instance gets a subclass of its own class, so parameters, buffers, hooks, names and `state_dict` stay.
+    A copy or pickle of it has the original class and runs without the plan. Several replacements on a module
+    can be reverted in any order: one below others is inactive from then on, and is removed with them.
     """
 
     def __init__(self, module: nn.Module, wrap: Callable[[Forward], Forward]) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             raise ApplyFailed(
                 f"{type(module).__name__} is compiled by TorchScript, so its forward cannot be "
-                "replaced. Plan the module that it was made from."
+                "replaced. Plan the original module."
             )
         if getattr(module, "_compiled_call_impl", None) is not None:
             raise ApplyFailed(
@@ -47,37 +47,38 @@ class Swapped:
             module.__class__ = _subclass(type(module), wrap, self._switch)
 
     def revert(self) -> None:
-        """Make the module what it was."""
+        """Restore the module."""
         self._switch.is_on = False
         while _take_off(self._module):
             pass
 
 
 def is_swapped(module: nn.Module) -> bool:
-    """Whether a technique changed its forward."""
+    """True if a technique replaced the module's forward."""
     return hasattr(module.forward, _SWAPPED) or hasattr(type(module), _SWAPPED)
 
 
 def is_of_another(forward: Forward, module: nn.Module) -> bool:
-    """Whether a forward that is wrapped is not the module's, but that of a shallow copy of it, whose
-    parameters are others: a replica of `nn.DataParallel`."""
+    """True if the wrapped forward belongs to a shallow copy with other parameters, such as a replica of
+    `nn.DataParallel`.
+    """
     bound: tuple[Any, ...] = getattr(forward, "args", ())
     return len(bound) > 0 and isinstance(bound[0], type(module)) and bound[0] is not module
 
 
 class _Switch:
-    """Whether a change is on, and whether it is to be used: a call that is traced runs as it is."""
+    """The state of a replacement. Calls under tracing run the original forward."""
 
     is_on = True
 
     def is_used(self) -> bool:
-        """Whether a call that comes now is changed."""
+        """True if a call now runs the replacement."""
         traced = torch._C._get_tracing_state() is not None or _symbolic_trace._is_fx_tracing_flag
         return self.is_on and not traced
 
 
 def _over(own: Forward, wrap: Callable[[Forward], Forward], switch: _Switch) -> Forward:
-    """A forward in the place of one that was set on the instance."""
+    """Wrap a forward that was set on the instance."""
     ours = wrap(own)
 
     @functools.wraps(own)
@@ -89,7 +90,7 @@ def _over(own: Forward, wrap: Callable[[Forward], Forward], switch: _Switch) -> 
 
 
 def _take_off(module: nn.Module) -> bool:
-    """Take the uppermost change off, if it is ours and was reverted."""
+    """Remove the outermost replacement if it is ours and reverted."""
     own = module.__dict__.get("forward")
     if own is not None:
         forward, switch, under = getattr(own, _SWAPPED, (None, None, None))
@@ -106,7 +107,7 @@ def _take_off(module: nn.Module) -> bool:
 
 
 def _for_scripts(forward: Any, original: Any) -> Forward:
-    """A forward that TorchScript takes for the original: it compiles that one's source, with its globals."""
+    """Return a forward that TorchScript compiles from the original's source and globals."""
     names = getattr(inspect.unwrap(original), "__globals__", forward.__globals__)
     made = types.FunctionType(forward.__code__, names, "forward", None, forward.__closure__)
     return functools.wraps(original)(made)

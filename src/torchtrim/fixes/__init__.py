@@ -1,1 +1,1 @@
-"""Fixes of the user's source, one a file, each with what it needs to be sound."""
+"""Fixes: one, or a family of one shape, per file."""

@@ -1,10 +1,10 @@
-"""A sampler's loop over `scheduler.timesteps` says where it begins: `scheduler.set_begin_index(0)` before it.
+"""A sampler's loop over `scheduler.timesteps` starts with `scheduler.set_begin_index(0)`.
 
-The first `scheduler.step` of a diffusers scheduler looks for its time step among all of them, on the device,
-and reads the place. A loop over all of them begins at the first, so the host knows it.
+The first `scheduler.step` of a diffusers scheduler searches for its time step on the device, and reads the
+index. A loop over all time steps starts at the first, so the host knows the index.
 
-Needs a scheduler of diffusers that has `set_begin_index`, and a loop over all of its time steps in which it
-steps; refused where the function sets it elsewhere.
+Needs a diffusers scheduler with `set_begin_index`, and a loop over all of its time steps that calls `step`.
+Refused if the function sets the index elsewhere.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from torchtrim.rewriter.fix import Edit, Fix, Match, Writing
-from torchtrim.rewriter.replace import check_comments
-from torchtrim.source.facts import Facts, Refused
+from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
+from torchtrim.rewriter.replace import check_comments, need_indentation
+from torchtrim.source.facts import Facts, FixRefused
 from torchtrim.source.forms import match_form
-from torchtrim.source.purity import is_simple
-from torchtrim.source.source import Source
+from torchtrim.source.operations import is_simple
+from torchtrim.source.source import SourceFile
 
 _SCHEDULERS_NAMES = """
     DEISMultistepScheduler DPMSolverMultistepScheduler DPMSolverSDEScheduler DPMSolverSinglestepScheduler
@@ -30,8 +30,7 @@ _SCHEDULERS = frozenset(_SCHEDULERS_NAMES.split())
 _LOOPS = ("S.timesteps", "enumerate(S.timesteps)")
 
 
-def find(source: Source) -> Iterator[Match]:
-    """Loops over all time steps of something that steps in them."""
+def _find(source: SourceFile) -> Iterator[Match]:
     for node in source.nodes:
         if not isinstance(node, ast.For):
             continue
@@ -45,25 +44,22 @@ def find(source: Source) -> Iterator[Match]:
             yield Match(fix=FIX, source=source, node=first, parts=bound.parts, begin=node)
 
 
-def write(match: Match, facts: Facts) -> Writing:
-    """The loop with where it begins before it."""
+def _write(match: Match, facts: Facts) -> Writing:
     source, loop = match.source, match.begin
     assert loop is not None
     facts.need(
-        f"`{match.text('S')[:60]}` is a scheduler of diffusers that can be told where it begins",
+        f"`{match.text('S')[:60]}` is a diffusers scheduler with `set_begin_index`",
         lambda v: v.S.kind in _SCHEDULERS,
     )
-    told = "set_begin_index"
-    if any(getattr(one, "attr", "") == told for one in ast.walk(source.function(loop))):
-        raise Refused("the function says where it begins")
-    blanks = source.indentation(loop)  # type: ignore[arg-type]
-    if blanks is None:
-        raise Refused("the loop shares its line with another statement. Give each its own line")
+    setter = "set_begin_index"
+    if any(getattr(one, "attr", "") == setter for one in ast.walk(source.function(loop))):
+        raise FixRefused("the function already sets the index")
+    blanks = need_indentation(source, loop)  # type: ignore[arg-type]
     start = source.line_start(loop.lineno)  # type: ignore[attr-defined]
-    text = f"{blanks}{match.text('S')}.{told}(0){source.newline}"
-    edits = (Edit(start, start, text),)
+    text = f"{blanks}{match.text('S')}.{setter}(0){source.newline}"
+    edits = (TextEdit(start, start, text),)
     check_comments(source, edits)
     return Writing(edits)
 
 
-FIX: Fix = Fix(codes=("TT101", "TT102"), equivalence="BITWISE", find=find, write=write)
+FIX: Fix = Fix(codes=("TT101", "TT102"), equivalence="BITWISE", find=_find, write=_write)

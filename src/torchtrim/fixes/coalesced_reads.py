@@ -1,15 +1,4 @@
-"""Several reads that stand together, `a.item()` and `b.item()`, become one read of both.
-
-Each read is a host-device sync that copies one number. Stacked, they come in one copy:
-`a_read, b_read = torch.stack((a, b)).tolist()`. They may stand in one statement, as arguments, in a
-dictionary or an f-string, or in statements that follow each other, where nothing between has an effect.
-The numbers are the same, since a Python number holds each value exactly; floats are read together with
-counts in 64 bits.
-
-Types that were seen are tested for, which needs no sync; others are read one by one. What is read is taken to
-be real, as in the run that was watched. Refused where fewer than two are of one device and of types that go
-together.
-"""
+"""Several reads of scalars, in one copy."""
 
 from __future__ import annotations
 
@@ -19,37 +8,45 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from torchtrim.records.seen import Seen
-from torchtrim.rewriter.deferred import is_count
-from torchtrim.rewriter.fix import Edit, Fix, Match, Writing
+from torchtrim.records.probes import ObservedValue
+from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, of_forms
 from torchtrim.rewriter.guarded import check_bound, names_tested, with_names
+from torchtrim.rewriter.reads import is_count
 from torchtrim.rewriter.replace import (
     atom,
     check_comments,
     fresh,
     insert_before,
+    replace,
     runs_first,
     torch_of,
 )
-from torchtrim.source.facts import Facts, Refused, is_floating, is_integral, need_tensor
+from torchtrim.source.facts import (
+    Facts,
+    FixRefused,
+    Values,
+    is_floating,
+    is_integral,
+    is_tensor,
+    need_tensor,
+    of_part,
+)
 from torchtrim.source.forms import equal
-from torchtrim.source.names import literal_stores
-from torchtrim.source.purity import is_pure
-from torchtrim.source.reads import READS, Read, is_single, is_whole, reads_in
-from torchtrim.source.source import Source
-from torchtrim.source.uses import stores
+from torchtrim.source.names import literal_stores, stores
+from torchtrim.source.operations import is_pure
+from torchtrim.source.source import SourceFile
+from torchtrim.source.transfers import READS, Read, has_own_text, is_single, reads_in
 
 _SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return)
 _DICTS = ("dict", "defaultdict", "OrderedDict")
-_FACT = "what is read are tensors of one number, on one device and of types that go together"
+_FACT = "the reads are of one-element tensors, on one device and with compatible types"
 
 
-def find(source: Source) -> Iterator[Match]:
-    """Each run of statements with two reads or more."""
-    return with_names(_find)(source)
+def _find(source: SourceFile) -> Iterator[Match]:
+    return with_names(_find_runs)(source)
 
 
-def _find(source: Source) -> Iterator[Match]:
+def _find_runs(source: SourceFile) -> Iterator[Match]:
     reading = {source.statement(one) for one in source.at((ast.Call, name) for name in READS)}
     for node in source.nodes if reading else ():
         for name in ("body", "orelse", "finalbody"):
@@ -58,7 +55,7 @@ def _find(source: Source) -> Iterator[Match]:
                 yield from _runs(source, block)
 
 
-def _runs(source: Source, block: Sequence[ast.stmt]) -> Iterator[Match]:
+def _runs(source: SourceFile, block: Sequence[ast.stmt]) -> Iterator[Match]:
     run: list[ast.stmt] = []
     for statement in block:
         if run and not (_is_quiet(source, run[-1]) and _is_free(source, statement, run)):
@@ -69,7 +66,7 @@ def _runs(source: Source, block: Sequence[ast.stmt]) -> Iterator[Match]:
     yield from _match(source, run)
 
 
-def _match(source: Source, run: list[ast.stmt]) -> Iterator[Match]:
+def _match(source: SourceFile, run: list[ast.stmt]) -> Iterator[Match]:
     while run and not _reads(source, run[-1]):
         run.pop()
     reads = [read for statement in run for read in _reads(source, statement)]
@@ -81,11 +78,10 @@ def _match(source: Source, run: list[ast.stmt]) -> Iterator[Match]:
         if isinstance(target, ast.Subscript):
             parts[f"D{number}"] = target.value
     last = reads[-1].node if isinstance(run[-1], ast.If) else run[-1]
-    yield Match(fix=FIX, source=source, node=last, parts=parts, begin=run[0])
+    yield Match(fix=COALESCED_READS, source=source, node=last, parts=parts, begin=run[0])
 
 
-def _reads(source: Source, statement: ast.stmt) -> list[Read]:
-    """The reads of a statement that may as well run before it."""
+def _reads(source: SourceFile, statement: ast.stmt) -> list[Read]:
     top: ast.AST = statement.test if isinstance(statement, ast.If) else statement
     return [
         read
@@ -93,12 +89,12 @@ def _reads(source: Source, statement: ast.stmt) -> list[Read]:
         if is_pure(read.tensor, source)
         and not any(True for _ in reads_in(read.tensor, source))
         and runs_first(source, read.node)
-        and is_whole(source, read.node)
+        and has_own_text(source, read.node)
     ]
 
 
-def _is_quiet(source: Source, statement: ast.stmt) -> bool:
-    """Whether it only gives values to names of the function, or to a key of a dictionary."""
+def _is_quiet(source: SourceFile, statement: ast.stmt) -> bool:
+    """Return True if the statement only assigns to the function's own names or to dictionary keys."""
     if isinstance(statement, ast.AugAssign):
         target = statement.target
         return (
@@ -117,8 +113,10 @@ def _is_quiet(source: Source, statement: ast.stmt) -> bool:
     return (isinstance(target_, ast.Name) or keyed) and is_pure(statement.value, source)
 
 
-def _is_free(source: Source, statement: ast.stmt, run: Sequence[ast.stmt]) -> bool:
-    """Whether what it reads does not depend on what the run assigns, and it may join the run."""
+def _is_free(source: SourceFile, statement: ast.stmt, run: Sequence[ast.stmt]) -> bool:
+    """Return True if its reads do not depend on what the run of statements assigns, so that it may join
+    it.
+    """
     if not isinstance(statement, (*_SIMPLE, ast.If)) or _is_tried(source, statement):
         return False
     assigned = {
@@ -137,23 +135,22 @@ def _is_free(source: Source, statement: ast.stmt, run: Sequence[ast.stmt]) -> bo
     return not assigned & used
 
 
-def _is_keyed(source: Source, node: ast.Name) -> bool:
+def _is_keyed(source: SourceFile, node: ast.Name) -> bool:
     outer = source.parents[node]
     return isinstance(outer, ast.Subscript) and isinstance(outer.ctx, ast.Store)
 
 
-def _is_tried(source: Source, statement: ast.stmt) -> bool:
+def _is_tried(source: SourceFile, statement: ast.stmt) -> bool:
     return isinstance(source.parents[statement], ast.Try)
 
 
-def write(match: Match, facts: Facts) -> Writing:
-    """One read for those that go together."""
+def _write_coalesced_reads(match: Match, facts: Facts) -> Writing:
     source = match.source
     for part in match.parts:
         if part.startswith("D"):
             facts.need(
                 f"`{match.text(part)}` is a dictionary",
-                lambda v, part=part: getattr(v, part).kind in _DICTS,  # type: ignore[misc]
+                of_part(part, lambda seen: seen.kind in _DICTS),
             )
     reads = _run_of(match)
     chosen, cast = _together(match, facts, reads)
@@ -178,21 +175,21 @@ def _run_of(match: Match) -> list[Read]:
 
 
 def _together(match: Match, facts: Facts, reads: Sequence[Read]) -> tuple[list[int], str]:
-    """The numbers of the reads to be made one, and the cast that they need for it."""
+    """Return the numbers of the reads to combine, and the cast they need."""
     if not facts.seen:
         for n in range(len(reads)):
             need_tensor(facts, f"L{n}", match.text(f"L{n}"))
-        if len({_told_types(facts, f"L{n}") for n in range(len(reads))}) > 1:
-            raise Refused(
-                "some of its reads are of whole numbers or truth values, others may not be, and one read "
-                "gives all of them one type. Read each by itself"
+        if len({_static_types(facts, f"L{n}") for n in range(len(reads))}) > 1:
+            raise FixRefused(
+                "some of its reads are of integers or booleans, others may not be, and one read "
+                "gives all of them one type. Read each separately"
             )
         facts.leave_open(_FACT)
         return list(range(len(reads))), ""
     seen = [_kind(facts, f"L{n}") for n in range(len(reads))]
     devices = Counter(one.device for one in seen if one is not None)
     if not devices:
-        raise Refused("what is read is no tensor of one number")
+        raise FixRefused("it reads a value that is not a one-element tensor")
     device = devices.most_common(1)[0][0]
     there = [n for n, one in enumerate(seen) if one is not None and one.device == device]
     types = Counter(seen[n].dtype for n in there)  # type: ignore[union-attr]
@@ -203,33 +200,33 @@ def _together(match: Match, facts: Facts, reads: Sequence[Read]) -> tuple[list[i
     else:
         cast = ".double()"
     if len(wide) < 2:
-        raise Refused(
-            "its reads are of types that do not go together: an integer of 64 bits may be larger than a "
-            "float holds exactly. Read them late, when the device is done"
+        raise FixRefused(
+            "its reads have incompatible types: a 64-bit integer may be too large to be exact as a "
+            "float. Read them late, when the device is done"
         )
     return wide, cast
 
 
-def _told_types(facts: Facts, part: str) -> tuple[bool, ...]:
-    """Whether the source says that a part is of truth values, and of integers."""
-    return tuple(
-        facts.is_told(lambda v, dtype=dtype: getattr(v, part).dtype == dtype) is True  # type: ignore[misc]
-        for dtype in ("bool", "int64")
-    )
+def _static_types(facts: Facts, part: str) -> tuple[bool, ...]:
+    boolean = facts.holds_statically(of_part(part, lambda seen: seen.dtype == "bool"))
+    integer = facts.holds_statically(of_part(part, lambda seen: seen.dtype == "int64"))
+    return boolean is True, integer is True
 
 
-def _kind(facts: Facts, part: str) -> Seen | None:
-    """What a part was in all executions; None where it was no tensor of one number, or differed."""
+def _kind(facts: Facts, part: str) -> ObservedValue | None:
+    """Return what a part was in all executions, or None if it was not a tensor of one number, or differed."""
     found = {
         (one.dtype, one.device): one
         for values in facts.executions
         if (one := getattr(values, part, None)) is not None and is_single(one)
     }
-    shown = all(is_single(getattr(values, part, Seen(kind=""))) for values in facts.executions)
+    shown = all(
+        is_single(getattr(values, part, ObservedValue(kind=""))) for values in facts.executions
+    )
     return next(iter(found.values())) if len(found) == 1 and shown else None
 
 
-def _fits_double(match: Match, read: Read, seen: Seen | None) -> bool:
+def _fits_double(match: Match, read: Read, seen: ObservedValue | None) -> bool:
     if seen is None or not seen.device.startswith(("cpu", "cuda")):
         return False
     if is_floating(seen):
@@ -239,8 +236,8 @@ def _fits_double(match: Match, read: Read, seen: Seen | None) -> bool:
     )
 
 
-def _made(source: Source, node: ast.expr) -> ast.expr:
-    """What a name was given, where that is one expression."""
+def _made(source: SourceFile, node: ast.expr) -> ast.expr:
+    """Return the single expression assigned to a name, or None."""
     if isinstance(node, ast.Name):
         found = [source.parents[one] for one in stores(source.function(node), node.id)]
         if len(found) == 1 and isinstance(found[0], ast.Assign) and len(found[0].targets) == 1:
@@ -250,7 +247,7 @@ def _made(source: Source, node: ast.expr) -> ast.expr:
 
 def _edits(
     match: Match, facts: Facts, reads: Sequence[tuple[str, Read]], cast: str
-) -> tuple[Edit, ...]:
+) -> tuple[TextEdit, ...]:
     source = match.source
     torch, imports = torch_of(source)
     groups: list[_Group] = []
@@ -271,8 +268,7 @@ def _edits(
 
 
 class _Group(NamedTuple):
-    """A tensor that is read, the name of its value, how it is written, and what makes it the type that was
-    read."""
+    """A tensor to read, the name and text of its value, and the conversion to the type that was read."""
 
     name: str
     tensor: ast.expr
@@ -280,8 +276,8 @@ class _Group(NamedTuple):
     kind: str
 
 
-def _lines(source: Source, torch: str, groups: Sequence[_Group], test: str) -> str:
-    """The one read; where the test does not hold, each on its own."""
+def _lines(source: SourceFile, torch: str, groups: Sequence[_Group], test: str) -> str:
+    """Return the combined read; if the test fails, each tensor is read separately."""
     names = ", ".join(one.name for one in groups)
     single = [f"{atom(source, one.tensor)}.item()" for one in groups]
     if len(groups) == 1:
@@ -295,11 +291,11 @@ def _lines(source: Source, torch: str, groups: Sequence[_Group], test: str) -> s
 
 
 def _first(match: Match, reads: Sequence[tuple[str, Read]]) -> ast.AST:
-    """The place before which the read is put: the first statement of those that are left."""
+    """Return the statement to insert the read before: the first remaining one."""
     return reads[0][1].node
 
 
-def _name(source: Source, read: Read, taken: Sequence[str]) -> str:
+def _name(source: SourceFile, read: Read, taken: Sequence[str]) -> str:
     words = re.findall(r"[A-Za-z_]\w*", ast.unparse(read.tensor))
     known = [word for word in words if word not in ("self", "torch", "sum", "mean", "cls")]
     base = fresh(source, read.node, f"{(known or ['value'])[0]}_read")
@@ -310,7 +306,7 @@ def _name(source: Source, read: Read, taken: Sequence[str]) -> str:
     )
 
 
-def _text(source: Source, facts: Facts, part: str, read: Read, cast: str) -> str:
+def _text(source: SourceFile, facts: Facts, part: str, read: Read, cast: str) -> str:
     flat = facts.holds(lambda v: not getattr(v, part).shape)
     bare = source.segment(read.tensor)
     if flat and not cast:
@@ -319,7 +315,7 @@ def _text(source: Source, facts: Facts, part: str, read: Read, cast: str) -> str
 
 
 def _kind_read(facts: Facts, part: str, cast: str) -> str:
-    """What makes a float, as which it was read with others, the type that it has alone."""
+    """Return the conversion of a float, as which the value was read with others, to its own type."""
     if not cast:
         return ""
     truth = facts.holds(lambda v: getattr(v, part).dtype == "bool")
@@ -327,10 +323,93 @@ def _kind_read(facts: Facts, part: str, cast: str) -> str:
     return "bool" if truth else "int" if integral else ""
 
 
-def _value(source: Source, read: Read, name: str) -> Edit:
-    """The name in the place of the read, with its cast."""
+def _value(source: SourceFile, read: Read, name: str) -> TextEdit:
     text = f"{read.cast}({name})" if read.cast else name
-    return Edit(source.start(read.node), source.end(read.node), text)
+    return TextEdit(source.start(read.node), source.end(read.node), text)
 
 
-FIX = Fix(codes=("TT101",), equivalence="BITWISE", find=find, write=write)
+COALESCED_READS: Fix = Fix(
+    name="coalesced_reads",
+    doc="""Adjacent reads, `a.item()` and `b.item()`, become one read of both.
+
+    Each read is a host-device sync that copies one number. Stacked, they need one copy: `a_read, b_read =
+    torch.stack((a, b)).tolist()`. They may be in one statement, as arguments, in a dictionary or an f-string,
+    or in consecutive statements with no side effect in between. The numbers are the same, since a Python
+    number holds each value exactly; floats are read together with counts in 64 bits.
+
+    The replacement tests for the observed types, which needs no sync; others are read one by one. The values
+    are assumed to be real numbers, as in the observed run. Refused if fewer than two are on one device with
+    compatible types.
+    """,
+    codes=("TT101",),
+    equivalence="BITWISE",
+    find=_find,
+    write=_write_coalesced_reads,
+)
+
+
+_LIST = "torch.stack(tuple(X)).tolist() if X else []"
+_CAST_LIST = "list(map(CAST, torch.stack(tuple(X)).tolist())) if X else []"
+_DICT = "dict(zip(X, torch.stack(tuple(X.values())).tolist())) if X else {}"
+_CAST_DICT = "dict(zip(X, map(CAST, torch.stack(tuple(X.values())).tolist()))) if X else {}"
+_READS = (
+    "V.item()",
+    "V.detach().item()",
+    "V.detach().cpu().item()",
+    "V.cpu().item()",
+    "float(V)",
+    "int(V)",
+)
+_FORMS = {f"[{read} for V in X]": _LIST for read in _READS} | {
+    f"{{K: {read} for K, V in X.items()}}": _DICT for read in _READS
+}
+
+
+def _write_collected_reads(match: Match, facts: Facts) -> Writing:
+    template = _FORMS[match.form]
+    cast = next((one for one in ("float", "int") if f"{one}(V)" in match.form), "")
+    kinds = ("list", "tuple") if template is _LIST else ("dict",)
+    if cast:
+        template = (_CAST_LIST if template is _LIST else _CAST_DICT).replace("CAST", cast)
+    facts.need(
+        f"`{match.text('X')[:60]}` is a {kinds[0]} of tensors of zero dimensions",
+        lambda v: (not hasattr(v, "X") or v.X.kind in kinds) and _is_scalar(v),
+    )
+    seen = {(v.V.dtype, v.V.device) for v in facts.executions if hasattr(v, "V")}
+    if len(seen) > 1:
+        raise FixRefused("it reads several types or devices")
+    if not seen:
+        facts.leave_open("they are tensors of zero dimensions")
+    if "float(V)" in match.form:
+        facts.need("they contain floats", lambda v: not hasattr(v, "V") or is_floating(v.V))
+    if "int(V)" in match.form:
+        facts.need("they contain integers", _is_whole)
+    return Writing(replace(match, template, {"X": "read"}))
+
+
+def _is_scalar(values: Values) -> bool:
+    """Return True for a tensor of zero dimensions, or if this execution observed no element."""
+    return not hasattr(values, "V") or (is_tensor(values.V) and not values.V.shape)
+
+
+def _is_whole(values: Values) -> bool:
+    return not hasattr(values, "V") or (is_integral(values.V) and values.V.dtype != "bool")
+
+
+COLLECTED_READS: Fix = Fix(
+    name="collected_reads",
+    doc="""`[v.item() for v in losses]` and `{k: v.item() for k, v in losses.items()}` become one read.
+
+    Each element is read separately, and waits. Stacked, they need one copy. An empty container stays empty.
+
+    Needs tensors of zero dimensions, all of one type and device. The values that are read are assumed to be
+    real numbers, as in the observed run.
+    """,
+    codes=("TT101",),
+    equivalence="BITWISE",
+    find=of_forms(lambda: COLLECTED_READS, *_FORMS),
+    write=_write_collected_reads,
+)
+
+
+FIXES = (COALESCED_READS, COLLECTED_READS)

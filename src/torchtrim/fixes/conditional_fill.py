@@ -1,13 +1,13 @@
-"""`if mask.any(): x = x.masked_fill(mask, v)` fills without asking whether there is anything to fill.
+"""`if mask.any(): x = x.masked_fill(mask, v)` fills without testing whether there is anything to fill.
 
-Where no element is true, filling changes nothing, so the question is not needed, nor the sync for its
-answer. The same holds for `if not torch.isfinite(x).all(): x = torch.nan_to_num(x)`, for filling in
-place, and for a mask that is a view or a part of the one that is asked.
+If no element is true, filling changes nothing, so neither the test nor its sync is needed. The same holds for
+`if not torch.isfinite(x).all(): x = torch.nan_to_num(x)`, for in-place fills, and for a mask that is a view
+or a part of the tested one.
 
-Refused where `x` would be another tensor than before and may be written to afterwards, and where it is
-filled in place while a gradient is recorded, since a backward may need it as it was. A mask that does not
-fit is no error while nothing is true in it: so its type and shape are tested, which needs no sync, and the
-question is asked for others.
+Refused if `x` would become another tensor that may be written to afterwards, and if it is filled in place
+while autograd records it, since backward may need its old value. A mask that does not fit raises no error
+while it has no true element: so the replacement tests its type and shape, which needs no sync, and keeps the
+original test for others.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torchtrim.records.seen import Seen
-from torchtrim.rewriter.fix import Edit, Fix, Match, Writing
+from torchtrim.records.probes import ObservedValue
+from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
 from torchtrim.rewriter.replace import atom, comments, instead, torch_of
-from torchtrim.source.facts import Facts, Refused, is_floating, is_number, is_tensor
+from torchtrim.source.facts import Facts, FixRefused, is_floating, is_number, is_tensor
 from torchtrim.source.forms import equal, match_form
-from torchtrim.source.names import is_private, only_reads, was_fresh
-from torchtrim.source.purity import is_pure
-from torchtrim.source.source import Source
-from torchtrim.source.tensor_methods import VIEWS
+from torchtrim.source.names import is_fresh_name, is_private, loads, only_reads
+from torchtrim.source.operations import VIEWS, is_pure
+from torchtrim.source.source import SourceFile
 from torchtrim.source.typed import known_names, names_in, typed
-from torchtrim.source.uses import loads
 
 _ANY = ("M.any()", "torch.any(M)", "M.any().item()", "bool(M.any())", "M.sum() > 0", "M.max()")
 _NOT_FINITE = (
@@ -52,7 +50,7 @@ _CLEANED = ("X = torch.nan_to_num(X, **REST)", "X = X.nan_to_num(**REST)")
 
 
 class _Fill(NamedTuple):
-    """An `if` that asks, what else it asks for, and the statement that it heads."""
+    """An `if` that tests a mask, its other conditions, and the fill in its body."""
 
     node: ast.If
     question: ast.expr
@@ -61,8 +59,7 @@ class _Fill(NamedTuple):
     parts: dict[str, ast.expr]
 
 
-def find(source: Source) -> Iterator[Match]:
-    """Each fill that is asked for first."""
+def _find(source: SourceFile) -> Iterator[Match]:
     for node in source.at({(ast.If, "")}):
         assert isinstance(node, ast.If)
         found = _fill(node, source)
@@ -70,8 +67,10 @@ def find(source: Source) -> Iterator[Match]:
             yield Match(fix=FIX, source=source, node=found.question, parts=_parts(found, source))
 
 
-def _parts(found: _Fill, source: Source) -> dict[str, ast.expr]:
-    """The names in it, and where the filled one is used next, since the fill itself may not have run."""
+def _parts(found: _Fill, source: SourceFile) -> dict[str, ast.expr]:
+    """Return the names in the fill, and the next use of the filled tensor, since the fill itself may
+    not have run.
+    """
     parts: dict[str, ast.expr] = {}
     if isinstance(target := found.parts["X"], ast.Name):
         after = [
@@ -87,12 +86,12 @@ def _parts(found: _Fill, source: Source) -> dict[str, ast.expr]:
     return parts
 
 
-def fills(source: Source, node: ast.If) -> bool:
-    """Whether the statement is such a fill."""
+def fills(source: SourceFile, node: ast.If) -> bool:
+    """Return True if the statement is such a fill."""
     return _fill(node, source) is not None
 
 
-def _fill(node: ast.If, source: Source) -> _Fill | None:
+def _fill(node: ast.If, source: SourceFile) -> _Fill | None:
     if len(node.body) != 1 or node.orelse:
         return None
     values = node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]
@@ -131,17 +130,16 @@ def _asks_for_it(asked: dict[str, ast.expr], filled: dict[str, ast.expr]) -> boo
     return True
 
 
-def write(match: Match, facts: Facts) -> Writing:
-    """The fill alone, or asked only what the host knows."""
+def _write(match: Match, facts: Facts) -> Writing:
     source = match.source
     node = source.statement(match.node)
     assert isinstance(node, ast.If)
     found = _fill(node, source)
     assert found is not None
     if not isinstance(found.parts["X"], ast.Name | ast.Attribute):
-        raise Refused("the target is not a name")
+        raise FixRefused("the target is not a name")
     if any(not is_pure(part, source) for part in found.parts.values()):
-        raise Refused("something in it may do more than compute a value, and would run each time")
+        raise FixRefused("part of it may have a side effect, and would run each time")
     _need(match, facts, found)
     if found.form not in _IN_PLACE:
         _check_copy(source, found)
@@ -149,10 +147,10 @@ def write(match: Match, facts: Facts) -> Writing:
     return Writing((*before, *_edits(source, found, test)))
 
 
-def _fits(match: Match, facts: Facts, found: _Fill) -> tuple[str, tuple[Edit, ...]]:
-    """The test that the mask may be written where the question is not asked, and what it needs before.
+def _fits(match: Match, facts: Facts, found: _Fill) -> tuple[str, tuple[TextEdit, ...]]:
+    """Return the test that the mask fits even if the original test is skipped, and its imports.
 
-    Without evidence there is none.
+    Empty without evidence.
     """
     source, mask = match.source, found.parts["M"]
     if not facts.seen:
@@ -161,7 +159,7 @@ def _fits(match: Match, facts: Facts, found: _Fill) -> tuple[str, tuple[Edit, ..
     target = source.segment(found.parts["X"])
     kinds = {seen.dtype for names in known if (seen := names.get(ast.unparse(found.parts["X"])))}
     if len(kinds) != 1:
-        raise Refused(f"the type of `{target}` is not the same in all runs that were watched")
+        raise FixRefused(f"the type of `{target}` differs between observed runs")
     torch, imports = torch_of(source)
     text = atom(source, mask)
     types = f"({text}.dtype, {target}.dtype) == ({torch}.bool, {torch}.{kinds.pop()})"
@@ -176,7 +174,7 @@ def _fits(match: Match, facts: Facts, found: _Fill) -> tuple[str, tuple[Edit, ..
 
 
 def _need(match: Match, facts: Facts, found: _Fill) -> None:
-    """What the fill would give must be as what it fills, also where it did not run."""
+    """Require that the fill keeps the type and shape of its target, even in runs that skipped it."""
     if not facts.seen:
         facts.leave_open(_FACT)
     for values in facts.executions:
@@ -189,11 +187,11 @@ def _need(match: Match, facts: Facts, found: _Fill) -> None:
             continue
         _need_mask(match, facts, found, known, filled)
         if found.form in _IN_PLACE and values.grad and filled.requires_grad:
-            raise Refused("a gradient is recorded for it, and a backward may need it as it was")
+            raise FixRefused("autograd records it, and backward may need its old value")
 
 
 def _need_mask(
-    match: Match, facts: Facts, found: _Fill, known: dict[str, Seen], filled: Seen
+    match: Match, facts: Facts, found: _Fill, known: dict[str, ObservedValue], filled: ObservedValue
 ) -> None:
     source, value = match.source, found.parts["V"]
     mask = typed(found.parts["M"], source, known)
@@ -201,17 +199,16 @@ def _need_mask(
     if not is_tensor(filled) or mask is None or mask.dtype != "bool":
         facts.leave_open(_FACT)
     elif not _reaches(mask.shape, filled.shape, leading=found.form == "X[M] = V"):
-        raise Refused("the mask has another shape than what it fills")
+        raise FixRefused("the mask has another shape than its target")
     elif not isinstance(value, ast.Constant | ast.UnaryOp) and (
         number is None or not is_number(number)
     ):
         if _is_float_call(value):
             return
-        facts.leave_open(f"`{source.segment(value)[:60]}` is a number of Python's")
+        facts.leave_open(f"`{source.segment(value)[:60]}` is a Python number")
 
 
 def _is_float_call(node: ast.expr) -> bool:
-    """Whether it is `float("-inf")` or `-float("inf")`."""
     node = node.operand if isinstance(node, ast.UnaryOp) else node
     return (
         isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "float"
@@ -227,13 +224,13 @@ def _reaches(mask: tuple[int, ...], filled: tuple[int, ...], *, leading: bool) -
     )
 
 
-def _check_copy(source: Source, found: _Fill) -> None:
+def _check_copy(source: SourceFile, found: _Fill) -> None:
     target = found.parts["X"]
     if not isinstance(target, ast.Name):
-        raise Refused(
-            "others may have the tensor that the attribute is, and this would give a copy"
+        raise FixRefused(
+            "other code may hold the attribute's tensor, and the fix would create a copy"
         )
-    if was_fresh(source, target.id, found.node):
+    if is_fresh_name(source, target.id, found.node):
         return
     function = source.function(found.node)
     own = is_private(source, function, target.id) and not isinstance(function, ast.Module)
@@ -242,28 +239,28 @@ def _check_copy(source: Source, found: _Fill) -> None:
         only_reads(source, use) or id(use) in inside for use in loads(function, target.id)
     ):
         return
-    raise Refused(
-        f"`{target.id}` may be the same tensor as another where nothing is filled, and this would give a "
-        "copy: what is written to it in place later would be lost"
+    raise FixRefused(
+        f"`{target.id}` may be an alias of another tensor if no element is filled, and the fix would make a "
+        "copy: later in-place writes to it would be lost"
     )
 
 
-def _edits(source: Source, found: _Fill, test: str) -> tuple[Edit, ...]:
+def _edits(source: SourceFile, found: _Fill, test: str) -> tuple[TextEdit, ...]:
     node, body = found.node, found.node.body[0]
     if test:
         text = f"{test} or {source.segment(found.question)}"
         return (instead(source, found.question, f"({text})" if found.others else text),)
     if found.others:
         last = found.others[-1]
-        return (Edit(source.end(last), source.end(found.question), ""),)
+        return (TextEdit(source.end(last), source.end(found.question), ""),)
     blanks = source.indentation(node)
     if blanks is None or source.text.startswith("elif", source.start(node)):
-        raise Refused("the statement shares its line with another, or is an `elif`")
+        raise FixRefused("the statement shares its line with another, or is an `elif`")
     text = source.segment(body)
     whole = source.text[source.start(node) : source.end(node)]
     kept = [one for one in comments(whole) if one not in text]
     lines = f"{source.newline}{blanks}".join([*kept, text])
-    return (Edit(source.start(node), source.end(node), lines),)
+    return (TextEdit(source.start(node), source.end(node), lines),)
 
 
-FIX = Fix(codes=("TT101",), equivalence="BITWISE", find=find, write=write)
+FIX = Fix(codes=("TT101",), equivalence="BITWISE", find=_find, write=_write)

@@ -1,18 +1,17 @@
-"""Constants that are uploaded each time round or in each call: uploaded once, and kept."""
+"""Constants uploaded in each iteration or call: uploaded once, and kept."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
-from torchtrim.rewriter.fix import Edit, Fix, Match, Writing
+from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
 from torchtrim.rewriter.replace import check_comments, fresh, insert_before
-from torchtrim.source.facts import Facts, Refused
-from torchtrim.source.names import is_private, only_reads, only_reads_at
-from torchtrim.source.purity import is_simple
-from torchtrim.source.source import Function, Source
-from torchtrim.source.uploads import need_device, uploads
-from torchtrim.source.uses import binds, loads, stores
+from torchtrim.source.facts import Facts, FixRefused
+from torchtrim.source.names import binds, is_private, loads, only_reads, only_reads_at, stores
+from torchtrim.source.operations import is_simple
+from torchtrim.source.source import Function, SourceFile
+from torchtrim.source.transfers import need_device, uploads
 
 _MAKERS = frozenset(("tensor", "as_tensor"))
 _COPYING_NAMES = """
@@ -22,8 +21,8 @@ _COPYING_NAMES = """
 _COPYING = frozenset(_COPYING_NAMES.split())
 
 
-def _in_loops(source: Source) -> Iterator[Match]:
-    """Constants that a loop assigns to a name in each turn."""
+def _in_loops(source: SourceFile) -> Iterator[Match]:
+    """Yield constants that a loop assigns to a name in each iteration."""
     for upload in uploads(source, _MAKERS):
         assign = source.parents[upload.whole]
         loop = source.loop(upload.whole)
@@ -46,7 +45,6 @@ def _is_literal(made: ast.Call) -> bool:
 
 
 def _hoisted(match: Match, facts: Facts) -> Writing:
-    """The assignment before the loop."""
     source, assign = match.source, match.node
     assert isinstance(assign, ast.Assign)
     loop = source.loop(assign)
@@ -56,61 +54,62 @@ def _hoisted(match: Match, facts: Facts) -> Writing:
     _check_loop(source, loop, assign, match.parts["D"], name)
     blanks = source.indentation(loop)
     if blanks is None or source.indentation(assign) is None or len(loop.body) == 1:
-        raise Refused(
-            "the loop or the assignment shares its line, or there is nothing else in the loop"
+        raise FixRefused(
+            "the loop or the assignment shares its line with other code, or is all of the loop's body"
         )
     start, end = source.line_start(assign.lineno), _next_line(source, assign)
     before = source.line_start(loop.lineno)
     text = f"{blanks}{source.segment(assign)}{source.newline}"
-    edits = (Edit(before, before, text), Edit(start, end, ""))
+    edits = (TextEdit(before, before, text), TextEdit(start, end, ""))
     check_comments(source, edits)
     return Writing(edits)
 
 
-def _next_line(source: Source, assign: ast.Assign) -> int:
+def _next_line(source: SourceFile, assign: ast.Assign) -> int:
     end = source.end(assign)
     stop = source.text.find("\n", end)
     if stop < 0 or source.text[end:stop].strip():
-        raise Refused("something follows it in its line")
+        raise FixRefused("other code follows in its line")
     return stop + 1
 
 
-def _name(source: Source, assign: ast.Assign) -> str:
+def _name(source: SourceFile, assign: ast.Assign) -> str:
     target = assign.targets[0]
     function = source.function(assign)
     if len(assign.targets) > 1 or not isinstance(target, ast.Name):
-        raise Refused("it is assigned to more than a name")
+        raise FixRefused("it is not assigned to a single name")
     if not isinstance(function, Function) or not is_private(source, function, target.id):
-        raise Refused(f"`{target.id}` is seen outside of the function")
+        raise FixRefused(f"`{target.id}` is visible outside the function")
     if len(stores(function, target.id)) > 1:
-        raise Refused(f"`{target.id}` is given another value too")
+        raise FixRefused(f"`{target.id}` also gets another value")
     return target.id
 
 
 def _check_loop(
-    source: Source, loop: ast.AST, assign: ast.Assign, device: ast.expr, name: str
+    source: SourceFile, loop: ast.AST, assign: ast.Assign, device: ast.expr, name: str
 ) -> None:
     function = source.function(assign)
     if not all(only_reads(source, use) for use in loads(function, name)):
-        raise Refused(f"`{name}` may be written to, or kept")
+        raise FixRefused(f"`{name}` may be written to, or kept")
     if assign.lineno != assign.end_lineno:
-        raise Refused("it is written in several lines")
+        raise FixRefused("it spans several lines")
     inside = {id(one) for one in ast.walk(loop)}
     if any(id(use) not in inside for use in loads(function, name)):
-        raise Refused(f"`{name}` is read behind the loop, which may have had no turn")
+        raise FixRefused(f"`{name}` is read after the loop, which may have had no iteration")
     if not is_simple(device) or binds(loop, device):
-        raise Refused("the device may be another in each turn")
+        raise FixRefused("the device may differ between iterations")
 
 
 HOISTED_CONSTANT: Fix = Fix(
     name="hoisted_constant",
-    doc="""`weights = torch.tensor([0.1, 0.9], device=d)` in a loop is made once, before it.
+    doc="""`weights = torch.tensor([0.1, 0.9], device=d)` in a loop moves before the loop.
 
-    Each turn makes the same tensor on the host and copies it, and the host waits each time. The tensor is a
-    constant: numbers that are written there, on a device that the loop does not change.
+    Each iteration creates the same tensor on the host and copies it, and the host waits each time. The tensor
+    is a constant: literal numbers, on a device that the loop does not change.
 
-    Refused where it has another value in some turn, may be written to, or is kept by something that lives
-    on.""",
+    Refused if it has another value in some iteration, may be written to, or is kept by an object that
+    outlives the loop.
+    """,
     codes=("TT103",),
     equivalence="BITWISE",
     find=_in_loops,
@@ -118,8 +117,7 @@ HOISTED_CONSTANT: Fix = Fix(
 )
 
 
-def _moves(source: Source) -> Iterator[Match]:
-    """Moves of an attribute of `self`."""
+def _moves(source: SourceFile) -> Iterator[Match]:
     for node in source.at({(ast.Call, "to"), (ast.Call, "cuda")}):
         assert isinstance(node, ast.Call)
         if not isinstance(node.func, ast.Attribute) or not _is_own(node.func.value):
@@ -144,21 +142,20 @@ def _is_own(node: ast.expr) -> bool:
 
 
 def _kept(match: Match, facts: Facts) -> Writing:
-    """The move kept, and its result under a name."""
     source, node = match.source, match.node
     assert isinstance(node, ast.Call)
     attribute = match.parts["X"]
     assert isinstance(attribute, ast.Attribute)
     facts.need(
-        f"`{match.text('X')}` is a tensor of the host that is no parameter and has no gradient",
+        f"`{match.text('X')}` is a tensor on the host, not a parameter, and without a gradient",
         lambda v: v.X.kind == "tensor" and v.X.device == "cpu" and not v.X.requires_grad,
     )
     if "D" in match.parts:
         need_device(facts, match.text("D")[:60])
     _check_class(source, node, attribute)
     if not _is_read(source, node):
-        raise Refused(
-            "the copy may be kept or written to where it goes. Register the constant as a buffer: "
+        raise FixRefused(
+            "other code may keep the copy or write to it. Register the constant as a buffer: "
             f'`self.register_buffer("{attribute.attr}", ..., persistent=False)`'
         )
     name = fresh(source, node, attribute.attr.strip("_") or "constant")
@@ -166,24 +163,24 @@ def _kept(match: Match, facts: Facts) -> Writing:
     line = f"{name} = {match.text('X')} = {text}"
     edits = (
         insert_before(source, node, " ".join(part.strip() for part in line.splitlines())),
-        Edit(source.start(node), source.end(node), name),
+        TextEdit(source.start(node), source.end(node), name),
     )
     check_comments(source, edits)
     return Writing(edits)
 
 
-def _check_class(source: Source, node: ast.Call, attribute: ast.Attribute) -> None:
+def _check_class(source: SourceFile, node: ast.Call, attribute: ast.Attribute) -> None:
     around = [one for one in source.around(node) if isinstance(one, ast.ClassDef)]
     name = attribute.attr
     if not around:
-        raise Refused("it is in no class")
+        raise FixRefused("it is not in a class")
     if known := sorted(_COPYING & source.words):
-        raise Refused(
-            f"`{known[0]}` in this file may take the moved constant along. Register it as a buffer"
+        raise FixRefused(
+            f"`{known[0]}` in this file may include the moved constant. Register it as a buffer"
         )
     if any(isinstance(one, ast.Constant) and one.value == name for one in source.nodes):
-        raise Refused(
-            f"`{name}` is named in a text, as `register_buffer` does: then the module moves it"
+        raise FixRefused(
+            f"`{name}` occurs in a string, as with `register_buffer`: then the module moves it"
         )
     given = 0
     for one in source.nodes:
@@ -193,20 +190,20 @@ def _check_class(source: Source, node: ast.Call, attribute: ast.Attribute) -> No
             moved = isinstance(one.ctx, ast.Load) and _is_moved(source, one)
             made = not isinstance(one.ctx, ast.Load) and _is_made(source, one)
             if not inside or not (moved or made):
-                raise Refused(f"line {one.lineno} uses `{name}` in another way")
+                raise FixRefused(f"line {one.lineno} uses `{name}` in another way")
     if given != 1:
-        raise Refused(f"`self.{name}` is given a value in {given} places")
+        raise FixRefused(f"`self.{name}` is assigned in {given} places")
 
 
-def _is_moved(source: Source, node: ast.Attribute) -> bool:
+def _is_moved(source: SourceFile, node: ast.Attribute) -> bool:
     outer = source.parents[node]
     call = source.parents[outer]
     method = isinstance(outer, ast.Attribute) and outer.attr in ("to", "cuda")
     return method and isinstance(call, ast.Call) and call.func is outer
 
 
-def _is_made(source: Source, node: ast.Attribute) -> bool:
-    """Whether it is given a value of its own in `__init__`, by a call."""
+def _is_made(source: SourceFile, node: ast.Attribute) -> bool:
+    """Return True if `__init__` assigns the attribute its own value, by a call."""
     function, assign = source.function(node), source.parents[node]
     return (
         isinstance(function, ast.FunctionDef)
@@ -217,8 +214,8 @@ def _is_made(source: Source, node: ast.Attribute) -> bool:
     )
 
 
-def _is_read(source: Source, node: ast.Call) -> bool:
-    """Whether the copy is only read where it goes, under a name too."""
+def _is_read(source: SourceFile, node: ast.Call) -> bool:
+    """Return True if the copy is only read, under a name too."""
     outer = source.parents[node]
     function = source.function(node)
     if isinstance(outer, ast.Assign) and len(outer.targets) == 1 and isinstance(function, Function):
@@ -238,14 +235,14 @@ MOVED_CONSTANT: Fix = Fix(
     name="moved_constant",
     doc="""`self.table.to(device)` in each call is moved once, and kept.
 
-    A constant of a module that is no parameter and no buffer stays on the host when the module is moved, so
-    each call copies it, and waits. The copy takes its place: `table = self.table = self.table.to(device)`,
-    which copies nothing the next time. The local name is used, so a thread that needs another device does
-    not disturb.
+    A module's constant that is neither a parameter nor a buffer stays on the host when the module is moved,
+    so each call copies it, and waits. The copy replaces the constant: `table = self.table =
+    self.table.to(device)`, which copies nothing the next time. The code uses the local name, so a thread that
+    needs another device does not interfere.
 
-    Holds where the class gives the attribute a value once, uses it in no other way, and only reads the copy.
-    Refused for parameters and buffers, and where the file pickles or copies modules, since the copy would go
-    along. Better, if the module is yours: `self.register_buffer("table", table, persistent=False)`.
+    Applies if the class assigns the attribute once, uses it in no other way, and only reads the copy. Refused
+    for parameters and buffers, and if the file pickles or copies modules, since the copy would be included.
+    Better, if the module is yours: `self.register_buffer("table", table, persistent=False)`.
     """,
     codes=("TT103",),
     equivalence="BITWISE",

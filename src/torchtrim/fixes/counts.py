@@ -1,22 +1,22 @@
-"""Counts of what a selection holds, computed at a fixed size."""
+"""Counts of selected elements, computed at a fixed size."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
-from torchtrim.rewriter.fix import Edit, Fix, Match, Writing, of_forms
+from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, of_forms
 from torchtrim.rewriter.guarded import for_names_seen, with_names
-from torchtrim.rewriter.replace import replace
-from torchtrim.rewriter.tensor_uses import (
+from torchtrim.rewriter.reads import (
     bounds_of,
     need_tensor_uses,
     need_wide_uses,
     with_companions,
 )
-from torchtrim.source.facts import Facts, Refused, is_integral, is_mask, is_number, is_tensor
+from torchtrim.rewriter.replace import replace
+from torchtrim.source.facts import Facts, FixRefused, is_integral, is_mask, is_number, is_tensor
 from torchtrim.source.selections import mask_of_index
-from torchtrim.source.source import Source
+from torchtrim.source.source import SourceFile
 
 _SELECTIONS = ("torch.masked_select(X, M)", "X.masked_select(M)", "X[M, :]", "X[M]")
 _INDICES = ("X.nonzero()", "torch.nonzero(X)", "torch.argwhere(X)", "X.argwhere()")
@@ -34,14 +34,14 @@ _PLAIN = (*_ROWS, *_ELEMENTS)
 _LEAST = tuple(form for one in _PLAIN for form in (f"max({one}, C)", f"max(C, {one})"))
 
 
-def _forms(source: Source) -> Iterator[Match]:
+def _forms(source: SourceFile) -> Iterator[Match]:
     return of_forms(lambda: MASKED_COUNT, *_LEAST, *_PLAIN)(source)
 
 
 _find = with_companions(_forms, bounded=True)
 
 
-def _once(source: Source) -> Iterator[Match]:
+def _once(source: SourceFile) -> Iterator[Match]:
     found = [
         match
         for match in _find(source)
@@ -51,18 +51,14 @@ def _once(source: Source) -> Iterator[Match]:
     yield from (match for match in found if not nodes.intersection(source.around(match.node)))
 
 
-def _masked_counts(source: Source) -> Iterator[Match]:
-    """The counts, each once, with what is made of it."""
+def _masked_counts(source: SourceFile) -> Iterator[Match]:
     return with_names(_once)(source)
 
 
 def _masked(match: Match, facts: Facts) -> Writing:
-    """The count, on the device."""
     text = _of_mask(match, facts) if "M" in match.parts else _of_nonzero(match, facts)
     if "C" in match.parts:
-        facts.need(
-            f"`{match.text('C')}` is a whole number of Python's", lambda v: v.C.kind == "int"
-        )
+        facts.need(f"`{match.text('C')}` is a Python integer", lambda v: v.C.kind == "int")
         least = "C" if isinstance(match.parts["C"], ast.Constant) else "int(C)"
         text = f"({text}).clamp(min={least})" if "*" in text else f"{text}.clamp(min={least})"
     need_tensor_uses(match, facts, "M" if "M" in match.parts else "X", bounded=True)
@@ -73,17 +69,17 @@ def _masked(match: Match, facts: Facts) -> Writing:
     return Writing(for_names_seen(match, facts, [*edits, *bounds], deciding))
 
 
-def _clamped(source: Source, call: ast.Call) -> Edit:
-    """The edit that bounds the count on the device, where it is used by its name."""
+def _clamped(source: SourceFile, call: ast.Call) -> TextEdit:
+    """Return the edit that clamps the count on the device, where its name is used."""
     name, number = sorted(call.args, key=lambda one: isinstance(one, ast.Constant))
     text = f"{source.segment(name)}.clamp(min={source.segment(number)})"
-    return Edit(source.start(call), source.end(call), text)
+    return TextEdit(source.start(call), source.end(call), text)
 
 
 def _of_mask(match: Match, facts: Facts) -> str:
     flat = "masked_select" in match.form
     facts.need(
-        f"`{match.text('M')}` is a boolean mask of the shape that `{match.text('X')}` begins with",
+        f"`{match.text('M')}` is a boolean mask whose shape starts that of `{match.text('X')}`",
         lambda v: (
             is_mask(v.M, v.X) and (not flat or (v.M.shape == v.X.shape and 1 not in v.M.shape))
         ),
@@ -104,17 +100,17 @@ def _of_nonzero(match: Match, facts: Facts) -> str:
 
 MASKED_COUNT: Fix = Fix(
     name="masked_count",
-    doc="""`len(x[mask])`, `mask.nonzero().size(0)` and their like become `mask.sum()`, a tensor on
-    the device.
+    doc="""`len(x[mask])`, `mask.nonzero().size(0)` and similar counts become `mask.sum()`, a tensor on the
+    device.
 
-    To know how many elements a mask selects, nothing needs to be selected. The count is then a tensor, and
-    it is written only where it is used as one: in arithmetic with tensors of float32 or float64, so that a
-    normaliser never comes to the host; `max(len(x[mask]), 1)` becomes `mask.sum().clamp(min=1)`. A device
-    divides by a number of the host through its reciprocal, so a quotient agrees but for rounding.
+    Counting the elements that a mask selects does not require selecting them. The count becomes a tensor, so
+    the fix applies only if it is used as one: in arithmetic with tensors of float32 or float64, such as a
+    normalizer that the host never needs; `max(len(x[mask]), 1)` becomes `mask.sum().clamp(min=1)`. A device
+    divides by a Python number through its reciprocal, so a quotient agrees up to rounding.
 
-    Refused where the count is needed as a number of Python's: as a size, a bound, a condition, or where it
-    leaves the function. Types and ranks that were seen are tested for, which needs no sync; for others the
-    original is kept.
+    Refused if the count is needed as a Python number: as a size, a bound or a condition, or if it leaves the
+    function. The replacement tests for the observed types and ranks, which needs no sync, and keeps the
+    original for others.
     """,
     codes=("TT102",),
     equivalence="ROUNDING",
@@ -139,10 +135,9 @@ _UNIQUE_BUT_ONE = ("(torch.unique(X) != C).sum()", "(X.unique() != C).sum()")
 
 
 def _distinct(match: Match, facts: Facts) -> Writing:
-    """The count, by sorting."""
     facts.need(f"`{match.text('X')}` is a tensor of integers", lambda v: is_integral(v.X))
     if "C" in match.parts:
-        facts.need(f"`{match.text('C')}` is a number of Python's", lambda v: is_number(v.C))
+        facts.need(f"`{match.text('C')}` is a Python number", lambda v: is_number(v.C))
         return Writing(for_names_seen(match, facts, replace(match, _BUT_ONE, {"X": "values"})))
     need_tensor_uses(match, facts, "X")
     need_wide_uses(match, facts)
@@ -153,12 +148,12 @@ DISTINCT_COUNT: Fix = Fix(
     name="distinct_count",
     doc="""`torch.unique(x).numel()` and `(torch.unique(x) != c).sum()` count by sorting, at a fixed size.
 
-    The result of `unique` is as long as there are distinct values, so the host waits to learn how many.
-    Sorted, a value is distinct where it differs from the one before it; their count is a tensor of fixed
-    shape. It needs integers: of floating numbers, `inf - inf` would count as a difference.
+    The result of `unique` has as many elements as there are distinct values, so the host waits to learn how
+    many. After sorting, a value is distinct if it differs from the one before it; the count is a tensor of
+    fixed shape. Only for integers: with floating-point numbers, `inf - inf` would count as a difference.
 
-    The count is then a tensor on the device. It is written only where that is used as a tensor, with
-    tensors of float32 or float64: a 16-bit one would round it.
+    The count becomes a tensor on the device. The fix applies only if it is used as a tensor, together with
+    tensors of float32 or float64: 16 bits would round it.
     """,
     codes=("TT102",),
     equivalence="BITWISE",
@@ -185,40 +180,39 @@ _BINS = (
 
 
 def _counted(match: Match, facts: Facts) -> Writing:
-    """The count into a known number of places."""
     if match.form in _UNKNOWN:
-        raise Refused(
-            "how long the result is, the data decides. Where the number of values is known, write "
+        raise FixRefused(
+            "the data decides the length of the result. If the number of values is known, write "
             "`torch.zeros(k, dtype=torch.int64, device=x.device).scatter_add_(0, x, torch.ones_like(x))`"
         )
     if match.form in _WEIGHTED:
-        raise Refused(
-            "of no values it gives whole numbers, else the weights' own type. Where the number k of values "
+        raise FixRefused(
+            "it gives integers for an empty input, else the weights' type. If the number k of values "
             "is known, write `torch.zeros(k, dtype=w.dtype, device=w.device).scatter_add_(0, x, w)`"
         )
     facts.need(
-        f"`{match.text('X')}` is a tensor of whole numbers with one dimension",
+        f"`{match.text('X')}` is a one-dimensional integer tensor",
         lambda v: is_integral(v.X) and v.X.dtype != "bool" and len(v.X.shape) == 1,
     )
-    facts.need(f"`{match.text('K')}` is a whole number of Python's", lambda v: v.K.kind == "int")
+    facts.need(f"`{match.text('K')}` is a Python integer", lambda v: v.K.kind == "int")
     return Writing(
         replace(match, _BINS, {"X": "values", "K": "places"}),
         risk=f"a value of `{match.text('K')[:40]}` or more would make the original's result longer, and is "
-        "an error here. Make it if all values are below",
+        "an error here. Apply the fix if all values are below",
     )
 
 
 COUNTED_VALUES: Fix = Fix(
     name="counted_values",
-    doc="""`torch.bincount(x, minlength=k)` becomes a count into k places, where all values are known to
-    be below k.
+    doc="""`torch.bincount(x, minlength=k)` becomes a scatter into k places if all values are known to be
+    below k.
 
-    `bincount` asks for the least and the largest value, and the host waits twice, even where `minlength`
-    is given. A count into k places does not, but a value of k or more, which would have made the result
-    longer, is an error there. That all values are below k no run can show: it is suggested, not applied.
+    `bincount` needs the smallest and the largest value, and the host waits twice, even with `minlength`. A
+    scatter into k places does not, but raises an error for a value of k or more, which would have made the
+    result longer. No run can show that all values are below k: the fix is suggested, not applied.
 
-    Refused without `minlength`, where the length is the data's, and with weights: of no values at all
-    `bincount` then gives whole numbers, and no other form does.
+    Refused without `minlength`, since the length depends on the data, and with weights: for an empty input
+    `bincount` then returns integers, which no other form does.
     """,
     codes=("TT101", "TT102"),
     equivalence="BITWISE",

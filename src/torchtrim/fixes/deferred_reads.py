@@ -1,11 +1,13 @@
-"""Reads in a loop whose numbers nobody sees before it is over: they are put off until then."""
+"""Reads in a loop whose numbers are not needed before it ends: they are deferred until then."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
-from torchtrim.rewriter.deferred import (
+from torchtrim.rewriter.fix import Equivalence, Fix, Match, TextEdit, Writing
+from torchtrim.rewriter.guarded import check_bound, names_tested, with_names
+from torchtrim.rewriter.reads import (
     Computed,
     computed_of,
     gives_int,
@@ -13,24 +15,27 @@ from torchtrim.rewriter.deferred import (
     on_device,
     widest_loop,
 )
-from torchtrim.rewriter.fix import Edit, Equivalence, Fix, Match, Writing
-from torchtrim.rewriter.guarded import check_bound, names_tested, with_names
-from torchtrim.rewriter.replace import check_comments, fresh, insert_after, torch_of
-from torchtrim.source.facts import Facts, Refused
-from torchtrim.source.names import assigned_to, literal_stores, only_reads
-from torchtrim.source.reads import is_whole
-from torchtrim.source.source import Loop, Source
-from torchtrim.source.uses import loads, stores
+from torchtrim.rewriter.replace import (
+    check_comments,
+    fresh,
+    insert_after,
+    need_indentation,
+    torch_of,
+)
+from torchtrim.source.facts import Facts, FixRefused
+from torchtrim.source.names import assigned_to, literal_stores, loads, only_reads, stores
+from torchtrim.source.source import Loop, SourceFile
+from torchtrim.source.transfers import has_own_text
 
 
-def _match(fix: Fix, source: Source, node: ast.AST, value: ast.expr) -> Iterator[Match]:
-    """The match of a node in a loop whose value is computed of reads."""
+def _match(fix: Fix, source: SourceFile, node: ast.AST, value: ast.expr) -> Iterator[Match]:
+    """Return the match of a node in a loop whose value is computed from reads."""
     if source.loop(node) is not None and (computed := computed_of(value, source)) is not None:
         yield Match(fix=fix, source=source, node=node, parts=computed.parts)
 
 
 def _needed(match: Match, facts: Facts, value: ast.expr) -> Computed:
-    """What the value is computed of, which the facts must allow."""
+    """Return the reads and numbers of the value, after requiring what they need."""
     computed = computed_of(value, match.source)
     assert computed is not None
     need_reads(match, facts, computed)
@@ -41,8 +46,7 @@ def _grade(computed: Computed) -> Equivalence:
     return "BITWISE" if computed.exact else "ROUNDING"
 
 
-def _sums(source: Source) -> Iterator[Match]:
-    """Each `+=` and `-=` of reads in a loop."""
+def _sums(source: SourceFile) -> Iterator[Match]:
     for node in source.at({(ast.AugAssign, "")}):
         assert isinstance(node, ast.AugAssign)
         if isinstance(node.op, ast.Add | ast.Sub):
@@ -50,13 +54,12 @@ def _sums(source: Source) -> Iterator[Match]:
 
 
 def _added(match: Match, facts: Facts) -> Writing:
-    """The sum on the device, and its reads."""
     node, source = match.node, match.source
     assert isinstance(node, ast.AugAssign)
     if not isinstance(node.target, ast.Name):
-        raise Refused(
-            f"`{source.segment(node.target)[:60]}` may be looked at by others before the loop is over. Add "
-            "to a name of the function, and store its value once after the loop"
+        raise FixRefused(
+            f"`{source.segment(node.target)[:60]}` may be read by other code before the loop ends. Add "
+            "to a local name, and store its value once after the loop"
         )
     name = node.target.id
     loop = widest_loop(source, node, name)
@@ -64,24 +67,23 @@ def _added(match: Match, facts: Facts) -> Writing:
     computed = _needed(match, facts, node.value)
     integral = gives_int(facts, computed) and int in starts
     if integral and float in starts:
-        raise Refused(f"`{name}` begins as an integer in one place and as a float in another")
+        raise FixRefused(f"`{name}` starts as an integer in one place and as a float in another")
     return Writing(
         _sum_edits(match, facts, loop, computed, integral, starts), equivalence=_grade(computed)
     )
 
 
 def _starts(match: Match, node: ast.AugAssign, loop: Loop) -> set[type]:
-    """The types that the sum begins with."""
     source = match.source
     assert isinstance(node.target, ast.Name)
     name, function = node.target.id, source.function(node)
     found = literal_stores(source, function, name)
     if not found:
-        raise Refused(f"`{name}` does not begin as a number that is written there, such as 0.0")
+        raise FixRefused(f"`{name}` does not start as a literal number such as 0.0")
     for store in stores(loop, name):
         outer = source.parents[store]
         if isinstance(outer, ast.AugAssign) and outer is not node:
-            raise Refused(f"line {outer.lineno} changes `{name}` in the same loop")
+            raise FixRefused(f"line {outer.lineno} changes `{name}` in the same loop")
     return {type(one.value) for one in found}
 
 
@@ -92,7 +94,7 @@ def _sum_edits(
     computed: Computed,
     integral: bool,
     starts: set[type],
-) -> tuple[Edit, ...]:
+) -> tuple[TextEdit, ...]:
     source, node = match.source, match.node
     assert isinstance(node, ast.AugAssign)
     assert isinstance(node.target, ast.Name)
@@ -112,14 +114,21 @@ def _sum_edits(
     elif not isinstance(node.value, ast.Call):
         text = f"({text})"
     sign = "+" if isinstance(node.op, ast.Add) else "-"
-    edits = [Edit(source.start(node), source.end(node), f"{name} = {name} {sign} {text}"), *imports]
+    edits = [
+        TextEdit(source.start(node), source.end(node), f"{name} = {name} {sign} {text}"),
+        *imports,
+    ]
     used = list(loads(source.function(node), name))
     within = {id(one) for one in ast.walk(loop)}
     for use in used:
         if id(use) in within:
-            if not is_whole(source, use):
-                raise Refused(f"`{name}` is in a text in line {use.lineno}. Give it a name before")
-            edits.append(Edit(source.start(use), source.end(use), read if plain else f"({read})"))
+            if not has_own_text(source, use):
+                raise FixRefused(
+                    f"`{name}` is inside an f-string in line {use.lineno}. Assign it to a name before"
+                )
+            edits.append(
+                TextEdit(source.start(use), source.end(use), read if plain else f"({read})")
+            )
     if any(id(use) not in within for use in used) or isinstance(source.function(node), ast.Module):
         edits.append(insert_after(source, loop, f"{name} = {read}"))
     check_comments(source, edits)
@@ -128,17 +137,17 @@ def _sum_edits(
 
 ACCUMULATED_READ: Fix = Fix(
     name="accumulated_read",
-    doc="""`total += loss.item()` in a loop adds on the device, and reads once when the loop is over.
+    doc="""`total += loss.item()` in a loop adds on the device, and reads once when the loop ends.
 
-    Each `.item()` waits until the device has computed the loss. The sum is kept in 64 bits on the device,
-    as Python keeps it, so that it is the same number: `total = total + loss.detach().double()`. Counts stay
-    integers. After the loop `total` is made a number of Python's again, and where the loop itself looks at
-    it, it is read there.
+    Each `.item()` waits until the device has computed the loss. The device keeps the sum in 64 bits, as
+    Python does, so it is the same number: `total = total + loss.detach().double()`. Counts stay integers.
+    After the loop `total` becomes a Python number again; where the loop itself uses it, it is read there.
 
-    Types that were seen are tested for, which needs no sync; others are read as before. Holds for sums of
-    products too, `total += loss.item() * n`. Refused where somebody else may see `total` meanwhile: an
-    attribute, a name of a function within, a `try` that goes on. Divided by a number the device may round
-    otherwise.""",
+    The replacement tests for the observed types, which needs no sync; others are read as before. Also applies
+    to sums of products, `total += loss.item() * n`. Refused if other code may see `total` in the meantime: an
+    attribute, a name of an inner function, a `try` that continues. If the sum contains a division by a
+    number, the device may round differently.
+    """,
     codes=("TT101",),
     equivalence="ROUNDING",
     find=with_names(_sums),
@@ -146,8 +155,7 @@ ACCUMULATED_READ: Fix = Fix(
 )
 
 
-def _appends(source: Source) -> Iterator[Match]:
-    """Each `x.append(...)` of reads in a loop, that is a statement."""
+def _appends(source: SourceFile) -> Iterator[Match]:
     for node in source.at({(ast.Call, "append")}):
         assert isinstance(node, ast.Call)
         alone = isinstance(source.parents[node], ast.Expr) and isinstance(node.func, ast.Attribute)
@@ -156,15 +164,14 @@ def _appends(source: Source) -> Iterator[Match]:
 
 
 def _kept(match: Match, facts: Facts) -> Writing:
-    """Tensors in a list of their own, and one read of them."""
     node, source = match.node, match.source
     assert isinstance(node, ast.Call)
     assert isinstance(node.func, ast.Attribute)
     target = node.func.value
     if not isinstance(target, ast.Name):
-        raise Refused(
-            f"`{source.segment(target)[:60]}` may be looked at by others before the loop is over. Append to "
-            "a list of the function, and store it once after the loop"
+        raise FixRefused(
+            f"`{source.segment(target)[:60]}` may be read by other code before the loop ends. Append to "
+            "a local list, and store it once after the loop"
         )
     statement = source.statement(node)
     loop = widest_loop(source, statement, target.id)
@@ -175,42 +182,42 @@ def _kept(match: Match, facts: Facts) -> Writing:
     return Writing(_list_edits(match, facts, computed, loop), equivalence=_grade(computed))
 
 
-def _check_list(source: Source, target: ast.Name, loop: Loop) -> None:
-    """The list must be the function's own, and nobody may see it before the loop is over."""
+def _check_list(source: SourceFile, target: ast.Name, loop: Loop) -> None:
+    """Raise `FixRefused` unless the list is the function's own and unused until the loop ends."""
     name, function = target.id, source.function(target)
     for store in stores(function, name):
         made = assigned_to(source, store)
         if made is None or not _is_list(made) or _is_shared(source, store):
-            raise Refused(f"`{name}` is not made there as a list, so others may have it too")
+            raise FixRefused(f"`{name}` is not created as a list there, so it may have an alias")
         if any(store is one for one in ast.walk(loop)):
-            raise Refused(f"`{name}` begins anew in the same loop")
+            raise FixRefused(f"`{name}` is reset in the same loop")
     if not list(stores(function, name)):
-        raise Refused(f"`{name}` is not made in this function, so others may see it")
+        raise FixRefused(f"`{name}` is not created in this function, so other code may see it")
     within = {id(one) for one in ast.walk(loop)}
     outer = {id(one) for around in _loops(source, loop) for one in ast.walk(around)}
     for use in loads(function, name):
         if use is target:
             continue
         if id(use) in within:
-            raise Refused(f"line {use.lineno} uses `{name}` before the loop is over")
+            raise FixRefused(f"line {use.lineno} uses `{name}` before the loop ends")
         if (id(use) in outer or use.lineno < loop.lineno) and not _is_looked_at(source, use):
-            raise Refused(
-                f"line {use.lineno} may keep `{name}`, and see it before the loop is over"
+            raise FixRefused(
+                f"line {use.lineno} may keep `{name}`, and see it before the loop ends"
             )
 
 
-def _loops(source: Source, loop: Loop) -> Iterator[Loop]:
+def _loops(source: SourceFile, loop: Loop) -> Iterator[Loop]:
     while (outer := source.loop(loop)) is not None:
         yield outer
         loop = outer
 
 
-def _is_shared(source: Source, store: ast.Name) -> bool:
+def _is_shared(source: SourceFile, store: ast.Name) -> bool:
     assign = source.parents[store]
     return isinstance(assign, ast.Assign) and len(assign.targets) > 1
 
 
-def _is_looked_at(source: Source, use: ast.Name) -> bool:
+def _is_looked_at(source: SourceFile, use: ast.Name) -> bool:
     outer = source.parents[use]
     if isinstance(outer, ast.Subscript):
         return outer.value is use and isinstance(outer.ctx, ast.Load)
@@ -224,24 +231,22 @@ def _is_list(node: ast.expr) -> bool:
     return isinstance(node, ast.List) or named
 
 
-def _list_edits(match: Match, facts: Facts, computed: Computed, loop: Loop) -> tuple[Edit, ...]:
+def _list_edits(match: Match, facts: Facts, computed: Computed, loop: Loop) -> tuple[TextEdit, ...]:
     source, node = match.source, match.node
     assert isinstance(node, ast.Call)
     assert isinstance(node.func, ast.Attribute)
     name = source.segment(node.func.value)
     torch, imports = torch_of(source)
     pending = fresh(source, node, f"{name}_read_later")
-    blanks = source.indentation(loop)
-    if blanks is None:
-        raise Refused("the loop shares its line with another statement. Give each its own line")
+    blanks = need_indentation(source, loop)
     text = on_device(source, node.args[0], computed, facts, _cast(facts, computed, node.args[0]))
     if not facts.holds(lambda v: not v.L0.shape):
         text = f"({text}).reshape(())"
     at = source.line_start(loop.lineno)
     after = f"if {pending}:\n    {name}.extend({torch}.stack({pending}).tolist())"
     edits = (
-        Edit(at, at, f"{blanks}{pending} = []{source.newline}"),
-        Edit(source.start(node), source.end(node), f"{pending}.append({text})"),
+        TextEdit(at, at, f"{blanks}{pending} = []{source.newline}"),
+        TextEdit(source.start(node), source.end(node), f"{pending}.append({text})"),
         insert_after(source, loop, after),
         *imports,
     )
@@ -250,7 +255,7 @@ def _list_edits(match: Match, facts: Facts, computed: Computed, loop: Loop) -> t
 
 
 def _cast(facts: Facts, computed: Computed, node: ast.expr) -> str:
-    """What makes the tensor the number that would have been read: its own type, or 64 bits."""
+    """Return the conversion that makes the tensor's number equal the read one: none, or to 64 bits."""
     alone = computed.reads[0].node is node
     if alone and computed.reads[0].cast == "":
         return ".clone()"
@@ -261,17 +266,17 @@ def _cast(facts: Facts, computed: Computed, node: ast.expr) -> str:
 
 APPENDED_READ: Fix = Fix(
     name="appended_read",
-    doc="""`losses.append(loss.item())` in a loop keeps the tensor, and reads all at once when the loop is
-    over.
+    doc="""`losses.append(loss.item())` in a loop keeps the tensor, and reads all of them when the loop ends.
 
-    Each `.item()` waits until the device has computed the loss. Copies of the losses are kept on the device
-    in a list of their own; after the loop one `torch.stack(...).tolist()` reads them all and puts the
-    numbers into the same list.
+    Each `.item()` waits until the device has computed the loss. The device keeps copies of the losses in a
+    separate list; after the loop one `torch.stack(...).tolist()` reads them all and puts the numbers into the
+    original list.
 
-    Values computed from the numbers on the way count as real, as in the run that was watched.
+    Values computed from the numbers are assumed to be real numbers, as in the observed run.
 
-    Refused where somebody may look at the list before the loop is over: an attribute, a list that has
-    another name too, a use within the loop, a `try` that goes on.""",
+    Refused if other code may see the list before the loop ends: an attribute, a list with another alias, a
+    use inside the loop, a `try` that continues.
+    """,
     codes=("TT101",),
     equivalence="ROUNDING",
     find=_appends,

@@ -1,9 +1,9 @@
-"""`torch.cuda.synchronize()` is taken out where nothing needs it.
+"""`torch.cuda.synchronize()` is removed if nothing needs it.
 
-PyTorch orders all work on a stream itself, and waits where a value is read. Waiting for the whole device by
-hand is needed for clocks, for memory statistics, for streams and events of one's own, for copies to the
-host that do not wait, for several processes and for other libraries that use the device. A file that has a
-word of those keeps it.
+PyTorch itself orders all work on a stream, and waits where a value is read. An explicit wait for the whole
+device is needed for clocks, memory statistics, the program's own streams and events, non-blocking copies to
+the host, several processes, and other libraries that use the device. A file that mentions one of these keeps
+it.
 
 Refused there. To measure time, record two events and read `elapsed_time` later; the host need not wait.
 """
@@ -13,10 +13,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from torchtrim.rewriter.fix import Edit, Fix, Match, Writing
+from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
 from torchtrim.rewriter.replace import check_comments
-from torchtrim.source.facts import Facts, Refused
-from torchtrim.source.source import Source
+from torchtrim.source.facts import Facts, FixRefused
+from torchtrim.source.source import SourceFile
 
 _CLOCKS_NAMES = """
     time perf_counter perf_counter_ns monotonic process_time time_ns timeit elapsed_time Timer timer
@@ -34,8 +34,7 @@ _OTHERS = frozenset(_OTHERS_NAMES.split())
 _NAMES = ("torch.cuda.synchronize", "torch.accelerator.synchronize")
 
 
-def find(source: Source) -> Iterator[Match]:
-    """Each device-wide sync that is a statement."""
+def _find(source: SourceFile) -> Iterator[Match]:
     for node in source.at({(ast.Call, "synchronize")}):
         assert isinstance(node, ast.Call)
         statement = source.parents[node]
@@ -43,31 +42,30 @@ def find(source: Source) -> Iterator[Match]:
             yield Match(fix=FIX, source=source, node=statement, parts={})
 
 
-def write(match: Match, facts: Facts) -> Writing:
-    """The file without it."""
+def _write(match: Match, facts: Facts) -> Writing:
     source, statement = match.source, match.node
     assert isinstance(statement, ast.Expr)
     if clock := sorted(_CLOCKS & source.words):
-        raise Refused(
-            f"`{clock[0]}` in this file looks at a clock. Record two `torch.cuda.Event(enable_timing=True)` "
-            "and read `start.elapsed_time(end)` later, or wait only where times are asked for"
+        raise FixRefused(
+            f"`{clock[0]}` in this file reads a clock. Record two `torch.cuda.Event(enable_timing=True)` "
+            "and read `start.elapsed_time(end)` later, or wait only where times are read"
         )
     if other := sorted(_OTHERS & source.words):
-        raise Refused(f"`{other[0]}` in this file may rely on it")
+        raise FixRefused(f"`{other[0]}` in this file may rely on it")
     if any(isinstance(one, ast.Call) for one in ast.walk(statement) if one is not statement.value):
-        raise Refused("its argument is computed, which may do more than give a device")
+        raise FixRefused("its argument is computed, which may have a side effect")
     edits = (_removed(source, statement),)
     check_comments(source, edits)
     return Writing(edits)
 
 
-def _removed(source: Source, statement: ast.Expr) -> Edit:
+def _removed(source: SourceFile, statement: ast.Expr) -> TextEdit:
     start, end = source.start(statement), source.end(statement)
     blanks = source.indentation(statement)
     rest = source.text[end:].partition("\n")[0]
     if blanks is None or rest.strip() or len(source.block(statement)) == 1:
-        return Edit(start, end, "pass")
-    return Edit(start - len(blanks), end + len(rest) + (end + len(rest) < len(source.text)), "")
+        return TextEdit(start, end, "pass")
+    return TextEdit(start - len(blanks), end + len(rest) + (end + len(rest) < len(source.text)), "")
 
 
-FIX = Fix(codes=("TT104",), equivalence="BITWISE", find=find, write=write)
+FIX = Fix(codes=("TT104",), equivalence="BITWISE", find=_find, write=_write)

@@ -1,4 +1,4 @@
-"""Numbers that are read only to be given back to the device: the tensor itself takes their place."""
+"""Numbers that are read only to go back to the device: the tensor itself replaces them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ import re
 from torchtrim.rewriter.fix import Fix, Match, Writing, of_forms
 from torchtrim.rewriter.guarded import for_kinds_seen, for_names_seen, with_names
 from torchtrim.rewriter.replace import replace
-from torchtrim.source.facts import Facts, Refused, Values, is_floating, is_tensor
-from torchtrim.source.names import stays
-from torchtrim.source.reads import bare
-from torchtrim.source.uploads import need_device
+from torchtrim.source.facts import Facts, FixRefused, Values, is_floating, is_tensor
+from torchtrim.source.names import is_unshared
+from torchtrim.source.transfers import need_device, without_detach
 from torchtrim.syncs.lookup import is_from
 
 
 def _need_stays(match: Match, part: str) -> None:
-    """The tensor must not be written to once its number was read."""
-    tensor = bare(match.parts[part])
-    if not stays(match.source, tensor, match.source.statement(match.node)):
-        raise Refused(f"`{match.text(part)[:60]}` may be written to afterwards. Use `.clone()`")
+    """Require that the tensor is not written to after its number was read."""
+    tensor = without_detach(match.parts[part])
+    if not is_unshared(match.source, tensor, match.source.statement(match.node)):
+        raise FixRefused(f"`{match.text(part)[:60]}` may be written to afterwards. Use `.clone()`")
 
 
 def _wants_gradient(facts: Facts, part: str) -> bool:
-    """Whether a gradient would flow through the tensor, or may where no run was watched."""
+    """Return True if a gradient flows through the tensor, or may flow if no run was observed."""
     graded = (hasattr(v, part) and getattr(v, part).requires_grad for v in facts.executions)
     return any(graded) or not facts.seen
 
@@ -43,12 +42,11 @@ _ALPHAS = {
 
 
 def _as_product(match: Match, facts: Facts) -> Writing:
-    """The sum or difference with a product."""
     facts.need(
         f"`{match.text('P')[:60]}` is a tensor of zero dimensions",
         lambda v: is_tensor(v.P) and is_floating(v.P) and not v.P.shape,
     )
-    facts.need("the product is of the type of both tensors, on their device", _keeps_type)
+    facts.need("the product has the type and device of both tensors", _keeps_type)
     _need_stays(match, "P")
     template = _ALPHAS[match.form]
     if _wants_gradient(facts, "P"):
@@ -69,12 +67,12 @@ def _keeps_type(values: Values) -> bool:
 
 DEVICE_ALPHA: Fix = Fix(
     name="device_alpha",
-    doc="""`g.sub(w, alpha=p)` with a tensor `p` of the device becomes `g - w * p`.
+    doc="""`g.sub(w, alpha=p)` with a tensor `p` on the device becomes `g - w * p`.
 
-    `alpha` is a number of the host, so a tensor that is given for it is read, without a word. As a product
-    it stays on the device. The product is rounded once more than the fused form.
+    `alpha` is a Python number, so a tensor passed for it is read silently. As a product it stays on the
+    device. The product is rounded once more than the fused form.
 
-    Refused where the product would be of another type than `w`, and where `p` may be written to afterwards.
+    Refused if the product would have another type than `w`, and if `p` may be written to afterwards.
     """,
     codes=("TT101",),
     equivalence="ROUNDING",
@@ -113,9 +111,8 @@ _ARGUMENTS = [
 
 
 def _as_argument(match: Match, facts: Facts) -> Writing:
-    """The same call, with the tensor."""
     facts.need(
-        f"`{match.text('N')[:60]}` is a tensor of zero dimensions, of the type and device of "
+        f"`{match.text('N')[:60]}` is a tensor of zero dimensions, with the type and device of "
         f"`{match.text('X')[:60]}`",
         lambda v: (
             is_floating(v.X)
@@ -126,7 +123,7 @@ def _as_argument(match: Match, facts: Facts) -> Writing:
     )
     if any(name in match.form for name in ("clamp", "clip")) and is_from("2.14"):
         facts.need(
-            f"`{match.text('X')[:60]}` wants no gradient: at its bound it is another for a tensor",
+            f"`{match.text('X')[:60]}` needs no gradient, which at a bound differs for tensors and numbers",
             lambda v: not v.X.requires_grad,
         )
     _need_stays(match, "N")
@@ -142,15 +139,16 @@ DEVICE_ARGUMENT: Fix = Fix(
     name="device_argument",
     doc="""`x.clamp(max=t.item())`, `x.masked_fill(m, t.item())`, `x.mul(t.item())` take the tensor itself.
 
-    Each of these functions takes a tensor of zero dimensions for the number, and then nothing is read. The
-    tensor must be of the type of `x`, so that the result is too, and lie on its device: its type and
-    dimensions are tested, which needs no sync, and for others it is read. It is detached, as the number was.
-    A device divides by a number of the host as a multiplication by its reciprocal, so a quotient may differ
-    in its last bit.
+    Each of these functions accepts a tensor of zero dimensions for the number, and then reads nothing. The
+    tensor must have the type of `x`, so that the result keeps it, and be on its device: the replacement tests
+    its type and dimensions, which needs no sync, and reads others. It is detached, as the number was. A
+    device divides by a Python number as a multiplication by its reciprocal, so a quotient may differ in its
+    last bit.
 
-    Refused where the tensor may be written to afterwards, since backward would see it; and, from torch 2.14
-    on, a bound where a gradient is wanted: at an element that equals it a tensor and a number have other
-    gradients.""",
+    Refused if the tensor may be written to afterwards, since backward would see that; and, from torch 2.14
+    on, for a bound if `x` needs a gradient: where an element equals the bound, tensors and numbers have
+    different gradients.
+    """,
     codes=("TT101",),
     equivalence="ROUNDING",
     find=of_forms(lambda: DEVICE_ARGUMENT, *_ARGUMENTS),
@@ -171,19 +169,18 @@ _REMADE = {call.format(read): dtype for call, dtype in _REMAKING.items() for rea
 
 
 def _copied(match: Match, facts: Facts) -> Writing:
-    """The copy on the device."""
     facts.need(f"`{match.text('X')[:60]}` is a tensor of zero dimensions", _readable)
     need_device(facts, match.text("D"))
     whole = {not is_floating(v.X) for v in facts.executions if v.has("X")}
     if len(whole) > 1:
-        raise Refused("it is of floats and of integers, in different runs")
+        raise FixRefused("it has a float type in some runs and an integer type in others")
     dtype = _REMADE[match.form]
     if whole == {True}:
         if "float(" in match.form or dtype:
-            raise Refused("an integer would be made a float by way of another")
+            raise FixRefused("an integer would be converted to a float through another type")
         dtype = "torch.int64"
     elif dtype and match.source.dotted(match.parts["T"]) not in _FLOATS:
-        raise Refused("the type that is asked for is not one of floats of 32 or 64 bits")
+        raise FixRefused("the requested type is not float32 or float64")
     dtype = dtype or "torch.get_default_dtype()"
     edits = replace(match, f"X.detach().to(device=D, dtype={dtype}, copy=True)")
     return Writing(for_kinds_seen(match, facts, edits))
@@ -199,8 +196,10 @@ REMADE_TENSOR: Fix = Fix(
 
     The number is read, which waits, and copied back, which waits again. A copy on the device does neither.
 
-    Needs a tensor of zero dimensions: of floats, whose copy has the default type or the one that is given,
-    or of 64-bit integers. Ranks and types that were seen are tested for; for others the original is kept.""",
+    Needs a tensor of zero dimensions: of floats, whose copy has the default type or the given one, or of
+    64-bit integers. The replacement tests for the observed ranks and types, and keeps the original for
+    others.
+    """,
     codes=("TT101", "TT103"),
     equivalence="BITWISE",
     find=of_forms(lambda: REMADE_TENSOR, *_REMADE),
@@ -219,8 +218,7 @@ _TRIPS = tuple(call.format(array) for call in _RETURNS for array in _ARRAYS)
 
 
 def _stayed(match: Match, facts: Facts) -> Writing:
-    """The copy on the device."""
-    facts.need(f"`{match.text('X')[:60]}` is a tensor that NumPy can hold", _in_numpy)
+    facts.need(f"`{match.text('X')[:60]}` is a tensor that NumPy can represent", _in_numpy)
     need_device(facts, match.text("D"))
     return Writing(replace(match, "X.detach().to(D, copy=True)"))
 
@@ -233,10 +231,10 @@ ROUND_TRIP: Fix = Fix(
     name="round_trip",
     doc="""`torch.from_numpy(x.detach().cpu().numpy()).to(d)` becomes `x.detach().to(d, copy=True)`.
 
-    The values go to the host and back, and the host waits both times. A copy on the device has
-    the same values and type; in memory they may lie in another order, in which a sum rounds in another way.
+    The values travel to the host and back, and the host waits both times. A copy on the device has the same
+    values and type. Its memory layout may differ, which may change the rounding of a sum.
 
-    Needs a tensor that wants no gradient where none is cut off, as NumPy's arrays do.
+    Needs a tensor without gradient, unless the line detaches it, as NumPy does.
     """,
     codes=("TT101", "TT103"),
     equivalence="ROUNDING",

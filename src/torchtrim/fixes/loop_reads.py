@@ -1,4 +1,6 @@
-"""Reads in a loop of what the loop does not change: one read before, or in place of the loop's tensor."""
+"""Reads in a loop that the loop does not change: one read before it, or in place of the tensor it
+iterates over.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,23 @@ import ast
 import re
 from collections.abc import Iterator
 
-from torchtrim.rewriter.fix import Edit, Fix, Match, Writing
+from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
 from torchtrim.rewriter.guarded import names_tested, with_names
-from torchtrim.rewriter.replace import atom, check_comments, fresh, insert_before
-from torchtrim.source.facts import Facts, Refused, is_tensor, need_tensor
-from torchtrim.source.names import is_private, literal_stores, only_reads, was_fresh
-from torchtrim.source.purity import is_pure
-from torchtrim.source.reads import bare, is_whole, read_of, reads_in
-from torchtrim.source.source import Loop, Source, within
-from torchtrim.source.uses import binds, loads, names_in, stores
+from torchtrim.rewriter.replace import atom, check_comments, fresh, insert_before, need_indentation
+from torchtrim.source.facts import Facts, FixRefused, is_tensor, need_tensor, of_part
+from torchtrim.source.names import (
+    binds,
+    is_fresh_name,
+    is_private,
+    literal_stores,
+    loads,
+    names_in,
+    only_reads,
+    stores,
+)
+from torchtrim.source.operations import is_pure
+from torchtrim.source.source import Loop, SourceFile, within
+from torchtrim.source.transfers import has_own_text, read_of, reads_in, without_detach
 
 _HARMLESS_METHODS_NAMES = """
     append extend insert items keys values get join format split strip startswith endswith lower
@@ -26,8 +36,8 @@ _EAGER = frozenset(["sum", "list", "tuple", "max", "min", "any", "all", "sorted"
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp)
 
 
-def _iterations(source: Source) -> Iterator[Match]:
-    """Loops and comprehensions over something, whose elements are only read."""
+def _iterations(source: SourceFile) -> Iterator[Match]:
+    """Yield loops and comprehensions over a tensor whose elements are only read."""
     for node in source.nodes:
         if isinstance(node, _COMPREHENSIONS) and len(node.generators) == 1:
             (generator,) = node.generators
@@ -36,7 +46,9 @@ def _iterations(source: Source) -> Iterator[Match]:
             yield from _match(source, node, node.target, node.iter)
 
 
-def _match(source: Source, node: ast.AST, target: ast.expr, iterated: ast.expr) -> Iterator[Match]:
+def _match(
+    source: SourceFile, node: ast.AST, target: ast.expr, iterated: ast.expr
+) -> Iterator[Match]:
     found = _element(target, iterated)
     if found is None:
         return
@@ -51,7 +63,7 @@ def _match(source: Source, node: ast.AST, target: ast.expr, iterated: ast.expr) 
 
 
 def _element(target: ast.expr, iterated: ast.expr) -> tuple[str, ast.expr] | None:
-    """The name of an element and what it is of, in `enumerate` too."""
+    """Return the name of an element and the iterated expression, in `enumerate` too."""
     if isinstance(target, ast.Name):
         known = isinstance(iterated, ast.Name | ast.Attribute | ast.Subscript | ast.Call)
         return (target.id, iterated) if known and not _is_builtin(iterated) else None
@@ -68,24 +80,23 @@ def _is_builtin(node: ast.expr) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
 
 
-def _top(source: Source, use: ast.Name) -> ast.AST:
+def _top(source: SourceFile, use: ast.Name) -> ast.AST:
     outer = source.parents[use]
     return outer if isinstance(outer, ast.Attribute) else use
 
 
-def _reads(source: Source, use: ast.Name) -> bool:
+def _reads(source: SourceFile, use: ast.Name) -> bool:
     call = source.parents[_top(source, use)]
     read = read_of(call, source)
-    return read is not None and read.tensor is use and is_whole(source, call)
+    return read is not None and read.tensor is use and has_own_text(source, call)
 
 
 def _listed(match: Match, facts: Facts) -> Writing:
-    """The numbers of the tensor, in its place."""
     source, tensor = match.source, match.parts["X"]
     facts.need(
         f"`{match.text('X')[:60]}` is a tensor of one dimension",
         lambda v: is_tensor(v.X) and len(v.X.shape) == 1,
-        told=lambda v: is_tensor(v.X),
+        static=lambda v: is_tensor(v.X),
     )
     around = source.parents[tensor]
     if isinstance(around, ast.Call):
@@ -97,14 +108,16 @@ def _listed(match: Match, facts: Facts) -> Writing:
     if isinstance(around, ast.For):
         _check_name(source, around, name)
     edits = [
-        Edit(source.start(tensor), source.end(tensor), f"{atom(source, tensor)}.flatten().tolist()")
+        TextEdit(
+            source.start(tensor), source.end(tensor), f"{atom(source, tensor)}.flatten().tolist()"
+        )
     ]
     for use in loads(around, name):
         call = source.parents[_top(source, use)]
         read = read_of(call, source)
         assert read is not None
         text = f"{read.cast}({name})" if read.cast else name
-        edits.append(Edit(source.start(call), source.end(call), text))
+        edits.append(TextEdit(source.start(call), source.end(call), text))
     check_comments(source, edits)
     return Writing(tuple(edits), risk)
 
@@ -115,36 +128,36 @@ def _risk(match: Match, around: ast.AST) -> str:
         outer = source.parents[around]
         named = isinstance(outer, ast.Call) and isinstance(outer.func, ast.Name)
         if not named or outer.func.id not in _EAGER:  # type: ignore[attr-defined]
-            raise Refused("it is read when somebody asks for it, which may be later. Use a list")
+            raise FixRefused("a generator is read on demand, maybe later. Use a list")
     held = _changes_nothing(source, around)
     if not held and isinstance(around, ast.For):
         held = _keeps(source, around, tensor)
     if held:
         return ""
-    return f"something that is called meanwhile might write to `{match.text('X')[:60]}`"
+    return f"a function called in the meantime might write to `{match.text('X')[:60]}`"
 
 
-def _check_name(source: Source, loop: ast.For, name: str) -> None:
-    """After the loop the name is a number, so nobody may look at it."""
+def _check_name(source: SourceFile, loop: ast.For, name: str) -> None:
+    """Raise `FixRefused` if the element's name, which becomes a number, is used after the loop."""
     function = source.function(loop)
     alone = len(loads(function, name)) == len(loads(loop, name))
     if not alone or not is_private(source, function, name):
-        raise Refused(f"`{name}` is used after the loop, as a tensor")
+        raise FixRefused(f"`{name}` is used as a tensor after the loop")
     if len(stores(loop, name)) > 1:
-        raise Refused(f"`{name}` is given another value in the loop")
+        raise FixRefused(f"`{name}` gets another value in the loop")
 
 
 ITERATED_READ: Fix = Fix(
     name="iterated_read",
-    doc="""`[int(v) for v in x]` and `for v in x: ... v.item()` go over `x.flatten().tolist()`: one read.
+    doc="""`[int(v) for v in x]` and `for v in x: ... v.item()` iterate over `x.flatten().tolist()`: one read.
 
-    Iterating a tensor gives views of its elements, and each of them is read on its own. Where an element is
-    used for nothing but its number, the numbers are read in one copy. Rows of one element count as elements.
+    Iterating over a tensor gives views of its elements, and each is read separately. If an element is used
+    only for its number, one copy reads all the numbers. Rows of one element count as elements.
 
-    Holds for tensors of one dimension. Suggested, not applied, where something that is called meanwhile
-    might write to the tensor, whose later elements would be read before it.
+    Applies to tensors of one dimension. Suggested, not applied, if a function called in the meantime might
+    write to the tensor, since later elements are now read before that.
 
-    Values that are read count as real numbers, as in the run that was watched.
+    The values that are read are assumed to be real numbers, as in the observed run.
     """,
     codes=("TT101",),
     equivalence="BITWISE",
@@ -153,7 +166,7 @@ ITERATED_READ: Fix = Fix(
 )
 
 
-def _find(source: Source) -> Iterator[Match]:
+def _find(source: SourceFile) -> Iterator[Match]:
     for node in source.at(
         {(ast.Call, "tolist"), (ast.Call, "item"), (ast.Call, "int"), (ast.Call, "float")}
     ):
@@ -166,25 +179,25 @@ def _find(source: Source) -> Iterator[Match]:
             yield Match(fix=INVARIANT_READ, source=source, node=node, parts=parts)
 
 
-def _invariant(source: Source) -> Iterator[Match]:
-    """Reads in a loop, of what the loop does not bind."""
+def _invariant(source: SourceFile) -> Iterator[Match]:
+    """Yield reads in a loop of names that the loop does not bind."""
     return with_names(_find)(source)
 
 
-def _tensor(source: Source, node: ast.Call) -> ast.expr | None:
+def _tensor(source: SourceFile, node: ast.Call) -> ast.expr | None:
     if any(
         True for one in node.args for _ in reads_in(one, source) if read_of(node, source) is None
     ):
         return None
     if isinstance(node.func, ast.Attribute) and node.func.attr == "tolist" and not node.args:
-        return bare(node.func.value)
+        return without_detach(node.func.value)
     read = read_of(node, source)
     inner = read is not None and read_of(source.parents[node], source) is not None
     return read.tensor if read is not None and not inner else None
 
 
-def _parts(source: Source, node: ast.Call, tensor: ast.expr) -> dict[str, ast.expr] | None:
-    """The tensor, or the whole and the indices of a row of it."""
+def _parts(source: SourceFile, node: ast.Call, tensor: ast.expr) -> dict[str, ast.expr] | None:
+    """Return the tensor, or the whole and the indices of a row of it."""
     loop = source.loop(node)
     if loop is None or (isinstance(loop, ast.For) and within(node, loop.iter)):
         return None
@@ -197,8 +210,8 @@ def _parts(source: Source, node: ast.Call, tensor: ast.expr) -> dict[str, ast.ex
     return None
 
 
-def _is_guarded(source: Source, node: ast.AST) -> bool:
-    """Whether it is already read only where it has not been."""
+def _is_guarded(source: SourceFile, node: ast.AST) -> bool:
+    """Return True if a test already limits the read to the first time."""
     assign, outer = source.statement(node), source.parents[source.statement(node)]
     return (
         isinstance(assign, ast.Assign)
@@ -208,22 +221,21 @@ def _is_guarded(source: Source, node: ast.AST) -> bool:
 
 
 def _read_once(match: Match, facts: Facts) -> Writing:
-    """The read where it is first needed, and its value."""
     node = match.node
     assert isinstance(node, ast.Call)
     indices = [name for name in match.parts if name.startswith("I")]
     need_tensor(facts, "X", match.text("X"))
     for part in indices:
         facts.need(
-            f"`{match.text(part)[:60]}` is an integer of Python's",
-            lambda v, part=part: getattr(v, part).kind == "int",  # type: ignore[misc]
+            f"`{match.text(part)[:60]}` is a Python integer",
+            of_part(part, lambda seen: seen.kind == "int"),
         )
     rank = facts.only("the number of dimensions", lambda v: len(v.X.shape), len(indices) or 1)
     left = rank - len(indices)
     listed = isinstance(node.func, ast.Attribute) and node.func.attr == "tolist"
     if left < 0 or left > (1 if listed else 0):
-        raise Refused(
-            "what is read is a list of lists, or a tensor of one element and more dimensions"
+        raise FixRefused(
+            "it reads a list of lists, or a tensor of one element and several dimensions"
         )
     loop, risk = _widest(match)
     test, imports, _ = names_tested(match, facts, ["X"]) if listed else ("", (), [])
@@ -233,7 +245,9 @@ def _read_once(match: Match, facts: Facts) -> Writing:
 
 
 def _widest(match: Match) -> tuple[Loop, str]:
-    """The outermost loop throughout which the tensor stays; the innermost, and what may differ, if none."""
+    """Return the outermost loop that leaves the tensor unchanged; else the innermost, and what may
+    change it.
+    """
     source, tensor = match.source, match.parts["X"]
     found = None
     for loop in _loops_around(source, match.node):
@@ -244,21 +258,22 @@ def _widest(match: Match) -> tuple[Loop, str]:
         return found, ""
     inner = source.loop(match.node)
     assert inner is not None
-    return inner, f"something that is called in the loop might write to `{match.text('X')[:60]}`"
+    return inner, f"a function called in the loop might write to `{match.text('X')[:60]}`"
 
 
 def _edits(
     match: Match, loop: Loop, indices: list[str], *, copied: bool, test: str, scalar: bool
-) -> tuple[Edit, ...]:
-    """The read, and its value. `copied`: that is a list. `test`: where this does not hold the tensor is read
-    as it was. `scalar`: a number is read, whatever dimensions of one element there are besides."""
+) -> tuple[TextEdit, ...]:
+    """Return the edits for the read and its value.
+
+    `copied`: the value is a list. `test`: if it fails, the tensor is read as before. `scalar`: a number is
+    read, whatever dimensions of size one there are.
+    """
     source, node, tensor = match.source, match.node, match.parts["X"]
     assert isinstance(node, ast.Call)
-    if not is_whole(source, node):
-        raise Refused("it is in a text. Give it a name before")
-    blanks = source.indentation(loop)
-    if blanks is None:
-        raise Refused("the loop shares its line with another statement. Give each its own line")
+    if not has_own_text(source, node):
+        raise FixRefused("it is inside an f-string. Assign it to a name before")
+    blanks = need_indentation(source, loop)
     words = re.findall(r"[A-Za-z_]\w*", ast.unparse(tensor))
     base = next((word for word in words if word not in ("self", "torch")), "value")
     name = fresh(source, node, f"{base}_read")
@@ -276,9 +291,9 @@ def _edits(
     shaped = f".reshape({text}.shape[:{len(indices)}])" if scalar else ""
     once = f"if {name} is None:\n    {name} = {text}{shaped}.tolist()"
     edits = (
-        Edit(start, start, f"{blanks}{name} = None{source.newline}"),
+        TextEdit(start, start, f"{blanks}{name} = None{source.newline}"),
         insert_before(source, node, once),
-        Edit(source.start(node), source.end(node), value),
+        TextEdit(source.start(node), source.end(node), value),
     )
     check_comments(source, edits)
     return edits
@@ -288,7 +303,7 @@ def _joined(text: str) -> str:
     return " ".join(part.strip() for part in text.splitlines())
 
 
-def _is_unpacked(source: Source, node: ast.AST) -> bool:
+def _is_unpacked(source: SourceFile, node: ast.AST) -> bool:
     outer = source.parents[node]
     return isinstance(outer, ast.Assign) and all(
         isinstance(target, ast.Tuple | ast.List) for target in outer.targets
@@ -300,16 +315,16 @@ INVARIANT_READ: Fix = Fix(
     doc="""`mask.sum(1).tolist()` and `sizes[i].tolist()` in a loop are read once, before they are first
     needed.
 
-    A read in a loop waits each time round. Where its tensor stays the same throughout the loop, one read is
-    enough; where it is a row of one, the whole is read once and the row is taken on the host. It is read
-    when it is first needed, so a loop that runs zero times reads nothing, as before. Lists are given out as
-    copies, since what gets one may change it.
+    A read in a loop waits in each iteration. If its tensor stays the same throughout the loop, one read is
+    enough; if the read is of a row of such a tensor, the whole tensor is read once and the row taken on the
+    host. The read happens when it is first needed, so a loop without iterations reads nothing, as before.
+    Lists are copied, since the code that gets one may change it.
 
-    Holds where nothing in the loop can write to the tensor: it has one name, through which it is only read,
-    or the loop calls nothing but known functions. Otherwise it is suggested: a function that is called
-    might.
+    Applies if nothing in the loop can write to the tensor: it has a single alias that is read-only, or the
+    loop calls only known functions. Otherwise it is suggested, since a function that is called might write to
+    it.
 
-    Values that are read count as real numbers, as in the run that was watched.
+    The values that are read are assumed to be real numbers, as in the observed run.
     """,
     codes=("TT101",),
     equivalence="BITWISE",
@@ -318,22 +333,23 @@ INVARIANT_READ: Fix = Fix(
 )
 
 
-def _loops_around(source: Source, node: ast.AST) -> Iterator[Loop]:
-    """The loops of the same function around a node, innermost first."""
+def _loops_around(source: SourceFile, node: ast.AST) -> Iterator[Loop]:
+    """Yield the loops of the same function around a node, innermost first."""
     at = source.loop(node)
     while at is not None:
         yield at
         at = source.loop(at)
 
 
-def _changes_nothing(source: Source, inside: ast.AST) -> bool:
-    """Whether no tensor is written to there, as far as its form tells: known functions, no assignment in
-    place."""
+def _changes_nothing(source: SourceFile, inside: ast.AST) -> bool:
+    """Return True if the code writes to no tensor, judged by its form: known functions, no in-place
+    assignment.
+    """
     return all(_harmless(source, node) for node in ast.walk(inside))
 
 
-def _keeps(source: Source, loop: Loop, expression: ast.expr) -> bool:
-    """Whether an expression's names mean the same tensors, with the same content, throughout the loop."""
+def _keeps(source: SourceFile, loop: Loop, expression: ast.expr) -> bool:
+    """Return True if an expression's names refer to the same, unchanged tensors throughout the loop."""
     if binds(loop, expression):
         return False
     if _changes_nothing(source, loop):
@@ -344,17 +360,18 @@ def _keeps(source: Source, loop: Loop, expression: ast.expr) -> bool:
         return False
     own = names_in(expression) - set(source.imported)
     return all(
-        was_fresh(source, name, loop) and all(only_reads(source, use) for use in loads(loop, name))
+        is_fresh_name(source, name, loop)
+        and all(only_reads(source, use) for use in loads(loop, name))
         for name in own
     )
 
 
-def _is_data(source: Source, node: ast.Attribute) -> bool:
+def _is_data(source: SourceFile, node: ast.Attribute) -> bool:
     outer = source.parents[node]
     return not (isinstance(outer, ast.Call) and outer.func is node) and source.dotted(node) is None
 
 
-def _harmless(source: Source, node: ast.AST) -> bool:
+def _harmless(source: SourceFile, node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
         words = {word.arg for word in node.keywords}
         called = ast.Call(node.func, [], [])

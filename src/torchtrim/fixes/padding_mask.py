@@ -1,14 +1,13 @@
 """A loop of `mask[i, :n] = True` over lengths becomes one comparison of positions with the lengths.
 
-A bound that is on the device is read by the host, once for each row. All rows at once are
-`positions < lengths[:, None]`. It is written into the same memory, where the loop wrote and nowhere
-else. A negative length counts from the end, as it does in a slice.
+The host reads a bound on the device once for each row. `positions < lengths[:, None]` computes all rows at
+once. It writes to the same memory, and only where the loop wrote. A negative length counts from the end, as
+in a slice.
 
-Refused where the loop does more, where its variables are read after it, and where the value is none
-that fills.
+Refused if the loop does more, if its variables are read after it, and if the value cannot fill.
 
-Ranks that were seen are tested for, which needs no sync; for others the original loop is kept.
-Lengths count as real numbers.
+The replacement tests for the observed ranks, which needs no sync, and keeps the original loop for others.
+Lengths are assumed to be real numbers, as in the observed run.
 """
 
 from __future__ import annotations
@@ -18,14 +17,22 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchtrim.rewriter.dense import widened
-from torchtrim.rewriter.fix import Edit, Fix, Match, Writing
+from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
 from torchtrim.rewriter.guarded import for_kinds_seen
-from torchtrim.rewriter.replace import check_comments, fresh, torch_of
-from torchtrim.source.facts import Facts, Refused, Values, is_floating, is_number, is_tensor
+from torchtrim.rewriter.replace import check_comments, fresh, need_indentation, torch_of
+from torchtrim.source.facts import (
+    Facts,
+    FixRefused,
+    Values,
+    are_lengths,
+    is_floating,
+    is_number,
+    is_tensor,
+)
 from torchtrim.source.forms import equal, match_form
-from torchtrim.source.purity import is_pure, is_simple
-from torchtrim.source.source import Function, Source
-from torchtrim.source.uses import loads
+from torchtrim.source.names import loads
+from torchtrim.source.operations import is_pure, is_simple
+from torchtrim.source.source import Function, SourceFile
 
 _READS = ("N.item()", "int(N)", "N")
 _STORES = (
@@ -39,7 +46,9 @@ _RANK = "the number of the mask's dimensions"
 
 
 class _Loop(NamedTuple):
-    """`for ...: mask[row, :length] = value`. `rows`: how many, where that is not all lengths."""
+    """A loop `for ...: mask[row, :length] = value`. `rows`: their number, unless it is that of all
+    lengths.
+    """
 
     node: ast.For
     mask: ast.expr
@@ -50,15 +59,14 @@ class _Loop(NamedTuple):
     names: tuple[str, ...]
 
 
-def find(source: Source) -> Iterator[Match]:
-    """The loops that fill rows up to, or from, a length."""
+def _find(source: SourceFile) -> Iterator[Match]:
     for node in source.each(ast.For):
         if (found := _read(node, source)) is not None:
             parts = {"X": found.mask, "L": found.lengths, "V": found.value}
             yield Match(fix=FIX, source=source, node=node.body[0], parts=parts, begin=node)
 
 
-def _read(node: ast.For, source: Source) -> _Loop | None:
+def _read(node: ast.For, source: SourceFile) -> _Loop | None:
     if len(node.body) != 1 or node.orelse:
         return None
     for form, sign in _STORES:
@@ -69,7 +77,9 @@ def _read(node: ast.For, source: Source) -> _Loop | None:
     return None
 
 
-def _of_parts(node: ast.For, source: Source, parts: dict[str, ast.expr], sign: str) -> _Loop | None:
+def _of_parts(
+    node: ast.For, source: SourceFile, parts: dict[str, ast.expr], sign: str
+) -> _Loop | None:
     index, length = parts["I"], parts["N"]
     enumerated = match_form("enumerate(L)", node.iter, source)
     if enumerated is not None and isinstance(node.target, ast.Tuple) and len(node.target.elts) == 2:
@@ -93,29 +103,26 @@ def _of_parts(node: ast.For, source: Source, parts: dict[str, ast.expr], sign: s
     return None
 
 
-def write(match: Match, facts: Facts) -> Writing:
-    """One comparison of all positions with all lengths."""
+def _write(match: Match, facts: Facts) -> Writing:
     source = match.source
     found = _read(match.begin, source)  # type: ignore[arg-type]
     assert found is not None
     _check(source, found)
     facts.need(
-        f"`{match.text('L')}` is a tensor of whole numbers with one dimension, on the device of "
+        f"`{match.text('L')}` is a one-dimensional integer tensor on the device of "
         f"`{match.text('X')}`",
-        lambda v: not v.has("L") or (_are_lengths(v) and v.L.device == v.X.device),
+        lambda v: not v.has("L") or (are_lengths(v.L) and v.L.device == v.X.device),
     )
     facts.need(
-        f"`{match.text('V')}` is a number of Python's that `{match.text('X')}` can hold",
+        f"`{match.text('V')}` is a Python number that `{match.text('X')}` can hold",
         lambda v: is_tensor(v.X) and len(v.X.shape) > 1 and is_number(v.V) and _holds(v),
     )
     rank = facts.only(_RANK, lambda v: len(v.X.shape), 2)
     torch, imports = torch_of(source)
-    blanks = source.indentation(found.node)
-    if blanks is None:
-        raise Refused("the loop shares its line with another statement. Give each its own line")
+    blanks = need_indentation(source, found.node)
     lines = _lines(match, found, torch, rank)
     text = f"{source.newline}{blanks}".join(lines)
-    edits = (*imports, Edit(source.start(found.node), source.end(found.node), text))
+    edits = (*imports, TextEdit(source.start(found.node), source.end(found.node), text))
     check_comments(source, edits)
     return Writing(for_kinds_seen(match, facts, edits))
 
@@ -143,31 +150,27 @@ def _lines(match: Match, found: _Loop, torch: str, rank: int) -> list[str]:
     return [*lines, f"{mask}[:{rows}].masked_fill_({chosen}, {match.text('V')})"]
 
 
-def _check(source: Source, found: _Loop) -> None:
-    """Raises `Refused` where the loop's variables matter elsewhere, or what it uses has effects."""
+def _check(source: SourceFile, found: _Loop) -> None:
+    """Raise `FixRefused` if the loop's variables are used elsewhere, or its expressions have side effects."""
     function = source.function(found.node)
     inside = {id(one) for one in ast.walk(found.node)}
     for name in found.names:
         if not isinstance(function, Function) or any(
             id(use) not in inside for use in loads(function, name)
         ):
-            raise Refused(
-                f"`{name}` is read after the loop, or may be. Take another name in the loop"
+            raise FixRefused(
+                f"`{name}` is or may be read after the loop. Use another name in the loop"
             )
         if any(list(loads(part, name)) for part in (found.value, found.mask, found.lengths)):
-            raise Refused(f"`{name}` decides more than which row is filled how far")
+            raise FixRefused(f"`{name}` decides more than the row and how far it is filled")
     if not is_simple(found.mask) or not is_simple(found.value):
-        raise Refused("the target, or the value, is computed for each row. Give it a name before")
+        raise FixRefused(
+            "the target, or the value, is computed for each row. Assign it to a name before"
+        )
     if not is_pure(found.lengths, source) or (found.rows is not None and not is_simple(found.rows)):
-        raise Refused("the lengths may do more than compute a value. Give them a name before")
-
-
-def _are_lengths(values: Values) -> bool:
-    return (
-        is_tensor(values.L)
-        and values.L.dtype in ("int64", "int32", "int16", "uint8")
-        and len(values.L.shape) == 1
-    )
+        raise FixRefused(
+            "the expression of the lengths may have a side effect. Assign it to a name before"
+        )
 
 
 def _holds(values: Values) -> bool:
@@ -176,4 +179,4 @@ def _holds(values: Values) -> bool:
 
 _WHOLE = ("bool", "int64", "int32")
 
-FIX = Fix(codes=("TT101",), equivalence="BITWISE", find=find, write=write)
+FIX = Fix(codes=("TT101",), equivalence="BITWISE", find=_find, write=_write)

@@ -1,15 +1,15 @@
 """`torch.cat([x[mask], x[~mask]])` becomes a gather in a stable order, at a fixed size.
 
-Rows that a mask selects go before those that it does not, and both keep their order. That is a stable
-sort of the mask: `x[torch.argsort((~mask).byte(), stable=True)]` has as many rows as `x`, which the host
-knows. Of two tensors, `torch.cat([x[mask], y[~mask]])` takes the rows of `torch.where(mask, x, y)`. Of
-more pairs of a mask and its inverse, all rows are put together and the selected ones come first. Rows
-are only moved: values and gradients are the same bits.
+The selected rows come before the others, and both keep their order. That is a stable sort of the mask:
+`x[torch.argsort((~mask).byte(), stable=True)]` has as many rows as `x`, which the host knows. With two
+tensors, `torch.cat([x[mask], y[~mask]])` takes the rows of `torch.where(mask, x, y)`. With more pairs of a
+mask and its inverse, all rows are concatenated and the selected ones come first. Rows only move: values and
+gradients are identical, bit for bit.
 
-Refused where the masks are no pairs of inverses, for then the number of rows is not known, and where
-the tensors differ in type.
+Refused if the masks are not pairs of inverses, since the number of rows is unknown then, and if the tensors
+differ in type.
 
-Ranks that were seen are tested for, which needs no sync; for others the original line is kept.
+The replacement tests for the observed ranks, which needs no sync, and keeps the original line for others.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.rewriter.dense import hoisted, need_order, widened
-from torchtrim.rewriter.fix import Edit, Fix, Match, Writing
+from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
 from torchtrim.rewriter.guarded import for_kinds_seen
 from torchtrim.rewriter.replace import atom, check_comments, instead, torch_of
 from torchtrim.source.facts import Facts, Values, is_mask
 from torchtrim.source.forms import equal
 from torchtrim.source.selections import Selection, Tree, selection, syncs_of, tensor_part
-from torchtrim.source.source import Source
+from torchtrim.source.source import SourceFile
 
 _NAMES = ("torch.cat", "torch.concat", "torch.concatenate")
 
 
-def find(source: Source) -> Iterator[Match]:
-    """The concatenations of what masks and their inverses select."""
+def _find(source: SourceFile) -> Iterator[Match]:
     for node in source.each(ast.Call):
         if (found := _read(node, source)) is not None:
             parts = {tensor_part(n): one.tensor for n, one in enumerate(found)}
@@ -38,7 +37,7 @@ def find(source: Source) -> Iterator[Match]:
             yield Match(fix=FIX, source=source, node=node, parts=parts, syncs=syncs_of(found))
 
 
-def _read(node: ast.Call, source: Source) -> list[Selection] | None:
+def _read(node: ast.Call, source: SourceFile) -> list[Selection] | None:
     if source.dotted(node.func) not in _NAMES or not 1 <= len(node.args) <= 2:
         return None
     dims = [*node.args[1:], *(word.value for word in node.keywords if word.arg in ("dim", "axis"))]
@@ -54,7 +53,7 @@ def _read(node: ast.Call, source: Source) -> list[Selection] | None:
 
 
 def _pairs(chosen: list[Selection]) -> list[ast.expr] | None:
-    """One mask of each pair of inverses, None where one has no partner."""
+    """Return one mask of each pair of inverses, or None if one has no partner."""
     left = [one.mask for one in chosen]
     found = []
     while left:
@@ -74,15 +73,14 @@ def _inverse(one: ast.expr, other: ast.expr) -> bool:
     return False
 
 
-def write(match: Match, facts: Facts) -> Writing:
-    """All rows, in the order of the masks."""
+def _write(match: Match, facts: Facts) -> Writing:
     source = match.source
     assert isinstance(match.node, ast.Call)
     chosen = _read(match.node, source)
     assert chosen is not None
     facts.need(
-        "each mask is boolean, of one dimension, as long as its tensor, and all tensors are of one type, "
-        "device and shape of a row",
+        "each mask is boolean, one-dimensional and as long as its tensor, and all tensors have one type, "
+        "device and row shape",
         lambda v: _fit(v, len(chosen)),
     )
     need_order(source, Tree(chosen[0].mask, leaves=[(one, 0) for one in chosen]), hoisted=True)
@@ -95,7 +93,9 @@ def write(match: Match, facts: Facts) -> Writing:
     return Writing(for_kinds_seen(match, facts, edits))
 
 
-def _of_two(match: Match, facts: Facts, chosen: list[Selection], torch: str) -> tuple[Edit, ...]:
+def _of_two(
+    match: Match, facts: Facts, chosen: list[Selection], torch: str
+) -> tuple[TextEdit, ...]:
     source = match.source
     first, second = chosen
     assert isinstance(match.node, ast.expr)
@@ -111,7 +111,7 @@ def _of_two(match: Match, facts: Facts, chosen: list[Selection], torch: str) -> 
     )
 
 
-def _of_many(source: Source, chosen: list[Selection], torch: str) -> str:
+def _of_many(source: SourceFile, chosen: list[Selection], torch: str) -> str:
     rows = ", ".join(source.segment(one.tensor) for one in chosen)
     left = ", ".join(_turned(source, one.mask) for one in chosen)
     pairs = _pairs(chosen)
@@ -121,13 +121,13 @@ def _of_many(source: Source, chosen: list[Selection], torch: str) -> str:
     return f"{torch}.cat([{rows}])[{order}]"
 
 
-def _turned(source: Source, mask: ast.expr) -> str:
+def _turned(source: SourceFile, mask: ast.expr) -> str:
     if isinstance(mask, ast.UnaryOp) and isinstance(mask.op, ast.Invert):
         return source.segment(mask.operand)
     return f"~{atom(source, mask)}"
 
 
-def _bytes(source: Source, mask: ast.expr) -> str:
+def _bytes(source: SourceFile, mask: ast.expr) -> str:
     return f"{atom(source, mask)}.byte()"
 
 
@@ -142,4 +142,4 @@ def _fit(values: Values, many: int) -> bool:
     return True
 
 
-FIX = Fix(codes=("TT102",), equivalence="BITWISE", find=find, write=write)
+FIX = Fix(codes=("TT102",), equivalence="BITWISE", find=_find, write=_write)

@@ -1,11 +1,11 @@
 """`batch.to(device)` of a `DataLoader`'s batch: pinned by the loader, and moved without waiting.
 
-A copy from ordinary memory waits until it is done. The loader gets `pin_memory=torch.cuda.is_available()`
-and the copy `non_blocking=True`, so that the next operators are issued meanwhile. PyTorch keeps pinned
-memory until copies out of it are over.
+A copy from pageable memory blocks until it is done. The loader gets `pin_memory=torch.cuda.is_available()`
+and the copy `non_blocking=True`, so that the host issues the next operators in the meantime. PyTorch keeps
+pinned memory until copies from it have finished.
 
-Refused where the batch on the host may be written to afterwards, which the copy might still read, and
-where the loader's own arguments are not seen.
+Refused if the batch on the host may be written to afterwards, while the copy might still read it, and if the
+loader's arguments are not visible.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from torchtrim.rewriter.fix import Edit, Fix, Match, Writing
+from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
 from torchtrim.rewriter.replace import check_comments, torch_of
-from torchtrim.source.facts import Facts, Refused, is_tensor
-from torchtrim.source.names import is_private, only_reads
-from torchtrim.source.source import Source
-from torchtrim.source.uses import loads, stores
+from torchtrim.source.facts import Facts, FixRefused, is_tensor, of_part
+from torchtrim.source.names import is_private, loads, only_reads, stores
+from torchtrim.source.source import SourceFile
 
 _LOADER = "torch.utils.data.DataLoader"
 _AROUND = ("enumerate", "tqdm", "iter", "trange", "islice")
 
 
-def find(source: Source) -> Iterator[Match]:
-    """Moves of what a loop over something takes from it, in a file that makes a loader."""
+def _find(source: SourceFile) -> Iterator[Match]:
     if not _loaders(source):
         return
     for node in source.at({(ast.Call, "to"), (ast.Call, "cuda")}):
@@ -42,7 +40,7 @@ def find(source: Source) -> Iterator[Match]:
             yield Match(fix=FIX, source=source, node=node, parts=parts)
 
 
-def _loaders(source: Source) -> list[ast.Call]:
+def _loaders(source: SourceFile) -> list[ast.Call]:
     return [
         node
         for node in source.at({(ast.Call, "DataLoader")})
@@ -55,7 +53,7 @@ def _is_taken(name: ast.Name, loop: ast.For) -> bool:
 
 
 def _others(name: ast.Name, loop: ast.For) -> Iterator[ast.Name]:
-    """What else the loop takes: where it is first used, or, if nowhere, where it is taken."""
+    """Return the loop's other targets: the first use of each or, without one, the target itself."""
     counter = loop.target.elts[:1] if _is_counted(loop) else []  # type: ignore[attr-defined]
     for taken in ast.walk(loop.target):
         if isinstance(taken, ast.Name) and taken.id != name.id and taken not in counter:
@@ -79,38 +77,37 @@ def _iterated(node: ast.expr) -> ast.expr:
     return node
 
 
-def write(match: Match, facts: Facts) -> Writing:
-    """The loader with pinned memory, and the copy that does not wait."""
+def _write(match: Match, facts: Facts) -> Writing:
     source, node = match.source, match.node
     assert isinstance(node, ast.Call)
     facts.need(
-        f"`{match.text('X')}` is a tensor of the host, of a `DataLoader`",
+        f"`{match.text('X')}` is a tensor on the host, from a `DataLoader`",
         lambda v: is_tensor(v.X) and v.X.device == "cpu",
     )
     for part in (one for one in match.parts if one.startswith("B")):
         facts.need(
-            f"`{match.text(part)}` is of the host too, or the loader cannot pin it",
-            lambda v, part=part: getattr(v, part).device in ("", "cpu"),  # type: ignore[misc]
+            f"`{match.text(part)}` is on the host too, or the loader cannot pin it",
+            of_part(part, lambda seen: seen.device in ("", "cpu")),
         )
     if not facts.holds(lambda v: not hasattr(v, "LOADER") or v.LOADER.kind == "DataLoader"):
         if facts.seen:
-            raise Refused(
-                f"`{match.text('LOADER')[:60]}` is no `DataLoader`, and may use its memory again"
+            raise FixRefused(
+                f"`{match.text('LOADER')[:60]}` is not a `DataLoader`, and may reuse its memory"
             )
         facts.leave_open(f"`{match.text('LOADER')[:60]}` is a `DataLoader`")
     name = match.parts["X"]
     assert isinstance(name, ast.Name)
     if not _is_done(source, name, node):
-        raise Refused(
-            f"`{name.id}` is used after it was moved, and may be written to while it is copied"
+        raise FixRefused(
+            f"`{name.id}` is used after the move, and may be written to during the copy"
         )
     torch, imports = torch_of(source)
     edits = [added_keyword(source, node, "non_blocking=True"), *imports]
     for loader in _its_loaders(source, match.parts["LOADER"]):
         words = {word.arg: word.value for word in loader.keywords}
         if None in words or any(isinstance(one, ast.Starred) for one in loader.args):
-            raise Refused(
-                "the arguments of its `DataLoader` are not seen here. Give it `pin_memory=True`"
+            raise FixRefused(
+                "the arguments of its `DataLoader` are not visible here. Pass it `pin_memory=True`"
             )
         if "pin_memory" not in words:
             edits.append(added_keyword(source, loader, f"pin_memory={torch}.cuda.is_available()"))
@@ -118,8 +115,8 @@ def write(match: Match, facts: Facts) -> Writing:
     return Writing(tuple(edits))
 
 
-def _its_loaders(source: Source, iterated: ast.expr) -> list[ast.Call]:
-    """The makings of the loader. Raises `Refused` where it may be one of several."""
+def _its_loaders(source: SourceFile, iterated: ast.expr) -> list[ast.Call]:
+    """Return the constructor calls of the loader. Raises `FixRefused` if it may be one of several."""
     found = _loaders(source)
     if isinstance(iterated, ast.Name):
         given = [source.parents[one] for one in stores(source.function(iterated), iterated.id)]
@@ -127,14 +124,14 @@ def _its_loaders(source: Source, iterated: ast.expr) -> list[ast.Call]:
         if own and len(own) == len(given):
             return own
     if len(found) > 1:
-        raise Refused(
-            "the file makes several loaders. Give this one `pin_memory=True` where it is made"
+        raise FixRefused(
+            "the file creates several loaders. Pass `pin_memory=True` to this one's constructor"
         )
     return found
 
 
-def _is_done(source: Source, name: ast.Name, move: ast.Call) -> bool:
-    """Whether the moved one takes the name, or the name is only read from then on."""
+def _is_done(source: SourceFile, name: ast.Name, move: ast.Call) -> bool:
+    """Return True if the moved tensor takes the name, or the name is only read from then on."""
     statement = source.statement(move)
     if isinstance(statement, ast.Assign):
         for target in statement.targets:
@@ -145,15 +142,15 @@ def _is_done(source: Source, name: ast.Name, move: ast.Call) -> bool:
     return is_private(source, function, name.id) and all(only_reads(source, use) for use in later)
 
 
-def added_keyword(source: Source, call: ast.Call, text: str) -> Edit:
-    """One more keyword of a call."""
+def added_keyword(source: SourceFile, call: ast.Call, text: str) -> TextEdit:
+    """Return the edit that adds a keyword to a call."""
     given = [source.end(one) for one in (*call.args, *(word.value for word in call.keywords))]
     close = source.end(call) - 1
     if not given:
-        return Edit(close, close, text)
+        return TextEdit(close, close, text)
     rest = source.text[max(given) : close]
     at = max(given) + (rest.rindex(")") + 1 if ")" in rest and "#" not in rest else 0)
-    return Edit(at, at, f", {text}")
+    return TextEdit(at, at, f", {text}")
 
 
-FIX = Fix(codes=("TT103",), equivalence="BITWISE", find=find, write=write)
+FIX = Fix(codes=("TT103",), equivalence="BITWISE", find=_find, write=_write)

@@ -1,4 +1,4 @@
-"""Syncs that no form of the same result avoids: each is left as it is, with the reason and a way out."""
+"""Syncs that no other form of the code avoids: left unchanged, with a reason and an alternative."""
 
 from __future__ import annotations
 
@@ -7,24 +7,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import NoReturn
 
-from torchtrim.fixes import (
-    masked_assignment,
-    masked_cross_entropy,
-    masked_fill,
-    masked_reduction,
-    padding_mask,
-    partition,
-)
+from torchtrim.fixes import padding_mask, partition
 from torchtrim.fixes.conditional_fill import fills
 from torchtrim.fixes.counts import DISTINCT_COUNT, MASKED_COUNT
+from torchtrim.fixes.masked_assignments import MASKED_ASSIGNMENT, MASKED_FILL
+from torchtrim.fixes.masked_reductions import MASKED_CROSS_ENTROPY, MASKED_REDUCTION
 from torchtrim.rewriter.fix import Fix, Match
 from torchtrim.source.branches import branches
-from torchtrim.source.facts import Facts, Refused, Values, is_tensor
+from torchtrim.source.facts import Facts, FixRefused, Values, is_tensor
 from torchtrim.source.forms import match_form, places
+from torchtrim.source.names import loads
+from torchtrim.source.operations import is_total
 from torchtrim.source.selections import mask_of_index, selection
-from torchtrim.source.source import Source
-from torchtrim.source.total import is_total
-from torchtrim.source.uses import loads
+from torchtrim.source.source import SourceFile
 
 Place = tuple[ast.AST, Mapping[str, ast.expr], str]
 """A node, its parts and its form."""
@@ -34,24 +29,22 @@ def _refusal(
     name: str,
     code: str,
     doc: str,
-    find: Callable[[Source], Iterator[Place]],
+    find: Callable[[SourceFile], Iterator[Place]],
     reason: Callable[[Match, Facts], str],
 ) -> Fix:
-    """The fix that refuses each place with the reason."""
 
-    def found(source: Source) -> Iterator[Match]:
+    def found(source: SourceFile) -> Iterator[Match]:
         for node, parts, form in find(source):
             yield Match(fix=fix, source=source, node=node, parts=parts, form=form)
 
     def write(match: Match, facts: Facts) -> NoReturn:
-        raise Refused(reason(match, facts))
+        raise FixRefused(reason(match, facts))
 
     fix = Fix(name=name, doc=doc, codes=(code,), equivalence="BITWISE", find=found, write=write)
     return fix
 
 
-def _fixed(source: Source, others: Iterable[Fix]) -> set[int]:
-    """The nodes that other fixes are for."""
+def _fixed(source: SourceFile, others: Iterable[Fix]) -> set[int]:
     return {
         id(part)
         for other in others
@@ -78,33 +71,32 @@ _SHAPES = {
 }
 _SHAPE_REASONS = {
     _NONZERO: (
-        "as many indices come from it as there are true elements, and what follows works with them. Where "
-        "the host knows a bound, `torch.nonzero_static(mask, size=n)`; where they come from what the host "
-        "made, make the indices there with `torch.arange`; else keep the mask and compute with all elements"
+        "it returns as many indices as there are true elements, and later code works with them. If the host "
+        "knows a bound, use `torch.nonzero_static(mask, size=n)`; if the mask comes from data of the host, "
+        "create the indices there with `torch.arange`; else keep the mask and compute with all elements"
     ),
     _UNIQUE: (
-        "as many values come from it as there are different ones, and what follows works with them. Where "
-        "the range is known (classes, batch numbers), compute for all of it: `torch.arange(k)`, "
+        "it returns as many values as there are distinct ones, and later code works with them. If the "
+        "range is known (classes, batch indices), compute for all of it: `torch.arange(k)`, "
         "`scatter_add_` into k places, or `one_hot(x, k)`"
     ),
     _CLASSES: (
-        "the host asks for the largest value to know how many classes there are. Say it: "
-        "`one_hot(x, num_classes=k)`; from one run the number cannot be known"
+        "the host reads the largest value to learn the number of classes. Pass it: "
+        "`one_hot(x, num_classes=k)`; a run cannot show the number"
     ),
 }
 _DRAWN = (
-    "as many random numbers are drawn as it has elements: any form of fixed size draws others. If "
-    "that may be, `torch.rand(mask.shape).masked_fill(~mask, -1).topk(k).indices` draws k of them"
+    "the number of random draws depends on its length: any form of fixed size draws others. If "
+    "that is acceptable, `torch.rand(mask.shape).masked_fill(~mask, -1).topk(k).indices` draws k of them"
 )
 _LOOPED = (
-    "the loop runs once for each value that occurs. Compute all values at once: sort by them, or "
+    "the loop runs once per distinct value. Compute all values at once: sort by them, or "
     "`scatter_add_` by them; or loop over the range, if the host knows it"
 )
 
 
-def _open_shapes(source: Source) -> Iterator[Place]:
-    """The calls that no fix is for."""
-    fixed = _fixed(source, (DISTINCT_COUNT, MASKED_COUNT, masked_fill.FIX))
+def _open_shapes(source: SourceFile) -> Iterator[Place]:
+    fixed = _fixed(source, (DISTINCT_COUNT, MASKED_COUNT, MASKED_FILL))
     for node, form, bound in places(_SHAPES, source):
         selected = any(selection(outer, source) for outer in islice(source.around(node), 2))
         if id(node) not in fixed and not selected:
@@ -121,7 +113,7 @@ def _why_open_shape(match: Match, facts: Facts) -> str:
 
 
 def _sizes_a_draw(match: Match) -> bool:
-    """Whether the length of what it gives is that of a permutation or of random numbers."""
+    """Return True if a permutation or a random draw has the result's length."""
     source = match.source
     statement = source.statement(match.node)
     if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
@@ -150,11 +142,11 @@ def _is_looped_over(match: Match) -> bool:
 OPEN_SHAPE = _refusal(
     "open_shape",
     "TT102",
-    """A call whose result is as long as the data decides is left as it is, with the reason.
+    """A call whose result's length depends on the data is left unchanged, with the reason.
 
     `nonzero`, `torch.where` with one argument, `unique` with its inverse or counts, and `one_hot` without a
-    number of classes need a host-device sync to learn a size. Where that size goes on into what follows, or
-    into a draw of random numbers, there is no form of fixed size that does the same.
+    number of classes need a host-device sync to learn a size. If later code, or a draw of random numbers,
+    depends on that size, no form of fixed size does the same.
     """,
     _open_shapes,
     _why_open_shape,
@@ -181,16 +173,15 @@ _ORDERED = (
 )
 _SPREADS = ("std", "var", "var_mean", "std_mean")
 _LISTED = (
-    "`x[mask]` would wait as well: the indices of a mask are as many as it has true elements, "
-    "however they are asked for. Keep all rows and the mask, or `torch.nonzero_static(mask, size=n)` "
+    "`x[mask]` would wait as well: a mask has as many indices as true elements, "
+    "in any form. Keep all rows and the mask, or `torch.nonzero_static(mask, size=n)` "
     "where a bound n is known"
 )
 
 
-def _open_selections(source: Source) -> Iterator[Place]:
-    """The selections that no fix is for."""
-    others = (masked_assignment, masked_cross_entropy, masked_reduction, partition)
-    fixed = _fixed(source, (MASKED_COUNT, *(other.FIX for other in others)))
+def _open_selections(source: SourceFile) -> Iterator[Place]:
+    masked = (MASKED_ASSIGNMENT, MASKED_COUNT, MASKED_CROSS_ENTROPY, MASKED_REDUCTION)
+    fixed = _fixed(source, (*masked, partition.FIX))
     for node in source.at({(ast.Call, ""), (ast.Subscript, "")}):
         assert isinstance(node, ast.expr)
         if id(node) in fixed:
@@ -205,8 +196,8 @@ def _open_selections(source: Source) -> Iterator[Place]:
                 yield node, dict(zip(names, indices, strict=False)), ""
 
 
-def _indices(node: ast.expr, source: Source) -> list[ast.expr]:
-    """The tensor that is selected from, and what may be a mask in its index."""
+def _indices(node: ast.expr, source: SourceFile) -> list[ast.expr]:
+    """Return the tensor that is selected from, and the parts of its index that may be masks."""
     found = selection(node, source)
     if found is not None:
         return [found.tensor, found.mask]
@@ -223,7 +214,7 @@ def _why_open_selection(match: Match, facts: Facts) -> str:
         return _LISTED
     masks = [name for name in match.parts if name.startswith("M")]
     if facts.holds(lambda v: not _has_mask(v, masks)):
-        return "it is no selection by a mask: what waits in this line is something else"
+        return "it is not a selection by a mask: another part of the line waits"
     return _why_followed(_what_follows(match))
 
 
@@ -237,13 +228,13 @@ def _has_mask(values: Values, names: list[str]) -> bool:
 def _why_followed(kind: str) -> str:
     if kind in _EXTREMES:
         return (
-            f"of nothing `{kind}` raises an error, which no fixed size does. Where something is always "
-            "selected, fill with the least value: `x.masked_fill(~mask, -math.inf).max()`"
+            f"`{kind}` of an empty selection raises an error, which no form of fixed size does. If the mask "
+            "always selects an element, fill with the lowest value: `x.masked_fill(~mask, -math.inf).max()`"
         )
     if kind in _ORDERED:
         return (
-            f"`{kind}` ranks selected elements among themselves. Fill what is not selected with infinity, "
-            "sort all, and take the places by `mask.sum()` as an index on the device"
+            f"`{kind}` orders the selected elements. Fill unselected ones with infinity, "
+            "sort all, and index with `mask.sum()` on the device"
         )
     if kind in _SPREADS:
         return (
@@ -252,14 +243,13 @@ def _why_followed(kind: str) -> str:
             "(n - 1)`"
         )
     return (
-        "as many rows go on from here as the mask has true elements, and what follows works with them. Keep "
+        "the selection has as many rows as the mask has true elements, and later code works with them. Keep "
         "all rows and the mask: multiply by it, fill with `torch.where`, or pad to a size that the host "
-        "knows (`torch.nonzero_static(mask, size=n)`); else select once and use that again"
+        "knows (`torch.nonzero_static(mask, size=n)`); else select once and reuse the result"
     )
 
 
 def _what_follows(match: Match) -> str:
-    """The method or function that takes the selection."""
     outer = match.source.parents.get(match.node)
     if isinstance(outer, ast.Attribute):
         return outer.attr
@@ -271,11 +261,11 @@ def _what_follows(match: Match) -> str:
 OPEN_SELECTION = _refusal(
     "open_selection",
     "TT102",
-    """A selection whose length goes on into what follows is left as it is, with the reason.
+    """A selection whose length matters to later code is left unchanged, with the reason.
 
-    `x[mask]`, and `x[mask.nonzero()]` no less, has as many rows as the mask has true elements. Where what
-    follows sorts them, takes their maximum or median, gives them to a network or returns them, there is no
-    form of fixed size that does the same here.
+    `x[mask]`, like `x[mask.nonzero()]`, has as many rows as the mask has true elements. If later code sorts
+    them, takes their maximum or median, passes them to a network or returns them, no form of fixed size does
+    the same.
     """,
     _open_selections,
     _why_open_selection,
@@ -288,30 +278,30 @@ _ASKING_NAMES = """
 """
 _ASKING = frozenset(_ASKING_NAMES.split())
 _RAISES = (
-    "it raises, so the host must know at once. Check every N steps, or let the device check with "
+    "it raises, so the host must know immediately. Check every N steps, or let the device check with "
     "`torch._assert_async(condition)`, which fails later"
 )
 _LEAVES = (
-    "it decides whether the loop goes on. Check every N steps, or keep the flag on the device, mask what is "
-    "done, and read it once after the loop"
+    "it decides whether the loop continues. Check every N steps, or keep the flag on the device, mask "
+    "finished elements, and read it once after the loop"
 )
 _REPEATS = (
-    "how often the loop runs depends on the device. Run it for a number of times that the host knows, mask "
-    "what is done, and check every N times"
+    "the number of iterations depends on the device. Run a number of iterations that the host knows, mask "
+    "finished elements, and check every N iterations"
 )
 _COUNTED = (
-    "the host counts to a number of the device. Count to one that the host knows, such as a size or a count "
-    "that was kept when the data was made; where a chunk may be empty, `max(1, ...)` of that"
+    "the host counts to a number on the device. Count to one that the host knows, such as a size or a count "
+    "stored when the data was created; if a chunk may be empty, to `max(1, ...)` of it"
 )
 _CALLS = (
-    "what hangs on it has an effect, so the host must know. Ask first what the host knows (`a and b` stops "
-    "at `a`), compute the flag once outside and pass it in, or add flags up on the device and read them "
-    "once a step"
+    "the code that it controls has a side effect, so the host must know. Test first what the host knows (`a "
+    "and b` stops at `a`), compute the flag once outside and pass it in, or add flags on the device and read "
+    "them once a step"
 )
 
 
-def _conditions(source: Source) -> Iterator[Place]:
-    """Conditions and ranges that may depend on the device, and that nothing else is for."""
+def _conditions(source: SourceFile) -> Iterator[Place]:
+    """Yield conditions and ranges that may depend on the device and that no other fix matches."""
     values = {
         branch.test
         for branch in branches(source)
@@ -340,8 +330,9 @@ def _asks(node: ast.AST) -> bool:
 
 
 def _is_range(node: ast.expr) -> bool:
-    named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    return named and node.func.id == "range"  # type: ignore[attr-defined]
+    return (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range"
+    )
 
 
 def _why_condition(match: Match, facts: Facts) -> str:
@@ -362,11 +353,12 @@ def _why_condition(match: Match, facts: Facts) -> str:
 CONTROL_DEPENDENCE = _refusal(
     "control_dependence",
     "TT101",
-    """A condition that decides what the host does next cannot be left to the device: refused, with a way out.
+    """A condition that decides what the host does next cannot move to the device: refused, with an
+    alternative.
 
     `if torch.isnan(loss): raise`, `while not done.all():`, `for i in range(n.item()):` and branches that call
-    something need the value now. What can be done depends on what hangs on it: look less often, keep a flag
-    on the device and read it once, ask the host first what it knows, or let the device check.
+    functions need the value now. The alternative depends on what the condition controls: check less often,
+    keep a flag on the device and read it once, test first what the host knows, or let the device check.
     """,
     _conditions,
     _why_condition,
@@ -374,16 +366,15 @@ CONTROL_DEPENDENCE = _refusal(
 
 
 _SIZES = ("shape", "size", "len", "dim", "numel")
-_PLAIN_BOUNDS = "its bounds are numbers of Python's: what waits in this line is something else"
+_PLAIN_BOUNDS = "its bounds are Python numbers: another part of the line waits"
 _BOUND = (
-    "the host reads the bound, for it decides how large the slice is. Keep all rows and a mask, "
+    "the host reads the bound, which decides the size of the slice. Keep all rows and a mask, "
     "`torch.arange(len(x), device=x.device) < n`, or read the bounds of all slices at once with one "
     "`.tolist()` before"
 )
 
 
-def _slices(source: Source) -> Iterator[Place]:
-    """The slices with a bound that may be a tensor."""
+def _slices(source: SourceFile) -> Iterator[Place]:
     fixed = _fixed(source, (padding_mask.FIX,))
     for node in source.each(ast.Subscript):
         if id(node) in fixed:
@@ -416,10 +407,10 @@ def _why_bound(match: Match, facts: Facts) -> str:
 DEVICE_BOUND = _refusal(
     "device_bound",
     "TT101",
-    """A slice whose bound is on the device is left as it is, with the reason.
+    """A slice whose bound is on the device is left unchanged, with the reason.
 
-    `x[:n]` with a tensor `n` calls its `__index__`, so the host reads it: the slice's size is a number that
-    the host must know. That it is written without `.item()` changes nothing.
+    `x[:n]` with a tensor `n` calls its `__index__`, so the host reads it: the host must know the size of the
+    slice. Leaving out `.item()` makes no difference.
     """,
     _slices,
     _why_bound,
@@ -427,14 +418,13 @@ DEVICE_BOUND = _refusal(
 
 
 _COPIED = (
-    "the copy is read without a sync before, so the numbers may be old ones. Record an event after it "
+    "the copy is read without a sync before, so its values may be stale. Record an event after it "
     "(`e = torch.cuda.Event(); e.record()`) and call `e.synchronize()` before the first read, or drop "
     "`non_blocking=True`"
 )
 
 
-def _copies(source: Source) -> Iterator[Place]:
-    """Copies to the host that do not wait."""
+def _copies(source: SourceFile) -> Iterator[Place]:
     for node in source.at({(ast.Call, "to")}):
         assert isinstance(node, ast.Call)
         words = {word.arg: word.value for word in node.keywords}
@@ -449,7 +439,7 @@ def _copies(source: Source) -> Iterator[Place]:
             yield node, {"X": node.func.value}, ""
 
 
-def _is_host(node: ast.expr | None, source: Source) -> bool:
+def _is_host(node: ast.expr | None, source: SourceFile) -> bool:
     if isinstance(node, ast.Call) and source.dotted(node.func) == "torch.device" and node.args:
         node = node.args[0]
     return isinstance(node, ast.Constant) and node.value == "cpu"
@@ -458,11 +448,11 @@ def _is_host(node: ast.expr | None, source: Source) -> bool:
 UNSYNCHRONIZED_COPY = _refusal(
     "unsynchronized_copy",
     "TT105",
-    """`x.to("cpu", non_blocking=True)` is refused: what is read on the host may not have arrived yet.
+    """`x.to("cpu", non_blocking=True)` is refused: the values may not have arrived when the host reads them.
 
-    A copy to the host that does not wait gives a tensor whose numbers come later. Whoever reads it before the
-    device has written it gets what was there before, without an error. It is safe only with an event that is
-    waited for first; without one, the plain `.cpu()` is right, and waits.
+    A non-blocking copy to the host returns a tensor whose values arrive later. Code that reads it before the
+    device has written it gets old memory, without an error. It is safe only after waiting for an event;
+    without one, the plain `.cpu()` is right, and waits.
     """,
     _copies,
     lambda match, facts: _COPIED,

@@ -1,4 +1,6 @@
-"""Tensors of what the host knows, made on the device or uploaded from pinned memory, without a sync."""
+"""Tensors of values known to the host, created on the device or uploaded from pinned memory, without a
+sync.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +9,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace as changed
 
-from torchtrim.rewriter.fix import Edit, Fix, Match, Writing, of_forms
+from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, of_forms
 from torchtrim.rewriter.replace import check_comments, replace
-from torchtrim.source.facts import Facts, Refused, is_floating, is_number
+from torchtrim.source.facts import Facts, FixRefused, is_floating, is_number, of_part
 from torchtrim.source.forms import match_form
 from torchtrim.source.numbers import is_known_number
-from torchtrim.source.source import Source
-from torchtrim.source.uploads import Upload, need_device, uploads
+from torchtrim.source.source import SourceFile
+from torchtrim.source.transfers import Upload, need_device, uploads
 
 _LITERALS = (ast.List, ast.Tuple, ast.ListComp, ast.GeneratorExp, ast.Dict, ast.Set)
 _LISTS = ("list", "tuple", "ndarray")
 _COUNTING = ("len", "size", "numel")
 _LARGEST = 3.4e38
+"""The largest float32, rounded down."""
 _SMALL = 2**15
 _MAKERS = frozenset(("tensor", "as_tensor"))
 _PINNED = frozenset(("tensor",))
@@ -56,39 +59,36 @@ _NEW = {
 
 
 def _of(match: Match, names: frozenset[str]) -> Upload:
-    """The upload that a match is of."""
     return next(one for one in uploads(match.source, names) if one.whole is match.node)
 
 
-def _match(fix: Fix, source: Source, upload: Upload, parts: dict[str, ast.expr]) -> Match:
-    """The match of an upload, with where it goes, and the keywords that do not say that."""
+def _match(fix: Fix, source: SourceFile, upload: Upload, parts: dict[str, ast.expr]) -> Match:
+    """Return the match of an upload, with its device and its other keywords."""
     if upload.device is not None:
         parts["D"] = upload.device
     rest = [word for word in upload.made.keywords if word.arg != "device"]
     return Match(fix=fix, source=source, node=upload.whole, parts=parts, keywords={"REST": rest})
 
 
-def _single(source: Source, names: frozenset[str]) -> Iterator[tuple[Upload, ast.expr]]:
-    """The uploads of one value, and that value."""
+def _single(source: SourceFile, names: frozenset[str]) -> Iterator[tuple[Upload, ast.expr]]:
     for upload in uploads(source, names):
         if len(upload.made.args) == 1 and not upload.between:
             yield upload, upload.made.args[0]
 
 
 def _is_small_constant(node: ast.expr) -> bool:
-    """Whether it is a number of few digits that is written there."""
     value = node.value if isinstance(node, ast.Constant) else None
     return type(value) in (int, float) and abs(value) < _SMALL  # type: ignore[arg-type]
 
 
 def _without(match: Match, *names: str) -> Match:
-    """The match without some parts: what is inside of a list is not watched with what is around it."""
+    """Return the match without some parts: parts inside a list are not observed together with the list."""
     parts = {name: part for name, part in match.parts.items() if name not in names}
     return changed(match, parts=parts)
 
 
-def _scalars(source: Source) -> Iterator[Match]:
-    """Scalars, and lists of one number, that become tensors on a device."""
+def _scalars(source: SourceFile) -> Iterator[Match]:
+    """Yield scalars, and lists of one repeated number, that become tensors on a device."""
     for upload, value in _single(source, _MAKERS):
         parts: dict[str, ast.expr] = {"C": value}
         if isinstance(value, ast.BinOp) and isinstance(value.left, ast.List):
@@ -101,16 +101,15 @@ def _scalars(source: Source) -> Iterator[Match]:
 
 
 def _full(match: Match, facts: Facts) -> Writing:
-    """The tensor made on the device."""
     source = match.source
     upload = _of(match, _MAKERS)
     words = upload.words
     _check_words(upload)
     if not _is_small(match.parts["C"]):
         facts.need(
-            f"`{match.text('C')[:60]}` is a number of Python's",
+            f"`{match.text('C')[:60]}` is a Python number",
             lambda v: is_number(v.C),
-            told=lambda _: is_known_number(match.parts["C"], source),
+            static=lambda _: is_known_number(match.parts["C"], source),
         )
     if "D" in match.parts:
         need_device(facts, match.text("D"))
@@ -124,7 +123,7 @@ def _full(match: Match, facts: Facts) -> Writing:
         return Writing(replace(match, f"torch.full({size}, C{rest}, device={device})"))
     dtype = source.segment(words["dtype"]) if "dtype" in words else "torch.get_default_dtype()"
     if "requires_grad" in words:
-        raise Refused("it would have to be cast, and then it is no leaf of the gradients")
+        raise FixRefused("it would need a cast, and would no longer be an autograd leaf")
     wide = f"torch.full({size}, C, dtype=torch.float64, device={device})"
     return Writing(replace(match, f"{wide}.to({dtype})"))
 
@@ -132,17 +131,17 @@ def _full(match: Match, facts: Facts) -> Writing:
 def _check_words(upload: Upload) -> None:
     words = upload.words
     if set(words) - {"device", "dtype", "requires_grad"}:
-        raise Refused("it uses `pin_memory`, or keywords that are not known")
+        raise FixRefused("it uses `pin_memory` or unknown keywords")
     if upload.made is not upload.whole and ({"device", "requires_grad"} & set(words)):
-        raise Refused("it is given a device or a gradient before it is moved")
+        raise FixRefused("it gets a device or a gradient before the move")
 
 
 def _size(match: Match, facts: Facts, *, typed: bool) -> str:
-    """The size of the list, which no negative number makes shorter than none."""
+    """Return the size of the list: a negative count gives an empty list."""
     facts.need(f"`{match.text('N')[:60]}` is an integer", lambda v: v.N.kind == "int")
     if not typed:
         facts.need(
-            "an empty one has the type of the others: it is of floats, or `dtype` is given",
+            "an empty one has the same type: its elements are floats, or `dtype` is given",
             lambda v: v.C.kind == "float",
         )
     return "[N]" if _is_count(match.parts["N"]) else "[max(N, 0)]"
@@ -160,7 +159,6 @@ def _is_count(node: ast.expr) -> bool:
 
 
 def _is_small(node: ast.expr) -> bool:
-    """Whether it is written as a number that is no larger than 32 bits hold."""
     if isinstance(node, ast.UnaryOp):
         return isinstance(node.op, ast.USub | ast.UAdd) and _is_small(node.operand)
     value = node.value if isinstance(node, ast.Constant) else None
@@ -171,16 +169,17 @@ SCALAR_ON_DEVICE: Fix = Fix(
     name="scalar_on_device",
     doc="""`torch.tensor(0.0, device=d)` and `torch.tensor(0.0).to(d)` become `torch.full((), 0.0, device=d)`.
 
-    `torch.tensor` makes its tensor on the host and copies it, and the copy is a host-device sync.
-    `torch.full` makes it on the device. The type is the same, by the same rules: integers of 64 bits, the
-    default type for floats. A float that is not written there may be too large for the type, which
-    `torch.tensor` makes infinite and `torch.full` refuses: it goes by way of 64 bits. `torch.tensor([c] *
-    n)` is filled likewise.
+    `torch.tensor` creates its tensor on the host and copies it, and the copy is a host-device sync.
+    `torch.full` creates it on the device, with the same type by the same rules: 64-bit integers, the default
+    type for floats. A float that is not a literal may be too large for the type; `torch.tensor` makes it
+    infinite while `torch.full` raises, so it is converted through 64 bits. `torch.tensor([c] * n)` is filled
+    likewise.
 
-    With `non_blocking=True` the copy is a race, since the host's number may be gone before it is copied;
-    this one cannot be. Refused with `pin_memory`, and where a gradient is asked for before the move. Without
-    a run the source has to say that it is a number: by an annotation, a test with `isinstance`, or how it is
-    made.""",
+    With `non_blocking=True` the copy is a race, since the host's number may be freed before it is copied; the
+    replacement has no race. Refused with `pin_memory`, and if a gradient is requested before the move.
+    Without a run, the source has to show that the value is a number: by an annotation, an `isinstance` test,
+    or the expression that computes it.
+    """,
     codes=("TT103",),
     equivalence="BITWISE",
     find=_scalars,
@@ -189,23 +188,22 @@ SCALAR_ON_DEVICE: Fix = Fix(
 
 
 def _new(match: Match, facts: Facts) -> Writing:
-    """The number made on the device."""
     number = match.parts["C"]
     turned = isinstance(number, ast.UnaryOp) and isinstance(number.op, ast.USub)
     if not _is_small_constant(number.operand if turned else number):  # type: ignore[attr-defined]
-        raise Refused("what it is made of is not a small number that is written there")
+        raise FixRefused("its value is not a small literal number")
     facts.need(f"`{match.text('X')[:60]}` is a tensor of floats", lambda v: is_floating(v.X))
     return Writing(replace(match, _NEW[match.form]))
 
 
 NEW_NUMBER: Fix = Fix(
     name="new_number",
-    doc="""`x.new_tensor(0.5)` becomes `x.new_full((), 0.5)`, which the device makes itself.
+    doc="""`x.new_tensor(0.5)` becomes `x.new_full((), 0.5)`, which creates the tensor on the device.
 
-    `new_tensor` makes its tensor on the host and copies it, and the host waits. Both have the type and the
-    device of `x`, unless the call names another.
+    `new_tensor` creates its tensor on the host and copies it, and the host waits. Both have the type and
+    device of `x`, unless the call names others.
 
-    Needs a number of Python's that is written there, and no larger than 32 bits hold.
+    Needs a literal Python number that fits 32 bits.
     """,
     codes=("TT103",),
     equivalence="BITWISE",
@@ -214,21 +212,19 @@ NEW_NUMBER: Fix = Fix(
 )
 
 
-def _repeated_numbers(source: Source) -> Iterator[Match]:
-    """Lists of one number that become tensors."""
+def _repeated_numbers(source: SourceFile) -> Iterator[Match]:
     for match in of_forms(lambda: REPEATED_NUMBER, *_REPEATED)(source):
         yield _without(match, "C", "I")
 
 
 def _repeated(match: Match, facts: Facts) -> Writing:
-    """The tensor filled on the device."""
     bound = match_form(match.form, match.node, match.source)
     assert bound is not None
     number = bound.parts["C"]
     if not _is_small_constant(number):
-        raise Refused("the repeated value is not a small number that is written there")
+        raise FixRefused("the repeated value is not a small literal number")
     if "T" not in match.parts and not isinstance(number.value, float):  # type: ignore[attr-defined]
-        raise Refused("an empty list would be of floats: give `dtype`")
+        raise FixRefused("an empty list would have a float type: pass `dtype`")
     facts.need(f"`{match.text('N')[:60]}` is an integer", lambda v: v.N.kind == "int")
     need_device(facts, match.text("D"))
     text = match.source.segment(number)
@@ -239,9 +235,10 @@ REPEATED_NUMBER: Fix = Fix(
     name="repeated_number",
     doc="""`torch.tensor([0.0 for _ in range(n)], device=d)` becomes `torch.full([n], 0.0, device=d)`.
 
-    A list is made a tensor on the host and copied, and the host waits. The device fills one itself.
+    A list becomes a tensor on the host and is copied, and the host waits. The device can fill a tensor
+    itself.
 
-    Needs a number that is written there, of floats or with a `dtype`: an empty list has the type of floats.
+    Needs a literal number, either a float or with a `dtype`: an empty list has the default float type.
     """,
     codes=("TT103",),
     equivalence="BITWISE",
@@ -250,21 +247,19 @@ REPEATED_NUMBER: Fix = Fix(
 )
 
 
-def _ranges(source: Source) -> Iterator[Match]:
-    """Ranges that become tensors."""
+def _ranges(source: SourceFile) -> Iterator[Match]:
     for match in of_forms(lambda: LISTED_RANGE, *_RANGES)(source):
         yield _without(match, "I")
 
 
 def _range(match: Match, facts: Facts) -> Writing:
-    """The range on the device."""
     facts.need(f"`{match.text('N')[:60]}` is an integer", lambda v: v.N.kind == "int")
     need_device(facts, match.text("D"))
     risk = ""
     if "T" not in match.parts:
-        risk = "of an empty range it is of integers, and was of floats"
+        risk = "an empty range has an integer type, an empty list a float type"
     elif match.source.dotted(match.parts["T"]) not in _WHOLE:
-        risk = "a type that cannot count so far rounds in another way"
+        risk = "a type that cannot represent all its numbers rounds differently"
     return Writing(replace(match, _RANGES[match.form]), risk=risk)
 
 
@@ -272,10 +267,11 @@ LISTED_RANGE: Fix = Fix(
     name="listed_range",
     doc="""`torch.tensor(list(range(n)), dtype=t, device=d)` becomes `torch.arange(n, dtype=t, device=d)`.
 
-    A list is made a tensor on the host and copied, and the host waits. The device counts itself.
+    A list becomes a tensor on the host and is copied, and the host waits. The device can count by itself.
 
-    Without a `dtype` an empty list has the type of floats and an empty range that of integers, so such a
-    call is changed only where it is asked for.""",
+    Without a `dtype` an empty list has a float type and an empty range an integer type, so the fix is then
+    applied only with `--unsafe-fixes`.
+    """,
     codes=("TT103",),
     equivalence="BITWISE",
     find=_ranges,
@@ -283,8 +279,7 @@ LISTED_RANGE: Fix = Fix(
 )
 
 
-def _lists(source: Source) -> Iterator[Match]:
-    """Lists that become tensors on a device."""
+def _lists(source: SourceFile) -> Iterator[Match]:
     for upload, value in _single(source, _PINNED):
         plain = isinstance(value, ast.Constant | ast.Starred)
         if not plain and not _is_repeated(value) and not _counts(value):
@@ -298,7 +293,7 @@ def _is_repeated(node: ast.expr) -> bool:
 
 
 def _counts(node: ast.expr) -> bool:
-    """Whether it is a number by its form: `x.numel()`, `len(x)`, `x.size(0)`."""
+    """Return True for a number by its form: `x.numel()`, `len(x)`, `x.size(0)`."""
     if not isinstance(node, ast.Call):
         return False
     name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
@@ -306,13 +301,12 @@ def _counts(node: ast.expr) -> bool:
 
 
 def _pinned(match: Match, facts: Facts) -> Writing:
-    """The same list, by way of pinned memory."""
     words = {word.arg for word in match.keywords["REST"]}
     if words - {"dtype"}:
-        raise Refused("its keywords say where its memory is, or that it has a gradient")
+        raise FixRefused("its keywords set its memory or a gradient")
     upload = _of(match, _PINNED)
     if upload.made is not upload.whole and "device" in upload.words:
-        raise Refused("it is given a device before it is moved")
+        raise FixRefused("it gets a device before the move")
     facts.need(f"`{match.text('L')[:60]}` is a list", lambda v: v.L.kind in _LISTS)
     if "D" in match.parts:
         need_device(facts, match.text("D"))
@@ -326,14 +320,14 @@ def _pinned(match: Match, facts: Facts) -> Writing:
 
 PINNED_UPLOAD: Fix = Fix(
     name="pinned_upload",
-    doc="""`torch.tensor(numbers, device=d)` of a list is uploaded from pinned memory, without a
-    host-device sync.
+    doc="""`torch.tensor(numbers, device=d)` of a list is uploaded from pinned memory, without a host-device
+    sync.
 
-    A copy from ordinary memory waits until it is done. Made in pinned memory and moved with
-    `non_blocking=True`, the list is on its way while the host goes on; PyTorch keeps the pinned memory until
-    the copy is over. Without CUDA nothing is pinned and the line means what it meant.
+    A copy from pageable memory blocks until it is done. A list in pinned memory, moved with
+    `non_blocking=True`, is copied while the host goes on; PyTorch keeps the pinned memory until the copy has
+    finished. Without CUDA no memory is pinned and the line means the same as before.
 
-    Refused with keywords that say otherwise.
+    Refused with keywords that contradict this.
     """,
     codes=("TT103",),
     equivalence="BITWISE",
@@ -342,8 +336,8 @@ PINNED_UPLOAD: Fix = Fix(
 )
 
 
-def _moved(source: Source) -> Iterator[Match]:
-    """Tensors that are made on the host and moved at once."""
+def _moved(source: SourceFile) -> Iterator[Match]:
+    """Yield tensors that are created on the host and moved at once."""
     for upload in uploads(source, _MADE):
         if upload.whole is not upload.made:
             parts = {f"A{n}": one for n, one in enumerate(upload.made.args)}
@@ -351,7 +345,6 @@ def _moved(source: Source) -> Iterator[Match]:
 
 
 def _made(match: Match, facts: Facts) -> Writing:
-    """The same making with a device, and no move."""
     source = match.source
     upload = _of(match, _MADE)
     _check_making(upload)
@@ -361,26 +354,26 @@ def _made(match: Match, facts: Facts) -> Writing:
         for part in (name for name in match.parts if name.startswith("A")):
             facts.need(
                 f"`{match.text(part)[:60]}` is an integer",
-                lambda v, part=part: getattr(v, part).kind == "int",  # type: ignore[misc]
+                of_part(part, lambda seen: seen.kind == "int"),
             )
     if _name(upload) == "full":
         facts.need(
-            f"`{match.text('A1')[:60]}` is a number of Python's",
+            f"`{match.text('A1')[:60]}` is a Python number",
             lambda v: v.A1.kind in ("int", "float", "bool"),
         )
     device = match.text("D") if "D" in match.parts else '"cuda"'
     last = upload.between[-1] if upload.between else upload.made
     at, comma = _after_arguments(source, upload.made)
     edits = (
-        Edit(at, at, f"{comma}device={device}"),
-        Edit(source.end(last), source.end(upload.whole), ""),
+        TextEdit(at, at, f"{comma}device={device}"),
+        TextEdit(source.end(last), source.end(upload.whole), ""),
     )
     check_comments(source, edits)
     return Writing(edits)
 
 
-def _after_arguments(source: Source, call: ast.Call) -> tuple[int, str]:
-    """Where one more argument can be written, and what divides it from the last."""
+def _after_arguments(source: SourceFile, call: ast.Call) -> tuple[int, str]:
+    """Return the offset where an argument can be added, and the separator before it."""
     close = source.end(call) - 1
     given = [source.end(one) for one in (*call.args, *(word.value for word in call.keywords))]
     if not given:
@@ -394,23 +387,21 @@ def _after_arguments(source: Source, call: ast.Call) -> tuple[int, str]:
 def _check_making(upload: Upload) -> None:
     name = _name(upload)
     if name in _RANDOM:
-        raise Refused(
-            "it draws random numbers on the host; on the device they would be others. Say `device=` "
-            "yourself if any will do"
+        raise FixRefused(
+            "it draws random numbers on the host; the device would draw others. Add `device=` "
+            "yourself if that is acceptable"
         )
     if name in _FLOATING:
-        raise Refused("devices round its steps differently")
+        raise FixRefused("devices round its steps differently")
     if set(upload.words) - {"dtype"}:
-        raise Refused(
-            "its keywords say where it is made, or that it has a gradient before it is moved"
-        )
+        raise FixRefused("its keywords set a device, or a gradient before the move")
     if name == "full" and len(upload.made.args) != 2:
-        raise Refused("its value is not given by position")
+        raise FixRefused("its value is not a positional argument")
     methods = {one.func.attr for one in upload.between if isinstance(one.func, ast.Attribute)}
     if methods - _BETWEEN:
-        raise Refused("something is computed of it on the host before it is moved")
+        raise FixRefused("the host computes with it before the move")
     if any(isinstance(one, ast.Starred) for one in upload.made.args) and name in ("arange", "full"):
-        raise Refused("its arguments cannot be told apart")
+        raise FixRefused("its arguments are ambiguous")
 
 
 def _name(upload: Upload) -> str:
@@ -422,10 +413,12 @@ MADE_ON_DEVICE: Fix = Fix(
     name="made_on_device",
     doc="""`torch.zeros(n).to(d)` becomes `torch.zeros(n, device=d)`.
 
-    The tensor is made where it is used, and not copied. Holds for what is the same on each device: zeros,
-    ones, `full`, `eye`, and `arange` of integers, also where it is cast or reshaped before it is moved.
-    Refused for random numbers, whose stream would be another device's, and for ranges of floats, which
-    devices round differently; with `pin_memory`, and where a gradient is asked for before the move.""",
+    The tensor is created where it is used, and not copied. Applies to values that are the same on each
+    device: zeros, ones, `full`, `eye`, and `arange` of integers, also if the tensor is cast or reshaped
+    before the move. Refused for random numbers, which would come from another device's generator, for ranges
+    of floats, which devices round differently, with `pin_memory`, and if a gradient is requested before the
+    move.
+    """,
     codes=("TT103",),
     equivalence="BITWISE",
     find=_moved,

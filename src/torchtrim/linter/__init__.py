@@ -1,1 +1,1 @@
-"""From source alone to findings: its host-device syncs, inferred from the types of its expressions."""
+"""Static analysis: finds host-device syncs in source by inferring the types of its expressions."""

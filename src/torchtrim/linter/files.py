@@ -1,25 +1,37 @@
-"""Lints and fixes many files: which ones, in two processes, in an order that does not depend on them."""
+"""Lints and fixes many files, in two worker processes, with results in a fixed order.
+
+Findings are cached in the user's cache folder. An entry is valid while the file, the files whose functions
+it calls, and the linter itself are unchanged.
+"""
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+from msgspec import Struct
+
+import torchtrim
+from torchtrim.core import caches
 from torchtrim.core.isolation import Failure, collected, note
 from torchtrim.errors import UnreadableInput, UsageError
 from torchtrim.linter.text import fixed_text, lint_text
+from torchtrim.records.files import MOST_BYTES, read_head
 from torchtrim.records.finding import Finding
 from torchtrim.rewriter.edits import diff_of
 from torchtrim.rewriter.files import why_not, write_sources
 from torchtrim.source.source import read_source
+from torchtrim.syncs.lookup import is_from
 
 CODES = ("TT101", "TT102", "TT103", "TT104")
-"""What a source alone can tell."""
+"""The codes that lint can report from source alone."""
 
 _SKIPPED = frozenset(("__pycache__", "node_modules", "site-packages", "dist-packages"))
 _PROCESSES = 2
@@ -29,30 +41,31 @@ _MARKS = ("pyproject.toml", ".git")
 
 
 class Selected:
-    """Codes by their beginnings, as `--select` takes them. Raises `UsageError` for one of no code."""
+    """A selection of codes by prefix, as `--select` takes it. Raises `UsageError` for a prefix that matches
+    no code."""
 
     def __init__(self, starts: Iterable[str] = ("TT",)) -> None:
         self._starts = tuple(start.strip().upper() for start in starts)
         for start in self._starts:
             if not start or not any(code.startswith(start) for code in CODES):
                 raise UsageError(
-                    f"no code of lint begins with {start!r}. There are {', '.join(CODES)}; the others need "
-                    "a run: torchtrim diagnose."
+                    f"lint has no code that starts with {start!r}. Its codes are {', '.join(CODES)}; "
+                    "others need a run: torchtrim diagnose."
                 )
 
     @property
     def starts(self) -> tuple[str, ...]:
-        """The beginnings."""
+        """The prefixes."""
         return self._starts
 
     def __call__(self, code: str) -> bool:
-        """Whether a code is wanted."""
+        """Return True if a code is selected."""
         return code.startswith(self._starts)
 
 
 class Linted(NamedTuple):
-    """What one file gave: its findings, or why it was not read; the files that it calls functions of; and the
-    fixes that failed on it."""
+    """The result for one file: its findings or the error that kept it from being read, the files whose
+    functions it calls, and the fixes that failed on it."""
 
     path: str
     findings: tuple[Finding, ...] = ()
@@ -62,7 +75,8 @@ class Linted(NamedTuple):
 
 
 class FixedFiles(NamedTuple):
-    """What fixing gave: new texts and those before, by path; how many fixes; what was not written, why."""
+    """The result of fixing: texts before and after by path, the number of fixes, and the reason for each
+    refused file."""
 
     texts: dict[str, str]
     before: dict[str, str]
@@ -70,7 +84,7 @@ class FixedFiles(NamedTuple):
     refused: dict[str, str]
 
     def diff(self, base: str) -> str:
-        """All changes, with paths relative to a folder."""
+        """Return all changes as a diff, with paths relative to a folder."""
         return "".join(
             diff_of(relative(path, base), self.before[path], text)
             for path, text in sorted(self.texts.items())
@@ -78,11 +92,11 @@ class FixedFiles(NamedTuple):
 
 
 def files_of(paths: Sequence[Path]) -> dict[str, tuple[str, ...]]:
-    """The Python files that are named, and those in the folders that are, by path: each with its hard links.
+    """Return the Python files among and below `paths`, by path, each with its other hard links.
 
-    A file with several names is given once. A symbolic link stands for the file behind it. Of a folder,
-    hidden files, virtual environments and installed packages in it are left out; one that is named itself
-    is walked. Raises `UsageError` for what is not there.
+    A file with several names is returned once, and symbolic links are resolved. Inside folders, skip hidden
+    files, virtual environments and installed packages, unless the path itself names one. Raises `UsageError`
+    for a missing path.
     """
     found: set[str] = set()
     for path in paths:
@@ -93,7 +107,7 @@ def files_of(paths: Sequence[Path]) -> dict[str, tuple[str, ...]]:
         elif path.is_symlink():
             raise UsageError(f"{path} is a symbolic link that leads to no file: {path.readlink()}.")
         else:
-            raise UsageError(f"there is no file or folder {path}.")
+            raise UsageError(f"{path} does not exist.")
     same: dict[object, list[str]] = {}
     for name in sorted(found):
         same.setdefault(_identity(name), []).append(name)
@@ -101,12 +115,12 @@ def files_of(paths: Sequence[Path]) -> dict[str, tuple[str, ...]]:
 
 
 def _behind(name: str) -> str:
-    """The path of the file that a link leads to; its own where there is none."""
+    """Resolve a symbolic link; return a dangling one unchanged."""
     return os.path.realpath(name) if Path(name).exists() else name
 
 
 def _identity(name: str) -> object:
-    """What hard links to one file have in common."""
+    """Return a key that hard links to one file share."""
     try:
         found = Path(name).stat()
     except OSError:
@@ -115,7 +129,7 @@ def _identity(name: str) -> object:
 
 
 def lint_files(files: Collection[str], selected: Selected | None = None) -> list[Linted]:
-    """What each file gives, in the order of the files."""
+    """Lint each file. The results are in the order of the files."""
     linted = _linted(files, selected or Selected())
     for one in linted:
         for failure in one.failed:
@@ -132,10 +146,10 @@ def _linted(files: Collection[str], selected: Selected) -> list[Linted]:
 
 
 def lint(*paths: str | Path, select: Iterable[str] = ("TT",)) -> tuple[Finding, ...]:
-    """Host-device syncs that files and folders would have, inferred from their source alone.
+    """Find the host-device syncs of files and folders, inferred from their source alone.
 
-    `select`: codes, or their beginnings. Paths of findings are absolute. Raises `UsageError` for a path
-    that is not there or a code that lint does not know, `UnreadableInput` for a file that is no Python.
+    `select`: codes or their prefixes. Paths of findings are absolute. Raises `UsageError` for a missing path
+    or a code that lint does not know, `UnreadableInput` for a file that is not Python.
     """
     linted = lint_files(files_of([Path(path) for path in paths]), Selected(select))
     for one in linted:
@@ -151,7 +165,8 @@ def fix_files(
     *,
     unsafe: bool = False,
 ) -> FixedFiles:
-    """The files' texts with their fixes applied, one for all hard links to it. Nothing is written yet."""
+    """Return the files' texts with their fixes applied, the same for all hard links to a file. Nothing is
+    written."""
     fixed = FixedFiles({}, {}, 0, {})
     applied = 0
     for name in files:
@@ -175,18 +190,19 @@ def fix_files(
 
 
 def write_fixed(fixed: FixedFiles, project: Path) -> None:
-    """Write the new texts, all or none. Raises `UsageError` where a file changed meanwhile."""
+    """Write the new texts, all or none. Raises `UsageError` if a file changed meanwhile."""
     write_sources(fixed.texts, fixed.before, project)
 
 
 def project_of(paths: Sequence[Path]) -> Path:
-    """The folder that edits stay inside: the nearest with pyproject.toml or .git around the given paths."""
+    """Return the folder that edits must stay inside: the nearest with pyproject.toml or .git around the
+    given paths."""
     roots = [_root(path.resolve()) for path in paths]
     return Path(os.path.commonpath(roots))
 
 
 def relative(path: str, base: str) -> str:
-    """A path as people read it: relative to a folder, where it is in it."""
+    """Return a path relative to a folder, or unchanged if it is outside."""
     return path.removeprefix(base.rstrip("/") + "/")
 
 
@@ -222,3 +238,73 @@ def _lint(name: str, selected: Selected) -> Linted:
         return Linted(name, error=str(error))
     finally:
         gc.collect(0)
+
+
+_MOST = 20_000
+_ROOMS = ("linter", "fixes", "rewriter", "source", "syncs", "rules")
+Digest = Callable[[str], str]
+
+
+class CachedFindings(Struct, array_like=True):
+    """Findings of a file, and the digests of the texts they depend on, by path."""
+
+    texts: dict[str, str]
+    findings: tuple[Finding, ...]
+
+
+def lint_cached(files: Collection[str], selected: Selected, project: Path) -> list[Linted]:
+    """Lint files as `lint_files` does, but only those that changed. Errors are not cached."""
+    place = _place(project, selected)
+    kept, digest = _read(place), cache(_digest)
+    known = {one: kept[one] for one in files if one in kept and _holds(kept[one], digest)}
+    fresh = {one.path: one for one in lint_files([f for f in files if f not in known], selected)}
+    if fresh:
+        whole = (one for one in fresh.values() if not one.error and not one.failed)
+        new = {one.path: _keep(one, digest) for one in whole}
+        _write(place, {**kept, **new}, gone=set(fresh) - set(new))
+    return [fresh.get(path) or Linted(path, known[path].findings) for path in files]
+
+
+def _keep(one: Linted, digest: Digest) -> CachedFindings:
+    return CachedFindings({path: digest(path) for path in (one.path, *one.used)}, one.findings)
+
+
+def _holds(kept: CachedFindings, digest: Digest) -> bool:
+    return all(digest(path) == text for path, text in kept.texts.items())
+
+
+def _digest(path: str) -> str:
+    """Return the digest of a file's text, empty if the file cannot be read."""
+    try:
+        return hashlib.sha256(read_head(Path(path), MOST_BYTES)).hexdigest()[:32]
+    except OSError:
+        return ""
+
+
+def _place(project: Path, selected: Selected) -> Path:
+    newer = str(is_from("2.15"))
+    asked = "\0".join((str(project), *selected.starts, _own_version(), newer))
+    return caches.folder() / "lint" / f"{hashlib.sha256(asked.encode()).hexdigest()[:32]}.json"
+
+
+@cache
+def _own_version() -> str:
+    """Return a version that changes with the linter's own code."""
+    home = Path(torchtrim.__file__).parent
+    times = (
+        file.stat().st_mtime_ns for room in _ROOMS for file in sorted((home / room).rglob("*.py"))
+    )
+    return f"{torchtrim.__version__} {hash(tuple(times))}"
+
+
+def _read(place: Path) -> dict[str, CachedFindings]:
+    try:
+        return msgspec.json.decode(read_head(place, MOST_BYTES), type=dict[str, CachedFindings])
+    except (OSError, msgspec.DecodeError, RecursionError):
+        return {}
+
+
+def _write(place: Path, kept: dict[str, CachedFindings], gone: set[str]) -> None:
+    found = {path: one for path, one in kept.items() if path not in gone}
+    newest = dict(list(found.items())[-_MOST:])
+    caches.write(place, msgspec.json.encode(newest))

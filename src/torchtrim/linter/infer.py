@@ -1,6 +1,6 @@
-"""What each expression of a source is, told from the source alone; unknown rather than wrong.
+"""Infers the kind of every expression of a source; in doubt, unknown rather than wrong.
 
-One walk gives every expression its kind, and tells of those at which the host would wait.
+One walk gives every expression its kind and reports those that synchronize the host.
 """
 
 from __future__ import annotations
@@ -9,16 +9,13 @@ import ast
 from collections.abc import Callable
 from functools import reduce
 
-from torchtrim.linter import subscripts
 from torchtrim.linter import torch_names as names
-from torchtrim.linter.functions import KNOWN_MODULES, referred
-from torchtrim.linter.guards import Names, guard
 from torchtrim.linter.kinds import (
     ARRAY,
     DTYPE,
     PLAIN,
     UNKNOWN,
-    Kind,
+    ValueKind,
     device,
     function,
     joined,
@@ -32,14 +29,116 @@ from torchtrim.linter.kinds import (
     valued,
 )
 from torchtrim.linter.plain_calls import (
+    KNOWN_MODULES,
     called_held,
     called_name,
     called_on,
     communicated,
     own_method,
+    referred,
 )
-from torchtrim.linter.scope import Scope, changing
-from torchtrim.linter.torch_calls import Call, called_function
+from torchtrim.linter.scope import KindScope, Names, changing, guard
+from torchtrim.linter.torch_calls import InferredCall, called_function
+from torchtrim.syncs.lookup import is_from
+
+Wait = Callable[[str, ast.AST], None]
+Places = list[tuple[ast.expr, ValueKind]]
+
+
+def is_mask(place: ast.expr, kind: ValueKind, base: ValueKind) -> bool:
+    """Return True for a boolean tensor that may be on a device.
+
+    A tensor of unknown type counts as a mask if its name says so.
+    """
+    if kind.single or not (kind.waits or (kind.what == "unknown" and base.what == "tensor")):
+        return False
+    return kind.dtype == "bool" or (not kind.dtype and _is_named_mask(place))
+
+
+def _is_named_mask(place: ast.expr) -> bool:
+    if isinstance(place, ast.Call) and len(place.args) == 1:
+        return _last(place.func) in ("cat", "concat") and _is_named_mask(place.args[0])
+    return _last(place).endswith(("mask", "masks"))
+
+
+def _last(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def read(node: ast.Subscript, base: ValueKind, places: Places, wait: Wait) -> ValueKind:
+    """Infer `base[indices]` and report its syncs. `places` are the expressions within the brackets."""
+    if base.what in ("plain", "array"):
+        return base
+    masks = sum(is_mask(place, kind, base) for place, kind in places)
+    if masks and base.what in ("tensor", "unknown") and base.on in ("", "device"):
+        wait("mask-index", node)
+        return tensor(base.on, base.dtype)
+    if base.what == "sequence":
+        return _of_sequence(node, base, places, wait)
+    if base.what != "tensor":
+        return UNKNOWN
+    _bounds(places, wait)
+    if _from_host(base, places):
+        wait("host-index", node)
+    return tensor(base.on, base.dtype)
+
+
+def written(
+    node: ast.Subscript, base: ValueKind, places: Places, value: ValueKind, wait: Wait
+) -> None:
+    """Report the syncs of `base[indices] = value`."""
+    if base.what not in ("tensor", "unknown") or base.on in ("host", "mixed"):
+        return
+    masks = sum(is_mask(place, kind, base) for place, kind in places)
+    if masks and (value.waits or masks > 1):
+        wait("mask-assign", node)
+    elif base.what == "tensor" and not masks:
+        _bounds(places, wait)
+        if _from_host(base, places):
+            wait("host-index-assign", node)
+        elif value.what == "plain" and _is_moved(places):
+            wait("assigned-number", node)
+
+
+def _is_moved(places: Places) -> bool:
+    """Return True if a number is copied to the device to be assigned there; torch 2.15 and later creates it
+    there."""
+    return any(_is_index(kind) for _, kind in places) and not is_from("2.15")
+
+
+def _of_sequence(node: ast.Subscript, base: ValueKind, places: Places, wait: Wait) -> ValueKind:
+    if any(isinstance(place, ast.Slice) for place, _ in places):
+        return sequence(part_of(base)) if base.items else base
+    if len(places) == 1 and places[0][1].waits and places[0][1].sure:
+        wait("item", node)
+    at = places[0][0].value if len(places) == 1 and isinstance(places[0][0], ast.Constant) else ""
+    return dict(base.items).get(str(at), part_of(base))
+
+
+def _bounds(places: Places, wait: Wait) -> None:
+    """Report tensors used as bounds of a slice: `x[:t]` reads `t` as a number."""
+    for place, kind in places:
+        bounded = isinstance(place, ast.Slice) and kind.what == "sequence" and part_of(kind).waits
+        if bounded or (kind.waits and kind.single and kind.dtype == "int" and kind.sure):
+            wait("item", place)
+
+
+def _from_host(base: ValueKind, places: Places) -> bool:
+    """Return True if a list or a host tensor indexes a tensor that is on the device."""
+    if not base.waits:
+        return False
+    for place, kind in places:
+        listed = isinstance(place, ast.List) and kind == sequence(part_of(kind))
+        if listed and place.elts and part_of(kind).what == "plain":  # type: ignore[attr-defined]
+            return True
+        if kind.what == "tensor" and kind.on == "host" and not kind.single and base.on == "device":
+            return kind.dtype != "bool"
+    return False
+
+
+def _is_index(kind: ValueKind) -> bool:
+    return kind.waits and kind.dtype == "int" and not kind.single
+
 
 _SETTINGS = frozenset(("config", "cfg", "args", "hparams", "opt", "kwargs", "logger"))
 _CONFIGURATIONS = frozenset(("config", "cfg", "hparams"))
@@ -47,11 +146,12 @@ _TENSORS = frozenset(("logits", "last_hidden_state"))
 _COMPUTED = (ast.BitAnd, ast.BitOr, ast.BitXor)
 
 
-class Inference(Scope):
-    """Tells kinds of expressions in an environment of names. `wait` gets a row of the table and a node."""
+class KindInference(KindScope):
+    """Infers kinds of expressions in an environment of names. `wait` gets a row of the sync table and a
+    node."""
 
-    def value(self, node: ast.expr | None) -> Kind:
-        """What an expression is."""
+    def value(self, node: ast.expr | None) -> ValueKind:
+        """Infer the kind of an expression."""
         if node is None:
             return UNKNOWN
         handle = _HANDLERS.get(type(node))
@@ -60,20 +160,20 @@ class Inference(Scope):
             self._keep(node, kind)
         return kind
 
-    def _keep(self, node: ast.expr, kind: Kind) -> None:
-        """Note what an expression is, each time that the walk comes to it."""
+    def _keep(self, node: ast.expr, kind: ValueKind) -> None:
+        """Record the kind of an expression, joining it with those of earlier visits."""
         assert self.kinds is not None
         if isinstance(node, ast.Name) and changing(node.id) in self.env:
             kind = UNKNOWN
         self.kinds[node] = joined(self.kinds[node], kind) if node in self.kinds else kind
 
-    def held(self, node: ast.expr | None) -> Kind:
-        """What an expression is that is kept: a function that it names, too."""
+    def held(self, node: ast.expr | None) -> ValueKind:
+        """Infer the kind of an expression that is stored, which may be a function."""
         kind = self.value(node)
         return referred(self, node) if kind == UNKNOWN else kind
 
-    def truth(self, node: ast.expr) -> Kind:
-        """An expression whose truth decides something: a tensor is read for that. What it is."""
+    def truth(self, node: ast.expr) -> ValueKind:
+        """Infer an expression used as a condition: a tensor is read for that."""
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             self.truth(node.operand)
             return PLAIN
@@ -84,8 +184,8 @@ class Inference(Scope):
             self.wait("item", node)
         return kind
 
-    def assign(self, target: ast.expr, kind: Kind, node: ast.expr | None = None) -> None:
-        """Bind what is left of `=`."""
+    def assign(self, target: ast.expr, kind: ValueKind, node: ast.expr | None = None) -> None:
+        """Bind the target of an assignment."""
         if isinstance(target, ast.Name):
             self.env[target.id] = kind
             if self.kinds is not None:
@@ -98,7 +198,7 @@ class Inference(Scope):
             if self._put(target, kind):
                 return
             base, places = self.value(target.value), self._places(target.slice)
-            subscripts.written(target, base, places, kind, self.wait)
+            written(target, base, places, kind, self.wait)
         elif isinstance(target, ast.Attribute):
             owner = target.value
             self.value(owner)
@@ -106,8 +206,8 @@ class Inference(Scope):
             if mine and self.this is not None and not (node is not None and _is_none(node)):
                 self.this.set(target.attr, kind)
 
-    def _put(self, target: ast.Subscript, kind: Kind) -> bool:
-        """A value is put into a dict that has a name; whether it was one."""
+    def _put(self, target: ast.Subscript, kind: ValueKind) -> bool:
+        """Bind an item of a named dict. Return True if the target is one."""
         owner = target.value
         base = self.env.get(owner.id) if isinstance(owner, ast.Name) else None
         if base is None or base.what != "mapping":
@@ -121,7 +221,7 @@ class Inference(Scope):
             self.env[owner.id] = mapping({}, kind if base.part is None else joined(base.part, kind))
         return True
 
-    def _unpack(self, target: ast.Tuple | ast.List, kind: Kind, node: ast.expr | None) -> None:
+    def _unpack(self, target: ast.Tuple | ast.List, kind: ValueKind, node: ast.expr | None) -> None:
         if isinstance(node, ast.Tuple | ast.List) and len(node.elts) == len(target.elts):
             for one, value in zip(target.elts, node.elts, strict=True):
                 with self.silent():
@@ -132,7 +232,7 @@ class Inference(Scope):
         for at, one in enumerate(target.elts):
             self.assign(one, part_of(kind) if known is None else known[at])
 
-    def _name(self, node: ast.Name) -> Kind:
+    def _name(self, node: ast.Name) -> ValueKind:
         if (found := self.env.get(node.id)) is not None:
             return PLAIN if found == UNKNOWN and node.id in _CONFIGURATIONS else found
         if node.id in self.file.imports:
@@ -141,7 +241,7 @@ class Inference(Scope):
             return found
         return PLAIN if node.id in _SETTINGS else UNKNOWN
 
-    def _attribute(self, node: ast.Attribute) -> Kind:
+    def _attribute(self, node: ast.Attribute) -> ValueKind:
         if (full := self.dotted(node)) is not None:
             return _imported(full)
         owner, name = node.value, node.attr
@@ -160,36 +260,36 @@ class Inference(Scope):
             return tensor(sure=False)
         return _named(name)
 
-    def _of_self(self, name: str) -> Kind:
+    def _of_self(self, name: str) -> ValueKind:
         assert self.this is not None
         known = self.this.attribute(name)
         if known is not None:
             return PLAIN if known == UNKNOWN and name in _CONFIGURATIONS else known
         return PLAIN if name == "training" else _named(name)
 
-    def _subscript(self, node: ast.Subscript) -> Kind:
+    def _subscript(self, node: ast.Subscript) -> ValueKind:
         base = self.value(node.value)
         if base.what == "mapping":
             self.value(node.slice)
             return valued(base, _text(node.slice))
-        return subscripts.read(node, base, self._places(node.slice), self.wait)
+        return read(node, base, self._places(node.slice), self.wait)
 
-    def _places(self, node: ast.expr) -> subscripts.Places:
+    def _places(self, node: ast.expr) -> Places:
         parts = node.elts if isinstance(node, ast.Tuple) else [node]
         return [(part, self.value(part)) for part in parts]
 
-    def _slice(self, node: ast.Slice) -> Kind:
+    def _slice(self, node: ast.Slice) -> ValueKind:
         bounds = [self.value(one) for one in (node.lower, node.upper, node.step) if one is not None]
         read = [kind for kind in bounds if kind.waits and kind.sure]
         return sequence(read[0]) if read else PLAIN
 
-    def _binary(self, node: ast.BinOp) -> Kind:
+    def _binary(self, node: ast.BinOp) -> ValueKind:
         left, right = self.value(node.left), self.value(node.right)
         if isinstance(node.op, ast.Mult) and isinstance(node.left, ast.List) and right.waits:
             self.wait("item", node)
         return computed(left, right, node.op)
 
-    def _unary(self, node: ast.UnaryOp) -> Kind:
+    def _unary(self, node: ast.UnaryOp) -> ValueKind:
         if isinstance(node.op, ast.Not):
             self.truth(node.operand)
             return PLAIN
@@ -198,7 +298,7 @@ class Inference(Scope):
             return tensor(kind.on, kind.dtype, single=kind.single, sure=kind.sure)
         return kind
 
-    def _compare(self, node: ast.Compare) -> Kind:
+    def _compare(self, node: ast.Compare) -> ValueKind:
         kinds = [self.value(node.left), *map(self.value, node.comparators)]
         if any(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
             return PLAIN
@@ -208,7 +308,7 @@ class Inference(Scope):
             return PLAIN
         return self._compared(node, kinds)
 
-    def _compared(self, node: ast.Compare, kinds: list[Kind]) -> Kind:
+    def _compared(self, node: ast.Compare, kinds: list[ValueKind]) -> ValueKind:
         if any(_is_text(one) for one in (node.left, *node.comparators)):
             return PLAIN
         tensors = [kind for kind in kinds if kind.what == "tensor"]
@@ -221,8 +321,8 @@ class Inference(Scope):
             self.wait("item", node)
         return made
 
-    def _bool_operation(self, node: ast.BoolOp) -> Kind:
-        kinds: list[Kind] = []
+    def _bool_operation(self, node: ast.BoolOp) -> ValueKind:
+        kinds: list[ValueKind] = []
         before = dict(self.env)
         with self.silent(False):
             quieted = 0
@@ -238,7 +338,7 @@ class Inference(Scope):
         self.env = before
         return PLAIN if all(kind == PLAIN for kind in kinds) else UNKNOWN
 
-    def _conditional(self, node: ast.IfExp) -> Kind:
+    def _conditional(self, node: ast.IfExp) -> ValueKind:
         self.truth(node.test)
         said = guard(node.test)
         true = self._branch(node.body, said.true, said.when_true)
@@ -247,7 +347,7 @@ class Inference(Scope):
             false if _is_none(node.body) else true if _is_none(node.orelse) else joined(true, false)
         )
 
-    def _branch(self, node: ast.expr, never: bool, known: Names) -> Kind:
+    def _branch(self, node: ast.expr, never: bool, known: Names) -> ValueKind:
         before = dict(self.env)
         self.narrow(known)
         with self.silent(never):
@@ -255,18 +355,18 @@ class Inference(Scope):
         self.env = before
         return kind
 
-    def _listed(self, node: ast.List | ast.Tuple | ast.Set) -> Kind:
+    def _listed(self, node: ast.List | ast.Tuple | ast.Set) -> ValueKind:
         kinds = [self.value(one) for one in node.elts]
         if isinstance(node, ast.Tuple) and not any(isinstance(x, ast.Starred) for x in node.elts):
             return places(kinds)
         return sequence(reduce(joined, kinds) if kinds else UNKNOWN)
 
-    def _starred(self, node: ast.Starred) -> Kind:
+    def _starred(self, node: ast.Starred) -> ValueKind:
         return part_of(self.value(node.value))
 
-    def _dict(self, node: ast.Dict) -> Kind:
-        items: dict[str, Kind] = {}
-        rest: Kind | None = None
+    def _dict(self, node: ast.Dict) -> ValueKind:
+        items: dict[str, ValueKind] = {}
+        rest: ValueKind | None = None
         for key, value in zip(node.keys, node.values, strict=True):
             if key is not None:
                 self.value(key)
@@ -278,14 +378,14 @@ class Inference(Scope):
                 rest = kind if rest is None else joined(rest, kind)
         return mapping(items, rest)
 
-    def _comprehended(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> Kind:
+    def _comprehended(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> ValueKind:
         before = dict(self.env)
         self._generators(node.generators)
         kind = self.value(node.elt)
         self.env = before
         return sequence(kind)
 
-    def _dict_comprehended(self, node: ast.DictComp) -> Kind:
+    def _dict_comprehended(self, node: ast.DictComp) -> ValueKind:
         before = dict(self.env)
         self._generators(node.generators)
         self.value(node.key)
@@ -301,7 +401,7 @@ class Inference(Scope):
                 self.narrow(guard(test).when_true)
 
     def loop(self, target: ast.expr, node: ast.expr) -> None:
-        """Bind what `for` gives in each turn."""
+        """Bind the target of `for` to the kind of an item."""
         name = (
             node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
         )
@@ -319,7 +419,7 @@ class Inference(Scope):
             self.loop(one, given)
 
     def _looped_items(self, target: ast.Tuple, node: ast.expr) -> bool:
-        """`for key, value in d.items()` of a dict that is known; whether it was one."""
+        """Bind `for key, value in d.items()` of a known dict. Return True if it is one."""
         method = node.func if isinstance(node, ast.Call) else None
         if not isinstance(method, ast.Attribute) or method.attr != "items" or len(target.elts) != 2:
             return False
@@ -329,7 +429,7 @@ class Inference(Scope):
             self.assign(target.elts[1], base.part or UNKNOWN)
         return base.what == "mapping"
 
-    def _lambda(self, node: ast.Lambda) -> Kind:
+    def _lambda(self, node: ast.Lambda) -> ValueKind:
         before = dict(self.env)
         arguments = node.args
         for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
@@ -338,12 +438,12 @@ class Inference(Scope):
         self.env = before
         return function(gives=kind)
 
-    def _walrus(self, node: ast.NamedExpr) -> Kind:
+    def _walrus(self, node: ast.NamedExpr) -> ValueKind:
         kind = self.value(node.value)
         self.assign(node.target, kind)
         return kind
 
-    def _formatted(self, node: ast.JoinedStr) -> Kind:
+    def _formatted(self, node: ast.JoinedStr) -> ValueKind:
         for part in node.values:
             if isinstance(part, ast.FormattedValue):
                 kind = self.value(part.value)
@@ -351,12 +451,12 @@ class Inference(Scope):
                     self.wait("item", part.value)
         return PLAIN
 
-    def _awaited(self, node: ast.Await | ast.Yield | ast.YieldFrom) -> Kind:
+    def _awaited(self, node: ast.Await | ast.Yield | ast.YieldFrom) -> ValueKind:
         self.yields += not isinstance(node, ast.Await)
         self.value(node.value)
         return UNKNOWN
 
-    def _call(self, node: ast.Call) -> Kind:
+    def _call(self, node: ast.Call) -> ValueKind:
         function = node.func
         call = self._arguments(node)
         communicated(self, function, call)
@@ -375,18 +475,18 @@ class Inference(Scope):
             return given
         return called_on(self, owner, self.value(owner), function.attr, call)
 
-    def _arguments(self, node: ast.Call) -> Call:
+    def _arguments(self, node: ast.Call) -> InferredCall:
         args = tuple(map(self.value, node.args))
         words = {
             word.arg or f"**{number}": self.value(word.value)
             for number, word in enumerate(node.keywords)
         }
         exact = not any(isinstance(one, ast.Starred) for one in node.args)
-        return Call(node, args, words, self.wait, exact)
+        return InferredCall(node, args, words, self.wait, exact)
 
 
-def computed(left: Kind, right: Kind, operator: ast.operator) -> Kind:
-    """What an operator gives of two values."""
+def computed(left: ValueKind, right: ValueKind, operator: ast.operator) -> ValueKind:
+    """Infer the result of a binary operator."""
     kinds = (left, right)
     tensors = [kind for kind in kinds if kind.what == "tensor"]
     if tensors:
@@ -403,28 +503,30 @@ def computed(left: Kind, right: Kind, operator: ast.operator) -> Kind:
     return PLAIN if left.what == "plain" and right.what == "plain" else UNKNOWN
 
 
-def _imported(full: str) -> Kind:
+def _imported(full: str) -> ValueKind:
     last = full.rpartition(".")[2]
     if full.startswith("torch.") and full.count(".") == 1 and last in names.DTYPES:
-        return Kind("dtype", dtype="bool" if last == "bool" else "int" if last in _WHOLE else "")
+        return ValueKind(
+            "dtype", dtype="bool" if last == "bool" else "int" if last in _WHOLE else ""
+        )
     return PLAIN if full.startswith(("math.", "numpy.pi", "numpy.inf")) else UNKNOWN
 
 
 _WHOLE = ("int", "long", "short", "int8", "int16", "int32", "int64", "uint8")
 
 
-def _of_tensor(base: Kind, name: str) -> Kind:
+def _of_tensor(base: ValueKind, name: str) -> ValueKind:
     if name == "device":
         return device(base.on)
     if name == "dtype":
-        return Kind("dtype", dtype=base.dtype)
+        return ValueKind("dtype", dtype=base.dtype)
     if name in names.TENSOR_ATTRIBUTES:
         return tensor(base.on, base.dtype, single=base.single)
     return PLAIN if name in names.HOST_ATTRIBUTES else UNKNOWN
 
 
-def _named(name: str) -> Kind:
-    """What an attribute's name alone tells."""
+def _named(name: str) -> ValueKind:
+    """Infer an attribute from its name alone."""
     if name == "device" or name.endswith("_device"):
         return device("")
     if name == "dtype":
@@ -437,7 +539,7 @@ def _is_text(node: ast.expr) -> bool:
 
 
 def _text(node: ast.expr | None) -> str | None:
-    """A key that is there."""
+    """Return the text of a constant string."""
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
@@ -449,30 +551,30 @@ def _is_plain_name(node: ast.expr) -> bool:
     return isinstance(node, ast.Name | ast.Attribute | ast.Constant)
 
 
-_HANDLERS: dict[type, Callable[..., Kind]] = {
-    ast.Name: Inference._name,
-    ast.Attribute: Inference._attribute,
-    ast.Subscript: Inference._subscript,
-    ast.Slice: Inference._slice,
-    ast.BinOp: Inference._binary,
-    ast.UnaryOp: Inference._unary,
-    ast.Compare: Inference._compare,
-    ast.BoolOp: Inference._bool_operation,
-    ast.IfExp: Inference._conditional,
-    ast.Call: Inference._call,
-    ast.List: Inference._listed,
-    ast.Tuple: Inference._listed,
-    ast.Set: Inference._listed,
-    ast.Dict: Inference._dict,
-    ast.ListComp: Inference._comprehended,
-    ast.SetComp: Inference._comprehended,
-    ast.GeneratorExp: Inference._comprehended,
-    ast.DictComp: Inference._dict_comprehended,
-    ast.Lambda: Inference._lambda,
-    ast.NamedExpr: Inference._walrus,
-    ast.JoinedStr: Inference._formatted,
-    ast.Starred: Inference._starred,
-    ast.Await: Inference._awaited,
-    ast.Yield: Inference._awaited,
-    ast.YieldFrom: Inference._awaited,
+_HANDLERS: dict[type, Callable[..., ValueKind]] = {
+    ast.Name: KindInference._name,
+    ast.Attribute: KindInference._attribute,
+    ast.Subscript: KindInference._subscript,
+    ast.Slice: KindInference._slice,
+    ast.BinOp: KindInference._binary,
+    ast.UnaryOp: KindInference._unary,
+    ast.Compare: KindInference._compare,
+    ast.BoolOp: KindInference._bool_operation,
+    ast.IfExp: KindInference._conditional,
+    ast.Call: KindInference._call,
+    ast.List: KindInference._listed,
+    ast.Tuple: KindInference._listed,
+    ast.Set: KindInference._listed,
+    ast.Dict: KindInference._dict,
+    ast.ListComp: KindInference._comprehended,
+    ast.SetComp: KindInference._comprehended,
+    ast.GeneratorExp: KindInference._comprehended,
+    ast.DictComp: KindInference._dict_comprehended,
+    ast.Lambda: KindInference._lambda,
+    ast.NamedExpr: KindInference._walrus,
+    ast.JoinedStr: KindInference._formatted,
+    ast.Starred: KindInference._starred,
+    ast.Await: KindInference._awaited,
+    ast.Yield: KindInference._awaited,
+    ast.YieldFrom: KindInference._awaited,
 }

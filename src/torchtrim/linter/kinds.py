@@ -1,8 +1,9 @@
-"""What can be told of a value from the source alone: a tensor, where it may lie, or something else."""
+"""Kinds of values: what can be inferred of a value from source or from an annotation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ast
+from collections.abc import Callable, Sequence
 from functools import cache, reduce
 from typing import Literal, NamedTuple
 
@@ -22,17 +23,16 @@ On = Literal["", "host", "device", "mixed"]
 _MOST_FUNCTIONS = 8
 
 
-class Kind(NamedTuple):
-    """What an expression is.
+class ValueKind(NamedTuple):
+    """The kind of an expression.
 
-    `plain` is what Python itself has: numbers, text, shapes, None. A `sequence` holds `part`, and has
-    `items` by place where it is a tuple of several kinds. A `layer` gives a tensor where it is called. A
-    `mapping` has a `part` for all its values, and `items` for those whose key is text that is there. A
-    `function` has the names of those that it may be as keys of `items`, `""` for one that is not known;
-    `part` is what one without a name returns. `on` is where a tensor is, or which a device is: `""` where
-    that is not known, `"mixed"` where it was computed from one of the host and something unknown. `dtype` is
-    `"bool"` or `"int"`, `""` otherwise. `single`: of no dimensions. `sure`: computed as a tensor,
-    where an annotation alone may be wrong.
+    `plain`: a Python value such as a number, text, a shape or None. `sequence`: has the kind of its elements
+    in `part`, and `items` by position if it is a tuple of several kinds. `layer`: a module that returns a
+    tensor when called. `mapping`: has one `part` for all values, and `items` for constant string keys.
+    `function`: the keys of `items` are the functions it may be, `""` for an unknown one; `part` is the
+    result of one without a name. `on` is where a tensor is, or which device it is: `""` if unknown,
+    `"mixed"` if computed from a host tensor and something unknown. `dtype` is `"bool"`, `"int"` or `""` for
+    any other. `single`: zero-dimensional. `sure`: computed as a tensor, not only annotated as one.
     """
 
     what: What = "unknown"
@@ -40,86 +40,86 @@ class Kind(NamedTuple):
     dtype: str = ""
     single: bool = False
     sure: bool = False
-    part: Kind | None = None
-    items: tuple[tuple[str, Kind], ...] = ()
+    part: ValueKind | None = None
+    items: tuple[tuple[str, ValueKind], ...] = ()
 
     @property
     def waits(self) -> bool:
-        """Whether it is a tensor that may lie on a device."""
+        """Return True for a tensor that may be on a device."""
         return self.what == "tensor" and self.on in ("", "device")
 
 
-UNKNOWN = Kind()
-PLAIN = Kind("plain")
-ARRAY = Kind("array")
-DTYPE = Kind("dtype")
-LAYER = Kind("layer")
-NUMBERS = Kind("sequence", part=PLAIN)
+UNKNOWN = ValueKind()
+PLAIN = ValueKind("plain")
+ARRAY = ValueKind("array")
+DTYPE = ValueKind("dtype")
+LAYER = ValueKind("layer")
+NUMBERS = ValueKind("sequence", part=PLAIN)
 
 
 @cache
-def tensor(on: On = "", dtype: str = "", *, single: bool = False, sure: bool = True) -> Kind:
-    """A tensor."""
-    return Kind("tensor", on, dtype, single, sure)
+def tensor(on: On = "", dtype: str = "", *, single: bool = False, sure: bool = True) -> ValueKind:
+    """Return a tensor's kind."""
+    return ValueKind("tensor", on, dtype, single, sure)
 
 
 @cache
-def sequence(part: Kind) -> Kind:
-    """A list or tuple of a kind."""
-    return Kind("sequence", part=part)
+def sequence(part: ValueKind) -> ValueKind:
+    """Return the kind of a list or tuple."""
+    return ValueKind("sequence", part=part)
 
 
-def places(kinds: Sequence[Kind]) -> Kind:
-    """A tuple of some kinds: a sequence of what they all are, which knows its places where they differ."""
+def places(kinds: Sequence[ValueKind]) -> ValueKind:
+    """Return the kind of a tuple; it keeps its elements by position if they differ."""
     part = reduce(joined, kinds) if kinds else UNKNOWN
     if len(set(kinds)) < 2:
         return sequence(part)
-    return Kind(
+    return ValueKind(
         "sequence", part=part, items=tuple((str(at), kind) for at, kind in enumerate(kinds))
     )
 
 
-def placed(kind: Kind, count: int) -> list[Kind] | None:
-    """What the places of a tuple are, None where it does not have that many that are known."""
+def placed(kind: ValueKind, count: int) -> list[ValueKind] | None:
+    """Return the kinds of a tuple's elements, or None unless it has `count` known ones."""
     known = kind.what == "sequence" and len(kind.items) == count
     return [item for _, item in kind.items] if known else None
 
 
-def function(name: str = "", gives: Kind | None = None) -> Kind:
-    """A function, by its name or by what it returns."""
-    return Kind("function", part=gives, items=((name, UNKNOWN),) if name else ())
+def function(name: str = "", gives: ValueKind | None = None) -> ValueKind:
+    """Return the kind of a function, given by name or by its result."""
+    return ValueKind("function", part=gives, items=((name, UNKNOWN),) if name else ())
 
 
-def mapping(items: dict[str, Kind], rest: Kind | None = None) -> Kind:
-    """A dict: its values by key, and what those of other keys are, None for no others."""
+def mapping(items: dict[str, ValueKind], rest: ValueKind | None = None) -> ValueKind:
+    """Return the kind of a dict: values by key, and the kind of all other values (None if there are none)."""
     kinds = [*items.values(), *([rest] if rest is not None else [])]
-    return Kind(
+    return ValueKind(
         "mapping", part=reduce(joined, kinds) if kinds else None, items=tuple(items.items())
     )
 
 
-def valued(kind: Kind, key: str | None) -> Kind:
-    """The value of a key of a mapping, None for a key that the source does not tell."""
+def valued(kind: ValueKind, key: str | None) -> ValueKind:
+    """Look up the value of a key in a mapping. The key is None if the source does not show it."""
     return (
         dict(kind.items).get(key, kind.part or UNKNOWN) if key is not None else kind.part or UNKNOWN
     )
 
 
 @cache
-def device(on: On) -> Kind:
-    """A device."""
-    return Kind("device", on)
+def device(on: On) -> ValueKind:
+    """Return a device's kind."""
+    return ValueKind("device", on)
 
 
-def is_open(kind: Kind) -> bool:
-    """Whether code may tell more of it: nothing is known, or an annotation alone says a tensor."""
+def is_open(kind: ValueKind) -> bool:
+    """Return True if code may refine the kind: it is unknown, or only an annotation says tensor."""
     if kind.what == "sequence" and kind.items:
         return any(is_open(item) for _, item in kind.items)
     return kind == UNKNOWN or (kind.what == "tensor" and not kind.sure)
 
 
-def refined(said: Kind, learned: Kind) -> Kind:
-    """What an annotation says of a value, and where that is open what its code does."""
+def refined(said: ValueKind, learned: ValueKind) -> ValueKind:
+    """Return an annotation's kind, or if it leaves the kind open, the kind inferred from code."""
     if not is_open(said) or said == UNKNOWN:
         return learned if said == UNKNOWN else said
     if said.what == "tensor":
@@ -130,8 +130,8 @@ def refined(said: Kind, learned: Kind) -> Kind:
     return places([refined(a, b) for (_, a), b in zip(said.items, found, strict=True)])
 
 
-def part_of(kind: Kind) -> Kind:
-    """What iterating over it, or one of its places, gives."""
+def part_of(kind: ValueKind) -> ValueKind:
+    """Return the kind of an element, from iteration or indexing."""
     if kind.what == "sequence":
         return kind.part or UNKNOWN
     if kind.what == "tensor":
@@ -139,12 +139,12 @@ def part_of(kind: Kind) -> Kind:
     return kind if kind.what in ("plain", "array") else UNKNOWN
 
 
-def joined(one: Kind, other: Kind) -> Kind:
-    """What it is where it may be either. None is left out: a value used in a computation is not None."""
+def joined(one: ValueKind, other: ValueKind) -> ValueKind:
+    """Join two possible kinds of a value, ignoring None: a value used in a computation is not None."""
     if one == other:
         return one
     if one.what == other.what == "tensor":
-        return Kind(
+        return ValueKind(
             "tensor",
             one.on if one.on == other.on else "",
             one.dtype if one.dtype == other.dtype else "",
@@ -165,8 +165,7 @@ def joined(one: Kind, other: Kind) -> Kind:
     return UNKNOWN
 
 
-def _one_of(one: Kind, other: Kind) -> Kind:
-    """What may be one function or another, known or not."""
+def _one_of(one: ValueKind, other: ValueKind) -> ValueKind:
     is_open = UNKNOWN in (one, other)
     if one.what != other.what and not is_open:
         return UNKNOWN
@@ -174,15 +173,15 @@ def _one_of(one: Kind, other: Kind) -> Kind:
     if is_open or len(items) > _MOST_FUNCTIONS:
         items = {"": UNKNOWN} | items
     parts = [kind.part for kind in (one, other) if kind.part is not None]
-    return Kind(
+    return ValueKind(
         "function",
         part=reduce(joined, parts) if parts else None,
         items=tuple(items.items())[:_MOST_FUNCTIONS],
     )
 
 
-def together(*kinds: Kind) -> On:
-    """Where a tensor is that is computed from these; what is unknown goes with what is known."""
+def together(*kinds: ValueKind) -> On:
+    """Return where the result of operands is. Operands of unknown place follow the known ones."""
     places: set[On] = {kind.on for kind in kinds if kind.what == "tensor"}
     if "device" in places:
         return "device"
@@ -191,8 +190,8 @@ def together(*kinds: Kind) -> On:
     return "mixed" if "mixed" in places or any(kind.what == "unknown" for kind in kinds) else "host"
 
 
-def unsure(kind: Kind) -> Kind:
-    """The same, which may be something else than a tensor."""
+def unsure(kind: ValueKind) -> ValueKind:
+    """Return the same kind, marked as possibly not a tensor."""
     if kind.what == "sequence":
         part = None if kind.part is None else unsure(kind.part)
         items = tuple((at, unsure(item)) for at, item in kind.items)
@@ -200,6 +199,102 @@ def unsure(kind: Kind) -> Kind:
     return kind._replace(sure=False)
 
 
-def singled(kind: Kind) -> Kind:
-    """The same, of no dimensions."""
+def singled(kind: ValueKind) -> ValueKind:
+    """Return the same kind, marked as zero-dimensional."""
     return kind._replace(single=True)
+
+
+_PLAIN_NAMES = """
+    int float bool str bytes complex None Callable Path PathLike
+"""
+_PLAIN = frozenset(_PLAIN_NAMES.split())
+_SEQUENCES_NAMES = """
+    list List tuple Tuple Sequence Iterable Iterator Set set
+"""
+_SEQUENCES = frozenset(_SEQUENCES_NAMES.split())
+_INT = ("LongTensor", "IntTensor", "ByteTensor")
+_FLOAT = ("FloatTensor", "HalfTensor", "DoubleTensor", "BFloat16Tensor", "Tensor", "Parameter")
+_DICTS = frozenset(("dict", "Dict", "Mapping", "MutableMapping"))
+Dotted = Callable[[ast.AST], str | None]
+
+
+def annotated(node: ast.AST | None, dotted: Dotted) -> ValueKind:
+    """Return the kind that an annotation names; unknown if it may be a tensor or something else.
+
+    `dotted` resolves the full name of an imported object.
+    """
+    options = [_one(part, dotted) for part in _options(node, dotted)]
+    options = [one for one in options if one is not None]
+    kinds = set(options)
+    return kinds.pop() or UNKNOWN if len(kinds) == 1 else UNKNOWN
+
+
+def _options(node: ast.AST | None, dotted: Dotted) -> list[ast.AST]:
+    """Return the members of a union."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        try:
+            node = ast.parse(node.value, mode="eval").body
+        except (SyntaxError, ValueError):
+            return []
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        return _options(node.left, dotted) + _options(node.right, dotted)
+    if isinstance(node, ast.Subscript):
+        name = _name(node.value)
+        if name == "Optional":
+            return _options(node.slice, dotted)
+        if name == "Union" and isinstance(node.slice, ast.Tuple):
+            return [one for part in node.slice.elts for one in _options(part, dotted)]
+    return [node] if node is not None else []
+
+
+def _one(node: ast.AST, dotted: Dotted) -> ValueKind | None:
+    """Return the kind of one member, or None for `None`."""
+    if isinstance(node, ast.Constant):
+        return None if node.value is None else UNKNOWN
+    if isinstance(node, ast.Subscript):
+        return _several(node, dotted)
+    name = dotted(node) or _name(node)
+    last = name.rpartition(".")[2]
+    if name.startswith("torch."):
+        return _of_torch(name, last)
+    if name.startswith("numpy."):
+        return ARRAY if last in ("ndarray", "array") else PLAIN
+    if last in _DICTS:
+        return mapping({}, UNKNOWN)
+    return PLAIN if last in _PLAIN else UNKNOWN
+
+
+def _of_torch(name: str, last: str) -> ValueKind:
+    if last in _FLOAT:
+        return tensor("device" if last == "Parameter" else "", sure=False)
+    if last in _INT:
+        return tensor("", "int", sure=False)
+    if last == "BoolTensor":
+        return tensor("", "bool", sure=False)
+    if last in ("device", "dtype"):
+        return device("") if last == "device" else DTYPE
+    if name.startswith("torch.nn."):
+        return LAYER if last in ("Linear", "Embedding", "LayerNorm") else UNKNOWN
+    return PLAIN if last == "Size" else UNKNOWN
+
+
+def _several(node: ast.Subscript, dotted: Dotted) -> ValueKind:
+    inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    if _name(node.value) in _DICTS:
+        return mapping({}, annotated(inner[-1], dotted))
+    if _name(node.value) not in _SEQUENCES:
+        return PLAIN if _name(node.value) in ("Callable", "Literal") else UNKNOWN
+    kinds = [annotated(one, dotted) for one in inner if not _is_ellipsis(one)]
+    if _name(node.value) in ("tuple", "Tuple") and len(kinds) == len(inner):
+        return places(kinds)
+    return sequence(kinds[0] if len(set(kinds)) == 1 else UNKNOWN)
+
+
+def _is_ellipsis(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value is ...
+
+
+def _name(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""

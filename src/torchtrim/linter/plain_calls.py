@@ -1,24 +1,99 @@
-"""Calls of what is no function of torch: builtins, functions and methods of the file, lists, the unknown."""
+"""Infers calls of anything but torch: builtins, functions and methods of the file, containers."""
 
 from __future__ import annotations
 
 import ast
+import builtins
+from functools import reduce
 
-from torchtrim.linter import functions
 from torchtrim.linter import torch_names as names
 from torchtrim.linter.kinds import (
     DTYPE,
     PLAIN,
     UNKNOWN,
-    Kind,
+    ValueKind,
+    function,
     joined,
     part_of,
     sequence,
     tensor,
+    unsure,
     valued,
 )
-from torchtrim.linter.scope import Scope
-from torchtrim.linter.torch_calls import Call, called_method
+from torchtrim.linter.scope import KindScope
+from torchtrim.linter.torch_calls import InferredCall, called_function, called_method
+
+KNOWN_MODULES = ("torch.", "numpy.", "math.", "time.", "os.", "scipy.", "PIL.", "cv2.")
+_SELF = "self."
+_BUILTIN = frozenset(name for name in dir(builtins) if name.islower())
+
+
+def referred(scope: KindScope, node: ast.expr | None) -> ValueKind:
+    """Return the kind of a function that an expression names without calling it.
+
+    It is a function of torch, of the file or a builtin, or a method of `self`; anything else is unknown.
+    Only names in lower case and torch's layers count as functions.
+    """
+    if isinstance(node, ast.IfExp):
+        return joined(referred(scope, node.body), referred(scope, node.orelse))
+    if isinstance(node, ast.Call) and scope.dotted(node.func) == "functools.partial" and node.args:
+        return referred(scope, node.args[0])
+    if isinstance(node, ast.Name) and _is_named(scope, node.id):
+        return function(node.id)
+    if _is_own(scope, node):
+        assert isinstance(node, ast.Attribute)
+        return function(f"{_SELF}{node.attr}")
+    full = scope.dotted(node) if node is not None else None
+    return function(full) if full is not None and _is_function(full) else UNKNOWN
+
+
+def called(scope: KindScope, held: ValueKind, call: InferredCall) -> ValueKind:
+    """Infer the call of a value that may hold several functions, from those that are known.
+
+    Report syncs only if a single function is possible. If one of them is unknown, the result is not surely a
+    tensor.
+    """
+    names = [name for name, _ in held.items]
+    with scope.silent(len(names) + (held.part is not None) > 1):
+        given = [_called(scope, name, call) for name in names]
+    known = [
+        kind for name, kind in zip(names, given, strict=True) if kind != UNKNOWN or name in _BUILTIN
+    ]
+    is_open = len(known) < len(names)
+    if held.part is not None:
+        known.append(held.part)
+    found = reduce(joined, known) if known else UNKNOWN
+    return unsure(found) if is_open else found
+
+
+def _called(scope: KindScope, name: str, call: InferredCall) -> ValueKind:
+    if name.startswith(KNOWN_MODULES):
+        return called_function(name, call)
+    if name.startswith(_SELF):
+        return (scope.this.returned(name[len(_SELF) :]) if scope.this else None) or UNKNOWN
+    return scope.file.returns.get(name) or scope.file.outside(name)
+
+
+def _is_named(scope: KindScope, name: str) -> bool:
+    """Return True for a function of the file or a builtin."""
+    if name in scope.file.returns:
+        return name not in scope.env
+    known = (scope.env, scope.file.imports, scope.file.own, scope.file.classes)
+    return name in _BUILTIN and not any(name in one for one in known)
+
+
+def _is_own(scope: KindScope, node: ast.expr | None) -> bool:
+    owner = node.value if isinstance(node, ast.Attribute) else None
+    mine = isinstance(owner, ast.Name) and owner.id == "self" and scope.this is not None
+    return mine and scope.this.returned(node.attr) is not None  # type: ignore[union-attr]
+
+
+def _is_function(full: str) -> bool:
+    head, _, last = full.rpartition(".")
+    if full.startswith("torch."):
+        return last in names.FUNCTIONS | names.FUNCTIONAL or last in names.LAYERS
+    return bool(head) and last.islower()
+
 
 _READS = ("float", "int", "bool", "complex", "range", "round", "str", "format", "print", "repr")
 _PLAIN_NAMES = """
@@ -30,8 +105,8 @@ _ELEMENTS = frozenset(("list", "tuple", "set", "sorted", "reversed", "iter"))
 _NUMBERS = {"tolist": sequence(PLAIN), "item": PLAIN}
 
 
-def called_name(scope: Scope, function: ast.Name, call: Call) -> Kind:
-    """What a function of the file's, or a builtin one, gives."""
+def called_name(scope: KindScope, function: ast.Name, call: InferredCall) -> ValueKind:
+    """Infer the call of a plain name."""
     name = function.id
     known = scope.env.get(name)
     if known is not None:
@@ -43,14 +118,14 @@ def called_name(scope: Scope, function: ast.Name, call: Call) -> Kind:
     return _builtin(scope, name, call)
 
 
-def called_held(scope: Scope, held: Kind, call: Call) -> Kind:
-    """What calling the value of a name, an attribute or a place gives."""
+def called_held(scope: KindScope, held: ValueKind, call: InferredCall) -> ValueKind:
+    """Infer the call of a value held by a name, an attribute or an item."""
     if held.what == "function":
-        return functions.called(scope, held, call)
+        return called(scope, held, call)
     return tensor() if held.what == "layer" else UNKNOWN
 
 
-def _builtin(scope: Scope, name: str, call: Call) -> Kind:
+def _builtin(scope: KindScope, name: str, call: InferredCall) -> ValueKind:
     args = call.args
     read = [kind for kind in args if kind.waits]
     if name in _READS:
@@ -77,7 +152,7 @@ def _builtin(scope: Scope, name: str, call: Call) -> Kind:
     return PLAIN if name in _PLAIN_CALLS else UNKNOWN
 
 
-def _greatest(scope: Scope, call: Call, read: list[Kind]) -> Kind:
+def _greatest(scope: KindScope, call: InferredCall, read: list[ValueKind]) -> ValueKind:
     args = call.args
     inner = part_of(args[0]) if len(args) == 1 else PLAIN
     if (len(args) > 1 and any(kind.sure for kind in read)) or (inner.waits and inner.sure):
@@ -87,8 +162,10 @@ def _greatest(scope: Scope, call: Call, read: list[Kind]) -> Kind:
     return read[0] if read else PLAIN if all(k.what == "plain" for k in args) else UNKNOWN
 
 
-def called_on(scope: Scope, owner: ast.expr, receiver: Kind, method: str, call: Call) -> Kind:
-    """What a method gives of a receiver, which is in the source as `owner`."""
+def called_on(
+    scope: KindScope, owner: ast.expr, receiver: ValueKind, method: str, call: InferredCall
+) -> ValueKind:
+    """Infer a method call on a receiver; `owner` is the receiver's expression."""
     if receiver.what == "tensor":
         return called_method(receiver, method, call)
     if receiver.what in ("plain", "array"):
@@ -100,8 +177,8 @@ def called_on(scope: Scope, owner: ast.expr, receiver: Kind, method: str, call: 
     return _of_unknown(scope, owner, method, call)
 
 
-def own_method(scope: Scope, method: str, call: Call) -> Kind:
-    """What `self.method(...)` gives."""
+def own_method(scope: KindScope, method: str, call: InferredCall) -> ValueKind:
+    """Infer `self.method(...)`."""
     assert scope.this is not None
     first = call.node.args[0] if call.node.args else None
     if method == "register_buffer" and isinstance(first, ast.Constant):
@@ -114,7 +191,7 @@ def own_method(scope: Scope, method: str, call: Call) -> Kind:
     return scope.this.returned(method) or UNKNOWN
 
 
-def _of_dict(receiver: Kind, method: str, call: Call) -> Kind:
+def _of_dict(receiver: ValueKind, method: str, call: InferredCall) -> ValueKind:
     if method == "values":
         return sequence(receiver.part or UNKNOWN)
     if method == "keys":
@@ -128,7 +205,9 @@ def _of_dict(receiver: Kind, method: str, call: Call) -> Kind:
     return valued(receiver, first.value if known else None)  # type: ignore[attr-defined]
 
 
-def _of_list(scope: Scope, owner: ast.expr, receiver: Kind, method: str, call: Call) -> Kind:
+def _of_list(
+    scope: KindScope, owner: ast.expr, receiver: ValueKind, method: str, call: InferredCall
+) -> ValueKind:
     if method == "append" and isinstance(owner, ast.Name) and call.args:
         part = receiver.part or UNKNOWN
         new = call.args[0] if part == UNKNOWN else joined(part, call.args[0])
@@ -137,7 +216,7 @@ def _of_list(scope: Scope, owner: ast.expr, receiver: Kind, method: str, call: C
     return part_of(receiver) if method == "pop" else UNKNOWN
 
 
-def _of_unknown(scope: Scope, owner: ast.expr, method: str, call: Call) -> Kind:
+def _of_unknown(scope: KindScope, owner: ast.expr, method: str, call: InferredCall) -> ValueKind:
     if method in names.ONLY_TENSORS:
         found = tensor()
         if isinstance(owner, ast.Name) and owner.id not in scope.file.imports:
@@ -161,8 +240,9 @@ def _of_unknown(scope: Scope, owner: ast.expr, method: str, call: Call) -> Kind:
     return DTYPE if method == "get_default_dtype" else UNKNOWN
 
 
-def _is_of_a_tensor(scope: Scope, method: str, call: Call) -> bool:
-    """Whether a method that arrays have too is one of a tensor: by `dim=`, or as the file has no arrays."""
+def _is_of_a_tensor(scope: KindScope, method: str, call: InferredCall) -> bool:
+    """Return True if a method that arrays have too belongs to a tensor: it has `dim=`, or the file uses no
+    arrays."""
     if "dim" in call.words:
         return method in names.METHODS
     plain = not call.args and not call.words and not scope.file.has_arrays
@@ -170,15 +250,15 @@ def _is_of_a_tensor(scope: Scope, method: str, call: Call) -> bool:
 
 
 def _is_loss(node: ast.expr) -> bool:
-    """Whether it has the name of a loss, by itself or as the key of a dict."""
+    """Return True if a name or the key of an item is that of a loss."""
     if isinstance(node, ast.Subscript):
         node = node.slice if isinstance(node.slice, ast.Constant) else node.value
     name = getattr(node, "id", getattr(node, "attr", getattr(node, "value", "")))
     return isinstance(name, str) and (name == "loss" or name.endswith("_loss"))
 
 
-def communicated(scope: Scope, function: ast.expr, call: Call) -> None:
-    """`dist.all_reduce(x)`, of torch or of what wraps it: what ranks exchange is a tensor."""
+def communicated(scope: KindScope, function: ast.expr, call: InferredCall) -> None:
+    """Infer `dist.all_reduce(x)`, of torch or of a wrapper: ranks exchange tensors."""
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
     if name not in names.COLLECTIVES:
         return
@@ -187,14 +267,14 @@ def communicated(scope: Scope, function: ast.expr, call: Call) -> None:
             scope.env[one.id] = tensor()
 
 
-def _differentiated(scope: Scope, owner: ast.expr, call: Call) -> None:
-    """`loss.backward()`, `accelerator.backward(loss)`: the loss is a tensor."""
+def _differentiated(scope: KindScope, owner: ast.expr, call: InferredCall) -> None:
+    """Infer `loss.backward()` or `accelerator.backward(loss)`: the loss is a tensor."""
     loss = call.node.args[0] if call.node.args else owner
     if isinstance(loss, ast.Name) and loss.id not in scope.file.imports:
         scope.env[loss.id] = tensor()
 
 
-def _synchronized(scope: Scope, owner: ast.expr, call: Call) -> None:
+def _synchronized(scope: KindScope, owner: ast.expr, call: InferredCall) -> None:
     text = ast.unparse(owner).lower().rpartition(".")[2]
     if "event" in text:
         scope.wait("event-synchronize", call.node)

@@ -1,4 +1,4 @@
-"""What is known of names while the code of a file is walked, and whom to tell of waits."""
+"""Names, functions and classes known while a file is walked, and the conditions that narrow them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,136 @@ import ast
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from torchtrim.linter.guards import Names
-from torchtrim.linter.kinds import UNKNOWN, Kind, joined
+from torchtrim.linter.kinds import ARRAY, PLAIN, UNKNOWN, ValueKind, joined, tensor
+
+_NEVER_NAMES = """
+    is_scripting is_tracing is_compiling is_dynamo_compiling is_torchdynamo_compiling is_exporting
+    is_torch_fx_proxy is_fx_tracing is_in_onnx_export is_onnx_exporting is_tracing_or_scripting
+    is_torchdynamo_exporting is_jit_tracing is_torch_xla_available is_tensor_or_proxy_tracing
+"""
+_NEVER = frozenset(_NEVER_NAMES.split())
+_DEVICES = ("cuda", "xpu", "gpu", "npu")
+_PLAIN_TYPES_NAMES = """
+    int float bool str list tuple dict bytes set Number Integral Real
+"""
+_PLAIN_TYPES = frozenset(_PLAIN_TYPES_NAMES.split())
+_IS_TENSOR = ("is_tensor", "is_torch_tensor")
+Names = tuple[tuple[str, ValueKind], ...]
+
+
+class Guard(NamedTuple):
+    """Facts that a condition implies: True if its branch never runs on a device (when true, when false), and
+    the kinds of names in each branch."""
+
+    true: bool = False
+    false: bool = False
+    when_true: Names = ()
+    when_false: Names = ()
+
+
+NONE = Guard()
+
+
+def guard(test: ast.expr) -> Guard:
+    """Return the facts that a condition implies."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = guard(test.operand)
+        return Guard(inner.false, inner.true, inner.when_false, inner.when_true)
+    if isinstance(test, ast.BoolOp):
+        return _several(test)
+    if isinstance(test, ast.Call):
+        return _call(test)
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        return _compared(test.left, test.ops[0], test.comparators[0])
+    name = _last(test)
+    if name == "TYPE_CHECKING" or name in _NEVER:
+        return Guard(true=True)
+    if name in ("is_cuda", "is_cpu", "is_meta"):
+        return Guard(true=name != "is_cuda", false=name == "is_cuda")
+    return NONE
+
+
+def _several(test: ast.BoolOp) -> Guard:
+    parts = [guard(value) for value in test.values]
+    if isinstance(test.op, ast.And):
+        return Guard(
+            true=any(part.true for part in parts),
+            false=all(part.false for part in parts),
+            when_true=tuple(one for part in parts for one in part.when_true),
+        )
+    return Guard(
+        true=all(part.true for part in parts),
+        false=any(part.false for part in parts),
+        when_false=tuple(one for part in parts for one in part.when_false),
+    )
+
+
+def _call(test: ast.Call) -> Guard:
+    name = _last(test.func)
+    if name in _NEVER:
+        return Guard(true=True)
+    if name == "is_available" and _last(getattr(test.func, "value", test)) in _DEVICES:
+        return Guard(false=True)
+    if name in _IS_TENSOR and len(test.args) == 1 and isinstance(test.args[0], ast.Name):
+        name_of = test.args[0].id
+        return Guard(when_true=((name_of, tensor()),), when_false=((name_of, PLAIN),))
+    if name == "isinstance" and len(test.args) == 2 and isinstance(test.args[0], ast.Name):
+        return _instance(test.args[0].id, test.args[1])
+    return NONE
+
+
+def _instance(name: str, types: ast.expr) -> Guard:
+    members = types.elts if isinstance(types, ast.Tuple) else [types]
+    if isinstance(types, ast.BinOp):
+        members = [types.left, types.right]
+    lasts = {_last(one) for one in members}
+    if lasts <= {"Tensor", "LongTensor", "FloatTensor", "BoolTensor", "Parameter"}:
+        return Guard(when_true=((name, tensor()),), when_false=((name, PLAIN),))
+    if lasts <= {"ndarray", "generic"}:
+        return Guard(when_true=((name, ARRAY),))
+    return Guard(when_true=((name, PLAIN),)) if lasts <= _PLAIN_TYPES else NONE
+
+
+def _compared(left: ast.expr, operator: ast.cmpop, right: ast.expr) -> Guard:
+    """Handle `x.device.type == "cpu"` and `device != torch.device("cuda")`."""
+    if not isinstance(operator, ast.Eq | ast.NotEq | ast.In | ast.NotIn):
+        return NONE
+    named = _last(left) in ("type", "device", "device_type") or "device" in _last(left)
+    values = _texts(right)
+    if not named or not values:
+        return NONE
+    devices = {value.partition(":")[0] in _DEVICES for value in values}
+    if len(devices) != 1:
+        return NONE
+    on_device = devices.pop()
+    found = Guard(true=not on_device, false=on_device)
+    if isinstance(operator, ast.NotEq | ast.NotIn):
+        return Guard(found.false, found.true)
+    return found
+
+
+def _texts(node: ast.expr) -> list[str]:
+    """Return the device names that an expression spells out."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [node.value]
+    if isinstance(node, ast.Call) and _last(node.func) == "device" and node.args:
+        return _texts(node.args[0])
+    if isinstance(node, ast.Tuple | ast.List | ast.Set):
+        return [text for one in node.elts for text in _texts(one)]
+    return []
+
+
+def _last(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
 
 Wait = Callable[[str, ast.AST], None]
-Environment = dict[str, Kind]
-Outside = Callable[[str], Kind]
+Environment = dict[str, ValueKind]
+Outside = Callable[[str], ValueKind]
 _ARRAYS = frozenset(
     ("numpy", "scipy", "pandas", "jax", "tensorflow", "cupy", "mlx", "polars", "xarray")
 )
@@ -20,7 +143,7 @@ _ARRAYS = frozenset(
 
 @dataclass
 class ClassFacts:
-    """What the code of a class says of `self`: its attributes, and what its methods return."""
+    """Facts about `self` in a class: the kinds of its attributes, and the results of its methods."""
 
     name: str = ""
     attributes: Environment = field(default_factory=dict)
@@ -28,29 +151,29 @@ class ClassFacts:
     bases: tuple[ClassFacts, ...] = ()
     complete: bool = False
 
-    def set(self, name: str, kind: Kind) -> None:
-        """Note the kind assigned to an attribute, unless all were noted before."""
+    def set(self, name: str, kind: ValueKind) -> None:
+        """Record a kind assigned to an attribute, unless the class is complete."""
         if self.complete:
             return
         known = self.attributes.get(name)
         self.attributes[name] = kind if known is None else joined(known, kind)
 
-    def attribute(self, name: str) -> Kind | None:
-        """What an attribute is, here or in a class of the file that this one inherits from."""
+    def attribute(self, name: str) -> ValueKind | None:
+        """Return an attribute's kind, looked up here and then in base classes of the file."""
         inherited = (base.attribute(name) for base in self.bases)
         return self.attributes.get(name) or next(filter(None, inherited), None)
 
-    def returned(self, name: str) -> Kind | None:
-        """What a method returns, by its annotation."""
+    def returned(self, name: str) -> ValueKind | None:
+        """Return a method's result, as annotated."""
         inherited = (base.returned(name) for base in self.bases)
         return self.returns.get(name) or next(filter(None, inherited), None)
 
 
 @dataclass
 class FileFacts:
-    """What the code of a file says: its imports, its own names, and what its functions return.
+    """Facts about a file: its imports, its own names, and the results of its functions.
 
-    `outside` tells by its full name what a function that it imports returns.
+    `outside` returns the result of an imported function, given its full name.
     """
 
     imports: dict[str, str] = field(default_factory=dict)
@@ -61,21 +184,21 @@ class FileFacts:
 
     @property
     def has_arrays(self) -> bool:
-        """Whether it imports something else than torch whose arrays have the methods of tensors."""
+        """Return True if the file imports a library whose arrays share method names with tensors."""
         return any(full.partition(".")[0] in _ARRAYS for full in self.imports.values())
 
 
 def changing(name: str) -> str:
-    """What stands in an environment while a name may hold what a later line of the loop gave it."""
+    """Return the marker of a name that a later line of the loop may have rebound."""
     return f"{name} changing"
 
 
-class Scope:
-    """Kinds of names. `wait` gets a row of the table of waits and a node.
+class KindScope:
+    """Kinds of names in the function being walked. `wait` gets a row of the sync table and a node.
 
-    `env` are the names of the function, `this` is the class whose method it is; while `quiet` is over 0
-    no device runs the code. `yields` counts the values that generators gave. `kinds`, where it is given, gets
-    what each expression is.
+    `env` maps the function's names, `this` is the class of a method. Code does not run on a device while
+    `quiet` is above 0. `yields` counts the values that generators yielded. `kinds`, if given, collects the
+    kind of each expression.
     """
 
     def __init__(self, file: FileFacts, wait: Wait) -> None:
@@ -84,17 +207,17 @@ class Scope:
         self.this: ClassFacts | None = None
         self.quiet = 0
         self.yields = 0
-        self.kinds: dict[ast.AST, Kind] | None = None
+        self.kinds: dict[ast.AST, ValueKind] | None = None
         self._told = wait
 
     def wait(self, row: str, node: ast.AST) -> None:
-        """Tell of a wait, unless no device runs this code."""
+        """Report a sync, unless this code does not run on a device."""
         if not self.quiet:
             self._told(row, node)
 
     @contextmanager
     def silent(self, on: bool = True) -> Iterator[None]:
-        """Code that no device runs."""
+        """Suppress reports in code that does not run on a device."""
         self.quiet += on
         try:
             yield
@@ -102,13 +225,13 @@ class Scope:
             self.quiet -= on
 
     def narrow(self, known: Names) -> None:
-        """Take over what a condition says of names; that one is a tensor where nothing else is known."""
+        """Apply the kinds that a condition implies. One that says tensor applies only to unknown names."""
         for name, kind in known:
             if kind.what != "tensor" or self.env.get(name, UNKNOWN) == UNKNOWN:
                 self.env[name] = kind
 
     def dotted(self, node: ast.AST) -> str | None:
-        """The full name of an imported object: `torch.nn.functional.softmax`."""
+        """Return the full name of an imported object, such as `torch.nn.functional.softmax`."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)

@@ -1,7 +1,7 @@
-"""Which places of a source are host-device syncs, inferred from the source alone.
+"""Finds the host-device syncs of a source, inferred from the source alone.
 
-Code that runs once, or that no device runs, is left out: constructors, loading and saving, branches for
-the CPU, for tracing or for scripting, data sets and collators, and what only raises an error.
+Skips code that runs once or not on a device: constructors, loading and saving, branches for the CPU, for
+tracing or for scripting, data sets and collators, and code that only raises an error.
 """
 
 from __future__ import annotations
@@ -13,12 +13,18 @@ from functools import reduce
 from pathlib import PurePath
 from typing import NamedTuple
 
-from torchtrim.linter.annotations import annotated
-from torchtrim.linter.functions import referred
-from torchtrim.linter.guards import guard
-from torchtrim.linter.infer import Inference, computed
-from torchtrim.linter.kinds import PLAIN, UNKNOWN, Kind, is_open, joined, refined, sequence
-from torchtrim.linter.learning import is_asked_for, keeps
+from torchtrim.linter.infer import KindInference, computed
+from torchtrim.linter.kinds import (
+    PLAIN,
+    UNKNOWN,
+    ValueKind,
+    annotated,
+    is_open,
+    joined,
+    refined,
+    sequence,
+)
+from torchtrim.linter.plain_calls import referred
 from torchtrim.linter.scope import (
     ClassFacts,
     Environment,
@@ -26,7 +32,61 @@ from torchtrim.linter.scope import (
     Outside,
     Wait,
     changing,
+    guard,
 )
+
+_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def keeps(function: Function) -> bool:
+    """Return True if a function has lasting effects: on attributes of `self`, buffers, imports or classes."""
+    pending: list[ast.AST] = list(function.body)
+    while pending:
+        one = pending.pop()
+        if isinstance(one, ast.Import | ast.ImportFrom | ast.ClassDef) or _registers(one):
+            return True
+        if any(map(_is_of_self, _targets(one))):
+            return True
+        for name in _BLOCKS:
+            pending += getattr(one, name, ())
+    return False
+
+
+def is_asked_for(name: str, text: str, *, method: bool) -> bool:
+    """Return True if a file's text may use the result of a function or method."""
+    return f"self.{name}" in text if method else text.count(name) > 1
+
+
+def _registers(statement: ast.AST) -> bool:
+    called = statement.value if isinstance(statement, ast.Expr) else None
+    function = called.func if isinstance(called, ast.Call) else None
+    return isinstance(function, ast.Attribute) and function.attr == "register_buffer"
+
+
+def _targets(statement: ast.AST) -> Iterator[ast.AST]:
+    """Return the targets that a statement binds, inside tuples too."""
+    if isinstance(statement, ast.Assign):
+        given = statement.targets
+    elif isinstance(statement, ast.AnnAssign | ast.AugAssign | ast.For | ast.AsyncFor):
+        given = [statement.target]
+    elif isinstance(statement, ast.With | ast.AsyncWith):
+        given = [item.optional_vars for item in statement.items if item.optional_vars is not None]
+    else:
+        return
+    pending = list(given)
+    while pending:
+        one = pending.pop()
+        if isinstance(one, ast.Tuple | ast.List):
+            pending += one.elts
+        else:
+            yield one.value if isinstance(one, ast.Starred) else one
+
+
+def _is_of_self(target: ast.AST) -> bool:
+    owner = target.value if isinstance(target, ast.Attribute) else None
+    return isinstance(owner, ast.Name) and owner.id == "self"
+
 
 _ONCE = re.compile(
     r"__(init|new|setstate|getstate|repr|str|post_init|reduce|del|init_subclass)__|extra_repr|"
@@ -47,11 +107,10 @@ _ONE_SHOT_FILES = re.compile(r"convert_\w+|export\w*|setup|conftest")
 _TRANSPARENT = frozenset(
     ("property", "staticmethod", "classmethod", "no_grad", "inference_mode", "lru_cache", "cache")
 )
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class StaticSync(NamedTuple):
-    """A sync point: the row of the table of waits, and the node."""
+    """A sync point: a row of the sync table and a node."""
 
     row: str
     node: ast.AST
@@ -62,13 +121,13 @@ def static_syncs(
     path: str,
     outside: Outside = lambda full: UNKNOWN,
     text: str | None = None,
-    kinds: dict[ast.AST, Kind] | None = None,
+    kinds: dict[ast.AST, ValueKind] | None = None,
 ) -> list[StaticSync]:
-    """Every sync point of a file, in the order of the code. `outside` tells of functions of other files.
+    """Return every sync point of a file in source order. `outside` resolves functions of other files.
 
-    The code is walked twice: first for what functions return and what is kept on `self`. Where the
-    `text` is given, functions that tell nothing that it asks for are left out there. `kinds` gets what each
-    expression is.
+    The code is walked twice, first for the results of functions and the attributes of `self`. If `text` is
+    given, the first walk skips functions whose results the text does not use. `kinds` collects the kind of
+    each expression.
     """
     walk = _Walk(path, facts_of(tree, path, outside, text), kinds=kinds)
     walk.file(tree)
@@ -77,14 +136,15 @@ def static_syncs(
 
 
 def outline_of(tree: ast.Module, path: str) -> FileFacts:
-    """What a file imports, and what its functions return by their annotations: no code is followed."""
+    """Return a file's imports and the annotated results of its functions, without following code."""
     facts = FileFacts()
     _Walk(path, facts).outline(tree)
     return facts
 
 
 def facts_of(tree: ast.Module, path: str, outside: Outside, text: str | None = None) -> FileFacts:
-    """What a file's own functions return, and what its classes keep; all of it where no `text` is given."""
+    """Return the results of a file's functions and the attributes of its classes, limited to those that
+    `text` uses, if given."""
     facts = FileFacts(outside=outside)
     _Walk(path, facts, learns=True, text=text).file(tree)
     for one in facts.classes.values():
@@ -93,7 +153,7 @@ def facts_of(tree: ast.Module, path: str, outside: Outside, text: str | None = N
 
 
 class _Walk:
-    """Walks statements in the order in which they run, each once."""
+    """A walk over statements in execution order, each once."""
 
     def __init__(
         self,
@@ -102,20 +162,20 @@ class _Walk:
         *,
         learns: bool = False,
         text: str | None = None,
-        kinds: dict[ast.AST, Kind] | None = None,
+        kinds: dict[ast.AST, ValueKind] | None = None,
     ) -> None:
         self.found: list[StaticSync] = []
         self._facts = facts
         self._learns = learns
         self._text = text
-        self._returned: list[list[Kind]] = []
-        self._infer = Inference(self._facts, _into(self.found))
+        self._returned: list[list[ValueKind]] = []
+        self._infer = KindInference(self._facts, _into(self.found))
         self._infer.kinds = kinds
         self._pending: list[Callable[[], None]] = []
         self._one_shot = _ONE_SHOT_FILES.fullmatch(PurePath(path).stem) is not None
 
     def file(self, tree: ast.Module) -> None:
-        """Walk a module: its own code first, functions after it, when all their names are known."""
+        """Walk a module: top-level code first, then functions, when all names are known."""
         self.outline(tree)
         with self._infer.silent(self._one_shot or self._learns):
             self._block(tree.body)
@@ -124,12 +184,12 @@ class _Walk:
                 self._pending.pop(0)()
 
     def outline(self, tree: ast.Module) -> None:
-        """Read what the module imports and declares."""
+        """Read the module's imports and declarations."""
         self._imports(tree.body)
         self._declare(tree.body, self._facts.returns)
 
     def _imports(self, body: Iterable[ast.stmt]) -> None:
-        """Imports at the top, those within `if` and `try` too."""
+        """Read top-level imports, those within `if` and `try` too."""
         for statement in body:
             if isinstance(statement, ast.Import | ast.ImportFrom):
                 self._import(statement)
@@ -147,13 +207,13 @@ class _Walk:
                 self._facts.imports[name.asname or name.name] = f"{module}{name.name}"
 
     def _declare(self, body: Iterable[ast.stmt], returns: Environment) -> None:
-        """What functions return, by their annotations."""
+        """Record the annotated results of functions."""
         for one in body:
-            if isinstance(one, _Function) and one.name not in returns:
+            if isinstance(one, Function) and one.name not in returns:
                 returns[one.name] = annotated(one.returns, self._infer.dotted)
 
     def _block(self, body: Iterable[ast.stmt]) -> bool:
-        """Walk statements; whether what follows them cannot be reached."""
+        """Walk statements. Return True if the code after them is unreachable."""
         return any(_STATEMENTS[type(statement)](self, statement) for statement in body)
 
     def _assign(self, node: ast.Assign) -> None:
@@ -230,7 +290,7 @@ class _Walk:
         return False
 
     def _changing(self, node: ast.AST) -> set[str]:
-        """The marks of names that are known before a loop, and bound anew in it, where kinds are kept."""
+        """Return the markers of names that a loop rebinds, if kinds are collected."""
         if self._infer.kinds is None:
             return set()
         bound = {
@@ -289,25 +349,25 @@ class _Walk:
         self._infer.env.pop(node.name, None)
         outer, self._infer.env = self._infer.env, {}
         for statement in node.body:
-            if not isinstance(statement, _Function):
+            if not isinstance(statement, Function):
                 self._block([statement])
         self._infer.env = outer
         for_host, pipeline = _is_for_host(node), _has_base(node, _PIPELINE)
-        methods = [one for one in node.body if isinstance(one, _Function)]
+        methods = [one for one in node.body if isinstance(one, Function)]
         methods.sort(key=lambda one: one.name != "__init__")
         for one in methods:
             quiet = for_host and not _AFTER_THE_MODEL.fullmatch(one.name)
             quiet = quiet or (pipeline and one.name not in ("forward", "_forward"))
             self._later(one, facts, quiet=quiet)
 
-    def _function(self, node: _Function) -> None:
+    def _function(self, node: Function) -> None:
         if self._infer.this is None and not self._infer.env.get(" within"):
             self._later(node, None)
         else:
             self._within(node)
         self._infer.env.pop(node.name, None)
 
-    def _later(self, node: _Function, this: ClassFacts | None, *, quiet: bool = False) -> None:
+    def _later(self, node: Function, this: ClassFacts | None, *, quiet: bool = False) -> None:
         if self._learns and not self._teaches(node, this):
             return
 
@@ -322,21 +382,21 @@ class _Walk:
 
         self._pending.append(walk)
 
-    def _teaches(self, node: _Function, this: ClassFacts | None) -> bool:
-        """Whether following a function may tell what the file asks for."""
+    def _teaches(self, node: Function, this: ClassFacts | None) -> bool:
+        """Return True if following a function may show something that the file uses."""
         asked = self._text is None or is_asked_for(node.name, self._text, method=this is not None)
         return (asked and self._may_learn(node, this)) or keeps(node)
 
-    def _may_learn(self, node: _Function, this: ClassFacts | None) -> bool:
-        """Whether its `return`s say more than its annotation."""
+    def _may_learn(self, node: Function, this: ClassFacts | None) -> bool:
+        """Return True if the `return`s may say more than the annotation."""
         returns = self._facts.returns if this is None else this.returns
         said = returns.get(node.name)
         if said is None or not is_open(said) or isinstance(node, ast.AsyncFunctionDef):
             return False
         return all(_called(one) in _TRANSPARENT for one in node.decorator_list)
 
-    def _learn(self, node: _Function, this: ClassFacts | None, kinds: list[Kind]) -> None:
-        """Note what a function returns by its `return`s, where no annotation says more."""
+    def _learn(self, node: Function, this: ClassFacts | None, kinds: list[ValueKind]) -> None:
+        """Record a function's result from its `return`s, unless the annotation says more."""
         if not kinds or not self._may_learn(node, this):
             return
         returns = self._facts.returns if this is None else this.returns
@@ -346,22 +406,22 @@ class _Walk:
         elif this is not None:
             this.set(node.name, kind)
 
-    def _within(self, node: _Function) -> None:
-        """A function in a function sees its names."""
+    def _within(self, node: Function) -> None:
+        """Walk a nested function, which sees the names around it."""
         outer = self._infer.env
         self._infer.env = dict(outer)
         self._body(node)
         self._infer.env = outer
 
-    def _given(self, said: Kind, default: ast.expr) -> Kind:
-        """What a parameter is, by its annotation or the function that is its default."""
+    def _given(self, said: ValueKind, default: ast.expr) -> ValueKind:
+        """Infer a parameter from its annotation, or from a function that is its default."""
         held = referred(self._infer, default)
         if held.what != "function" or said not in (UNKNOWN, PLAIN):
             return said
         return joined(held, UNKNOWN)
 
-    def _body(self, node: _Function) -> list[Kind]:
-        """Walk a function's code; what it returns."""
+    def _body(self, node: Function) -> list[ValueKind]:
+        """Walk a function's code and return its result."""
         arguments = node.args
         for one, default in _with_defaults(arguments):
             said = annotated(one.annotation, self._infer.dotted)
@@ -381,7 +441,7 @@ class _Walk:
 
 
 def _with_defaults(arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr | None]]:
-    """The parameters of a function, each with what it is where it is not given."""
+    """Return the parameters of a function with their defaults."""
     by_place = [*arguments.posonlyargs, *arguments.args]
     without = len(by_place) - len(arguments.defaults)
     yield from zip(by_place, [*[None] * without, *arguments.defaults], strict=True)
@@ -389,7 +449,7 @@ def _with_defaults(arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr
 
 
 def merged(one: Environment, other: Environment) -> Environment:
-    """Names after a branch: what both ways agree on. A name of one way only is what it is there."""
+    """Join the names of two branches. A name bound in one branch only keeps its kind."""
     if one is other:
         return one
     found = dict(one)
@@ -400,7 +460,8 @@ def merged(one: Environment, other: Environment) -> Environment:
 
 
 def _into(found: list[StaticSync]) -> Wait:
-    """What adds to a list; it knows of no walk, so that a walk and its tree go as soon as it ends."""
+    """Return an appender to a list. It does not refer to the walk, so the walk and its tree are freed early
+    on."""
 
     def wait(row: str, node: ast.AST) -> None:
         found.append(StaticSync(row, node))
@@ -413,8 +474,8 @@ def _called(decorator: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
-def _trains(node: _Function) -> bool:
-    """Whether a loop of training is in it, which does not run once."""
+def _trains(node: Function) -> bool:
+    """Return True if a statement contains a training loop, whose body runs many times."""
     return any(isinstance(one, ast.Attribute) and one.attr == "backward" for one in ast.walk(node))
 
 

@@ -1,42 +1,171 @@
-"""One file's source -> findings: its syncs, were its tensors on a device, and what would fix them.
+"""Lints one file: finds its syncs, assuming its tensors are on a device, and the fixes for them.
 
-No run is watched, so a fix is safe only if it rests on nothing but the form of the source.
+Nothing runs, so a fix is safe only if it depends on nothing but the form of the source.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, lru_cache
+from pathlib import Path, PurePath
 from typing import NamedTuple
 
-from torchtrim.analysis.ignores import ignored_codes
+from torchtrim.analysis.allow_list import ignored_codes
 from torchtrim.errors import UnreadableInput
-from torchtrim.linter.kinds import UNKNOWN, Kind
-from torchtrim.linter.project import is_cpu_test, outside_of
-from torchtrim.linter.static_syncs import StaticSync, static_syncs
+from torchtrim.linter.kinds import UNKNOWN, ValueKind, is_open
+from torchtrim.linter.scope import FileFacts, Outside
+from torchtrim.linter.static_syncs import StaticSync, facts_of, outline_of, static_syncs
+from torchtrim.records.files import read_head
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.rewriter.edits import compatible, diff_of, patch
-from torchtrim.rewriter.fix import Match, Rewrite
-from torchtrim.rewriter.registry import matches
+from torchtrim.rewriter.fix import Match, Rewrite, matches
 from torchtrim.source.branches import is_fallback
-from torchtrim.source.facts import Facts, NoTensor, Refused, Told
-from torchtrim.source.source import Source, spot
+from torchtrim.source.facts import Facts, FixRefused, NoTensor, StaticValue
+from torchtrim.source.source import SourceFile, spot
 from torchtrim.syncs.lookup import row
 
+_DEPTH = 2
+_FILES = 512
+_TREES = 4
+_MOST_BYTES = 2**20
+_CLASS = re.compile(rb"^class ([A-Za-z_]\w*)", re.MULTILINE)
+_TEST = re.compile(r"test_\w+|\w+_test")
+_DEVICES = re.compile(r"cuda|device|gpu|xpu|npu|hpu|accelerat", re.IGNORECASE)
+
+
+def outside_of(path: str, used: set[str] | None = None) -> Outside:
+    """Return a resolver for functions imported from sibling files and the same package.
+
+    `used`: collects the files that were read.
+    """
+
+    @cache
+    def outside(full: str) -> ValueKind:
+        kind, files = _returned(full, path, _DEPTH)
+        if used is not None:
+            used.update(files)
+        return kind
+
+    return outside
+
+
+def is_cpu_test(path: str, text: str) -> bool:
+    """Return True for a file of unit tests that names no device, so its tensors are on the host."""
+    named = _TEST.fullmatch(PurePath(path).stem) is not None
+    return named and _DEVICES.search(text) is None
+
+
+def _returned(full: str, path: str, depth: int) -> tuple[ValueKind, tuple[str, ...]]:
+    """Return the result of a function given by full name, such as `..losses.masked_loss`, and the files it
+    depends on."""
+    within = full.lstrip(".")
+    module, _, name = within.rpartition(".")
+    file = _file_of(full[: len(full) - len(within)] + module, path)
+    if file is None or file == path:
+        return UNKNOWN, ()
+    stamp = _stamp(file)
+    if name in _classes(file, stamp):
+        return UNKNOWN, (file,)
+    outline = _outline(file, stamp)
+    known = outline.returns.get(name)
+    if known is not None and is_open(known):
+        known = _facts(file, stamp).returns.get(name)
+    if known in (None, UNKNOWN) and depth and name in outline.imports:
+        known, files = _returned(outline.imports[name], file, depth - 1)
+        return known, (file, *files)
+    return known if known is not None and known.what != "function" else UNKNOWN, (file,)
+
+
+def _stamp(file: str) -> tuple[int, int]:
+    """Return the file's size and modification time."""
+    try:
+        found = Path(file).stat()
+    except OSError:
+        return 0, 0
+    return found.st_size, found.st_mtime_ns
+
+
+@lru_cache(_FILES)
+def _classes(file: str, stamp: tuple[int, int]) -> frozenset[str]:
+    """Return a file's top-level classes, matched in its text without parsing: most imports are classes."""
+    try:
+        text = read_head(Path(file), _MOST_BYTES) if stamp[0] <= _MOST_BYTES else b""
+    except OSError:
+        return frozenset()
+    return frozenset(name.decode() for name in _CLASS.findall(text))
+
+
+@lru_cache(_FILES)
+def _outline(file: str, stamp: tuple[int, int]) -> FileFacts:
+    """Return a file's imports and declarations."""
+    return outline_of(_tree(file, stamp), file)
+
+
+@lru_cache(_FILES)
+def _facts(file: str, stamp: tuple[int, int]) -> FileFacts:
+    """Return a file's facts, following its code."""
+    try:
+        return facts_of(_tree(file, stamp), file, lambda full: UNKNOWN)
+    except RecursionError:
+        return FileFacts()
+
+
+@lru_cache(_TREES)
+def _tree(file: str, stamp: tuple[int, int]) -> ast.Module:
+    """Return a file's tree, empty if it is unreadable or large."""
+    try:
+        if stamp[0] <= _MOST_BYTES:
+            return ast.parse(read_head(Path(file), _MOST_BYTES))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        pass
+    return ast.Module([], [])
+
+
+def _file_of(module: str, path: str) -> str | None:
+    """Return the file of a module, resolved from the importing file."""
+    dots = len(module) - len(module.lstrip("."))
+    parts = [part for part in module.split(".") if part]
+    here = Path(path).parent
+    if dots:
+        for _ in range(dots - 1):
+            here = here.parent
+        return _module(here, parts)
+    return _module(here, parts) or _module(_root(str(here)), parts)
+
+
+def _module(folder: Path, parts: list[str]) -> str | None:
+    base = folder.joinpath(*parts)
+    for file in (base.with_name(f"{base.name}.py") if parts else None, base / "__init__.py"):
+        if file is not None and file.is_file():
+            return str(file)
+    return None
+
+
+@cache
+def _root(folder: str) -> Path:
+    """Return the folder that contains the package around a file: the first without `__init__.py`."""
+    here = Path(folder)
+    while (here / "__init__.py").is_file():
+        here = here.parent
+    return here
+
+
 WORD = "torch"
-"""What is not in a file's text has nothing of torch in it."""
+"""Files whose text lacks this word do not use torch."""
 
 _WHAT = {
     "TT101": "a tensor's value is read on the host",
     "TT102": "a shape depends on the data",
-    "TT103": "data is copied to the device while the host waits",
-    "TT104": "the program asks for it",
+    "TT103": "a copy to the device blocks the host",
+    "TT104": "the program synchronizes explicitly",
 }
 _SHOWN = 60
 _MOST_ROUNDS = 20
 _MOST_FIXED = 250
-"""How many places of a file a fix is looked for, so that the time is linear in the file."""
-_LATER = f"No fix was looked for: only the first {_MOST_FIXED} places of a file are. "
+"""Most places of a file for which fixes are searched, so that the time is linear in the file."""
+_LATER = f"No fix was searched for, only for the first {_MOST_FIXED} places of a file. "
 _NO_TENSORS = frozenset(
     ("plain", "array", "sequence", "device", "dtype", "mapping", "layer", "function")
 )
@@ -46,7 +175,7 @@ Selected = Callable[[str], bool]
 
 
 class Candidate(NamedTuple):
-    """A fix for a place: the rewrite and the text with it, or why there is none."""
+    """A possible fix: the rewrite and the text with it, or the reason for refusing it."""
 
     match: Match
     rewrite: Rewrite | None
@@ -59,8 +188,8 @@ class Candidate(NamedTuple):
         return "refused" if self.rewrite is None else "safe" if self.rewrite.safe else "unsafe"
 
 
-class Found(NamedTuple):
-    """The syncs of one code that begin on one line, and the best fix of them."""
+class LineSyncs(NamedTuple):
+    """Syncs of one code that begin on one line, and the best fix for them."""
 
     code: str
     syncs: tuple[StaticSync, ...]
@@ -75,24 +204,24 @@ class Found(NamedTuple):
 
 
 def every_code(code: str) -> bool:
-    """Each code is wanted."""
+    """Select every code."""
     return True
 
 
 def lint_source(
-    source: Source,
+    source: SourceFile,
     selected: Selected = every_code,
     *,
     whole: bool = True,
     used: set[str] | None = None,
-) -> list[Found]:
-    """The syncs of a file, by line, but for those that its comments ignore.
+) -> list[LineSyncs]:
+    """Return the syncs of a file by line, except those that its comments ignore.
 
-    Fixes are looked for in the `whole` file, else only in the functions and classes with a sync, and what
-    a guard keeps as it was is left out. `used` gets the files whose functions it calls. Raises
-    `UnreadableInput` for code that is nested too deeply to be followed.
+    Search for fixes in the `whole` file, or only in functions and classes with a sync, skipping the
+    unchanged branches of guards. `used` collects the files whose functions it calls. Raises
+    `UnreadableInput` for code nested too deeply.
     """
-    kinds: dict[ast.AST, Kind] = {}
+    kinds: dict[ast.AST, ValueKind] = {}
     try:
         outside = outside_of(source.path, used)
         syncs = static_syncs(source.tree, source.path, outside, source.text, kinds)
@@ -102,7 +231,7 @@ def lint_source(
     for sync in syncs:
         groups.setdefault((sync.node.lineno, row(sync.row).code), []).append(sync)  # type: ignore[attr-defined]
     found = [
-        Found(code, tuple(group), None) for (_, code), group in groups.items() if selected(code)
+        LineSyncs(code, tuple(group), None) for (_, code), group in groups.items() if selected(code)
     ]
     kept = list(_not_ignored(source.text, found))
     looked = source
@@ -118,21 +247,21 @@ def lint_source(
 def lint_text(
     path: str, text: str, selected: Selected = every_code, used: set[str] | None = None
 ) -> list[Finding]:
-    """The findings of a file's text. Raises `UnreadableInput` where it is no Python.
+    """Return the findings of a file's text. Raises `UnreadableInput` if it is not Python.
 
-    A text in which nothing is of torch is not parsed, nor unit tests that name no device. `used` gets the
-    files whose functions it calls.
+    Texts without torch, and unit tests that name no device, are not parsed. `used` collects the files whose
+    functions the text calls.
     """
     if WORD not in text or is_cpu_test(path, text):
         return []
-    source = Source(path, text)
+    source = SourceFile(path, text)
     return [
         finding_of(source, found) for found in lint_source(source, selected, whole=False, used=used)
     ]
 
 
-def finding_of(source: Source, found: Found) -> Finding:
-    """What a report says of syncs and their fix."""
+def finding_of(source: SourceFile, found: LineSyncs) -> Finding:
+    """Turn syncs and their fix into a finding."""
     shown = dict.fromkeys(_short(source.segment(sync.node)) for sync in found.syncs)
     first, last = found.lines
     return Finding(
@@ -150,16 +279,17 @@ def finding_of(source: Source, found: Found) -> Finding:
 def fixed_text(
     path: str, text: str, selected: Selected = every_code, *, unsafe: bool = False
 ) -> tuple[str, int]:
-    """The text with its fixes applied, round by round until nothing changes, and how many were.
+    """Apply fixes in rounds until nothing changes. Return the text and the number of fixes.
 
-    `unsafe`: also those that rest on what no run has shown. Raises `UnreadableInput` as `lint_text`.
+    `unsafe`: also apply fixes that depend on facts only a run could show. Raises `UnreadableInput` as
+    `lint_text` does.
     """
     applied = 0
     written: set[tuple[str, str]] = set()
     for _ in range(_MOST_ROUNDS):
         if WORD not in text:
             break
-        source = Source(path, text)
+        source = SourceFile(path, text)
         rewrites = compatible(_applicable(lint_source(source, selected), written, unsafe=unsafe))
         if not rewrites:
             break
@@ -173,25 +303,25 @@ def fixed_text(
     return text, applied
 
 
-def _patched(source: Source, rewrites: list[Rewrite]) -> tuple[str, int]:
-    """The text with all of the rewrites, else with those that leave it Python."""
+def _patched(source: SourceFile, rewrites: list[Rewrite]) -> tuple[str, int]:
+    """Apply all of the rewrites, or if the result is not Python, one by one those that keep it valid."""
     try:
         return patch(source, rewrites).text, len(rewrites)
-    except Refused:
+    except FixRefused:
         if len(rewrites) == 1:
             return source.text, 0
     for rewrite in rewrites:
         try:
             return patch(source, [rewrite]).text, 1
-        except Refused:
+        except FixRefused:
             continue
     return source.text, 0
 
 
 def _applicable(
-    found: Iterable[Found], written: set[tuple[str, str]], *, unsafe: bool
+    found: Iterable[LineSyncs], written: set[tuple[str, str]], *, unsafe: bool
 ) -> Iterator[Rewrite]:
-    """The rewrites to apply. None is applied again of what the same fix wrote."""
+    """Return the rewrites to apply. A fix does not apply again to its own output."""
     seen = set()
     for one in found:
         rewrite = one.candidate.rewrite if one.candidate is not None else None
@@ -207,7 +337,7 @@ def _is_own(match: Match, written: set[tuple[str, str]]) -> bool:
     return any(name == match.fix.name and new and new in text for name, new in written)
 
 
-def _not_ignored(text: str, found: Iterable[Found]) -> Iterator[Found]:
+def _not_ignored(text: str, found: Iterable[LineSyncs]) -> Iterator[LineSyncs]:
     codes = ignored_codes(text) if "torchtrim" in text else {}
     for one in found:
         first, last = one.lines
@@ -216,8 +346,8 @@ def _not_ignored(text: str, found: Iterable[Found]) -> Iterator[Found]:
 
 
 def _with_candidates(
-    source: Source, found: list[Found], kinds: Mapping[ast.AST, Kind]
-) -> list[Found]:
+    source: SourceFile, found: list[LineSyncs], kinds: Mapping[ast.AST, ValueKind]
+) -> list[LineSyncs]:
     every = list(matches(source, {one.code for one in found}))
     spans = [match.lines for match in every]
     tried: dict[int, Candidate] = {}
@@ -232,12 +362,12 @@ def _with_candidates(
     return chosen
 
 
-def _is_kept(source: Source, found: Found) -> bool:
+def _is_kept(source: SourceFile, found: LineSyncs) -> bool:
     return all(is_fallback(source, sync.node) for sync in found.syncs)
 
 
-def _fits(match: Match, span: tuple[int, int], found: Found) -> bool:
-    """Whether the match has one of the syncs in it, and its fix is for such."""
+def _fits(match: Match, span: tuple[int, int], found: LineSyncs) -> bool:
+    """Return True if a match contains one of the syncs and its fix is for their code."""
     (first, last), (start, end) = span, found.lines
     if first > end or start > last or found.code not in match.fix.codes:
         return False
@@ -250,16 +380,16 @@ def _fits(match: Match, span: tuple[int, int], found: Found) -> bool:
 
 
 def _order(candidate: Candidate, code: str) -> tuple[int, bool, int]:
-    """The best fix first: safe ones, those for this code before all, those that rest on less."""
+    """Sort key: safe fixes first, then fixes for this code, then those with fewer assumptions."""
     needs = len(candidate.rewrite.open_needs) if candidate.rewrite is not None else 0
     return _RANK.index(candidate.rank), candidate.match.fix.codes[0] != code, needs
 
 
-def _candidate(match: Match, kinds: Mapping[ast.AST, Kind]) -> Candidate:
+def _candidate(match: Match, kinds: Mapping[ast.AST, ValueKind]) -> Candidate:
     try:
-        rewrite = match.fix.rewrite(match, Facts(told=told_of(match, kinds)))
+        rewrite = match.fix.rewrite(match, Facts(static=told_of(match, kinds)))
         text = patch(match.source, [rewrite]).text
-    except Refused as error:
+    except FixRefused as error:
         return Candidate(match, None, str(error))
     needs = (
         f"no run has shown that {' and that '.join(rewrite.open_needs)}"
@@ -271,25 +401,25 @@ def _candidate(match: Match, kinds: Mapping[ast.AST, Kind]) -> Candidate:
     )
 
 
-def told_of(match: Match, kinds: Mapping[ast.AST, Kind]) -> dict[str, Told]:
-    """What the source tells of each part of a match."""
+def told_of(match: Match, kinds: Mapping[ast.AST, ValueKind]) -> dict[str, StaticValue]:
+    """Return the inferred facts about each part of a match."""
     return {name: _told(kinds.get(node, UNKNOWN)) for name, node in match.parts.items()}
 
 
-def _told(kind: Kind) -> Told:
+def _told(kind: ValueKind) -> StaticValue:
     if kind.what in _NO_TENSORS:
-        return Told(kind=NoTensor(kind.what))
+        return StaticValue(kind=NoTensor(kind.what))
     if kind.what != "tensor":
-        return Told()
+        return StaticValue()
     fields: dict[str, object] = {"kind": "tensor"}
     if kind.dtype:
         fields["dtype"] = _DTYPES[kind.dtype]
     if kind.single:
         fields["shape"] = ()
-    return Told(**fields)
+    return StaticValue(**fields)
 
 
-def _suggestion(source: Source, found: Found) -> Suggestion:
+def _suggestion(source: SourceFile, found: LineSyncs) -> Suggestion:
     candidate = found.candidate
     if candidate is None:
         advice = dict.fromkeys(row(sync.row).advice for sync in found.syncs)

@@ -1,4 +1,4 @@
-"""What a call of torch gives, and whether the host waits in it, as far as the arguments' kinds tell."""
+"""Infers calls of torch and reports their syncs, from the kinds of the arguments."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torchtrim.linter.kinds import (
     NUMBERS,
     PLAIN,
     UNKNOWN,
-    Kind,
     On,
+    ValueKind,
     device,
     part_of,
     sequence,
@@ -61,32 +61,32 @@ Wait = Callable[[str, ast.AST], None]
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call whose arguments are known. `wait` gets a row of the table of waits, and where."""
+class InferredCall:
+    """A call with inferred arguments. `wait` gets a row of the sync table and a node."""
 
     node: ast.Call
-    args: tuple[Kind, ...]
-    words: dict[str, Kind]
+    args: tuple[ValueKind, ...]
+    words: dict[str, ValueKind]
     wait: Wait
     exact: bool = field(default=True)
 
-    def given(self, position: int, *keywords: str) -> Kind | None:
-        """The argument at a position or of one of the keywords; None where it is not given."""
+    def given(self, position: int, *keywords: str) -> ValueKind | None:
+        """Return the argument at a position or of one of the keywords, or None."""
         for word in keywords:
             if word in self.words:
                 return self.words[word]
         return self.args[position] if position < len(self.args) else None
 
     def true(self, keyword: str) -> bool:
-        """Whether a keyword is `True`."""
+        """Return True if a keyword is the constant `True`."""
         return any(
             word.arg == keyword and isinstance(word.value, ast.Constant) and bool(word.value.value)
             for word in self.node.keywords
         )
 
 
-def called_function(name: str, call: Call) -> Kind:
-    """What a function gives, by its full name: `torch.nn.functional.softmax`."""
+def called_function(name: str, call: InferredCall) -> ValueKind:
+    """Infer a function by full name, such as `torch.nn.functional.softmax`."""
     head, _, last = name.rpartition(".")
     if last == "synchronize" and name.startswith(_MASKED):
         call.wait("synchronize", call.node)
@@ -110,8 +110,8 @@ def called_function(name: str, call: Call) -> Kind:
     return ARRAY if name.startswith(("numpy.", "scipy.", "PIL.", "cv2.")) else UNKNOWN
 
 
-def called_method(receiver: Kind, method: str, call: Call) -> Kind:
-    """What a method of a tensor gives."""
+def called_method(receiver: ValueKind, method: str, call: InferredCall) -> ValueKind:
+    """Infer a method of a tensor."""
     if method in ("item", "tolist"):
         if receiver.waits:
             call.wait("item" if method == "item" else "copy-to-host", call.node)
@@ -131,7 +131,7 @@ def called_method(receiver: Kind, method: str, call: Call) -> Kind:
     return _result(method, (receiver, *call.args), call, first=1)
 
 
-def _of_torch(last: str, call: Call) -> Kind:
+def _of_torch(last: str, call: InferredCall) -> ValueKind:
     if last == "device":
         return device(_device_of(call.node.args[0] if call.node.args else None))
     if last in ("Tensor", "tensor", "as_tensor", "asarray", "from_numpy") or last.endswith(
@@ -160,7 +160,7 @@ def _of_torch(last: str, call: Call) -> Kind:
     return UNKNOWN if last in ("load", "jit", "compile", "vmap", "func") else PLAIN
 
 
-def _of_functional(last: str, call: Call) -> Kind:
+def _of_functional(last: str, call: InferredCall) -> ValueKind:
     open_ended = last == "one_hot" and call.given(1, "num_classes") is None
     if open_ended and _tensor_like(call.given(0, "input", "tensor")).waits:
         call.wait("item", call.node)
@@ -173,7 +173,7 @@ def _of_functional(last: str, call: Call) -> Kind:
     return singled(made) if reduced and made.what == "tensor" else made
 
 
-def _of_linalg(last: str, call: Call, head: str) -> Kind:
+def _of_linalg(last: str, call: InferredCall, head: str) -> ValueKind:
     if head == "torch.linalg" and last in _SOLVERS:
         _solved(last, call)
     if last in names.SEVERAL:
@@ -181,25 +181,25 @@ def _of_linalg(last: str, call: Call, head: str) -> Kind:
     return _result(last, call.args, call, first=1)
 
 
-def _solved(last: str, call: Call) -> None:
+def _solved(last: str, call: InferredCall) -> None:
     given = _tensor_like(call.given(0, "input", "A"))
     if given.waits:
         call.wait(_SOLVERS[last], call.node)
 
 
-def _of_modules(last: str) -> Kind:
+def _of_modules(last: str) -> ValueKind:
     if last in ("Parameter", "Buffer"):
         return tensor()
     return LAYER if last in names.LAYERS else UNKNOWN
 
 
-def _tensor_like(kind: Kind | None) -> Kind:
-    """What a function of torch takes is a tensor, even where nothing else says so."""
+def _tensor_like(kind: ValueKind | None) -> ValueKind:
+    """Treat an unknown argument of a torch function as a tensor."""
     return tensor() if kind is None or kind.what == "unknown" else kind
 
 
-def _count(last: str, first_kind: Kind, call: Call, first: int = 0) -> None:
-    """Tell of what makes a shape of the data, or a truth value of a tensor."""
+def _count(last: str, first_kind: ValueKind, call: InferredCall, first: int = 0) -> None:
+    """Report results whose shape depends on data, and truth values of tensors."""
     if not first_kind.waits:
         return
     if last in _COUNTING:
@@ -221,12 +221,12 @@ def _count(last: str, first_kind: Kind, call: Call, first: int = 0) -> None:
             call.wait("masked-fill-value", call.node)
 
 
-def _reads_word(call: Call, word: str) -> bool:
+def _reads_word(call: InferredCall, word: str) -> bool:
     kind = call.words.get(word)
     return kind is not None and kind.waits and kind.sure
 
 
-def _shape_of(method: str, call: Call) -> None:
+def _shape_of(method: str, call: InferredCall) -> None:
     if method not in _SHAPED:
         return
     sizes = call.args[:1] if method.startswith("new_") else call.args
@@ -234,14 +234,14 @@ def _shape_of(method: str, call: Call) -> None:
         call.wait("item", call.node)
 
 
-def _is_read(kind: Kind) -> bool:
-    """Whether a number is wanted where a tensor of the device is given."""
+def _is_read(kind: ValueKind) -> bool:
+    """Return True if a device tensor is passed for a number."""
     inner = part_of(kind) if kind.what == "sequence" else kind
     return inner.waits and inner.sure and inner.single
 
 
-def _made(last: str, call: Call) -> Kind:
-    """A factory: on the host, unless a device is given."""
+def _made(last: str, call: InferredCall) -> ValueKind:
+    """Infer a factory's result: on the host, unless it gets a device."""
     if last in ("arange", "linspace", "logspace"):
         for kind in call.args[:2]:
             if kind.waits and kind.sure:
@@ -254,30 +254,30 @@ def _made(last: str, call: Call) -> Kind:
     return singled(made) if last == "scalar_tensor" else made
 
 
-def _placed(last: str, call: Call, otherwise: On) -> Kind:
-    """A new tensor on the device that the call names."""
+def _placed(last: str, call: InferredCall, otherwise: On) -> ValueKind:
+    """Return a new tensor on the device that the call names."""
     on = _asked(call, otherwise)
     dtype = "bool" if last in names.BOOL else "int" if last in names.INT else ""
     dtype = call.words["dtype"].dtype if "dtype" in call.words else dtype
     return tensor(on, dtype)
 
 
-def _asked(call: Call, otherwise: On) -> On:
-    """Where a call's `device=` says, a name of a device that is there included."""
+def _asked(call: InferredCall, otherwise: On) -> On:
+    """Resolve a call's `device=`, constant device names included."""
     if "device" not in call.words:
         return otherwise
     node = next(word.value for word in call.node.keywords if word.arg == "device")
     return _device_of(node) or _where(call.words["device"], otherwise)
 
 
-def _where(kind: Kind, otherwise: On) -> On:
-    """Where a device is; what nothing is known of is taken for one to compute on."""
+def _where(kind: ValueKind, otherwise: On) -> On:
+    """Resolve a device argument; unknown devices count as accelerators."""
     if kind.what == "plain":
         return otherwise
     return kind.on or "device" if kind.what == "device" else "device"
 
 
-def _new(receiver: Kind, method: str, call: Call) -> Kind:
+def _new(receiver: ValueKind, method: str, call: InferredCall) -> ValueKind:
     if method == "new_tensor" and receiver.waits and "device" not in call.words:
         data = call.given(0, "data") or PLAIN
         _read_data(data, call)
@@ -288,8 +288,8 @@ def _new(receiver: Kind, method: str, call: Call) -> Kind:
     return made if "dtype" in call.words else made._replace(dtype=receiver.dtype)
 
 
-def _from_data(last: str, call: Call) -> Kind:
-    """`torch.tensor(data)`: an upload where a device is given and the data are not there already."""
+def _from_data(last: str, call: InferredCall) -> ValueKind:
+    """Infer `torch.tensor(data)`: an upload if it gets a device and the data are not there already."""
     data = call.given(0, "data") or PLAIN
     made = _placed(last, call, "host")
     if last in ("as_tensor", "asarray") and data.what in ("unknown", "tensor"):
@@ -306,15 +306,15 @@ def _from_data(last: str, call: Call) -> Kind:
     return singled(made) if literal and last in ("tensor", "as_tensor") else made
 
 
-def _read_data(data: Kind, call: Call) -> None:
-    """Data of tensors are read one by one."""
+def _read_data(data: ValueKind, call: InferredCall) -> None:
+    """Report data made of device tensors, which are read one by one."""
     inner = part_of(data) if data.what == "sequence" else PLAIN
     if inner.waits and inner.sure:
         call.wait("item", call.node)
 
 
-def _moved(receiver: Kind, method: str, call: Call) -> Kind:
-    """`.to`, `.cpu`, `.cuda`: where the result is, and whether the copy is waited for."""
+def _moved(receiver: ValueKind, method: str, call: InferredCall) -> ValueKind:
+    """Infer `.to`, `.cpu` and `.cuda`: where the result is, and whether the copy blocks."""
     on, dtype = receiver.on, receiver.dtype
     target = call.given(0, "device", "other")
     if method == "cpu":
@@ -333,7 +333,7 @@ def _moved(receiver: Kind, method: str, call: Call) -> Kind:
     return receiver._replace(on=on, dtype=dtype, sure=True)
 
 
-def _target(receiver: Kind, target: Kind, node: ast.Call) -> tuple[On, str]:
+def _target(receiver: ValueKind, target: ValueKind, node: ast.Call) -> tuple[On, str]:
     if target.what == "dtype":
         return receiver.on, target.dtype
     if target.what == "tensor":
@@ -348,7 +348,7 @@ def _target(receiver: Kind, target: Kind, node: ast.Call) -> tuple[On, str]:
 
 
 def _guessed(node: ast.expr | None) -> On:
-    """Where a name of a device is, such as `self.device` or `target_device`."""
+    """Guess the place that a device's name suggests, such as `self.device` or `target_device`."""
     last = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
     return "device" if last == "device" or last.endswith("_device") else ""
 
@@ -359,8 +359,10 @@ def _device_of(node: ast.expr | None) -> On:
     return ""
 
 
-def _result(last: str, operands: tuple[Kind, ...], call: Call, first: int) -> Kind:
-    """What an operator gives of its operands. `first` is where a method's own arguments begin."""
+def _result(
+    last: str, operands: tuple[ValueKind, ...], call: InferredCall, first: int
+) -> ValueKind:
+    """Infer an operator's result. `first` is the index of a method's first own argument."""
     parts = [part_of(kind) if kind.what == "sequence" else kind for kind in operands]
     parts += [kind for word, kind in call.words.items() if word in ("other", "input", "tensors")]
     on = together(*parts)
@@ -385,7 +387,7 @@ def _result(last: str, operands: tuple[Kind, ...], call: Call, first: int) -> Ki
     return tensor(on, dtype, single=single or keeps)
 
 
-def _dtype(last: str, parts: list[Kind]) -> str:
+def _dtype(last: str, parts: list[ValueKind]) -> str:
     if last in names.BOOL:
         return "bool"
     if last in names.INT:
@@ -406,8 +408,8 @@ def _dtype(last: str, parts: list[Kind]) -> str:
     return types.pop() if len(types) == 1 else ""
 
 
-def _gives_two(last: str, operands: tuple[Kind, ...], call: Call, first: int) -> bool:
-    """`x.max(1)` gives values and indices, `x.max()` and `torch.max(x, y)` do not."""
+def _gives_two(last: str, operands: tuple[ValueKind, ...], call: InferredCall, first: int) -> bool:
+    """Return True for values with indices: `x.max(1)`, but not `x.max()` or `torch.max(x, y)`."""
     if last == "unique":
         return any(word.startswith("return_") for word in call.words)
     if last == "nonzero":
@@ -419,8 +421,8 @@ def _gives_two(last: str, operands: tuple[Kind, ...], call: Call, first: int) ->
     return operands[first].what != "tensor" and not _is_other(operands[first], call)
 
 
-def _is_other(second: Kind, call: Call) -> bool:
-    """Whether what nothing is known of is another tensor, as it is by any name but that of a dimension."""
+def _is_other(second: ValueKind, call: InferredCall) -> bool:
+    """Return True if an unknown argument is a tensor, since its name is not that of a dimension."""
     node = call.node.args[-1] if call.node.args else None
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
     return second.what == "unknown" and bool(name) and "dim" not in name and "axis" not in name

@@ -1,8 +1,8 @@
-"""What functions and methods of torch give, by name: tensors, several of them, truth values, or none."""
+"""Functions and methods of torch by the kind of their result."""
 
 from __future__ import annotations
 
-from torchtrim.source.tensor_methods import PURE
+from torchtrim.source.operations import PURE
 
 _FACTORIES = """
     arange as_tensor empty eye from_numpy full hann_window hamming_window linspace logspace ones
@@ -130,7 +130,7 @@ DEVICE_TENSORS = frozenset(
     f"{kind}Tensor"
     for kind in ("Float", "Half", "BFloat16", "Double", "Int", "Long", "Byte", "Bool")
 )
-"""As methods, such as those of DeepSpeed's accelerators, these put data on the device."""
+"""Methods, such as those of DeepSpeed's accelerators, that copy data to the device."""
 COLLECTIVES = frozenset(_COLLECTIVES.split())
 READS = frozenset(_BLOCKS.split())
 FUNCTIONS = FACTORIES | LIKE | frozenset(_FUNCTIONS.split()) | PURE | SEVERAL

@@ -1,4 +1,4 @@
-"""Packs buffers, plans the memory of a network's graph, and models the caching allocator."""
+"""Buffer packing, memory planning for a network's graph, and a model of the caching allocator."""
 
 from torchtrim.memory.packing import Buffer as Buffer
 from torchtrim.memory.packing import Packing as Packing

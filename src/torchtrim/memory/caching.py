@@ -1,9 +1,9 @@
-"""A model of PyTorch's caching allocator for CUDA: what tensors ask for, and what the device is asked for.
+"""A model of PyTorch's CUDA caching allocator: from tensor allocations to bytes requested from the device.
 
-Sizes are rounded up to 512 bytes. Requests up to 1 MiB are cut from segments of 2 MiB, those under 10 MiB
-from segments of 20 MiB, larger ones get segments of their own in steps of 2 MiB. The smallest free block
-that is large enough is taken, and the rest of it split off where it is worth it; neighbours that are free
-become one again. Segments are kept until the cache is emptied.
+Sizes are rounded up to 512 bytes. Requests up to 1 MiB are served from segments of 2 MiB, those under 10 MiB
+from segments of 20 MiB; larger ones get their own segments, in steps of 2 MiB. The allocator takes the
+smallest free block that fits and splits off the rest if it is worth keeping. Free neighbours are merged.
+Segments are kept until the cache is emptied.
 
 Source: pytorch/pytorch, c10/cuda/CUDACachingAllocator.cpp (v2.13.0), without its options
 (`expandable_segments`, `max_split_size_mb`, `roundup_power2_divisions`).
@@ -24,7 +24,7 @@ _STEP = 2 * _MIB
 
 
 class _CachedBlock:
-    """A piece of a segment; `before` and `after` are its neighbours."""
+    """A piece of a segment. `before` and `after` are its neighbours."""
 
     __slots__ = ("address", "after", "before", "free", "pool", "size")
 
@@ -38,7 +38,7 @@ class _CachedBlock:
 
 
 class _Free(NamedTuple):
-    """A free block as a pool orders them: by size, then by address, which no two share."""
+    """Sort key of a free block: size, then address, which is unique."""
 
     size: int
     address: int
@@ -46,7 +46,7 @@ class _Free(NamedTuple):
 
 
 class _Pool:
-    """Free blocks of one stream, small or large ones."""
+    """Free blocks of one stream, either small or large."""
 
     __slots__ = ("blocks", "small")
 
@@ -55,7 +55,7 @@ class _Pool:
         self.blocks: list[_Free] = []
 
     def take(self, size: int) -> _CachedBlock | None:
-        """The smallest free block that is large enough."""
+        """Remove and return the smallest free block that fits."""
         at = bisect_left(self.blocks, (size, -1))
         return self.blocks.pop(at).block if at < len(self.blocks) else None
 
@@ -67,9 +67,9 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Bytes `allocated` (rounded) and `reserved` (in segments), and the highest that either was.
+    """Simulated allocator with `allocated` (rounded) and `reserved` (segment) bytes, and the peak of each.
 
-    `mallocs` less `frees` are the blocks in use, `segments` less `released` the segments that it holds.
+    `mallocs - frees` is the number of blocks in use, `segments - released` the number of segments held.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class CachingAllocator:
         self._address = 0
 
     def malloc(self, size: int, stream: int = 0) -> int:
-        """Allocate `size` bytes for work of a stream; the handle to free them with."""
+        """Allocate `size` bytes for a stream and return a handle for `free`."""
         self._handles += 1
         if size <= 0:
             return self._handles
@@ -99,7 +99,7 @@ class CachingAllocator:
         return self._handles
 
     def free(self, handle: int) -> None:
-        """Free the block of a handle; nothing for a handle of zero bytes."""
+        """Free the block of a handle. A handle of zero bytes has none."""
         block = self._blocks.pop(handle, None)
         if block is None:
             return
@@ -109,7 +109,7 @@ class CachingAllocator:
         block.pool.put(self._merged(block))
 
     def empty_cache(self) -> None:
-        """Give back the segments that are free as a whole."""
+        """Release the segments that are entirely free."""
         for pool in self._pools.values():
             whole = [one for one in pool.blocks if one.block and _is_segment(one.block)]
             self.released += len(whole)
@@ -117,16 +117,16 @@ class CachingAllocator:
             pool.blocks = [one for one in pool.blocks if one.block and not _is_segment(one.block)]
 
     def split_bytes(self) -> int:
-        """Bytes that are free in segments which are not free as a whole."""
+        """Free bytes in segments that are partly in use."""
         free = (one.block for pool in self._pools.values() for one in pool.blocks)
         return sum(block.size for block in free if block is not None and not _is_segment(block))
 
     def reset_peaks(self) -> None:
-        """Begin to look for peaks anew."""
+        """Reset both peaks to the current values."""
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
     def _segment(self, pool: _Pool, size: int) -> _CachedBlock:
-        """A new segment, as one block."""
+        """Allocate a new segment as one block."""
         block = _CachedBlock(pool, self._address, _segment_bytes(size))
         self._address += block.size
         self.segments += 1
@@ -135,7 +135,7 @@ class CachingAllocator:
         return block
 
     def _split(self, block: _CachedBlock, size: int) -> None:
-        """Cut off what is more than `size`, where the rest is of use."""
+        """Split off the part of the block beyond `size` if it is worth keeping."""
         rest = block.size - size
         if rest < _UNIT if block.pool.small else rest <= _SMALL:
             return
@@ -149,7 +149,7 @@ class CachingAllocator:
         block.pool.put(other)
 
     def _merged(self, block: _CachedBlock) -> _CachedBlock:
-        """One block of a freed one and its free neighbours."""
+        """Merge a freed block with its free neighbours."""
         after, before = block.after, block.before
         if after is not None and after.free:
             block.pool.remove(after)
@@ -162,7 +162,7 @@ class CachingAllocator:
 
 
 def rounded(size: int) -> int:
-    """Bytes that the allocator gives for a size."""
+    """Return the bytes that the allocator uses for a request."""
     return -(-size // _UNIT) * _UNIT
 
 

@@ -1,8 +1,8 @@
-"""What each action of a pipeline takes: its stages run in one process, as its ranks would run them.
+"""Times each action of a pipeline by running its stages in one process.
 
-A backward that is split in two costs more than a whole one: a layer's inputs are read by both halves, torch
-looks through the graph for each micro-batch, and each group of parameters is a backward of its own. So it is
-measured, with torch's own functions. See `torch.distributed.pipelining.stage._PipelineStageBase`.
+A backward split in two costs more than a whole one: both halves read a layer's inputs, torch searches the
+graph for each micro-batch, and each group of parameters is a backward of its own. So it is measured, with
+torch's own functions. See `torch.distributed.pipelining.stage._PipelineStageBase`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.pipelining._backward import (
 from torchtrim.pipelines.engine import Engine, PipelineStep, StageModule, part_loss, recorded
 from torchtrim.pipelines.promise import PromisedCall
 from torchtrim.pipelines.window import Shapes, Window
-from torchtrim.records.pipeline import Clocked, Pipeline
+from torchtrim.records.pipeline import Pipeline, StageSeconds
 
 _ROUNDS = 7  # One that warms up, and six for a median.
 _PATIENCE = 15.0  # Arbitrary; as long as a person waits. A slow model has fewer rounds.
@@ -34,17 +34,17 @@ _Notes = defaultdict[tuple[str, int], list[float]]
 
 
 class ActionClocks:
-    """An executor that clocks the actions of several pipelines, and tells once instead of adding gradients.
+    """An executor that times the actions of several pipelines and adds no gradients; calls `told` once.
 
-    Rounds over all of them alternate, so that what disturbs one disturbs the others. The first warms up; it
-    counts for a pipeline for which there was no time for another.
+    Rounds over the pipelines alternate, so that noise hits all of them. The first round is a warm-up; it
+    counts for a pipeline only if there was no time for another.
     """
 
     def __init__(
         self,
         window: Window,
         pipelines: Sequence[Pipeline],
-        told: Callable[[list[tuple[Clocked, ...]]], None],
+        told: Callable[[list[tuple[StageSeconds, ...]]], None],
     ) -> None:
         self._window = window
         self._pipelines = pipelines
@@ -52,10 +52,10 @@ class ActionClocks:
         self._shapes: dict[tuple[tuple[str, ...], int], Shapes] = {}
 
     def prepare(self, shapes: Shapes) -> None:
-        """Nothing: each pipeline is cut when its turn comes."""
+        """Do nothing: each pipeline is cut in its own round."""
 
     def run(self, step: PipelineStep, numbers: Sequence[PromisedCall]) -> Sequence[Tensor]:
-        """Clock all pipelines on the step's first micro-batches; the numbers are not computed."""
+        """Time all pipelines on the step's first micro-batches; return zeros for the numbers."""
         notes: list[_Notes] = [defaultdict(list) for _ in self._pipelines]
         both = list(zip(self._pipelines, notes, strict=True))
         until = time.monotonic() + _PATIENCE
@@ -93,7 +93,7 @@ class ActionClocks:
 
 
 class _Passed:
-    """One micro-batch through all stages and back, each action clocked."""
+    """A timed forward and backward of one micro-batch through all stages."""
 
     def __init__(
         self, step: PipelineStep, stages: Sequence[StageModule], count: int, notes: _Notes
@@ -101,14 +101,14 @@ class _Passed:
         self._step, self._stages, self._count, self._notes = step, stages, count, notes
 
     def whole(self) -> None:
-        """Forward, and each stage's backward in one."""
+        """Run forward, and each stage's backward as a whole."""
         passes, grads = self._forward(), None
         for number, (received, sent) in reversed([*enumerate(passes)]):
             with self._clocked("B", number):
                 grads = _whole(sent, grads, received)
 
     def split(self) -> None:
-        """Forward, backward to the inputs and then to the weights; the first stage leaves all to the last."""
+        """Run forward, then backward for inputs, then for weights; the first stage's backward is whole."""
         passes, grads = self._forward(), None
         groups: dict[int, list[dict[str, Any]]] = {}
         for number in range(len(passes) - 1, 0, -1):
@@ -126,7 +126,7 @@ class _Passed:
             _whole(sent, grads, received)
 
     def _forward(self) -> list[tuple[list[Tensor], Tensor]]:
-        """What each stage received and gave; the last gives the loss."""
+        """Return each stage's input and output; the last output is the loss."""
         tensors = self._step.given.rows(0, self._count).tensors()
         passes: list[tuple[list[Tensor], Tensor]] = []
         received: list[Tensor] = []
@@ -142,7 +142,7 @@ class _Passed:
 
     @contextlib.contextmanager
     def _clocked(self, kind: str, stage: int) -> Iterator[None]:
-        """CPU seconds where there is one thread, since other work on the machine adds nothing to them."""
+        """Note the block's seconds: CPU time if there is one thread, since it excludes other work."""
         clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
         begin = clock()
         yield
@@ -159,10 +159,10 @@ def _listed(grads: Sequence[Tensor | None] | None) -> list[Tensor] | None:
     return None if grads is None else [one for one in grads if one is not None]
 
 
-def _medians(notes: _Notes, stages: int) -> tuple[Clocked, ...]:
+def _medians(notes: _Notes, stages: int) -> tuple[StageSeconds, ...]:
     middle = {key: statistics.median(values) for key, values in notes.items()}
     return tuple(
-        Clocked(
+        StageSeconds(
             forward=middle["F", stage],
             backward=middle["B", stage],
             inputs=middle.get(("I", stage), 0.0),
@@ -175,8 +175,8 @@ def _medians(notes: _Notes, stages: int) -> tuple[Clocked, ...]:
 def clocking(
     root: nn.Module,
     pipelines: Sequence[Pipeline],
-    told: Callable[[list[tuple[Clocked, ...]]], None],
+    told: Callable[[list[tuple[StageSeconds, ...]]], None],
 ) -> Engine:
-    """The model, whose next backward clocks the pipelines and tells what each stage's actions take."""
+    """Return an engine whose next backward times the pipelines and passes the stages' times to `told`."""
     window = Window(root, pipelines[0].cuts)
     return Engine(root, pipelines[0], ActionClocks(window, pipelines, told), window)

@@ -1,4 +1,4 @@
-"""Trains a model in stages: in several processes on torch's own schedules, or in one, in the same order."""
+"""Trains a model in stages: in several processes on torch's schedules, or in one in the same order."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ from torchtrim.records.pipeline import Pipeline
 _mode_stack: Callable[[], list[Any]] = _get_current_function_mode_stack
 _SEED = 1_000_003  # A prime: seeds of neighbouring stages and steps do not meet.
 _MOST_SUM = 2**20
+"""Small enough that sums of squared checksums over all ranks are exact in float64."""
 
 
 class StepInputs(NamedTuple):
-    """A call of the model: its arguments as a tree, and which of its leaves are rows of a batch."""
+    """A call of the model: its flattened arguments and the batch size."""
 
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
@@ -44,17 +45,17 @@ class StepInputs(NamedTuple):
 
     @classmethod
     def of(cls, args: Any, kwargs: Any) -> StepInputs:
-        """Of a call's arguments. Raises `Unsupported` where there is no batch in them."""
+        """Flatten a call's arguments. Raises `Unsupported` if they hold no batch."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         batch = samples_of(one for one in leaves if isinstance(one, Tensor))
         if not batch:
             raise Unsupported(
-                "the model is called without a tensor, so there is no batch to take micro-batches of."
+                "the model is called without a tensor, so there is no batch to split into micro-batches."
             )
         return cls(tuple(leaves), spec, batch)
 
     def rows(self, number: int, count: int) -> StepInputs:
-        """The same call for one of so many parts of the batch."""
+        """Return the call for part `number` of `count` equal parts of the batch."""
         parts = [
             rows_of(one, self.batch, number, count) if isinstance(one, Tensor) else one
             for one in self.leaves
@@ -62,7 +63,7 @@ class StepInputs(NamedTuple):
         return StepInputs(tuple(parts), self.spec, self.batch // count)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is split with the batch, by the names under which stages get it."""
+        """Return the tensors split along the batch, by the keyword under which stages receive them."""
         return {
             f"given_{number}": one
             for number, one in enumerate(self.leaves)
@@ -70,13 +71,13 @@ class StepInputs(NamedTuple):
         }
 
     def called(self, tensors: dict[str, Tensor]) -> tuple[Any, Any]:
-        """Arguments with these tensors in place of the batch's."""
+        """Return the call's arguments with these tensors in place of the batch's."""
         leaves = [tensors.get(f"given_{number}", one) for number, one in enumerate(self.leaves)]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
 
     def key(self) -> tuple[Any, ...]:
-        """Its shapes."""
+        """Return the shapes and dtypes, as a cache key."""
         return tuple(
             (tuple(one.shape), one.dtype) if isinstance(one, Tensor) else str(one)
             for one in self.leaves
@@ -84,7 +85,7 @@ class StepInputs(NamedTuple):
 
 
 class PipelineStep(NamedTuple):
-    """A step that runs: the call, what of it is computed, shapes of a micro-batch, and the loss."""
+    """A running step: its number, the call, shapes of a micro-batch, the loss, and autocast and modes."""
 
     number: int
     given: StepInputs
@@ -94,7 +95,7 @@ class PipelineStep(NamedTuple):
 
 
 def checksum(step: PipelineStep) -> float:
-    """A small whole number of what the step was given, targets too: another one for another batch."""
+    """Return a checksum of the step's inputs and targets, as a small integer."""
     given = (one for one in step.given.leaves if isinstance(one, Tensor))
     sums = [float(one.detach().double().sum()) for one in (*given, *tensors_before(step.loss))]
     return float(zlib.crc32(struct.pack(f"{len(sums)}d", *sums)) % _MOST_SUM)
@@ -103,20 +104,22 @@ def checksum(step: PipelineStep) -> float:
 class Executor(Protocol):
     """Runs a step's forward and backward.
 
-    `numbers` are kept for each micro-batch, and their means given back.
+    `numbers` are the scalars leading to the loss; their means over micro-batches are returned.
     """
 
     def prepare(self, shapes: Shapes) -> None:
-        """Called once, when it is known which module is in which stage."""
+        """Set up the stages. Called once, when each module's stage is known."""
         ...
 
     def run(self, step: PipelineStep, numbers: Sequence[PromisedCall]) -> Sequence[Tensor]:
-        """Add up the gradients of the step; the means of the numbers over all micro-batches."""
+        """Accumulate the step's gradients; return the means of the numbers over all micro-batches."""
         ...
 
 
 class Engine:
-    """A model whose forward gives a promise, and whose backward runs the pipeline. `told` hears each loss."""
+    """A model whose forward returns stand-in outputs and whose backward runs the pipeline.
+
+    `told` is called with each loss."""
 
     def __init__(
         self, root: nn.Module, pipeline: Pipeline, executor: Executor, window: Window
@@ -132,7 +135,7 @@ class Engine:
         self.told: Callable[[float], None] = lambda _: None
 
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of the model in stages."""
+        """Return a forward that runs the model in stages."""
 
         @functools.wraps(forward)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -166,7 +169,7 @@ class Engine:
         return Ledger(given.batch, run, self._mode).outputs(fakes)
 
     def _shapes(self, given: StepInputs, share: int) -> tuple[Shapes, Any]:
-        """What a micro-batch looks like from stage to stage, and the whole batch's output."""
+        """Return a micro-batch's shapes between stages, and the whole batch's fake output."""
         if given.key() not in self._known:
             part = given.rows(0, share)
             shapes = recorded(self._window, part, self._mode)
@@ -188,7 +191,7 @@ class Engine:
 
 
 def recorded(window: Window, part: StepInputs, mode: FakeTensorMode | None = None) -> Shapes:
-    """What goes from stage to stage in a call of the model with a micro-batch; nothing is computed."""
+    """Infer the shapes between stages for a micro-batch, on fake tensors."""
     mode = mode or _fake_mode()
     with mode, torch.random.fork_rng():
         args, kwargs = _fake(part, mode)
@@ -206,7 +209,7 @@ def _fake(given: StepInputs, mode: FakeTensorMode) -> tuple[Any, Any]:
 
 
 def _surroundings() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """What the model is called in, autocast and modes of functions, to be entered again later."""
+    """Capture the active autocast settings and function modes, to be re-entered later."""
     kinds = [one for one in ("cpu", "cuda") if torch.is_autocast_enabled(one)]
     devices = [(one, torch.get_autocast_dtype(one)) for one in kinds]
     modes = _mode_stack()
@@ -226,9 +229,9 @@ def _surroundings() -> Callable[[], contextlib.AbstractContextManager[None]]:
 
 
 class StageModule(nn.Module):
-    """One stage as a module: of what the stage before sent, and of the batch's own rows, its result.
+    """One stage as a module, from the previous stage's output and the batch's own rows to its result.
 
-    `begin` sets the step; micro-batches then come in order.
+    `begin` sets the step; micro-batches then arrive in order.
     """
 
     def __init__(self, window: Window, pipeline: Pipeline, number: int, shapes: Shapes) -> None:
@@ -244,16 +247,16 @@ class StageModule(nn.Module):
         self._step: PipelineStep | None = None
 
     def begin(self, step: PipelineStep, first: int = 0) -> None:
-        """Set the step that follows, and the number of the first micro-batch that comes here."""
+        """Set the next step, and the number of the first micro-batch of this rank."""
         self._step, self._batch = step, first
 
     def forward(self, *received: Tensor, **tensors: Tensor) -> Any:
-        """The stage's result for the next micro-batch."""
+        """Return the stage's result for the next micro-batch."""
         batch, self._batch = self._batch, self._batch + 1
         return self.of_batch(batch, received[0] if self._number else None, tensors)
 
     def of_batch(self, batch: int, received: Tensor | None, tensors: dict[str, Tensor]) -> Any:
-        """The stage's result for that micro-batch."""
+        """Return the stage's result for micro-batch number `batch`."""
         assert self._step is not None
         if self._again:
             return checkpoint(self._run, batch, received, tensors, use_reentrant=False)
@@ -271,7 +274,7 @@ class StageModule(nn.Module):
 
 @contextlib.contextmanager
 def _random_numbers(step: int, stage: int, batch: int) -> Iterator[None]:
-    """Numbers of their own for each micro-batch and stage, on any rank; the script's go on as before."""
+    """Seed each micro-batch and stage the same on any rank; the script's random state is unaffected."""
     with torch.random.fork_rng():
         torch.manual_seed(torch.initial_seed() + _SEED * (step * 4096 + stage) + batch)
         yield
@@ -280,7 +283,7 @@ def _random_numbers(step: int, stage: int, batch: int) -> Iterator[None]:
 def part_loss(
     step: PipelineStep, outputs: Any, number: int, count: int, numbers: Sequence[PromisedCall]
 ) -> Any:
-    """The loss of one micro-batch, divided by how many there are, and the values of the numbers."""
+    """Return the loss of one micro-batch, divided by their count, and the values of the numbers."""
     leaves = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
     part = OutputPart(leaves, number, count)
     with step.around():

@@ -1,4 +1,4 @@
-"""A pipeline in one process: gradients of micro-batches are added up in the schedule's own order."""
+"""Runs a pipeline in one process; gradients of micro-batches accumulate in the schedule's order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchtrim.records.pipeline import Order, Pipeline
 
 
 class Lone:
-    """Adds up the gradients of all micro-batches as the ranks of the pipeline would, replica by replica."""
+    """An executor that accumulates gradients as the ranks of the pipeline would, replica by replica."""
 
     def __init__(self, window: Window, pipeline: Pipeline) -> None:
         self._window = window
@@ -26,14 +26,14 @@ class Lone:
         self._stages: list[StageModule] = []
 
     def prepare(self, shapes: Shapes) -> None:
-        """Make the stages."""
+        """Create the stages."""
         self._stages = [
             StageModule(self._window, self._pipeline, number, shapes)
             for number in range(self._window.count)
         ]
 
     def run(self, step: PipelineStep, numbers: Sequence[PromisedCall]) -> Sequence[Tensor]:
-        """Add up the gradients of the step; the means of the numbers over all micro-batches."""
+        """Accumulate the step's gradients; return the means of the numbers over all micro-batches."""
         pipeline = self._pipeline
         for stage in self._stages:
             stage.begin(step)
@@ -62,7 +62,7 @@ class Lone:
         return values
 
     def _taken(self) -> dict[nn.Parameter, Tensor]:
-        """The gradients that are there, taken away where replicas each have their own."""
+        """Detach and return the current gradients if there are several replicas, else return {}."""
         if self._pipeline.replicas == 1:
             return {}
         found = {p: p.grad for p in self._window.root.parameters() if p.grad is not None}
@@ -73,7 +73,7 @@ class Lone:
     def _put(
         self, before: dict[nn.Parameter, Tensor], sums: Sequence[dict[nn.Parameter, Tensor]]
     ) -> None:
-        """Add up what replicas have."""
+        """Sum the replicas' gradients, after those from before the step."""
         if self._pipeline.replicas == 1:
             return
         for parameter in self._window.root.parameters():
@@ -85,7 +85,7 @@ class Lone:
 
 
 def known_order(pipeline: Pipeline) -> Order:
-    """The order of the plan's schedule. Raises `ApplyFailed` where torch has none for its numbers."""
+    """Return the order of the plan's schedule. Raises `ApplyFailed` if torch has none for its sizes."""
     stages = len(pipeline.cuts) + 1
     order = order_of(pipeline.schedule, pipeline.ranks, stages, pipeline.microbatches)
     if order is None:
@@ -97,6 +97,6 @@ def known_order(pipeline: Pipeline) -> Order:
 
 
 def in_one_process(root: nn.Module, pipeline: Pipeline) -> Engine:
-    """The model in stages, all of them here."""
+    """Return an engine that runs all stages in this process."""
     window = Window(root, pipeline.cuts)
     return Engine(root, pipeline, Lone(window, pipeline), window)

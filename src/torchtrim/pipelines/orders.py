@@ -1,4 +1,4 @@
-"""The order in which each of torch's schedules works, read from the schedule itself."""
+"""Reads the order of actions from torch's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _VEES = ("ZBVZeroBubble", "DualPipeV")
 
 
 def schedule_class(schedule: Schedule) -> Any:
-    """Torch's class of that schedule."""
+    """Return torch's class of a schedule."""
     return _CLASSES[schedule]
 
 
 def is_single(schedule: Schedule) -> bool:
-    """Whether it has one stage a rank, and its class takes that alone."""
+    """Return True if the schedule has exactly one stage per rank."""
     return schedule in _SINGLE
 
 
 def homes_of(schedule: Schedule, ranks: int, stages: int) -> tuple[int, ...]:
-    """The rank of each stage."""
+    """Return the rank of each stage."""
     style = "v" if schedule in _VEES else "loop"
     mapping = generate_stage_to_rank_mapping(ranks, stages, style)
     return tuple(mapping[stage] for stage in range(stages))
@@ -46,7 +46,7 @@ def homes_of(schedule: Schedule, ranks: int, stages: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=512)
 def order_of(schedule: Schedule, ranks: int, stages: int, microbatches: int) -> Order | None:
-    """What each rank does in torch's schedule; None where torch has none for such numbers."""
+    """Return each rank's actions in torch's schedule, or None if torch has none for these sizes."""
     if stages % ranks or (schedule in _SINGLE) != (stages == ranks):
         return None
     homes = homes_of(schedule, ranks, stages)
@@ -63,7 +63,7 @@ def order_of(schedule: Schedule, ranks: int, stages: int, microbatches: int) -> 
 
 
 class _Outline(SimpleNamespace):
-    """What a schedule asks of a stage when it makes its order."""
+    """A stand-in for a stage with the attributes that a schedule reads to build its order."""
 
     def __init__(self, stage: int, stages: int, ranks: int) -> None:
         super().__init__(
@@ -89,7 +89,7 @@ def _read(actions: Any) -> Iterator[Action]:
 
 
 def _one_forward_one_backward(stages: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """What `Schedule1F1B` runs. Its own `pipeline_order` leaves out the None's, and numbers forwards anew."""
+    """Return the actions that `Schedule1F1B` runs; its own `pipeline_order` renumbers the forwards."""
     return tuple(tuple(_of_rank(rank, stages, microbatches)) for rank in range(stages))
 
 
@@ -104,7 +104,7 @@ def _of_rank(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
 
 
 def _is_whole(order: Order, microbatches: int) -> bool:
-    """Whether each micro-batch goes forward and back once at each stage."""
+    """Return True if each micro-batch runs forward and backward once in each stage."""
     done = [action for actions in order.ranks for action in actions]
     if len(done) != len(set(done)):
         return False

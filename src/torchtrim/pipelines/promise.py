@@ -1,7 +1,7 @@
-"""What a model in stages gives back: a tensor without values, on which a script may compute its loss.
+"""Stand-in outputs of a model in stages: tensors without values on which a script may compute its loss.
 
-The loss is computed later, for each micro-batch, where the last stage runs. Until `backward` is called on it,
-what the script does with the model's output is written down; shapes and types are known, values are not.
+The last stage computes the loss later, for each micro-batch. Until `backward` is called on it, operations on
+the model's output are recorded; shapes and dtypes are known, values are not.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _SUMS = ("sum", "nansum")
 
 
 class PromisedCall:
-    """One step towards a loss: a leaf of the model's output, or a call. `fake` is its tensor without values.
+    """A node of the recorded loss: a leaf of the model's output, or a call. `fake` is its fake tensor.
 
-    `value`: what it is once the step has run, where that is one number.
+    `value`: the result once the step has run, if it is a scalar.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class PromisedCall:
 
 
 class Ledger:
-    """What a script computes from one output of a model. `batch`: how many samples the model was given.
+    """The recorded computation on one model output. `batch`: the number of samples in the batch.
 
     `run` is called with the node on which `backward` is called.
     """
@@ -59,7 +59,7 @@ class Ledger:
         self.over = False
 
     def outputs(self, fakes: Any) -> Any:
-        """The model's output: the same tree, with a promise for each tensor."""
+        """Return the model's output as the same tree, with a stand-in for each tensor."""
         leaves, spec = pytree.tree_flatten(fakes)
         number = itertools.count()
         promised = [
@@ -70,13 +70,13 @@ class Ledger:
 
 
 class Promise(Tensor):
-    """A tensor of known shape whose values come later."""
+    """A stand-in output: a tensor of known shape whose values come later."""
 
     node: PromisedCall
 
     @staticmethod
     def __new__(cls, node: PromisedCall) -> Promise:
-        """A tensor of the node's shape and type that holds nothing."""
+        """Create a tensor of the node's shape and dtype without memory."""
         fake = node.fake
         made: Promise = Tensor._make_wrapper_subclass(
             cls,
@@ -92,27 +92,27 @@ class Promise(Tensor):
     def __init__(self, node: PromisedCall) -> None: ...
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """What it is, without values."""
+        """Show shape and dtype."""
         return f"Promise(shape={tuple(self.node.fake.shape)}, dtype={self.node.fake.dtype})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Write the call down, and say of what shape it is."""
+        """Record the call and return a stand-in for its result."""
         return _called(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Whatever comes here looks for values."""
+        """Refuse: an operator that gets here needs values."""
         raise _no_values(str(func))
 
 
 def _no_values(what: str) -> Unsupported:
     return Unsupported(
-        f"the script looks at values of the model's output ({what}) before backward has run, and in a "
-        "pipeline they are computed by backward, on the rank of the last stage. Move that behind "
-        "`loss.backward()`, where the loss has its value, or leave it out."
+        f"the script reads values of the model's output ({what}) before backward has run. In a pipeline "
+        "backward computes them, on the rank of the last stage. Move that after "
+        "`loss.backward()`, when the loss has its value, or remove it."
     )
 
 
@@ -145,9 +145,9 @@ def _run(node: PromisedCall, args: Any, kwargs: Any) -> None:
             "backward() of a pipeline takes no arguments: neither a gradient, nor retain_graph, nor inputs."
         )
     if node.fake.dim():
-        raise Unsupported("backward() of a pipeline is for a loss that is one number.")
+        raise Unsupported("backward() of a pipeline needs a loss that is a scalar.")
     if node.ledger.over:
-        raise Unsupported("backward() has run for this output already; call the model again first.")
+        raise Unsupported("backward() has already run for this output; call the model again first.")
     node.ledger.run(node)
     node.ledger.over = True
 
@@ -176,7 +176,7 @@ def _is_fake(tensor: Tensor) -> bool:
 
 
 def _with_values(tree: Any) -> Any:
-    """The tree with values where they are known."""
+    """Replace stand-ins by values where these are known."""
 
     def known(one: Promise) -> Tensor:
         value = value_of(one.node)
@@ -186,7 +186,7 @@ def _with_values(tree: Any) -> Any:
 
 
 def value_of(node: PromisedCall) -> Tensor | None:
-    """The node's value where it is known, or follows from such."""
+    """Return the node's value if it is known or follows from known ones, else None."""
     if node.value is None and node.call is not None and node.ledger.over:
         func, args, kwargs = node.call
         inner = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, PromisedCall)]
@@ -198,7 +198,7 @@ def value_of(node: PromisedCall) -> Tensor | None:
 
 
 def numbers_before(node: PromisedCall) -> list[PromisedCall]:
-    """The nodes that are one number and lead to this one, itself last."""
+    """Return the scalar nodes leading to this one, itself last."""
     found: dict[int, PromisedCall] = {}
 
     def visit(one: PromisedCall) -> None:
@@ -215,7 +215,7 @@ def numbers_before(node: PromisedCall) -> list[PromisedCall]:
 
 
 def tensors_before(node: PromisedCall) -> Iterator[Tensor]:
-    """The tensors of the script's own that go into the node, such as targets."""
+    """Yield the script's own tensors that the node depends on, such as targets."""
     seen: set[int] = set()
     left = [node]
     while left:
@@ -231,7 +231,7 @@ def tensors_before(node: PromisedCall) -> Iterator[Tensor]:
 
 
 def refuse_sums(node: PromisedCall) -> None:
-    """Raises `Unsupported` for a loss that adds up samples: of micro-batches the mean is taken."""
+    """Raise `Unsupported` for a loss summed over samples: a pipeline averages micro-batches."""
     for one in numbers_before(node):
         if one.call is None:
             continue
@@ -239,7 +239,7 @@ def refuse_sums(node: PromisedCall) -> None:
         name = getattr(func, "__name__", "")
         if kwargs.get("reduction") == "sum" or (name in _SUMS and _sums_all(args, kwargs)):
             raise Unsupported(
-                f"the loss adds up its samples ({name}), and a pipeline takes the mean over its "
+                f"the loss sums over its samples ({name}), but a pipeline averages over its "
                 f"micro-batches. "
                 "Use the mean over the samples of a batch."
             )
@@ -255,7 +255,7 @@ def _sums_all(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 class OutputPart:
-    """Computes the promise for one micro-batch: `number` of `count`."""
+    """Evaluator of recorded nodes for micro-batch `number` of `count`."""
 
     def __init__(self, leaves: Sequence[Tensor], number: int, count: int) -> None:
         self._leaves = leaves
@@ -263,7 +263,7 @@ class OutputPart:
         self._known: dict[int, Any] = {}
 
     def value(self, node: PromisedCall) -> Any:
-        """The node's value for this micro-batch."""
+        """Return the node's value for this micro-batch."""
         if id(node) not in self._known:
             self._known[id(node)] = self._computed(node)
         return self._known[id(node)]
@@ -279,7 +279,7 @@ class OutputPart:
             given = func(*values, **named)
         except (RuntimeError, ValueError, IndexError) as error:
             raise Unsupported(
-                f"the loss cannot be computed for a part of the batch: {error}. It is written with "
+                f"the loss cannot be computed for a part of the batch: {error}. It uses "
                 f"sizes of the "
                 "whole batch; write -1 for the batch, as in `view(-1, classes)`."
             ) from error
@@ -294,12 +294,12 @@ class OutputPart:
 
 
 def rows_of(tensor: Tensor, batch: int, number: int, count: int) -> Tensor:
-    """The rows of a tensor that belong to one of so many parts of the batch; all of one without a batch."""
+    """Return part `number` of `count` of a tensor's rows; all of it if it has no batch dimension."""
     if isinstance(tensor, torch.nn.Parameter) or not tensor.dim() or tensor.shape[0] % batch:
         return tensor
     return tensor.tensor_split(count)[number]
 
 
 def samples_of(tensors: Iterator[Tensor]) -> int:
-    """How many samples a batch has: the first size of the first tensor that has one."""
+    """Return the batch size: the first dimension of the first tensor that has one."""
     return next((tensor.shape[0] for tensor in tensors if tensor.dim()), 0)

@@ -1,10 +1,11 @@
-"""A pipeline in several processes, on the schedules of `torch.distributed.pipelining`."""
+"""Runs a pipeline in several processes on the schedules of `torch.distributed.pipelining`."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,9 +32,9 @@ Trace = Callable[[Sequence[Tensor]], contextlib.AbstractContextManager[None]]
 
 
 class Several:
-    """This rank's stages. Ranks `replica * ranks <= i < (replica + 1) * ranks` are one pipeline.
+    """An executor of this rank's stages. Each `pipeline.ranks` consecutive ranks form one replica.
 
-    `around`: of the batch, what the schedule's own step is run in, for those who measure it.
+    `around(tensors)` returns a context manager for the schedule's step, for measurements.
     """
 
     def __init__(self, window: Window, pipeline: Pipeline) -> None:
@@ -50,7 +51,7 @@ class Several:
         self._across, self.group = _groups(pipeline)
 
     def prepare(self, shapes: Shapes) -> None:
-        """Make this rank's stages, and free what belongs to others."""
+        """Create this rank's stages, and free the parameters of other ranks."""
         window = self._window
         self._check_alike()
         own = [stage for stage, home in enumerate(self._order.homes) if home == self.place]
@@ -64,7 +65,7 @@ class Several:
         window.root.register_state_dict_post_hook(gathered)  # type: ignore[no-untyped-call]
 
     def run(self, step: PipelineStep, numbers: Sequence[PromisedCall]) -> Sequence[Tensor]:
-        """Add up the gradients of the step; the means of the numbers over all micro-batches."""
+        """Accumulate the step's gradients; return the means of the numbers over all micro-batches."""
         pipeline = self._pipeline
         count = pipeline.microbatches * pipeline.replicas
         begins = self.replica * pipeline.microbatches
@@ -84,7 +85,7 @@ class Several:
         return self._means(kept, len(numbers), checksum(step))
 
     def kept(self) -> list[Tensor]:
-        """What is there between steps: parameters, gradients, and the buffers in which ranks receive."""
+        """Return what stays alive between steps: parameters, buffers, gradients and receive buffers."""
         parameters = [*self._window.root.parameters(), *self._window.root.buffers()]
         grads = [p.grad for p in self._window.root.parameters() if p.grad is not None]
         received = [
@@ -115,7 +116,7 @@ class Several:
             )
 
     def _schedule(self, given: StepInputs, shapes: Shapes) -> Any:
-        """Torch's schedule for batches of that shape."""
+        """Return torch's schedule for batches of that shape, cached."""
         key = given.key()
         if key not in self._schedules:
             stages = [self._stage(number, given, shapes) for number in self._modules]
@@ -143,7 +144,7 @@ class Several:
         )
 
     def _means(self, kept: dict[int, list[Tensor]], count: int, given: float) -> Sequence[Tensor]:
-        """The mean of each number over all micro-batches, on every rank. `given`: a checksum of the batch."""
+        """Return the means of the numbers over all micro-batches, on every rank. `given`: the checksum."""
         pipeline = self._pipeline
         sums = torch.zeros(count, dtype=torch.float64, device="cpu")
         total = pipeline.microbatches * pipeline.replicas
@@ -163,7 +164,7 @@ class Several:
         ]
 
     def _taken(self) -> dict[nn.Parameter, Tensor]:
-        """Where there are replicas, the gradients of earlier passes: they are added once."""
+        """Detach and return the gradients of earlier passes if there are replicas: they count once."""
         if self._pipeline.replicas == 1:
             return {}
         found = {p: p.grad for p in self._parameters() if p.grad is not None}
@@ -195,7 +196,7 @@ class Several:
         return [name for name, one in tensors if id(one) in inside]
 
     def _free(self) -> None:
-        """Give up the values of parameters of other ranks; their shapes stay."""
+        """Free the parameters of other ranks; keep their shapes."""
         for name, parameter in self._window.root.named_parameters():
             if self._owner.get(name, self.place) != self.place:
                 parameter.grad = None
@@ -203,7 +204,7 @@ class Several:
                 parameter.data = blank.expand(parameter.shape)
 
     def _gathered(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """A whole state_dict, on every rank: each gives what it owns. All ranks have to ask for it."""
+        """Complete a `state_dict` on every rank by broadcasts. All ranks have to call it."""
         for name, home in self._owner.items():
             key = prefix + name
             if key in state:
@@ -213,7 +214,7 @@ class Several:
                 state[key] = whole
 
     def _check_alike(self) -> None:
-        """Raises `ApplyFailed` on all ranks where they have made different models."""
+        """Raise `ApplyFailed` on all ranks if their models differ."""
         total = torch.zeros(1, dtype=torch.float64, device="cpu")
         for parameter in self._window.root.parameters():
             total += parameter.detach().double().sum().cpu()
@@ -221,19 +222,19 @@ class Several:
         dist.all_gather(sums, total)
         if any(not torch.equal(one, sums[0]) for one in sums):
             raise ApplyFailed(
-                "the ranks have made models with different parameters. Every rank runs the whole "
-                "script, so it "
-                "has to seed its random numbers alike on all of them: leave the rank out of the seed."
+                "the ranks have models with different parameters. Every rank runs the whole "
+                "script, so all have to "
+                "use the same random seed: leave the rank out of the seed."
             )
 
 
 def _check_given(sums: Sequence[float]) -> None:
-    """Raises `Unsupported` on all ranks where one was given another batch."""
+    """Raise `Unsupported` on all ranks if their batches differ."""
     world = dist.get_world_size()
     if sums[0] ** 2 != world * sums[1]:
         raise Unsupported(
-            "the ranks were given different batches. Every rank of a pipeline reads the same ones: leave "
-            "DistributedSampler and the rank out of the loader, and seed what shuffles it."
+            "the ranks got different batches. Every rank of a pipeline reads the same ones: leave "
+            "DistributedSampler and the rank out of the loader, and seed its shuffling."
         )
 
 
@@ -247,7 +248,7 @@ def _blank(meta: TensorMeta, *, graded: bool) -> Tensor:
 
 
 def _groups(pipeline: Pipeline) -> tuple[Any, Any]:
-    """The group of this rank's place across replicas, and that of its pipeline."""
+    """Return the process group of this stage across replicas, and the group of this pipeline."""
     world = dist.get_world_size()
     if world != pipeline.processes:
         raise Unsupported(
@@ -272,3 +273,50 @@ def in_several_processes(root: nn.Module, pipeline: Pipeline) -> tuple[Engine, S
     window = Window(root, pipeline.cuts)
     executor = Several(window, pipeline)
     return Engine(root, pipeline, executor, window), executor
+
+
+Gather = Callable[[Tensor], None]
+
+
+def among(group: Any) -> Gather:
+    """Return a function that sums a tensor over the ranks of a group."""
+    return functools.partial(dist.all_reduce, group=group)
+
+
+def alone(_: Tensor) -> None:
+    """Do nothing: a single process has all values."""
+
+
+@contextlib.contextmanager
+def clipping_together(gather: Gather) -> Iterator[None]:
+    """Make `torch.nn.utils.clip_grad_norm_` use the parameters of all ranks of a pipeline in the block."""
+    original = torch.nn.utils.clip_grad_norm_
+
+    @functools.wraps(original)
+    def clip(
+        parameters: Any, max_norm: float, norm_type: float = 2.0, *_: Any, **__: Any
+    ) -> Tensor:
+        several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        norm = _norm(several, float(norm_type), gather)
+        own = [one for one in several if one.grad is not None]
+        torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm, foreach=False)
+        return norm
+
+    torch.nn.utils.clip_grad_norm_ = clip
+    try:
+        yield
+    finally:
+        torch.nn.utils.clip_grad_norm_ = original
+
+
+def _norm(parameters: Sequence[Tensor], kind: float, gather: Gather) -> Tensor:
+    """Return the norm of all ranks' gradients. The sum is exact, so its order does not matter."""
+    powers = torch.zeros(len(parameters), dtype=torch.float64, device="cpu")
+    for number, parameter in enumerate(parameters):
+        if parameter.grad is not None and parameter.grad.numel():
+            sizes = parameter.grad.detach().double().abs()
+            powers[number] = sizes.max() if math.isinf(kind) else sizes.pow(kind).sum()
+    gather(powers)
+    values = powers.tolist()
+    norm = max(values, default=0.0) if math.isinf(kind) else math.fsum(values) ** (1 / kind)
+    return torch.tensor(norm, dtype=torch.get_default_dtype(), device="cpu")

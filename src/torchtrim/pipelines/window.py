@@ -1,8 +1,8 @@
-"""Runs one stage of a model: the model's own forward, begun and left where its cuts say.
+"""Runs one stage of a model: the model's own forward between two cuts.
 
-Nothing of the model is rewritten. Modules before the stage give back a stand-in without values, the first of
-the stage gets what the stage before sent, and the module with which the next stage begins is never called.
-What the model computes between its modules, such as masks and positions, each stage computes for itself.
+The model is not rewritten. Modules before the stage return stand-in outputs, the stage's first module gets
+the previous stage's output, and the next stage's first module is never called. Each stage recomputes what
+the model computes between its modules, such as masks and positions.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchtrim.errors import ApplyFailed
-from torchtrim.executor.handles import Handles
+from torchtrim.executor.registry import Handles
 from torchtrim.executor.swap import Swapped
 
 
 class TensorMeta(NamedTuple):
-    """A tensor without values."""
+    """Shape, dtype and device of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -30,21 +30,21 @@ class TensorMeta(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
-        """The tensor's."""
+        """Return the metadata of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
 
     def stand_in(self) -> Tensor:
-        """A tensor of that kind that no result may depend on: not a number, where it can be."""
+        """Return a stand-in that no result may depend on: filled with NaN, or zeros if integer."""
         if self.dtype.is_floating_point or self.dtype.is_complex:
             return torch.full(self.shape, float("nan"), dtype=self.dtype, device=self.device)
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
 class Shapes(NamedTuple):
-    """What a pass of the whole model showed: what goes into each later stage, and what comes out at the end.
+    """Shapes recorded in a pass of the whole model: the input of each later stage, and the outputs.
 
-    `made`: what each module gave that a stage after it has to stand in for; a tree of `Meta`, or None for
-    one that each stage calls itself. `outputs` is a tree too. `homes`: the stage of each module.
+    `made`: each module's output as a tree of `TensorMeta`, or None for a module that every stage calls
+    itself. `outputs` is a tree too. `homes`: the stage of each module.
     """
 
     received: tuple[TensorMeta, ...]
@@ -54,7 +54,7 @@ class Shapes(NamedTuple):
 
 
 class _Reached(BaseException):
-    """Raised in the model's forward when the next stage would begin, with what goes there."""
+    """Raised in the model's forward where the next stage begins, with that stage's input."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class _Reached(BaseException):
 
 
 class _RunningModule:
-    """A stage that runs now: from the module `first`, empty for the beginning, to before `end`."""
+    """A running stage: from module `first` (empty: the start of the model) up to module `end`."""
 
     def __init__(self, first: str, end: str, received: Tensor | None, shapes: Shapes) -> None:
         self.first, self.end = first, end
@@ -72,7 +72,7 @@ class _RunningModule:
 
 
 class _Recording:
-    """A pass of the whole model in which shapes are recorded."""
+    """Shapes recorded in a pass of the whole model."""
 
     def __init__(self) -> None:
         self.received: dict[str, TensorMeta] = {}
@@ -81,10 +81,10 @@ class _Recording:
 
 
 class Window:
-    """A model that runs as a whole, or as any one of its stages. `close` makes it what it was.
+    """A model that runs as a whole or as any one of its stages. `close` restores the model.
 
-    `cuts` are the modules, paths below the root, before which a new stage begins. `forward` is the root's
-    own where another has its place.
+    `cuts` are the paths of the modules at which a new stage begins. `forward` is the root's own forward if
+    it was replaced.
     """
 
     def __init__(
@@ -106,16 +106,16 @@ class Window:
             raise
 
     def close(self) -> None:
-        """Make the model what it was."""
+        """Restore the model."""
         self._handles.revert()
 
     @property
     def count(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self._cuts) + 1
 
     def own(self, stage: int, shapes: Shapes) -> list[nn.Module]:
-        """The modules of a stage; those that are never called are the first one's."""
+        """Return the modules of a stage; modules never called belong to the first."""
         return [
             self.root.get_submodule(path)
             for path in self.pieces
@@ -123,19 +123,19 @@ class Window:
         ]
 
     def loose(self) -> list[nn.Parameter]:
-        """Parameters of the model that are in no module of one stage."""
+        """Return the model's parameters that belong to no stage's modules."""
         inside = {id(p) for path in self.pieces for p in self.root.get_submodule(path).parameters()}
         return [p for p in self.root.parameters() if id(p) not in inside]
 
     def record(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shapes:
-        """Run the whole model, and see what goes from stage to stage."""
+        """Run the whole model and record the shapes between stages."""
         recording = _Recording()
         with self._as(recording):
             outputs = self.root_forward(*args, **kwargs)
         missing = [cut for cut in self._cuts if cut not in recording.received]
         if missing:
             raise ApplyFailed(
-                f"a stage is to begin with {missing[0]}, and the model did not call that with a "
+                f"a stage should begin with {missing[0]}, but the model did not call it with a "
                 f"tensor. Plan again."
             )
         outputs = pytree.tree_map_only(Tensor, TensorMeta.of, outputs)
@@ -154,7 +154,7 @@ class Window:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Run one stage: the tensor that goes to the next, or what the model gives at the end."""
+        """Run one stage: return the tensor for the next stage, or the model's output."""
         first = self._cuts[stage - 1] if stage else ""
         end = self._cuts[stage] if stage < len(self._cuts) else ""
         running = _RunningModule(first, end, received, shapes)
@@ -169,7 +169,7 @@ class Window:
             torch.set_grad_enabled(graded)
         if end or not running.begun:
             raise ApplyFailed(
-                f"the model returned before it called {end or first}, where a stage is to "
+                f"the model returned before it called {end or first}, where a stage should "
                 f"{'end' if end else 'begin'}. Its calls depend on its inputs, so it cannot be cut there."
             )
         return given
@@ -213,13 +213,13 @@ class Window:
         return forward(*args, **kwargs)
 
     def _check(self) -> None:
-        """Raises `ApplyFailed` for cuts that are no modules, or in another order."""
+        """Raise `ApplyFailed` for cuts that are not modules or are repeated."""
         order = {path: number for number, (path, _) in enumerate(self.root.named_modules())}
         unknown = [cut for cut in self._cuts if cut not in order]
         if unknown or not all(self._cuts) or len(set(self._cuts)) < len(self._cuts):
             name = unknown[0] if unknown else "one twice"
             raise ApplyFailed(
-                f"the plan cuts {type(self.root).__name__} before {name!r}, and there is no such module. "
+                f"the plan cuts {type(self.root).__name__} before {name!r}, but there is no such module. "
                 "Plan again for this model."
             )
 
@@ -244,8 +244,8 @@ def _recorded(
     depends = depends or _is_trained(given)
     if depends and stage != len(now.received):
         raise ApplyFailed(
-            f"{path} is called in stage {stage} and again in stage {len(now.received)}, and its parameters "
-            "can be in one only. Plan again."
+            f"{path} is called in stage {stage} and again in stage {len(now.received)}, but its parameters "
+            "can be in one stage only. Plan again."
         )
     now.made[path] = pytree.tree_map_only(Tensor, TensorMeta.of, given) if depends else None
     return given
@@ -256,7 +256,7 @@ def _is_trained(tree: Any) -> bool:
 
 
 def _pieces(root: nn.Module, cuts: Sequence[str]) -> Iterator[str]:
-    """The largest modules that no cut is inside of, in the order in which they are registered."""
+    """Yield the largest modules without a cut inside, in registration order."""
     around = {cut.rpartition(".")[0] for cut in cuts}
     opened = {""}
     for path in around:

@@ -1,4 +1,4 @@
-"""What a person does by hand to need less memory: checkpointed blocks, and the batch in two halves."""
+"""Manual ways to reduce memory: checkpointed blocks, and the batch in two halves."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ PRODUCTS = frozenset(
         *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
     )
 )
-"""What selective checkpointing keeps, as torchtitan's policy has it: results that are dear to make again."""
+"""Results that selective checkpointing keeps since they are costly to recompute, as in torchtitan's
+policy."""
 _EACH, _SECOND = "each block checkpointed", "every second block checkpointed"
-_NEARLY_ALL = 0.9  # The rest is the loss and the like, which a person would split too.
+_NEARLY_ALL = 0.9
+"""Share of the model's tasks to split. The rest is mainly the loss, which a person would split too."""
 _NUMBERED = re.compile(r"(.+)\.(\d+)")
 
 
 class HandmadePlan(NamedTuple):
-    """What it is called, where it is done, and what it changes in the step."""
+    """A manual plan: its name, its places, and its edits of the step."""
 
     name: str
     options: tuple[Option, ...]
@@ -35,9 +37,10 @@ class HandmadePlan(NamedTuple):
 
 
 def by_hand(step: Step) -> Iterator[HandmadePlan]:
-    """Each block checkpointed, with its products kept too; every second one; the batch in two halves.
+    """Yield the manual plans: each block checkpointed, also with its products kept; every second block; two
+    halves.
 
-    A model without blocks in a row has none to checkpoint, and one that mixes samples no halves.
+    A model without consecutive blocks has none to checkpoint, and a model that mixes samples has no halves.
     """
     for name, options in checkpointed(options_of("recompute", step)).items():
         yield HandmadePlan(name, options, _again(step, options))
@@ -48,7 +51,8 @@ def by_hand(step: Step) -> Iterator[HandmadePlan]:
 
 
 def checkpointed(options: Iterable[Option]) -> dict[str, tuple[Option, ...]]:
-    """Options of recompute by what a person calls them; empty where a model has no blocks in a row."""
+    """Return options of recompute by the name of the manual plan; empty for a model without consecutive
+    blocks."""
     blocks = _blocks(options)
     return {_EACH: blocks, _SECOND: blocks[::2]} if len(blocks) > 1 else {}
 
@@ -59,7 +63,7 @@ def _again(step: Step, options: Iterable[Option], kept: frozenset[str] = frozens
 
 
 def _halves(step: Step) -> Iterator[HandmadePlan]:
-    """All of the model, or nearly, in two parts of its batch."""
+    """Yield the plan that runs nearly the whole model in two parts of its batch."""
     halves = [o for o in options_of("micro_batch", step) if dict(o.settings) == {"parts": 2}]
     whole = max((call.span.last - call.span.first for call in step.calls), default=0)
     widest = max(halves, key=_tasks, default=None)
@@ -70,7 +74,7 @@ def _halves(step: Step) -> Iterator[HandmadePlan]:
 
 
 def _blocks(options: Iterable[Option]) -> tuple[Option, ...]:
-    """The largest family of numbered modules, by the tasks of their calls, in its order."""
+    """Return the largest family of numbered modules, by the tasks of their calls, in order."""
     families: defaultdict[str, list[tuple[int, Option]]] = defaultdict(list)
     for option in options:
         if found := _NUMBERED.fullmatch(option.where):

@@ -1,4 +1,4 @@
-"""What an estimated profile says of a step, and how far a length can grow until a budget is full."""
+"""Contents of an estimate, and the search for the largest length that fits a budget."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from torchtrim.analysis.by_module import by_module, most_of
+from torchtrim.analysis.timeline import by_module, most_of
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.plans import where_of
 from torchtrim.records.budget import Budget
-from torchtrim.records.estimate import Estimated, ModuleBytes
+from torchtrim.records.estimate import EstimateReport, ModuleBytes
 from torchtrim.records.profile import Profile
 
 _LONGEST = 2**30
+"""No length above it is tried: far longer than any batch or sequence in use."""
 _BLOCKS = (2, 8, 16, 32, 64, 128, 256)
-_RESTARTS = 3  # Arbitrary; each dip of the peak that is found costs a handful of dry runs.
-_LEAST_SAVING = 0.01  # Arbitrary; a hundredth of the peak is within an estimate's error.
+"""Block sizes: programs often pad lengths to a multiple, or use another kernel for one."""
+_RESTARTS = 3
+"""Arbitrary; each dip of the peak costs a handful of dry runs to find."""
+_LEAST_SAVING = 0.01
+"""Arbitrary; a hundredth of the peak is within an estimate's error."""
 
 
 class LargestLength(NamedTuple):
-    """The largest length that was found to fit: 0 for none. `peak` is what it needs, `next_peak` what one
-    more would.
+    """The largest length found to fit, or 0. `peak`: its peak. `next_peak`: the peak of the next length.
 
-    None where there is none, or where one more cannot be. `tried` is the longest length that was tried;
-    `falls` says that a longer one was seen to need less than a shorter one.
+    A peak is None if the length is 0 or does not run. `tried`: the longest length tried. `falls`: True if a
+    longer length was seen to need less than a shorter one.
     """
 
     length: int
@@ -34,19 +37,19 @@ class LargestLength(NamedTuple):
     falls: bool
 
 
-def largest(
+def largest_length(
     peak_of: Callable[[int], int | None],
     budget: int,
     now: int,
     known: Mapping[int, int | None] | None = None,
 ) -> LargestLength:
-    """The largest length whose peak is within the budget, and what one more would need.
+    """Return the largest length whose peak is within the budget, and the peak of the next length.
 
-    `peak_of` tells the peak in bytes at a length, None where there is none; it is called a few times only
-    where that grows nearly in proportion, and not for lengths whose peak is `known`. A length that does not
-    run although a longer one does is too short: batch norm in training takes no batch of one. Where the peak
-    falls somewhere as the length grows, what is given fits and one more does not, and a few longer ones were
-    tried in vain; others may fit.
+    `peak_of` returns the peak in bytes at a length, or None if it does not run. It is called only a few times
+    if the peak grows nearly in proportion, and never for `known` lengths. A length that does not run although
+    a longer one does is too short: batch norm in training takes no batch of one. If the peak falls somewhere
+    as the length grows, the result fits, the next length does not, and a few longer ones were tried in vain;
+    others may fit.
     """
     peaks = dict(known or {})
     if now not in peaks:
@@ -64,24 +67,26 @@ def largest(
 
 
 def _within(peak_of: Callable[[int], int | None], budget: int, peaks: dict[int, int | None]) -> int:
-    """A length that fits while one more does not, or that is too short to run: the largest that is known to
-    or a longer one."""
+    """Return a length that fits, or is too short to run, while the next one does not fit.
+
+    The search starts at the largest known one.
+    """
     low, high = _bracket(peaks, budget)
     while high - low > 1:
-        tried = _next(peaks, low, high, budget)
+        tried = _next_length(peaks, low, high, budget)
         peaks[tried] = peak_of(tried)
         low, high = (tried, high) if _is_low(peaks, tried, budget) else (low, tried)
     return low
 
 
 def _bracket(peaks: dict[int, int | None], budget: int) -> tuple[int, int]:
-    """The largest length that is known to fit, and the next that is known not to."""
+    """Return the largest length known to fit, and the next one known not to."""
     low = max((length for length in peaks if _is_low(peaks, length, budget)), default=0)
     return low, min((length for length in peaks if length > low), default=_LONGEST + 1)
 
 
 def _is_low(peaks: dict[int, int | None], length: int, budget: int) -> bool:
-    """Whether it fits, or is too short to run."""
+    """Return True if a length fits or is too short to run."""
     peak = peaks[length]
     if peak is None:
         running = [n for n, other in peaks.items() if other is not None]
@@ -92,8 +97,11 @@ def _is_low(peaks: dict[int, int | None], length: int, budget: int) -> bool:
 def _longer_fits(
     peak_of: Callable[[int], int | None], budget: int, low: int, peaks: dict[int, int | None]
 ) -> bool:
-    """Whether a length fits although a shorter one does not: whole blocks, where programs pad or take a
-    kernel of their own, or twice and four times as long, where they begin to work in parts."""
+    """Return True if a length fits although a shorter one does not.
+
+    It tries whole blocks, since programs pad to them or switch kernels there, and twice and four times the
+    length, since programs may begin to work in parts.
+    """
     blocks = (-(-(low + 2) // size) * size for size in _BLOCKS)
     for length in dict.fromkeys((*blocks, 2 * low, 4 * low)):
         if not low < length <= _LONGEST:
@@ -106,11 +114,11 @@ def _longer_fits(
     return False
 
 
-def _next(peaks: dict[int, int | None], low: int, high: int, budget: int) -> int:
-    """The length to try: where a line through two that are known crosses the budget.
+def _next_length(peaks: dict[int, int | None], low: int, high: int, budget: int) -> int:
+    """Return the next length to try: where a line through two known ones crosses the budget.
 
-    By turns through the two that enclose it and the two nearest. Every fourth time it is the middle, so that
-    a crooked line costs no more than a few times as much.
+    The line alternates between the two lengths that enclose the budget and the two nearest. Every fourth try
+    is the middle, which bounds the cost of an irregular curve.
     """
     turn = len(peaks) % 4
     if high > _LONGEST:
@@ -126,13 +134,12 @@ def _next(peaks: dict[int, int | None], low: int, high: int, budget: int) -> int
 
 
 def _nearest(peaks: dict[int, int | None], length: int) -> list[int]:
-    """The two lengths nearest to it that run."""
     running = (one for one, peak in peaks.items() if peak is not None)
     return sorted(running, key=lambda one: abs(one - length))[:2]
 
 
 def _crossing(peaks: dict[int, int | None], through: list[int], budget: int) -> int | None:
-    """Where the line through two lengths reaches the budget; None without a slope."""
+    """Return where the line through two lengths reaches the budget, or None if it does not rise."""
     if len(through) < 2:
         return None
     one, other = through
@@ -141,10 +148,10 @@ def _crossing(peaks: dict[int, int | None], through: list[int], budget: int) -> 
     return int(one + (budget - at_one) / slope) if slope > 0 else None
 
 
-def estimated(profile: Profile) -> Estimated:
-    """What an estimate says of a profile."""
+def estimate_of(profile: Profile) -> EstimateReport:
+    """Return the estimate of a profile."""
     smallest, places = _recomputed(profile)
-    return Estimated(
+    return EstimateReport(
         parameter_bytes=most_of(profile, "parameter"),
         gradient_bytes=most_of(profile, "gradient"),
         optimizer_bytes=most_of(profile, "optimizer_state"),
@@ -158,7 +165,7 @@ def estimated(profile: Profile) -> Estimated:
 
 
 def has_samples(profile: Profile, count: int) -> bool:
-    """Whether an operator of the step reads an input with so many samples."""
+    """Return True if an operator of the step reads an input of `count` samples."""
     return any(
         use.shape[:1] == (count,) and profile.storages[use.storage].kind == "input"
         for op in profile.operators
@@ -167,8 +174,11 @@ def has_samples(profile: Profile, count: int) -> bool:
 
 
 def unused_bytes(profile: Profile) -> int:
-    """Bytes that were alive before the step, that nothing in it reads and that are no model's or
-    optimizer's of it: what else the process keeps."""
+    """Return the bytes of unrelated tensors in the process.
+
+    They are older than the step, no operator reads them, and they belong to no model or optimizer of the
+    step.
+    """
     used = {use.storage for op in profile.operators for use in (*op.inputs, *op.outputs)}
     return sum(
         storage.counted
@@ -178,7 +188,8 @@ def unused_bytes(profile: Profile) -> int:
 
 
 def _recomputed(profile: Profile) -> tuple[int | None, tuple[str, ...]]:
-    """The smallest peak that recomputation would reach, and where; None where it saves too little."""
+    """Return the smallest peak within reach of recomputation, and its places, or None if it saves too
+    little."""
     if not any(op.phase == "backward" for op in profile.operators):
         return None, ()
     planner = Planner(

@@ -1,15 +1,15 @@
-"""The best choices found: none of them is both higher and slower than another."""
+"""The best choices found: no choice is both higher and slower than another. Also the interface of solvers."""
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from torchtrim.planner.problem import Chosen
+from torchtrim.planner.problem import Chosen, Problem
 
 
 class Point(NamedTuple):
-    """A choice: its peak in bytes, the seconds it adds, and its options."""
+    """A choice: its peak in bytes, its added seconds, and its options."""
 
     peak_bytes: int
     seconds: float
@@ -17,13 +17,13 @@ class Point(NamedTuple):
 
 
 class Front:
-    """Choices by rising peak and falling time, so that a looser budget never gets a slower one."""
+    """Choices by rising peak and falling time, so a looser budget never gets a slower choice."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
 
     def add(self, point: Point) -> bool:
-        """Keep a choice unless another is as low and as quick; whether it was kept."""
+        """Add a choice unless another is as low and as quick; return True if it was added."""
         place = bisect_right(self.points, (point.peak_bytes, float("inf")))
         if place and self.points[place - 1].seconds <= point.seconds:
             return False
@@ -36,7 +36,7 @@ class Front:
         return True
 
     def within(self, budget: int) -> Point | None:
-        """The quickest choice whose peak is within the budget; None where none is."""
+        """Return the quickest choice whose peak is within the budget, or None."""
         place = bisect_right(self.points, (budget, float("inf")))
         return self.points[place - 1] if place else None
 
@@ -44,3 +44,29 @@ class Front:
     def lowest(self) -> Point:
         """The choice with the smallest peak."""
         return self.points[0]
+
+
+class Solution(NamedTuple):
+    """The best choices found. `optimal`: no better ones exist."""
+
+    front: Front
+    optimal: bool
+
+
+class Answer(NamedTuple):
+    """A choice within the budget, or None without one. `proven`: no better choice exists.
+
+    `bound`: the seconds that any choice within the budget adds at least; for the lowest choice, its bytes.
+    """
+
+    chosen: Chosen | None
+    bound: float
+    proven: bool
+
+
+class Solver(Protocol):
+    """A search for the best choices. The same problem always gets the same front."""
+
+    def solve(self, problem: Problem) -> Solution | None:
+        """Return the best choices for every budget, or None if the problem is too large for this solver."""
+        ...

@@ -1,9 +1,9 @@
-"""A problem as linear constraints, which say to the byte what the simulator does where options are on or off.
+"""A problem as linear constraints, which agree to the byte with the simulator if every option is on or off.
 
-Two kinds of columns: each option, 1 where it is on, and each part of a tensor's life that options decide on,
-1 where it is alive then. Memory at any moment is a sum over them, and the budget bounds it at each moment;
-whoever solves this begins with the few moments that matter.
-To keep or to run again was put so by Jain et al., "Checkmate" (2020), one binary an operator and stage.
+There are two kinds of columns: one for each option, 1 if it is on, and one for each part of a tensor's life
+that depends on options, 1 if the tensor is alive then. Memory at any moment is a sum over the columns, and
+the budget bounds it at each moment; a solver starts with the few moments that matter. Jain et al.,
+"Checkmate" (2020), formulated rematerialization this way, with one binary for each operator and stage.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from torchtrim.planner.problem import Problem
+from torchtrim.step.incremental import TensorTie, starts_of, ties_of
 from torchtrim.step.simulate import level, timeline
 from torchtrim.step.step import DEVICE, Tensor
-from torchtrim.step.ties import Tie, ends_at, starts_of, ties_of
 
 Terms = tuple[tuple[int, float], ...]
 """Columns, each with its factor."""
@@ -33,7 +33,7 @@ class Constraint(NamedTuple):
 
 
 class PeakMoment(NamedTuple):
-    """`bytes` over what is alive going into a stretch of tasks, and more or less with some columns at 1."""
+    """`bytes` above those alive on entry to a stretch of tasks, plus the `terms` of columns that are 1."""
 
     stretch: int
     bytes: int
@@ -41,11 +41,11 @@ class PeakMoment(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """The constraints. Columns: `options`, of which the last `forced` are on, then lives, `columns` in all.
+    """The constraints. Columns: first `options`, whose last `forced` are on, then lives; `columns` in all.
 
-    `rises`: by how much bytes going into each stretch are more than into the one before, where all columns
-    are 0. `changes`: likewise, how much more with a column at 1. `moments`: the highest of each
-    stretch, and each inserted work.
+    `rises`: the change of bytes on entry to each stretch since the one before, if all columns are 0.
+    `changes`: the additional change for each column at 1. `moments`: the highest moment of each stretch, and
+    each inserted work.
     """
 
     options: int
@@ -57,7 +57,7 @@ class Linear(NamedTuple):
     moments: tuple[PeakMoment, ...]
 
     def at(self, moment: PeakMoment) -> PeakMoment:
-        """A moment with all that it depends on: its bytes, and each column's."""
+        """Return a moment with its total bytes and the factors of all columns that it depends on."""
         terms: defaultdict[int, float] = defaultdict(float)
         for column, size in moment.terms:
             terms[column] += size
@@ -70,7 +70,7 @@ class Linear(NamedTuple):
 
 
 def linear(problem: Problem) -> Linear:
-    """The constraints of a problem."""
+    """Return the constraints of a problem."""
     return _LinearBuilder(problem).build()
 
 
@@ -87,7 +87,7 @@ class _LinearBuilder:
         self._changes: list[defaultdict[int, int]] = [defaultdict(int) for _ in self._rise]
 
     def build(self) -> Linear:
-        """Lives, clashes, and then the moments, when it is known what changes them."""
+        """Add lives and clashes, and then the moments, which depend on them."""
         for number, tie in ties_of(self._step, self._edits).items():
             self._add_lives(self._step.tensors[number], tie)
         for option, edit in enumerate(self._edits):
@@ -105,12 +105,13 @@ class _LinearBuilder:
             moments=(*self._tops(), *self._inserts()),
         )
 
-    def _add_lives(self, tensor: Tensor, tie: Tie) -> None:
-        """A column for each part of a tensor's life that options decide on, and when it is 1."""
+    def _add_lives(self, tensor: Tensor, tie: TensorTie) -> None:
+        """Add a column for each part of a tensor's life that depends on options, and the constraints that set
+        it."""
         drops: defaultdict[int, list[int]] = defaultdict(list)
         for option, hold in tie.drops:
             drops[hold].append(option)
-        sure = ends_at(tensor, set(drops), ())
+        sure = tensor.end(drops)
         reasons: defaultdict[int, list[Constraint]] = defaultdict(list)
         for hold, options in drops.items():
             terms = tuple((option, 1.0) for option in options)
@@ -130,20 +131,20 @@ class _LinearBuilder:
             before, begin = column, end
 
     def _change(self, first: int, last: int, size: int) -> None:
-        """Bytes during `first <= task < last`, whatever is on."""
+        """Add bytes during `first <= task < last`, whatever is on."""
         begin, end = bisect_left(self._starts, first), bisect_left(self._starts, last)
         self._rise[begin] += size
         self._rise[end] -= size
 
     def _alive(self, column: int, first: int, last: int, size: int) -> None:
-        """Bytes during `first <= task < last` where the column is 1."""
+        """Add bytes during `first <= task < last` if the column is 1."""
         begin, end = bisect_left(self._starts, first), bisect_left(self._starts, last)
         if begin < end:
             self._changes[begin][column] += size
             self._changes[end][column] -= size
 
     def _add_clashes(self) -> None:
-        """Of options that claim the same task one is on at most."""
+        """Add constraints that allow at most one of the options that claim a task."""
         spans = sorted(
             (span.first, span.last, option)
             for option, edit in enumerate(self._edits)

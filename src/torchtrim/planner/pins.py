@@ -1,7 +1,7 @@
-"""What a person pins: places at which nothing may change, and places at which a technique has to work.
+"""Pins of a plan: places that must stay unchanged, and places that must use a technique.
 
-A pattern is a place as plans write it, in which `*` matches anything and `?` one character. Neither
-matches a bracket, so that ranges of a Sequential are only meant where a pattern says so.
+A pattern is a place in a plan's notation, with `*` for any text and `?` for one character. Neither matches a
+bracket, so a pattern selects ranges of a Sequential only if it contains brackets.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from torchtrim.step.step import Span, Step
 
 KEEP = "keep"
 Patterns = Mapping[str, Sequence[str]]
-"""Patterns by what they pin: `keep`, or the name of a technique."""
+"""Patterns by their pin: `keep`, or the name of a technique."""
 Spans = tuple[Span, ...]
-_SHOWN = 6  # Arbitrary; as many places as a message shows.
+_SHOWN = 6
+"""Arbitrary; the number of places that a message lists."""
 _ONE = r"[^\[\]]"
 
 
-class _PinnedKeep(NamedTuple):
+class _KeepPin(NamedTuple):
     where: str
     pattern: str
     spans: Spans
 
 
-class Pinned:
-    """The pins of a step. `options` are all that the allowed techniques offer there.
+class Pins:
+    """The pins of a step. `options` are all options of the allowed techniques there.
 
-    Raises `UsageError` for pins that match nothing, and for pins that contradict each other.
+    Raises `UsageError` for pins that match nothing or contradict each other.
     """
 
     def __init__(
@@ -47,51 +48,51 @@ class Pinned:
         for option, _ in options:
             self._settings.setdefault(_key(option), option.settings)
         self.forced = self._forced(patterns)
-        """Technique and place of what has to be in every plan, with the pattern that says so."""
-        self._check()
+        """Technique and place of each option that must be in every plan, with its pattern."""
+        self._refuse_contradictions()
 
     def may(self, option: Option) -> bool:
-        """Whether an option leaves alone what is to be kept."""
+        """Return True if an option changes no place that is to be kept."""
         return not any(overlap(option.spans, kept.spans) for kept in self._kept)
 
     def demands(self, option: Option) -> bool:
-        """Whether an option has to be in every plan: of several for one place, the first that is offered."""
+        """Return True if an option must be in every plan: the first of several for one place."""
         key = _key(option)
         return key in self.forced and option.settings == self._settings[key]
 
     def missing(self, options: Iterable[Option]) -> list[str]:
-        """The places of what has to be in every plan and is not among these."""
+        """Return the pinned places that these options lack."""
         there = {_key(option) for option in options}
         return [where for name, where in self.forced if (name, where) not in there]
 
     def note(self) -> str:
-        """The pins, in words; empty for nothing."""
+        """Return a note on the pins; empty without pins."""
         found: defaultdict[str, list[str]] = defaultdict(list)
         for kept in self._kept:
-            found["nothing changes"].append(kept.where)
+            found["unchanged"].append(kept.where)
         for name, where in self.forced:
             found[name].append(where)
         said = "; ".join(f"{what} at {_listed(where)}" for what, where in found.items())
         return f"pinned: {said}" if said else ""
 
-    def _matching(self, text: str) -> list[_PinnedKeep]:
-        """The places that a pattern of `keep` names."""
+    def _matching(self, text: str) -> list[_KeepPin]:
+        """Return the places that a pattern of `keep` matches."""
         known: defaultdict[str, list[Span]] = defaultdict(list)
         for call in self._step.calls:
             known[self._step.modules[call.module].path].append(call.span)
         modules = sorted(known)
         for option, _ in self._options:
             known.setdefault(option.where, list(option.spans))
-        pattern = compiled(text)
+        pattern = compile_pattern(text)
         found = [
-            _PinnedKeep(where, text, tuple(spans))
+            _KeepPin(where, text, tuple(spans))
             for where, spans in known.items()
             if pattern.fullmatch(where)
         ]
         if not found:
             raise UsageError(
-                f"{KEEP} = [{text!r}] under [pins] names no module that the step calls. "
-                f"There are {_near(text, modules)}."
+                f"{KEEP} = [{text!r}] under [pins] matches no module that the step calls. "
+                f"Known places: {_most_similar(text, modules)}."
             )
         return found
 
@@ -102,8 +103,8 @@ class Pinned:
                 continue
             if name not in names():
                 raise UsageError(
-                    f"[pins] has {name!r}, which is no technique. Pin with {KEEP}, where nothing may change, "
-                    f"or with one of {', '.join(names())}."
+                    f"[pins] has {name!r}, which is not a technique. Use {KEEP} for places that must not "
+                    f"change, or one of {', '.join(names())}."
                 )
             offered = [option for option, _ in self._options if option.technique == name]
             for text in texts:
@@ -112,23 +113,23 @@ class Pinned:
         return found
 
     def _outermost(self, name: str, text: str, offered: Sequence[Option]) -> list[Option]:
-        """Of the options that a pattern names those that are in no other of them."""
-        pattern = compiled(text)
+        """Return the options that a pattern matches, without those inside another of them."""
+        pattern = compile_pattern(text)
         named = [
             option
             for option in offered
             if any(map(pattern.fullmatch, (option.where, *self._other_names(option))))
         ]
         if not named:
-            raise UsageError(self._nothing(name, text, offered))
+            raise UsageError(self._no_match_error(name, text, offered))
         found: list[Option] = []
         for option in sorted(named, key=lambda one: -_length(one.spans)):
-            if not any(_within(option.spans, other.spans) for other in found):
+            if not any(_all_inside(option.spans, other.spans) for other in found):
                 found.append(option)
         return [option for option in named if option in found]
 
     def _other_names(self, option: Option) -> list[str]:
-        """The modules that do just what an option is about; a plan names the outermost."""
+        """Return the modules with exactly the calls of an option; a plan names the outermost."""
         spans: defaultdict[int, list[Span]] = defaultdict(list)
         for call in self._step.calls:
             if call.graded and call.span.last > call.span.first:
@@ -136,25 +137,19 @@ class Pinned:
         modules = self._step.modules
         return [modules[n].path for n, found in spans.items() if tuple(found) == option.spans]
 
-    def _nothing(self, name: str, text: str, offered: Sequence[Option]) -> str:
-        """The error for a technique's pattern that matches nothing."""
-        pattern = compiled(text)
+    def _no_match_error(self, name: str, text: str, offered: Sequence[Option]) -> str:
+        pattern = compile_pattern(text)
         there = [one.path for one in self._step.modules if pattern.fullmatch(one.path)]
         places = [option.where for option in offered]
-        why = (
-            f"There is {_listed(there)}, and {name} saves nothing there"
-            if there
-            else "No such place"
-        )
+        why = f"{name} saves nothing at {_listed(there)}" if there else "No such place"
         can = (
-            f"It can be pinned at {_near(text, places)}."
+            f"It can be pinned at {_most_similar(text, places)}."
             if places
-            else (f"{name} has no place in this step, or is not allowed; --allow says what is.")
+            else (f"{name} has no place in this step, or is not allowed; see --allow.")
         )
         return f"{name} = [{text!r}] under [pins] matches nothing. {why}. {can}"
 
-    def _check(self) -> None:
-        """Raises `UsageError` where two pins contradict each other."""
+    def _refuse_contradictions(self) -> None:
         demanded = [(option, edit) for option, edit in self._options if self.demands(option)]
         for number, (option, edit) in enumerate(demanded):
             said = f"{option.technique} = [{self.forced[_key(option)]!r}]"
@@ -162,14 +157,14 @@ class Pinned:
                 if overlap(option.spans, kept.spans):
                     raise UsageError(
                         f"{said} under [pins] changes `{option.where}`, and {KEEP} = [{kept.pattern!r}] "
-                        f"keeps `{kept.where}`, which runs within it or around it. Take one of them out."
+                        f"keeps `{kept.where}`, which runs inside or around it. Remove one of them."
                     )
             for other, more in demanded[:number]:
                 if overlap(edit.claims, more.claims):
                     raise UsageError(
                         f"{said} under [pins] changes `{option.where}`, and {other.technique} = "
-                        f"[{self.forced[_key(other)]!r}] changes `{other.where}`: one runs within the "
-                        "other, and a plan changes it once. Take one of them out."
+                        f"[{self.forced[_key(other)]!r}] changes `{other.where}`: one runs inside the "
+                        "other, and a plan changes a place only once. Remove one of them."
                     )
 
 
@@ -177,8 +172,8 @@ def _key(option: Option) -> tuple[str, str]:
     return option.technique, option.where
 
 
-def compiled(text: str) -> re.Pattern[str]:
-    """As a regular expression that never goes back behind a star, so that none takes long to fail."""
+def compile_pattern(text: str) -> re.Pattern[str]:
+    """Return the pattern as a regular expression that never backtracks over a star, so it fails quickly."""
     first, *parts = (re.escape(part).replace(r"\?", _ONE) for part in text.split("*"))
     if not parts:
         return re.compile(first)
@@ -187,12 +182,11 @@ def compiled(text: str) -> re.Pattern[str]:
 
 
 def overlap(some: Sequence[Span], others: Sequence[Span]) -> bool:
-    """Whether tasks of the one are tasks of the other."""
+    """Return True if two sequences of spans share a task."""
     return any(a.first < b.last and b.first < a.last for a in some for b in others)
 
 
-def _within(some: Spans, others: Spans) -> bool:
-    """Whether each of these is inside one of those."""
+def _all_inside(some: Spans, others: Spans) -> bool:
     return all(any(b.first <= a.first and a.last <= b.last for b in others) for a in some)
 
 
@@ -200,8 +194,8 @@ def _length(spans: Spans) -> int:
     return sum(span.last - span.first for span in spans)
 
 
-def _near(text: str, known: Sequence[str]) -> str:
-    """The names most like a pattern; the first ones where none is."""
+def _most_similar(text: str, known: Sequence[str]) -> str:
+    """Return the names most similar to a pattern, followed by the others."""
     close = get_close_matches(text.replace("*", ""), known, _SHOWN, 0.5)
     return _listed([*close, *(one for one in known if one not in close)])
 

@@ -1,51 +1,50 @@
-"""Profile and budget -> plan. The one place that makes plans of a step."""
+"""Profile and budget -> plan. The one place that plans training steps.
+
+Plans keep host memory within a budget of its own, in pinned memory or in files.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from torchtrim.analysis.prices import device_of
 from torchtrim.core.units import format_bytes
 from torchtrim.errors import InfeasibleBudget, UsageError
-from torchtrim.executor.registry import Option, edit_of, options_of, settled, units
-from torchtrim.planner.bound import least_seconds
+from torchtrim.executor.registry import Option, edit_of, in_files_of, options_of, settled, units
+from torchtrim.memory.packing.buffers import bytes_over_time
 from torchtrim.planner.by_hand import by_hand
-from torchtrim.planner.front import Front, Point
-from torchtrim.planner.pins import Patterns, Pinned, overlap
-from torchtrim.planner.plans import equivalence_of, made_plan, techniques_of
-from torchtrim.planner.pools import in_files, within_host
-from torchtrim.planner.problem import Chosen, Problem
-from torchtrim.planner.solvers.base import Answer
-from torchtrim.planner.solvers.exact import Exact
+from torchtrim.planner.front import Answer, Front, Point, Solver
+from torchtrim.planner.pins import Patterns, Pins, overlap
+from torchtrim.planner.plans import build_plan, equivalence_of, techniques_of
+from torchtrim.planner.problem import Chosen, Problem, least_seconds
 from torchtrim.planner.solvers.integer import Integer
-from torchtrim.planner.solvers.local import Local
+from torchtrim.planner.solvers.search import Exact, Local
 from torchtrim.records.budget import Budget
 from torchtrim.records.finding import EQUIVALENCES, Equivalence
 from torchtrim.records.plan import Plan, Prediction
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.report import FrontierPoint
-from torchtrim.step.costs import on_device
-from torchtrim.step.edits import Edit
-from torchtrim.step.from_profile import step_of
-from torchtrim.step.host import host_peak
+from torchtrim.step.edits import Block, Edit, host_blocks, host_peak, overwritten
+from torchtrim.step.from_profile import on_device, step_of
 from torchtrim.step.links import added_seconds, traffic
-from torchtrim.step.overwrite import overwritten
 from torchtrim.step.simulate import Outcome, level, simulate
 from torchtrim.step.step import Step
 
-_SOLVERS = (Exact(), Local())
+_SOLVERS: tuple[Solver, ...] = (Exact(), Local())
 _LEAST_SECONDS = 1e-9
+"""Options that add less count as free; it is far below the cost of one launch."""
 _SEARCH, _GLANCE = 20.0, 2.5
-"""Seconds for which the quickest choice is looked for: for a plan, and for one of many points."""
-_ALIKE = 1e-4
+"""Seconds to look for the quickest choice: for a plan, and for one point of a frontier."""
+_OPTIMAL_SHARE = 1e-4
+"""Arbitrary; a choice this close to its bound, as a share of the bound, is reported as optimal."""
 
 
 class Choice(NamedTuple):
-    """Options, what the step is with them, and how sure it is that no others are quicker.
+    """Options, the outcome of the step with them, and a bound on quicker choices.
 
-    `bound_seconds`: what any choice that is as low adds at least.
+    `bound_seconds`: the seconds that any choice as low adds at least.
     """
 
     options: tuple[Option, ...]
@@ -54,28 +53,29 @@ class Choice(NamedTuple):
     bound_seconds: float
 
 
-class _Alone(NamedTuple):
-    """Some of the options, by their numbers among all, and the best choices of them."""
+class _Subproblem(NamedTuple):
+    """A subset of the options, by their numbers in the whole problem, with the best choices from it."""
 
     numbers: list[int]
     problem: Problem
     front: Front
 
     def among_all(self, chosen: Chosen) -> Chosen:
-        """A choice of them by the numbers among all."""
+        """Return a choice by the numbers in the whole problem."""
         return tuple(self.numbers[number] for number in chosen)
 
 
 class Planner:
     """Plans for one profile; `step_seconds` is the original's step without the recorder.
 
-    What overwrites its input costs nothing, and some options save time: whatever may does, in every plan that
-    changes something.
-    For an emulated device the options are chosen by what they cost there; predicted are the seconds here.
-    `exclude` names techniques, places, or places of one technique (`recompute:Net.a`), that are not to be
-    used; `allow` is the least equal result. `pins`: what holds in every plan (`planner.pins`).
-    `host_bytes`: what plans may take of the host's memory, None for no limit. Raises `UsageError` for
-    pins that match nothing or contradict each other.
+    Options that only overwrite their input cost nothing, and some options save time: every plan that changes
+    anything uses all of these. For an emulated device, options are chosen by their cost there, and the
+    predicted seconds are those of this machine.
+
+    `exclude`: techniques, places, or places of one technique (`recompute:Net.a`) not to use. `allow`: the
+    least equal result. `pins`: requirements on every plan (`planner.pins`). `host_bytes`: host memory that
+    plans may use, or None for no limit. Raises `UsageError` for pins that match nothing or contradict each
+    other.
     """
 
     def __init__(
@@ -100,27 +100,27 @@ class Planner:
         self._priced = _priced(self._step)
         self._answers: dict[int, tuple[float, Answer]] = {}
         self._pins = pins or {}
-        self.pinned = Pinned(self._pins, self._priced, self._offered() if pins else ())
+        self.pinned = Pins(self._pins, self._priced, self._offered() if pins else ())
         self._original = Choice((), simulate(self._step), optimal=True, bound_seconds=0.0)
 
     @property
     def simulated_original(self) -> int:
-        """The simulated peak of the step as it is, in bytes."""
+        """The simulated peak of the original step, in bytes."""
         return self._original.outcome.peak_bytes
 
     @property
     def priced(self) -> tuple[float, float]:
-        """Seconds of the step on the device that it is for, and here."""
+        """Seconds of the step on the target device, and on this machine."""
         return self._priced.seconds, self._step.seconds
 
     @property
     def forced(self) -> bool:
-        """Whether a plan has to change something, though the original fits."""
+        """True if a plan must change something even if the original fits."""
         return bool(self.pinned.forced)
 
     @cached_property
     def floor(self) -> Choice:
-        """The choice with the smallest peak; the step as it is where none is smaller."""
+        """The choice with the smallest peak; the original step, unless a choice is smaller."""
         if self._integer is not None:
             self._offer_lowest_of_exact()
             self._offer(self._integer.lowest(self._front.lowest.chosen))
@@ -132,13 +132,13 @@ class Planner:
         return choice
 
     def unchanged(self, budget: Budget) -> Plan:
-        """The plan that changes nothing."""
+        """Return the plan that changes nothing."""
         return self._plan(self._original, budget)
 
     def plan(self, budget: Budget) -> Plan:
-        """The quickest plan that is expected to stay within the budget.
+        """Return the quickest plan that is predicted to stay within the budget.
 
-        Raises `InfeasibleBudget` with the smallest feasible peak and what sets it.
+        Raises `InfeasibleBudget` with the smallest feasible peak and its source.
         """
         choice = self._within(budget.simulated)
         if choice is None and self.floor.outcome.peak_bytes <= budget.simulated:
@@ -149,22 +149,22 @@ class Planner:
         return self._plan(choice, budget)
 
     def floor_plan(self, budget: Budget) -> Plan:
-        """The plan with the smallest peak that was found."""
+        """Return the plan with the smallest peak found."""
         return self._plan(self.floor, budget)
 
     def infeasible(self, budget: int, smallest: int) -> InfeasibleBudget:
-        """The error that says what would fit and what sets the smallest peak."""
+        """Return the error that states the smallest budget that fits and the source of the smallest peak."""
         set_by = self.set_by(self.floor)
         return InfeasibleBudget(
             f"no plan brings the peak to {format_bytes(budget)}. The smallest found needs "
-            f"{format_bytes(smallest)} ({smallest} bytes), and it is set by {set_by}. "
-            f"{self._cost_of_pins(smallest)}Give --memory {smallest} or more, or make the batch smaller.",
+            f"{format_bytes(smallest)} ({smallest} bytes), set by {set_by}. "
+            f"{self._cost_of_pins(smallest)}Use --memory {smallest} or more, or a smaller batch.",
             smallest_bytes=smallest,
             set_by=set_by,
         )
 
     def _cost_of_pins(self, smallest: int) -> str:
-        """What the smallest peak would be without the pins, as a sentence."""
+        """Return the smallest peak without the pins, as a sentence."""
         if not self._pins:
             return ""
         free = Planner(
@@ -176,13 +176,14 @@ class Planner:
             host_bytes=self._host_bytes,
         )
         without = free.floor.outcome.peak_bytes + smallest - self.floor.outcome.peak_bytes
-        return f"Without [pins] {format_bytes(without)} would do. "
+        return f"Without [pins], {format_bytes(without)} would suffice. "
 
     def frontier(self, points: int = 8, *, bias: int = 0) -> tuple[FrontierPoint, ...]:
-        """The best plan for budgets from the original's peak down to the smallest feasible, and what
-        checkpointing by hand would need.
+        """Return the best plan for budgets from the original's peak to the smallest feasible, and the manual
+        plans.
 
-        A looser budget never gets a slower plan than a tighter one: all are looked for before any is taken.
+        A looser budget never gets a slower plan than a tighter one: the search covers all budgets before it
+        picks plans.
         """
         low, high = self.floor.outcome.peak_bytes, self.simulated_original
         if self.pinned.forced:
@@ -197,7 +198,7 @@ class Planner:
         return (*found, *self._by_hand(bias))
 
     def _by_hand(self, bias: int) -> Iterator[FrontierPoint]:
-        """What a person would do, where it saves anything."""
+        """Yield the manual plans that save memory."""
         for way in by_hand(self._priced):
             outcome = simulate(self._priced, way.edits)
             if outcome.peak_bytes < self.simulated_original:
@@ -215,10 +216,10 @@ class Planner:
         )
 
     def set_by(self, choice: Choice) -> str:
-        """The operator during which memory is highest, or what the choice does before it, in words."""
+        """Return the operator during which memory is highest, or the inserted work before it, in words."""
         index = choice.outcome.task
         if index < 0:
-            return "what was alive before the step"
+            return "memory from before the step"
         op = self.profile.operators[index]
         place = self.profile.place_of(index)
         module = self.profile.module_of(index)
@@ -231,7 +232,7 @@ class Planner:
         return " ".join(parts)
 
     def _inserted(self, choice: Choice) -> str:
-        """What the choice does just before the task at which memory is highest, where that takes more."""
+        """Return the inserted work just before the task of the peak, if that work sets the peak."""
         step, index = self._overwriting[0], choice.outcome.task
         most, found = step.tasks[index].transient, ""
         for option in choice.options:
@@ -255,7 +256,7 @@ class Planner:
 
     @cached_property
     def _problem(self) -> Problem:
-        """The options that cost time, in the step in which what may overwrites its input."""
+        """The options that cost time, in the step with all free overwrites."""
         step, found = self._overwriting
         claimed = [span for _, edit in self._forced for span in edit.claims]
         costly = [
@@ -270,7 +271,7 @@ class Planner:
 
     @cached_property
     def _overwriting(self) -> tuple[Step, list[tuple[Option, Edit]]]:
-        """The step in which what may overwrites its input, and what else can be done in it."""
+        """The step with all free overwrites, and the other options in it."""
         step = self._overwritten(self._priced, self._free)
         costly = [pair for pair in self._edits(step) if not pair[1].overwrites]
         if self._host_bytes is None:
@@ -280,13 +281,13 @@ class Planner:
 
     @cached_property
     def _forced(self) -> list[tuple[Option, Edit]]:
-        """The pinned options and those that save time, those apart that only overwrite."""
+        """The pinned options and those that save time, without those that only overwrite."""
         found = [pair for pair in self._overwriting[1] if self._is_on(*pair)]
         missing = self.pinned.missing((*self._free, *(option for option, _ in found)))
         if missing:
             raise UsageError(
-                f"`{missing[0]}` is pinned under [pins], and cannot be where another pin lets an activation "
-                "overwrite its input. Take one of them out."
+                f"`{missing[0]}` is pinned under [pins], which conflicts with another pin that lets an "
+                "activation overwrite its input. Remove one of them."
             )
         return found
 
@@ -308,7 +309,7 @@ class Planner:
         raise AssertionError("the local search takes any problem")
 
     def _offer_alone(self, front: Front) -> None:
-        """Join the choices of fewer options: more that may be chosen must not make the best of all worse."""
+        """Add the choices from subsets of the options: more options must not make the best choice worse."""
         for alone in (*map(self._alone, _by_offload(self._problem)), self._exact):
             if alone is not None:
                 for point in alone.front.points:
@@ -316,7 +317,7 @@ class Planner:
                     front.add(Point(point.peak_bytes, point.seconds, chosen))
 
     def _offer_lowest_of_exact(self) -> None:
-        """Join the smallest peak of the options that change no bit, which among all may not be found."""
+        """Add the smallest peak of the BITWISE options, which the search over all options may miss."""
         if self._exact is None:
             return
         integer = Integer(self._exact.problem)
@@ -326,24 +327,24 @@ class Planner:
                 self._offer(found._replace(chosen=self._exact.among_all(found.chosen)))
 
     @cached_property
-    def _exact(self) -> _Alone | None:
-        """The options that change no bit, where there are others."""
+    def _exact(self) -> _Subproblem | None:
+        """The BITWISE options, if there are others."""
         options = enumerate(self._problem.options)
         return self._alone([n for n, one in options if equivalence_of(one) == "BITWISE"])
 
-    def _alone(self, numbers: list[int]) -> _Alone | None:
+    def _alone(self, numbers: list[int]) -> _Subproblem | None:
         if not 0 < len(numbers) < len(self._problem.options):
             return None
         problem = self._problem.only(numbers)
         solved = (solver.solve(problem) for solver in _SOLVERS)
-        return _Alone(numbers, problem, next(one for one in solved if one is not None).front)
+        return _Subproblem(numbers, problem, next(one for one in solved if one is not None).front)
 
     @property
     def _front(self) -> Front:
         return self._solved[0]
 
     def _edits(self, step: Step) -> list[tuple[Option, Edit]]:
-        """The allowed options of a step, and what each changes."""
+        """Return the allowed options of a step with their edits."""
         found = []
         for name in self._allowed_names():
             for option in options_of(name, step):
@@ -357,12 +358,11 @@ class Planner:
         return found
 
     def _allowed_names(self) -> list[str]:
-        """The techniques that plans may use."""
         known = units(self._exclude)
         return [name for name, unit in known.items() if _allowed(unit.equivalence, self._allow)]
 
     def _offered(self) -> list[tuple[Option, Edit]]:
-        """What can be done, whether or not what may overwrites its input."""
+        """Return the options of the step with and without free overwrites."""
         found = self._edits(self._priced)
         free = [option for option, edit in found if edit.overwrites]
         known = {(option.technique, option.where) for option, _ in found}
@@ -370,7 +370,7 @@ class Planner:
         return [*found, *(one for one in more if (one[0].technique, one[0].where) not in known)]
 
     def _within(self, budget: int, seconds: float = _SEARCH) -> Choice | None:
-        """The quickest choice whose simulated peak is within a budget, looked for during some seconds."""
+        """Return the quickest choice whose simulated peak is within a budget, after a search of `seconds`."""
         if self.simulated_original <= budget and not self.pinned.forced:
             return self._original
         answer = self._proof(budget, seconds)
@@ -382,21 +382,24 @@ class Planner:
         proven = answer is not None and self._problem.is_additive
         bound = answer.bound if answer and proven else least_seconds(self._problem, budget)
         over = outcome.added_seconds - bound
-        optimal = self._solved[1] or over <= _ALIKE * abs(bound)
+        optimal = self._solved[1] or over <= _OPTIMAL_SHARE * abs(bound)
         forced = (option for option, _ in self._forced)
         return Choice((*self._free, *forced, *options), outcome, optimal, bound)
 
     @cached_property
     def _integer(self) -> Integer | None:
-        """What proves choices; None where all were tried, or where it is too large or not installed."""
+        """The integer program that proves choices, or None if all were tried, it is too large, or has no
+        solver."""
         if self._solved[1] or not Integer.installed():
             return None
         integer = Integer(self._problem)
         return integer if integer.fits else None
 
     def _proof(self, budget: int, seconds: float) -> Answer | None:
-        """What the integer program says of a budget. Its choice joins the others, so that a looser budget
-        gets none that is slower."""
+        """Return the integer program's answer for a budget.
+
+        Its choice joins the front, so that a looser budget never gets a slower choice.
+        """
         if self._integer is None:
             return None
         searched, answer = self._answers.get(budget, (0.0, None))
@@ -413,7 +416,7 @@ class Planner:
             self._front.add(Point(outcome.peak_bytes, outcome.added_seconds, answer.chosen))
 
     def _seconds(self, choice: Choice) -> tuple[float, float]:
-        """What a step takes here with a choice, and what one within its budget takes at least."""
+        """Return the seconds of a step on this machine with a choice, and a lower bound within its budget."""
         added, bound = choice.outcome.added_seconds, choice.bound_seconds
         if self._priced is not self._step:
             step = self._overwritten(self._step, self._free)
@@ -424,7 +427,7 @@ class Planner:
         seconds, least = self._seconds(choice)
         step = self._overwriting[0] if choice.options else self._priced
         edits = _edits_of(step, choice.options)
-        return made_plan(
+        return build_plan(
             self.profile,
             fingerprint=self._fingerprint,
             script_sha256=self._sha256,
@@ -444,7 +447,7 @@ class Planner:
 
 
 def _priced(step: Step) -> Step:
-    """The step with what its tasks cost on the device that it is for, where that is an emulated one."""
+    """Return the step with its costs on the target device, if that is an emulated one."""
     assert step.profile is not None
     if not is_emulated(step.profile.device):
         return step
@@ -456,13 +459,60 @@ def _allowed(equivalence: Equivalence, allow: Equivalence) -> bool:
 
 
 def _by_offload(problem: Problem) -> tuple[list[int], list[int]]:
-    """The options that only offload, and those that never do."""
+    """Return the options that offload, and those that do not."""
     count = range(len(problem.options))
     offloads = [number for number in count if problem.edits[number].trips]
     return offloads, [number for number in count if not problem.edits[number].trips]
 
 
 def _edits_of(step: Step, options: Iterable[Option]) -> list[Edit]:
-    """What options change in a step."""
     edits = (edit_of(step, option) for option in options)
     return [edit for edit in edits if edit is not None]
+
+
+Pair = tuple[Option, Edit]
+
+
+def within_host(step: Step, pairs: Sequence[Pair], host_bytes: int | None) -> list[Pair]:
+    """Return the options that fit into host memory together; None: no limit.
+
+    Options that free the most bytes for the longest come first. Options without host memory always stay.
+    """
+    if host_bytes is None:
+        return list(pairs)
+    taken: list[Block] = []
+    admitted: set[int] = set()
+    order = sorted(range(len(pairs)), key=lambda number: -_area(pairs[number][1]))
+    for number in order:
+        blocks = host_blocks(pairs[number][1])
+        if _highest(step, [*taken, *blocks]) <= host_bytes:
+            taken += blocks
+            admitted.add(number)
+    while host_peak(pairs[number][1] for number in admitted) > host_bytes:
+        admitted.remove(min(admitted, key=lambda number: _area(pairs[number][1])))
+    return [pair for number, pair in enumerate(pairs) if number in admitted or not _area(pair[1])]
+
+
+def in_files(
+    step: Step, pairs: Sequence[Pair], admitted: Sequence[Pair], names: Iterable[str]
+) -> list[Pair]:
+    """Return the options that techniques can keep in files, for those that host memory did not admit."""
+    kept = {option.where for option, _ in admitted}
+    on_host = {option.where for option, edit in pairs if host_blocks(edit)}
+    found = []
+    for name in names:
+        for option in in_files_of(name, step):
+            if option.where.removesuffix(" in file") in kept & on_host:
+                continue
+            if (edit := edit_of(step, option)) is not None:
+                found.append((option, edit))
+    return found
+
+
+def _area(edit: Edit) -> int:
+    return sum(block.bytes * (block.last - block.first) for block in host_blocks(edit))
+
+
+def _highest(step: Step, blocks: Sequence[Block]) -> int:
+    lives = ((block.bytes, block.first, block.last) for block in blocks)
+    return max(bytes_over_time(len(step.tasks), lives), default=0)

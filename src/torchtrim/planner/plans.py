@@ -1,24 +1,26 @@
-"""The one maker of plans: whatever chose what is in them."""
+"""The one place that builds plans, whatever chose their contents."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
+from typing import Any, NamedTuple
 
 import msgspec
 
 from torchtrim import __version__
 from torchtrim.executor.registry import Option, Settings, technique
 from torchtrim.planner.stages.calls import passes_in
-from torchtrim.records.budget import MemoryKind
+from torchtrim.records.budget import Budget, MemoryKind
+from torchtrim.records.estimate import GrowthLimit
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.pipeline import Pipeline
 from torchtrim.records.plan import Plan, Prediction, Status, Technique
 from torchtrim.records.profile import Profile
 
 
-def made_plan(
+def build_plan(
     source: Profile | str,
     *,
     fingerprint: Mapping[str, str],
@@ -31,9 +33,9 @@ def made_plan(
     status: Status = "feasible",
     bound_seconds: float | None = None,
 ) -> Plan:
-    """A plan. `source`: the profile that it was made from, or the name of a live model.
+    """Build a plan. `source`: its profile, or the name of a live model.
 
-    `bound_seconds`: what a step within the budget takes at least, as far as is known.
+    `bound_seconds`: a lower bound on the time of a step within the budget.
     """
     script = source if isinstance(source, str) else _within(source.script, source.project)
     return Plan(
@@ -59,10 +61,10 @@ def pipeline_plan(
     budget_bytes: int,
     script_sha256: str = "",
 ) -> Plan:
-    """A plan of a model in stages, each rank of which is to stay within the budget."""
+    """Return the plan of a pipeline, whose ranks should all stay within the budget."""
     seconds = pipeline.seconds * passes_in(profile, pipeline.root)
     predicted = Prediction(peak_bytes=max(pipeline.peaks), step_seconds=seconds)
-    made = made_plan(
+    made = build_plan(
         profile,
         fingerprint=fingerprint,
         techniques=(),
@@ -74,18 +76,18 @@ def pipeline_plan(
 
 
 def _within(script: str, project: str) -> str:
-    """The script's path from its project, since a plan is committed there."""
+    """Return the script's path relative to its project, since a plan is committed there."""
     path = PurePath(script)
     return path.relative_to(project).as_posix() if path.is_relative_to(project) else script
 
 
 def equivalence_of(option: Option) -> Equivalence:
-    """How equal the result is with an option."""
+    """Return the equivalence of the result with an option."""
     return option.equivalence or technique(option.technique).equivalence
 
 
 def techniques_of(options: Iterable[Option]) -> tuple[Technique, ...]:
-    """The options of a plan: those of one technique with the same settings together."""
+    """Return the techniques of a plan: options of one technique with the same settings are grouped."""
     places: defaultdict[tuple[str, Settings, Equivalence], list[str]] = defaultdict(list)
     for option in options:
         places[option.technique, option.settings, equivalence_of(option)].append(option.where)
@@ -101,5 +103,68 @@ def techniques_of(options: Iterable[Option]) -> tuple[Technique, ...]:
 
 
 def where_of(techniques: Iterable[Technique]) -> list[str]:
-    """All places of a plan."""
+    """Return all places of a plan."""
     return [where for one in techniques for where in one.where]
+
+
+class CallOptions(NamedTuple):
+    """Allowed techniques for calls without gradients. `parts`: split the batch into this many for the first
+    layers."""
+
+    in_place: bool = True
+    arena: bool = True
+    gradients_aside: bool = True
+    parts: int = 1
+
+
+def plan_of_calls(
+    source: Profile | str,
+    fingerprint: Mapping[str, str],
+    options: CallOptions,
+    budget: Budget,
+    *,
+    predicted: Prediction | None = None,
+    script_sha256: str = "",
+) -> Plan:
+    """Return the plan that applies these options to calls of the roots in `fingerprint`."""
+    return build_plan(
+        source,
+        fingerprint=fingerprint,
+        script_sha256=script_sha256,
+        budget_bytes=budget.bytes,
+        memory_kind=budget.kind,
+        techniques=_techniques(tuple(fingerprint), options),
+        predicted=predicted or Prediction(peak_bytes=0, step_seconds=0.0),
+    )
+
+
+def _techniques(where: tuple[str, ...], options: CallOptions) -> tuple[Technique, ...]:
+    wanted: dict[str, dict[str, Any]] = {"release": {"gradients": options.gradients_aside}}
+    if options.in_place:
+        wanted["in_place"] = {}
+    if options.arena:
+        wanted["arena"] = {}
+    if options.parts > 1:
+        wanted["split_batch"] = {"parts": options.parts}
+    return tuple(
+        Technique(name=each, where=where, options=given, equivalence=technique(each).equivalence)
+        for each, given in wanted.items()
+    )
+
+
+def rates_plan(
+    profile: Profile, techniques: tuple[Technique, ...], growth: GrowthLimit, budget: int
+) -> Plan | None:
+    """Return the plan of the learning rates for a larger batch, or None without techniques.
+
+    The user changes the batch in the script, so the plan contains neither the script's hash nor its shapes.
+    """
+    if not techniques:
+        return None
+    return build_plan(
+        profile,
+        fingerprint={},
+        techniques=techniques,
+        predicted=Prediction(peak_bytes=growth.peak_bytes or 0, step_seconds=0.0),
+        budget_bytes=budget,
+    )

@@ -1,4 +1,11 @@
-"""What a solver is given: a step, and options of which those with overlapping claims exclude each other."""
+"""The input of a solver: a step and options, which exclude each other if their claims overlap.
+
+Also a lower bound on the added time, which no choice of options can beat. At a task that needs more than the
+budget, options must free the difference, and each frees at most what it drops there, whatever else is chosen.
+The cheapest way to do that with fractions of options, ordered by time per byte, is Dantzig's bound of the
+knapsack ("Discrete-variable extremum problems", Operations Research 1957). The highest bound over the tasks
+holds for the step.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +17,7 @@ from torchtrim.executor.registry import Option
 from torchtrim.step.edits import Edit
 from torchtrim.step.incremental import Simulation
 from torchtrim.step.links import added_seconds
-from torchtrim.step.simulate import Outcome
+from torchtrim.step.simulate import Outcome, timeline
 from torchtrim.step.step import DEVICE, Step
 
 Chosen = tuple[int, ...]
@@ -18,10 +25,10 @@ Chosen = tuple[int, ...]
 
 
 class Effect(NamedTuple):
-    """What an option does to the bytes alive, alone and to first order.
+    """The effect of one option alone on the live bytes, to first order.
 
-    `frees` and `takes`: bytes during the tasks `first <= i < last`. `runs`: the tasks before which it
-    inserts work. `most`: what it can free at most, together with any others.
+    `frees` and `takes`: bytes during the tasks `first <= i < last`. `runs`: the tasks before which it inserts
+    work. `most`: the most that it can free in combination with any other options.
     """
 
     frees: tuple[tuple[int, int, int], ...]
@@ -31,9 +38,9 @@ class Effect(NamedTuple):
 
 
 class Problem:
-    """Options with what they change, and a simulation in which they are tried.
+    """Options with their edits, and a simulation to try them in.
 
-    `forced` are the edits that are on whatever is chosen; no option clashes with them.
+    `forced` edits are on in every choice; no option clashes with them.
     """
 
     def __init__(
@@ -52,17 +59,17 @@ class Problem:
         self._known: dict[Chosen, Outcome] = {}
 
     def only(self, numbers: Sequence[int]) -> Problem:
-        """The problem with these options alone."""
+        """Return the problem restricted to these options."""
         options = [self.options[number] for number in numbers]
         return Problem(self.step, options, [self.edits[number] for number in numbers], self.forced)
 
     @property
     def tried(self) -> int:
-        """How many sets of options were simulated."""
+        """The number of sets of options simulated so far."""
         return len(self._known)
 
     def run(self, chosen: Chosen) -> Outcome:
-        """The step with these options."""
+        """Return the outcome of the step with these options."""
         known = self._known.get(chosen)
         if known is None:
             added = self._added(chosen)
@@ -71,7 +78,7 @@ class Problem:
         return known
 
     def _added(self, chosen: Chosen) -> float:
-        """Seconds that options add together. Those that share a link await each other's copies there."""
+        """Return the seconds that options add together; on a shared link, copies await each other."""
         edits = [*(self.edits[number] for number in chosen), *self.forced]
         if any(edit.trips for edit in edits):
             return added_seconds(self.step, edits)
@@ -79,11 +86,12 @@ class Problem:
 
     @cached_property
     def is_additive(self) -> bool:
-        """Whether no choice can add less than the sum of its options: none is awaited when it is alone."""
+        """True if no choice can add less than the sum of its options: no option stalls on a copy when it is
+        alone."""
         return not any(trip.alone for edit in (*self.edits, *self.forced) for trip in edit.trips)
 
     def peak_from(self, chosen: Chosen, task: int) -> int:
-        """The highest bytes from a task on."""
+        """Return the peak from a task on."""
         return self._with(chosen).peak_from(task)
 
     def _with(self, chosen: Chosen) -> Simulation:
@@ -91,7 +99,7 @@ class Problem:
         return self._simulation
 
     def sum(self, options: Iterable[int]) -> float:
-        """Seconds that options add."""
+        """Return the sum of the seconds of options."""
         return sum(map(self.seconds.__getitem__, options))
 
     @cached_property
@@ -111,12 +119,12 @@ class Problem:
 
     @cached_property
     def forced_effects(self) -> list[Effect]:
-        """The effect of each edit that is forced."""
+        """The effect of each forced edit."""
         return [_effect(self.step, edit) for edit in self.forced]
 
     @cached_property
     def clashes(self) -> list[frozenset[int]]:
-        """For each option those whose claims overlap its own."""
+        """For each option, the options whose claims overlap its own."""
         found: list[set[int]] = [set() for _ in self.edits]
         spans = sorted(
             (span.first, span.last, number)
@@ -139,13 +147,13 @@ class Problem:
         return [_effect(self.step, edit) for edit in self.edits]
 
     def freed(self, option: int, task: int) -> int:
-        """Bytes that an option frees while a task runs, to first order."""
+        """Return the bytes that an option frees while a task runs, to first order."""
         effect = self.effects[option]
         freed = sum(size for first, last, size in effect.frees if first <= task < last)
         return freed - sum(size for first, last, size in effect.takes if first <= task < last)
 
     def apart(self, order: Iterable[int]) -> list[int]:
-        """The options of an order that do not exclude an earlier one."""
+        """Return the options, in order, that exclude no earlier one."""
         taken: list[int] = []
         barred: set[int] = set()
         for number in order:
@@ -165,16 +173,11 @@ def _effect(step: Step, edit: Edit) -> Effect:
         tensor = step.tensors[number]
         if tensor.pool != DEVICE or not tensor.bytes:
             continue
-        kept = [hold.until for place, hold in enumerate(tensor.holds) if place not in holds]
-        first = max((tensor.birth + 1, needed.get(number, 0), *kept))
+        first = tensor.end(holds, (needed.get(number, 0),))
         if first < tensor.death:
             frees.append((first, tensor.death, tensor.bytes))
-        sure = [
-            hold.until
-            for place, hold in enumerate(tensor.holds)
-            if hold.saver < 0 and place not in holds
-        ]
-        most.append((max((tensor.birth + 1, *sure)), tensor.death, tensor.bytes))
+        saved = {place for place, hold in enumerate(tensor.holds) if hold.saver >= 0}
+        most.append((tensor.end(holds | saved), tensor.death, tensor.bytes))
     for rise in edit.rises:
         span = rise.task, rise.task + 1, step.tasks[rise.task].transient - rise.bytes
         frees.append(span)
@@ -182,3 +185,41 @@ def _effect(step: Step, edit: Edit) -> Effect:
     takes = [(b.first, b.last, b.bytes) for b in edit.blocks if b.pool == DEVICE]
     runs = tuple(insert.at for insert in edit.inserts)
     return Effect(tuple(frees), tuple(takes), runs, tuple(most))
+
+
+_TASKS = 64
+"""Arbitrary; a bound over fewer tasks is lower but never wrong, and quicker."""
+
+
+def least_seconds(problem: Problem, budget: int) -> float:
+    """Return the seconds that any choice within the budget adds at least, or infinity if none can fit."""
+    high = timeline(problem.step).high
+    over = [task for task, size in enumerate(high) if size > budget]
+    if not over:
+        return problem.forced_seconds
+    stride = max(len(over) // _TASKS, 1)
+    tasks = {*over[::stride], max(over, key=high.__getitem__)}
+    return problem.forced_seconds + max(_at(problem, task, high[task] - budget) for task in tasks)
+
+
+def _at(problem: Problem, task: int, excess: int) -> float:
+    excess -= sum(_most(effect, task) for effect in problem.forced_effects)
+    if excess <= 0:
+        return 0.0
+    offers = []
+    for number, effect in enumerate(problem.effects):
+        freed = _most(effect, task)
+        if freed:
+            offers.append((problem.work_seconds[number] / freed, freed))
+    offers.sort()
+    total = 0.0
+    for rate, freed in offers:
+        if freed >= excess:
+            return total + rate * excess
+        total += rate * freed
+        excess -= freed
+    return float("inf")
+
+
+def _most(effect: Effect, task: int) -> int:
+    return sum(size for first, last, size in effect.most if first <= task < last)

@@ -1,4 +1,4 @@
-"""The data types that travel between rooms, and their files. Imports nothing from the rooms above."""
+"""Data types that rooms exchange, and the files they are saved in. Imports nothing from the rooms above."""
 
 from torchtrim.records.certificate import Certificate as Certificate
 from torchtrim.records.certificate import Difference as Difference

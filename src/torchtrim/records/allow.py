@@ -1,4 +1,4 @@
-"""The allow-list: findings that a project accepts, in a file that it commits. Input is not trusted."""
+"""The allow-list: findings that a project accepts, in a file it commits. The file is untrusted input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchtrim.records.finding import Finding
 
 FILE_NAME = "torchtrim-allow.toml"
 MOST_ENTRIES = 10_000  # Arbitrary; large enough for any project, small enough to be read at once.
-_MOST_BYTES = 2**22
+_MOST_BYTES = 2**22  # Arbitrary; bounds what a hostile file makes us read.
 _ALWAYS = ("path", "line_text")
 _HEAD = (
     "# Findings that this project accepts, each with its count per step.",
@@ -28,10 +28,10 @@ Count = Annotated[int, Meta(ge=0, le=2**31)]
 
 
 class Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One accepted finding: up to `count` of `code` a step on the lines that read `line_text`.
+    """An accepted finding: up to `count` of `code` per step on lines that read `line_text`.
 
-    `path` is relative to the project, with forward slashes. `line_text` is the line without the
-    blanks around it, so that the entry holds when lines above come or go. An empty `function` is any.
+    `path` is relative to the project, with forward slashes. `line_text` is the stripped source line, so
+    the entry still matches after lines above it are added or removed. An empty `function` matches any.
     """
 
     code: Code
@@ -43,17 +43,17 @@ class Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class AllowList(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a project accepts."""
+    """The findings a project accepts."""
 
     schema_version: Literal[1] = 1
     allow: Annotated[tuple[Entry, ...], Meta(max_length=MOST_ENTRIES)] = ()
 
 
-class Allowed(Struct, frozen=True, kw_only=True):
-    """An entry of the allow-list and what it covered.
+class AllowedFinding(Struct, frozen=True, kw_only=True):
+    """An entry of the allow-list and the finding it covered.
 
-    Of the finding at `line`, `used` of the `count` that may be a step were there. An entry that
-    nothing matches any more has `used` 0 and `line` 0.
+    `used` of the `count` allowed per step occurred at `line`. An entry that matches nothing any more has
+    `used` 0 and `line` 0.
     """
 
     code: str
@@ -67,33 +67,33 @@ class Allowed(Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Over:
-    """A limit that is passed, in words, and the findings that pass it, with what is over of each."""
+class PassedLimit:
+    """An exceeded limit, in words, and the findings that exceed it, each with its excess count."""
 
     limit: str
     findings: tuple[Finding, ...] = ()
 
 
 def load_allow(path: Path) -> AllowList:
-    """Load an allow-list. Raises `UnreadableInput`, naming the field, for anything else."""
+    """Load an allow-list. Raises `UnreadableInput`, naming the field, if the file is not one."""
     return load_toml(
         path,
         AllowList,
         name="allow-list",
         most=_MOST_BYTES,
         newer="Update torchtrim.",
-        mend="Mend that field; an entry has code, path, line_text and count, and may have function "
-        "and reason.",
+        correction="Correct that field: an entry has code, path, line_text and count, and may have "
+        "function and reason.",
     )
 
 
 def save_allow(entries: Iterable[Entry], path: Path) -> None:
-    """Write an allow-list as TOML, whole or not at all."""
+    """Write an allow-list as TOML, atomically."""
     write_atomically(path, allow_text(entries).encode())
 
 
 def allow_text(entries: Iterable[Entry]) -> str:
-    """The entries as TOML, for people to read, edit and commit."""
+    """Return the entries as TOML, for people to read, edit and commit."""
     lines = list(_HEAD)
     for entry in entries:
         lines += ["", "[[allow]]", *_fields(entry)]

@@ -1,20 +1,26 @@
-"""A certificate: measured evidence that the planned workload equals the original."""
+"""A certificate: measured evidence that the planned workload equals the original, and its file."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
+import msgspec
 from msgspec import Struct
+
+from torchtrim.records.figures import Figures
+from torchtrim.records.files import decode, read_bounded, write_atomically
+from torchtrim.records.plan import Plan
 
 Verdict = Literal["BITWISE", "ROUNDING", "AS ASKED", "NOT EQUAL", "UNDECIDED"]
 
 
 class Difference(Struct, frozen=True, kw_only=True):
-    """The first thing that differs. `op` names the quantity, such as `gradient` or `output`.
+    """The first quantity that differs; `op` names its kind, such as `gradient` or `output`.
 
-    `operator` is the first operator of that step that gave something else, with `path` and `line` of it and
-    `inside`, the module that ran it; `other_operator`, `other_path` and `other_line` are those of the other
-    run. They are empty where no operator differs, as where a step writes a list of Python's.
+    `operator` is the first operator of that step with a different result, `path` and `line` its call site
+    and `inside` the module that ran it; `other_operator`, `other_path` and `other_line` are the other run's.
+    All are empty if no operator differs, for example if the step changes a Python list.
     """
 
     module: str
@@ -29,11 +35,11 @@ class Difference(Struct, frozen=True, kw_only=True):
 
 
 class Coverage(Struct, frozen=True, kw_only=True):
-    """What a verdict was shown for, of the original; nothing is claimed for what is not in it.
+    """The conditions a verdict was shown for, taken from the original run; nothing else is claimed.
 
-    `inputs`: those of calls from outside, as `"Net: float32[8, 3, 32, 32]"`. `batch_sizes`: the first
-    dimension of a call's first input. `modes`: of the roots while they ran. `dimensions`: how many
-    dimensions inputs have. `processes`: ranks of a job that runs in several.
+    `inputs`: inputs of calls from user code, such as `"Net: float32[8, 3, 32, 32]"`. `batch_sizes`: first
+    dimensions of each call's first input. `modes`: modes of the root modules. `dimensions`: numbers of
+    dimensions of the inputs. `processes`: ranks of a distributed job.
     """
 
     inputs: tuple[str, ...] = ()
@@ -46,12 +52,12 @@ class Coverage(Struct, frozen=True, kw_only=True):
     processes: tuple[int, ...] = (0,)
 
 
-class Asked(Struct, frozen=True, kw_only=True):
-    """What a plan replaces because it was asked to, and what that does to the loss.
+class SemanticChange(Struct, frozen=True, kw_only=True):
+    """The SEMANTIC techniques of a plan, and their effect on the loss.
 
-    `techniques`: the SEMANTIC ones. `others`: how equal all else is to the original with that replacement
-    made by hand. `losses` and `original_losses`: of each compared step, None where one is not finite.
-    `largest_difference`: of the losses, relative to the original's largest; None where there are none.
+    `others`: equivalence of everything else to the original with the same replacement made by hand.
+    `losses` and `original_losses`: one per compared step, None if not finite. `largest_difference`: of the
+    losses, relative to the original's largest; None without losses.
     """
 
     techniques: tuple[str, ...]
@@ -64,13 +70,12 @@ class Asked(Struct, frozen=True, kw_only=True):
 class Certificate(Struct, frozen=True, kw_only=True):
     """A verdict with its figures.
 
-    `compared` counts it, such as `"24 gradients x 3 steps"`. `largest_difference` is
-    relative to the largest magnitude of the quantity that differs most; None where it was not measured, 0
-    where all bits agree. `noise` is the same figure for the original against itself, 0 where all bits
-    agree. `seeds` says who seeded the random numbers. `reason` is the verdict in a sentence. `coverage`:
-    the shapes, types, modes and steps that it was shown for; None in a certificate that is older than the
-    field. `asked`: of a verdict AS ASKED the replacement; the figures are then against the original with
-    that made by hand.
+    `compared` counts the compared quantities, such as `"24 gradients x 3 steps"`. `largest_difference` is
+    relative to the largest magnitude of the quantity that differs most; None if not measured, 0 if all bits
+    agree. `noise` is the same figure for the original against itself. `seeds` names who seeded the random
+    numbers. `reason` explains the verdict in a sentence. `coverage`: shapes, types, modes and steps the
+    verdict was shown for; None in certificates older than the field. `asked`: the replacement, for the
+    verdict AS ASKED; the figures then compare with the original with the replacement made by hand.
     """
 
     verdict: Verdict
@@ -82,4 +87,56 @@ class Certificate(Struct, frozen=True, kw_only=True):
     steps: int
     reason: str = ""
     coverage: Coverage | None = None
-    asked: Asked | None = None
+    asked: SemanticChange | None = None
+
+
+_MOST_BYTES = 2**24  # Arbitrary; bounds what a hostile file makes us read.
+
+
+class Program(Struct, frozen=True, kw_only=True):
+    """A script or module with its arguments.
+
+    `sha256` is the hash of a script's text, empty for a module; `processes` is the number of ranks it ran on.
+    """
+
+    target: str
+    args: tuple[str, ...] = ()
+    module: bool = False
+    sha256: str = ""
+    processes: int = 1
+
+
+class KeptCertificate(Struct, frozen=True, kw_only=True):
+    """A certificate with everything needed to repeat it.
+
+    The second run was of the program `other`, or of the first program under `plan`. `results` is a digest of
+    everything the original computed, prefixed with the version of the digest. `machine` names the system,
+    the cores and torch's threads, `made` the day.
+    """
+
+    schema_version: Literal[1] = 1
+    certificate: Certificate
+    original: Program
+    other: Program | None = None
+    plan: Plan | None = None
+    steps: int = 3
+    warmup: int = 1
+    device: str | None = None
+    torchtrim: str = ""
+    torch: str = ""
+    python: str = ""
+    machine: str = ""
+    made: str = ""
+    results: str = ""
+    before: Figures | None = None
+    after: Figures | None = None
+
+
+def load_certificate(path: Path) -> KeptCertificate:
+    """Load a certificate. Raises `UnreadableInput`, naming the field, if the file is not one."""
+    return decode(read_bounded(path, _MOST_BYTES), KeptCertificate, str(path), name="certificate")
+
+
+def save_certificate(kept: KeptCertificate, path: Path) -> None:
+    """Write the certificate with a line per field, atomically."""
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(kept), indent=2) + b"\n")

@@ -1,4 +1,4 @@
-"""Commands that a person is told to run: quoted for a shell, with no path that reads as an option."""
+"""Commands shown to the user: quoted for a shell, and safe from paths that look like options."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ _WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|[^ '"])+""")
 
 
 def path_argument(path: str) -> str:
-    """The path as an argument: one that begins with a dash would be read as an option."""
+    """Return the path as an argument that is not parsed as an option, even if it starts with a dash."""
     return f"./{path}" if path.startswith("-") else path
 
 
 def quoted(path: str) -> str:
-    """The path as a word of a shell's command line."""
+    """Return the path quoted as one shell word."""
     return shlex.quote(path_argument(path))
 
 
 def shell_words(command: str) -> list[str]:
-    """The words of a command line, still quoted: between them a line may end."""
+    """Split a command line into words, still quoted; a line may break between them."""
     return _WORD.findall(command)

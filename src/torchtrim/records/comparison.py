@@ -1,4 +1,4 @@
-"""A comparison: what changed from one report or profile to another, and if that is more than its spread."""
+"""A comparison of two reports or profiles: what changed, and if the change exceeds its spread."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from torchtrim.records.profile import Profile
 from torchtrim.records.report import Report
 
 Unit = Literal["bytes", "seconds", "count"]
-Judged = Literal["less", "more", "no significant change", "unknown"]
+Judgement = Literal["less", "more", "no significant change", "unknown"]
 
 
 class Side(Struct, frozen=True, kw_only=True):
-    """One of the two that are compared: where it came from and what it was measured on."""
+    """One side of a comparison: its file, program, device and versions."""
 
     path: str
     kind: Literal["report", "profile"]
@@ -38,10 +38,10 @@ class Side(Struct, frozen=True, kw_only=True):
 
 
 class Change(Struct, frozen=True, kw_only=True):
-    """One figure before and after, None where a side does not have it.
+    """One figure before and after; None if a side lacks it.
 
-    `spread` is how far apart the two may be by chance, None where nobody measured that. `judged` is
-    "unknown" where a side lacks the figure, or where it varies and was measured once.
+    `spread` is how far apart the two may be by chance, None if not measured. `judged` is "unknown" if a side
+    lacks the figure, or if the figure varies and was measured only once.
     """
 
     name: str
@@ -49,11 +49,11 @@ class Change(Struct, frozen=True, kw_only=True):
     before: float | None
     after: float | None
     spread: float | None
-    judged: Judged
+    judged: Judgement
 
 
 class FindingChange(Struct, frozen=True, kw_only=True):
-    """A finding that came, went, or is on both sides. `kept` findings may have moved to another line."""
+    """A finding that is new, gone, or on both sides. `kept` findings may have moved to another line."""
 
     change: Literal["new", "gone", "kept"]
     finding: Finding
@@ -61,7 +61,7 @@ class FindingChange(Struct, frozen=True, kw_only=True):
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
-    """What changed from `before` to `after`. `over` are the limits that the change passes."""
+    """Changes from `before` to `after`. `over`: the limits that the changes exceed."""
 
     schema_version: Literal[1] = 1
     torchtrim: str
@@ -74,33 +74,28 @@ class Comparison(Struct, frozen=True, kw_only=True):
     over: tuple[str, ...] = ()
 
 
-class Record(Struct):
-    """What tells a report from a profile."""
+class _ReportOrProfile(Struct):
+    """Fields that distinguish a report from a profile."""
 
     verb: str | None = None
     operators: msgspec.Raw = msgspec.Raw()
 
 
 def load_report_or_profile(path: Path) -> Report | Profile:
-    """Load what `--json`, report.json or profile.json hold. Raises `UnreadableInput` for anything else."""
+    """Load report.json, profile.json or the output of `--json`. Raises `UnreadableInput` for other files."""
     with without_collection():
         return _load(path)
 
 
 def _load(path: Path) -> Report | Profile:
     data = read_bounded(path, MOST_BYTES)
-    peek = decode(data, Record, str(path))
+    peek = decode(data, _ReportOrProfile, str(path), name="report or profile")
     if bytes(peek.operators):
         del data
         return load_profile(path)
     if peek.verb is None:
         raise UnreadableInput(
             f"{path} is neither a report nor a profile: it has no `verb` and no `operators`. "
-            "Give report.json or profile.json of torchtrim-out, or what --json printed."
+            "Pass report.json or profile.json from torchtrim-out, or the output of --json."
         )
     return decode(data, Report, str(path))
-
-
-def schema() -> dict[str, object]:
-    """JSON Schema of `compare --json`."""
-    return msgspec.json.schema(Comparison)

@@ -1,4 +1,4 @@
-"""An estimate: what a step would need, by what it is for, and how far it can grow. It was not run."""
+"""An estimate of a step that was not run: its bytes by purpose, and how far its batch can grow."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from torchtrim.records.sharding import Sharded
+from torchtrim.records.sharding import ShardedModel
 
 Bytes = Annotated[int, Meta(ge=0)]
 
 
 class ModuleBytes(Struct, frozen=True, kw_only=True):
-    """Bytes at the peak that belong to a module itself, not to those in it. Empty path: to none."""
+    """Bytes at the peak that belong to a module itself, excluding its children. Empty path: no module."""
 
     path: str
     bytes: Bytes
 
 
-class Probed(Struct, frozen=True, kw_only=True):
-    """A length at which it was run, and not only estimated. `peak_bytes` is null where it does not run,
-    `predicted_bytes` where nothing was predicted."""
+class LengthProbe(Struct, frozen=True, kw_only=True):
+    """A length that was run, not only estimated. `peak_bytes` is null if it does not run, `predicted_bytes`
+    if nothing was predicted."""
 
     length: int
     predicted_bytes: Bytes | None
@@ -28,15 +28,14 @@ class Probed(Struct, frozen=True, kw_only=True):
     fits: bool
 
 
-class Growth(Struct, frozen=True, kw_only=True):
-    """How far one length of the batch can grow within a budget.
+class GrowthLimit(Struct, frozen=True, kw_only=True):
+    """The largest length of one dimension of the batch within a budget.
 
-    `now` is the length of the batch that was given. `peak_bytes` is what `largest` needs, null where
-    not even a length of 1 fits; `next_bytes` what one more would, null where one more does not run,
-    of which `limited_by` is the reason. `tried` is the longest length that was tried; where memory was
-    seen to fall as the length grew (`falls`), lengths between `largest` and others that were not tried
-    may fit. `unused_bytes` of the budget go to tensors of the process that the step does not use.
-    Where there are `probes` all figures are of runs, and `exact` says that one more was run too.
+    `now` is the current length. `peak_bytes` is the peak at `largest`, null if not even a length of 1 fits;
+    `next_bytes` is the peak at one more, null if that does not run, with the reason in `limited_by`. `tried`
+    is the longest length tried. If memory fell anywhere as the length grew (`falls`), longer lengths that
+    were not tried may fit too. `unused_bytes` of the budget hold tensors of the process that the step does
+    not use. With `probes`, all figures come from runs, and `exact` means that `largest` + 1 was run too.
     """
 
     what: Literal["batch", "sequence"]
@@ -49,19 +48,19 @@ class Growth(Struct, frozen=True, kw_only=True):
     tried: int = 0
     falls: bool = False
     unused_bytes: Bytes = 0
-    probes: tuple[Probed, ...] = ()
+    probes: tuple[LengthProbe, ...] = ()
     exact: bool = False
 
 
-class Estimated(Struct, frozen=True, kw_only=True):
-    """What only an estimate says. The first three are exact to the byte.
+class EstimateReport(Struct, frozen=True, kw_only=True):
+    """Figures that only an estimate has. The first three are exact to the byte.
 
-    `unused_bytes`, a part of the peak, is what was alive before the step and is not used in it: tensors
-    of the process that are not the workload's.
+    `unused_bytes` is the part of the peak that was live before the step and is not used in it: tensors of
+    the process that do not belong to the workload.
 
-    `recomputed_bytes` is the smallest peak that recomputation is predicted to reach, `recomputed` the
-    places where it would; null and none where it would not help. `sharded`: over how many ranks, and how;
-    null for a program that runs alone.
+    `recomputed_bytes` is the smallest peak that recomputation is predicted to reach, `recomputed` the places
+    to recompute; null and empty if it would not help. `sharded`: the ranks and the sharding; null for a
+    program that runs in one process.
     """
 
     parameter_bytes: Bytes
@@ -70,6 +69,29 @@ class Estimated(Struct, frozen=True, kw_only=True):
     modules: tuple[ModuleBytes, ...] = ()
     recomputed_bytes: Bytes | None = None
     recomputed: tuple[str, ...] = ()
-    growth: tuple[Growth, ...] = ()
+    growth: tuple[GrowthLimit, ...] = ()
     unused_bytes: Bytes = 0
-    sharded: Sharded | None = None
+    sharded: ShardedModel | None = None
+
+
+class MemoryTable(Struct, frozen=True, kw_only=True):
+    """The bytes of a model and of one call of it, by purpose. Each storage counts once.
+
+    `outputs`: peak bytes of operators' outputs; `workspace`: known upper bound of operators' temporary
+    memory, 0 if the call has no memory plan; `made`: bytes of all outputs if nothing were freed. `planned`:
+    True for a call without gradients that runs by a memory plan. For a training step the bytes are those
+    at its peak, and `gradients` are the parameters' gradients allocated by then.
+    """
+
+    outputs: int
+    made: int
+    workspace: int = 0
+    buffers: int
+    parameters: int
+    gradients: int
+    planned: bool = False
+
+    @property
+    def total(self) -> int:
+        """Peak of outputs and workspace, plus buffers, parameters and gradients."""
+        return self.outputs + self.workspace + self.buffers + self.parameters + self.gradients

@@ -1,4 +1,4 @@
-"""Saving and loading records. Input is not trusted: sizes are bounded, errors name the field."""
+"""Saves and loads records. Files are untrusted input: sizes are bounded, errors name the field."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ import msgspec
 
 from torchtrim import __version__
 from torchtrim.errors import UnreadableInput, UsageError
+from torchtrim.records.operator_names import with_roles
 from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile, check
-from torchtrim.records.roles import with_roles
 
-MOST_BYTES = 2**30
-_MOST_PLAN_BYTES = 2**22
-_PIECE = 2**20
+MOST_BYTES = 2**30  # Arbitrary; bounds what a hostile file makes us read.
+_MOST_PLAN_BYTES = 2**22  # Arbitrary; bounds what a hostile file makes us read.
+_PIECE = 2**20  # Arbitrary; one MiB per read.
 _MOST_NAME = 80  # Arbitrary; names in a message fit a line.
 _NUMBER = re.compile(r"\d{1,9}")
-_UPDATE = "It was made by a newer torchtrim: update, or plan again with this version."
+_UPDATE = "A newer torchtrim wrote it: update, or plan again with this version."
 _CORRECT = "Correct or remove that field, or plan again."
 _TABLES = ("techniques", "fingerprint", "predicted", "pins", "pipeline", "sizes", "graphs")
 T = TypeVar("T")
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write the file whole or not at all. Raises `UsageError` if the folder does not take it."""
+    """Write the file completely or not at all. Raises `UsageError` if it cannot be written."""
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
         raise UsageError(
-            f"cannot write {path}: {error.strerror}. Name a place that exists."
+            f"cannot write {path}: {error.strerror}. Choose a folder that exists and is writable."
         ) from None
     try:
         with os.fdopen(handle, "wb") as file:
@@ -83,7 +83,7 @@ def read_head(path: Path, most: int) -> bytes:
 
 
 def _head(file: FileIO, most: int) -> bytes:
-    """The first bytes, in pieces: a file may say that it is empty, and grow while it is read."""
+    """Return the first bytes, read in pieces: a file may report size 0, or grow during the read."""
     data = bytearray()
     while piece := file.read(min(_PIECE, most - len(data))):
         data += piece
@@ -91,7 +91,7 @@ def _head(file: FileIO, most: int) -> bytes:
 
 
 def _regular(path: Path) -> FileIO:
-    """Open a regular file. A pipe, a device and a folder are not waited for, nor is what takes its place."""
+    """Open a regular file. Never blocks on a pipe, a device or a folder, even one swapped in meanwhile."""
     _check_regular(path.stat().st_mode, path)
     file = FileIO(path, opener=_opened)
     try:
@@ -108,10 +108,10 @@ def _opened(path: str, flags: int) -> int:
 
 def _check_regular(mode: int, path: Path) -> None:
     if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, "it is a folder, and a file is needed", str(path))
+        raise IsADirectoryError(errno.EISDIR, "it is a folder; pass a file", str(path))
     if not stat.S_ISREG(mode):
-        said = "it is a pipe, a device or a socket; copy what it holds into a file, and name that"
-        raise OSError(errno.EINVAL, said, str(path))
+        reason = "it is a pipe, a device or a socket; copy its contents into a file and pass that"
+        raise OSError(errno.EINVAL, reason, str(path))
 
 
 def save_profile(profile: Profile, path: Path) -> None:
@@ -120,17 +120,17 @@ def save_profile(profile: Profile, path: Path) -> None:
 
 
 def load_profile(path: Path) -> Profile:
-    """Load a profile. Raises `UnreadableInput`, naming the field, for anything else."""
+    """Load a profile. Raises `UnreadableInput`, naming the field, if the file is not one."""
     profile = decode(read_bounded(path, MOST_BYTES), Profile, str(path))
     wrong = check(profile)
     if wrong is not None:
-        raise UnreadableInput(f"{path} is no profile of a step: {wrong}. Record it again.")
+        raise UnreadableInput(f"{path} is not a valid profile: {wrong}. Record it again.")
     return profile
 
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Collecting garbage while a million records are made takes ten times as long as making them."""
+    """Disable garbage collection: it would take ten times as long as creating a million records."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -141,15 +141,15 @@ def without_collection() -> Iterator[None]:
 
 
 def decode(data: bytes, kind: type[T], source: str, *, name: str = "") -> T:
-    """Decode JSON into a record of that kind, called `name`. Raises `UnreadableInput`, naming the field."""
+    """Decode JSON into a record, called `name` in errors. Raises `UnreadableInput`, naming the field."""
     _check_version(data, kind, source)
     try:
         with without_collection():
             return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnreadableInput(
-            f"{source} is no readable {name or kind.__name__.lower()}: {error}. "
-            "It is damaged, or something else wrote it; make it again."
+            f"{source} is not a readable {name or kind.__name__.lower()}: {error}. "
+            "It is damaged, or another program wrote it; create it again."
         ) from None
 
 
@@ -167,18 +167,18 @@ def _check_version(data: bytes, kind: type[Any], source: str) -> None:
         return
     if kind is Profile and version < reads:
         raise UnreadableInput(
-            f"{source} was made by an older torchtrim: it has schema_version {version}, and this one "
-            f"reads {reads}, which says what autograd saved. Make it again: `torchtrim diagnose SCRIPT "
-            "--out FOLDER` writes FOLDER/profile.json."
+            f"an older torchtrim wrote {source}: it has schema_version {version}, and this version reads "
+            f"{reads}, which adds the tensors that autograd saved. Record it again: `torchtrim diagnose "
+            "SCRIPT --out FOLDER` writes FOLDER/profile.json."
         )
     raise UnreadableInput(
         f"{source} has schema_version {version}, and this torchtrim reads {reads}. "
-        "Update torchtrim, or make the file with this version."
+        "Update torchtrim, or write the file again with this version."
     )
 
 
 def _version_of(kind: type[Any]) -> int | None:
-    """The version of a kind of record, None for one that has none."""
+    """Return the schema version of a kind of record, or None."""
     fields = msgspec.structs.fields(kind)
     return next((int(f.default) for f in fields if f.name == "schema_version"), None)
 
@@ -189,20 +189,20 @@ def save_plan(plan: Plan, path: Path) -> None:
 
 
 def load_plan(path: Path) -> Plan:
-    """Load a plan. Raises `UnreadableInput`, naming the field, for anything else."""
+    """Load a plan. Raises `UnreadableInput`, naming the field, if the file is not one."""
     return load_toml(
         path,
         Plan,
         name="plan",
         most=_MOST_PLAN_BYTES,
         newer=_UPDATE,
-        mend=_CORRECT,
+        correction=_CORRECT,
         upgrade=_upgraded,
     )
 
 
 def _upgraded(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a plan of schema 1 as schema 2 has it: with roles in place of kernels."""
+    """Convert a plan of schema 1 to schema 2, which names roles instead of kernels."""
 
     def renamed(places: Any) -> Any:
         several = isinstance(places, list)
@@ -228,13 +228,13 @@ def load_toml(
     name: str,
     most: int,
     newer: str,
-    mend: str,
+    correction: str,
     upgrade: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> T:
     """Load a record from TOML of at most `most` bytes. Raises `UnreadableInput`, naming the field.
 
-    `newer` and `mend` say what to do with a file of another version and with a wrong field. `upgrade` makes
-    what is read of the version before.
+    `newer` and `correction` are the advice for a file of another version and for a wrong field. `upgrade`
+    converts a file of the previous version.
     """
     data = read_bounded(path, most)
     tree = _toml(path, data, name)
@@ -246,24 +246,24 @@ def load_toml(
         raise UnreadableInput(
             f"{path} has schema_version {version!r}, and this torchtrim reads {reads}. {newer}"
         )
-    advice = newer if _is_newer(tree.get("torchtrim")) else mend
+    advice = newer if _is_newer(tree.get("torchtrim")) else correction
     try:
         found = msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
-        raise UnreadableInput(f"{path} is no {name}: {error}. {advice}") from None
+        raise UnreadableInput(f"{path} is not a valid {name}: {error}. {advice}") from None
     for unknown in _unknown(tree, msgspec.to_builtins(found)):
-        raise UnreadableInput(f"{path} is no {name}: {unknown}. {advice}")
+        raise UnreadableInput(f"{path} is not a valid {name}: {unknown}. {advice}")
     return found
 
 
 def _is_newer(version: object) -> bool:
-    """Whether a file says that a newer torchtrim made it."""
+    """Return True if the version in the file is newer than this torchtrim."""
     theirs, ours = (tuple(map(int, _NUMBER.findall(str(one)))) for one in (version, __version__))
     return theirs > ours
 
 
 def _unknown(read: Any, known: Any, where: str = "$") -> Iterator[str]:
-    """The fields that were read and that the record does not have, in words."""
+    """Yield a message for each field in the file that the record does not have."""
     if isinstance(read, dict) and isinstance(known, dict):
         for name, value in read.items():
             if name in known:
@@ -271,7 +271,8 @@ def _unknown(read: Any, known: Any, where: str = "$") -> Iterator[str]:
             else:
                 shown = name[:_MOST_NAME]
                 near = get_close_matches(shown, known, 1)
-                yield f"unknown field `{where}.{shown}`" + (f", for `{near[0]}`?" if near else "")
+                hint = f"; did you mean `{near[0]}`?" if near else ""
+                yield f"unknown field `{where}.{shown}`{hint}"
     elif isinstance(read, list) and isinstance(known, (list, tuple)):
         for number, (one, other) in enumerate(zip(read, known, strict=True)):
             yield from _unknown(one, other, f"{where}[{number}]")
@@ -281,16 +282,17 @@ def _toml(path: Path, data: bytes, name: str) -> dict[str, Any]:
     try:
         return tomllib.loads(data.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UnreadableInput(f"{path} is no readable {name}: {error}.") from None
+        raise UnreadableInput(f"{path} is not a readable {name}: {error}.") from None
 
 
 def load_pins(path: Path) -> dict[str, tuple[str, ...]]:
-    """What a person pinned in a plan, of which nothing else need be there. Raises `UnreadableInput`."""
+    """Load only the user's pins from a plan, which may lack all other fields. Raises `UnreadableInput`."""
     tree = _toml(path, read_bounded(path, _MOST_PLAN_BYTES), "plan")
     pins = tree.get("pins", {})
     for unknown in _unknown(tree, dict.fromkeys(Plan.__struct_fields__)):
         raise UnreadableInput(
-            f"{path} is no plan: {unknown}. {_UPDATE if _is_newer(tree.get('torchtrim')) else _CORRECT}"
+            f"{path} is not a valid plan: {unknown}. "
+            f"{_UPDATE if _is_newer(tree.get('torchtrim')) else _CORRECT}"
         )
     if tree.get("schema_version", 1) == 1:
         pins = _upgraded(tree).get("pins", {})
@@ -298,12 +300,12 @@ def load_pins(path: Path) -> dict[str, tuple[str, ...]]:
         return msgspec.convert(pins, dict[str, tuple[str, ...]])
     except msgspec.ValidationError as error:
         raise UnreadableInput(
-            f'{path} has no readable [pins]: {error}. Write lists of patterns, such as keep = ["*.attn"].'
+            f'cannot read [pins] of {path}: {error}. Write lists of patterns, such as keep = ["*.attn"].'
         ) from None
 
 
 def plan_text(plan: Plan) -> str:
-    """The plan as TOML."""
+    """Return the plan as TOML."""
     lines = [
         "# A plan of torchtrim. Apply it with: torchtrim run SCRIPT --plan THIS_FILE",
         *_table(msgspec.to_builtins(plan), skip=_TABLES),

@@ -1,4 +1,4 @@
-"""A finding: something wasteful, where, what it costs, and what would fix it."""
+"""A finding: something wasteful, its place and price, and a fix or advice."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from msgspec import Struct
 Source = Literal["measured", "replayed", "modelled"]
 Equivalence = Literal["BITWISE", "ROUNDING", "SEMANTIC"]
 EQUIVALENCES: tuple[Equivalence, ...] = ("BITWISE", "ROUNDING", "SEMANTIC")
-"""The closest first."""
+"""From the strongest to the weakest."""
 
 
 class Suggestion(Struct, frozen=True, kw_only=True):
-    """What to do. `code` carries a diff, `config` the line to write, `refused` why there is none."""
+    """What to do about a finding.
+
+    Kind `code` has a diff, `config` the line to write, `refused` the reason for the missing fix.
+    """
 
     kind: Literal["code", "config", "advice", "refused"]
     equivalence: Equivalence | None = None
@@ -22,7 +25,7 @@ class Suggestion(Struct, frozen=True, kw_only=True):
 
 
 class Finding(Struct, frozen=True, kw_only=True):
-    """One finding of a rule. A price is per step; None where it was not measured."""
+    """One finding of a rule. Prices are per step, None if not measured."""
 
     code: str
     path: str

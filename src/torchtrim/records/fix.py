@@ -1,4 +1,4 @@
-"""What became of the fixes of a script's host-device syncs: applied, suggested, refused or reverted."""
+"""Fixes of a script's host-device syncs (applied, suggested, refused or reverted), and their writes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ State = Literal["applied", "suggested", "refused", "reverted"]
 
 
 class FixRecord(Struct, frozen=True, kw_only=True):
-    """One fix at one place. `line` is that of the file as it was found; `diff` is from the round before.
+    """One fix at one place. `line` refers to the original file; `diff` is relative to the previous round.
 
-    `syncs_before` and `syncs_after` are counted in a step, at what was written anew; the second is
-    null where it was not run. `reason` says why it was not applied; of one that was it is empty.
+    `syncs_before` and `syncs_after` count the syncs per step at the rewritten place; the second is null if
+    the fix was not run. `reason` says why the fix was not applied, and is empty if it was.
     """
 
     name: str
@@ -31,11 +31,10 @@ class FixRecord(Struct, frozen=True, kw_only=True):
 
 
 class Fixes(Struct, frozen=True, kw_only=True):
-    """The fixes of a script's source, together: how many host-device syncs its step has in the user's
-    own source, and the proof.
+    """All fixes of a script, the host-device syncs per step in user code, and the proof.
 
-    `diff` is of all that were applied, from the project's folder; `written` says whether the files have it.
-    `certificate` compares the script with the diff to the script without; null where none was applied.
+    `diff` has all applied fixes, relative to the project's folder; `written` is true if the files contain
+    them. `certificate` compares the script with and without the diff; null if no fix was applied.
     """
 
     places: tuple[FixRecord, ...]
@@ -44,3 +43,25 @@ class Fixes(Struct, frozen=True, kw_only=True):
     diff: str = ""
     written: bool = False
     certificate: Certificate | None = None
+
+
+class FileWrite(Struct, frozen=True, kw_only=True):
+    """The bytes of one file before and after a write. `path` is relative to the project's folder."""
+
+    path: str
+    before: bytes
+    after: bytes
+
+
+class SourceWrite(Struct, frozen=True, kw_only=True):
+    """A write of one or more files, with a unique `key`.
+
+    `undoes`: the write reverts another one, except for the files in `remaining`.
+    """
+
+    schema_version: Literal[1] = 1
+    key: str
+    when: str
+    files: tuple[FileWrite, ...]
+    undoes: bool = False
+    remaining: tuple[FileWrite, ...] = ()

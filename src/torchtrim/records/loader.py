@@ -1,4 +1,4 @@
-"""What a data loader costs a step, and how it is set. Plain data; times are in seconds."""
+"""The cost of a data loader to a step, and its settings. Plain data; times are in seconds."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Text = Annotated[str, Meta(max_length=4096)]
 
 
 class LoaderSettings(Struct, frozen=True, kw_only=True):
-    """How a loader reads ahead. `prefetch`: batches ahead of each worker.
+    """How a loader reads ahead. `prefetch`: batches that each worker prepares in advance.
 
-    `whole`: the data set is asked for a batch at once, and nothing is collated.
+    `whole`: the data set is indexed with a whole batch at once, without collating.
     """
 
     workers: Count = 0
@@ -25,19 +25,19 @@ class LoaderSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def ahead(self) -> int:
-        """Batches that are in memory before they are asked for."""
+        """Batches held in memory before the loop requests them."""
         return self.workers * self.prefetch
 
 
 class BatchParts(Struct, frozen=True, kw_only=True):
-    """What one batch takes, in one process that does nothing else.
+    """The cost of one batch, measured in a process that does nothing else.
 
-    `reading`: time in which the processor had nothing to do, such as that of a disk or a network.
-    `decoding`: time in which it was at work to make the samples. `collating`: putting them together.
-    `handing`: what the process that trains has to do to take a batch from a worker. `whole`: the time to
-    ask the data set for all samples at once, None where it cannot. `sample_spread`: standard deviation of
-    a sample's time over its mean. `narrow_bytes`: what the batch would need in the narrowest types that
-    hold its values exactly, and `narrow` says which, such as `"float32 -> uint8"`.
+    `reading`: time the processor was idle, waiting for a disk or a network. `decoding`: time it computed
+    samples. `collating`: time to collate them. `handing`: time the training process needs to receive a batch
+    from a worker. `whole`: time to get all samples from the data set at once, None if it
+    does not support that. `sample_spread`: standard deviation of the time per sample, divided by its mean.
+    `narrow_bytes`: size of the batch in the narrowest types that hold its values exactly; `narrow` lists the
+    casts, such as `"float32 -> uint8"`.
     """
 
     samples: Count
@@ -53,18 +53,17 @@ class BatchParts(Struct, frozen=True, kw_only=True):
 
     @property
     def work(self) -> float:
-        """Seconds from the samples' numbers to the batch."""
+        """Seconds from the sample indices to the batch."""
         return self.reading + self.decoding + self.collating
 
 
 class LoaderCost(Struct, frozen=True, kw_only=True):
-    """A step with its loader, and the same step with its batches already there.
+    """The time of a step with its loader, and of the same step with its batches already in memory.
 
-    `ready_seconds`: of the step whose batches were there, None where none was run. `spread_seconds`: the
-    largest minus the smallest of either. `busy`: how many cores the step keeps busy without a loader.
-    `waited_seconds`: how long the loop waited for batches. `path` and `line` are where the loader was
-    made. `parts` is None where the data set could not be asked apart from its loader.
-    `free_bytes`: what the machine had left for batches, 0 where unknown.
+    `ready_seconds`: the step with its batches in memory, None if not run. `spread_seconds`: the larger range
+    of the two. `busy`: cores that the step keeps busy without a loader. `waited_seconds`: time the loop
+    waited for batches. `path` and `line`: where the loader was created. `parts`: None if the data set could
+    not be read apart from its loader. `free_bytes`: memory the machine had left for batches, 0 if unknown.
     """
 
     step_seconds: Seconds
@@ -82,10 +81,10 @@ class LoaderCost(Struct, frozen=True, kw_only=True):
 
     @property
     def price(self) -> float:
-        """Seconds that a step would save with its batches already there.
+        """Seconds a step would save if its batches were already in memory.
 
-        Workers also take cores from the step. A gap within the spread of the steps is noise as far as it
-        is more than the loop waited.
+        Workers also take cores from the step, so the gap can exceed the time the loop waited. A gap within
+        the spread of the steps is noise and counts only up to that time.
         """
         waited = min(self.waited_seconds, self.step_seconds)
         if self.ready_seconds is None:
@@ -94,8 +93,8 @@ class LoaderCost(Struct, frozen=True, kw_only=True):
         return gap if self.settings.workers and gap > self.spread_seconds else min(gap, waited)
 
 
-class Tried(Struct, frozen=True, kw_only=True):
-    """A setting that was measured: seconds from batch to batch, with what is done with it."""
+class MeasuredSettings(Struct, frozen=True, kw_only=True):
+    """Measured settings of a loader: seconds from batch to batch, including the step."""
 
     settings: LoaderSettings
     seconds: Seconds
@@ -103,10 +102,10 @@ class Tried(Struct, frozen=True, kw_only=True):
 
 
 class Tuning(Struct, frozen=True, kw_only=True):
-    """What a tuner found. `chosen` takes `after_seconds` a batch, `before` took `before_seconds`.
+    """The result of tuning. `chosen` takes `after_seconds` per batch, `before` took `before_seconds`.
 
-    `source` is `modelled` where `cores` are more than those that were measured on. `tried` are all that
-    were measured, `skipped` says why others were not.
+    `source` is `modelled` if `cores` exceeds the cores of the measurement. `tried` has all settings that were
+    measured, `skipped` the reasons for skipping others.
     """
 
     before: LoaderSettings
@@ -116,7 +115,7 @@ class Tuning(Struct, frozen=True, kw_only=True):
     cores: Count
     source: Literal["measured", "modelled"] = "measured"
     took_seconds: Seconds = 0.0
-    tried: tuple[Tried, ...] = ()
+    tried: tuple[MeasuredSettings, ...] = ()
     skipped: tuple[Text, ...] = ()
     path: Text = ""
     line: Count = 0

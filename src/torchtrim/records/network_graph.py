@@ -1,15 +1,15 @@
-"""A planned network as a picture shows it: operators in their order, and the memory they share."""
+"""A planned network, ready to draw: its operators in order, and the memory they share."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
 
-class Memory(Struct, frozen=True, kw_only=True):
-    """Memory that one result, or several one after the other, lie in.
+class GraphMemory(Struct, frozen=True, kw_only=True):
+    """Memory of one result, or of several in turn.
 
-    Alive at operators `first <= i < last` of the section. `offset`: its place in the arena, -1 for
-    memory of its own.
+    Live during operators `first <= i < last` of the section. `offset`: its address in the arena, or -1 if it
+    is allocated separately.
     """
 
     bytes: int
@@ -18,8 +18,8 @@ class Memory(Struct, frozen=True, kw_only=True):
     offset: int = -1
 
 
-class Operator(Struct, frozen=True, kw_only=True):
-    """One operator. `reads` and `writes` are memories by number; `takes_over`: it overwrites what it reads.
+class GraphOperator(Struct, frozen=True, kw_only=True):
+    """One operator. `reads` and `writes` are indices of memories; `takes_over`: it overwrites its input.
 
     `needs`: operators of the section whose results it reads. A view writes nothing.
     """
@@ -35,16 +35,16 @@ class Operator(Struct, frozen=True, kw_only=True):
 
 
 class Section(Struct, frozen=True, kw_only=True):
-    """Operators that run by one plan; `title` says of what. `height`: bytes of its arena."""
+    """Operators with one memory plan; `title` names their model or call. `height`: bytes of the arena."""
 
     title: str
-    operators: tuple[Operator, ...]
-    memories: tuple[Memory, ...]
+    operators: tuple[GraphOperator, ...]
+    memories: tuple[GraphMemory, ...]
     height: int
 
 
 class NetworkGraph(Struct, frozen=True, kw_only=True):
-    """All sections, in the order in which they run."""
+    """All sections, in execution order."""
 
     model: str
     sections: tuple[Section, ...]

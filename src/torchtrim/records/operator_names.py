@@ -1,26 +1,27 @@
-"""Names of operators and modules as a person reads them."""
+"""Names of operators, modules and types: shortened for people, and roles common to all devices."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Set
 
 from torchtrim.records.profile import Profile
 
 
 def base_name(operator: str) -> str:
-    """`"aten::addmm.default"` -> `"aten::addmm"`: the operator without its overload."""
+    """Return the operator's name without its overload: `"aten::addmm.default"` -> `"aten::addmm"`."""
     return operator.partition(".")[0]
 
 
 def module_paths(profile: Profile) -> Set[str]:
-    """Paths of all modules, the root's name first."""
+    """Return the paths of all modules; each starts with the root's name."""
     return {module.path for module in profile.modules}
 
 
 def owner(profile: Profile, storage: int, modules: Set[str]) -> str:
-    """Path of the module that a named storage belongs to, or whose operator made the storage.
+    """Return the path of the module that owns a named storage, or whose operator allocated it.
 
-    The name of the optimizer for its states; empty where there is neither.
+    For optimizer state, return the optimizer's name. Empty if there is neither.
     """
     found = profile.storages[storage]
     if found.name:
@@ -29,14 +30,14 @@ def owner(profile: Profile, storage: int, modules: Set[str]) -> str:
 
 
 def top_levels(path: str, levels: int = 2) -> str:
-    """`"net.encoder.layers.3"` -> `"net.encoder"`."""
+    """Return the first levels of a path: `"net.encoder.layers.3"` -> `"net.encoder"`."""
     return ".".join(path.split(".")[:levels])
 
 
 def _module_prefix(name: str, modules: Set[str]) -> str:
-    """The longest module path that starts the name, else the first part of a name with several.
+    """Return the longest module path that is a prefix of the name, else the name's first component.
 
-    States are named after their optimizer, `"AdamW.0.exp_avg"`, which is no module's path.
+    The name of an optimizer state starts with its optimizer, `"AdamW.0.exp_avg"`: no module path matches.
     """
     parts = name.split(".")[:-1]
     for length in range(len(parts), 0, -1):
@@ -44,3 +45,60 @@ def _module_prefix(name: str, modules: Set[str]) -> str:
         if path in modules:
             return path
     return parts[0] if parts else ""
+
+
+_KERNELS = {
+    "scaled_dot_product_attention": (
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    ),
+    "convolution": ("mkldnn_convolution", "cudnn_convolution", "miopen_convolution"),
+    "batch_norm": ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),
+    "layer_norm": ("native_layer_norm",),
+    "group_norm": ("native_group_norm",),
+    "rms_norm": ("_fused_rms_norm",),
+    "rnn": ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"),
+    "softmax": ("_softmax", "_safe_softmax"),
+    "log_softmax": ("_log_softmax",),
+}
+_ROLES = {kernel: role for role, kernels in _KERNELS.items() for kernel in kernels}
+_NAMED = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, _ROLES))})(?!\w)")
+
+
+def role_of(operator: str) -> str:
+    """Return the role of an ATen operator, or its own name if no other kernel has the same role.
+
+    The role of `"native_batch_norm"` and `"cudnn_batch_norm"` is `"batch_norm"`.
+    """
+    return _ROLES.get(operator, operator)
+
+
+def with_roles(place: str) -> str:
+    """Replace kernels by roles in a place, or in a pattern of places.
+
+    Plans of schema 1 named kernels: `"Net:native_layer_norm.3"` becomes `"Net:layer_norm.3"`.
+    """
+    path, colon, operators = place.partition(":")
+    return path + colon + _NAMED.sub(lambda found: _ROLES[found[1]], operators)
+
+
+_BYTES = {
+    "bool": 1,
+    "int8": 1,
+    "uint8": 1,
+    "int16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+
+def item_bytes(dtype: str) -> int:
+    """Return the bytes of one element; unknown types count as `float32`."""
+    return _BYTES.get(dtype, 4)

@@ -1,4 +1,4 @@
-"""A pipeline: how a model is cut into stages, and in which order its ranks work on them."""
+"""A pipeline: the stages a model is cut into, and the order of each rank's work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPLITS_BACKWARD: frozenset[Schedule] = frozenset(
 
 
 class Action(NamedTuple):
-    """What a rank does: `F` forward, `B` whole backward, `I` backward to the inputs, `W` to the weights."""
+    """An action of a rank: `F` forward, `B` full backward, `I` backward to the inputs, `W` to the weights."""
 
     kind: Literal["F", "B", "I", "W"]
     stage: int
@@ -35,17 +35,17 @@ class Action(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What each rank does, in its order, and the rank of each stage."""
+    """The actions of each rank in order, and the rank of each stage."""
 
     ranks: tuple[tuple[Action, ...], ...]
     homes: tuple[int, ...]
 
     def backwards(self) -> tuple[int, ...]:
-        """The micro-batches in the order in which their gradients are added up, the same for all stages.
+        """Return the order of the micro-batches in gradient accumulation.
 
-        `AssertionError` for an order that differs between stages; torch has none.
+        Raises `AssertionError` if the order differs between stages; no schedule of torch does that.
         """
-        found = {stage: [] for stage in range(len(self.homes))}  # type: dict[int, list[int]]
+        found: dict[int, list[int]] = {stage: [] for stage in range(len(self.homes))}
         for actions in self.ranks:
             for kind, stage, batch in actions:
                 if kind in "BW":
@@ -54,10 +54,10 @@ class Order(NamedTuple):
         return tuple(found[0])
 
 
-class Clocked(Struct, frozen=True, kw_only=True):
-    """Seconds that the actions of a stage were measured to take for a micro-batch.
+class StageSeconds(Struct, frozen=True, kw_only=True):
+    """Measured seconds of a stage's actions on one micro-batch.
 
-    `backward` is whole; `inputs` and `weights` are its halves, 0 where they were not measured.
+    `backward` is the full backward; `inputs` and `weights` are its two halves, 0 if not measured.
     """
 
     forward: Seconds
@@ -67,11 +67,11 @@ class Clocked(Struct, frozen=True, kw_only=True):
 
 
 class Stage(Struct, frozen=True, kw_only=True):
-    """One stage, and what it is predicted to need for a micro-batch.
+    """One stage, with its predicted cost per micro-batch.
 
-    `first` is the module with which it begins, `rank` where it runs. `held_bytes`: activations of a
-    micro-batch in flight; `state_bytes`: parameters, gradients, optimizer state and buffers of its own.
-    `recompute`: its forward runs again in backward.
+    `first` is the module it starts with, `rank` the rank that runs it. `held_bytes`: activations of a
+    micro-batch in flight; `state_bytes`: the stage's parameters, gradients, optimizer state and buffers.
+    `recompute`: backward reruns its forward.
     """
 
     first: Text
@@ -86,9 +86,9 @@ class Stage(Struct, frozen=True, kw_only=True):
 class Pipeline(Struct, frozen=True, kw_only=True):
     """A model in stages.
 
-    `root` is the name of the model. `cuts` are the modules, paths below the root, before which a new
-    stage begins. `seconds` is what the step is predicted to take, `bubble` the share of it in which ranks
-    idle, `peaks` the predicted peak of each rank. `replicas`: how many such pipelines share the batch.
+    `root` is the model's name. A new stage begins before each module in `cuts`, a path below the root.
+    `seconds` is the predicted time of a step, `bubble` the share that ranks are idle, `peaks` the
+    predicted peak of each rank. `replicas`: the number of such pipelines that share the batch.
     """
 
     root: Text
@@ -104,12 +104,12 @@ class Pipeline(Struct, frozen=True, kw_only=True):
 
     @property
     def processes(self) -> int:
-        """How many processes run it."""
+        """The number of processes."""
         return self.ranks * self.replicas
 
 
 class ScheduleFigures(Struct, frozen=True, kw_only=True):
-    """The quickest that a schedule of torch is predicted to be within the budget."""
+    """The fastest predicted step of one of torch's schedules within the budget."""
 
     schedule: Schedule
     microbatches: Positive
@@ -119,7 +119,7 @@ class ScheduleFigures(Struct, frozen=True, kw_only=True):
 
 
 class Bar(Struct, frozen=True, kw_only=True):
-    """What a rank does from `start` to `end`, in seconds; `kind` as in `Action`."""
+    """An action of a rank from `start` to `end`, in seconds; `kind` as in `Action`."""
 
     rank: Count
     stage: Count
@@ -130,10 +130,10 @@ class Bar(Struct, frozen=True, kw_only=True):
 
 
 class PipelineReport(Struct, frozen=True, kw_only=True):
-    """A pipeline, and what it was chosen from.
+    """A pipeline, and the schedules it was chosen from.
 
-    `in_flight`: the most micro-batches that each stage holds at once. `schedules`: the quickest first.
-    `bars`: one step as simulated; empty where it has too many to draw.
+    `in_flight`: the most micro-batches each stage holds at once. `schedules`: fastest first. `bars`: one
+    simulated step; empty if there are too many to draw.
     """
 
     pipeline: Pipeline

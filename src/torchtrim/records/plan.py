@@ -1,4 +1,4 @@
-"""A plan: the techniques chosen for a budget. A file that a person reads, edits and commits."""
+"""A plan: the techniques chosen for a budget. A file that people read, edit and commit."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Status = Literal["optimal", "feasible"]
 
 
 class Technique(Struct, frozen=True, kw_only=True):
-    """One technique at some places.
+    """One technique and the places it applies to.
 
-    `where`: module paths, the root's name first, some with the role and ordinal of an operator in a call of
-    the module. `assumes`: what has to hold in later steps, in words.
+    `where`: module paths starting with the root's name, some with the role and ordinal of an operator in a
+    call of the module. `assumes`: conditions that later steps have to meet, in words.
     """
 
     name: Text
@@ -30,7 +30,7 @@ class Technique(Struct, frozen=True, kw_only=True):
 
 
 class Sizes(Struct, frozen=True, kw_only=True):
-    """Sizes of one dimension of a root's input: from `least` to `most`, both included."""
+    """Sizes of one dimension of a root's input, from `least` to `most` inclusive."""
 
     input: Text
     dimension: Annotated[int, Meta(ge=0, le=64)]
@@ -39,9 +39,10 @@ class Sizes(Struct, frozen=True, kw_only=True):
 
 
 class Prediction(Struct, frozen=True, kw_only=True):
-    """What the planner expects of a planned step.
+    """Predicted figures of a planned step.
 
-    `stall_seconds` of it are spent until copies from and to the host end, whose memory has `host_bytes`.
+    `stall_seconds` is the time compute waits for copies to and from the host; `host_bytes` is the host memory
+    that the copies use.
     """
 
     peak_bytes: Bytes
@@ -51,17 +52,17 @@ class Prediction(Struct, frozen=True, kw_only=True):
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """What to do to which model for which budget.
+    """The techniques chosen to fit a workload into a budget.
 
-    `fingerprint` holds a hash of each root's paths, types and shapes; `script_sha256` is the
-    script's. What is left out is not checked. `status`: whether no quicker choice of options fits, as far
-    as the simulator knows; `bound_seconds`: what a step within the budget takes at least, None if unknown.
-    `pins` are a person's: patterns of places by what holds there in every plan, `keep` for nothing at all,
-    or the name of a technique. `pipeline`: the model in stages, in several processes; such a plan has no
-    techniques. `sizes`: the inputs for which the plan holds, those of the recorded step where none is given.
-    `graphs`: a digest of each compiled graph that places name.
+    `fingerprint` has a hash of each root's paths, types and shapes; `script_sha256` is the script's hash.
+    Entries that are missing are not checked. `status` is "optimal" if the simulator knows no faster choice
+    that fits; `bound_seconds` is a lower bound of the step time within the budget, None if unknown. `pins`
+    are written by the user: patterns of places that must not change, under `keep`, or that must have a
+    technique, under its name. `pipeline`: the model in stages, in several processes;
+    such a plan has no techniques. `sizes`: the input sizes the plan is valid for; if empty, the recorded
+    ones. `graphs`: a digest of each compiled graph that a place refers to.
 
-    Schema 1 named kernels in its places where schema 2 names roles (`records.roles`); both are read.
+    Places of schema 1 name kernels, those of schema 2 roles (`records.operator_names`); both can be read.
     """
 
     schema_version: Literal[2] = 2
@@ -82,12 +83,12 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     @property
     def budget(self) -> Budget:
-        """The budget that it is for."""
+        """The budget the plan was made for."""
         return Budget(self.budget_bytes, self.memory_kind)
 
     @property
     def gap(self) -> float | None:
-        """By how much the predicted step may be slower than the quickest: a share of it, None if unknown."""
+        """Share of the predicted step that a faster plan could save at most, None if unknown."""
         if self.status == "optimal":
             return 0.0
         if self.bound_seconds is None or not self.predicted.step_seconds:

@@ -1,10 +1,11 @@
-"""A profile: the record of one step. Plain data; no torch is needed to read, draw or plan from it."""
+"""A profile: the record of one step. Plain data: reading, drawing and planning need no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import Annotated, Literal, get_args
 
-import msgspec
 from msgspec import Meta, Struct
 
 from torchtrim.records.loader import LoaderCost
@@ -31,7 +32,7 @@ DEVICE_POOL = "device"
 
 
 class TensorUse(Struct, frozen=True, array_like=True, gc=False):
-    """A tensor as an operator saw it: which storage, and the view of it. Strides are in elements."""
+    """A tensor as an operator used it: a view of a storage. Strides are in elements."""
 
     storage: Count
     dtype: Text
@@ -40,12 +41,12 @@ class TensorUse(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Operator(Struct, frozen=True, array_like=True, gc=False):
-    """One ATen operator. `module`, `place`, `caller`, `label` and `forward` are indices, -1 for none.
+    """One ATen operator. `module`, `place`, `caller`, `label` and `forward` are indices, or -1.
 
-    `forward` is the operator whose gradient a backward operator computes; its place and module are this
-    one's too. `transient_bytes` is the highest that memory rose inside the operator, its outputs
-    included. `start` counts from the start of the step. `seconds` is the median of the profile's
-    `recorded_steps`, `spread` their largest minus their smallest. `random`: it draws random numbers.
+    `forward` is the operator whose gradient a backward operator computes; the backward operator has the same
+    place and module. `transient_bytes` is the largest rise in memory during the operator, including its
+    outputs. `start` counts from the start of the step. `seconds` is the median over the profile's
+    `recorded_steps`, `spread` their range. `random`: it draws random numbers.
     """
 
     name: Text
@@ -68,10 +69,10 @@ class Operator(Struct, frozen=True, array_like=True, gc=False):
 class SavedTensor(Struct, frozen=True, array_like=True, gc=False):
     """A tensor that autograd saved for backward: a view of a storage, `offset` and strides in elements.
 
-    `saver` is the operator whose gradient needs it, -1 if none of this step. `packed` is the operator
-    after which it was saved: autograd saves an operator's inputs before it runs, its results afterwards;
-    -1 before the first. `unpacked` is the operator that runs next when backward first asks for it, -1 for
-    never, and `asked` is how often backward does.
+    `saver` is the operator whose gradient needs it, or -1 if that operator is not part of this step. `packed`
+    is the last operator before it was saved, -1 before the first: autograd saves an operator's inputs before
+    the operator runs, its outputs afterwards. `unpacked` is the operator that runs right after backward first
+    unpacks it, -1 if it never does; `asked` counts how often it does.
     """
 
     storage: Count
@@ -86,15 +87,15 @@ class SavedTensor(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Storage(Struct, frozen=True, array_like=True, gc=False):
-    """A block of memory, alive during operators `birth <= i < death`.
+    """A storage, live during operators `birth <= i < death`.
 
-    `pool` is where its bytes are: `"device"` for the memory that the profile is about; in a profile of a
-    GPU's memory, host memory is in `"pinned"` or `"host"`, and counts for none of its figures. Nor does
-    mappings of a `"file"`.
+    `pool` is `"device"` for the memory that the profile measures. In a GPU profile, host memory is `"pinned"`
+    or `"host"`, and mapped files are `"file"`; no figure of the profile counts them.
 
-    `birth` is -1 for what was alive before the step; `death` is the number of operators for what
-    outlives it. `name` is the parameter's, buffer's or state's, else empty. Python itself, in a local of a
-    function, say, kept what an operator of forward made until before operator `kept`; -1: not known.
+    `birth` is -1 if it was live before the step; `death` is the number of operators if it outlives the step.
+    `name` is the name of the parameter, buffer or optimizer state, else empty. `kept`: a Python reference,
+    such as a local variable, kept this output of a forward operator alive until just before operator `kept`;
+    -1 if not known.
     """
 
     bytes: Count
@@ -108,15 +109,15 @@ class Storage(Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def counted(self) -> int:
-        """Its bytes where they lie in the memory that the profile is about, else 0."""
+        """Its bytes if it is in the memory that the profile measures, else 0."""
         return self.bytes if self.pool == DEVICE_POOL else 0
 
 
 class Module(Struct, frozen=True, array_like=True, gc=False):
-    """A module of a root. `chain`: its children run one after the other (`nn.Sequential`).
+    """A module of a root. `chain`: its children run in sequence (`nn.Sequential`).
 
-    `hooked`: it carries user hooks. `writes`: what its code writes beyond its own tensors and attributes, and
-    where; running it twice would do that twice.
+    `hooked`: it has user hooks. `writes`: the state its code writes beyond its own tensors and attributes,
+    and the line; rerunning the module would write it twice.
     """
 
     path: Text
@@ -129,10 +130,10 @@ class Module(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Call(Struct, frozen=True, array_like=True, gc=False):
-    """One forward call of a module: operators `first <= i < last`; `depth` 0 for a root.
+    """One forward call of a module: operators `first <= i < last`; `depth` is 0 for a root.
 
-    `inputs` and `outputs` are the storages of the tensors that went in and came out, and `held` those that
-    objects among its arguments had then, such as a cache of keys and values. `graded`: gradients were on.
+    `inputs` and `outputs` are the storages of its input and output tensors, `held` those of tensors inside
+    objects passed as arguments, such as a key-value cache. `graded`: gradients were enabled.
     """
 
     module: Count
@@ -146,10 +147,10 @@ class Call(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Update(Struct, frozen=True, array_like=True, gc=False):
-    """A parameter that an optimizer updated: the storages of it, of its gradient and of its states.
+    """A parameter that an optimizer updated: the storages of the parameter, its gradient and its states.
 
-    `group` is its parameter group. `ready` is the operator that runs next when the gradient was last added
-    to, -1 for before the step, and `added` is how often the step did that.
+    `group` is its parameter group. `ready` is the operator that runs right after the last accumulation into
+    the gradient, -1 if that was before the step; `added` counts the accumulations in the step.
     """
 
     parameter: Count
@@ -161,10 +162,10 @@ class Update(Struct, frozen=True, array_like=True, gc=False):
 
 
 class OptimizerStep(Struct, frozen=True, array_like=True, gc=False):
-    """One call of an optimizer's `step`: operators `first <= i < last`, and what it updated, in its order.
+    """One call of an optimizer's `step`: operators `first <= i < last`, and its updates in order.
 
-    `optimizer` is its name in plans, `type` its class's with the module's. `hooked`: it carries the user's
-    step hooks. `skipped`: where the program may go on from a backward without this call, empty for nowhere.
+    `optimizer` is its name in plans, `type` its qualified class name. `hooked`: it has user step hooks.
+    `skipped`: the line where the program may continue after a backward without this call, or empty.
     """
 
     optimizer: Text
@@ -185,7 +186,7 @@ class Place(Struct, frozen=True, array_like=True, gc=False):
 
 
 class LoaderWait(Struct, frozen=True, array_like=True, gc=False):
-    """Time in which the step waited for its data loader."""
+    """Time the step waited for its data loader."""
 
     start: Seconds
     seconds: Seconds
@@ -195,9 +196,9 @@ class LoaderWait(Struct, frozen=True, array_like=True, gc=False):
 class Sync(Struct, frozen=True, array_like=True, gc=False):
     """A host-device sync, or a read of data that may not have arrived yet.
 
-    `row` names the row of `syncs` that says why. `operator` is the one that waits; -1 for a call
-    of no operator, such as `torch.cuda.synchronize()`, whose `phase`, `place` and `caller` are its own.
-    `seconds` is how long the host was blocked, None where no device was.
+    `row` names the row of the table in `syncs` that explains it. `operator` is the operator that waits, or -1
+    for a call such as `torch.cuda.synchronize()`, which has a `phase`, `place` and `caller` of its own.
+    `seconds` is the time the host was blocked, None without a device.
     """
 
     row: Text
@@ -209,11 +210,11 @@ class Sync(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Growth(Struct, frozen=True, array_like=True, gc=False):
-    """Something that a stream fills and never empties. `bytes` and `entries` are what a frame adds.
+    """A container that a stream fills and never empties. `bytes` and `entries` are added per frame.
 
-    `name` says where it is, as a person would write it; `kind` what it is: `dict`, `list`, `tensor` for one
-    tensor that gets larger, `graph` for what only autograd holds. `adapter` is the function of
-    `torchtrim.stream` that bounds it, empty for none. `place` and `caller` are indices, -1 for none.
+    `name` is the expression that reaches it, as a person would write it; `kind` is `dict`, `list`, `tensor`
+    for one growing tensor, or `graph` for tensors held by autograd alone. `adapter` is the function of
+    `torchtrim.stream` that bounds it, or empty. `place` and `caller` are indices, or -1.
     """
 
     name: Text
@@ -226,11 +227,11 @@ class Growth(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Collective(Struct, frozen=True, array_like=True, gc=False):
-    """What a rank does together with others: operator `operator` begins it, and goes on at once.
+    """A collective operation. `operator` launches it and returns at once.
 
-    `group` names the ranks that take part, `ranks` says how many they are, 0 if unknown. `bytes` is what
-    this rank gives or, where it gives nothing, gets. `start` counts from the start of the step; `seconds`
-    is how long it was under way, None where that is not known.
+    `group` names the process group, `ranks` is its size, 0 if unknown. `bytes` is this rank's input or, if it
+    has none, its output. `start` counts from the start of the step; `seconds` is its duration, None if
+    unknown.
     """
 
     name: Text
@@ -243,11 +244,11 @@ class Collective(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Replica(Struct, frozen=True, array_like=True, gc=False):
-    """A module in `DistributedDataParallel`: `module` is the wrapper's index, the others its settings.
+    """A module in `DistributedDataParallel`: `module` is the index of the wrapper, the rest are its settings.
 
-    `gradient_bytes` is what it exchanges once. `unused_bytes` is of parameters that had no part in the
-    loss, the most of all steps that were watched. `first_bytes`: the size of the first bucket, where that is
-    another than `bucket_bytes`; 0 where it is not.
+    `gradient_bytes` is the size of one gradient exchange. `unused_bytes` is the size of the parameters that
+    did not contribute to the loss, the largest of all watched steps. `first_bytes`: the size of the first
+    bucket if it differs from `bucket_bytes`, else 0.
     """
 
     module: Count
@@ -261,9 +262,10 @@ class Replica(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Overheads(Struct, frozen=True, kw_only=True):
-    """What running again takes besides the operators' own seconds, on the machine of the profile: for each
-    part that runs again and each operator in it, each tensor that is made again, and each operator that is
-    watched for that."""
+    """Host overhead of recomputation beyond operator time, in seconds, on the machine of the profile.
+
+    Per rerun part, per operator in it, per recomputed tensor, and per operator watched for recomputation.
+    """
 
     part: Seconds
     operator: Seconds
@@ -272,12 +274,12 @@ class Overheads(Struct, frozen=True, kw_only=True):
 
 
 class Profile(Struct, frozen=True, kw_only=True, weakref=True):
-    """The record of one step, or, where it has `growths`, of the frames of a stream.
+    """The record of one step or, if it has `growths`, of the frames of a stream.
 
-    `saved` is what autograd saved in the step, complete where it is `saved_known`. `rank` is this
-    process's of `world`; `clock` is when the step began, in seconds on the clock that the ranks of one
-    machine share. Times are of `recorded_steps` steps with the same operators, all else of one. `loader` is
-    what the step's loader costs where nothing is recorded, None where that was not measured.
+    `saved` has the tensors autograd saved in the step; the list is complete if `saved_known`. `rank` is this
+    process's rank of `world`; `clock` is the start of the step, in seconds on the clock that the ranks of a
+    machine share. Times come from `recorded_steps` steps with the same operators, everything else from one
+    step. `loader` is the cost of the step's data loader without the recorder, None if not measured.
     """
 
     schema_version: Literal[2] = 2
@@ -313,144 +315,93 @@ class Profile(Struct, frozen=True, kw_only=True, weakref=True):
     overheads: Overheads | None = None
 
     def place_of(self, operator: int) -> Place | None:
-        """Where the operator was asked for, in the user's own source if it was, else in the library's."""
+        """Return the call site of the operator: the line of user code if there is one, else the library's."""
         op = self.operators[operator]
         index = op.caller if op.caller >= 0 else op.place
         return self.places[index] if index >= 0 else None
 
     def module_of(self, operator: int) -> str:
-        """Path of the module that ran the operator; empty for none."""
+        """Return the path of the module that ran the operator, or an empty string."""
         index = self.operators[operator].module
         return self.modules[index].path if index >= 0 else ""
 
 
 def is_emulated(device: str) -> bool:
-    """Whether a profile's device is emulated: `"emulated"`, or `"emulated a10g"` of a named one."""
+    """Return True if a profile's device is emulated: `"emulated"`, or `"emulated a10g"` for a named one."""
     return device.partition(" ")[0] == "emulated"
 
 
 def check(profile: Profile) -> str | None:
-    """What is wrong with the profile's indices, or None. Types and ranges are msgspec's."""
-    count = {
-        "operators": len(profile.operators),
-        "storages": len(profile.storages),
-        "modules": len(profile.modules),
-        "places": len(profile.places),
-        "labels": len(profile.labels),
-    }
+    """Return the first error in the profile's indices, or None. msgspec has checked types and ranges."""
+    return next(chain(_index_errors(profile), _range_errors(profile)), None)
 
-    def wrong(where: str, index: int, table: str, low: int = -1) -> str | None:
-        if low <= index < count[table]:
-            return None
-        return f"`{where}` is {index}, and `{table}` has {count[table]} entries"
 
+def _index_errors(profile: Profile) -> Iterator[str]:
+    """Yield indices that are beyond their table, in words."""
+    names = ("operators", "storages", "modules", "places", "labels")
+    counts = {name: len(getattr(profile, name)) for name in names}
+    for where, index, table in _indices(profile):
+        if not -1 <= index < counts[table]:
+            yield f"`{where}` is {index}, and `{table}` has {counts[table]} entries"
+
+
+def _indices(profile: Profile) -> Iterator[tuple[str, int, str]]:
+    """Yield each index of the profile: its field, its value, and the table it points into."""
     for i, op in enumerate(profile.operators):
         at = f"operators[{i}]"
-        found = (
-            wrong(f"{at}.module", op.module, "modules")
-            or wrong(f"{at}.place", op.place, "places")
-            or wrong(f"{at}.caller", op.caller, "places")
-            or wrong(f"{at}.label", op.label, "labels")
-            or wrong(f"{at}.forward", op.forward, "operators")
-        )
+        yield f"{at}.module", op.module, "modules"
+        yield f"{at}.place", op.place, "places"
+        yield f"{at}.caller", op.caller, "places"
+        yield f"{at}.label", op.label, "labels"
+        yield f"{at}.forward", op.forward, "operators"
         for use in (*op.inputs, *op.outputs):
-            found = found or wrong(f"{at} tensor.storage", use.storage, "storages", 0)
+            yield f"{at} tensor.storage", use.storage, "storages"
         for storage in op.mutates:
-            found = found or wrong(f"{at}.mutates", storage, "storages", 0)
-        if found:
-            return found
+            yield f"{at}.mutates", storage, "storages"
     for i, sync in enumerate(profile.syncs):
-        at = f"syncs[{i}]"
-        found = (
-            wrong(f"{at}.operator", sync.operator, "operators")
-            or wrong(f"{at}.place", sync.place, "places")
-            or wrong(f"{at}.caller", sync.caller, "places")
-        )
-        if found:
-            return found
-    for i, life in enumerate(profile.storages):
-        if not -1 <= life.birth <= life.death <= count["operators"]:
-            return (
-                f"`storages[{i}]` lives from {life.birth} to {life.death} "
-                f"of {count['operators']} operators"
-            )
+        yield f"syncs[{i}].operator", sync.operator, "operators"
+        yield f"syncs[{i}].place", sync.place, "places"
+        yield f"syncs[{i}].caller", sync.caller, "places"
     for i, call in enumerate(profile.calls):
-        if not call.first <= call.last <= count["operators"]:
-            return (
-                f"`calls[{i}]` spans {call.first} to {call.last} of {count['operators']} operators"
-            )
-        found = wrong(f"calls[{i}].module", call.module, "modules", 0)
+        yield f"calls[{i}].module", call.module, "modules"
         for index in (*call.inputs, *call.outputs, *call.held):
-            found = found or wrong(f"calls[{i}] tensor", index, "storages", 0)
-        if found:
-            return found
+            yield f"calls[{i}] tensor", index, "storages"
+    for i, saved in enumerate(profile.saved):
+        yield f"saved[{i}].storage", saved.storage, "storages"
+        for name in ("packed", "unpacked", "saver"):
+            yield f"saved[{i}].{name}", getattr(saved, name), "operators"
+    for i, growth in enumerate(profile.growths):
+        yield f"growths[{i}].place", growth.place, "places"
+        yield f"growths[{i}].caller", growth.caller, "places"
+    for i, step in enumerate(profile.optimizer_steps):
+        for update in step.updates:
+            last = max(update.parameter, update.gradient, *update.states)
+            yield f"optimizer_steps[{i}] update", last, "storages"
+    for i, collective in enumerate(profile.collectives):
+        yield f"collectives[{i}].operator", collective.operator, "operators"
+    for i, replica in enumerate(profile.replicas):
+        yield f"replicas[{i}].module", replica.module, "modules"
+
+
+def _range_errors(profile: Profile) -> Iterator[str]:
+    """Yield ranges of operators, parents and views that contradict the profile, in words."""
+    count = len(profile.operators)
+    for i, life in enumerate(profile.storages):
+        if not -1 <= life.birth <= life.death <= count:
+            yield f"`storages[{i}]` lives from {life.birth} to {life.death} of {count} operators"
+    for i, call in enumerate(profile.calls):
+        if not call.first <= call.last <= count:
+            yield f"`calls[{i}]` spans {call.first} to {call.last} of {count} operators"
     for i, module in enumerate(profile.modules):
         if not -1 <= module.parent < i:
-            return f"`modules[{i}].parent` is {module.parent}; a parent comes before its children"
-    return _wrong_elsewhere(profile)
-
-
-def _wrong_elsewhere(profile: Profile) -> str | None:
-    return (
-        _wrong_saved(profile)
-        or _wrong_growth(profile)
-        or _wrong_update(profile)
-        or _wrong_exchange(profile)
-    )
-
-
-def _wrong_saved(profile: Profile) -> str | None:
-    storages, operators = len(profile.storages), len(profile.operators)
+            yield f"`modules[{i}].parent` is {module.parent}; a parent must precede its children"
     for i, saved in enumerate(profile.saved):
-        if saved.storage >= storages:
-            return f"`saved[{i}].storage` is {saved.storage}, and `storages` has {storages} entries"
-        for name in ("packed", "unpacked", "saver"):
-            if getattr(saved, name) >= operators:
-                return (
-                    f"`saved[{i}].{name}` is {getattr(saved, name)}, "
-                    f"and `operators` has {operators} entries"
-                )
         if len(saved.shape) != len(saved.strides):
-            return f"`saved[{i}]` has {len(saved.shape)} sizes and {len(saved.strides)} strides"
-    return None
-
-
-def _wrong_growth(profile: Profile) -> str | None:
-    count = len(profile.places)
-    for i, growth in enumerate(profile.growths):
-        for name, index in (("place", growth.place), ("caller", growth.caller)):
-            if index >= count:
-                return f"`growths[{i}].{name}` is {index}, and `places` has {count} entries"
-    return None
-
-
-def _wrong_update(profile: Profile) -> str | None:
-    storages, operators = len(profile.storages), len(profile.operators)
+            yield f"`saved[{i}]` has {len(saved.shape)} sizes and {len(saved.strides)} strides"
     for i, step in enumerate(profile.optimizer_steps):
         at = f"optimizer_steps[{i}]"
-        if not step.first <= step.last <= operators:
-            return f"`{at}` spans {step.first} to {step.last} of {operators} operators"
+        if not step.first <= step.last <= count:
+            yield f"`{at}` spans {step.first} to {step.last} of {count} operators"
         for update in step.updates:
-            if max(update.parameter, update.gradient, *update.states) >= storages:
-                return f"`{at}` names a storage, and `storages` has {storages} entries"
-            if update.ready > operators:
-                return f"`{at}` has a gradient ready at {update.ready} of {operators} operators"
-    return None
-
-
-def _wrong_exchange(profile: Profile) -> str | None:
-    operators, modules = len(profile.operators), len(profile.modules)
-    for i, one in enumerate(profile.collectives):
-        if one.operator >= operators:
-            return f"`collectives[{i}].operator` is {one.operator}, and `operators` has {operators} entries"
-    for i, replica in enumerate(profile.replicas):
-        if replica.module >= modules:
-            return (
-                f"`replicas[{i}].module` is {replica.module}, and `modules` has {modules} entries"
-            )
-    return None
-
-
-def schema() -> dict[str, object]:
-    """JSON Schema of a saved profile."""
-    return msgspec.json.schema(Profile)
+            if update.ready > count:
+                yield f"`{at}` has a gradient ready at {update.ready} of {count} operators"

@@ -1,4 +1,4 @@
-"""Results computed from a profile, or another object, are cached as long as that lives."""
+"""Caches results computed from a profile, or another object, for the lifetime of that object."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 def remembered(
     function: Callable[Concatenate[S, P], T],
 ) -> Callable[Concatenate[S, P], T]:
-    """The function, called once for each first argument and further arguments, which are hashable."""
+    """Cache the function by the identity of its first argument and the values of the others, all hashable."""
     known: dict[int, tuple[weakref.ref[S], dict[object, T]]] = {}
 
     @functools.wraps(function)

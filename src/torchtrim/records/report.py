@@ -1,36 +1,34 @@
-"""A report: all that one verb found, as the JSON that people script against. One schema for all verbs."""
+"""A report: the complete result of one verb, as JSON for scripts. All verbs share one schema."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import msgspec
 from msgspec import Struct
 
-from torchtrim.records.allow import Allowed
+from torchtrim.records.allow import AllowedFinding
 from torchtrim.records.budget import MemoryKind
 from torchtrim.records.certificate import Certificate
-from torchtrim.records.estimate import Estimated
+from torchtrim.records.estimate import EstimateReport
 from torchtrim.records.figures import Bytes as Bytes
+from torchtrim.records.figures import ExchangeRow, Lever, PeakPart, RankFigures
 from torchtrim.records.figures import Figures as Figures
 from torchtrim.records.finding import Finding, Source
 from torchtrim.records.fix import Fixes
-from torchtrim.records.job import ExchangeRow, RankFigures
-from torchtrim.records.lever import Lever, Part
 from torchtrim.records.loader import Tuning
 from torchtrim.records.pipeline import PipelineReport
 from torchtrim.records.plan import Plan, Prediction, Status, Technique
 from torchtrim.records.profile import Profile
 
 if TYPE_CHECKING:
-    from torchtrim.records.kept_certificate import KeptCertificate
+    from torchtrim.records.certificate import KeptCertificate
 
 
 class PlanSummary(Struct, frozen=True, kw_only=True):
-    """A plan without what only its file needs.
+    """A plan without the fields that only its file needs.
 
-    `status` and `bound_seconds` are the plan's; `gap` is by how much its step may be slower than the quickest
-    that fits, as a share of it, None if unknown.
+    `status` and `bound_seconds` are the plan's; `gap` is the share of its step that a faster plan could save
+    at most, None if unknown.
     """
 
     techniques: tuple[Technique, ...]
@@ -41,9 +39,9 @@ class PlanSummary(Struct, frozen=True, kw_only=True):
 
 
 class FrontierPoint(Struct, frozen=True, kw_only=True):
-    """What the best plan under a budget is predicted to need.
+    """The predicted peak and time of the best plan under a budget.
 
-    `by_hand`: what a person would do instead, where it is no plan; its budget is its own peak.
+    `by_hand`: the description of a manual alternative, if not a plan; its budget is its own peak.
     """
 
     budget_bytes: Bytes
@@ -54,7 +52,7 @@ class FrontierPoint(Struct, frozen=True, kw_only=True):
 
 
 class Holder(Struct, frozen=True, kw_only=True):
-    """Storages live at the peak that one module and line allocated, and why they still were."""
+    """Storages live at the peak that one module and line allocated, and why they were still live."""
 
     bytes: Bytes
     count: int
@@ -66,16 +64,16 @@ class Holder(Struct, frozen=True, kw_only=True):
 
 
 class WaitSet(Struct, frozen=True, kw_only=True):
-    """Findings, by number, whose waits go together, and what the step would gain without them."""
+    """Findings, by index, and the time the step would save without their waits."""
 
     findings: tuple[int, ...]
     saves_ms: float
 
 
-class Waiting(Struct, frozen=True, kw_only=True):
-    """What waits cost a step on a device, in milliseconds. `bound`: what the step's time depends on.
+class WaitCost(Struct, frozen=True, kw_only=True):
+    """The cost of waits to a step on a device, in milliseconds. `bound`: what limits the step's time.
 
-    The time is not the sum of the waits: where one goes, the next takes over what it waited for.
+    The cost is not the sum of the waits: if one is removed, the next may wait for the same work.
     """
 
     device: str
@@ -88,9 +86,10 @@ class Waiting(Struct, frozen=True, kw_only=True):
 
 
 class TunedLoader(Struct, frozen=True, kw_only=True):
-    """The settings found for a script's loader. `ready_seconds` is of its step with the batch already there.
+    """The best settings found for a script's loader.
 
-    `change` has the arguments that change, `diff` the line that makes the loader, where it can be written.
+    `ready_seconds` is the time of its step with the batch already in memory. `change` has the arguments that
+    change, `diff` the edit of the line that creates the loader, if it can be written.
     """
 
     tuning: Tuning
@@ -100,12 +99,12 @@ class TunedLoader(Struct, frozen=True, kw_only=True):
     diff: str = ""
 
 
-class Stream(Struct, frozen=True, kw_only=True):
-    """What the frames of a stream need. `growth_bytes` is what a frame adds to what containers hold.
+class StreamReport(Struct, frozen=True, kw_only=True):
+    """Memory and time of a stream's frames. `growth_bytes` is the growth of containers per frame.
 
-    `frame` says what a frame is, `frames` how many there were, `first` from which on growth was measured.
-    `process_growth_bytes` is what a frame added to the process, the allocators' noise included. The fields
-    of `unbounded` are of the same stream without bounds, null where it was not run.
+    `frame` describes a frame, `frames` is their number, `first` the frame where measuring growth began.
+    `process_growth_bytes` is the growth of the process per frame, including the allocators' noise. Fields
+    named `unbounded_*` describe the same stream without bounds, null if that was not run.
     """
 
     frame: str
@@ -121,18 +120,16 @@ class Stream(Struct, frozen=True, kw_only=True):
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """What a verb found. A field is null only where the verb does not measure it.
+    """The result of a verb. A field is null only if the verb does not measure it.
 
-    `floor_bytes` is the smallest feasible peak, where a budget cannot be met; `planned` then is the plan that
-    needs so much, and `levers` say what each technique would reach, the quickest first. `peak_parts` is what
-    the peak that counts is made of: the planned one where a budget is missed, else the original's. `next` is
-    the command to run next. `project` is the folder of user code, `machine` the processor and
-    its threads. `allowed` is what the
-    allow-list covers of the findings. `waiting` is null where nothing waits or no device is known.
-    `stream` is null but for verbs that watch a stream, `fixes` but for those that write source,
-    `estimated` but for an estimate, `tuned` but where a loader was tuned, `pipeline` but for one in stages.
-    `ranks` are the ranks of a job, whose largest the other figures are of, and `exchanges` what they
-    exchanged.
+    `floor_bytes` is the smallest feasible peak if the budget cannot be met; then `planned` is the plan with
+    that peak, and `levers` list the peak each technique would reach, fastest first. `peak_parts` are the
+    parts of the planned peak if the budget is missed, else of the original's. `next` is the command to run
+    next. `project` is the folder of user code, `machine` the processor and its threads. `allowed` are the
+    entries of the allow-list that cover findings. `waiting` is null if nothing waits or the device is not
+    known. Only verbs that watch a stream set `stream`; only those that write source set `fixes`; `estimated`,
+    `tuned` and `pipeline` belong to an estimate, a tuned loader and a model in stages. `ranks` are the ranks
+    of a job, with `exchanges` between them; the other figures belong to the rank with the highest peak.
     """
 
     schema_version: Literal[2] = 2
@@ -151,17 +148,17 @@ class Report(Struct, frozen=True, kw_only=True):
     memory_kind: MemoryKind = "allocated"
     findings: tuple[Finding, ...] = ()
     holders: tuple[Holder, ...] = ()
-    peak_parts: tuple[Part, ...] = ()
+    peak_parts: tuple[PeakPart, ...] = ()
     levers: tuple[Lever, ...] = ()
     plan: PlanSummary | None = None
     frontier: tuple[FrontierPoint, ...] = ()
     certificate: Certificate | None = None
     notes: tuple[str, ...] = ()
-    allowed: tuple[Allowed, ...] = ()
-    waiting: Waiting | None = None
-    stream: Stream | None = None
+    allowed: tuple[AllowedFinding, ...] = ()
+    waiting: WaitCost | None = None
+    stream: StreamReport | None = None
     fixes: Fixes | None = None
-    estimated: Estimated | None = None
+    estimated: EstimateReport | None = None
     tuned: TunedLoader | None = None
     pipeline: PipelineReport | None = None
     next: str = ""
@@ -169,14 +166,12 @@ class Report(Struct, frozen=True, kw_only=True):
     exchanges: tuple[ExchangeRow, ...] = ()
 
 
-def schema() -> dict[str, object]:
-    """JSON Schema of `--json`."""
-    return msgspec.json.schema(Report)
-
-
 class Result(NamedTuple):
-    """What a verb gives: the report, and what was too large for it. `exported`: the plan as plain PyTorch.
-    `certificate`: the report's, as a file that can be repeated. `ranks`: the profiles of all of a job."""
+    """The result of a verb: the report, and everything too large for it.
+
+    `exported`: the plan as plain PyTorch code. `certificate`: the report's certificate with everything needed
+    to repeat it. `ranks`: the profiles of all ranks of a job.
+    """
 
     report: Report
     before: Profile | None = None

@@ -1,4 +1,4 @@
-"""How a model is sharded over ranks: what a person says of it, and what an estimate finds."""
+"""The sharding of a model over ranks: requested by the user, and found by an estimate."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ Ranks = Annotated[int, Meta(ge=1)]
 
 
 class Sharding(Struct, frozen=True, kw_only=True):
-    """What `fully_shard` is to do. `blocks`: patterns of the modules that are sharded one by one, such as
-    `"model.layers.*"`; none: those that repeat. `reshard`: free a block's parameters after its forward.
-    `compute`: the type in which forward and backward run, empty for the parameters' own; gradients are then
-    reduced in float32. `offload`: parameters, gradients and optimizer state are kept on the host.
+    """Options of `fully_shard`.
+
+    `blocks`: patterns of the modules to shard one by one, such as `"model.layers.*"`; if empty, the modules
+    that repeat. `reshard`: free a block's parameters after its forward. `compute`: the type of forward and
+    backward, empty for the parameters' own; if set, gradients are reduced in float32. `offload`: keep
+    parameters, gradients and optimizer state on the host.
     """
 
     blocks: tuple[str, ...] = ()
@@ -23,9 +25,11 @@ class Sharding(Struct, frozen=True, kw_only=True):
     offload: bool = False
 
 
-class Sharded(Struct, frozen=True, kw_only=True):
-    """A sharded model: over how many ranks, which modules, and the options. The figures are of the rank
-    that needs most, the first. `blocks` are empty where the script shards by itself, or not at all.
+class ShardedModel(Struct, frozen=True, kw_only=True):
+    """A sharded model: the number of ranks, the sharded modules and the options.
+
+    Its figures belong to the first rank, which needs the most memory. `blocks` is empty if the script shards
+    the model itself, or not at all.
     """
 
     ranks: Ranks

@@ -1,27 +1,108 @@
-"""What was found in a profiler trace: the JSON of `torchtrim trace`. Times in milliseconds."""
+"""A profiler trace in memory, in microseconds, and the report of `torchtrim trace`, in milliseconds."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
 from msgspec import Struct
+
+Lane = tuple[str, str]
+Number = int | float | str | None
+
+
+class Args(Struct, gc=False):
+    """The arguments of an event that an analysis needs; the reader skips all others."""
+
+    correlation: Number = None
+    external: Number = msgspec.field(default=None, name="External id")
+    sequence: Number = msgspec.field(default=None, name="Sequence number")
+    forward_thread: Number = msgspec.field(default=None, name="Fwd thread id")
+    stack: str | None = msgspec.field(default=None, name="Call stack")
+    stream: Number = None
+    device: Number = None
+    kind: Number = None
+    collective: Number = msgspec.field(default=None, name="Collective name")
+    group: Number = msgspec.field(default=None, name="Process Group Name")
+    wait_stream: Number = msgspec.field(default=None, name="wait_on_stream")
+    wait_record: Number = msgspec.field(default=None, name="wait_on_cuda_event_record_corr_id")
+
+
+class Event(Struct, gc=False):
+    """An event as the profiler wrote it. `ts` and `dur` are microseconds; `ts` counts from `Trace.base`."""
+
+    ph: str = ""
+    cat: str | None = ""
+    name: str = ""
+    pid: int | float | str | None = 0
+    tid: int | float | str | None = 0
+    ts: float = 0.0
+    dur: float = 0.0
+    id: int | float | str | None = None
+    args: Args | None = None
+
+    @property
+    def end(self) -> float:
+        """The end of the event, in microseconds."""
+        return self.ts + self.dur
+
+
+class Trace(Struct, kw_only=True):
+    """One rank's trace, with events ordered by start.
+
+    `operators` are the ATen operators and annotations of a host thread, `frames` its Python functions,
+    `calls` its calls of the runtime or driver, `activities` the work on a device, `waits` the
+    synchronizations that the profiler recorded itself. `base` is the absolute time, in microseconds, of `ts`
+    0. `notes` describe anything unusual about the file.
+    """
+
+    source: str
+    rank: int | None
+    device: str
+    versions: dict[str, str]
+    base: float
+    events: int
+    operators: list[Event]
+    annotations: list[Event]
+    frames: list[Event]
+    calls: list[Event]
+    activities: list[Event]
+    waits: list[Event]
+    notes: list[str]
+
+    def started(self) -> float:
+        """Return the start of the first host or device event, in microseconds; see `ended`."""
+        return min((event.ts for event in self._counting()), default=0.0)
+
+    def ended(self) -> float:
+        """Return the end of the last host or device event, in microseconds.
+
+        Queries do not count: watchdog threads keep polling after the work is done.
+        """
+        return max((event.ts + event.dur for event in self._counting()), default=0.0)
+
+    def _counting(self) -> Iterator[Event]:
+        yield from self.operators
+        yield from self.annotations
+        yield from self.activities
+        yield from (call for call in self.calls if "Query" not in call.name)
+
 
 Bound = Literal["host", "device", "waits", "loader", "mixed", "unknown"]
 Phase = Literal["forward", "backward"]
 
 
 class TraceSite(Struct, frozen=True, kw_only=True):
-    """A sync point: a place at which the host synchronizes with the device.
+    """A sync point: a place where the host synchronizes with the device.
 
-    `line` is that of the call where `exact`, else of the function's definition; `lines` are the calls of
-    the function that it may be, where the source was given and it is one of several. `path` is empty
-    where the trace has no stacks; `within` then says which annotation or operator it happened in. A wait
-    of the backward pass is at its forward operator's line. `op` is the innermost operator, or the
-    runtime's call outside of any. `count` is how often the host blocked there: a copy and the
-    synchronization that belongs to it are once. `wait_ms` is how long the calls took as recorded,
-    `saves_alone_ms` what the replay says the whole would gain if only this site did not wait; null where
-    the trace cannot be replayed.
+    If `exact`, `line` is the line of the call, else of the function's definition; `lines` are the candidate
+    calls in the function, if its source was given and there are several. `path` is empty if the trace has no
+    stacks; then `within` names the enclosing annotation or operator. A wait in backward has the line of its
+    forward operator. `op` is the innermost operator, or the runtime call if there is none. `count` is the
+    number of times the host blocked: a copy and its synchronization count once. `wait_ms` is the recorded
+    duration of the calls; `saves_alone_ms` is the time the whole trace would save if only this site did not
+    wait, according to the replay; null if the trace cannot be replayed.
     """
 
     path: str
@@ -38,17 +119,19 @@ class TraceSite(Struct, frozen=True, kw_only=True):
 
 
 class TraceSet(Struct, frozen=True, kw_only=True):
-    """Sites, by their number in `sites`, and what the whole would gain if none of them waited."""
+    """Sites, by index in `sites`, and the time the whole trace would save without their waits."""
 
     sites: tuple[int, ...]
     saves_ms: float
 
 
 class TraceRank(Struct, frozen=True, kw_only=True):
-    """A rank among others. `clock_ms`: how far its clock is ahead of the first rank's, null where they share
-    no collective. `collectives_ms` is how long collectives ran, `exposed_ms` how long nothing else did then,
-    `waiting_ms` how long it was in collectives before the last rank came. `last`: how often it came last;
-    `made_others_wait_ms`: how long the others were in collectives before it came, all together.
+    """One rank of a job.
+
+    `clock_ms`: lead of its clock over the first rank's, null if they share no collective. `collectives_ms`:
+    time in collectives; `exposed_ms`: the part that no other work hides; `waiting_ms`: time in collectives
+    before the last rank joined. `last`: how often it joined last; `made_others_wait_ms`: total time the
+    others waited in collectives for it.
     """
 
     rank: int
@@ -62,9 +145,10 @@ class TraceRank(Struct, frozen=True, kw_only=True):
 
 
 class TraceJob(Struct, frozen=True, kw_only=True):
-    """What ranks had to do with each other: `collectives` that two traces or more share, and those of all
-    that are `unmatched`. `straggler` is the rank for which the others waited longest, null where that is
-    less than a hundredth of the time."""
+    """Collectives of several ranks: `collectives` shared by two or more traces, and the `unmatched` ones.
+
+    `straggler` is the rank the others waited for longest, null if that took less than 1 % of the time.
+    """
 
     collectives: int
     unmatched: int
@@ -73,15 +157,14 @@ class TraceJob(Struct, frozen=True, kw_only=True):
 
 
 class TraceReport(Struct, frozen=True, kw_only=True):
-    """What was found in one rank's trace; for several ranks the slowest one's, and each in `ranks`,
-    and in `job` what they had to do with each other.
+    """The analysis of one rank's trace; for several ranks, of the slowest, with each rank's in `ranks` and
+    their collectives in `job`.
 
-    `sync_calls` are calls that synchronize with a stream, an event or by copying; `blocking_copies` are
-    copies from or to pageable memory. Synchronizations with the whole device are apart: `device_syncs`
-    are the program's own, `profiler_syncs` counts those that the profiler made for itself. `replay_ms` is
-    the span that the replay gives with all waits, to be compared with `span_ms`, the measured one.
-    `steps` are those that the program marked with `profiler.step()`; all figures are of the whole trace.
-    `bound` names what the span depends on most.
+    `sync_calls` counts calls that synchronize with a stream, an event or by copying; `blocking_copies` counts
+    copies from or to pageable memory. Device-wide synchronizations are listed separately: `device_syncs` are
+    the program's own, `profiler_syncs` counts the profiler's. `replay_ms` is the span of the replay with all
+    waits, to compare with the measured `span_ms`. `steps` counts the steps marked with `profiler.step()`; all
+    figures cover the whole trace. `bound` names what limits the span most.
     """
 
     schema_version: Literal[1] = 1
@@ -111,10 +194,5 @@ class TraceReport(Struct, frozen=True, kw_only=True):
 
     @property
     def waits(self) -> int:
-        """How often the host blocked, device-wide synchronizations of the program included."""
+        """Number of times the host blocked, including the program's device-wide synchronizations."""
         return sum(site.count for site in (*self.sites, *self.device_syncs))
-
-
-def schema() -> dict[str, object]:
-    """JSON Schema of `trace --json`."""
-    return msgspec.json.schema(TraceReport)

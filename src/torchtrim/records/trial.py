@@ -1,4 +1,4 @@
-"""A trial: one run of a workload, original or planned, and what it left as evidence."""
+"""A trial: one run of a workload, original or planned, and the evidence it left."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from msgspec import Struct
 
 from torchtrim.records.loader import LoaderCost, Tuning
 from torchtrim.records.plan import Plan
+from torchtrim.records.probes import Probe, ProbeResult
 from torchtrim.records.profile import Profile
-from torchtrim.records.seen import Observed, Probe
 from torchtrim.records.sharding import Sharding
 
 
-class Tunes(Struct, frozen=True, kw_only=True):
-    """How a script's loader is to be tuned: within these seconds, bytes of batches ahead and cores."""
+class TuningRequest(Struct, frozen=True, kw_only=True):
+    """Limits for tuning a script's loader: seconds, bytes of prefetched batches, and cores."""
 
     seconds: float = 60.0
     memory: int | None = None
@@ -23,23 +23,23 @@ class Tunes(Struct, frozen=True, kw_only=True):
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """What to run: `warmup` steps, one that is recorded, and `steps` that are timed and compared.
+    """A run to make: `warmup` steps, one recorded step, and `steps` that are timed and compared.
 
-    `times`: of how many more the times of operators are recorded, if the workload goes on by itself.
-    `keep`: evidence whose values are wanted, as `"step/quantity:name"`, saved in a folder.
-    `double`: run in float64. `nudged`: parameters begin one rounding away from what they are.
-    `dry`: nothing is computed, and what it would need is modelled.
-    `batch_size`: what a script's loaders are to give, if not what they would.
-    `infers`: the script only runs its models; a step is a call of the first of them.
-    `texts`: what files, by absolute path, are run as instead. `probes`: expressions to look at.
-    `measured`: figures are wanted, not only evidence. `exported`: the file of a module whose `apply`
-    replaces the plan's. `traced`: the number of a step of which every operator is recorded with a digest of
-    what it gave, -1 for none. `streams`: the order of an emulated device's streams; at once where it is
-    empty. `host_memory`: bytes that a plan may take of the host's, None for no limit. `tunes`: the loader is
-    to be tuned after the compared steps. `by_hand`: the plan's SEMANTIC techniques are applied as a person
-    would write them. `grows`: what grows from step to step is looked for. `round_trip`: before the last step
-    models and optimizers load what they would save. `ranks`: of how many this is to seem the first, in a dry
-    run; 0 for none. `sharding`: shard its models over them.
+    `times`: number of further steps to record operator times for, if the workload runs that long.
+    `keep`: evidence whose values to save in a folder, as `"step/quantity:name"`.
+    `double`: run in float64. `nudged`: start from parameters perturbed by one rounding.
+    `dry`: compute nothing, and model the memory it would need.
+    `batch_size`: batch size of the script's loaders, None for their own.
+    `infers`: the script only runs inference; a step is a call of its first model.
+    `texts`: source to run in place of files, by absolute path. `probes`: expressions to observe.
+    `measured`: measure figures, not only evidence. `exported`: a Python file whose `apply` replaces the
+    plan's. `traced`: the index of a step to record with a digest of each operator's output, or -1.
+    `streams`: the order of an emulated device's streams; if empty, work runs at launch.
+    `host_memory`: bytes of host memory a plan may use, None for no limit. `tunes`: tune the loader after the
+    compared steps. `by_hand`: apply the plan's SEMANTIC techniques as a person would write them. `grows`:
+    look for containers that grow from step to step. `round_trip`: save and load models and optimizers before
+    the last step. `ranks`: size of a fake process group in a dry run, which runs as its first rank, or 0.
+    `sharding`: shard the models over these ranks.
     """
 
     plan: Plan | None = None
@@ -60,7 +60,7 @@ class Request(Struct, frozen=True, kw_only=True):
     traced: int = -1
     streams: str = ""
     host_memory: int | None = None
-    tunes: Tunes | None = None
+    tunes: TuningRequest | None = None
     by_hand: bool = False
     grows: bool = False
     round_trip: bool = False
@@ -69,28 +69,27 @@ class Request(Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        """All steps."""
+        """The number of all steps."""
         return self.warmup + 1 + self.steps
 
 
-class Call(Struct, frozen=True, kw_only=True):
-    """A call of a root from outside: its mode, and its inputs, such as `"float32[8, 3]"`."""
+class RootCall(Struct, frozen=True, kw_only=True):
+    """A call of a root module from user code: its mode, and its inputs, such as `"float32[8, 3]"`."""
 
     root: str
     training: bool
     inputs: tuple[str, ...]
 
 
-class Step(Struct, kw_only=True):
-    """One step: digests by `(quantity, name)` joined with a colon, in the order they were seen.
+class TrialStep(Struct, kw_only=True):
+    """One step: digests by `"quantity:name"`, in the order they were computed.
 
-    `calls`: each kind of call of a root once. `inputs`: digests of what roots were called with. A loss that
-    is not finite, which JSON cannot say, is None. `left_bytes`: by how much more is alive after the step than
-    before it.
+    `calls`: each kind of call of a root, once. `inputs`: digests of the roots' inputs. A loss that is not
+    finite is None, since JSON has no such number. `left_bytes`: bytes live after the step minus those before.
     """
 
     digests: dict[str, str] = {}
-    calls: list[Call] = []
+    calls: list[RootCall] = []
     inputs: dict[str, str] = {}
     losses: list[float | None] = []
     seconds: float = 0.0
@@ -100,9 +99,9 @@ class Step(Struct, kw_only=True):
 
 
 class Crash(Struct, frozen=True, kw_only=True):
-    """How the workload failed: `kind`, the error, and what was seen until then.
+    """A failure of the workload: its `kind`, the error, and the last operator and line before it.
 
-    `place`: where a plan had changed what failed, empty where that is not known.
+    `place`: the planned place that failed, empty if not known.
     """
 
     kind: Literal["crashed", "exited", "out of memory", "no step", "refused"]
@@ -117,24 +116,23 @@ class Crash(Struct, frozen=True, kw_only=True):
 
 
 class Trial(Struct, kw_only=True):
-    """What one run left. `profile` is of the recorded step, or of the one that failed.
+    """The evidence of one run. `profile` describes the recorded step, or the step that failed.
 
-    `notes` say what an emulated device did not do as a real one would, and what a dry run assumed.
-    `elsewhere`: calls of modules in threads that are not watched.
-    `batch_size` is what a script's loaders gave in a dry run, None where none was seen. `call_bytes`: what
-    the plans of the models' calls say that a call needs, None where a part has none. `processes`: how many
-    the script started by itself, loaders' workers not counted. `digests`: of what each operator of the
-    profile gave, in a step that was traced; `lines`: the user's own that led to each, and whether it asked
-    itself, not through `backward`. `ranks`: the trial of each rank, where several ran; this one then is of
-    the rank with the highest peak. `loader`: what it costs; `tuning`: what was found for it. `sharded`: the
-    modules that were sharded one by one.
+    `notes` list differences of an emulated device from a real one, and assumptions of a dry run.
+    `elsewhere`: calls of modules in threads that are not watched. `batch_size`: batch size of the script's
+    loaders in a dry run, None if there was none. `call_bytes`: bytes of a call according to the memory plans
+    of the models, None if a part has none. `processes`: processes the script started itself, excluding
+    loader workers. `digests`: of each operator's output, in a traced step; `lines`: the line of user code
+    behind each operator, and True if it called the operator itself, not through `backward`. `ranks`: the
+    trial of each rank of a job; this trial is then the one with the highest peak. `loader`: the cost of the
+    loader; `tuning`: the result of tuning it. `sharded`: the modules that were sharded one by one.
     """
 
     request: Request
     device: str = "cpu"
     profile: Profile | None = None
     recorded: int = -1
-    steps: list[Step] = []
+    steps: list[TrialStep] = []
     forwards: int = 0
     elsewhere: int = 0
     backwards: int = 0
@@ -146,7 +144,7 @@ class Trial(Struct, kw_only=True):
     notes: tuple[str, ...] = ()
     batch_size: int | None = None
     call_bytes: int | None = None
-    observed: tuple[Observed, ...] = ()
+    observed: tuple[ProbeResult, ...] = ()
     digests: tuple[str, ...] = ()
     lines: tuple[tuple[str, int, bool], ...] = ()
     crash: Crash | None = None
@@ -156,8 +154,8 @@ class Trial(Struct, kw_only=True):
     sharded: tuple[str, ...] = ()
 
     @property
-    def timed(self) -> list[Step]:
-        """The steps that were timed; the recorded one if there are no others."""
+    def timed(self) -> list[TrialStep]:
+        """The timed steps, or the recorded step if there are none."""
         timed = self.steps[self.request.warmup + 1 :]
         return timed or self.steps[-1:]
 

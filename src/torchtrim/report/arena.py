@@ -1,4 +1,4 @@
-"""An arena as a picture: address against time, a box for each buffer, gaps left dark or light."""
+"""Draws an arena: address against time, with a box for each buffer and unused space shaded."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torchtrim.memory.packing import Buffer, Packing
 from torchtrim.report.charts import ticks
 from torchtrim.report.safe import clean, keep_left
 
-MOST_BOXES = 2000
+MOST_BOXES = 2000  # Arbitrary; with more boxes the picture is slow to open.
 _WIDTH, _HEIGHT = 1120, 640
 _LEFT, _TOP, _WIDE, _HIGH = 84, 64, 940, 500
 _LETTER, _LINE = 6.2, 13.0
-_SHADES = 8
+_SHADES = 8  # As many colours as the style sheet has (`s0` to `s7`).
 _STYLE = """
 .page{fill:#fff}.free{fill:#e9ebee}text{fill:#1c1d20}.dim{fill:#5c6066}
 .box{stroke:#fff;stroke-width:.7}.name{fill:#14151a}.grid{stroke:#c9cdd2}
@@ -40,9 +40,9 @@ _HEAD = Markup(
 def render(
     buffers: Sequence[Buffer], packing: Packing, *, title: str, capacity: int | None = None
 ) -> str:
-    """The packing as SVG, readable in light and dark, with the lower bound and, where given, the capacity.
+    """Return the packing as SVG for light and dark themes, with the lower bound and any given capacity.
 
-    Of more than `MOST_BOXES` buffers those with the largest boxes are drawn, and the picture says so.
+    Beyond `MOST_BOXES` buffers, only those with the largest boxes are drawn, and the picture says so.
     """
     scale = _ArenaScale(buffers, max(packing.height, capacity or 0, 1))
     shown = _largest([b for b in buffers if b.takes_room])
@@ -65,7 +65,7 @@ def render(
 
 
 class _ArenaScale:
-    """From time and address to places in the picture."""
+    """Maps times and addresses to coordinates of the picture."""
 
     def __init__(self, buffers: Sequence[Buffer], top: int) -> None:
         self.begin = min((b.lower for b in buffers), default=0)
@@ -80,7 +80,7 @@ class _ArenaScale:
 
 
 def _largest(buffers: Sequence[Buffer]) -> list[Buffer]:
-    """Those with the largest boxes, in the order given."""
+    """Return the buffers with the largest boxes, in their original order."""
     areas = sorted(((b.upper - b.lower) * b.size for b in buffers), reverse=True)
     least = areas[min(MOST_BOXES, len(areas)) - 1] if areas else 0
     return [b for b in buffers if (b.upper - b.lower) * b.size >= least][:MOST_BOXES]
@@ -92,11 +92,11 @@ def _words(buffers: Sequence[Buffer], packing: Packing, title: str, shown: int) 
     real = sum(1 for b in buffers if b.takes_room)
     drawn = f"{real} buffers"
     if shown < real:
-        drawn = f"{shown} of {real} buffers drawn, those with the largest boxes"
+        drawn = f"the {shown} largest of {real} buffers drawn"
     yield Markup(
         '<text x="{x}" y="26" font-size="16" font-weight="600">{}</text>'
         '<text x="{x}" y="46" class="dim">{} in {}, {}; {}</text>'
-        '<text x="{x}" y="{y}" class="dim">time; a box is a buffer, the space between boxes is unused</text>'
+        '<text x="{x}" y="{y}" class="dim">time; each box is a buffer, space between boxes is unused</text>'
     ).format(
         keep_left(clean(title), 100),
         drawn,
@@ -131,7 +131,7 @@ def _boxes(buffers: Sequence[Buffer], packing: Packing, scale: _ArenaScale) -> I
         name = keep_left(clean(str(buffer.id)), 60)
         yield Markup(
             '<rect class="box s{}" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}">'
-            "<title>{}: {} at {}, alive {} to {}</title></rect>"
+            "<title>{}: {} at {}, live from {} to {}</title></rect>"
         ).format(
             place * 5 % _SHADES,
             x,
@@ -176,7 +176,7 @@ def _axes(scale: _ArenaScale) -> Iterator[Markup]:
 
 
 def _lines(packing: Packing, capacity: int | None, scale: _ArenaScale) -> Iterator[Markup]:
-    """The height, the bound and the capacity: each a line, named at the right where there is room."""
+    """Draw the height, the bound and the capacity as lines with labels at the right."""
     marks = [(packing.lower_bound, "bound", "over", "lower bound")]
     if packing.height != packing.lower_bound:
         marks.append((packing.height, "top", "", "height"))

@@ -1,4 +1,4 @@
-"""Puts reports together from records. All reports of verbs that run something begin here."""
+"""Assembles reports from records. Every report of a verb that runs something starts here."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ from typing import NamedTuple
 import msgspec
 
 from torchtrim import __version__
-from torchtrim.analysis.peak import holders
-from torchtrim.analysis.peak_kinds import peak_parts
+from torchtrim.analysis.peak import holders, peak_parts
 from torchtrim.analysis.timeline import by_kind, peak_operator
 from torchtrim.errors import InfeasibleBudget
 from torchtrim.records.budget import Budget
 from torchtrim.records.certificate import Certificate
+from torchtrim.records.figures import ExchangePart, ExchangeRow, PeakPart, RankFigures
 from torchtrim.records.finding import Finding
-from torchtrim.records.job import ExchangePart, ExchangeRow, RankFigures
-from torchtrim.records.lever import Part
 from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile
-from torchtrim.records.report import Figures, PlanSummary, Report, Stream, Waiting
+from torchtrim.records.report import Figures, PlanSummary, Report, StreamReport, WaitCost
 from torchtrim.records.trial import Trial
-from torchtrim.step.job import Exchange, Job, job_of
+from torchtrim.step.job import Job, JobCollective, job_of
 
 
 class Subject(NamedTuple):
-    """What a report is of, and on what it was measured: the device, the machine, torch's version."""
+    """The subject of a report: the script, and the device, machine and torch version it ran on."""
 
     script: str
     project: str
@@ -33,15 +31,15 @@ class Subject(NamedTuple):
     torch: str
 
 
-class Found(NamedTuple):
-    """The findings of a profile, and what the waits among them cost."""
+class PricedFindings(NamedTuple):
+    """The findings of a profile, and the cost of the waits among them."""
 
     findings: tuple[Finding, ...] = ()
-    waiting: Waiting | None = None
+    waiting: WaitCost | None = None
 
 
 def figures_of(trial: Trial) -> Figures:
-    """The figures of a trial that has a profile."""
+    """Return the figures of a trial with a profile."""
     assert trial.profile is not None
     times = [step.seconds for step in trial.timed]
     reserved = [step.reserved_bytes for step in trial.steps if step.reserved_bytes]
@@ -58,18 +56,11 @@ def figures_of(trial: Trial) -> Figures:
     )
 
 
-def original_report(verb: str, subject: Subject, trial: Trial, found: Found) -> Report:
-    """The original's figures, findings and what its peak is made of: what every other report begins with."""
+def original_report(verb: str, subject: Subject, trial: Trial, found: PricedFindings) -> Report:
+    """Return the report on the original: its figures, findings and parts of the peak. Others extend it."""
     profile = trial.profile
-    return Report(
-        torchtrim=__version__,
-        torch=subject.torch,
-        verb=verb,
-        device=subject.device,
-        script=subject.script,
-        project=subject.project,
-        machine=subject.machine,
-        steps=len(trial.timed),
+    return msgspec.structs.replace(
+        _bare_report(verb, subject, len(trial.timed)),
         original=figures_of(trial) if profile is not None else None,
         findings=found.findings,
         waiting=found.waiting,
@@ -79,12 +70,25 @@ def original_report(verb: str, subject: Subject, trial: Trial, found: Found) -> 
     )
 
 
-def _parts(profile: Profile | None) -> tuple[Part, ...]:
+def _bare_report(verb: str, subject: Subject, steps: int) -> Report:
+    return Report(
+        torchtrim=__version__,
+        torch=subject.torch,
+        verb=verb,
+        device=subject.device,
+        script=subject.script,
+        project=subject.project,
+        machine=subject.machine,
+        steps=steps,
+    )
+
+
+def _parts(profile: Profile | None) -> tuple[PeakPart, ...]:
     return peak_parts(profile) if profile is not None and profile.operators else ()
 
 
 def with_plan(report: Report, plan: Plan, budget: Budget) -> Report:
-    """The report with a plan and the budget that it is for."""
+    """Add a plan and its budget to the report."""
     return msgspec.structs.replace(
         report,
         budget_bytes=budget.bytes,
@@ -100,7 +104,7 @@ def with_plan(report: Report, plan: Plan, budget: Budget) -> Report:
 
 
 def with_planned(report: Report, planned: Trial | None, certificate: Certificate | None) -> Report:
-    """The report with what the planned workload measured, and whether it equals the original."""
+    """Add the figures of the planned workload and its certificate to the report."""
     measured = planned is not None and planned.profile is not None
     return msgspec.structs.replace(
         report,
@@ -110,7 +114,7 @@ def with_planned(report: Report, planned: Trial | None, certificate: Certificate
 
 
 def with_ranks(report: Report, original: Trial, planned: Trial | None = None) -> Report:
-    """The report with each rank's figures, and what the ranks exchanged; as it is where there was one."""
+    """Add the figures of each rank and their collectives to the report, if there are several ranks."""
     profiles = [trial.profile for trial in original.ranks if trial.profile is not None]
     if len(profiles) < 2:
         return report
@@ -142,7 +146,7 @@ def _rank(job: Job, number: int, original: Trial, planned: Trial | None) -> Rank
     )
 
 
-def _row(exchange: Exchange) -> ExchangeRow:
+def _row(exchange: JobCollective) -> ExchangeRow:
     return ExchangeRow(
         name=exchange.name,
         group=exchange.group,
@@ -165,7 +169,8 @@ def with_missed_budget(
     budget: Budget,
     floor: Profile | None = None,
 ) -> Report:
-    """The report of a budget that no plan meets. `floor`: the profile of the plan that needs least."""
+    """Turn the report into one on a missed budget. `floor`: the profile of the plan with the smallest
+    peak."""
     return msgspec.structs.replace(
         report,
         budget_bytes=budget.bytes,
@@ -180,24 +185,13 @@ def with_missed_budget(
 def stream_report(
     verb: str,
     subject: Subject,
-    stream: Stream,
+    stream: StreamReport,
     findings: tuple[Finding, ...],
     notes: tuple[str, ...],
 ) -> Report:
-    """The report of a stream."""
-    return Report(
-        torchtrim=__version__,
-        torch=subject.torch,
-        verb=verb,
-        device=subject.device,
-        script=subject.script,
-        project=subject.project,
-        machine=subject.machine,
-        steps=stream.frames,
-        findings=findings,
-        notes=notes,
-        stream=stream,
-    )
+    """Return the report of a stream."""
+    report = _bare_report(verb, subject, stream.frames)
+    return msgspec.structs.replace(report, findings=findings, notes=notes, stream=stream)
 
 
 def lint_report(
@@ -207,7 +201,7 @@ def lint_report(
     findings: tuple[Finding, ...],
     notes: tuple[str, ...],
 ) -> Report:
-    """The report of source that was only read."""
+    """Return the report of linting source, which does not run it."""
     return Report(
         torchtrim=__version__,
         torch=torch,

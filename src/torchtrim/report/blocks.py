@@ -1,6 +1,6 @@
-"""What outputs are made of: sentences under a label, tables, and a count of what is left out.
+"""The blocks of outputs: labelled sentences, tables, and counts of omitted rows.
 
-Only this cuts, wraps, aligns and escapes them, on a terminal and as Markdown.
+Only this module cuts, wraps, aligns and escapes them, for terminals and for Markdown.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from rich.text import Text
 
 from torchtrim.report.safe import clean, keep_left, sentence
 
-_MOST_CHARACTERS = 300
+SCREEN = 24  # The lines of a classic terminal.
+WIDEST = 120  # Arbitrary; longer lines are hard to read.
+_MOST_CHARACTERS = 300  # Arbitrary; three lines of a comment on GitHub.
 _SPECIAL = re.compile(
     r"(?P<mark>[&<>\\`*_\[\]|~$])|(?P<reference>[@#](?=\w)|:(?=//)|(?<=www)\.)", re.IGNORECASE
 )
@@ -24,7 +26,7 @@ _SPECIAL = re.compile(
 
 @dataclass(frozen=True)
 class Items:
-    """Sentences with their label on a terminal and their title in Markdown."""
+    """Sentences with a label for terminals and a title for Markdown."""
 
     label: str
     title: str
@@ -33,10 +35,10 @@ class Items:
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A column and how a terminal shows it: `gap` blanks, then `width` cells, else the rest of the line.
+    """A column of a table. On a terminal it has `gap` blanks, then `width` cells or the rest of the line.
 
-    A `fitted` column is no wider than its widest cell. Numbers are aligned `right` and never cut; other
-    cells are cut by `keep`. Where less than `least` is left of the line, the column is left out.
+    A `fitted` column shrinks to its widest cell. Cells aligned `right` are numbers and never cut; `keep` cuts
+    the others. A column without a width is omitted if fewer than `least` cells of the line remain.
     """
 
     head: str = ""
@@ -50,14 +52,14 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Table:
-    """Rows with a cell for each column. `Text` has a style of its own and `Markup` is Markdown already."""
+class TextTable:
+    """Rows with a cell for each column. `Text` keeps its own style, and `Markup` is already Markdown."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[str | Text]]
 
     def lines(self, width: int) -> Iterator[Text]:
-        """The heads, if there are any, and the rows in lines of a terminal."""
+        """Yield the heads, if any, and the rows as lines for a terminal."""
         widths = list(self._widths(width))
         heads = [column.head for column in self.columns]
         if any(heads):
@@ -90,7 +92,7 @@ class Table:
         return line
 
     def markdown(self, rest: str = "") -> str:
-        """The table as Markdown, with a sentence on rows that were left out."""
+        """Return the table as Markdown, followed by `rest`, a sentence on the omitted rows."""
         rules = ("--:|" if column.right else "---|" for column in self.columns)
         lines = [markdown_row(*(column.head for column in self.columns)), "|" + "".join(rules)]
         lines += [markdown_row(*row) for row in self.rows]
@@ -98,13 +100,13 @@ class Table:
 
 
 def padded(text: str, width: int, *, right: bool = False) -> str:
-    """`text` with blanks up to `width` cells."""
+    """Pad `text` with blanks to `width` cells."""
     blanks = " " * (width - cell_len(text))
     return blanks + text if right else text + blanks
 
 
 def first(texts: Iterable[str], most: int, rest: str = "+{} more") -> list[str]:
-    """At most so many texts, and one that counts the others."""
+    """Return at most `most` texts, and one that counts the others."""
     every = list(texts)
     return [*every[:most], *([rest.format(len(every) - most)] if len(every) > most else [])]
 
@@ -117,7 +119,7 @@ def labelled(
     indent: int,
     lines: int,
 ) -> list[Text]:
-    """Sentences of at most so many lines beside their label, or under it where that is too long."""
+    """Return sentences of at most `lines` lines each, beside their label or below it if it is too long."""
     room = width - indent
     pieces = [piece for text in texts for piece in sentence(text, room, lines)]
     if not pieces:
@@ -129,31 +131,31 @@ def labelled(
 
 
 def show(lines: Iterable[Text], console: Console) -> None:
-    """Print lines as they are: the terminal neither wraps nor cuts them."""
+    """Print lines without letting rich wrap or cut them."""
     for line in lines:
         console.print(line, no_wrap=True, crop=False, overflow="ignore", soft_wrap=True)
 
 
 def markdown_items(items: Items, most: int) -> str:
-    """The title and at most so many sentences, as a list; empty where there is none."""
+    """Return the title and at most `most` sentences as a Markdown list, or an empty string."""
     lines = [f"* {escape(text)}" for text in first(items.texts, most, "and {} more")]
     return "\n".join([f"**{items.title}**", "", *lines]) if lines else ""
 
 
 def markdown_row(*cells: str | Text) -> str:
-    """A row of a table; what is not `Markup` is escaped."""
+    """Return a row of a Markdown table. Everything except `Markup` is escaped."""
     texts = (cell if isinstance(cell, Markup) else escape(str(cell)) for cell in cells)
     return f"| {' | '.join(texts)} |"
 
 
 def escape(text: str) -> str:
-    """Text that Markdown and GitHub leave alone: no markup, no mention, no reference, at most a line."""
+    """Escape text so that Markdown and GitHub show it literally, on one line, without mentions or links."""
     line = clean(text)
     cut = line if len(line) <= _MOST_CHARACTERS else line[: _MOST_CHARACTERS - 3] + "..."
     return _SPECIAL.sub(_harmless, cut)
 
 
 def _harmless(match: re.Match[str]) -> str:
-    """A mark as an entity; a reference with an invisible space, without which it would be a link."""
+    """Replace a mark by its entity, and break a reference with a zero-width space so it is not linked."""
     reference = match.lastgroup == "reference"
     return f"{match[0]}&#8203;" if reference else f"&#{ord(match[0])};"

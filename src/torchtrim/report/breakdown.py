@@ -1,4 +1,4 @@
-"""Where a step's time and memory go: time by part and by operator, memory by module."""
+"""Breakdowns of a step: its time by part and by operator, its memory by module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchtrim.records import Profile, Report
 from torchtrim.records.finding import Source
 from torchtrim.records.operator_names import base_name, module_paths, owner
 from torchtrim.records.profile import is_emulated
-from torchtrim.records.report import Waiting
+from torchtrim.records.report import WaitCost
 from torchtrim.report import facts
 from torchtrim.report.lanes import Lanes
 from torchtrim.report.safe import clean, keep_right
@@ -23,33 +23,31 @@ _NAMES = {
     "loader": "data loader",
     "forward": "forward",
     "backward": "backward",
-    "recompute": "forward again",
+    "recompute": "recomputed forward",
     "optimizer": "optimizer",
     "other": "other operators",
     "communication": "communication",
     "waiting": "waiting",
     "host": "host",
 }
-_SLOWED = 1.05
+_SLOWED = 1.05  # Arbitrary; more than the times of equal steps usually differ.
 _COMMUNICATION = ("c10d::", "_c10d_functional::", "c10d_functional::")
-_CPU = "On a CPU nothing synchronizes. Host is Python between operators."
-_STANDS_IN = (
-    "The CPU did the GPU's work: these are not a GPU's times. Host is Python between operators."
-)
+_CPU = "A CPU has no host-device syncs. Host is the Python code between operators."
+_EMULATED = "The CPU emulated the GPU, so these are not GPU times. Host is the Python code between operators."
 _GPU = (
-    "The host's own time: operators are given out, and the device works meanwhile. What it does then "
-    "`torchtrim trace` tells, from a trace of torch.profiler."
+    "Host time only: the host launches operators while the device works. `torchtrim trace` shows the "
+    "device's work, from a trace of torch.profiler."
 )
-_MOST_CHARACTERS = 60
-_DEEPEST = 6
-_MOST_CHILDREN = 12
-_SMALL = 0.005
+_MOST_CHARACTERS = 60  # Arbitrary; names fit a cell of the page's table.
+_DEEPEST = 6  # Arbitrary; deeper levels are too narrow to compare.
+_MOST_CHILDREN = 12  # Arbitrary; the rest of a level is summed as "others".
+_SMALL = 0.005  # Half a percent; smaller bars are invisible.
 _OUTSIDE = "outside modules"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimePart:
-    """A part of the step. `share` is in percent."""
+    """A part of the step's time. `share` is in percent."""
 
     kind: str
     name: str
@@ -59,17 +57,17 @@ class TimePart:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeSplit:
-    """A step's time in parts, the whole first. `said` tells how to read it."""
+    """A step's time, split into parts. `caption` explains how to read it."""
 
     title: str
     source: Source
     seconds: float
     parts: Sequence[TimePart]
-    said: str
+    caption: str
 
 
 def splits(report: Report, profile: Profile | None) -> list[TimeSplit]:
-    """The step's time as it is known: modelled for a GPU that is emulated, and as measured."""
+    """Return the known splits of the step's time: modelled for an emulated GPU, and measured."""
     found = []
     if report.waiting is not None and report.waiting.step_ms:
         found.append(_modelled(report.waiting))
@@ -78,7 +76,7 @@ def splits(report: Report, profile: Profile | None) -> list[TimeSplit]:
     return [one for one in found if one.seconds > 0]
 
 
-def _modelled(waiting: Waiting) -> TimeSplit:
+def _modelled(waiting: WaitCost) -> TimeSplit:
     whole = max(waiting.step_ms, waiting.device_busy_ms)
     idle = whole - waiting.device_busy_ms
     waits = min(waiting.all_saves_ms, idle)
@@ -87,12 +85,12 @@ def _modelled(waiting: Waiting) -> TimeSplit:
         "waiting": waits / 1e3,
         "host": (idle - waits) / 1e3,
     }
-    said = (
-        "Lower bounds, from operators' work and bytes. Waiting is what the step would gain without "
-        "waits; host is when the device has nothing to do because the host is slower, a loader in the "
-        "same process too."
+    caption = (
+        "Lower bounds, from the operators' work and bytes. Waiting is the time the step would save "
+        "without waits; host is the time the device is idle because the host is slower, including a "
+        "data loader in the same process."
     )
-    return _split(f"{waiting.device.upper()}, modelled", waiting.source, seconds, said)
+    return _split(f"{waiting.device.upper()}, modelled", waiting.source, seconds, caption)
 
 
 def _measured(report: Report, profile: Profile) -> TimeSplit:
@@ -102,16 +100,16 @@ def _measured(report: Report, profile: Profile) -> TimeSplit:
     whole = max(timed or profile.step_seconds, known)
     seconds["host"] = whole - known
     whole_step = format_seconds(profile.step_seconds)
-    recorded = f" Operators as recorded; the step took {whole_step} with the recorder."
-    title, said = _about(profile.device)
+    recorded = f" Operator times are as recorded; the step took {whole_step} with the recorder."
+    title, caption = _about(profile.device)
     if timed and known > _SLOWED * timed:
         title += " with the recorder"
-    return _split(title, "measured", seconds, said + (recorded if timed else ""))
+    return _split(title, "measured", seconds, caption + (recorded if timed else ""))
 
 
 def _about(device: str) -> tuple[str, str]:
     if is_emulated(device):
-        return "This CPU, measured", _STANDS_IN
+        return "This CPU, measured", _EMULATED
     return ("The CPU, measured", _CPU) if device == "cpu" else ("The host, measured", _GPU)
 
 
@@ -138,10 +136,14 @@ def _inside(loads: Sequence[tuple[float, float]], start: float) -> bool:
     return before >= 0 and start <= loads[before][1]
 
 
-def _split(title: str, source: Source, seconds: Mapping[str, float], said: str) -> TimeSplit:
+def _split(title: str, source: Source, seconds: Mapping[str, float], caption: str) -> TimeSplit:
     whole = sum(seconds.values())
     return TimeSplit(
-        title=title, source=source, seconds=whole, parts=list(_parts(seconds, whole)), said=said
+        title=title,
+        source=source,
+        seconds=whole,
+        parts=list(_parts(seconds, whole)),
+        caption=caption,
     )
 
 
@@ -154,7 +156,7 @@ def _parts(seconds: Mapping[str, float], whole: float) -> Iterator[TimePart]:
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorRow:
-    """Operators of one name, phase and line. `made_bytes`: of the tensors that they made."""
+    """Operators with the same name, phase and line. `made_bytes`: bytes of the tensors they allocated."""
 
     name: str
     phase: str
@@ -168,7 +170,7 @@ class OperatorRow:
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorTable:
-    """The longest rows; how many rows and which share of the time were left out."""
+    """The rows with the most time, and the number of omitted rows with their share of the time."""
 
     rows: Sequence[OperatorRow]
     dropped: int
@@ -177,7 +179,7 @@ class OperatorTable:
 
 
 @dataclass(slots=True)
-class _Sum:
+class _OperatorSum:
     count: int = 0
     seconds: float = 0.0
     made: int = 0
@@ -188,7 +190,7 @@ _Key = tuple[str, str, int]
 
 
 def operator_table(profile: Profile, lanes: Lanes, most: int, *, source: bool) -> OperatorTable:
-    """At most `most` rows. Without `source` no line is named, and lines are not distinguished."""
+    """Return at most `most` rows. Without `source`, rows have no line and merge all lines."""
     sums, key_of = _sums(profile, source)
     on_device = lanes.source == "modelled"
     for span in lanes.device if on_device else lanes.host:
@@ -204,14 +206,14 @@ def operator_table(profile: Profile, lanes: Lanes, most: int, *, source: bool) -
     )
 
 
-def _sums(profile: Profile, source: bool) -> tuple[dict[_Key, _Sum], list[_Key]]:
-    sums: dict[_Key, _Sum] = {}
+def _sums(profile: Profile, source: bool) -> tuple[dict[_Key, _OperatorSum], list[_Key]]:
+    sums: dict[_Key, _OperatorSum] = {}
     keys: list[_Key] = []
     for op in profile.operators:
         place = op.caller if op.caller >= 0 else op.place
         key = (op.name, op.phase, place if source else -1)
         keys.append(key)
-        sums.setdefault(key, _Sum()).count += 1
+        sums.setdefault(key, _OperatorSum()).count += 1
     for storage in profile.storages:
         if 0 <= storage.birth < len(keys):
             sums[keys[storage.birth]].made += storage.counted
@@ -221,7 +223,7 @@ def _sums(profile: Profile, source: bool) -> tuple[dict[_Key, _Sum], list[_Key]]
     return sums, keys
 
 
-def _row(profile: Profile, key: _Key, one: _Sum, whole: float) -> OperatorRow:
+def _row(profile: Profile, key: _Key, one: _OperatorSum, whole: float) -> OperatorRow:
     name, phase, number = key
     place = profile.places[number] if number >= 0 else None
     where = facts.place(place.path, place.line, facts.home(profile)) if place else ""
@@ -239,7 +241,7 @@ def _row(profile: Profile, key: _Key, one: _Sum, whole: float) -> OperatorRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleNode:
-    """A module: its name in its parent, its bytes, its share in percent, and the modules in it."""
+    """A module: its name in its parent, its bytes, its share in percent, and its children."""
 
     name: str
     bytes: int
@@ -248,21 +250,21 @@ class ModuleNode:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """Bytes by path, those of modules inside included, and the paths inside each."""
+class _BytesByPath:
+    """Bytes by path, including children, and the child paths of each path."""
 
     total: dict[str, int]
     inside: dict[str, list[str]]
 
 
 def tree(profile: Profile) -> Sequence[ModuleNode]:
-    """The roots, largest first. Modules with less than a two-hundredth are summed as `others`."""
+    """Return the roots, largest first. Modules below half a percent are summed as `others`."""
     held = _held(profile)
     whole = sum(held.total[root] for root in held.inside[""])
     return list(_nodes(held, "", whole, 0)) if whole else []
 
 
-def _held(profile: Profile) -> _Held:
+def _held(profile: Profile) -> _BytesByPath:
     modules = module_paths(profile)
     total: dict[str, int] = defaultdict(int)
     inside: dict[str, list[str]] = defaultdict(list)
@@ -277,10 +279,10 @@ def _held(profile: Profile) -> _Held:
                 inside[above].append(here)
             total[here] += size
             above = here
-    return _Held(total, inside)
+    return _BytesByPath(total, inside)
 
 
-def _nodes(held: _Held, path: str, whole: int, depth: int) -> Iterator[ModuleNode]:
+def _nodes(held: _BytesByPath, path: str, whole: int, depth: int) -> Iterator[ModuleNode]:
     ordered = sorted(held.inside.get(path, ()), key=lambda one: (-held.total[one], one))
     large = [one for one in ordered if held.total[one] >= _SMALL * whole][:_MOST_CHILDREN]
     for one in large:
@@ -299,5 +301,5 @@ def _node(name: str, size: int, whole: int, children: Sequence[ModuleNode]) -> M
 
 
 def count(nodes: Sequence[ModuleNode]) -> int:
-    """How many there are, those inside included."""
+    """Return the number of nodes, including children."""
     return sum(1 + count(node.children) for node in nodes)

@@ -1,4 +1,4 @@
-"""Records as a notebook shows them: HTML without a script, and the same as text."""
+"""Renders records for a notebook: as HTML without scripts, and as text."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rich.console import Console
 
 from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records import Certificate, Finding, Plan, Profile, Report
-from torchtrim.report import facts, sentences, terminal
+from torchtrim.report import facts, sections, terminal
 from torchtrim.report.charts import area, picture
-from torchtrim.report.figures import figure_rows
 from torchtrim.report.headline import headline
 from torchtrim.report.safe import clean, keep_right
+from torchtrim.report.sections import figure_rows
 
-_WIDTH = 80
-_MOST_ROWS = 20
-_MOST_CHARACTERS = 300
+_WIDTH = 80  # The usual width of a terminal; notebooks do not report theirs.
+_MOST_ROWS = 20  # Arbitrary; a cell stays shorter than a screen.
+_MOST_CHARACTERS = 300  # Arbitrary; three lines of a cell.
 _PICTURE = (640, 150)
 _COLOURS = {
     "parameter": "#3f66a6",
@@ -33,23 +33,23 @@ _COLOURS = {
     "workspace": "#8c7fb5",
 }
 _TONES = {"good": "#17734a", "bad": "#b3302a", "unsure": "#8a5d00", "neutral": "inherit"}
-Shown = Report | Profile | Finding | Plan | Certificate
+NotebookRecord = Report | Profile | Finding | Plan | Certificate
 
 
-def html(record: Shown) -> str:
-    """A record as HTML: no script, nothing loaded, every name escaped."""
+def html(record: NotebookRecord) -> str:
+    """Return a record as HTML that has no script, loads nothing and escapes every name."""
     return Markup('<div style="max-width:60rem;overflow-x:auto">{}</div>').format(
         Markup().join(_blocks(record))
     )
 
 
-def text(record: Shown) -> str:
-    """A record as text of at most 80 columns, for a notebook that shows no HTML."""
+def text(record: NotebookRecord) -> str:
+    """Return a record as text of at most 80 columns, for notebooks without HTML."""
     if isinstance(record, Report):
         out = io.StringIO()
         terminal.render(record, Console(file=out, width=_WIDTH), next_command=None)
         return out.getvalue().rstrip("\n")
-    return "\n".join(keep_right(_said(line), _WIDTH) for line in _text_lines(record))
+    return "\n".join(keep_right(_clipped(line), _WIDTH) for line in _text_lines(record))
 
 
 def _text_lines(record: Profile | Finding | Plan | Certificate) -> Iterable[str]:
@@ -62,7 +62,7 @@ def _text_lines(record: Profile | Finding | Plan | Certificate) -> Iterable[str]
     return [record.verdict, *facts.certificate_lines(record)]
 
 
-def _blocks(record: Shown) -> Iterable[Markup]:
+def _blocks(record: NotebookRecord) -> Iterable[Markup]:
     if isinstance(record, Report):
         return _report(record)
     if isinstance(record, Profile):
@@ -75,7 +75,7 @@ def _blocks(record: Shown) -> Iterable[Markup]:
 
 
 def profile_lines(profile: Profile) -> list[str]:
-    """A profile in three lines."""
+    """Return three lines on a profile: its script, its peak and step time, its counts."""
     counts = (
         f"{len(profile.operators)} operators, {len(profile.modules)} modules, "
         f"{len(profile.syncs)} host-device syncs"
@@ -112,14 +112,14 @@ def _report(report: Report) -> Iterable[Markup]:
     yield _findings(report.findings, facts.home(report))
     techniques = report.plan.techniques if report.plan else ()
     proof = facts.certificate_lines(report.certificate) if report.certificate else []
-    told = [
-        *sentences.estimate_lines(report),
+    lines = [
+        *sections.estimate_lines(report),
         *facts.waiting_lines(report),
         *facts.fix_lines(report),
         *map(facts.technique_line, techniques),
         *proof,
     ]
-    yield _lines([*told, *report.notes])
+    yield _lines([*lines, *report.notes])
 
 
 def _findings(findings: Sequence[Finding], home: str = "") -> Markup:
@@ -150,11 +150,11 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
 
 
 def _joined(markup: Markup, texts: Iterable[str]) -> Markup:
-    return Markup().join(markup.format(_said(one)) for one in texts)
+    return Markup().join(markup.format(_clipped(one)) for one in texts)
 
 
 def _lines(texts: Iterable[str], bold: bool = False) -> Markup:
-    first, *rest = [_said(one) for one in texts] or [""]
+    first, *rest = [_clipped(one) for one in texts] or [""]
     head = Markup("<b>{}</b>").format(first) if bold else Markup("{}").format(first)
     lines = [head, *(Markup("{}").format(line) for line in rest)]
     return Markup("<div>{}</div>").format(Markup("<br>").join(lines))
@@ -166,13 +166,13 @@ def _verdict(certificate: Certificate) -> Markup:
 
 def _coloured(word: str, tone: str) -> Markup:
     return Markup('<div style="font-size:1.4em;font-weight:600;color:{}">{}</div>').format(
-        _TONES[tone], _said(word)
+        _TONES[tone], _clipped(word)
     )
 
 
-def _said(value: Any) -> str:
-    told = clean(str(value))
-    return told if len(told) <= _MOST_CHARACTERS else told[:_MOST_CHARACTERS] + "..."
+def _clipped(value: Any) -> str:
+    cut = clean(str(value))
+    return cut if len(cut) <= _MOST_CHARACTERS else cut[:_MOST_CHARACTERS] + "..."
 
 
 def _chart(profile: Profile) -> Markup:

@@ -1,4 +1,4 @@
-"""What changed between two reports or profiles, judged by their spread."""
+"""Compares two reports or profiles, and judges each change by its spread."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torchtrim.records.comparison import (
     Change,
     Comparison,
     FindingChange,
-    Judged,
+    Judgement,
     Side,
     Unit,
 )
 from torchtrim.records.profile import is_emulated
 from torchtrim.rules.registry import diagnose
 
-_RSS_VARIES = 0.05
+_RSS_VARIES = 0.05  # Arbitrary; the process peak of equal runs differs by a few percent.
 
 
-class _Facts(NamedTuple):
-    """What one side says. A figure: its unit, its value, and its spread where it varies."""
+class _SideFacts(NamedTuple):
+    """The facts of one side. A figure has a unit, a value, and its spread, None if it varies unmeasured."""
 
     side: Side
     figures: dict[str, tuple[Unit, float, float | None]]
@@ -37,26 +37,28 @@ class _Facts(NamedTuple):
 def compare(
     before: Report | Profile, after: Report | Profile, before_path: str, after_path: str
 ) -> Comparison:
-    """What changed from one to the other."""
+    """Compare two reports or profiles, which were read from the given paths."""
     one, other = _facts(before, before_path), _facts(after, after_path)
     names = list(dict.fromkeys((*one.figures, *other.figures)))
-    kinds = sorted({*one.kinds, *other.kinds}, key=lambda k: -max(_both(one, other, k)))
+    kinds = sorted({*one.kinds, *other.kinds}, key=lambda k: -max(_kind_bytes(one, other, k)))
     return Comparison(
         torchtrim=__version__,
         before=one.side,
         after=other.side,
         changes=tuple(_change(name, one, other) for name in names),
-        by_kind=tuple(_kind(kind, one, other) for kind in kinds if any(_both(one, other, kind))),
+        by_kind=tuple(
+            _kind(kind, one, other) for kind in kinds if any(_kind_bytes(one, other, kind))
+        ),
         findings=tuple(_findings(one, other)),
         notes=tuple(_notes(one, other)),
     )
 
 
-def _both(one: _Facts, other: _Facts, kind: str) -> tuple[int, int]:
+def _kind_bytes(one: _SideFacts, other: _SideFacts, kind: str) -> tuple[int, int]:
     return one.kinds.get(kind, 0), other.kinds.get(kind, 0)
 
 
-def _facts(found: Report | Profile, path: str) -> _Facts:
+def _facts(found: Report | Profile, path: str) -> _SideFacts:
     if isinstance(found, Report):
         return _report_facts(found, path)
     findings, waiting = priced(found, diagnose(found))
@@ -70,7 +72,7 @@ def _facts(found: Report | Profile, path: str) -> _Facts:
     if waiting is not None:
         figures[f"modelled step, {waiting.device}"] = ("seconds", waiting.step_ms / 1e3, 0.0)
     at = peak_operator(found)
-    return _Facts(
+    return _SideFacts(
         side=_side(found, path, "profile", 1),
         figures=figures,
         kinds=by_kind(found, at) if at >= 0 else {},
@@ -78,7 +80,7 @@ def _facts(found: Report | Profile, path: str) -> _Facts:
     )
 
 
-def _report_facts(report: Report, path: str) -> _Facts:
+def _report_facts(report: Report, path: str) -> _SideFacts:
     figures: dict[str, tuple[Unit, float, float | None]] = {}
     for prefix, found in (("", report.original), ("planned ", report.planned)):
         if found is not None:
@@ -86,7 +88,7 @@ def _report_facts(report: Report, path: str) -> _Facts:
     if report.waiting is not None:
         name = f"modelled step, {report.waiting.device}"
         figures[name] = ("seconds", report.waiting.step_ms / 1e3, 0.0)
-    return _Facts(
+    return _SideFacts(
         side=_side(report, path, "report", report.steps),
         figures=figures,
         kinds=report.original.by_kind if report.original else {},
@@ -126,7 +128,7 @@ def _side(found: Report | Profile, path: str, kind: str, steps: int) -> Side:
     )
 
 
-def _change(name: str, one: _Facts, other: _Facts) -> Change:
+def _change(name: str, one: _SideFacts, other: _SideFacts) -> Change:
     was, now = one.figures.get(name), other.figures.get(name)
     unit = (was or now or ("count",))[0]
     if was is None or now is None:
@@ -149,7 +151,7 @@ def _change(name: str, one: _Facts, other: _Facts) -> Change:
     )
 
 
-def _judged(by: float, spread: float | None) -> Judged:
+def _judged(by: float, spread: float | None) -> Judgement:
     if spread is None:
         return "unknown"
     if abs(by) <= spread:
@@ -157,8 +159,8 @@ def _judged(by: float, spread: float | None) -> Judged:
     return "less" if by < 0 else "more"
 
 
-def _kind(kind: str, one: _Facts, other: _Facts) -> Change:
-    was, now = _both(one, other, kind)
+def _kind(kind: str, one: _SideFacts, other: _SideFacts) -> Change:
+    was, now = _kind_bytes(one, other, kind)
     return Change(
         name=kind.replace("_", " "),
         unit="bytes",
@@ -169,8 +171,8 @@ def _kind(kind: str, one: _Facts, other: _Facts) -> Change:
     )
 
 
-def _findings(one: _Facts, other: _Facts) -> Iterator[FindingChange]:
-    """By code and file: first those of the same line, then the rest in the order of their lines."""
+def _findings(one: _SideFacts, other: _SideFacts) -> Iterator[FindingChange]:
+    """Match findings by code and file: first those on the same line, then the rest in line order."""
     gone: list[Finding] = []
     new: list[Finding] = []
     before, after = _grouped(one), _grouped(other)
@@ -183,15 +185,15 @@ def _findings(one: _Facts, other: _Facts) -> Iterator[FindingChange]:
     yield from (FindingChange(change="gone", finding=finding, before=finding) for finding in gone)
 
 
-def _grouped(side: _Facts) -> dict[tuple[str, str], list[Finding]]:
+def _grouped(side: _SideFacts) -> dict[tuple[str, str], list[Finding]]:
     groups: dict[tuple[str, str], list[Finding]] = defaultdict(list)
     for finding in side.findings:
-        groups[finding.code, _near(side.side, finding.path)].append(finding)
+        groups[finding.code, _project_path(side.side, finding.path)].append(finding)
     return groups
 
 
-def _near(side: Side, path: str) -> str:
-    """The path in the project. The script itself has none: it may have another name on the other side."""
+def _project_path(side: Side, path: str) -> str:
+    """Return the path in the project, empty for the script, whose name may differ between the sides."""
     path, script = path.replace("\\", "/"), side.script.replace("\\", "/")
     if path == script or path == f"{side.project}/{script}":
         return ""
@@ -215,7 +217,7 @@ def _matched(
     return kept, gone[moved:], left[moved:]
 
 
-def _notes(one: _Facts, other: _Facts) -> Iterator[str]:
+def _notes(one: _SideFacts, other: _SideFacts) -> Iterator[str]:
     for name in ("device", "torch", "kind"):
         was, now = getattr(one.side, name), getattr(other.side, name)
         if was != now:
@@ -223,4 +225,4 @@ def _notes(one: _Facts, other: _Facts) -> Iterator[str]:
     if PurePath(one.side.script).name != PurePath(other.side.script).name:
         yield f"the scripts differ, {one.side.script} and {other.side.script}"
     if any(f[0] == "seconds" and f[2] is None for s in (one, other) for f in s.figures.values()):
-        yield "a time was measured once, so its spread is not known: give --steps 5 or more"
+        yield "a time was measured only once, so its spread is unknown: pass --steps 5 or more"

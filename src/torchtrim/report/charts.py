@@ -1,9 +1,10 @@
-"""Charts without a script: areas as SVG that stretches, words as HTML that stays readable."""
+"""Charts without scripts: areas as SVG that stretches, labels as HTML that stays readable."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 from markupsafe import Markup
@@ -14,9 +15,9 @@ from torchtrim.records import Profile
 from torchtrim.records.report import FrontierPoint
 from torchtrim.report.safe import clean, keep_right
 
-_SIZE = 1000
-_LABELLED = 0.13
-_CROWDED = 0.12
+_SIZE = 1000  # Arbitrary; whole numbers on this square are as fine as pixels.
+_LABELLED = 0.13  # Share of the width that the longest name of a phase needs.
+_CROWDED = 0.12  # Share of the height at which the labels of peak and budget would overlap.
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _STEPS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 ORDER = (
@@ -30,17 +31,16 @@ ORDER = (
     "temporary",
     "workspace",
 )
-_COLUMNS = 400
-_NOTICEABLE = 200
-_MARGIN = 1.06
+_COLUMNS = 400  # Arbitrary; about one column for every two pixels of the page.
+_NOTICEABLE = 200  # A difference of one 200th, half a percent, is too small to see.
+_MARGIN = 1.06  # Arbitrary; keeps the outermost points off the edge.
 _SHARES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-_MOST_TIMES = 5
-_MIDDLE = 0.5
+_MOST_TIMES = 5  # Arbitrary; more grid lines would crowd the chart.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One kind of memory: its bytes in each column of the picture."""
+    """One kind of memory: its bytes in each column of the chart."""
 
     kind: str
     values: Sequence[int]
@@ -60,7 +60,7 @@ class Picture:
 
 
 def stacked(picture: Picture, top: float, budget: int | None = None) -> Markup:
-    """The picture on a scale from 0 to `top` bytes, with its peak and the budget marked."""
+    """Draw the picture on a scale from 0 to `top` bytes, with its peak and the budget marked."""
     marks = [_grid(tick, top) for tick in ticks(top)]
     if budget is not None:
         marks.append(_budget(budget, top, _across(picture)))
@@ -71,7 +71,7 @@ def stacked(picture: Picture, top: float, budget: int | None = None) -> Markup:
 
 
 def ticks(top: float) -> list[int]:
-    """Round numbers of bytes from 0 to `top`, five or fewer above zero."""
+    """Return round numbers of bytes from 0 to `top`, at most five above zero."""
     unit = next((size for _, size in _UNITS if top >= size), 1)
     step = next((s for s in _STEPS if top <= 5 * s * unit), 1000) * unit
     return list(range(0, int(top) + 1, step))
@@ -101,7 +101,7 @@ def _svg(picture: Picture, top: float) -> Markup:
 
 
 def area(heights: Sequence[int], top: float) -> str:
-    """A path under these heights, on a square of a thousand with `top` at its upper edge."""
+    """Return the SVG path of the area under `heights`, on a square of 1000 with `top` at its upper edge."""
     points, last = [f"M0 {_SIZE}"], None
     for column, height in enumerate(heights):
         y = round(_SIZE * (1 - height / top))
@@ -144,25 +144,26 @@ def _budget(budget: int, top: float, peak: float) -> Markup:
 
 
 def _phases(phases: Sequence[str]) -> Markup:
+    shares = ((phase, (end - start) / len(phases)) for phase, start, end in column_runs(phases))
     strips = Markup().join(
         Markup('<span class="p-{}" style="width:{:.2f}%">{}</span>').format(
             phase, 100 * share, phase if share > _LABELLED else ""
         )
-        for phase, share in _runs(phases)
+        for phase, share in shares
     )
     return Markup('<div class="phases" aria-hidden="true">{}</div>').format(strips)
 
 
-def _runs(phases: Sequence[str]) -> Iterable[tuple[str, float]]:
-    start = 0
-    for column in range(1, len(phases) + 1):
-        if column == len(phases) or phases[column] != phases[start]:
-            yield phases[start], (column - start) / len(phases)
-            start = column
+def column_runs(columns: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+    """Yield each run of equal columns: its value, its first column and the column after its last."""
+    end = 0
+    for value, run in groupby(columns):
+        start, end = end, end + len(list(run))
+        yield value, start, end
 
 
 def picture(profile: Profile, title: str) -> Picture | None:
-    """Memory by kind over the step; None for a profile without operators."""
+    """Return memory by kind over the step, or None for a profile without operators."""
     samples = kinds_over_time(profile, _COLUMNS)
     if not samples:
         return None
@@ -176,7 +177,7 @@ def picture(profile: Profile, title: str) -> Picture | None:
         phases=[profile.operators[sample.operator].phase for sample in samples],
         peak_column=column,
         peak_bytes=totals[column],
-        peak_name="peak" if _seen(profile, totals[column]) else "tracked peak",
+        peak_name="peak" if _peak_is_drawn(profile, totals[column]) else "tracked peak",
         where=where,
         summary=f"{title}: memory by kind over the step, {format_bytes(totals[column])} {where}",
     )
@@ -188,35 +189,35 @@ def _where(profile: Profile, operator: int) -> str:
     return f"in {module}, {phase}" if module else f"in {phase}"
 
 
-def _seen(profile: Profile, drawn: int) -> bool:
+def _peak_is_drawn(profile: Profile, drawn: int) -> bool:
     return abs(profile.peak_bytes - drawn) <= profile.peak_bytes / _NOTICEABLE
 
 
-def unseen(profile: Profile, drawn: Picture) -> int:
-    """Bytes of the measured peak that no operator accounts for; 0 where they are too few to see."""
-    if _seen(profile, drawn.peak_bytes):
+def hidden_bytes(profile: Profile, drawn: Picture) -> int:
+    """Return the bytes of the measured peak that no operator accounts for, 0 if too few to see."""
+    if _peak_is_drawn(profile, drawn.peak_bytes):
         return 0
     return max(profile.peak_bytes - drawn.peak_bytes, 0)
 
 
 class _TradeScale(NamedTuple):
-    """What the edges of the chart are: bytes on the right, and seconds below and above."""
+    """The edges of the chart: bytes on the right, and seconds at the bottom and the top."""
 
     bytes: float
     least: float
     most: float
 
     def across(self, point: FrontierPoint) -> float:
-        """From 0 to 1, from the left."""
+        """Return the horizontal position, 0 to 1 from the left."""
         return point.peak_bytes / self.bytes
 
     def up(self, seconds: float) -> float:
-        """From 0 to 1, from below."""
+        """Return the vertical position, 0 to 1 from the bottom."""
         return (seconds - self.least) / (self.most - self.least)
 
 
 def trade_off(points: Sequence[FrontierPoint]) -> Markup:
-    """The chart; empty where there is nothing to compare."""
+    """Draw the step time over the peak of each plan; empty with fewer than two points."""
     if len(points) < 2:
         return Markup()
     scale = _scale(points)
@@ -238,7 +239,7 @@ def _scale(points: Sequence[FrontierPoint]) -> _TradeScale:
 
 
 def _line(scale: _TradeScale, plans: Sequence[FrontierPoint]) -> Markup:
-    """Stairs, since between two plans the tighter one is taken."""
+    """Draw stairs: a budget between two plans takes the plan with the smaller peak."""
     corners = [(scale.across(p), scale.up(p.step_seconds)) for p in plans]
     path = "".join(
         f"{'H' if n else 'M'}{_x(x)}{'V' if n else ' '}{_y(y)}" for n, (x, y) in enumerate(corners)
@@ -246,7 +247,7 @@ def _line(scale: _TradeScale, plans: Sequence[FrontierPoint]) -> Markup:
     return Markup(
         '<svg viewBox="0 0 {size} {size}" preserveAspectRatio="none" role="img" aria-label="{label}">'
         '<path class="stairs" d="{path}H{size}"/></svg>'
-    ).format(size=_SIZE, path=path, label="the step's time for each peak that plans reach")
+    ).format(size=_SIZE, path=path, label="step time for each peak that a plan reaches")
 
 
 def _x(across: float) -> int:
@@ -258,7 +259,7 @@ def _y(up: float) -> int:
 
 
 def _time_grid(scale: _TradeScale) -> Iterator[Markup]:
-    """Lines at round shares over the quickest step."""
+    """Draw grid lines at round percentages above the fastest step."""
     whole = scale.most / scale.least - 1
     share = next((s for s in _SHARES if whole <= _MOST_TIMES * s), _SHARES[-1])
     for number in range(int(whole / share) + 1):
@@ -293,4 +294,4 @@ def _dot(scale: _TradeScale, point: FrontierPoint) -> Markup:
 
 
 def _side(across: float) -> str:
-    return "after" if across < _MIDDLE else "ahead"
+    return "after" if across < 0.5 else "ahead"

@@ -1,4 +1,4 @@
-"""A comparison on a terminal and as Markdown: figures before and after, findings that came and went."""
+"""Renders a comparison on a terminal and as Markdown: figures before and after, new and gone findings."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ from rich.text import Text
 from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records.comparison import Change, Comparison, FindingChange
 from torchtrim.report import facts
-from torchtrim.report.blocks import Column, Table, escape, labelled, markdown_row, show
+from torchtrim.report.blocks import WIDEST, Column, TextTable, escape, labelled, markdown_row, show
 from torchtrim.report.safe import clean, keep_left, keep_right
 
-_WIDEST = 120
 _FIGURES = (
     Column(width=21, gap=0),
     Column(width=10, gap=1, right=True),
     Column(width=10, gap=0, right=True),
     Column(),
 )
-_FIGURES_WIDTH = 44
-_MOST_KINDS = 5
-_MOST_FINDINGS = 8
-_MOST_ROWS = 50
+_FIGURES_WIDTH = 44  # The widths and gaps of `_FIGURES` before its last column.
+_MOST_KINDS = 5  # Arbitrary, as the next two: a comparison fits a screen, and a comment.
+_MOST_FINDINGS = 8  # Arbitrary.
+_MOST_ROWS = 50  # Arbitrary.
 _STYLES = {"less": "green", "more": "red"}
 _MARKS = {"new": "+", "gone": "-", "kept": "="}
 
 
 def headline(comparison: Comparison) -> str:
-    """`"2 figures changed, 1 finding new, 3 gone"`, or that nothing did."""
+    """Return `"2 figures changed, 1 new finding, 3 gone"`, or `"no significant change"`."""
     moved = sum(change.judged in ("less", "more") for change in comparison.changes)
     counts = Counter(found.change for found in comparison.findings)
     parts = [f"{moved} figure{'' if moved == 1 else 's'} changed"] if moved else []
@@ -42,7 +41,7 @@ def headline(comparison: Comparison) -> str:
 
 
 def amount(change: Change, value: float | None) -> str:
-    """A figure as people read it, empty where it is not known."""
+    """Format a figure for people; empty if unknown."""
     if value is None:
         return ""
     if change.unit == "bytes":
@@ -51,13 +50,13 @@ def amount(change: Change, value: float | None) -> str:
 
 
 def difference(change: Change) -> str:
-    """`"-4.70 MiB (-7 %)"`, `"no significant change, -1 % +- 4 %"`."""
+    """Return the change, such as `"-4.70 MiB (-7 %)"` or `"no significant change, -1 % +- 4 %"`."""
     if change.before is None or change.after is None:
         return "only after" if change.before is None else "only before"
     by = change.after - change.before
     share = facts.percent(change.before, change.after)
     if change.judged == "unknown":
-        return f"{share}, spread not known" if share else "spread not known"
+        return f"{share}, spread unknown" if share else "spread unknown"
     around = ""
     if change.spread and change.before:
         around = f" +- {100 * change.spread / change.before:.0f} %"
@@ -68,7 +67,7 @@ def difference(change: Change) -> str:
 
 
 def price_change(found: FindingChange) -> str:
-    """A finding's price; of one that stayed and costs something else now, both."""
+    """Return a finding's price, or both prices if it stayed and its price changed."""
     now = facts.price(found.finding)
     was = facts.price(found.before) if found.before is not None else now
     if was == now:
@@ -77,8 +76,8 @@ def price_change(found: FindingChange) -> str:
 
 
 def render(comparison: Comparison, console: Console) -> None:
-    """Print it."""
-    width = max(60, min(console.width, _WIDEST))
+    """Print the comparison."""
+    width = max(60, min(console.width, WIDEST))
     show(_lines(comparison, width), console)
 
 
@@ -89,25 +88,25 @@ def _lines(comparison: Comparison, width: int) -> Iterator[Text]:
         yield Text(f"{name:<8}").append(keep_right(clean(side.path), width - 8), "cyan")
     kinds = [one for one in comparison.by_kind if one.judged != "no significant change"]
     figures = [_figure(change, width) for change in (*comparison.changes, *kinds[:_MOST_KINDS])]
-    yield from Table(_FIGURES, figures).lines(width)
-    changed = [found for found in comparison.findings if _is_told(found)]
+    yield from TextTable(_FIGURES, figures).lines(width)
+    changed = [found for found in comparison.findings if _is_listed(found)]
     for found in changed[:_MOST_FINDINGS]:
         yield _finding(comparison, found, width)
     if len(changed) > _MOST_FINDINGS:
-        yield Text(f"+{len(changed) - _MOST_FINDINGS} more, which --json has", "dim")
+        yield Text(f"+{len(changed) - _MOST_FINDINGS} more, see --json", "dim")
     for label, texts in (("over", comparison.over), ("note", comparison.notes)):
         for text in texts:
             yield from labelled(label, [clean(text)], width, indent=8, lines=3)
 
 
-def _is_told(found: FindingChange) -> bool:
+def _is_listed(found: FindingChange) -> bool:
     return found.change != "kept" or "->" in price_change(found)
 
 
 def _figure(change: Change, width: int) -> tuple[str | Text, ...]:
-    told = keep_left(difference(change), width - _FIGURES_WIDTH)
+    words = keep_left(difference(change), width - _FIGURES_WIDTH)
     amounts = amount(change, change.before), amount(change, change.after)
-    return clean(change.name), *amounts, Text(told, _STYLES.get(change.judged, "dim"))
+    return clean(change.name), *amounts, Text(words, _STYLES.get(change.judged, "dim"))
 
 
 def _finding(comparison: Comparison, found: FindingChange, width: int) -> Text:
@@ -122,7 +121,7 @@ def _finding(comparison: Comparison, found: FindingChange, width: int) -> Text:
 
 
 def markdown(comparison: Comparison) -> str:
-    """The comparison as Markdown for a pull request."""
+    """Return the comparison as Markdown for a pull request."""
     rows = [
         markdown_row(
             change.name,
@@ -135,7 +134,7 @@ def markdown(comparison: Comparison) -> str:
     blocks = [
         f"## torchtrim: {escape(headline(comparison))}",
         "\n".join(["| | before | after | change |", "|---|--:|--:|---|", *rows]),
-        _finding_rows([found for found in comparison.findings if _is_told(found)]),
+        _finding_rows([found for found in comparison.findings if _is_listed(found)]),
         "\n".join(f"* over the limit: {escape(text)}" for text in comparison.over),
         "\n".join(f"* {escape(text)}" for text in comparison.notes),
     ]
@@ -151,5 +150,5 @@ def _finding_rows(changed: Sequence[FindingChange]) -> str:
         where, cost = facts.place(one.path, one.line), price_change(found)
         lines.append(markdown_row(found.change, one.code, where, cost, one.message))
     if len(changed) > _MOST_ROWS:
-        lines += ["", f"and {len(changed) - _MOST_ROWS} more, which `--json` has."]
+        lines += ["", f"and {len(changed) - _MOST_ROWS} more, see `--json`."]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What a report says, in the words that every renderer uses: the same facts in each output."""
+"""The facts of a report in words. All renderers share them, so that every output says the same."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records import Certificate, Figures, Finding, Profile, Report, Technique
 from torchtrim.records.certificate import Coverage
 from torchtrim.records.comparison import Side
+from torchtrim.records.figures import Lever
 from torchtrim.records.fix import FixRecord, State
-from torchtrim.records.lever import Lever
 from torchtrim.records.profile import is_emulated
 from torchtrim.records.report import PlanSummary
 from torchtrim.report import stages
@@ -40,39 +40,37 @@ _TONES: dict[str, Tone] = {
 }
 SAFETY = {
     "BITWISE": "Every compared bit is equal.",
-    "ROUNDING": "The same real function: what differs shrinks with the type's epsilon.",
-    "AS ASKED": "Another function, which was asked for; all else equals the original with that made by hand.",
-    "NOT EQUAL": "The compared program computes something else than the original: do not use it.",
-    "UNDECIDED": "The original does not equal itself, and the difference is within that.",
+    "ROUNDING": "The same real function: differences shrink with the type's epsilon.",
+    "AS ASKED": "A different function, as requested; everything else equals the original edited by hand.",
+    "NOT EQUAL": "The compared program does not compute what the original computes: do not use it.",
+    "UNDECIDED": "The original differs from run to run, and the difference is within that noise.",
 }
-
-
-_NEARLY = 0.9
-_MOST_INPUTS = 3
-_PROVEN = 0.0005
-_SMALL = 0.005
+_NEARLY = 0.9  # Arbitrary; a few findings that gain 90 % are a better target than all of them.
+_MOST_INPUTS = 3  # Arbitrary; the sentence stays short, and JSON has all inputs.
+_PROVEN = 0.0005  # Smaller gaps would be shown as 0.0 %.
+_SMALL = 0.005  # Smaller shares would be shown as 0 %.
 
 
 def tone_of(certificate: Certificate) -> Tone:
-    """How a verdict is to be taken."""
+    """Return the tone of a certificate's verdict."""
     return _TONES[certificate.verdict]
 
 
 def part_lines(report: Report) -> list[str]:
-    """What the smallest peak is made of, where a budget is missed: the largest part first."""
+    """Return the parts of the smallest peak if a budget is missed, largest first."""
     if report.floor_bytes is None or not report.peak_parts:
         return []
     whole = sum(part.bytes for part in report.peak_parts)
     small = [p.bytes for p in report.peak_parts[1:] if p.bytes < _SMALL * whole]
     large = report.peak_parts[: len(report.peak_parts) - len(small)]
-    told = [f"{p.what} {format_bytes(p.bytes)} ({_share(p.bytes, whole)})" for p in large]
-    told += [f"the rest {format_bytes(sum(small))}"] if small else []
+    parts = [f"{p.what} {format_bytes(p.bytes)} ({_share(p.bytes, whole)})" for p in large]
+    parts += [f"the rest {format_bytes(sum(small))}"] if small else []
     floor = f"{format_bytes(report.floor_bytes)} ({report.floor_bytes} bytes)"
-    return [f"{floor}: {', '.join(told)}"]
+    return [f"{floor}: {', '.join(parts)}"]
 
 
 def lever_lines(report: Report) -> list[str]:
-    """What each lever would reach, the quickest first."""
+    """Return a line for each technique with the peak it would reach, fastest first."""
     return [_lever_line(lever, report) for lever in report.levers]
 
 
@@ -91,24 +89,24 @@ def _share(part: int, whole: int) -> str:
 
 
 def bracketed(text: str) -> str:
-    """`" (-43 %)"`; empty for nothing."""
+    """Put text in parentheses after a space, `" (-43 %)"`; empty text stays empty."""
     return f" ({text})" if text else ""
 
 
 def emulated_name(report: Report) -> str:
-    """The name of the emulated device, empty where there is none."""
+    """Return the name of the emulated device, or an empty string."""
     if not is_emulated(report.device):
         return ""
     return f" on an emulated {report.device.partition(' ')[2].upper() or 'GPU'}"
 
 
 def step_name(report: Report) -> str:
-    """What the step time is called: emulation runs on a CPU, and its time is that CPU's."""
+    """Return the name of the step time: an emulated step runs on a CPU, and takes the CPU's time."""
     return "step on this CPU" if is_emulated(report.device) else "step"
 
 
-def held(figures: Figures | None, memory_kind: str) -> int | None:
-    """The bytes that a budget of this kind is on."""
+def limited_bytes(figures: Figures | None, memory_kind: str) -> int | None:
+    """Return the bytes that a budget of this kind limits."""
     if figures is None:
         return None
     kinds = {
@@ -120,7 +118,7 @@ def held(figures: Figures | None, memory_kind: str) -> int | None:
 
 
 def peaks_of(figures: Figures) -> str:
-    """Every peak that was measured, by name."""
+    """Return all measured peaks, by name."""
     peaks = {
         "allocated": figures.peak_bytes,
         "tracked at dispatch": figures.tracked_peak_bytes,
@@ -131,51 +129,51 @@ def peaks_of(figures: Figures) -> str:
 
 
 def peak_before(report: Report) -> int | None:
-    """The original's peak, in the memory that the budget is on."""
-    return held(report.original, report.memory_kind)
+    """Return the original's peak, in the kind of memory that the budget limits."""
+    return limited_bytes(report.original, report.memory_kind)
 
 
 def peak_after(report: Report) -> int | None:
-    """The planned peak: measured, else predicted."""
+    """Return the planned peak: measured, else predicted."""
     if report.planned is None and report.plan is not None:
         return report.plan.predicted.peak_bytes
-    return held(report.planned, report.memory_kind)
+    return limited_bytes(report.planned, report.memory_kind)
 
 
 def over_budget(report: Report) -> int:
-    """By how many bytes the budget is missed; 0 or less where it is kept or there is none."""
+    """Return the bytes over the budget; 0 or less if it is met or there is none."""
     after = peak_after(report)
     known = peak_before(report) if after is None else after
     return 0 if known is None or report.budget_bytes is None else known - report.budget_bytes
 
 
 def percent(before: float, after: float) -> str:
-    """`"-43 %"`; empty where there is nothing to compare with."""
+    """Return a relative change, such as `"-43 %"`; empty if `before` is 0."""
     return f"{100 * (after / before - 1):+.0f} %" if before else ""
 
 
 def step_change(original: Figures, planned: Figures) -> str:
-    """How the step time changed, with its spread; a change within the spread is called none."""
+    """Return the change of the step time and its spread; a change within the spread is not significant."""
     if not original.step_seconds or not planned.step_seconds:
         return ""
     ratio = planned.step_seconds / original.step_seconds
     relative = sum(f.spread_seconds / 2 / f.step_seconds for f in (original, planned))
     text = f"{100 * (ratio - 1):+.0f} % +- {100 * ratio * relative:.0f} %"
     if not relative:
-        return f"{100 * (ratio - 1):+.0f} %, spread not known"
+        return f"{100 * (ratio - 1):+.0f} %, spread unknown"
     settled = abs(ratio - 1) > ratio * relative
     return text if settled else f"no significant change, {text}"
 
 
 def count_of(findings: Sequence[Finding]) -> str:
-    """`"5 findings"`, or `"No findings"`."""
+    """Return the number of findings, such as `"5 findings"` or `"No findings"`."""
     return (
         f"{len(findings)} finding{'' if len(findings) == 1 else 's'}" if findings else "No findings"
     )
 
 
 def families(findings: Sequence[Finding]) -> str:
-    """`"3 memory, 2 waiting; 2 with a fix"`."""
+    """Return the number of findings by family, such as `"3 memory, 2 waiting; 2 with a fix"`."""
     counted = Counter(_FAMILIES.get(f.code[2:3], "other") for f in findings)
     counts = ", ".join(f"{count} {family}" for family, count in counted.most_common())
     fixes = sum(1 for f in findings if f.fix and f.fix.kind == "code")
@@ -183,7 +181,8 @@ def families(findings: Sequence[Finding]) -> str:
 
 
 def price(finding: Finding) -> str:
-    """`"3.20 ms, 120 MiB modelled"`; the source is left out where the price was measured."""
+    """Return the price of a finding, such as `"3.20 ms, 120 MiB modelled"`; measured prices name no
+    source."""
     prices = []
     if finding.price_ms is not None:
         prices.append(format_seconds(finding.price_ms / 1e3))
@@ -196,40 +195,41 @@ def price(finding: Finding) -> str:
 
 
 _BOUNDS = {
-    "waits": "most is to be gained from waits",
-    "host": "bound by the host",
-    "device": "bound by the device",
+    "waits": "bound by waits",
+    "host": "host-bound",
+    "device": "device-bound",
     "loader": "bound by the loader",
 }
 
 
 def waiting_lines(report: Report) -> list[str]:
-    """What waits cost as a whole, and the smallest set of findings that gains nearly all of it."""
+    """Return the total cost of waits, and the smallest set of findings that accounts for nearly all of it."""
     waiting = report.waiting
     if waiting is None:
         return []
 
-    def said(milliseconds: float) -> str:
+    def formatted(milliseconds: float) -> str:
         return format_seconds(milliseconds / 1e3)
 
-    gain = f"{said(waiting.all_saves_ms)} less without waits" if waiting.all_saves_ms else ""
+    gain = f"{formatted(waiting.all_saves_ms)} less without waits" if waiting.all_saves_ms else ""
     parts = [
-        f"step {said(waiting.step_ms)}, {gain or 'no gain expected from removing waits'}",
-        f"device busy {said(waiting.device_busy_ms)}",
+        f"step {formatted(waiting.step_ms)}, {gain or 'no gain expected from removing waits'}",
+        f"device busy {formatted(waiting.device_busy_ms)}",
         _BOUNDS.get(waiting.bound, ""),
     ]
-    told = ", ".join(part for part in parts if part)
-    lines = [f"{waiting.source}, {waiting.device.upper()}: {told}"]
+    figures = ", ".join(part for part in parts if part)
+    lines = [f"{waiting.source}, {waiting.device.upper()}: {figures}"]
     near = [one for one in waiting.sets if one.saves_ms >= _NEARLY * waiting.all_saves_ms]
     best = min(near, key=lambda one: len(one.findings), default=None)
     if best is not None and waiting.all_saves_ms:
         sites = ", ".join(_site(report.findings[number]) for number in best.findings)
-        lines.append(f"{said(best.saves_ms)} of it from {sites}")
+        lines.append(f"{formatted(best.saves_ms)} of it from {sites}")
     return lines
 
 
 def gain_of(report: Report) -> str:
-    """What the most expensive finding, or the waits together, would gain: the larger share of the step."""
+    """Return the gain from the largest finding or from all waits, whichever is the larger share of the
+    step."""
     waiting, peak = report.waiting, peak_before(report) or 0
     size = max((finding.price_bytes or 0 for finding in report.findings), default=0)
     wait = waiting.all_saves_ms if waiting is not None else 0.0
@@ -240,7 +240,7 @@ def gain_of(report: Report) -> str:
 
 
 def waits_of(report: Report) -> str:
-    """`"waits cost 1.52 ms of a step of 11.9 ms on A10G, modelled"`; empty where they cost nothing."""
+    """Return `"waits cost 1.52 ms of a step of 11.9 ms on A10G, modelled"`; empty if they cost nothing."""
     waiting = report.waiting
     if waiting is None or not waiting.all_saves_ms:
         return ""
@@ -249,7 +249,7 @@ def waits_of(report: Report) -> str:
 
 
 def stream_rows(report: Report) -> list[tuple[str, str, str]]:
-    """What a stream's frames need: a name, as it runs, and without bounds (empty where not run)."""
+    """Return rows on a stream's frames: name, measured value, value without bounds (empty if not run)."""
     stream = report.stream
     if stream is None:
         return []
@@ -273,7 +273,7 @@ def _bytes_or_none(value: int | None) -> str:
 
 
 def fix_lines(report: Report) -> list[str]:
-    """What became of the fixes: how many, what they were proved to be, then each with its place."""
+    """Return a line with the number of fixes by state and their proof, then a line for each fix."""
     fixes = report.fixes
     if fixes is None:
         return []
@@ -281,9 +281,10 @@ def fix_lines(report: Report) -> list[str]:
     if not counts and report.plan is not None and not fixes.syncs_before:
         return []
     if not counts:
-        found = "has a form with a fix" if fixes.syncs_before else "to fix"
-        return [f"none: no host-device sync of the script's own source {found}"]
-    told = [f"{counts[state]} {word}" for state, word in _STATES.items() if counts[state]]
+        if fixes.syncs_before:
+            return ["none: no known fix for the host-device syncs in the script's own source"]
+        return ["none: the script's own source has no host-device syncs"]
+    states = [f"{counts[state]} {word}" for state, word in _STATES.items() if counts[state]]
     syncs = f"syncs {fixes.syncs_before} -> {fixes.syncs_after} a step"
     proof = fixes.certificate if fixes.certificate != report.certificate else None
     proved = (
@@ -292,7 +293,7 @@ def fix_lines(report: Report) -> list[str]:
         else []
     )
     return [
-        ", ".join([*told, syncs, *proved]),
+        ", ".join([*states, syncs, *proved]),
         *(_fix_line(fix, home(report)) for fix in fixes.places),
     ]
 
@@ -314,7 +315,7 @@ def _fix_line(fix: FixRecord, folder: str) -> str:
 
 
 def diff_lines(report: Report) -> list[str]:
-    """The lines of the fixes' diff that differ, and where."""
+    """Return the changed lines of the fixes' diff, and its hunk headers."""
     diff = report.fixes.diff if report.fixes else ""
     return [line for line in diff.splitlines() if line.startswith(("+", "-", "@@"))]
 
@@ -325,13 +326,13 @@ def _site(finding: Finding) -> str:
 
 
 def home(record: Report | Profile | Side) -> str:
-    """The folder that places are relative to: the project's, else the script's; empty for none."""
+    """Return the folder that places are relative to: the project's, else the script's, or an empty string."""
     folder = record.project or str(PurePath(record.script).parent)
     return "" if folder in (".", "/") else folder
 
 
 def place(path: str, line: int, home: str = "") -> str:
-    """`path:line`, short: relative to `home` or to the installed packages."""
+    """Return `path:line`, shortened relative to `home` or to the installed packages."""
     text = path.replace("\\", "/").rpartition("site-packages/")[2]
     folder = home.replace("\\", "/").rstrip("/")
     text = text.removeprefix(folder + "/") if folder else text
@@ -339,7 +340,7 @@ def place(path: str, line: int, home: str = "") -> str:
 
 
 def difference_of(certificate: Certificate, home: str = "") -> str:
-    """`"gradient of layers.3 at model.py:42"`."""
+    """Return the first difference, such as `"gradient of layers.3 at model.py:42"`."""
     first = certificate.first_difference
     if first is None:
         return ""
@@ -355,12 +356,12 @@ def difference_of(certificate: Certificate, home: str = "") -> str:
 
 
 def difference_figure(value: float | None) -> str:
-    """A relative difference as people read it."""
+    """Format a relative difference for people."""
     return "not measured" if value is None else "0" if value == 0 else f"{value:.1e}"
 
 
 def certificate_lines(certificate: Certificate) -> list[str]:
-    """The comparison, its figures, and why the verdict is none to rely on."""
+    """Return the comparison, its figures and coverage, and the reason for a verdict other than equal."""
     lines = [f"{certificate.verdict}: {_compared(certificate)}", _figures(certificate)]
     if certificate.coverage is not None:
         lines.append(coverage_sentence(certificate.coverage))
@@ -371,15 +372,15 @@ def certificate_lines(certificate: Certificate) -> list[str]:
 
 
 def coverage_sentence(coverage: Coverage) -> str:
-    """What a verdict was shown for: `"Shown for Net: float32[8, 3] (batch 8), in training, 5 steps"`."""
+    """Return the coverage of a verdict: `"Shown for Net: float32[8, 3] (batch 8), in training, 5 steps"`."""
     inputs = coverage.inputs[:_MOST_INPUTS]
     more = len(coverage.inputs) - len(inputs)
-    said = "; ".join(inputs) + (f" and {more} more" if more else "")
+    shown = "; ".join(inputs) + (f" and {more} more" if more else "")
     batches = ", ".join(map(str, coverage.batch_sizes))
     batch = bracketed(f"batch {batches}") if batches else ""
     modes = " and ".join(coverage.modes) or "no call of a module"
     steps = f"{coverage.steps} step{'' if coverage.steps == 1 else 's'}"
-    what = f"{said}{batch}, in {modes}, {steps}" if said else f"{modes}, {steps}"
+    what = f"{shown}{batch}, in {modes}, {steps}" if shown else f"{modes}, {steps}"
     device = f" on {coverage.device}" if coverage.device else ""
     several = len(coverage.processes) > 1
     ranks = f", on each of ranks {', '.join(map(str, coverage.processes))}" if several else ""
@@ -387,7 +388,7 @@ def coverage_sentence(coverage: Coverage) -> str:
 
 
 def weakest_verdict(report: Report) -> str:
-    """The verdict, BITWISE only where all that was applied keeps every bit on any input."""
+    """Return the verdict; BITWISE only if everything applied is bitwise equal for all inputs."""
     assert report.certificate is not None
     applied = [one.equivalence for one in report.plan.techniques] if report.plan else []
     if report.fixes is not None:
@@ -410,7 +411,7 @@ def _figures(certificate: Certificate) -> str:
 
 
 def plan_lines(report: Report) -> list[str]:
-    """A line for each technique of the plan, and how sure it is that none is quicker; or for each stage."""
+    """Return a line for each technique of the plan and one on its optimality, or a line for each stage."""
     if report.pipeline is not None:
         return stages.lines(report.pipeline)
     if report.plan is None or not report.plan.techniques:
@@ -419,23 +420,23 @@ def plan_lines(report: Report) -> list[str]:
 
 
 def sure_lines(plan: PlanSummary) -> list[str]:
-    """How far the plan may be from the quickest, as a sentence."""
+    """Return a sentence on the gap between the plan and the fastest one, if known."""
     if plan.gap is None:
         return []
     if plan.gap < _PROVEN:
-        return ["by prediction no plan that fits is quicker"]
-    return [f"by prediction a plan that fits is quicker by {plan.gap:.1%} of a step at most"]
+        return ["predicted: no plan that fits is faster"]
+    return [f"predicted: a plan that fits is faster by at most {plan.gap:.1%} of a step"]
 
 
 def technique_line(technique: Technique) -> str:
-    """`"recompute (BITWISE, segments 2) on 4 modules: model.layers.0-3"`."""
+    """Return a technique in words: `"recompute (BITWISE, segments 2) on 4 modules: model.layers.0-3"`."""
     options = ", ".join(f"{key} {value}" for key, value in technique.options.items())
     about = f"{technique.equivalence}{', ' if options else ''}{options}"
     return f"{technique.name} ({about}) on {where_of(technique)}"
 
 
 def where_of(technique: Technique) -> str:
-    """`"4 modules: model.layers.0-3"`; operators in modules are places."""
+    """Return the places of a technique: `"4 modules: model.layers.0-3"`; operators count as places."""
     if not technique.where:
         return "the whole step"
     count = f"{len(technique.where)} {_noun(technique)}{'' if len(technique.where) == 1 else 's'}"
@@ -449,7 +450,7 @@ def _noun(technique: Technique) -> str:
 
 
 def runs(paths: Iterable[str]) -> list[str]:
-    """Module paths with consecutive numbers joined: `layers.0`, `layers.1` -> `layers.0-1`."""
+    """Join module paths with consecutive numbers: `layers.0`, `layers.1` -> `layers.0-1`."""
     parted = [re.fullmatch(r"(.*?\.)?(\d{1,9})(\D*)", path, re.DOTALL) or path for path in paths]
     joined: list[str] = []
     for _, group in groupby(enumerate(parted), _run_of):

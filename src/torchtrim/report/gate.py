@@ -1,36 +1,40 @@
-"""What a gate says on a terminal: limits that are passed and where, allowed findings, unneeded entries."""
+"""Renders a gate for a terminal: exceeded limits and their places, allowed findings, unneeded entries."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torchtrim.analysis.allow_list import near
 from torchtrim.records import Finding, Report
-from torchtrim.records.allow import Allowed, Over
+from torchtrim.records.allow import AllowedFinding, PassedLimit
+from torchtrim.report.blocks import first
 from torchtrim.report.facts import place, price
 from torchtrim.report.safe import clean, keep_left
 
-_MOST = 8
-_WIDTH = 100
+_MOST = 8  # Arbitrary; with the report above, the gate still fits a screen.
+_WIDTH = 100  # Arbitrary; logs of CI have no width to ask for.
 
 
-def render(report: Report, over: Sequence[Over], allow_list: str, encoding: str = "utf-8") -> str:
-    """The limits that are passed, then a line on what `allow_list` covers; empty where there is none."""
+def render(
+    report: Report, over: Sequence[PassedLimit], allow_list: str, encoding: str = "utf-8"
+) -> str:
+    """Return the exceeded limits, then a line on the findings that `allow_list` covers, or an empty
+    string."""
     lines: list[str] = []
     for passed in over:
         lines.append(f"OVER THE LIMIT  {passed.limit}")
-        lines += _most([_site(report, found) for found in passed.findings])
+        lines += first((_site(report, found) for found in passed.findings), _MOST, "  and {} more")
     unneeded = [entry for entry in report.allowed if not entry.used]
     used = [entry for entry in report.allowed if entry.used]
     if used:
         lines.append(f"allowed by {allow_list}: {_sum(used)}")
     if unneeded:
         lines.append(f"no longer needed in {allow_list}, delete these entries:")
-        lines += _most(map(_entry, unneeded))
+        lines += first(map(_entry, unneeded), _MOST, "  and {} more")
     return "".join(f"{keep_left(clean(line, encoding), _WIDTH)}\n" for line in lines)
 
 
-def _sum(used: Sequence[Allowed]) -> str:
+def _sum(used: Sequence[AllowedFinding]) -> str:
     count = sum(entry.used for entry in used)
     places = len({(entry.path, entry.line) for entry in used})
     return f"{count} a step at {places} place{'' if places == 1 else 's'}"
@@ -42,12 +46,6 @@ def _site(report: Report, found: Finding) -> str:
     return f"  {found.code}  {where}  {', '.join(part for part in parts if part)}"
 
 
-def _entry(entry: Allowed) -> str:
+def _entry(entry: AllowedFinding) -> str:
     where = f"{entry.path} {entry.function}".rstrip()
     return f"  {entry.code}  {where}  {entry.line_text}".rstrip()
-
-
-def _most(lines: Iterable[str]) -> list[str]:
-    every = list(lines)
-    rest = [f"  and {len(every) - _MOST} more"] if len(every) > _MOST else []
-    return [*every[:_MOST], *rest]

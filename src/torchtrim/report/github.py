@@ -1,21 +1,21 @@
-"""A report as workflow commands of GitHub Actions, which shows them at the lines they name."""
+"""Renders a report as workflow commands, which GitHub Actions shows beside the lines they name."""
 
 from __future__ import annotations
 
 from torchtrim.records import Report
 from torchtrim.report.facts import tone_of
 from torchtrim.report.headline import headline
-from torchtrim.report.located import Located, inside, located, rule_name
+from torchtrim.report.located import LocatedFinding, inside, locate_findings, rule_name
 from torchtrim.report.safe import clean
 
 
 def render(report: Report, *, root: str = "") -> str:
-    """A line for the verdict where it is bad or unsure, then one for each finding, most expensive first.
+    """Return a line for a bad or unsure verdict, then one for each finding, most expensive first.
 
-    Paths are relative to `root`, by default the project: GitHub wants the repository's folder. What
-    the allow-list covers is a notice, the rest are warnings. GitHub shows ten of each a step.
+    Paths are relative to `root`, by default the project; GitHub expects the repository's folder. Findings
+    on the allow-list are notices, the others warnings. GitHub shows ten of each per workflow step.
     """
-    lines = [*_verdict(report, root), *(_finding(found) for found in located(report, root))]
+    lines = [*_verdict(report, root), *(_finding(found) for found in locate_findings(report, root))]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -37,7 +37,7 @@ def _difference(report: Report, root: str) -> dict[str, str]:
     return {"file": path, "line": str(first.line)} if path and first.line > 0 else {}
 
 
-def _finding(found: Located) -> str:
+def _finding(found: LocatedFinding) -> str:
     name = rule_name(found.finding.code)
     properties = {"title": f"{found.finding.code} {name}".rstrip()}
     if found.path:
@@ -48,17 +48,17 @@ def _finding(found: Located) -> str:
 
 
 def command(name: str, message: str, **properties: str) -> str:
-    """`::warning file=a.py,line=3::message` on one line, whatever the values hold."""
+    """Return `::warning file=a.py,line=3::message`, on one line for any values."""
     given = ",".join(f"{key}={escape_property(value)}" for key, value in properties.items())
     return f"::{name}{' ' if given else ''}{given}::{escape_message(message)}"
 
 
 def escape_message(text: str) -> str:
-    """Text as a command's message: its lines stay, other control characters go."""
+    """Escape text for a command's message: keep line breaks, drop other control characters."""
     lines = (clean(line).replace("%", "%25") for line in text.split("\n"))
     return "%0A".join(lines)
 
 
 def escape_property(text: str) -> str:
-    """Text as the value of a command's property."""
+    """Escape text for the value of a command's property."""
     return clean(text).replace("%", "%25").replace(":", "%3A").replace(",", "%2C")

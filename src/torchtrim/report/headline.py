@@ -1,4 +1,4 @@
-"""A report in one sentence, which is never stronger than the weakest thing that it speaks of."""
+"""Sums up a report in one sentence, which never claims more than the weakest result it covers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from torchtrim.report.facts import (
     tone_of,
     weakest_verdict,
 )
-from torchtrim.report.sentences import tuned_sentence
+from torchtrim.report.sections import tuned_sentence
 
-SAID: dict[Equivalence, str] = {
+_EQUALITY: dict[Equivalence, str] = {
     "BITWISE": "identical bit for bit",
     "ROUNDING": "equal up to rounding",
-    "SEMANTIC": "those of a different function",
+    "SEMANTIC": "of a different function",
 }
 _EQUAL: dict[str, Equivalence] = {
     "BITWISE": "BITWISE",
@@ -41,7 +41,7 @@ _EQUAL: dict[str, Equivalence] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Headline:
-    """A sentence, its colour, and the further figures that belong to it. `verdict`: a word for machines."""
+    """A sentence, its tone, and further figures. `verdict` is its machine-readable form."""
 
     word: str
     tone: Tone
@@ -50,7 +50,7 @@ class Headline:
 
 
 def headline(report: Report) -> Headline:
-    """What the report says, and how sure that is."""
+    """Return the headline of a report."""
     sentences = [*_fixes(report)]
     if not sentences or not _is_of_fixes(report):
         sentences.insert(0, _main(report))
@@ -64,7 +64,7 @@ def headline(report: Report) -> Headline:
 
 
 def _is_of_fixes(report: Report) -> bool:
-    """Whether fixes are all that was made, and are equal."""
+    """Return True if the report applied fixes only, and they are equal."""
     equal = report.certificate is None or tone_of(report.certificate) == "good"
     return report.budget_bytes is None and report.plan is None and equal
 
@@ -80,16 +80,16 @@ def _tone(report: Report) -> Tone:
 
 
 def _main(report: Report) -> str:
-    """The sentence without its fixes."""
+    """Return the sentence without the fixes."""
     if report.tuned is not None:
         return tuned_sentence(report)
     verdict = report.certificate.verdict if report.certificate else ""
     peaks = _peaks(report)
     if verdict == "NOT EQUAL":
-        return ", ".join(one for one in ("NOT EQUAL: it computes something else", peaks) if one)
+        return ", ".join(one for one in ("NOT EQUAL: the results differ", peaks) if one)
     if verdict == "UNDECIDED":
-        over = ", and it is over the budget" if over_budget(report) > 0 else ""
-        return f"UNDECIDED: the original does not equal itself{over}" + (
+        over = ", and the peak is over the budget" if over_budget(report) > 0 else ""
+        return f"UNDECIDED: the original differs from run to run{over}" + (
             f", {peaks}" if peaks else ""
         )
     if report.stream is not None:
@@ -114,7 +114,7 @@ def _of_memory(report: Report, peaks: str) -> str:
 
 
 def _smallest(report: Report) -> str:
-    """The smallest budget that can be met, and the cheapest way there."""
+    """Return the smallest feasible budget, and the largest part of that peak."""
     assert report.floor_bytes is not None
     text = f"the smallest budget is {format_bytes(report.floor_bytes)}"
     before = peak_before(report)
@@ -140,7 +140,7 @@ def _peaks(report: Report) -> str:
 
 
 def _results(report: Report) -> str:
-    """How equal results are at most: by the certificate, and by what the plan changes."""
+    """Return the weakest equivalence claimed by the certificate or by an applied change, in words."""
     if report.certificate is None or report.certificate.verdict not in _EQUAL:
         return ""
     techniques = report.plan.techniques if report.plan else ()
@@ -148,7 +148,7 @@ def _results(report: Report) -> str:
     if report.fixes and report.plan is None:
         applied += [one.equivalence for one in report.fixes.places if one.state == "applied"]
     measured = _EQUAL[report.certificate.verdict]
-    return f"results {SAID[_weakest([measured, *applied])]}"
+    return f"results {_EQUALITY[_weakest([measured, *applied])]}"
 
 
 def _weakest(several: Iterable[Equivalence]) -> Equivalence:
@@ -156,7 +156,7 @@ def _weakest(several: Iterable[Equivalence]) -> Equivalence:
 
 
 def _fixes(report: Report) -> Iterable[str]:
-    """How many fixes, and how equal they are at most."""
+    """Yield the number of fixes and their weakest equivalence."""
     fixes = report.fixes
     if fixes is None or not fixes.diff:
         return
@@ -166,7 +166,7 @@ def _fixes(report: Report) -> Iterable[str]:
     text = f"{count} {'written' if fixes.written else 'suggested, not written yet'}"
     if verdict in ("BITWISE", "ROUNDING"):
         measured: Equivalence = "BITWISE" if verdict == "BITWISE" else "ROUNDING"
-        text += f", {SAID[_weakest([measured, *applied])]}"
+        text += f", {_EQUALITY[_weakest([measured, *applied])]}"
     else:
         text += f", {verdict}"
     yield f"{text}, syncs {fixes.syncs_before} -> {fixes.syncs_after} a step"
@@ -226,7 +226,7 @@ def _failure_parts(report: Report) -> Iterable[str]:
 
 
 def _verdict(report: Report) -> str:
-    """The verdict in the words that scripts know."""
+    """Return the verdict in the words that scripts match."""
     missed = over_budget(report) > 0
     if report.certificate:
         verdict = weakest_verdict(report)

@@ -1,4 +1,4 @@
-"""A report as one HTML file: no network, readable without script, in the dark, on a phone, on paper."""
+"""Renders a report as one HTML file: offline, readable without scripts, in dark mode, on phones, in print."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records import Finding, Profile, Report, Technique
 from torchtrim.records.files import without_collection
 from torchtrim.records.report import FrontierPoint, Holder
-from torchtrim.report import facts, json, sentences, stages
+from torchtrim.report import facts, json, sections, stages
 from torchtrim.report.breakdown import (
     ModuleNode,
     OperatorTable,
@@ -28,23 +28,22 @@ from torchtrim.report.breakdown import (
     splits,
     tree,
 )
-from torchtrim.report.charts import Picture, picture, stacked, trade_off, unseen
-from torchtrim.report.copies import CopyLanes, copies_of
-from torchtrim.report.excerpt import SourceLine, excerpt
-from torchtrim.report.figures import FigureRow, figure_rows
+from torchtrim.report.charts import Picture, hidden_bytes, picture, stacked, trade_off
 from torchtrim.report.headline import Headline, headline
-from torchtrim.report.lanes import Lanes, lanes
+from torchtrim.report.lanes import CopyLanes, Lanes, copies_of, lanes
+from torchtrim.report.located import SourceLine, excerpt
 from torchtrim.report.safe import clean, keep_right, without_source
+from torchtrim.report.sections import FigureRow, figure_rows
 from torchtrim.report.timeline import CopiesView, TimelineView, copies_view, timeline_view
 
 _HERE = Path(__file__).parent
-_MOST_BYTES = 450_000
-_MOST_CHARACTERS = 400
+_MOST_BYTES = 450_000  # Arbitrary; a page that opens at once and can be sent by mail.
+_MOST_CHARACTERS = 400  # Arbitrary; four lines of the page.
 _CODE = re.compile(r"`([^`]+)`")
-_HEADROOM = 1.18
-_WIDEST_LINE = 160
-_FAR = 2
-_FINDING_BYTES = 200
+_HEADROOM = 1.18  # Arbitrary; room for the labels above the peak.
+_WIDEST_LINE = 160  # Arbitrary; longer lines of diffs are cut.
+_FAR = 2  # A budget above twice the peak would squeeze the chart into its lower half.
+_FINDING_BYTES = 200  # The least bytes of a finding in JSON: spares encoding what cannot fit.
 
 T = TypeVar("T")
 
@@ -52,9 +51,9 @@ T = TypeVar("T")
 def render(
     report: Report, before: Profile | None, after: Profile | None, *, source: bool = True
 ) -> str:
-    """The page. `before` and `after` are the profiles to draw, where there are any.
+    """Return the page. `before` and `after` are the profiles to draw, if any.
 
-    Without `source` the page holds no path, no script name, no line of source and no diff.
+    Without `source`, the page has no paths, script name, source lines or diffs.
     """
     with without_collection():
         return _rendered(report, before, after, source)
@@ -88,7 +87,7 @@ def _environment() -> Environment:
         script=Markup(script),
         policy=Markup(f"'sha256-{_sha256(script)}'"),
         facts=facts,
-        sentences=sentences,
+        sections=sections,
         stages=stages,
         trade=trade_off,
         bytes=format_bytes,
@@ -110,7 +109,7 @@ def _harmless(value: Any) -> Any:
 
 
 def _marked(text: str) -> Markup:
-    """Text with the parts between backticks as code."""
+    """Mark up the parts of text between backticks as code."""
     parts = enumerate(_CODE.split(_harmless(text)))
     return Markup().join(
         Markup("<code>{}</code>").format(part) if at % 2 else Markup("{}").format(part)
@@ -119,14 +118,14 @@ def _marked(text: str) -> Markup:
 
 
 def _typeset(text: str) -> str:
-    """Arrows and signs as print has them; a figure and its percent sign stay in one line."""
+    """Use typographic arrows and signs, and keep a figure and its percent sign on one line."""
     signs = text.replace("->", "\N{RIGHTWARDS ARROW}").replace("+-", "\N{PLUS-MINUS SIGN}")
     return signs.replace(" %", "\N{NO-BREAK SPACE}%")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Caps:
-    """How much of a report one page holds."""
+    """Limits on the contents of one page."""
 
     findings: int
     rows: int
@@ -145,8 +144,8 @@ CAPS = (
 
 
 @dataclass(frozen=True)
-class Capped(Generic[T]):
-    """The first of many, and how many were left out."""
+class CappedList(Generic[T]):
+    """The first items of a list, and the number of omitted ones."""
 
     shown: Sequence[T]
     dropped: int
@@ -154,17 +153,17 @@ class Capped(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class FindingView:
-    """A finding with what was read for it."""
+    """A finding with its place, its source lines and its diff."""
 
     finding: Finding
     place: str
     source: Sequence[SourceLine]
-    diff: Capped[str]
+    diff: CappedList[str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class HolderView:
-    """A holder with its place in short, a reason if it tells more, and its share of the largest."""
+    """A holder with its short place, a reason that adds to its kind, and its share of the largest."""
 
     holder: Holder
     place: str
@@ -174,7 +173,7 @@ class HolderView:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleView:
-    """A module of an estimate, its own bytes, and their share of the largest in percent."""
+    """A module of an estimate, its own bytes, and its share of the largest in percent."""
 
     name: str
     bytes: int
@@ -183,7 +182,7 @@ class ModuleView:
 
 @dataclass(frozen=True, kw_only=True)
 class ChartView:
-    """A chart with its words."""
+    """A chart with its title and caption."""
 
     title: str
     markup: Markup
@@ -192,7 +191,7 @@ class ChartView:
 
 @dataclass(frozen=True, kw_only=True)
 class PageView:
-    """All that the page's template needs and the report does not say itself."""
+    """Everything the page's template needs beyond the report itself."""
 
     script: str
     headline: Headline
@@ -201,14 +200,14 @@ class PageView:
     kinds: Sequence[FigureRow]
     longest: int
     charts: Sequence[ChartView]
-    findings: Capped[FindingView]
-    diff: Capped[str]
-    holders: Capped[HolderView]
-    techniques: Capped[Technique]
-    frontier: Capped[FrontierPoint]
-    notes: Capped[str]
-    bounded: Capped[str]
-    modules: Capped[ModuleView]
+    findings: CappedList[FindingView]
+    diff: CappedList[str]
+    holders: CappedList[HolderView]
+    techniques: CappedList[Technique]
+    frontier: CappedList[FrontierPoint]
+    notes: CappedList[str]
+    bounded: CappedList[str]
+    modules: CappedList[ModuleView]
     download: Markup
     splits: Sequence[TimeSplit]
     timeline: TimelineView | None
@@ -219,13 +218,13 @@ class PageView:
 
     @property
     def scripted(self) -> bool:
-        """Whether anything on the page is better with the script."""
+        """Return True if the page has parts that use the script."""
         return self.timeline is not None or self.operators is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawings:
-    """What takes long to draw of a large profile, and does not depend on how much the page holds."""
+    """Drawings that are slow for a large profile and do not depend on the limits of the page."""
 
     profile: Profile | None
     lanes: Lanes | None
@@ -236,7 +235,7 @@ class Drawings:
 
 
 def draw(report: Report, before: Profile | None, after: Profile | None) -> Drawings:
-    """The pictures of a report."""
+    """Draw the charts, splits, tree and lanes of a report."""
     known = before if before is not None and before.operators else None
     return Drawings(
         profile=known,
@@ -249,11 +248,11 @@ def draw(report: Report, before: Profile | None, after: Profile | None) -> Drawi
 
 
 def view(report: Report, drawn: Drawings, caps: Caps, *, source: bool = True) -> PageView:
-    """The report as the page shows it."""
+    """Return the report as the page shows it, within `caps`."""
     heads, rows = figure_rows(report)
     folders = _folders(report, drawn.profile)
-    findings = _capped(report.findings, caps.findings)
-    holders = _capped(report.holders, caps.rows)
+    findings = _cap(report.findings, caps.findings)
+    holders = _cap(report.holders, caps.rows)
     kinds = [row for row in rows if row.kind][: caps.rows]
     timeline, operators = _step(drawn, caps, source)
     return PageView(
@@ -264,15 +263,15 @@ def view(report: Report, drawn: Drawings, caps: Caps, *, source: bool = True) ->
         kinds=kinds,
         longest=max((max(row.bar) for row in kinds), default=0) or 1,
         charts=drawn.charts,
-        findings=Capped(
+        findings=CappedList(
             [_finding(report, f, folders, caps) for f in findings.shown], findings.dropped
         ),
         diff=_diff(report.fixes.diff if report.fixes else "", caps),
-        holders=Capped([_holder(report, h) for h in holders.shown], holders.dropped),
-        techniques=_capped(report.plan.techniques if report.plan else (), caps.rows),
-        frontier=_capped(report.frontier, caps.rows),
-        notes=_capped(report.notes, caps.rows),
-        bounded=_capped(report.stream.bounded if report.stream else (), caps.rows),
+        holders=CappedList([_holder(report, h) for h in holders.shown], holders.dropped),
+        techniques=_cap(report.plan.techniques if report.plan else (), caps.rows),
+        frontier=_cap(report.frontier, caps.rows),
+        notes=_cap(report.notes, caps.rows),
+        bounded=_cap(report.stream.bounded if report.stream else (), caps.rows),
         modules=_modules(report, caps.rows),
         download=_download(report, caps.json_bytes),
         splits=drawn.splits,
@@ -307,8 +306,8 @@ def _phases(drawn: Drawings) -> frozenset[str]:
     return frozenset(found) | ({"waiting"} if waits else set())
 
 
-def _capped(every: Sequence[T], most: int) -> Capped[T]:
-    return Capped(every[:most], max(len(every) - most, 0))
+def _cap(every: Sequence[T], most: int) -> CappedList[T]:
+    return CappedList(every[:most], max(len(every) - most, 0))
 
 
 def _folders(report: Report, profile: Profile | None) -> list[Path]:
@@ -330,9 +329,9 @@ def _finding(report: Report, finding: Finding, folders: list[Path], caps: Caps) 
     )
 
 
-def _diff(diff: str, caps: Caps) -> Capped[str]:
+def _diff(diff: str, caps: Caps) -> CappedList[str]:
     lines = [line.expandtabs(4)[:_WIDEST_LINE] for line in diff.splitlines()]
-    return _capped(lines, caps.diff_lines)
+    return _cap(lines, caps.diff_lines)
 
 
 def _holder(report: Report, holder: Holder) -> HolderView:
@@ -346,19 +345,19 @@ def _holder(report: Report, holder: Holder) -> HolderView:
     )
 
 
-def _modules(report: Report, most: int) -> Capped[ModuleView]:
+def _modules(report: Report, most: int) -> CappedList[ModuleView]:
     found = report.estimated.modules if report.estimated else ()
-    ordered = _capped(sorted(found, key=lambda one: (-one.bytes, one.path)), most)
+    ordered = _cap(sorted(found, key=lambda one: (-one.bytes, one.path)), most)
     largest = max((one.bytes for one in found), default=0) or 1
     shown = [
         ModuleView(
-            name=keep_right(clean(one.path), 60) or "of no module",
+            name=keep_right(clean(one.path), 60) or "outside modules",
             bytes=one.bytes,
             share=100 * one.bytes / largest,
         )
         for one in ordered.shown
     ]
-    return Capped(shown, ordered.dropped)
+    return CappedList(shown, ordered.dropped)
 
 
 def _charts(report: Report, before: Profile | None, after: Profile | None) -> list[ChartView]:
@@ -384,16 +383,16 @@ def _charts(report: Report, before: Profile | None, after: Profile | None) -> li
 
 def _caption(profile: Profile, drawn: Picture, far_budget: int | None) -> str:
     count = len(profile.operators)
-    words = [f"{count} operators in the order they ran; highest {drawn.where}."]
+    words = [f"{count} operators in execution order; highest {drawn.where}."]
     if "recompute" in drawn.phases:
-        words.append("Blue under the picture: forward computed again.")
-    if hidden := unseen(profile, drawn):
+        words.append("Blue below the chart: recomputed forward.")
+    if hidden := hidden_bytes(profile, drawn):
         words.append(
             f"The allocator's own peak is {format_bytes(profile.peak_bytes)}: "
-            f"{format_bytes(hidden)} more, which kernels take where the recorder cannot see."
+            f"{format_bytes(hidden)} more, allocated inside kernels, where the recorder cannot see it."
         )
     if far_budget is not None:
-        words.append(f"The budget of {format_bytes(far_budget)} is above the picture.")
+        words.append(f"The budget of {format_bytes(far_budget)} is above the chart.")
     return " ".join(words)
 
 

@@ -1,4 +1,4 @@
-"""The steps of several ranks as one trace for ui.perfetto.dev: a process for each rank, on one clock."""
+"""Renders the steps of several ranks as one trace for ui.perfetto.dev: a process per rank, on one clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TRACKS = {_OPERATORS: "operators", _LOADER: "data loader", _COMMUNICATION: "com
 
 
 def render(profiles: Sequence[Profile], *, source: bool = True) -> bytes:
-    """The trace as JSON. Times are the recorded ones."""
+    """Return the trace as JSON, with the recorded times."""
     job = job_of(profiles)
     events = [
         *(event for profile in job.profiles for event in _names(profile)),

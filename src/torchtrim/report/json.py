@@ -1,4 +1,4 @@
-"""A report as the JSON that people script against."""
+"""Renders a report as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torchtrim.records.comparison import Comparison
 
 
 def render(report: Report | Comparison) -> bytes:
-    """The report in UTF-8, indented, always in the same order."""
+    """Return the report as indented UTF-8 JSON, with keys in a fixed order."""
     plain = _encodable(msgspec.to_builtins(report, order="deterministic"))
     return msgspec.json.format(msgspec.json.encode(plain), indent=2) + b"\n"
 
 
 def _encodable(value: Any) -> Any:
-    """`value` with lone surrogates, which file names may hold and UTF-8 may not, written as `?`."""
+    """Replace lone surrogates by `?`: file names may contain them, UTF-8 may not."""
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, dict):

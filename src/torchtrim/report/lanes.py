@@ -1,8 +1,9 @@
-"""The lanes of a step: when the host and the device were at which operator, module or wait."""
+"""The lanes of a step: when the host and the device ran each operator, module, wait and planned copy."""
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat, starmap
@@ -10,23 +11,32 @@ from typing import overload
 
 from msgspec import Struct
 
+from torchtrim.analysis.prices import device_of
 from torchtrim.analysis.timeline import timeline
+from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.costs.devices import DEVICES, Device
 from torchtrim.costs.roofline import estimate
 from torchtrim.costs.syncs import one_stream
-from torchtrim.records import Profile
+from torchtrim.errors import ApplyFailed
 from torchtrim.records.finding import Source
-from torchtrim.records.profile import is_emulated
-from torchtrim.records.report import Waiting
+from torchtrim.records.plan import Technique
+from torchtrim.records.profile import Profile, is_emulated
+from torchtrim.records.report import WaitCost
+from torchtrim.step.edits import Edit
+from torchtrim.step.from_profile import on_device, step_of
+from torchtrim.step.links import Traffic, traffic
+from torchtrim.step.step import DETACH, Step
+from torchtrim.techniques.offload_activations.places import placed
+from torchtrim.techniques.offload_activations.windows import edit_of
 
 _RACES = "async-"
-_US = 1e6
-_DEEPEST = 5
-_COLUMNS = 1200
+_US = 1e6  # Microseconds per second.
+_DEEPEST = 5  # Arbitrary; deeper lanes of modules are too fine to read.
+_COLUMNS = 1200  # Arbitrary; about one value of memory for each pixel of a screen.
 
 
 class LaneSpan(Struct, frozen=True, gc=False):
-    """From `start` on for `seconds`. `index` is an operator's, or a module's; -1 for neither."""
+    """A span of `seconds` from `start`. `index` is an operator's or a module's, or -1."""
 
     start: float
     seconds: float
@@ -35,9 +45,9 @@ class LaneSpan(Struct, frozen=True, gc=False):
 
 
 class Spans(Sequence[LaneSpan]):
-    """Spans as columns: a million of them as objects would take ten times the memory.
+    """Spans stored as columns: a million of them as objects would take ten times the memory.
 
-    Without `indices` they are numbered; without `names` they have none.
+    Without `indices` the spans are numbered; without `names` their names are empty.
     """
 
     def __init__(
@@ -72,10 +82,10 @@ class Spans(Sequence[LaneSpan]):
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
-    """What ran when, in seconds from the start of the step.
+    """The lanes of a step, in seconds from its start.
 
-    `host` has a span for each operator, `device` one for each that launches work; `modules` a lane for
-    each depth. `memory` are moments, bytes and the operator then.
+    `host` has a span for each operator, `device` one for each that launches work, `modules` a lane for each
+    depth. `memory` has tuples of time, bytes and operator.
     """
 
     source: Source
@@ -88,8 +98,8 @@ class Lanes:
     memory: Sequence[tuple[float, int, int]]
 
 
-def lanes(waiting: Waiting | None, profile: Profile) -> Lanes:
-    """The step as it was recorded, or, where its waits were modelled for a GPU, as that would run it."""
+def lanes(waiting: WaitCost | None, profile: Profile) -> Lanes:
+    """Return the step as recorded or, if its waits were modelled for a GPU, as that GPU would run it."""
     highest = _highest(profile)
     name = waiting.device if waiting else ""
     device = DEVICES.get(name) if is_emulated(profile.device) else None
@@ -128,7 +138,7 @@ def _measured(profile: Profile) -> _HostDeviceWaits:
 
 
 def _modelled(profile: Profile, device: Device) -> _HostDeviceWaits:
-    """As the waits were priced: one thread launches the operators, one stream runs them."""
+    """Model the step as prices of waits do: one thread launches the operators, one stream runs them."""
     times = estimate(profile, device)
     program = one_stream(profile, device, times, range(len(profile.syncs)))
     moments = program.moments()
@@ -154,7 +164,7 @@ def _seconds(microseconds: Iterable[float]) -> array[float]:
 
 
 def _modules(profile: Profile, host: Sequence[LaneSpan]) -> list[list[LaneSpan]]:
-    """For each depth the runs of operators of one module, of those that it is in as well."""
+    """Return a lane for each depth: the runs of consecutive operators inside one module of that depth."""
     chains = _chains(profile)
     depth = min(max(map(len, chains), default=0), _DEEPEST)
     return [list(_runs(profile, host, chains, level)) for level in range(depth)]
@@ -185,7 +195,7 @@ def _runs(
 
 
 def _highest(profile: Profile) -> list[tuple[int, int]]:
-    """At most some thousand operators and the bytes then, each the highest of its stretch."""
+    """Return about a thousand operators with their live bytes, each the highest of its interval."""
     high = timeline(profile).high
     stretch = max(1, -(-len(high) // _COLUMNS))
     highest = (
@@ -193,3 +203,85 @@ def _highest(profile: Profile) -> list[tuple[int, int]]:
         for first in range(0, len(high), stretch)
     )
     return [(i, high[i]) for i in highest]
+
+
+_NAME = "offload_activations"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyLanes:
+    """Lanes of the planned step, in seconds from its start; spans have the operator's index.
+
+    A copy in `out` or `home` has the index of the operator that produced its tensor. `awaited`: pauses of
+    compute for a copy. `bytes` counts the copies in one direction.
+    """
+
+    device_name: str
+    seconds: float
+    compute: Sequence[LaneSpan]
+    out: Sequence[LaneSpan]
+    home: Sequence[LaneSpan]
+    awaited: Sequence[LaneSpan]
+    bytes: int
+
+    @property
+    def caption(self) -> str:
+        """Return a sentence on the copies and the share that compute hides."""
+        copied = sum(span.seconds for span in (*self.out, *self.home))
+        waited = sum(span.seconds for span in self.awaited)
+        hidden = 100 * (1 - min(waited / copied, 1.0)) if copied else 100.0
+        return (
+            f"Modelled for an {self.device_name.upper()}: {len(self.out)} activations of "
+            f"{format_bytes(self.bytes)} go to the host and come back in {format_seconds(copied)}; "
+            f"compute hides {hidden:.0f} % of that and waits {format_seconds(waited)}."
+        )
+
+
+def copies_of(profile: Profile, techniques: Iterable[Technique]) -> CopyLanes | None:
+    """Return the lanes of the planned step, or None if the plan copies nothing in the profile's step."""
+    where = [place for one in techniques if one.name == _NAME for place in one.where]
+    if not where or not profile.operators or not is_emulated(profile.device):
+        return None
+    step = on_device(step_of(profile), device_of(profile))
+    edits = [edit for place in where if (edit := _edit(step, place)) is not None]
+    found = traffic(step, edits)
+    return _lanes(step, found, device_of(profile).name) if found.copies else None
+
+
+def _edit(step: Step, where: str) -> Edit | None:
+    try:
+        place, room = placed(where)
+    except ApplyFailed:
+        return None
+    return edit_of(step, place, in_file=room.in_file)
+
+
+def _lanes(step: Step, found: Traffic, device: str) -> CopyLanes:
+    tasks = [task for task, _ in found.delays]
+    delays = [0.0, *(delay for _, delay in found.delays)]
+    compute = [
+        LaneSpan(
+            start=start + delays[bisect_right(tasks, number)], seconds=task.seconds, index=number
+        )
+        for number, (start, task) in enumerate(zip(step.clock, step.tasks, strict=False))
+        if task.seconds and not task.name.startswith(DETACH)
+    ]
+    ways: dict[str, list[LaneSpan]] = {"out": [], "home": []}
+    for copy in found.copies:
+        at = found.trips[copy.trip].leaves - 1
+        span = LaneSpan(start=copy.start, seconds=copy.end - copy.start, index=at, name=copy.way)
+        ways[copy.way].append(span)
+    awaited = [
+        LaneSpan(start=copy.end - copy.stall, seconds=copy.stall, index=-1, name=copy.way)
+        for copy in found.copies
+        if copy.stall
+    ]
+    return CopyLanes(
+        device_name=device,
+        seconds=step.clock[-1] + delays[-1],
+        compute=compute,
+        out=ways["out"],
+        home=ways["home"],
+        awaited=sorted(awaited, key=lambda span: span.start),
+        bytes=sum(trip.bytes for trip in found.trips),
+    )

@@ -1,27 +1,28 @@
-"""Findings of source as text: a line each, or with the lines of source and the fix's diff."""
+"""Renders lint findings as text: one line each, or with source lines and the fix's diff."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from torchtrim.records import Finding, Report
-from torchtrim.report.excerpt import excerpt
+from torchtrim.report.located import excerpt
 from torchtrim.report.safe import clean
 
 
 def concise(report: Report, encoding: str = "utf-8") -> str:
-    """`path:line: CODE message`, a line for each, `[*]` with a safe fix, `[?]` with an unsafe one."""
+    """Return `path:line: CODE message` for each finding, with `[*]` for a safe fix, `[?]` for an unsafe
+    one."""
     return "".join(f"{clean(_line(found), encoding)}\n" for found in report.findings)
 
 
 def full(report: Report, encoding: str = "utf-8") -> str:
-    """Each finding with its lines of source, its fix as a diff or why there is none."""
+    """Return each finding with its source lines, and its fix as a diff or the reason for having none."""
     lines = [line for found in report.findings for line in _block(report, found)]
     return "".join(f"{clean(line, encoding)}\n" for line in lines)
 
 
 def mark(finding: Finding) -> str:
-    """`"[*] "` for a fix that can be applied, `"[?] "` for one that is unsafe, else `""`."""
+    """Return `"[*] "` for a safe fix, `"[?] "` for an unsafe one, else `""`."""
     fix = finding.fix
     if fix is None or fix.kind != "code":
         return ""

@@ -1,14 +1,16 @@
-"""Findings as machines place them: relative to a folder, with what the allow-list covers."""
+"""Locates findings for other tools, relative to a folder and with their allow-list entries; reads source."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import PurePath, PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 
 from torchtrim.analysis.allow_list import near
 from torchtrim.errors import UsageError
 from torchtrim.records import Finding, Report
+from torchtrim.records.files import read_head
 from torchtrim.report.facts import price
 from torchtrim.report.safe import clean
 from torchtrim.rules.registry import rule
@@ -17,10 +19,10 @@ _INSTALLED = ("site-packages/", "dist-packages/")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Located:
-    """A finding and its place. `path` is `""` where it is outside; `where` names it in any case.
+class LocatedFinding:
+    """A finding and its place. `path` is empty outside the folder; `where` always names the place.
 
-    `text` and `advice` are the finding's message and fix, without the folder that paths begin with.
+    `text` and `advice` are the finding's message and fix, with paths relative to the folder.
     """
 
     finding: Finding
@@ -35,26 +37,26 @@ class Located:
 
     @property
     def covered(self) -> bool:
-        """Whether the allow-list covers all of it."""
+        """Return True if the allow-list covers every occurrence."""
         return 0 < max(self.finding.count_per_step, 1) <= self.allowed
 
     @property
     def message(self) -> str:
-        """The finding in a sentence, with its place where it is outside."""
+        """Return the finding in a sentence, with its place if that is outside the folder."""
         named = self.path or not self.where
         return self.text if named else f"{self.text} (in {self.where})"
 
     @property
     def facts(self) -> str:
-        """`"12 a step, 74.0 MiB, 2 allowed"`; empty for what was found in the source alone."""
+        """Return `"12 a step, 74.0 MiB, 2 allowed"`; empty for a finding of the linter."""
         allowed = f"{self.allowed} allowed" if self.allowed else ""
         times = self.finding.count_per_step
         count = f"{times} a step" if times else ""
         return ", ".join(part for part in (count, price(self.finding), allowed) if part)
 
 
-def located(report: Report, root: str = "") -> tuple[Located, ...]:
-    """The report's findings, relative to `root`, else to the project, else to the script's folder."""
+def locate_findings(report: Report, root: str = "") -> tuple[LocatedFinding, ...]:
+    """Locate the report's findings relative to `root`, else to the project, else to the script's folder."""
     base = root or report.project or _folder_of(report.script)
     used: Counter[tuple[str, str, int]] = Counter()
     reasons: dict[tuple[str, str, int], str] = {}
@@ -71,10 +73,10 @@ def _locate(
     base: str,
     used: Counter[tuple[str, str, int]],
     reasons: dict[tuple[str, str, int], str],
-) -> Located:
+) -> LocatedFinding:
     key = found.code, near(found.path, report.project), found.line
     path, line = inside(found.path, base), max(found.line, 0)
-    return Located(
+    return LocatedFinding(
         finding=found,
         text=_without(base, found.message),
         advice=_without(base, found.fix.reason) if found.fix else "",
@@ -88,7 +90,7 @@ def _locate(
 
 
 def inside(path: str, base: str) -> str:
-    """`path` relative to `base`, on one line, with forward slashes; `""` where it is outside."""
+    """Return `path` relative to `base`, on one line, with forward slashes; empty if it is outside."""
     text = path.replace("\\", "/")
     folder = base.replace("\\", "/").rstrip("/")
     if folder and text.startswith(folder + "/"):
@@ -113,15 +115,63 @@ def _folder_of(script: str) -> str:
 
 
 def _named(path: str, line: int) -> str:
-    """`path:line`; of a path that is not relative, the file's name only."""
+    """Return `path:line`, with only the file name of an absolute path."""
     text = clean(path)
     short = text.rpartition("/")[2] if _is_absolute(path) else text
     return f"{short}:{line}" if short and line else short
 
 
 def rule_name(code: str) -> str:
-    """The rule's name; `""` for a code that this torchtrim does not know."""
+    """Return the rule's name, or an empty string for a code that this torchtrim does not know."""
     try:
         return rule(code).name
     except UsageError:
         return ""
+
+
+_AROUND = 2  # Arbitrary; enough to recognize the place.
+_MOST_LINES = 12  # Arbitrary; a finding on a long statement stays short.
+_MOST_BYTES = 2**20  # Arbitrary; bounds what a hostile file makes us read.
+_MOST_CHARACTERS = 160  # Arbitrary; longer lines do not fit the page.
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceLine:
+    """A source line; `hot` marks the lines of the finding."""
+
+    number: int
+    text: str
+    hot: bool
+
+
+def excerpt(
+    path: str, line: int, end_line: int, folders: Iterable[Path] = ()
+) -> tuple[SourceLine, ...]:
+    """Return lines `line` to `end_line` and two on each side; empty if the file cannot be read."""
+    if line < 1:
+        return ()
+    first = max(line - _AROUND, 1)
+    last = min(max(end_line, line) + _AROUND, first + _MOST_LINES - 1)
+    lines = _lines(path, folders)
+    return tuple(
+        SourceLine(number=number, text=_text(lines[number - 1]), hot=line <= number <= end_line)
+        for number in range(first, min(last, len(lines)) + 1)
+    )
+
+
+def _lines(path: str, folders: Iterable[Path]) -> list[str]:
+    for candidate in (Path(path), *(folder / path for folder in folders)):
+        try:
+            if candidate.suffix == ".py" and candidate.is_file():
+                return _read(candidate).split("\n")
+        except (OSError, ValueError):
+            continue
+    return []
+
+
+def _read(path: Path) -> str:
+    return read_head(path, _MOST_BYTES).decode(errors="replace")
+
+
+def _text(line: str) -> str:
+    return clean(line.expandtabs(4).rstrip())[:_MOST_CHARACTERS]

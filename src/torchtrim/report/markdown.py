@@ -1,4 +1,4 @@
-"""A report as Markdown for a pull request or a job's summary: verdict, figures, findings, plan, proof."""
+"""Renders a report as Markdown for a pull request or a job summary."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from markupsafe import Markup
 
 from torchtrim.records import Report
 from torchtrim.report import facts
-from torchtrim.report.blocks import Column, Table, escape, markdown_items
-from torchtrim.report.figures import figure_rows
+from torchtrim.report.blocks import Column, TextTable, escape, markdown_items
 from torchtrim.report.headline import headline
-from torchtrim.report.located import Located, located
-from torchtrim.report.sentences import sentences
+from torchtrim.report.located import LocatedFinding, locate_findings
+from torchtrim.report.sections import figure_rows, sentences
 
 MOST_BYTES = 60_000
-"""GitHub takes 65,536 characters as a comment."""
+"""GitHub limits a comment to 65,536 characters."""
 
-_MOST_FINDINGS = 100
-_MOST_KINDS = 8
-_MOST_LINES = 5
+_MOST_FINDINGS = 100  # Arbitrary; more would hide the rest of the comment.
+_MOST_KINDS = 8  # All kinds of memory that profiles have.
+_MOST_LINES = 5  # Arbitrary; sections stay short, and the report has all lines.
 _FIRST = ("smallest is", "levers")
 _LAST = ("ranks", "estimate", "waits", "fixes", "plan", "certificate", "note")
 _FINDINGS = (
@@ -32,11 +31,11 @@ _FINDINGS = (
 
 
 def render(report: Report, *, root: str = "") -> str:
-    """The report in at most `MOST_BYTES` bytes; findings that had to be left out are counted.
+    """Return the report in at most `MOST_BYTES` bytes, with a count of the omitted findings.
 
     Paths are relative to `root`, by default the project.
     """
-    found = located(report, root)
+    found = locate_findings(report, root)
     shown = min(len(found), _MOST_FINDINGS)
     text = _page(report, found, shown)
     while shown and len(text.encode()) > MOST_BYTES:
@@ -45,7 +44,7 @@ def render(report: Report, *, root: str = "") -> str:
     return text
 
 
-def _page(report: Report, found: Sequence[Located], shown: int) -> str:
+def _page(report: Report, found: Sequence[LocatedFinding], shown: int) -> str:
     head, items = headline(report), sentences(report)
     blocks = [
         f"## torchtrim: {escape(head.word)}",
@@ -66,19 +65,19 @@ def _figures(report: Report) -> str:
     kinds = [row for row in rows if row.kind]
     shown = [row for row in rows if not row.kind] + kinds[:_MOST_KINDS]
     columns = [Column(), *(Column(head=head, right=True) for head in heads)]
-    return Table(columns, [(row.name, *row.cells) for row in shown]).markdown()
+    return TextTable(columns, [(row.name, *row.cells) for row in shown]).markdown()
 
 
-def _findings(report: Report, found: Sequence[Located], shown: int) -> str:
+def _findings(report: Report, found: Sequence[LocatedFinding], shown: int) -> str:
     if not found:
         return ""
     title = f"### {facts.count_of(report.findings)}: {escape(facts.families(report.findings))}"
     left = len(found) - shown
-    rest = f"and {left} more, which the report of the run has." if left else ""
-    return f"{title}\n\n{Table(_FINDINGS, [*map(_finding, found[:shown])]).markdown(rest)}"
+    rest = f"and {left} more, in the report of the run." if left else ""
+    return f"{title}\n\n{TextTable(_FINDINGS, [*map(_finding, found[:shown])]).markdown(rest)}"
 
 
-def _finding(found: Located) -> tuple[str, ...]:
+def _finding(found: LocatedFinding) -> tuple[str, ...]:
     finding = found.finding
     allowed = f" ({found.allowed} allowed)" if found.allowed else ""
     return (

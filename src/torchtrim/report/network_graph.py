@@ -1,8 +1,7 @@
-"""The picture of a planned network: a line for each operator, a lane for each memory.
+"""Draws a planned network: a line for each operator, a lane for each memory.
 
-A lane begins where its memory is first written and ends where it is last read. Lanes of one colour lie at
-one place: the memories that share it. Where a network has more lines than fit, the picture says how many
-it leaves out.
+A lane begins where its memory is first written and ends where it is last read. Lanes of the same colour share
+an address of the arena. If a network has more lines than fit, the picture says how many it omits.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from markupsafe import Markup, escape
 from torchtrim.core.units import format_bytes
 from torchtrim.errors import UsageError
 from torchtrim.records.files import write_atomically
-from torchtrim.records.network_graph import Memory, NetworkGraph, Operator, Section
+from torchtrim.records.network_graph import GraphMemory, GraphOperator, NetworkGraph, Section
 from torchtrim.report.safe import clean, keep_right
 
-MOST_LINES = 3000
+MOST_LINES = 3000  # Arbitrary; viewers of SVG slow down on taller pictures.
 _ROW, _LANE, _TOP, _LEFT = 22, 16, 46, 18
 _CHARACTER, _SHADES = 7.3, 137.508
 _STYLE = (
@@ -32,25 +31,25 @@ _STYLE = (
 
 
 class NetworkPicture:
-    """A planned network, to be drawn: `svg()`, `dot()`, `save(path)`. `record` is what is drawn."""
+    """A picture of a planned network, `record`: `svg()`, `dot()`, `save(path)`."""
 
     def __init__(self, record: NetworkGraph) -> None:
         self.record = record
 
     def svg(self) -> str:
-        """As SVG: operators from top to bottom in their order, memories as coloured lanes."""
+        """Return SVG: operators from top to bottom in execution order, memories as coloured lanes."""
         return _svg(self.record)
 
     def dot(self) -> str:
-        """As a graph for Graphviz: a box for each operator, in the colour of the memory it writes."""
+        """Return a Graphviz graph: a box for each operator, in the colour of the memory it writes."""
         return _dot(self.record)
 
     def save(self, path: str | Path) -> Path:
-        """Write it as SVG or DOT, by the ending of the path."""
+        """Write the picture as SVG or DOT, by the suffix of the path."""
         target = Path(path)
         render = {".svg": self.svg, ".dot": self.dot, ".gv": self.dot}.get(target.suffix.lower())
         if render is None:
-            raise UsageError(f"cannot tell how to draw {target.name}: end it in .svg or .dot.")
+            raise UsageError(f"cannot draw {target.name}: the name must end in .svg, .dot or .gv.")
         write_atomically(target, render().encode())
         return target
 
@@ -75,7 +74,7 @@ def _svg(record: NetworkGraph) -> str:
 
 
 def _drawn(section: Section, top: float) -> tuple[Markup, float, float]:
-    """The section, its height and its width."""
+    """Draw a section, and return it with its height and width."""
     shown = section.operators[:MOST_LINES]
     lanes, shades = lanes_of(section.memories), colours_of(section)
     begin = _LEFT + _LANE * (max(lanes, default=-1) + 1) + 10
@@ -91,8 +90,8 @@ def _drawn(section: Section, top: float) -> tuple[Markup, float, float]:
     return Markup().join(pieces), _TOP + _ROW * len(shown), begin + longest * _CHARACTER + 20
 
 
-def lanes_of(memories: Sequence[Memory]) -> list[int]:
-    """A lane for each memory, so that no two that live at once have the same; as few as there can be."""
+def lanes_of(memories: Sequence[GraphMemory]) -> list[int]:
+    """Assign a lane to each memory, with as few lanes as possible and no two live memories in the same."""
     lanes = [0] * len(memories)
     free: list[int] = []
     used, ending = 0, list[tuple[int, int]]()
@@ -108,7 +107,7 @@ def lanes_of(memories: Sequence[Memory]) -> list[int]:
 
 
 def colours_of(section: Section) -> list[str]:
-    """A colour for each memory: one for each place in the arena, a paler one for each of its own."""
+    """Return a colour for each memory: one per address of the arena, paler ones for separate memories."""
     places = sorted({m.offset for m in section.memories if m.offset >= 0})
     hues = {offset: number for number, offset in enumerate(places)}
     return [
@@ -125,14 +124,15 @@ def _heading(section: Section, top: float, left_out: int) -> Markup:
     arena = f"an arena of {format_bytes(section.height)}, " if section.height else "no arena, "
     own = sum(m.offset < 0 for m in section.memories)
     words = (
-        f"{len(section.operators)} operators on {clean(section.title)}; {arena}{own} memories apart"
+        f"{len(section.operators)} operators on {clean(section.title)}; {arena}"
+        f"{own} separate memories"
     )
     if left_out:
-        words += f"; the last {left_out} operators are left out"
+        words += f"; the last {left_out} operators are omitted"
     return Markup('<text class="t" x="{}" y="{:.0f}">{}</text>').format(_LEFT, top + 22, words)
 
 
-def _lane(memory: Memory, x: int, shade: str, y0: float, shown: int) -> Markup:
+def _lane(memory: GraphMemory, x: int, shade: str, y0: float, shown: int) -> Markup:
     if memory.first >= shown:
         return Markup()
     return Markup(
@@ -147,14 +147,16 @@ def _lane(memory: Memory, x: int, shade: str, y0: float, shown: int) -> Markup:
     )
 
 
-def _place(memory: Memory) -> str:
+def _place(memory: GraphMemory) -> str:
     if memory.offset < 0:
-        return "memory of its own"
+        return "separate memory"
     return f"at {format_bytes(memory.offset)} of the arena"
 
 
-def _dots(operator: Operator, across: Sequence[int], shades: Sequence[str], y: float) -> Markup:
-    """A ring where a memory is read, a disc where it is written."""
+def _dots(
+    operator: GraphOperator, across: Sequence[int], shades: Sequence[str], y: float
+) -> Markup:
+    """Draw a ring for each memory that is read, a disc for each that is written."""
     ring = Markup('<circle class="r" cx="{}" cy="{:.0f}" r="3" stroke="{}"/>')
     disc = Markup('<circle class="w" cx="{}" cy="{:.0f}" r="6" fill="{}"/>')
     read = [number for number in operator.reads if number not in operator.writes]
@@ -163,23 +165,23 @@ def _dots(operator: Operator, across: Sequence[int], shades: Sequence[str], y: f
     return Markup().join(dots)
 
 
-def _words(section: Section, operator: Operator, x: float, y: float) -> Markup:
+def _words(section: Section, operator: GraphOperator, x: float, y: float) -> Markup:
     name, rest = _name(operator), _rest(section, operator)
     return Markup('<text x="{:.0f}" y="{:.0f}">{} <tspan class="d">{}</tspan></text>').format(
         x, y + 4, name, rest
     )
 
 
-def _text(section: Section, operator: Operator) -> str:
+def _text(section: Section, operator: GraphOperator) -> str:
     return f"{_name(operator)} {_rest(section, operator)}"
 
 
-def _name(operator: Operator) -> str:
+def _name(operator: GraphOperator) -> str:
     return clean(operator.name)
 
 
-def _rest(section: Section, operator: Operator) -> str:
-    """Shape, bytes and place of what it writes, and the module."""
+def _rest(section: Section, operator: GraphOperator) -> str:
+    """Return the shape, bytes and place of the operator's output, and its module."""
     shape = "x".join(map(str, operator.shape))
     words = [shape]
     if operator.writes:
@@ -211,7 +213,7 @@ def _dot(record: NetworkGraph) -> str:
 
 
 def _hsv(shade: str) -> str:
-    """Graphviz takes hue, saturation and value between 0 and 1."""
+    """Convert a colour to Graphviz's hue, saturation and value between 0 and 1."""
     hue, saturation, light = (float(part.rstrip("%")) for part in shade[4:-1].split())
     pale = 0.62 if saturation else 0.0
     return f"{hue / 360:.3f} {pale:.2f} {0.95 if saturation else light / 100:.2f}"

@@ -1,4 +1,4 @@
-"""A profile as trace events for ui.perfetto.dev and chrome://tracing, with our counters and findings."""
+"""Renders a profile as a trace for ui.perfetto.dev and chrome://tracing, with memory and findings."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from torchtrim.analysis.timeline import kinds_over_time
 from torchtrim.records import Finding, Profile
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.plan import Technique
-from torchtrim.records.report import Waiting
+from torchtrim.records.report import WaitCost
 from torchtrim.report import facts
-from torchtrim.report.copies import CopyLanes, copies_of
-from torchtrim.report.lanes import Lanes, lanes
+from torchtrim.report.lanes import CopyLanes, Lanes, LaneSpan, copies_of, lanes
 from torchtrim.report.safe import clean
 
 _HOST, _DEVICE, _PLANNED = 1, 2, 3
 _OPERATORS, _MODULES, _WAITS, _FINDINGS = 1, 2, 3, 4
-_STREAM = 7
-_US = 1e6
-_COUNTED = 20_000
+_STREAM = 7  # The stream that torch.profiler shows for the default stream.
+_US = 1e6  # Microseconds per second.
+_COUNTED = 20_000  # Arbitrary; more points of a counter slow the viewer down.
 
 
-class _Event(msgspec.Struct, omit_defaults=True):
+class _PerfettoEvent(msgspec.Struct, omit_defaults=True):
     name: str
     ph: str
     pid: int
@@ -39,14 +38,14 @@ class _Event(msgspec.Struct, omit_defaults=True):
 def render(
     profile: Profile,
     findings: Sequence[Finding],
-    waiting: Waiting | None,
+    waiting: WaitCost | None,
     *,
     techniques: Sequence[Technique] = (),
     source: bool = True,
 ) -> bytes:
-    """The trace as JSON. Times are the recorded ones, or modelled where waits were priced for a GPU.
+    """Return the trace as JSON, with recorded times or, if waits were priced for a GPU, modelled ones.
 
-    Of a plan's techniques, the copies to and from the host are a process of their own, as planned.
+    The planned copies of `techniques` to and from the host form a separate process.
     """
     drawn = lanes(waiting, profile)
     copies = copies_of(profile, techniques)
@@ -73,22 +72,24 @@ def render(
     return msgspec.json.encode(trace) + b"\n"
 
 
-def _names(profile: Profile, drawn: Lanes) -> Iterator[_Event]:
+def _names(profile: Profile, drawn: Lanes) -> Iterator[_PerfettoEvent]:
     about = f"{drawn.source}{f' for {drawn.device_name}' if drawn.device_name else ''}"
     processes = {_HOST: f"host, {about}", _DEVICE: f"device, {about}"}
     for pid, name in processes.items():
         if pid == _HOST or drawn.device:
-            yield _Event(name="process_name", ph="M", pid=pid, args={"name": name})
-            yield _Event(name="process_sort_index", ph="M", pid=pid, args={"sort_index": pid})
+            yield _PerfettoEvent(name="process_name", ph="M", pid=pid, args={"name": name})
+            yield _PerfettoEvent(
+                name="process_sort_index", ph="M", pid=pid, args={"sort_index": pid}
+            )
     tracks = {_OPERATORS: "operators", _MODULES: "modules", _WAITS: "waits", _FINDINGS: "findings"}
     for tid, name in tracks.items():
-        yield _Event(name="thread_name", ph="M", pid=_HOST, tid=tid, args={"name": name})
+        yield _PerfettoEvent(name="thread_name", ph="M", pid=_HOST, tid=tid, args={"name": name})
     if drawn.device:
         args = {"name": "stream"}
-        yield _Event(name="thread_name", ph="M", pid=_DEVICE, tid=_STREAM, args=args)
+        yield _PerfettoEvent(name="thread_name", ph="M", pid=_DEVICE, tid=_STREAM, args=args)
 
 
-def _operators(profile: Profile, drawn: Lanes, source: bool) -> Iterator[_Event]:
+def _operators(profile: Profile, drawn: Lanes, source: bool) -> Iterator[_PerfettoEvent]:
     for span in drawn.host:
         op = profile.operators[span.index]
         args: dict[str, Any] = {"External id": span.index, "phase": op.phase}
@@ -98,66 +99,36 @@ def _operators(profile: Profile, drawn: Lanes, source: bool) -> Iterator[_Event]
             args["bytes"] = op.transient_bytes
         if source and (place := profile.place_of(span.index)) is not None:
             args["place"] = clean(facts.place(place.path, place.line, facts.home(profile)))
-        yield _Event(
-            name=clean(base_name(op.name)),
-            ph="X",
-            pid=_HOST,
-            tid=_OPERATORS,
-            ts=_us(span.start),
-            dur=_us(span.seconds),
-            cat="cpu_op",
-            args=args,
-        )
+        yield _complete(span, base_name(op.name), _HOST, _OPERATORS, "cpu_op", args)
 
 
-def _modules(profile: Profile, drawn: Lanes) -> Iterator[_Event]:
+def _modules(profile: Profile, drawn: Lanes) -> Iterator[_PerfettoEvent]:
     for lane in drawn.modules:
         for span in lane:
             module = profile.modules[span.index]
-            yield _Event(
-                name=clean(module.path),
-                ph="X",
-                pid=_HOST,
-                tid=_MODULES,
-                ts=_us(span.start),
-                dur=_us(span.seconds),
-                cat="module",
-                args={"type": clean(module.type)},
-            )
+            args = {"type": clean(module.type)}
+            yield _complete(span, module.path, _HOST, _MODULES, "module", args)
 
 
-def _waits(drawn: Lanes) -> Iterator[_Event]:
+def _waits(drawn: Lanes) -> Iterator[_PerfettoEvent]:
     for span in drawn.waits:
-        yield _Event(
-            name=f"wait: {clean(span.name)}",
-            ph="X",
-            pid=_HOST,
-            tid=_WAITS,
-            ts=_us(span.start),
-            dur=_us(span.seconds),
-            cat="wait",
-        )
+        yield _complete(span, f"wait: {span.name}", _HOST, _WAITS, "wait")
 
 
-def _device(profile: Profile, drawn: Lanes) -> Iterator[_Event]:
+def _device(profile: Profile, drawn: Lanes) -> Iterator[_PerfettoEvent]:
     for span in drawn.device:
-        yield _Event(
-            name=clean(base_name(profile.operators[span.index].name)),
-            ph="X",
-            pid=_DEVICE,
-            tid=_STREAM,
-            ts=_us(span.start),
-            dur=_us(span.seconds),
-            cat="kernel",
-            args={"External id": span.index, "device": 0, "stream": _STREAM},
-        )
+        name = base_name(profile.operators[span.index].name)
+        args = {"External id": span.index, "device": 0, "stream": _STREAM}
+        yield _complete(span, name, _DEVICE, _STREAM, "kernel", args)
 
 
-def _copies(profile: Profile, copies: CopyLanes) -> Iterator[_Event]:
-    """The planned step: compute, each direction of the link, and when compute pauses."""
+def _copies(profile: Profile, copies: CopyLanes) -> Iterator[_PerfettoEvent]:
+    """Yield the planned step: compute, each direction of the link, and the pauses of compute."""
     title = {"name": f"planned, modelled for {copies.device_name}"}
-    yield _Event(name="process_name", ph="M", pid=_PLANNED, args=title)
-    yield _Event(name="process_sort_index", ph="M", pid=_PLANNED, args={"sort_index": _PLANNED})
+    yield _PerfettoEvent(name="process_name", ph="M", pid=_PLANNED, args=title)
+    yield _PerfettoEvent(
+        name="process_sort_index", ph="M", pid=_PLANNED, args={"sort_index": _PLANNED}
+    )
     tracks = {
         "compute": (copies.compute, "kernel"),
         "copies to the host": (copies.out, "gpu_memcpy"),
@@ -165,38 +136,32 @@ def _copies(profile: Profile, copies: CopyLanes) -> Iterator[_Event]:
         "waits for copies": (copies.awaited, "wait"),
     }
     for tid, (track, (spans, category)) in enumerate(tracks.items(), 1):
-        yield _Event(name="thread_name", ph="M", pid=_PLANNED, tid=tid, args={"name": track})
+        yield _PerfettoEvent(
+            name="thread_name", ph="M", pid=_PLANNED, tid=tid, args={"name": track}
+        )
         for span in spans:
             known = profile.operators[span.index].name if span.index >= 0 else ""
-            yield _Event(
-                name=clean(base_name(known)) if known else "wait",
-                ph="X",
-                pid=_PLANNED,
-                tid=tid,
-                ts=_us(span.start),
-                dur=_us(span.seconds),
-                cat=category,
-            )
+            yield _complete(span, base_name(known) or "wait", _PLANNED, tid, category)
 
 
-def _memory(profile: Profile, drawn: Lanes) -> Iterator[_Event]:
+def _memory(profile: Profile, drawn: Lanes) -> Iterator[_PerfettoEvent]:
     samples = kinds_over_time(profile, _COUNTED)
     kinds = samples[0].by_kind if samples else {}
-    told = [kind for kind in kinds if any(sample.by_kind[kind] for sample in samples)]
+    shown = [kind for kind in kinds if any(sample.by_kind[kind] for sample in samples)]
     for sample in samples:
-        yield _Event(
+        yield _PerfettoEvent(
             name="memory, bytes by kind",
             ph="C",
             pid=_HOST,
             ts=_us(drawn.host[sample.operator].start),
-            args={kind: sample.by_kind[kind] for kind in told},
+            args={kind: sample.by_kind[kind] for kind in shown},
         )
 
 
 def _findings(
     profile: Profile, drawn: Lanes, findings: Sequence[Finding], source: bool
-) -> Iterator[_Event]:
-    """An instant at the first operator of each finding's line; those without one at the start."""
+) -> Iterator[_PerfettoEvent]:
+    """Yield an instant at the first operator of each finding's line, or at the start if it has none."""
     first: dict[tuple[str, int], int] = {}
     for index in range(len(profile.operators)):
         place = profile.place_of(index)
@@ -209,7 +174,7 @@ def _findings(
             args["price"] = price
         if source and finding.path:
             args["place"] = clean(facts.place(finding.path, finding.line, facts.home(profile)))
-        yield _Event(
+        yield _PerfettoEvent(
             name=clean(finding.code),
             ph="i",
             s="p",
@@ -219,6 +184,15 @@ def _findings(
             cat="finding",
             args=args,
         )
+
+
+def _complete(
+    span: LaneSpan, name: str, pid: int, tid: int, cat: str, args: dict[str, Any] | None = None
+) -> _PerfettoEvent:
+    start, duration = _us(span.start), _us(span.seconds)
+    return _PerfettoEvent(
+        name=clean(name), ph="X", pid=pid, tid=tid, ts=start, dur=duration, cat=cat, args=args
+    )
 
 
 def _us(seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""Strangers' names made harmless: no control characters, no bidi marks, never too wide."""
+"""Makes untrusted names harmless: no control characters, no bidi marks, never too wide."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PATHLIKE = re.compile(
 
 
 def clean(text: str, encoding: str = "utf-8") -> str:
-    """`text` on one line, without control, format and bidi characters, writable in `encoding`."""
+    """Return `text` on one line, without control, format and bidi characters, writable in `encoding`."""
     kept = "".join(
         " " if c in _BLANK else c for c in text if c in _BLANK or category(c) not in _DROPPED
     )
@@ -34,9 +34,9 @@ def clean(text: str, encoding: str = "utf-8") -> str:
 
 
 def keep_right(text: str, width: int) -> str:
-    """`text` in at most `width` cells, shortened from the left: a path keeps its file and line.
+    """Shorten `text` from the left to at most `width` cells, so that a path keeps its file and line.
 
-    Where only the file and line fit, they stand alone.
+    If only the file and line fit, return them without an ellipsis.
     """
     if cell_len(text) <= width:
         return text
@@ -49,7 +49,7 @@ def keep_right(text: str, width: int) -> str:
 
 
 def keep_left(text: str, width: int) -> str:
-    """`text` in at most `width` cells, shortened from the right: a sentence keeps its start."""
+    """Shorten `text` from the right to at most `width` cells, so that a sentence keeps its start."""
     if cell_len(text) <= width:
         return text
     dots = _ELLIPSIS if width > len(_ELLIPSIS) else ""
@@ -67,7 +67,7 @@ def _fitting(characters: Iterable[str], width: int) -> str:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Lines of at most `width` cells, broken at spaces, though not before a unit.
+    """Wrap text at spaces, but not before a unit, into lines of at most `width` cells.
 
     A word that is too long loses its start.
     """
@@ -83,7 +83,7 @@ def wrap(text: str, width: int) -> list[str]:
 
 
 def sentence(text: str, width: int, most: int) -> list[str]:
-    """`text` in at most `most` lines, the last of them shortened where it is longer."""
+    """Wrap `text` into at most `most` lines, and shorten the last one if the text is longer."""
     pieces = wrap(text, width)
     if len(pieces) <= most:
         return pieces
@@ -91,7 +91,7 @@ def sentence(text: str, width: int, most: int) -> list[str]:
 
 
 def without_source(report: Report) -> Report:
-    """The same report with no path, line number, diff or script name in it."""
+    """Remove all paths, line numbers, diffs and the script name from a report."""
     known = _paths(report)
     return msgspec.structs.replace(
         report,
@@ -108,7 +108,7 @@ def without_source(report: Report) -> Report:
 
 
 def scrubbed(text: str, paths: Sequence[str]) -> str:
-    """`text` without these paths, their names and anything that looks like a path."""
+    """Remove the given paths, their file names and anything that looks like a path from `text`."""
     names = {re.split(r"[/\\]", path)[-1] for path in paths}
     known = sorted((one for one in {*paths, *names} if len(one) > 2), key=len, reverse=True)
     return _scrub(text, known)

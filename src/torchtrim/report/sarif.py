@@ -1,4 +1,4 @@
-"""A report as SARIF 2.1.0, which code scanning reads. No source text is in it but what messages say."""
+"""Renders a report as SARIF 2.1.0 for code scanning. Only messages may quote source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 
 from torchtrim.records import Report
 from torchtrim.report.headline import headline
-from torchtrim.report.located import Located, inside, located
+from torchtrim.report.located import LocatedFinding, inside, locate_findings
 from torchtrim.report.safe import clean
 from torchtrim.rules.base import Rule
 from torchtrim.rules.registry import all_rules
@@ -29,13 +29,13 @@ def _no_text(path: str, line: int) -> str:
 
 
 def render(report: Report, *, root: str = "", line_text: LineText = _no_text) -> str:
-    """The findings as results of one run, with the documentation of every rule.
+    """Return the findings as results of one run, with the documentation of every rule.
 
-    Paths are relative to `root`, by default the project. `line_text` gives the text of a line, of
-    which only a hash is written: with it a finding is known again after lines above it came or went.
+    Paths are relative to `root`, by default the project. `line_text` returns the text of a line. Only its
+    hash is written, which identifies a finding after lines above it are added or removed.
     """
     known = all_rules()
-    found = located(report, root)
+    found = locate_findings(report, root)
     script = inside(report.script, root or report.project) or _name(report)
     index = {rule.code: at for at, rule in enumerate(known)}
     prints = _fingerprints(found, line_text)
@@ -77,7 +77,7 @@ def _rule(rule: Rule) -> dict[str, Any]:
 
 
 def _result(
-    found: Located,
+    found: LocatedFinding,
     index: dict[str, int],
     fingerprint: str,
     place: dict[str, Any],
@@ -102,19 +102,19 @@ def _result(
     return result
 
 
-def _text(found: Located) -> str:
+def _text(found: LocatedFinding) -> str:
     advice = f" {found.advice[:1].upper()}{found.advice[1:]}." if found.advice else ""
-    said = f"{found.message}: {found.facts}" if found.facts else found.message
-    return f"{said}.{advice}"
+    text = f"{found.message}: {found.facts}" if found.facts else found.message
+    return f"{text}.{advice}"
 
 
 def plain(text: str) -> str:
-    """Text in which SARIF sees no link."""
+    """Break Markdown links, which SARIF would render."""
     return text.replace("](", "] (")
 
 
-def _location(found: Located, script: str) -> dict[str, Any]:
-    """The finding's line; for one outside the project the script, so that it is shown at all."""
+def _location(found: LocatedFinding, script: str) -> dict[str, Any]:
+    """Return the finding's line, or the script for a finding outside the project, which would be hidden."""
     path, line = (found.path, found.line) if found.path else (script, 1)
     place: dict[str, Any] = {"artifactLocation": {"uri": uri(path), "uriBaseId": _BASE}}
     if line:
@@ -124,11 +124,11 @@ def _location(found: Located, script: str) -> dict[str, Any]:
 
 
 def uri(path: str) -> str:
-    """A relative path as a URI reference."""
+    """Return a relative path as a URI reference."""
     return quote(path.replace("\\", "/"), safe="/")
 
 
-def _facts(found: Located) -> dict[str, Any]:
+def _facts(found: LocatedFinding) -> dict[str, Any]:
     finding = found.finding
     facts = {
         "countPerStep": finding.count_per_step,
@@ -141,13 +141,13 @@ def _facts(found: Located) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def _suppression(found: Located) -> dict[str, Any]:
+def _suppression(found: LocatedFinding) -> dict[str, Any]:
     why = found.reason or "on the allow-list"
     return {"kind": "external", "status": "accepted", "justification": why}
 
 
-def _fingerprints(found: Sequence[Located], line_text: LineText) -> list[str]:
-    """A hash of path, code, text of the line, and the how-manieth of these it is."""
+def _fingerprints(found: Sequence[LocatedFinding], line_text: LineText) -> list[str]:
+    """Hash each finding's path, code and line text, with its ordinal among equal ones."""
     prints = [""] * len(found)
     seen: Counter[tuple[str, str, str]] = Counter()
     for at in sorted(range(len(found)), key=lambda i: (found[i].where, found[i].line)):

@@ -24,7 +24,7 @@ _RECORDS: dict[str, type[msgspec.Struct]] = {
 
 
 def schemas() -> Mapping[str, bytes]:
-    """File name -> contents, for each record that torchtrim writes as JSON."""
+    """Return the schema of each record that torchtrim writes as JSON, by file name."""
     return {f"{name}.schema.json": _schema(record) for name, record in _RECORDS.items()}
 
 
@@ -43,7 +43,7 @@ def _schema(record: type[msgspec.Struct]) -> bytes:
 
 
 def _dedented(value: Any) -> Any:
-    """`value` with its descriptions as Python 3.13 compiles docstrings, whatever Python this is."""
+    """Dedent descriptions in `value`, as Python 3.13 does for docstrings and older versions do not."""
     if isinstance(value, dict):
         return {
             key: cleandoc(item)
@@ -55,9 +55,9 @@ def _dedented(value: Any) -> Any:
 
 
 def main(arguments: list[str]) -> None:
-    """The command: one argument, the folder."""
+    """Run the command with one argument, the folder."""
     if len(arguments) != 1:
-        raise SystemExit("give one folder: python -m torchtrim.report.schemas docs/schema")
+        raise SystemExit("pass one folder: python -m torchtrim.report.schemas docs/schema")
     write(Path(arguments[0]))
 
 

@@ -1,4 +1,4 @@
-"""A pipeline in words, as a table of its stages, and its schedule as the familiar coloured bars."""
+"""Renders a pipeline: its stages in words and as a table, its schedule as coloured bars."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NAMES = {
     "W": "backward to the weights",
 }
 _SHADES = {"F": "forward", "B": "backward", "I": "backward", "W": "recompute"}
-_NARROWEST = 13.0
+_NARROWEST = 13.0  # Arbitrary; the width of two digits.
 
 
 def lines(found: PipelineReport) -> list[str]:
-    """The plan, a line for the whole and one for each stage."""
+    """Return a line on the whole pipeline and one for each stage."""
     one = found.pipeline
     replicas = f" x {one.replicas} replicas" if one.replicas > 1 else ""
     count = len(one.cuts) + 1
@@ -37,7 +37,7 @@ def _stage(found: PipelineReport, number: int) -> str:
     stage = found.pipeline.stages[number]
     again = ", recomputes" if stage.recompute else ""
     return (
-        f"stage {number} on rank {stage.rank}, from {stage.first or 'the beginning'}: "
+        f"stage {number} on rank {stage.rank}, from {stage.first or 'the start'}: "
         f"{format_seconds(stage.forward_seconds)} + {format_seconds(stage.backward_seconds)}, "
         f"{format_bytes(stage.held_bytes)} x {found.in_flight[number]} in flight{again}; "
         f"its rank's peak {format_bytes(found.pipeline.peaks[stage.rank])}"
@@ -45,7 +45,7 @@ def _stage(found: PipelineReport, number: int) -> str:
 
 
 def rows(report: Report) -> list[tuple[str, ...]]:
-    """The stages: number, rank, first module, forward, backward, held, in flight, state, rank's peak."""
+    """Return the stages: number, rank, first module, forward, backward, held, in flight, state, peak."""
     found = report.pipeline
     if found is None:
         return []
@@ -53,7 +53,7 @@ def rows(report: Report) -> list[tuple[str, ...]]:
         (
             f"{number}{' (recomputes)' if stage.recompute else ''}",
             str(stage.rank),
-            stage.first or "the beginning",
+            stage.first or "the start",
             format_seconds(stage.forward_seconds),
             format_seconds(stage.backward_seconds),
             format_bytes(stage.held_bytes),
@@ -66,9 +66,9 @@ def rows(report: Report) -> list[tuple[str, ...]]:
 
 
 def bars(report: Report) -> Markup:
-    """One step: a line for each rank, forward and backward of each micro-batch.
+    """Draw one step: a line for each rank, with forward and backward of each micro-batch.
 
-    Empty where there are too many.
+    Empty if there are too many to draw.
     """
     found = report.pipeline
     if found is None or not found.bars:
@@ -93,14 +93,14 @@ def _bar(bar: Bar, end: float, later: bool) -> Markup:
         if wide >= _NARROWEST
         else ""
     )
-    said = f"{_NAMES[bar.kind]}, stage {bar.stage}, micro-batch {bar.batch}"
+    title = f"{_NAMES[bar.kind]}, stage {bar.stage}, micro-batch {bar.batch}"
     return Markup(
-        '<g class="p-{shade}{late}"><title>{said}</title>'
+        '<g class="p-{shade}{late}"><title>{title}</title>'
         '<rect x="{left:.2f}" y="{top}" width="{wide:.2f}" height="{high}"/>{text}</g>'
     ).format(
         shade=_SHADES[bar.kind],
         late=" late" if later else "",
-        said=said,
+        title=title,
         left=left,
         top=top,
         wide=max(wide, 0.3),
@@ -110,7 +110,7 @@ def _bar(bar: Bar, end: float, later: bool) -> Markup:
 
 
 def schedules(report: Report) -> Sequence[tuple[str, ...]]:
-    """The schedules that fit, the quickest first: name, micro-batches, step, bubble, largest peak."""
+    """Return the schedules that fit, fastest first: name, micro-batches, step, bubble, largest peak."""
     found = report.pipeline
     return [
         (

@@ -1,4 +1,4 @@
-"""A report on a terminal: counts, then evidence, then the plan, then the one best next command."""
+"""Renders a report on a terminal: headline, evidence, findings, plan, and the next command."""
 
 from __future__ import annotations
 
@@ -15,23 +15,31 @@ from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records import Finding, Report
 from torchtrim.records.commands import shell_words
 from torchtrim.report import facts
-from torchtrim.report.blocks import Column, Items, Table, first, labelled, padded, show
-from torchtrim.report.figures import FigureRow, figure_rows
+from torchtrim.report.blocks import (
+    SCREEN,
+    WIDEST,
+    Column,
+    Items,
+    TextTable,
+    first,
+    labelled,
+    padded,
+    show,
+)
 from torchtrim.report.headline import headline
 from torchtrim.report.safe import clean, keep_left, keep_right, sentence, wrap
-from torchtrim.report.sentences import sentences
+from torchtrim.report.sections import FigureRow, figure_rows, sentences
 
 Amount = Literal["headline", "screen", "all"]
-_SCREEN = 24
-_LABEL = 13
-_WIDEST = 120
-_NARROW = 60
+_LABEL = 13  # The longest label and two blanks.
+_NARROW = 60  # Arbitrary; narrower terminals have no room for text beside labels.
 _STYLES = {"good": "bold green", "bad": "bold red", "unsure": "bold yellow", "neutral": "bold"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _RowLimits:
-    """How many rows a section may take, lines a sentence, and if blank lines part the sections."""
+    """Limits on the rows of each section and the lines of a sentence; `gaps`: blank lines between
+    sections."""
 
     kinds: int
     holders: int
@@ -44,7 +52,7 @@ class _RowLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class _Page:
-    """What lines are written on."""
+    """The report and the terminal it is printed on."""
 
     report: Report
     width: int
@@ -54,19 +62,19 @@ class _Page:
 
     @property
     def narrow(self) -> bool:
-        """Whether labels stand above what they label."""
+        """True if labels go above their text."""
         return self.width < _NARROW
 
     def say(self, text: str) -> str:
-        """`text`, harmless and writable here."""
+        """Return `text` made harmless and writable on this terminal."""
         return clean(text, self.encoding)
 
     def place(self, path: str, line: int) -> str:
-        """`path:line`, short."""
+        """Return a short `path:line`."""
         return self.say(facts.place(path, line, facts.home(self.report)))
 
 
-_EVERY = 10_000
+_EVERY = 10_000  # Arbitrary; more than a report has of anything.
 _ALL = _RowLimits(
     kinds=_EVERY,
     holders=_EVERY,
@@ -100,13 +108,13 @@ def render(
     paths: Mapping[str, Path] = {},
     amount: Amount = "screen",
 ) -> None:
-    """Print the report, in under a screen where it can be; or its headline alone, or all of it.
+    """Print the report within a screen if possible, or only its headline, or all of it.
 
-    `paths` are the files that were written, by what they are; `next_command` is what to run next.
+    `paths` maps kinds of output to the files written; `next_command` is the suggested next command.
     """
     page = _Page(
         report=report,
-        width=min(console.width, _WIDEST),
+        width=min(console.width, WIDEST),
         encoding=console.encoding,
         fancy=console.is_terminal and not console.options.ascii_only,
         items=sentences(report),
@@ -117,7 +125,7 @@ def render(
     elif amount == "all":
         lines = [*_lines(page, _ALL), *end]
     else:
-        lines = [*_fitting(page, _SCREEN - len(end)), *end]
+        lines = [*_fitting(page, SCREEN - len(end)), *end]
     show(lines, console)
 
 
@@ -151,16 +159,16 @@ def _lines(page: _Page, room: _RowLimits) -> list[Text]:
 
 
 def _verdict(page: _Page, room: _RowLimits) -> list[Text]:
-    """The sentence, and under it its further figures."""
+    """Return the headline, and its further figures below."""
     found = headline(page.report)
     lines = [Text(line, _STYLES[found.tone]) for line in wrap(page.say(found.word), page.width)]
     parts = (" ".join(sentence(page.say(one), page.width - 2, 2)) for one in found.parts)
-    told = wrap(", ".join(parts), page.width - 2)
-    return [*lines, *(Text(f"  {line}") for line in told)]
+    figures = wrap(", ".join(parts), page.width - 2)
+    return [*lines, *(Text(f"  {line}") for line in figures)]
 
 
 def _missed(page: _Page, room: _RowLimits) -> list[Text]:
-    """What is in the way of a budget that is missed, and what each lever on it would reach."""
+    """Return the parts of the smallest peak if a budget is missed, and the peaks of techniques."""
     wide = replace(room, text=max(room.text, 2)) if room.notes else room
     levers = _items(page, "levers", min(4, room.findings), room) if room.notes else []
     return [*_items(page, "smallest is", 1, wide), *levers]
@@ -180,16 +188,16 @@ def _tail(page: _Page, room: _RowLimits) -> list[Text]:
 
 
 def _proof(page: _Page, room: _RowLimits) -> Sequence[str]:
-    """The certificate; where there is little room and every bit is equal, without figures, which are 0."""
+    """Return the certificate. If space is short and all bits are equal, omit its figures, which are 0."""
     found, lines = page.report.certificate, page.items["certificate"].texts
     equal = found is not None and found.verdict == "BITWISE"
     return [lines[0], *lines[2:]] if equal and len(lines) > 2 and not room.gaps else lines
 
 
 def _fixes(page: _Page, room: _RowLimits) -> list[Text]:
-    """The fixes, and as much of their diff as there is room for; the file has the rest."""
-    told = _items(page, "fixes", 1 + room.fixes, room)
-    if not told:
+    """Return the fixes, and as much of their diff as fits; the file has the rest."""
+    fixes = _items(page, "fixes", 1 + room.fixes, room)
+    if not fixes:
         return []
     lines = [
         line for line in facts.diff_lines(page.report) if not line.startswith(("@@", "+++", "---"))
@@ -199,7 +207,7 @@ def _fixes(page: _Page, room: _RowLimits) -> list[Text]:
     kept = [Text(keep_left(page.say(line), page.width), styles[line[0]]) for line in shown]
     left = len(lines) - len(shown)
     more = [Text(f"  +{left} more lines of diff", "dim")] if left > 0 else []
-    return [*told, *kept, *more]
+    return [*fixes, *kept, *more]
 
 
 def _items(page: _Page, label: str, most: int, room: _RowLimits) -> list[Text]:
@@ -214,7 +222,7 @@ def _labelled(page: _Page, label: str, texts: Sequence[str], room: _RowLimits) -
 def _written(page: _Page, paths: Mapping[str, Path]) -> list[Text]:
     indent = _LABEL if not page.narrow else 6
     room = page.width - indent
-    names = [keep_right(page.say(str(_near(path))), room) for path in paths.values()]
+    names = [keep_right(page.say(str(_relative(path))), room) for path in paths.values()]
     joined = ", ".join(names)
     lines = [joined] if cell_len(joined) <= room else names
     return [
@@ -223,7 +231,7 @@ def _written(page: _Page, paths: Mapping[str, Path]) -> list[Text]:
     ]
 
 
-def _near(path: Path) -> Path:
+def _relative(path: Path) -> Path:
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
@@ -242,7 +250,7 @@ def _next(page: _Page, command: str | None) -> list[Text]:
 
 
 def _evidence(page: _Page, room: _RowLimits) -> list[Text]:
-    """Measured and predicted figures, and the kinds of memory at the peak with bars."""
+    """Return measured and predicted figures, and the kinds of memory at the peak with bars."""
     heads, rows = figure_rows(page.report)
     if not heads:
         return []
@@ -257,7 +265,7 @@ def _evidence(page: _Page, room: _RowLimits) -> list[Text]:
         (page.say(row.name), *row.cells, _bar(page, row, bars * max(row.bar) / longest))
         for row in (*figures, *kinds)
     ]
-    head, *lines = Table([*columns, Column(width=bars)], cells).lines(page.width)
+    head, *lines = TextTable([*columns, Column(width=bars)], cells).lines(page.width)
     legend = "  at the peak" + (" (. saved)" if page.report.planned else ", by kind")
     return [head.append(legend if bars >= len(legend) else "", "dim"), *lines]
 
@@ -278,7 +286,7 @@ def _more(title: str, total: int, shown: int) -> Text:
 
 
 def _holders(page: _Page, room: _RowLimits) -> list[Text]:
-    """What is live at the peak: bytes, module, place, why."""
+    """Return the storages live at the peak: bytes, module, place, reason."""
     shown = page.report.holders[: room.holders]
     if not shown:
         return []
@@ -299,11 +307,11 @@ def _holders(page: _Page, room: _RowLimits) -> list[Text]:
         for one in shown
     ]
     title = _more("live at the peak", len(page.report.holders), len(shown))
-    return [title, *Table(columns, rows).lines(page.width)]
+    return [title, *TextTable(columns, rows).lines(page.width)]
 
 
 def _findings(page: _Page, room: _RowLimits) -> list[Text]:
-    """Counts, then a line for each finding: code, place, message, price."""
+    """Return counts, then a line for each finding: code, place, message, price."""
     report = page.report
     if not report.findings:
         return []
@@ -334,7 +342,7 @@ def _finding(page: _Page, finding: Finding, where: str, room: _RowLimits) -> lis
 
 
 def _frontier(page: _Page, room: _RowLimits) -> list[Text]:
-    """What plans for other budgets are predicted to need."""
+    """Return the predicted peak and step of plans for other budgets."""
     points = page.report.frontier
     hand = tuple(point for point in points if point.by_hand)
     shown = (*points[: min(room.findings, len(points) - len(hand))], *hand)
@@ -347,9 +355,9 @@ def _frontier(page: _Page, room: _RowLimits) -> list[Text]:
             format_bytes(point.budget_bytes),
             format_bytes(point.peak_bytes),
             format_seconds(point.step_seconds),
-            page.say(point.by_hand or ", ".join(facts.runs(point.where)) or "as it is"),
+            page.say(point.by_hand or ", ".join(facts.runs(point.where)) or "unchanged"),
         )
         for point in shown
     ]
     figures = [Column(width=10, gap=0, right=True)] * 3
-    return [title, *Table([*figures, Column()], rows).lines(page.width)]
+    return [title, *TextTable([*figures, Column()], rows).lines(page.width)]

@@ -1,4 +1,4 @@
-"""The timeline of a step: a picture that needs no script, and the data for the script that zooms."""
+"""The timeline of a step: a picture that works without scripts, and data for the script that zooms."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from torchtrim.records import Profile
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.profile import Phase
 from torchtrim.report import facts
-from torchtrim.report.copies import CopyLanes
-from torchtrim.report.lanes import Lanes, LaneSpan
+from torchtrim.report.charts import column_runs
+from torchtrim.report.lanes import CopyLanes, Lanes, LaneSpan
 from torchtrim.report.safe import clean, keep_right
 
-_WIDTH = 1000
-_HEIGHT = 100
-_NAME = 48
-_US = 1e6
-_LEVELS = 3
-_SHADES = 4
-_LEAST = 1e-3
+_WIDTH = 1000  # Arbitrary; about one column per pixel of the page.
+_HEIGHT = 100  # Arbitrary; lanes stretch to the height that the style sheet gives them.
+_NAME = 48  # Arbitrary; longer names do not fit the line below the timeline.
+_US = 1e6  # Microseconds per second.
+_LEVELS = 3  # Arbitrary; deeper modules show after zooming in.
+_SHADES = 4  # As many colours of modules as the style sheet has (`m-0` to `m-3`).
+_LEAST = 1e-3  # Arbitrary; spans of no time still give an empty column their colour.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strip:
-    """A lane of the picture: its name and what is drawn in it."""
+    """A lane of the picture: its name and its drawing."""
 
     name: str
     markup: Markup
@@ -38,19 +38,19 @@ class Strip:
 
 @dataclass(frozen=True, kw_only=True)
 class TimelineView:
-    """The timeline with its words. `data` is JSON for the script, empty where there is no room."""
+    """The timeline with its captions. `data` is JSON for the script, empty if the page has no room."""
 
     lanes: Sequence[Strip]
     data: Markup
     ends: str
-    said: str
+    caption: str
     dropped: str
 
 
 def timeline_view(
     profile: Profile, lanes: Lanes, most: int, *, source: bool
 ) -> TimelineView | None:
-    """The timeline with at most `most` operators for the script; None for a step that took no time."""
+    """Return the timeline with at most `most` operators for the script, or None if the step took no time."""
     if not lanes.seconds:
         return None
     shown = _longest(lanes.host, most)
@@ -58,22 +58,22 @@ def timeline_view(
         lanes=_lanes(profile, lanes),
         data=_data(profile, lanes, shown, source) if shown else Markup(),
         ends=format_seconds(lanes.seconds),
-        said=_said(lanes),
+        caption=_caption(lanes),
         dropped=_dropped(lanes.host, shown),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopiesView:
-    """The copies of a planned step, with their words."""
+    """The copies of a planned step, with their caption."""
 
     lanes: Sequence[Strip]
     ends: str
-    said: str
+    caption: str
 
 
 def copies_view(profile: Profile, copies: CopyLanes) -> CopiesView:
-    """Compute above the copies that hide behind it, and where it waits."""
+    """Return compute above the copies it hides, and the waits of compute."""
 
     def strip(name: str, spans: Sequence[LaneSpan], style: Callable[[LaneSpan], str]) -> Strip:
         return Strip(name=name, markup=_strip(spans, copies.seconds, style))
@@ -86,7 +86,7 @@ def copies_view(profile: Profile, copies: CopyLanes) -> CopiesView:
             strip("waits", copies.awaited, lambda _: "p-waiting"),
         ],
         ends=format_seconds(copies.seconds),
-        said=copies.said,
+        caption=copies.caption,
     )
 
 
@@ -98,25 +98,25 @@ def _longest(spans: Sequence[LaneSpan], most: int) -> list[LaneSpan]:
     )
 
 
-def _said(lanes: Lanes) -> str:
+def _caption(lanes: Lanes) -> str:
     if lanes.source == "measured":
-        return "Measured while it was recorded, which makes the gaps between operators longer."
+        return "Measured with the recorder, which lengthens the gaps between operators."
     return (
-        f"Modelled: host and device as an {lanes.device_name.upper()} would take at least, "
-        "from operators' work and bytes."
+        f"Modelled: lower bounds for the host and an {lanes.device_name.upper()}, "
+        "from the operators' work and bytes."
     )
 
 
 def _dropped(spans: Sequence[LaneSpan], shown: Sequence[LaneSpan]) -> str:
     if not shown:
-        return "The zoom is left out to keep this page small; `torchtrim export` has all of it."
+        return "Zooming is left out to keep this page small; `torchtrim export` writes the full timeline."
     if len(shown) == len(spans):
         return ""
     whole = sum(span.seconds for span in spans) or 1.0
     share = 100 * sum(span.seconds for span in shown) / whole
     return (
-        f"Zoomed in, the {len(shown)} longest of {len(spans)} operators are shown, {share:.1f} % of "
-        "their time; profile.json has all."
+        f"Zoomed in, the timeline shows the {len(shown)} longest of {len(spans)} operators, "
+        f"{share:.1f} % of their time; profile.json has all."
     )
 
 
@@ -146,7 +146,7 @@ def _shade(span: LaneSpan) -> str:
 
 
 def _strip(spans: Iterable[LaneSpan], whole: float, style: Callable[[LaneSpan], str]) -> Markup:
-    """The spans on columns: the one that fills most of a column gives it its colour."""
+    """Draw spans on columns. The style that fills most of a column colours it."""
     fills: list[dict[str, float]] = [{} for _ in range(_WIDTH)]
     scale = _WIDTH / whole
     for span in spans:
@@ -156,7 +156,7 @@ def _strip(spans: Iterable[LaneSpan], whole: float, style: Callable[[LaneSpan], 
             part = max(min(last, column + 1) - max(first, column), _LEAST)
             fills[column][name] = fills[column].get(name, 0.0) + part
     paths: dict[str, list[str]] = {}
-    for name, start, end in _runs(
+    for name, start, end in column_runs(
         [max(fill, key=fill.__getitem__) if fill else "" for fill in fills]
     ):
         if name:
@@ -166,14 +166,6 @@ def _strip(spans: Iterable[LaneSpan], whole: float, style: Callable[[LaneSpan], 
         for name, parts in paths.items()
     )
     return _svg(Markup().join(shapes))
-
-
-def _runs(columns: Sequence[str]) -> Iterable[tuple[str, int, int]]:
-    start = 0
-    for column in range(1, len(columns) + 1):
-        if column == len(columns) or columns[column] != columns[start]:
-            yield columns[start], start, column
-            start = column
 
 
 def _area(lanes: Lanes) -> Markup:
@@ -192,8 +184,8 @@ def _svg(shapes: Markup) -> Markup:
     ).format(_WIDTH, _HEIGHT, shapes)
 
 
-class _Words:
-    """Texts by number, each once."""
+class _StringTable:
+    """Texts by number, each stored once."""
 
     def __init__(self) -> None:
         self.known: dict[str, int] = {}
@@ -208,8 +200,8 @@ class _Words:
 
 
 def _data(profile: Profile, lanes: Lanes, shown: Sequence[LaneSpan], source: bool) -> Markup:
-    words = _Words()
-    made = _made(profile)
+    words = _StringTable()
+    made = _allocated_bytes(profile)
     held = {span.index for span in shown}
     largest = max((size for _, size, _ in lanes.memory), default=0)
     data: dict[str, Any] = {
@@ -238,7 +230,7 @@ def _data(profile: Profile, lanes: Lanes, shown: Sequence[LaneSpan], source: boo
     return Markup(encoded)
 
 
-def _made(profile: Profile) -> dict[int, int]:
+def _allocated_bytes(profile: Profile) -> dict[int, int]:
     made: dict[int, int] = {}
     for storage in profile.storages:
         if storage.birth >= 0:
@@ -247,7 +239,7 @@ def _made(profile: Profile) -> dict[int, int]:
 
 
 def _operator(
-    profile: Profile, span: LaneSpan, words: _Words, made: dict[int, int], source: bool
+    profile: Profile, span: LaneSpan, words: _StringTable, made: dict[int, int], source: bool
 ) -> tuple[int, int, int, int, int, int, int]:
     op = profile.operators[span.index]
     place = profile.place_of(span.index) if source else None
@@ -263,12 +255,12 @@ def _operator(
     )
 
 
-def _operator_name(profile: Profile, index: int, words: _Words) -> int:
+def _operator_name(profile: Profile, index: int, words: _StringTable) -> int:
     return words.number(base_name(profile.operators[index].name).removeprefix("aten::"))
 
 
 def _modules(
-    profile: Profile, lane: Sequence[LaneSpan], most: int, words: _Words
+    profile: Profile, lane: Sequence[LaneSpan], most: int, words: _StringTable
 ) -> list[tuple[int, int, int]]:
     return [
         (_us(span.start), _us(span.seconds), words.number(profile.modules[span.index].path))
@@ -277,5 +269,5 @@ def _modules(
 
 
 def _us(seconds: float) -> int:
-    """Tenths of a microsecond, so that the data has no fractions."""
+    """Return tenths of a microsecond, so that the data has no fractions."""
     return round(seconds * _US * 10)

@@ -1,4 +1,4 @@
-"""What a trace tells, on a terminal: counts, the sites, the sets, the bound, the next command."""
+"""Renders the analysis of a trace on a terminal: counts, sites, sets, the bound, the next command."""
 
 from __future__ import annotations
 
@@ -9,33 +9,31 @@ from rich.console import Console
 from rich.text import Text
 
 from torchtrim.records.trace import TraceJob, TraceReport, TraceSite
-from torchtrim.report.blocks import Column, Table, labelled, show
+from torchtrim.report.blocks import SCREEN, WIDEST, Column, TextTable, labelled, show
 from torchtrim.report.safe import clean, keep_left, keep_right
 
-_SCREEN = 24
-_WIDEST = 120
-_LABEL = 10
-_FEWEST_NOTES = 1
-_FIGURES = 30
+_LABEL = 10  # The longest label and two blanks.
+_FEWEST_NOTES = 1  # One note is printed even if the screen is full.
+_FIGURES = 30  # The columns of figures, with their gaps and a margin.
 _BOUND = {
-    "host": "the host: it gives work to the device more slowly than the device does it",
-    "device": "the device: its work, one after the other, takes all of the time",
-    "waits": "waiting: host and device take turns, and would overlap without",
-    "loader": "the data loader: the program is in it while the device has nothing to do",
+    "host": "the host: it launches work more slowly than the device executes it",
+    "device": "the device: its own work takes all of the time",
+    "waits": "waits: host and device take turns, and would overlap without them",
+    "loader": "the data loader: the program is in it while the device is idle",
     "mixed": "neither alone: host and device each take most of the time",
     "unknown": "unknown: the trace cannot be replayed",
 }
 
 
 def render(report: TraceReport, console: Console, *, top: int, next_command: str | None) -> None:
-    """Print the report within a screen of 24 lines where `top` sites leave room for that."""
-    width = max(40, min(console.width, _WIDEST))
+    """Print the report, within a screen of 24 lines if `top` sites leave room."""
+    width = max(40, min(console.width, WIDEST))
     head = [*_counts(report, width), *_ranks(report, width)]
     table = list(_table(report, top, width))
     sets = list(_sets(report, width))
     bound = _labelled("bound", _BOUND[report.bound], width)
     end = [*bound, *_command(next_command, width)]
-    room = _SCREEN - len(head) - len(table) - len(sets) - len(end)
+    room = SCREEN - len(head) - len(table) - len(sets) - len(end)
     show((*head, *table, *sets, *_notes(report.notes, width, room), *end), console)
 
 
@@ -71,22 +69,20 @@ def _ranks(report: TraceReport, width: int) -> Iterator[Text]:
             f"{one.rank if one.rank is not None else Path(one.file).name}: {one.waits}"
             for one in report.ranks
         )
-        yield from _labelled("ranks", f"waits of each: {each}", width)
+        yield from _labelled("ranks", f"waits of each rank: {each}", width)
     if report.job is not None:
         yield from _labelled("together", _together(report.job), width)
 
 
 def _together(job: TraceJob) -> str:
-    """Whom the others waited for, and what of each rank's communication nothing hid."""
+    """Return the rank the others waited for, and the exposed communication of each rank."""
     many = _plural(job.collectives, "collective", "collectives")
     worst = max(job.ranks, key=lambda one: one.made_others_wait_ms)
-    late = (
-        f"rank {worst.rank} comes last, the others wait {worst.made_others_wait_ms:,.1f} ms for it"
-    )
+    late = f"rank {worst.rank} joins last, and the others wait {worst.made_others_wait_ms:,.1f} ms for it"
     if job.straggler is None:
         late = "no rank keeps the others waiting"
     exposed = ", ".join(f"{one.rank}: {one.exposed_ms:,.1f}" for one in job.ranks)
-    return f"{many} matched; {late}; communication that nothing hides, ms: {exposed}"
+    return f"{many} matched; {late}; exposed communication by rank, ms: {exposed}"
 
 
 def _table(report: TraceReport, top: int, width: int) -> Iterator[Text]:
@@ -105,7 +101,7 @@ def _table(report: TraceReport, top: int, width: int) -> Iterator[Text]:
     )
     numbered = [(str(i + 1), site) for i, site in enumerate(report.sites)]
     numbered += [("d", site) for site in report.device_syncs]
-    yield from Table(columns, [_row(*one, room) for one in numbered[:top]]).lines(width)
+    yield from TextTable(columns, [_row(*one, room) for one in numbered[:top]]).lines(width)
     if len(numbered) > top:
         rest = sum(site.wait_ms for _, site in numbered[top:])
         yield Text(f"   +{len(numbered) - top} more sites, {rest:,.3f} ms", "dim")

@@ -1,1 +1,1 @@
-"""Writes fixes into source: what a fix is, the registry, edits, guards, files, the undo journal."""
+"""Writes fixes into source: fixes and their discovery, edits, guards, files and their undo journal."""

@@ -1,7 +1,7 @@
-"""Host-device syncs that a library makes, and the line of configuration that ends them.
+"""Host-device syncs inside libraries, and the line of configuration that ends each.
 
-The line is in the user's program, or in the setting of the library that makes the sync; the source is not
-edited, since what it means to the program only its author knows.
+The line belongs in the user's program or in the library's settings. The source is not edited: only its author
+knows what the setting means to the program.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torchtrim.source.source import Source
+from torchtrim.source.source import SourceFile
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advice:
-    """What to write instead. `places` are ends of paths and names of functions of the library that waits,
-    `calls` the names that the user's own source calls, after the module `of` if one is given."""
+class SettingAdvice:
+    """A line of configuration to write instead.
+
+    `places` are path suffixes and function names of the library that synchronizes. `calls` are the names
+    called by the user's own source, in module `of` if given.
+    """
 
     name: str
     line: str
@@ -31,39 +34,39 @@ class Advised(NamedTuple):
     """Advice for a line of user code."""
 
     line: int
-    advice: Advice
+    advice: SettingAdvice
 
 
 ADVICE = (
-    Advice(
+    SettingAdvice(
         name="grad-scaler",
         line='torch.autocast("cuda", dtype=torch.bfloat16)  # and no GradScaler',
-        why="`GradScaler.step` reads whether a gradient overflowed, each step. bfloat16 needs no scaler; "
-        "with float16 an optimizer made with `fused=True` looks at the flag on the device",
+        why="`GradScaler.step` reads in each step whether a gradient overflowed. bfloat16 needs no scaler; "
+        "with float16 an optimizer with `fused=True` checks the flag on the device",
         places=(
             ("torch/amp/grad_scaler.py", "_maybe_opt_step"),
             ("torch/amp/grad_scaler.py", "step"),
         ),
         calls=("GradScaler",),
     ),
-    Advice(
+    SettingAdvice(
         name="loss-scale",
-        line="steps += 1  # count the steps yourself, and ask for the scale where you print it",
-        why="`get_scale()` reads the scale from the device each time; whether a step was skipped is known "
-        "once every some hundred steps soon enough",
+        line="steps += 1  # count the steps yourself, and read the scale where you print it",
+        why="`get_scale()` reads the scale from the device each time; it is enough to check for skipped "
+        "steps every few hundred steps",
         places=(("torch/amp/grad_scaler.py", "get_scale"), ("accelerate/optimizer.py", "step")),
         calls=("get_scale",),
     ),
-    Advice(
+    SettingAdvice(
         name="unscaled-loss-scale",
         line="if grad_scaler is not None: scale = grad_scaler.scale",
-        why="the scale is read although nothing is scaled: in bf16 leave the grad scaler out",
+        why="the scale is read even if no loss is scaled: bf16 needs no grad scaler",
         places=(("megatron/core/optimizer/optimizer.py", "get_loss_scale"),),
     ),
-    Advice(
+    SettingAdvice(
         name="optimizer-state",
         line="torch.optim.AdamW(parameters, fused=True)",
-        why="the optimizer reads its step count from the device, once for each parameter: `fused=True` or "
+        why="the optimizer reads its step count from the device once per parameter: `fused=True` or "
         '`capturable=True` leaves it there; after a checkpoint keep `state["step"]` on the CPU',
         places=tuple(
             (f"torch/optim/{name}.py", "")
@@ -80,30 +83,30 @@ ADVICE = (
             )
         ),
     ),
-    Advice(
+    SettingAdvice(
         name="lightning-progress-bar",
         line="self.log(name, value, prog_bar=False); Trainer(enable_progress_bar=False)",
-        why="values for the progress bar are read each step, also where the bar is off",
+        why="values for the progress bar are read in each step, even if the bar is off",
         places=(
             ("connectors/logger_connector/result.py", "metrics"),
             ("callbacks/progress/progress_bar.py", "get_metrics"),
             ("callbacks/progress/tqdm_progress.py", "_update_progress_bar"),
         ),
     ),
-    Advice(
+    SettingAdvice(
         name="lightning-logged-device",
-        line="self.log(name, value.detach())  # a tensor of the device, not a number or a tensor of the host",
-        why="a logged value is moved to the device of the module: a number of the host is uploaded each time",
+        line="self.log(name, value.detach())  # a tensor on the device, not a number or a CPU tensor",
+        why="logged values are moved to the module's device: a number is uploaded each time",
         places=(
             ("connectors/logger_connector/result.py", "update_metrics"),
             ("connectors/logger_connector/result.py", "log"),
             ("core/module.py", "__to_tensor"),
         ),
     ),
-    Advice(
+    SettingAdvice(
         name="distribution-validation",
         line="torch.distributions.Distribution.set_default_validate_args(False)",
-        why="each distribution checks its arguments and values, and reads whether they are valid",
+        why="each distribution validates its arguments and values, and reads the result",
         places=(("torch/distributions/", ""),),
         of="torch.distributions",
         calls=(
@@ -116,13 +119,13 @@ ADVICE = (
             "Gamma",
         ),
     ),
-    Advice(
+    SettingAdvice(
         name="clip-grad",
         line="torch.nn.utils.clip_grad_norm_(parameters, max_norm, error_if_nonfinite=False)",
         why="with `error_if_nonfinite=True` the norm is read before each step",
         places=(("torch/nn/utils/clip_grad.py", ""),),
     ),
-    Advice(
+    SettingAdvice(
         name="ultralytics-profile",
         line="model.predict(source, verbose=False)  # time with torch.cuda.Event(enable_timing=True)",
         why="each stage is timed with `torch.cuda.synchronize()`; events measure without waiting",
@@ -132,25 +135,25 @@ ADVICE = (
         ),
         calls=("time_sync",),
     ),
-    Advice(
+    SettingAdvice(
         name="apex-adam",
         line="apex.optimizers.FusedAdam(parameters, capturable=True)",
-        why="it reads its step and whether a gradient overflowed on the host",
+        why="the host reads its step count and whether a gradient overflowed",
         places=(("apex/optimizers/fused_adam.py", ""), ("apex/contrib/optimizers/", "")),
         calls=("FusedAdam",),
     ),
-    Advice(
+    SettingAdvice(
         name="xla-adam",
         line="from torch_xla.amp.syncfree import AdamW",
-        why="the optimizers of torch read `found_inf` on the host; the sync-free ones do not",
+        why="torch's optimizers read `found_inf` on the host; the sync-free ones do not",
         places=(("torch_xla/amp/grad_scaler.py", ""),),
         of="torch_xla",
         calls=("GradScaler",),
     ),
-    Advice(
+    SettingAdvice(
         name="trainer-nan-filter",
         line="TrainingArguments(..., logging_nan_inf_filter=False, logging_steps=50)",
-        why="with the filter on, the loss of each step is looked at before it is added up",
+        why="with the filter on, each step's loss is checked before it is added up",
         places=(
             ("transformers/trainer.py", "training_step"),
             ("transformers/trainer.py", "_inner_training_loop"),
@@ -161,8 +164,8 @@ ADVICE = (
 )
 
 
-def advice_for(path: str, function: str) -> Advice | None:
-    """The advice for a wait in a library's file and function, by the end of the path, if there is any."""
+def advice_for(path: str, function: str) -> SettingAdvice | None:
+    """Return the advice for a sync in a library's file and function, or None. Paths match by suffix."""
     place = path.replace("\\", "/")
     for one in ADVICE:
         for part, name in one.places:
@@ -176,18 +179,19 @@ def advice_for(path: str, function: str) -> Advice | None:
     return None
 
 
-def advice_in(source: Source) -> list[Advised]:
-    """The advice for calls in the user's own source, by line; what its keywords already say is left out."""
+def advice_in(source: SourceFile) -> list[Advised]:
+    """Return the advice for calls in the user's own source, by line, unless their keywords follow it."""
     calls = (node for node in source.nodes if isinstance(node, ast.Call))
     return sorted(
         (one for call in calls for one in _advised(source, call)), key=lambda one: one.line
     )
 
 
-def advice_at(source: Source, line: int) -> Advice | None:
-    """The advice for a line of user code: for a call there, or for what it was called to make.
+def advice_at(source: SourceFile, line: int) -> SettingAdvice | None:
+    """Return the advice for a line of user code: for a call there, or for the constructor of an object used
+    there.
 
-    `scaler.step(optimizer)` has that of the `GradScaler(...)` which `scaler` was given.
+    `scaler.step(optimizer)` gets the advice for `scaler = GradScaler(...)`.
     """
     for found in advice_in(source):
         if found.line == line or _makes_what_is_used(source, found.line, line):
@@ -195,7 +199,7 @@ def advice_at(source: Source, line: int) -> Advice | None:
     return None
 
 
-def _makes_what_is_used(source: Source, made: int, line: int) -> bool:
+def _makes_what_is_used(source: SourceFile, made: int, line: int) -> bool:
     names = {
         target.id
         for node in source.nodes
@@ -212,7 +216,7 @@ def _makes_what_is_used(source: Source, made: int, line: int) -> bool:
     )
 
 
-def _advised(source: Source, node: ast.Call) -> Iterator[Advised]:
+def _advised(source: SourceFile, node: ast.Call) -> Iterator[Advised]:
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
     dotted = source.dotted(node.func) or ""
     for one in ADVICE:
@@ -228,8 +232,7 @@ _SAID = {
 }
 
 
-def _is_said(call: ast.Call, advice: Advice) -> bool:
-    """Whether the call has the keyword already that the advice is about."""
+def _is_said(call: ast.Call, advice: SettingAdvice) -> bool:
     word, value = _SAID.get(advice.name, ("", None))
     return any(
         one.arg == word and isinstance(one.value, ast.Constant) and one.value.value is value

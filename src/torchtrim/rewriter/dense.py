@@ -1,29 +1,29 @@
-"""Writes a computation on selected elements as one on all, the others kept harmless."""
+"""Writes a computation on selected elements as one on all elements, with harmless values for the others."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
 
-from torchtrim.rewriter.fix import Edit, Match
-from torchtrim.rewriter.replace import atom, fresh, insert_before
-from torchtrim.source.facts import Facts, Refused, Values
+from torchtrim.rewriter.fix import Match, TextEdit
+from torchtrim.rewriter.replace import atom, fresh, insert_before, runs_first
+from torchtrim.source.facts import Facts, FixRefused, Values
 from torchtrim.source.forms import equal
-from torchtrim.source.purity import is_pure, is_simple
-from torchtrim.source.selections import Tree, tensor_part, trailing
-from torchtrim.source.source import Function, Source, within
-from torchtrim.source.uses import stores
+from torchtrim.source.names import assigned_name, loads, names_in, stores
+from torchtrim.source.operations import is_pure, is_simple
+from torchtrim.source.selections import Tree, selection, tensor_part, trailing
+from torchtrim.source.source import Function, SourceFile, within
 
 _REPEATED = "its number of dimensions"
 
 
 class Dense:
-    """The text of a tree over all elements.
+    """Writes a tree's expressions over all elements.
 
-    `at` is where the mask may get a name, in a statement before, if it is more than a name. `torch` is
-    what the file calls torch. `flows`: gradients flow through the result, or may; to be made false
-    where they cannot. Then all tensors are given a harmless value where nothing is selected. That they
-    are also copied keeps what backward needs from later changes in place, as the selection did.
+    `at` is where the mask may get a name, in a statement before, unless it is a name already. `torch` is the
+    file's name for torch. `flows`: gradients flow, or may flow, through the result; set it to False where
+    they cannot. If they do, all tensors get a harmless value at unselected elements. The copies also protect
+    what backward needs from later in-place changes, as the selection did.
     """
 
     def __init__(self, match: Match, facts: Facts, tree: Tree, *, at: ast.AST, torch: str) -> None:
@@ -38,7 +38,7 @@ class Dense:
             _check_unchanged(self._source, tree.mask)
 
     def kept(self, text: str, other: str) -> str:
-        """A text of the tree's shape, with another value where nothing is selected."""
+        """Return a text of the tree's shape, with another value at unselected elements."""
         return f"{self._torch}.where({widened(self.mask, self.behind)}, {text}, {other})"
 
     def text(
@@ -47,9 +47,9 @@ class Dense:
         also: Mapping[ast.AST, str] | None = None,
         after: tuple[ast.AST, str] | None = None,
     ) -> str:
-        """The expression over all elements.
+        """Return the expression over all elements.
 
-        `also`: more parts of it to write otherwise; `after`: what to write behind one of its parts.
+        `also` maps more nodes to their new texts; `after` appends a text to one node.
         """
         parts: dict[ast.AST, str] = dict(also or {})
         for number in range(len(self._tree.leaves)):
@@ -68,8 +68,8 @@ class Dense:
             parts[node] += more
         return spliced(self._source, inner, parts)
 
-    def elsewhere(self, inner: ast.expr) -> Iterator[Edit]:
-        """The edits of what the tree has outside the expression, in the values of names."""
+    def elsewhere(self, inner: ast.expr) -> Iterator[TextEdit]:
+        """Yield the edits of the tree's parts outside the expression, in the values of names."""
         texts: dict[ast.AST, str] = {}
         for number, (leaf, _) in enumerate(self._tree.leaves):
             texts[leaf.node] = self.leaf(number, everywhere=True)
@@ -78,14 +78,14 @@ class Dense:
                 texts[operand.node] = self._operand(number)
         for node, text in texts.items():
             if not within(node, inner):
-                yield Edit(self._source.start(node), self._source.end(node), text)
+                yield TextEdit(self._source.start(node), self._source.end(node), text)
 
     def _guards(self, number: int) -> bool:
-        """Whether an operand needs a harmless value, since a gradient flows into it."""
+        """Return True if an operand needs a harmless value because a gradient flows into it."""
         return self.flows and self._facts.seen and self._takes_gradient(f"C{number}")
 
     def leaf(self, number: int, *, everywhere: bool = False, name: str = "") -> str:
-        """One of the tensors that were selected from, whole. `name`: what it is called by now."""
+        """Return one of the tensors that were selected from, whole. `name`: its current name, if any."""
         found, lost = self._tree.leaves[number]
         part = tensor_part(number)
         if not (everywhere or self._tree.guarded or self.flows):
@@ -97,7 +97,7 @@ class Dense:
     def _operand(self, number: int) -> str:
         node, lost = self._tree.operands[number]
         self._facts.need(
-            f"`{self._source.segment(node)[:60]}`, into which gradients flow, has the type of the "
+            f"`{self._source.segment(node)[:60]}`, which receives gradients, has the type of the "
             "selection",
             lambda v: (
                 not self._tree.casts
@@ -122,21 +122,20 @@ def _flows(values: Values, tree: Tree) -> bool:
     return values.grad and any(getattr(values, part).requires_grad for part in parts)
 
 
-def _check_unchanged(source: Source, mask: ast.expr) -> None:
-    """Raises `Refused` where the function changes the mask in place after it, before backward may run."""
+def _check_unchanged(source: SourceFile, mask: ast.expr) -> None:
+    """Raise `FixRefused` if the function changes the mask in place before backward may run."""
     for node in ast.walk(source.function(mask)):
         changed = _changed(node)
         if changed is None or not any(equal(changed, part) for part in ast.walk(mask)):
             continue
         if source.start(node) > source.start(mask) or _comes_round(source, node, mask, changed):
-            raise Refused(
-                f"line {node.lineno} changes the mask in place, and backward would need it as it was "  # type: ignore[attr-defined]
-                "here. Make a new mask there"
+            raise FixRefused(
+                f"line {node.lineno} changes the mask in place, and backward would need its old value "  # type: ignore[attr-defined]
+                "here. Create a new mask there"
             )
 
 
 def _changed(node: ast.AST) -> ast.AST | None:
-    """The tensor that a node of the tree changes in place."""
     changed: ast.AST | None = None
     if isinstance(node, ast.AugAssign):
         changed = node.target
@@ -150,8 +149,8 @@ def _changed(node: ast.AST) -> ast.AST | None:
     return changed
 
 
-def _comes_round(source: Source, node: ast.AST, mask: ast.expr, changed: ast.AST) -> bool:
-    """Whether a loop brings the change after the mask, and gives it no new value before."""
+def _comes_round(source: SourceFile, node: ast.AST, mask: ast.expr, changed: ast.AST) -> bool:
+    """Return True if a loop repeats the change after the mask, without rebinding the name."""
     around = {id(outer) for outer in source.around(mask)}
     for outer in source.around(node):
         if isinstance(outer, ast.For | ast.While | ast.AsyncFor) and id(outer) in around:
@@ -161,26 +160,28 @@ def _comes_round(source: Source, node: ast.AST, mask: ast.expr, changed: ast.AST
     return False
 
 
-def _is_added_to(source: Source, node: ast.AST) -> bool:
+def _is_added_to(source: SourceFile, node: ast.AST) -> bool:
     return isinstance(source.parents[node], ast.AugAssign)
 
 
-def named_mask(source: Source, mask: ast.expr, at: ast.AST) -> tuple[str, tuple[Edit, ...]]:
-    """A text to write for the mask as often as wanted, and the statement before that it needs."""
+def named_mask(source: SourceFile, mask: ast.expr, at: ast.AST) -> tuple[str, tuple[TextEdit, ...]]:
+    """Return a text that may be written for the mask any number of times, and the statement that it needs
+    before.
+    """
     if not is_pure(mask, source):
-        raise Refused(
-            f"`{source.segment(mask)[:60]}` may do more than compute a mask, and would run once instead of "
-            "several times, or at another time. Give its result a name first"
+        raise FixRefused(
+            f"`{source.segment(mask)[:60]}` may have a side effect besides computing a mask, and would run "
+            "once instead of several times, or at another time. Assign its result to a name first"
         )
     return hoisted(source, mask, "kept", at=at)
 
 
 def hoisted(
-    source: Source, node: ast.expr, name: str, *, at: ast.AST
-) -> tuple[str, tuple[Edit, ...]]:
-    """A text to write for the node as often as wanted: itself if it is simple, or a name.
+    source: SourceFile, node: ast.expr, name: str, *, at: ast.AST
+) -> tuple[str, tuple[TextEdit, ...]]:
+    """Return a text that may be written for the node any number of times: itself if simple, or a name.
 
-    The name is given in a statement before `at`, with the edit that is returned.
+    The returned edit assigns the name in a statement before `at`.
     """
     if is_simple(node):
         return atom(source, node), ()
@@ -188,20 +189,20 @@ def hoisted(
     return new, (insert_before(source, at, f"{new} = {source.segment(node)}"),)
 
 
-def need_order(source: Source, tree: Tree, *, hoisted: bool) -> None:
-    """Raises `Refused` where something with an effect would run at another time than the mask."""
+def need_order(source: SourceFile, tree: Tree, *, hoisted: bool) -> None:
+    """Raise `FixRefused` if a side effect would run at another time than the mask."""
     own = is_own(source, tree.mask) and not hoisted
     given = [leaf.tensor for leaf, _ in tree.leaves] + [part.node for part in tree.operands]
     for node in given:
         if not own and not is_pure(node, source):
-            raise Refused(
-                f"`{source.segment(node)[:60]}` may do more than compute a value, and would run before or "
-                "after the mask where it ran otherwise. Give its result, or the mask, a name first"
+            raise FixRefused(
+                f"`{source.segment(node)[:60]}` may have a side effect, and its order relative to the "
+                "mask would change. Assign its result, or the mask, to a name first"
             )
 
 
-def is_own(source: Source, node: ast.expr) -> bool:
-    """Whether it is a name that only the function itself can bind."""
+def is_own(source: SourceFile, node: ast.expr) -> bool:
+    """Return True for a name that only the function itself can bind."""
     function = source.function(node)
     if not isinstance(node, ast.Name) or not isinstance(function, Function):
         return False
@@ -210,15 +211,80 @@ def is_own(source: Source, node: ast.expr) -> bool:
 
 
 def widened(mask: str, behind: int) -> str:
-    """The mask's text with dimensions of size one behind, so that it broadcasts against rows."""
+    """Return the mask's text with trailing dimensions of size one, so that it broadcasts against rows."""
     return mask if behind <= 0 else f"{mask}[..., {', '.join(['None'] * behind)}]"
 
 
-def spliced(source: Source, node: ast.AST, parts: Mapping[ast.AST, str]) -> str:
-    """The node's text with other texts in the place of some of its parts."""
+def spliced(source: SourceFile, node: ast.AST, parts: Mapping[ast.AST, str]) -> str:
+    """Return the node's text with some of its parts replaced."""
     at = source.start(node)
     text = []
     for part in sorted(parts, key=source.start):
         text += [source.text[at : source.start(part)], parts[part]]
         at = source.end(part)
     return "".join([*text, source.text[at : source.end(node)]])
+
+
+def named_values(source: SourceFile, node: ast.expr) -> dict[str, ast.Assign]:
+    """Return assignments of selections, or of values computed from them, that only this expression reads.
+
+    They are in earlier statements of the same block, with only pure assignments in between that do not rebind
+    their inputs; nothing in the expression's own statement has an effect before it. One such name may be used
+    in the value of another.
+    """
+    function = source.function(node)
+    is_function = isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+    if not is_function or not runs_first(source, node):
+        return {}
+    block = source.block(source.statement(node))
+    at = next((n for n, one in enumerate(block) if one is source.statement(node)), 0)
+    inside = {id(one) for one in ast.walk(node)}
+    read = names_in(node)
+    found: dict[str, ast.Assign] = {}
+    bound: set[str] = set()
+    for statement in reversed(block[:at]):
+        name = assigned_name(statement)
+        if name is not None and name in read and isinstance(statement, ast.Assign):
+            if names_in(statement.value) & bound:
+                break
+            if _only_here(function, name, inside):
+                found[name] = statement
+                inside |= {id(one) for one in ast.walk(statement.value)}
+                read |= names_in(statement.value)
+        if not _plain(source, statement):
+            break
+        bound |= {one.id for one in ast.walk(statement) if _binds(one)}  # type: ignore[attr-defined]
+    return {name: one for name, one in found.items() if _selects(source, one.value, found)}
+
+
+def _selects(source: SourceFile, value: ast.expr, found: dict[str, ast.Assign]) -> bool:
+    """Return True if the value contains a selection, directly or through a name in it."""
+    for part in ast.walk(value):
+        if selection(part, source) is not None:
+            return True
+        named = found.get(part.id) if isinstance(part, ast.Name) else None
+        if named is not None and named.value is not value and _selects(source, named.value, found):
+            return True
+    return False
+
+
+def _only_here(function: ast.AST, name: str, inside: set[int]) -> bool:
+    declared = any(
+        isinstance(one, ast.Global | ast.Nonlocal) and name in one.names
+        for one in ast.walk(function)
+    )
+    return (
+        not declared
+        and len(list(stores(function, name))) == 1
+        and all(id(use) in inside for use in loads(function, name))
+    )
+
+
+def _plain(source: SourceFile, statement: ast.stmt) -> bool:
+    if not isinstance(statement, ast.Assign) or not is_pure(statement.value, source):
+        return False
+    return all(isinstance(target, ast.Name) for target in statement.targets)
+
+
+def _binds(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)

@@ -1,4 +1,4 @@
-"""Puts rewrites together into a new text."""
+"""Applies rewrites to a text, and makes diffs."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from torchtrim.rewriter.fix import Edit, Rewrite
-from torchtrim.source.facts import Refused
-from torchtrim.source.source import Source
+from torchtrim.rewriter.fix import Rewrite, TextEdit
+from torchtrim.source.facts import FixRefused
+from torchtrim.source.source import SourceFile
 
 _CONTEXT = 3
+"""Lines around a change: the default of `diff -u` and git."""
 _HUNK = re.compile(r"@@ -(\d+)(\S*) \+(\d+)(\S*) @@\n")
 
 
 class Patched(NamedTuple):
-    """A new text, and the spans of lines, first and last, that each rewrite has in it."""
+    """A new text, and for each rewrite the line ranges it has in that text."""
 
     text: str
     regions: tuple[tuple[tuple[int, int], ...], ...]
 
 
 def compatible(rewrites: Iterable[Rewrite]) -> list[Rewrite]:
-    """Fixes that do not touch each other, the first of those that do; the others come later."""
+    """Return rewrites that do not overlap. Of overlapping ones the first wins; the others have to wait."""
     chosen: list[Rewrite] = []
     for rewrite in rewrites:
         if not any(_touch(rewrite, other) for other in chosen):
@@ -32,8 +33,8 @@ def compatible(rewrites: Iterable[Rewrite]) -> list[Rewrite]:
     return chosen
 
 
-def patch(source: Source, rewrites: Sequence[Rewrite]) -> Patched:
-    """The source's text with the rewrites in it. Raises `Refused` if that is no Python any more."""
+def patch(source: SourceFile, rewrites: Sequence[Rewrite]) -> Patched:
+    """Return the text with the rewrites applied. Raises `FixRefused` if it is not valid Python."""
     own = dict.fromkeys(edit for rewrite in rewrites for edit in rewrite.edits)
     edits = sorted(own, key=lambda edit: edit[:2])
     text, moved, at = [], [], 0
@@ -49,15 +50,15 @@ def patch(source: Source, rewrites: Sequence[Rewrite]) -> Patched:
     try:
         _parse(source, new, edits)
     except (SyntaxError, ValueError) as error:
-        raise Refused(f"what it would write is no Python: {error}") from None
+        raise FixRefused(f"the code it would write is not valid Python: {error}") from None
     regions = tuple(_region(new, rewrite, moved) for rewrite in rewrites)
     return Patched(new, regions)
 
 
-def _parse(source: Source, new: str, edits: Sequence[Edit]) -> None:
-    """Parse the new text of the statements, of the module or of one class in it, that the edits lie in.
+def _parse(source: SourceFile, new: str, edits: Sequence[TextEdit]) -> None:
+    """Parse the new text of the edited statements of the module, or of one of its classes.
 
-    Raises `SyntaxError` or `ValueError` where they are no Python.
+    Raises `SyntaxError` or `ValueError` if it is not valid Python.
     """
     if not edits:
         return
@@ -70,19 +71,19 @@ def _parse(source: Source, new: str, edits: Sequence[Edit]) -> None:
     lines = max([source.line_of(last), *(one.end_lineno or one.lineno for one in held)])
     text = new[begin : source.line_start(lines + 1) + len(new) - len(source.text)]
     if len(ast.parse(f"class _:\n{text}" if inside else text).body) > 1 and inside:
-        raise SyntaxError("what follows is no longer in its class")
+        raise SyntaxError("the next statement is no longer in its class")
 
 
-def _is_below(source: Source, holder: ast.ClassDef, first: int) -> bool:
-    """Whether a place is in the statements of a class, which begin on a line of their own."""
+def _is_below(source: SourceFile, holder: ast.ClassDef, first: int) -> bool:
+    """Return True if an offset is in the body of a class whose body starts on its own line."""
     line = holder.body[0].lineno
     return line > holder.lineno and source.line_start(line) <= first
 
 
 def _held(
-    source: Source, body: Sequence[ast.stmt], first: int, last: int
+    source: SourceFile, body: Sequence[ast.stmt], first: int, last: int
 ) -> tuple[list[ast.stmt], int]:
-    """The statements of a block that lie between two places, and where their lines begin."""
+    """Return the statements of a block between two offsets, and the offset of their first line."""
     held: list[ast.stmt] = []
     begin = 0
     for one in body:
@@ -97,7 +98,7 @@ def _held(
 
 
 def diff_of(path: str, before: str, after: str) -> str:
-    """A unified diff, as `git apply` takes it."""
+    """Return a unified diff that `git apply` accepts."""
     old, new = _lines(before), _lines(after)
     head = _alike(old, new)
     tail = _alike(old[head:][::-1], new[head:][::-1])
@@ -116,13 +117,11 @@ def diff_of(path: str, before: str, after: str) -> str:
 
 
 def _alike(old: Sequence[str], new: Sequence[str]) -> int:
-    """How many lines at the beginning are the same."""
     pairs = zip(old, new, strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(old), len(new)))
 
 
 def _below(line: str, first: int) -> str:
-    """A line of a diff of what is behind so many lines."""
     found = _HUNK.match(line)
     if found is None or not first:
         return line
@@ -130,7 +129,7 @@ def _below(line: str, first: int) -> str:
 
 
 def line_before(before: str, after: str, line: int) -> int:
-    """The line of the text before that a line of the text after was, or came in the place of."""
+    """Map a line of the new text to the line of the old text that it was, or that it replaced."""
     if before == after:
         return line
     matcher = difflib.SequenceMatcher(None, _lines(before), _lines(after), autojunk=False)
@@ -145,7 +144,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _region(
-    new: str, rewrite: Rewrite, moved: Sequence[tuple[Edit, int, int]]
+    new: str, rewrite: Rewrite, moved: Sequence[tuple[TextEdit, int, int]]
 ) -> tuple[tuple[int, int], ...]:
     return tuple(_lines_of(new, begin, end) for edit, begin, end in moved if edit in rewrite.edits)
 
@@ -163,7 +162,7 @@ def _touch(one: Rewrite, other: Rewrite) -> bool:
     return any(_overlap(a, b) for a in one.edits for b in other.edits)
 
 
-def _overlap(one: Edit, other: Edit) -> bool:
+def _overlap(one: TextEdit, other: TextEdit) -> bool:
     if one == other:
         return one.start != one.end
     if one.start == one.end or other.start == other.end:

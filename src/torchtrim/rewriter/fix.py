@@ -1,26 +1,33 @@
-"""What a fix is, what it matches, and what it writes."""
+"""Fixes, their matches and their rewrites; and the discovery of all fixes.
+
+To add a fix, add a file to `fixes/` that defines `FIX`, or `FIXES` for a family.
+"""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from types import ModuleType
 from typing import Literal, NamedTuple
 
-from torchtrim.core.isolation import isolated
-from torchtrim.records.seen import Probe
+from torchtrim.core.isolation import Failure, collected, isolated, note
+from torchtrim.records.probes import Probe
 from torchtrim.source.branches import is_fallback
-from torchtrim.source.facts import Facts, Refused
+from torchtrim.source.facts import Facts, FixRefused
 from torchtrim.source.forms import places
-from torchtrim.source.source import Source, spot
+from torchtrim.source.source import SourceFile, spot
 
 Equivalence = Literal["BITWISE", "ROUNDING"]
 
 
-class Edit(NamedTuple):
-    """A span of the text, and what comes in its place."""
+class TextEdit(NamedTuple):
+    """A span of the text and its replacement."""
 
     start: int
     end: int
@@ -29,16 +36,16 @@ class Edit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """A place in the source that a fix is for.
+    """A place in the source that a fix matches.
 
-    `node` is what would be written anew, `parts` the expressions it is made of, by name; `watched`
-    are those whose values the fix wants to know. `keywords` are what `**REST` of the form took, and
-    `form` is the form that fitted. `begin` is where the lines with the sync begin, if before the node.
-    `syncs`: the nodes of which one has to be the sync, where others in the node are not fixed with it.
+    `node` is the code to replace and `parts` its expressions by name, which the fix wants to observe.
+    `keywords` are those that `**REST` of the form matched, and `form` is the matching form. `begin` is the
+    first node of the lines with the sync, if it precedes `node`. `syncs` are the nodes that this fix handles,
+    if other syncs in `node` remain.
     """
 
     fix: Fix
-    source: Source
+    source: SourceFile
     node: ast.AST
     parts: Mapping[str, ast.expr]
     keywords: Mapping[str, list[ast.keyword]] = field(default_factory=dict)
@@ -48,7 +55,7 @@ class Match:
 
     @property
     def lines(self) -> tuple[int, int]:
-        """First and last line of the statement's own code, without the body that it heads."""
+        """First and last line of the statement's own code, without its body."""
         statement = self.source.statement(self.node)
         if self.begin is not None:
             return self.begin.lineno, self.node.end_lineno  # type: ignore[attr-defined]
@@ -57,11 +64,11 @@ class Match:
         return statement.lineno, statement.end_lineno or statement.lineno
 
     def text(self, part: str) -> str:
-        """The source of a part."""
+        """Return the source of a part."""
         return self.source.segment(self.parts[part])
 
     def probe(self, number: int) -> Probe:
-        """What to watch for the facts that the fix needs."""
+        """Return the probe that observes the values the fix needs."""
         return Probe(
             number=number,
             path=self.source.path,
@@ -77,26 +84,26 @@ class Match:
 class Rewrite:
     """What a fix writes at one match, ready to be applied.
 
-    `equivalence` is what the certificate may say at most. `open_needs` are facts that it rests on and
-    nobody has seen; `risk` says what may differ even so. Only with neither is it safe.
+    `equivalence` is the most that the certificate may claim. `open_needs` are assumptions that no run has
+    shown; `risk` says what may differ even if they hold. A rewrite is safe only without either.
     """
 
     match: Match
-    edits: tuple[Edit, ...]
+    edits: tuple[TextEdit, ...]
     equivalence: Equivalence
     open_needs: tuple[str, ...] = ()
     risk: str = ""
 
     @property
     def safe(self) -> bool:
-        """Whether it may be applied without being asked for."""
+        """True if it may be applied without `--unsafe-fixes`."""
         return not self.open_needs and not self.risk
 
 
 class Writing(NamedTuple):
-    """What a fix writes: its edits, and what may differ even where all its needs are met."""
+    """The edits of a fix, and what may differ even if all its needs are met."""
 
-    edits: tuple[Edit, ...]
+    edits: tuple[TextEdit, ...]
     risk: str = ""
     equivalence: Equivalence | None = None
 
@@ -105,29 +112,30 @@ class Writing(NamedTuple):
 class Fix:
     """A way to write a place of the source without a host-device sync.
 
-    `codes` are the rules whose findings it fixes. `find` gives the places that have its form. `write`
-    says what to write there, by the facts; it asks `facts.need` for what it rests on, and raises
-    `Refused` where the fix would change the result. `doc` is its documentation: a line of summary,
-    then what must hold, why, and when it refuses. A fix that has its file to itself has its `name`
-    and `doc` from there.
+    `codes` are the rules whose findings it fixes. `find` yields the matching places. `write` returns the
+    replacement, given the facts: it calls `facts.need` for each assumption and raises `FixRefused` if the fix
+    would change the result. `doc` is the documentation: a summary line, then the reason, the conditions and
+    the refusals. A fix in a file of its own takes `name` and `doc` from the file.
     """
 
     codes: tuple[str, ...]
     equivalence: Equivalence
-    find: Callable[[Source], Iterator[Match]]
+    find: Callable[[SourceFile], Iterator[Match]]
     write: Callable[[Match, Facts], Writing]
     name: str = ""
     doc: str = ""
 
     def __post_init__(self) -> None:
-        """Take the name and the documentation of the file where none are given."""
+        """Take the name and documentation of the file as defaults."""
         home = self.write.__module__
         object.__setattr__(self, "name", self.name or home.rpartition(".")[2])
         doc = self.doc or sys.modules[home].__doc__ or ""
         object.__setattr__(self, "doc", inspect.cleandoc(doc))
 
-    def places(self, source: Source) -> tuple[Match, ...]:
-        """What `find` gives of a source, in which it looks once, without what a guard keeps as it was."""
+    def places(self, source: SourceFile) -> tuple[Match, ...]:
+        """Return the matches in a source, except in code that a guard keeps unchanged. Searches once
+        per source.
+        """
         if self.name not in source.memo:
             found: list[Match] = []
             with isolated("fix", self.name):
@@ -137,16 +145,16 @@ class Fix:
 
     @property
     def summary(self) -> str:
-        """What it does, in a sentence."""
+        """The first sentence of the documentation."""
         return self.doc.partition("\n\n")[0].replace("\n", " ")
 
     def rewrite(self, match: Match, facts: Facts) -> Rewrite:
-        """The rewrite of one place. Raises `Refused` with the reason where there is none."""
+        """Return the rewrite of one place. Raises `FixRefused` with the reason if there is none."""
         written: Writing | None = None
-        with isolated("fix", self.name, passes=(Refused,)):
+        with isolated("fix", self.name, passes=(FixRefused,)):
             written = self.write(match, facts)
         if written is None:
-            raise Refused("it failed, which is a bug of torchtrim. Write this place by hand.")
+            raise FixRefused("it failed, which is a bug in torchtrim. Write this place by hand.")
         return Rewrite(
             match=match,
             edits=written.edits,
@@ -156,10 +164,10 @@ class Fix:
         )
 
 
-def of_forms(fix: Callable[[], Fix], *forms: str) -> Callable[[Source], Iterator[Match]]:
-    """A `find` that gives each place of one of the forms, the first form first."""
+def of_forms(fix: Callable[[], Fix], *forms: str) -> Callable[[SourceFile], Iterator[Match]]:
+    """Return a `find` that yields each place matching one of the forms; earlier forms win."""
 
-    def find(source: Source) -> Iterator[Match]:
+    def find(source: SourceFile) -> Iterator[Match]:
         for node, text, bound in places(forms, source):
             yield Match(
                 fix=fix(),
@@ -171,3 +179,37 @@ def of_forms(fix: Callable[[], Fix], *forms: str) -> Callable[[Source], Iterator
             )
 
     return find
+
+
+_HOME = "torchtrim.fixes"
+
+
+def all_fixes() -> tuple[Fix, ...]:
+    """Return all fixes of the package by name, except those whose file cannot be imported."""
+    found, failed = _imported(tuple(import_module(_HOME).__path__))
+    for one in failed:
+        note(one)
+    return found
+
+
+@cache
+def _imported(folders: tuple[str, ...]) -> tuple[tuple[Fix, ...], tuple[Failure, ...]]:
+    found: list[Fix] = []
+    with collected() as failed:
+        for name in sorted(one.name for one in pkgutil.iter_modules(folders)):
+            with isolated("fix", name):
+                found += fixes_of(import_module(f"{_HOME}.{name}"))
+    return tuple(sorted(found, key=lambda fix: fix.name)), tuple(failed)
+
+
+def fixes_of(home: ModuleType) -> tuple[Fix, ...]:
+    """Return the fixes of a file: its family, or its only one."""
+    return home.FIXES if hasattr(home, "FIXES") else (home.FIX,)
+
+
+def matches(source: SourceFile, codes: Iterable[str] | None = None) -> Iterator[Match]:
+    """Yield every match in a source by line, of the fixes for `codes` if given."""
+    wanted = None if codes is None else set(codes)
+    chosen = [one for one in all_fixes() if wanted is None or wanted & set(one.codes)]
+    found = [match for fix in chosen for match in fix.places(source)]
+    return iter(sorted(found, key=lambda match: match.lines))

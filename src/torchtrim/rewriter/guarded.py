@@ -1,4 +1,4 @@
-"""Keeps the original statement for what no run has shown: another rank, type or relation of shapes."""
+"""Guards: fixes apply to the observed ranks, types and shapes, and the original code runs for all others."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace as changed
 from typing import TypeVar
 
-from torchtrim.records.seen import Seen
-from torchtrim.rewriter.fix import Edit, Match
-from torchtrim.rewriter.replace import atom, torch_of
-from torchtrim.source.facts import Facts, Refused, is_tensor
-from torchtrim.source.purity import is_pure, is_simple
-from torchtrim.source.source import Function, Source
+from torchtrim.records.probes import ObservedValue
+from torchtrim.rewriter.fix import Match, TextEdit
+from torchtrim.rewriter.replace import atom, need_indentation, torch_of
+from torchtrim.source.facts import Facts, FixRefused, is_tensor
+from torchtrim.source.names import stores
+from torchtrim.source.operations import is_pure, is_simple
+from torchtrim.source.source import Function, SourceFile
 from torchtrim.source.typed import names_in
-from torchtrim.source.uses import stores
 
 T = TypeVar("T")
 
 
 def kinds_tested(match: Match, facts: Facts, texts: Mapping[str, str], torch: str) -> str:
-    """The test that tensors have the ranks and types that were seen: `"(x.dim(), mask.dim()) == (2, 1) and
-    mask.dtype == torch.bool"`.
+    """Return the test for the observed ranks and types: `"(x.dim(), mask.dim()) == (2, 1) and mask.dtype ==
+    torch.bool"`.
 
-    `texts`: what to write for a part, by its name; those that are no tensors are left out. `torch`: what the
-    file calls it. Empty without evidence. Raises `Refused` where runs differ in it.
+    `texts` maps parts to the text to write for them; parts that are not tensors are left out. `torch` is the
+    file's name for it. Empty without evidence. Raises `FixRefused` if runs differ.
     """
     ranks: dict[str, int] = {}
     types: list[str] = []
@@ -40,22 +40,22 @@ def kinds_tested(match: Match, facts: Facts, texts: Mapping[str, str], torch: st
     return " and ".join([test, *dict.fromkeys(types)]) if test else ""
 
 
-def _rank(seen: Seen) -> int:
+def _rank(seen: ObservedValue) -> int:
     return len(seen.shape) if is_tensor(seen) else -1
 
 
-def _common(facts: Facts, part: str, what: str, get: Callable[[Seen], T]) -> T | None:
-    """What is the same of a part in all runs that computed it; None where none did."""
+def _common(facts: Facts, part: str, what: str, get: Callable[[ObservedValue], T]) -> T | None:
+    """Return the property that a part had in all runs that computed it, or None if none did."""
     found = {get(getattr(values, part)) for values in facts.executions if values.has(part)}
     if len(found) > 1:
-        raise Refused(f"{what} is not the same in all runs that were watched")
+        raise FixRefused(f"{what} differs between observed runs")
     return found.pop() if found else None
 
 
-def for_kinds_seen(match: Match, facts: Facts, edits: Sequence[Edit]) -> tuple[Edit, ...]:
-    """The edits for the ranks and types that were seen alone; without evidence as they are.
+def for_kinds_seen(match: Match, facts: Facts, edits: Sequence[TextEdit]) -> tuple[TextEdit, ...]:
+    """Guard the edits by the observed ranks and types. Without evidence they are unchanged.
 
-    The test is of all parts that are tensors, but what is made of them (`R`). Raises `Refused` where the edit
+    The test covers all parts that are tensors, except the result (`R`). Raises `FixRefused` if the edit
     computes a part.
     """
     source = match.source
@@ -78,8 +78,9 @@ def for_kinds_seen(match: Match, facts: Facts, edits: Sequence[Edit]) -> tuple[E
     return (*imports, *_where(match, own, test, used))
 
 
-def _where(match: Match, edits: Sequence[Edit], test: str, used: set[str]) -> tuple[Edit, ...]:
-    """The edits where the test, which uses these names, holds."""
+def _where(
+    match: Match, edits: Sequence[TextEdit], test: str, used: set[str]
+) -> tuple[TextEdit, ...]:
     source = match.source
     if (chosen := _in_place(match, edits, test)) is not None:
         return chosen
@@ -93,8 +94,8 @@ def _where(match: Match, edits: Sequence[Edit], test: str, used: set[str]) -> tu
     }
     bound = {one.id for node in _loops(span) for one in _names(node.target)}
     if hidden := used & (bound if span[0] is span[1] else made):
-        raise Refused(
-            f"the rank of `{min(hidden)}`, which has its value there, decides what is written. Write a "
+        raise FixRefused(
+            f"the fix depends on the rank of `{min(hidden)}`, which gets its value there. Write a "
             "loop, or a statement before"
         )
     outer = [one for one in edits if one not in inner]
@@ -103,12 +104,13 @@ def _where(match: Match, edits: Sequence[Edit], test: str, used: set[str]) -> tu
 
 
 _WIDTH = 100
+"""Arbitrary: longer lines are split; common formatters allow 79 to 120 characters."""
 
 
-def _in_place(match: Match, edits: Sequence[Edit], test: str) -> tuple[Edit, ...] | None:
-    """The match's expression as `new if test else old`, so that its statement stays one.
+def _in_place(match: Match, edits: Sequence[TextEdit], test: str) -> tuple[TextEdit, ...] | None:
+    """Return the match's expression as `new if test else old`, so that its statement stays one.
 
-    None where more than the expression is edited.
+    Returns None if the edits change more than the expression.
     """
     source, node = match.source, match.node
     if not isinstance(node, ast.expr) or any(_is_long(one) for one in ast.walk(node)):
@@ -121,11 +123,10 @@ def _in_place(match: Match, edits: Sequence[Edit], test: str) -> tuple[Edit, ...
     if not inner or any(first <= one.start and one.end <= last for one in outer):
         return None
     new, old = _patched(source.text, inner, start, end), source.text[start:end]
-    return (*outer, Edit(start, end, _choice(source, node, new, test, old)))
+    return (*outer, TextEdit(start, end, _choice(source, node, new, test, old)))
 
 
-def _choice(source: Source, node: ast.expr, new: str, test: str, old: str) -> str:
-    """A conditional expression, on a line of its own for each part where it is long."""
+def _choice(source: SourceFile, node: ast.expr, new: str, test: str, old: str) -> str:
     outer = source.parents[node]
     whole = isinstance(outer, ast.Return | ast.Assign)
     text = f"{new} if {test} else {old}"
@@ -148,9 +149,9 @@ def _names(node: ast.AST) -> Iterable[ast.Name]:
 
 
 def _span(
-    source: Source, match: Match, edits: Sequence[Edit]
-) -> tuple[tuple[ast.stmt, ast.stmt], list[Edit]]:
-    """The first and the last statement of the match's block that the edits change, and those edits."""
+    source: SourceFile, match: Match, edits: Sequence[TextEdit]
+) -> tuple[tuple[ast.stmt, ast.stmt], list[TextEdit]]:
+    """Return the first and last statement of the match's block that the edits change, and those edits."""
     begin = match.begin if isinstance(match.begin, ast.stmt) else match.node
     block = source.block(source.statement(begin))
     start, end = source.line_start(block[0].lineno), source.end(block[-1])
@@ -162,7 +163,7 @@ def _span(
         if source.end(one) > low and source.line_start(one.lineno) < max(high, low + 1)
     ]
     if any(hasattr(one, "body") and one is not match.begin for one in touched):
-        raise Refused("it is in the head of a statement that has a body. Give it a name first")
+        raise FixRefused("it is in the header of a compound statement. Assign it to a name first")
     return (touched[0], touched[-1]), inner
 
 
@@ -172,8 +173,8 @@ _KEEPS_RANK = _KEEPS_TYPE | frozenset(
 )
 
 
-def keeps_type(source: Source, node: ast.expr) -> bool:
-    """Whether what `of_same_rank` gives is of the node's type too."""
+def keeps_type(source: SourceFile, node: ast.expr) -> bool:
+    """Return True if the tensor from `of_same_rank` also has the node's type."""
     while (inner := _inside(source, node)) is not None:
         called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
         turned = isinstance(node, ast.UnaryOp) and not isinstance(node.op, ast.Not)
@@ -183,22 +184,22 @@ def keeps_type(source: Source, node: ast.expr) -> bool:
     return True
 
 
-def of_same_rank(source: Source, node: ast.expr) -> str:
-    """The text of a tensor of the node's rank: the node without what only copies it.
+def of_same_rank(source: SourceFile, node: ast.expr) -> str:
+    """Return the text of a tensor of the node's rank: the node without operations that only copy it.
 
-    Raises `Refused` where that is more than a name.
+    Raises `FixRefused` if more than a name remains.
     """
     while (inner := _inside(source, node)) is not None:
         node = inner
     if not is_simple(node) and not is_pure(node, source):
-        raise Refused(
-            f"the rank of `{source.segment(node)[:60]}` decides what is written. Give it a name first"
+        raise FixRefused(
+            f"the fix depends on the rank of `{source.segment(node)[:60]}`. Assign it to a name first"
         )
     return atom(source, node)
 
 
-def _inside(source: Source, node: ast.expr) -> ast.expr | None:
-    """What an expression of the same rank is made of."""
+def _inside(source: SourceFile, node: ast.expr) -> ast.expr | None:
+    """Return the operand that determines an expression's rank, or None."""
     if isinstance(node, ast.UnaryOp):
         return node.operand
     if isinstance(node, ast.Compare) and all(isinstance(c, ast.Constant) for c in node.comparators):
@@ -217,13 +218,15 @@ def _inside(source: Source, node: ast.expr) -> ast.expr | None:
 
 _HOLDING = ("dict", "list", "defaultdict", "OrderedDict")
 NAMED = "NAMED"
-"""What parts are called that are the names of others, as `with_names` adds them."""
+"""The prefix of the parts that `with_names` adds."""
 
 
-def with_names(find: Callable[[Source], Iterator[Match]]) -> Callable[[Source], Iterator[Match]]:
-    """The same places, with the names that their parts are made of as parts `NAMED0`, `NAMED1`, ..."""
+def with_names(
+    find: Callable[[SourceFile], Iterator[Match]],
+) -> Callable[[SourceFile], Iterator[Match]]:
+    """Add the names that the parts of each match are computed from, as parts `NAMED0`, `NAMED1`, ..."""
 
-    def named(source: Source) -> Iterator[Match]:
+    def named(source: SourceFile) -> Iterator[Match]:
         for match in find(source):
             nodes = {ast.unparse(one): one for one in _made_of(match, match.parts)}
             parts = {f"{NAMED}{n}": node for n, node in enumerate(nodes.values())}
@@ -233,7 +236,7 @@ def with_names(find: Callable[[Source], Iterator[Match]]) -> Callable[[Source], 
 
 
 def _made_of(match: Match, parts: Iterable[str]) -> Iterator[ast.expr]:
-    """The names that parts are made of; of a name that is assigned later, those of what it is assigned."""
+    """Yield the names that parts are computed from; a name assigned later counts as its value's names."""
     pending, done = [match.parts[part] for part in parts], set()
     while pending:
         for name in _leaves(pending.pop(), match.source):
@@ -245,8 +248,8 @@ def _made_of(match: Match, parts: Iterable[str]) -> Iterator[ast.expr]:
                 pending.append(later)
 
 
-def _leaves(node: ast.AST, source: Source) -> Iterator[ast.expr]:
-    """The names, attributes and items by a constant, as `batch["y"]`, that a value is made of."""
+def _leaves(node: ast.AST, source: SourceFile) -> Iterator[ast.expr]:
+    """Yield the names, attributes and constant items such as `batch["y"]` that a value is computed from."""
     if isinstance(node, ast.Subscript) and _is_item(node) and not list(_dotted(node, source)):
         yield node
     elif isinstance(node, ast.Name | ast.Attribute) and _is_item(node):
@@ -259,7 +262,7 @@ def _leaves(node: ast.AST, source: Source) -> Iterator[ast.expr]:
             yield from _leaves(child, source)
 
 
-def _dotted(node: ast.AST, source: Source) -> Iterator[ast.AST]:
+def _dotted(node: ast.AST, source: SourceFile) -> Iterator[ast.AST]:
     return (
         one
         for one in ast.walk(node)
@@ -276,7 +279,7 @@ def _is_item(node: ast.AST) -> bool:
 
 
 def _assigned_later(match: Match, name: ast.expr) -> ast.expr | None:
-    """What a name is assigned in the match's statement or after it, where it is assigned once."""
+    """Return the single value assigned to a name in the match's statement or after it."""
     source, function = match.source, match.source.function(match.node)
     if not isinstance(name, ast.Name) or not isinstance(function, Function):
         return None
@@ -289,12 +292,12 @@ def _assigned_later(match: Match, name: ast.expr) -> ast.expr | None:
 
 
 def for_names_seen(
-    match: Match, facts: Facts, edits: Sequence[Edit], of: Iterable[str] | None = None
-) -> tuple[Edit, ...]:
-    """The edits for names of the ranks and types that were seen alone, and else the original.
+    match: Match, facts: Facts, edits: Sequence[TextEdit], of: Iterable[str] | None = None
+) -> tuple[TextEdit, ...]:
+    """Guard the edits by the observed ranks and types of names; otherwise the original code runs.
 
-    `of`: the parts whose types decide what is written, all unless given. They follow from those of their
-    names, so none of them may be a function of the script. Without evidence the edits are as they are.
+    `of` are the parts whose types decide what is written, by default all. Their types follow from those of
+    their names, so a part must not call a function of the script. Without evidence the edits are unchanged.
     """
     source = match.source
     test, imports, nodes = names_tested(match, facts, of)
@@ -305,21 +308,24 @@ def for_names_seen(
     block = source.block(source.statement(match.begin or match.node))
     start, end = source.line_start(block[0].lineno), source.end(block[-1])
     if any(one.start < start or one.end > end for one in own):
-        raise Refused("its value is used in another block. Give it a name for each")
+        raise FixRefused("its value is used in another block. Use one name per block")
     used = {one.id for node in nodes for one in _names(node)}
     return (*imports, *_where(match, own, test, used))
 
 
 def names_tested(
     match: Match, facts: Facts, of: Iterable[str] | None = None
-) -> tuple[str, tuple[Edit, ...], list[ast.expr]]:
-    """The test that the names of parts have the ranks and types that were seen, and nothing where none was;
-    the import that it needs; the names."""
+) -> tuple[str, tuple[TextEdit, ...], list[ast.expr]]:
+    """Return the test for the observed ranks and types of the parts' names, the import it needs, and the
+    names.
+
+    The test is empty if nothing was observed.
+    """
     source = match.source
     deciding = [part for part in of or match.parts if not part.startswith(NAMED)]
     if any(not is_pure(match.parts[part], source) for part in deciding):
-        raise Refused(
-            "the type of what a function gives decides what is written. Give it a name first"
+        raise FixRefused(
+            "the fix depends on the type of a function's result. Assign it to a name first"
         )
     texts = {ast.unparse(one) for one in _made_of(match, deciding)}
     kinds: dict[str, tuple[int, str]] = {}
@@ -341,15 +347,15 @@ def names_tested(
 
 
 def _kind_of(facts: Facts, part: str, text: str) -> tuple[int, str] | None:
-    """The rank and the type of a name in all runs; None for what is no tensor, or was not seen."""
+    """Return the rank and type a name had in all runs, or None if it was not a tensor or not observed."""
     rank = _common(facts, part, f"the rank of `{text}`", _rank)
     if rank is None:
         facts.leave_open(f"the type of `{text}`")
     if any(
         values.has(part) and getattr(values, part).kind in _HOLDING for values in facts.executions
     ):
-        raise Refused(
-            f"the type of what `{text}` holds decides what is written. Give it a name first"
+        raise FixRefused(
+            f"the fix depends on the type of the values in `{text}`. Assign them to names first"
         )
     if rank is None or rank < 0:
         return None
@@ -357,32 +363,32 @@ def _kind_of(facts: Facts, part: str, text: str) -> tuple[int, str] | None:
 
 
 def check_bound(match: Match, nodes: Iterable[ast.expr], at: ast.AST) -> None:
-    """Raises `Refused` where a name is given its value after the statement of `at` only."""
+    """Raise `FixRefused` if a name gets its value only after the statement of `at`."""
     source = match.source
     end = source.start(source.statement(at))
     for node in nodes:
         for one in ast.walk(source.function(match.node)):
             later = isinstance(one, ast.Name | ast.Attribute) and not isinstance(one.ctx, ast.Load)
             if later and ast.unparse(one) == ast.unparse(node) and source.start(one) > end:
-                raise Refused(
-                    f"the type of `{ast.unparse(node)}`, which has its value later, decides what is written. "
-                    "Move the line behind it"
+                raise FixRefused(
+                    f"the fix depends on the type of `{ast.unparse(node)}`, which gets its value later. "
+                    "Move the line after that"
                 )
 
 
-def kinds_seen(known: Iterable[Mapping[str, Seen]], torch: str) -> str:
-    """The test that tensors, by their text, have the ranks and types that were seen, and equal shapes as
-    those had.
+def kinds_seen(known: Iterable[Mapping[str, ObservedValue]], torch: str) -> str:
+    """Return the test that tensors, by their text, have the observed ranks and types, and equal shapes if
+    they had.
 
-    Raises `Refused` where runs differ in it.
+    Raises `FixRefused` if runs differ.
     """
     found = [_kinds(names, torch) for names in known]
     if any(one != found[0] for one in found):
-        raise Refused("ranks, types or relations of shapes are not the same in all runs")
+        raise FixRefused("ranks, types or relations of shapes differ between runs")
     return found[0] if found else ""
 
 
-def _kinds(names: Mapping[str, Seen], torch: str) -> str:
+def _kinds(names: Mapping[str, ObservedValue], torch: str) -> str:
     tensors = {text: seen for text, seen in sorted(names.items()) if is_tensor(seen)}
     left = [f"{text}.{what}" for text in tensors for what in ("dim()", "dtype")]
     right = [
@@ -406,23 +412,21 @@ def _equal(left: Sequence[str], right: Sequence[str]) -> str:
 
 
 def guarded(
-    source: Source,
-    edits: Sequence[Edit],
+    source: SourceFile,
+    edits: Sequence[TextEdit],
     span: tuple[ast.stmt, ast.stmt],
     test: str,
     *,
     returns: bool = False,
-    kept: Sequence[Edit] = (),
-) -> tuple[Edit, ...]:
-    """The edits made only where the test holds, and else the statements as they are.
+    kept: Sequence[TextEdit] = (),
+) -> tuple[TextEdit, ...]:
+    """Apply the edits under a test; otherwise the original statements run.
 
-    `span`: the first and the last statement that they change. `returns`: both ways end in a return. `kept`:
-    the code before the edit where the test does not hold.
+    `span` is the first and last statement that the edits change. `returns`: both branches end in a return.
+    `kept` are edits of the code for the other branch.
     """
     first, last = span
-    blanks = source.indentation(first)
-    if blanks is None:
-        raise Refused("the statement shares its line with another. Give each its own line")
+    blanks = need_indentation(source, first)
     start, end = source.line_start(first.lineno), source.end(last)
     _check_lines(source, first, last)
     inside = [one for one in edits if start <= one.start and one.end <= end]
@@ -432,25 +436,25 @@ def guarded(
     lines = [f"{blanks}if {test}:", _deeper(new)]
     lines += [old] if returns else [f"{blanks}else:", _deeper(old)]
     outside = [one for one in edits if one not in inside]
-    return (*outside, Edit(start, end, newline.join(lines)))
+    return (*outside, TextEdit(start, end, newline.join(lines)))
 
 
-def _check_lines(source: Source, first: ast.stmt, last: ast.stmt) -> None:
-    """Raises `Refused` for a text of several lines, which would not be the same deeper."""
+def _check_lines(source: SourceFile, first: ast.stmt, last: ast.stmt) -> None:
     for node in source.at({(ast.Constant, ""), (ast.JoinedStr, "")}):
         if _is_long(node) and source.start(first) <= source.start(node) < source.end(last):
-            raise Refused("a text of several lines is in the statement. Give it a name first")
+            raise FixRefused(
+                "the statement contains a multi-line string. Assign it to a name first"
+            )
 
 
 def _is_long(node: ast.AST) -> bool:
-    """Whether it is a text of several lines."""
     text = isinstance(node, ast.JoinedStr) or (
         isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
     )
     return text and node.lineno != node.end_lineno  # type: ignore[attr-defined]
 
 
-def _patched(text: str, edits: Iterable[Edit], start: int, end: int) -> str:
+def _patched(text: str, edits: Iterable[TextEdit], start: int, end: int) -> str:
     at, parts = start, []
     for one in sorted(edits):
         parts += [text[at : one.start], one.text]
@@ -459,6 +463,5 @@ def _patched(text: str, edits: Iterable[Edit], start: int, end: int) -> str:
 
 
 def _deeper(text: str, *, first: bool = True) -> str:
-    """The text four blanks to the right; its first line too, unless that is behind something."""
     deeper = [f"    {line}" if line.strip() else line for line in text.split("\n")]
     return "\n".join(deeper if first else [text.partition("\n")[0], *deeper[1:]])

@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchtrim.records.files import write_atomically
-from torchtrim.rewriter.fix import Fix
-from torchtrim.rewriter.registry import all_fixes
+from torchtrim.rewriter.fix import Fix, all_fixes
 
 _HEAD = """# Fixes
 
-What `torchtrim optimize --fix` and `torchtrim lint --fix` write, one fix a section. A fix is applied without
-being asked for only where a run has shown what it rests on; `--unsafe-fixes` applies the others too.
-After each round the script is run again: the syncs at the line must be gone and the certificate must
-hold, else the fix is reverted. [How to use them](how-to/fix-syncs.md).
+The rewrites of `torchtrim optimize --fix` and `torchtrim lint --fix`, one fix per section. A fix is applied
+by default only if a run has confirmed its assumptions; `--unsafe-fixes` applies the others too. After each
+round the script runs again: the syncs at the line must have disappeared and the certificate must hold, or the
+fix is reverted. [How to use them](how-to/fix-syncs.md).
 
 | fix | of | at most |
 |---|---|---|
@@ -23,7 +22,7 @@ hold, else the fix is reverted. [How to use them](how-to/fix-syncs.md).
 
 
 def page() -> str:
-    """The page, in Markdown."""
+    """Return the page as Markdown."""
     fixes = all_fixes()
     rows = "".join(f"| [{c.name}](#{c.name}) | {_codes(c)} | {c.equivalence} |\n" for c in fixes)
     return _HEAD + rows + "".join(_sections(fixes))
@@ -39,9 +38,9 @@ def _codes(fix: Fix) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """The command: one argument, the file."""
+    """Write the page to the file given as the only argument."""
     if len(arguments) != 1:
-        raise SystemExit("give one file: python -m torchtrim.rewriter.pages docs/fixes.md")
+        raise SystemExit("expected one file: python -m torchtrim.rewriter.pages docs/fixes.md")
     write_atomically(Path(arguments[0]), page().encode())
 
 

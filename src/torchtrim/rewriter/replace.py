@@ -1,4 +1,4 @@
-"""Writes a form with a match's own expressions in it, and refuses what would compute something else."""
+"""Writes a template with a match's own expressions, and refuses to change what is computed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from torchtrim.rewriter.fix import Edit, Match
-from torchtrim.source.facts import Refused
+from torchtrim.rewriter.fix import Match, TextEdit
+from torchtrim.source.branches import is_elif
+from torchtrim.source.facts import FixRefused
 from torchtrim.source.forms import form
-from torchtrim.source.purity import is_pure, is_simple
-from torchtrim.source.source import Source, within
+from torchtrim.source.operations import is_pure, is_simple
+from torchtrim.source.source import SourceFile, within
 
 _WORD = re.compile(r"\*\*[A-Z][A-Z0-9]*\b|\b[A-Z][A-Z0-9]*\b|\b(?:torch|math)(?=\.)")
 _ATOMS = (
@@ -29,6 +30,7 @@ _ATOMS = (
     ast.JoinedStr,
 )
 
+SHARED_LINE = "the statement shares its line with another. Put each on its own line"
 _DELIMITING = (
     ast.Assign,
     ast.AugAssign,
@@ -47,14 +49,14 @@ _DELIMITING = (
 
 def replace(
     match: Match, template: str, names: Mapping[str, str] | None = None, apart: str = ""
-) -> tuple[Edit, ...]:
-    """The edits that put the template in the place of the match.
+) -> tuple[TextEdit, ...]:
+    """Return the edits that replace the match by the template.
 
-    Its capitals become the match's parts, in parentheses where they need some; `torch.` becomes what
-    the file calls it. A part that is there more than once and is more than a name is computed in a
-    statement before, under the name that `names` gives it; not one of `apart`, of which one alone runs.
-    Raises `Refused` where that cannot be, and where something with an effect would run twice, in another
-    order or not at all.
+    The template's capitals become the match's parts, in parentheses if needed; `torch.` becomes the file's
+    name for it. A part that occurs more than once and is not just a name is computed in a statement before,
+    under the name given in `names`. `apart` lists parts that run only once although they occur more often.
+    Raises `FixRefused` if that is impossible, or if a side effect would run twice, in another order or not at
+    all.
     """
     source = match.source
     written = [name for name in _words(template) if name in match.parts]
@@ -68,7 +70,7 @@ def replace(
     text, imports = filled(match, template, hoisted)
     if isinstance(match.node, ast.expr) and not isinstance(form(template), _ATOMS):
         text = text if _stands_alone(source, match.node) else f"({text})"
-    edits = [Edit(source.start(match.node), source.end(match.node), text), *imports]
+    edits = [TextEdit(source.start(match.node), source.end(match.node), text), *imports]
     if before:
         edits.insert(0, insert_before(source, match.node, before))
     check_comments(source, edits)
@@ -77,25 +79,23 @@ def replace(
 
 def replace_if(
     match: Match, test: str, template: str, *, names: Mapping[str, str], apart: str = ""
-) -> tuple[Edit, ...]:
-    """The edits that put the template in the place of a matched statement where the test holds, which has
-    capitals too, and else leave the statement as it is.
+) -> tuple[TextEdit, ...]:
+    """Return the edits that replace a matched statement by the template if a test holds, and keep it
+    otherwise.
 
-    `names` and `apart` are as `replace` takes them.
+    The test may use capitals too. `names` and `apart` are those of `replace`.
     """
-    blanks = match.source.indentation(match.source.statement(match.node))
-    if blanks is None:
-        raise Refused("the statement shares its line with another. Give each its own line")
+    blanks = need_indentation(match.source, match.source.statement(match.node))
     lines = (f"if {test}:", f"    {template}", "else:", f"    {match.form}")
     return replace(match, f"{match.source.newline}{blanks}".join(lines), names, apart)
 
 
 def filled(
     match: Match, template: str, given: Mapping[str, str] | None = None
-) -> tuple[str, tuple[Edit, ...]]:
-    """The template with the match's parts in it, or with the texts given; and the imports it needs."""
+) -> tuple[str, tuple[TextEdit, ...]]:
+    """Return the template with the match's parts, or with the given texts, and the imports it needs."""
     source = match.source
-    imports: list[Edit] = []
+    imports: list[TextEdit] = []
 
     def put(found: re.Match[str]) -> str:
         word = found[0]
@@ -117,63 +117,71 @@ def filled(
     return text, tuple(imports)
 
 
-def torch_of(source: Source) -> tuple[str, tuple[Edit, ...]]:
-    """What the file calls torch, and the import that it needs for that."""
+def torch_of(source: SourceFile) -> tuple[str, tuple[TextEdit, ...]]:
+    """Return the file's name for torch, and the import needed for it."""
     alias = source.alias("torch")
     return ("torch", (add_import(source, "torch"),)) if alias is None else (alias, ())
 
 
-def atom(source: Source, node: ast.expr) -> str:
-    """The node's text, in parentheses unless anything may stand next to it."""
+def atom(source: SourceFile, node: ast.expr) -> str:
+    """Return the node's text, in parentheses unless it can stand next to any operator."""
     text = source.segment(node)
     return text if isinstance(node, _ATOMS) and not isinstance(node, ast.Constant) else f"({text})"
 
 
-def instead(source: Source, node: ast.expr, text: str) -> Edit:
-    """The edit that puts an expression in the place of another, in parentheses where it needs some."""
+def instead(source: SourceFile, node: ast.expr, text: str) -> TextEdit:
+    """Return the edit that replaces an expression, with parentheses if needed."""
     loose = not isinstance(form(text), _ATOMS) and not _stands_alone(source, node)
-    return Edit(source.start(node), source.end(node), f"({text})" if loose else text)
+    return TextEdit(source.start(node), source.end(node), f"({text})" if loose else text)
 
 
-def insert_before(source: Source, node: ast.AST, lines: str) -> Edit:
-    """The edit that puts lines before the node's statement.
+def insert_before(source: SourceFile, node: ast.AST, lines: str) -> TextEdit:
+    """Return the edit that inserts lines before the node's statement.
 
-    Raises `Refused` where they would run more or less often than the node, or another effect first.
+    Raises `FixRefused` if they would run more or less often than the node, or before another side effect.
     """
     statement = source.statement(node)
     blanks = source.indentation(statement)
     if blanks is None or not runs_first(source, node):
-        raise Refused(
-            "a part of it would have to be computed in a statement before, and what is around it "
-            "decides whether and when it runs. Give that part a name first"
+        raise FixRefused(
+            "a part of it would have to be computed in a statement before, but the code around it "
+            "decides whether and when it runs. Assign that part to a name first"
         )
     text = "".join(f"{blanks}{line}{source.newline}" for line in lines.splitlines())
     at = source.line_start(statement.lineno)
-    return Edit(at, at, text)
+    return TextEdit(at, at, text)
 
 
-def insert_after(source: Source, statement: ast.stmt, lines: str) -> Edit:
-    """The edit that puts lines after a statement, at its depth."""
+def need_indentation(source: SourceFile, statement: ast.stmt) -> str:
+    """Return the whitespace before a statement. Raises `FixRefused` if other code shares its line."""
     blanks = source.indentation(statement)
     if blanks is None:
-        raise Refused("the statement shares its line with another. Give each its own line")
+        raise FixRefused(SHARED_LINE)
+    return blanks
+
+
+def insert_after(source: SourceFile, statement: ast.stmt, lines: str) -> TextEdit:
+    """Return the edit that inserts lines after a statement, at its indentation."""
+    blanks = need_indentation(source, statement)
     end = source.end(statement)
     rest = source.text[end:].partition("\n")[0]
     if rest.strip() and not rest.strip().startswith("#"):
-        raise Refused("the statement shares its line with another. Give each its own line")
+        raise FixRefused(SHARED_LINE)
     at = end + len(rest)
     if at >= len(source.text):
-        return Edit(
+        return TextEdit(
             at, at, "".join(f"{source.newline}{blanks}{line}" for line in lines.splitlines())
         )
     at += 1
-    return Edit(at, at, "".join(f"{blanks}{line}{source.newline}" for line in lines.splitlines()))
+    return TextEdit(
+        at, at, "".join(f"{blanks}{line}{source.newline}" for line in lines.splitlines())
+    )
 
 
-def runs_first(source: Source, node: ast.AST) -> bool:
-    """Whether computing the node before its statement is the same: always once, and no effect before."""
+def runs_first(source: SourceFile, node: ast.AST) -> bool:
+    """Return True if the node can be computed before its statement: it runs once, after no side effect."""
     statement = source.statement(node)
-    if isinstance(statement, ast.While | ast.Match | ast.Try) or _is_elif(source, statement):
+    if isinstance(statement, ast.While | ast.Match | ast.Try) or is_elif(source, statement):
         return False
     if isinstance(statement, ast.For) and not within(node, statement.iter):
         return False
@@ -193,20 +201,20 @@ def runs_first(source: Source, node: ast.AST) -> bool:
     return all(is_pure(call, source) for call in _calls_before(source, statement, node))
 
 
-def add_import(source: Source, module: str) -> Edit:
-    """The edit that imports a module after the file's other imports."""
+def add_import(source: SourceFile, module: str) -> TextEdit:
+    """Return the edit that imports a module after the file's other imports."""
     last = None
     for statement in source.tree.body:
         is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
         if isinstance(statement, ast.Import | ast.ImportFrom) or (last is None and is_text):
             last = statement
     if last is None:
-        return Edit(0, 0, f"import {module}{source.newline}{source.newline}")
+        return TextEdit(0, 0, f"import {module}{source.newline}{source.newline}")
     return insert_after(source, last, f"import {module}")
 
 
-def fresh(source: Source, node: ast.AST, name: str) -> str:
-    """The name, or one like it that means nothing yet in the node's function, nor in the module."""
+def fresh(source: SourceFile, node: ast.AST, name: str) -> str:
+    """Return the name, or a variant of it that is unused in the node's function and in the module."""
     taken = {one.id for one in source.each(ast.Name)}
     taken |= set(source.imported) | set(source.bound(source.function(node)))
     if name not in taken:
@@ -214,18 +222,18 @@ def fresh(source: Source, node: ast.AST, name: str) -> str:
     return next(new for number in range(2, 10**6) if (new := f"{name}_{number}") not in taken)
 
 
-def check_comments(source: Source, edits: list[Edit] | tuple[Edit, ...]) -> None:
-    """Raises `Refused` where a comment of the source would be lost."""
+def check_comments(source: SourceFile, edits: list[TextEdit] | tuple[TextEdit, ...]) -> None:
+    """Raise `FixRefused` if an edit would drop a comment."""
     for edit in edits:
         for comment in comments(source.text[edit.start : edit.end]):
             if comment not in edit.text:
-                raise Refused(
-                    f"the comment {comment[:60]!r} within it would be lost. Move it first"
+                raise FixRefused(
+                    f"the comment {comment[:60]!r} inside it would be lost. Move it first"
                 )
 
 
 def comments(text: str) -> Iterator[str]:
-    """The comments of a piece of source."""
+    """Yield the comments in a piece of source."""
     if "#" not in text:
         return
     try:
@@ -241,7 +249,7 @@ def _words(template: str) -> list[str]:
 
 
 def _in_place(text: str, node: ast.expr, template: str, found: re.Match[str]) -> str:
-    """The text, in parentheses unless the template delimits it or it needs none."""
+    """Return the text, in parentheses unless the template delimits it or it needs none."""
     before = template[: found.start()].rstrip()[-1:]
     after = template[found.end() :].lstrip()[:1]
     delimited = before in ("", "(", "[", ",", "=") and after in ("", ")", "]", ",")
@@ -259,8 +267,8 @@ def _in_place(text: str, node: ast.expr, template: str, found: re.Match[str]) ->
     return f"({text})"
 
 
-def _stands_alone(source: Source, node: ast.expr) -> bool:
-    """Whether nothing around the node could bind a part of what is written there."""
+def _stands_alone(source: SourceFile, node: ast.expr) -> bool:
+    """Return True if no operator around the node could bind to a part of its replacement."""
     outer = source.parents[node]
     if isinstance(outer, ast.Subscript):
         return outer.slice is node
@@ -274,24 +282,14 @@ def _check_effects(match: Match, written: list[str]) -> None:
     impure = {name for name, node in own.items() if not is_pure(node, match.source)}
     at = sorted(impure, key=lambda name: match.source.start(match.parts[name]))
     if [name for name in written if name in impure] != at:
-        raise Refused(
-            f"`{match.text(at[0])[:60]}` may do more than compute a value, and would run more often, less "
-            "often or at another time. Give its result a name first"
+        raise FixRefused(
+            f"`{match.text(at[0])[:60]}` may have a side effect, and would run more often, less often or "
+            "at another time. Assign its result to a name first"
         )
 
 
-def _is_elif(source: Source, statement: ast.stmt) -> bool:
-    outer = source.parents.get(statement)
-    return (
-        isinstance(statement, ast.If)
-        and isinstance(outer, ast.If)
-        and outer.orelse == [statement]
-        and source.text.startswith("elif", source.start(statement))
-    )
-
-
-def _calls_before(source: Source, statement: ast.stmt, node: ast.AST) -> Iterator[ast.Call]:
-    """The calls of the statement's own line of code that run before the node."""
+def _calls_before(source: SourceFile, statement: ast.stmt, node: ast.AST) -> Iterator[ast.Call]:
+    """Yield the calls in the statement's own code, without its body, that run before the node."""
     outer = set(source.around(node))
     body = {id(one) for part in ("body", "orelse") for one in getattr(statement, part, ())}
     for one in ast.iter_child_nodes(statement):

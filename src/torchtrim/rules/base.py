@@ -1,4 +1,4 @@
-"""What a rule is."""
+"""The type of a rule."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ HEADINGS = (
 class Rule:
     """A pattern that wastes memory or time.
 
-    `name` names the pattern, not its fix. `check` finds it in a profile. The docstring of the
-    module that defines `check` is the rule's documentation: a line of summary, then Markdown under
-    `HEADINGS`. One `on_request` runs only where its code is selected. `across`, if there, finds it in the
+    `name` names the pattern, not its fix. `check` finds it in a profile. The docstring of the module that
+    defines `check` is the rule's documentation: a line of summary, then Markdown under `HEADINGS`. An
+    `on_request` rule runs only if its code is selected. `across`, if given, finds the pattern in the
     profiles of several ranks instead.
     """
 
@@ -38,7 +38,7 @@ class Rule:
 
     @property
     def stem(self) -> str:
-        """Name of the rule's file, and of its page and test."""
+        """Name of the rule's file, page and test."""
         return self.check.__module__.rpartition(".")[2]
 
     @property

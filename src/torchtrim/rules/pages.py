@@ -20,7 +20,7 @@ leaves its findings out.
 
 
 def pages() -> dict[str, str]:
-    """File name -> Markdown, for the index and each rule."""
+    """Return the index and each rule's page as Markdown, by file name."""
     rows = (f"| [{r.code}]({r.stem}.md) | {r.name} | {r.summary} |\n" for r in all_rules())
     return {"index.md": _INDEX + "".join(rows)} | {
         f"{found.stem}.md": explain(found.code) for found in all_rules()
@@ -28,14 +28,14 @@ def pages() -> dict[str, str]:
 
 
 def write(folder: Path) -> None:
-    """Write all pages into a folder, which is made where there is none."""
+    """Write all pages into a folder, creating it if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():
         (folder / name).write_text(text, encoding="utf-8")
 
 
 def main(arguments: list[str]) -> None:
-    """The command: one argument, the folder."""
+    """Run the command: one argument, the folder."""
     if len(arguments) != 1:
         raise SystemExit("give one folder: python -m torchtrim.rules.pages docs/rules")
     write(Path(arguments[0]))

@@ -12,8 +12,8 @@ from importlib import import_module
 from msgspec.structs import replace
 
 from torchtrim import rules
-from torchtrim.analysis.ignores import Ignores
-from torchtrim.analysis.shares import memory_share, time_share
+from torchtrim.analysis.allow_list import Ignores
+from torchtrim.analysis.prices import memory_share, time_share
 from torchtrim.core.isolation import Failure, collected, isolated, note
 from torchtrim.errors import UsageError
 from torchtrim.records.files import without_collection
@@ -25,7 +25,7 @@ _STEM = re.compile(r"tt\d{3}_\w+")
 
 
 def all_rules() -> tuple[Rule, ...]:
-    """Every rule of the package, by code; not those whose file cannot be imported."""
+    """Return every rule of the package by code, except those whose file fails to import."""
     found, failed = _imported(tuple(rules.__path__))
     for one in failed:
         note(one)
@@ -34,7 +34,7 @@ def all_rules() -> tuple[Rule, ...]:
 
 @cache
 def _imported(_: tuple[str, ...]) -> tuple[tuple[Rule, ...], tuple[Failure, ...]]:
-    """The rules in these folders, and what failed in importing others."""
+    """Return the rules in these folders, and the failures of others."""
     names = (found.name for found in pkgutil.iter_modules(rules.__path__))
     found: list[Rule] = []
     with collected() as failed:
@@ -45,24 +45,24 @@ def _imported(_: tuple[str, ...]) -> tuple[tuple[Rule, ...], tuple[Failure, ...]
 
 
 def rule(code: str) -> Rule:
-    """The rule with a code, such as `"TT101"`, or a name, such as `"value-read-on-host"`.
+    """Return the rule with a code, such as `"TT101"`, or a name, such as `"value-read-on-host"`.
 
-    Raises `UsageError` that names the nearest codes where there is none.
+    Raises `UsageError` with the nearest codes if there is none.
     """
     for found in all_rules():
         if code.upper() == found.code or code.lower() == found.name:
             return found
-    raise UsageError(f"there is no rule {code!r}. {_nearest(code)}")
+    raise UsageError(f"unknown rule {code!r}. {_nearest(code)}")
 
 
 def diagnose(
     profile: Profile, select: Iterable[str] | None = None, *, alone: bool = True
 ) -> tuple[Finding, ...]:
-    """Findings of all rules, or of those selected, the most expensive first.
+    """Return the findings of all rules, or of those selected, most expensive first.
 
-    `select` takes codes and their beginnings: `"TT101"`, `"TT2"`. Most expensive is the largest share of
-    the step's time or of its peak. Where the line says `# torchtrim: ignore[TT101]`, no finding of
-    that code is given. Not `alone`: without rules that look at several ranks (`diagnose_ranks`).
+    `select` takes codes and prefixes: `"TT101"`, `"TT2"`. The most expensive finding has the largest share
+    of the step's time or of its peak. Findings on lines with `# torchtrim: ignore[TT101]` for their code are
+    left out. Unless `alone`, rules that compare ranks (`diagnose_ranks`) are left out too.
     """
     ignores = Ignores(profile.project)
     with without_collection():
@@ -72,7 +72,7 @@ def diagnose(
 
 
 def _checked(one: Rule, profile: Profile) -> list[Finding]:
-    """What a rule finds; nothing where it fails."""
+    """Run a rule; a rule that fails finds nothing."""
     found: list[Finding] = []
     with isolated("rule", one.code):
         found += one.check(profile)
@@ -88,9 +88,9 @@ def _checked_across(one: Rule, profiles: Sequence[Profile]) -> list[Finding]:
 
 
 def diagnose_ranks(profiles: Sequence[Profile]) -> tuple[Finding, ...]:
-    """What several ranks show beyond the first one's own findings, the most expensive first.
+    """Return what several ranks show beyond the first one's own findings, most expensive first.
 
-    What rules find in another rank alone, with that rank named, and what only all of them together show.
+    These are findings of other ranks, which name the rank, and findings that need all ranks together.
     """
     lead, ignores = profiles[0], Ignores(profiles[0].project)
     with without_collection():
@@ -107,7 +107,7 @@ def diagnose_ranks(profiles: Sequence[Profile]) -> tuple[Finding, ...]:
 
 
 def in_order(profile: Profile, findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The most expensive first."""
+    """Sort findings, most expensive first."""
     return tuple(sorted(findings, key=lambda finding: _order(profile, finding)))
 
 
@@ -116,7 +116,7 @@ def _place(finding: Finding) -> tuple[str, str, int]:
 
 
 def explain(code: str) -> str:
-    """The rule's page, in Markdown. Raises `UsageError` for an unknown code."""
+    """Return the rule's page in Markdown. Raises `UsageError` for an unknown code."""
     found = rule(code)
     return f"# {found.code} {found.name}\n\n{found.page}\n"
 

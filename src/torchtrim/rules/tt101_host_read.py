@@ -2,18 +2,18 @@
 
 ## What it does
 
-Finds what hands a tensor's value to Python: `.item()`, `float(t)`, `if t:`, `range(t)`, `x[:t]`,
-`print(t)`, `torch.equal`, `torch.allclose`, and on a device also `.cpu()`, `.numpy()` and
-`.tolist()`. Reads of tensors that live in the host's memory do not synchronize and are left out; so
-is a step that runs on the CPU. Reads are counted per line and step. On a real device the price is
-the time spent in them. [The table of waits](../waits.md) has every case with its source.
+Finds code that passes a tensor's value to Python: `.item()`, `float(t)`, `if t:`, `range(t)`,
+`x[:t]`, `print(t)`, `torch.equal`, `torch.allclose`, and on a device also `.cpu()`, `.numpy()` and
+`.tolist()`. Tensors in host memory, and steps that run on the CPU, do not synchronize and are left
+out. Reads are counted per line and step. On a real device the price is the time spent in them. [The
+table of waits](../waits.md) has every case with its source.
 
 ## Why is this bad?
 
-A device runs behind the host: the host queues work and goes on. A value can only be read when
-everything queued before it has run, so the host is blocked, and then the device is idle while the
-host queues again. Within one step many reads cost about as much as the first, because the wait
-moves to the next one: remove them together and measure.
+A device runs behind the host: the host queues work and continues. A value can only be read once
+everything queued before it has run, so the host blocks, and then the device is idle while the host
+queues again. Within one step many reads cost about as much as the first, because the wait moves to
+the next one: remove them together and measure.
 
 ## Example
 
@@ -36,15 +36,15 @@ for index, batch in enumerate(loader):
         raise ValueError("loss is not a number")
 ```
 
-Where a value chooses between two tensors, `torch.where` chooses on the device. Where several
-values are needed, `torch.stack(values).tolist()` waits once.
+To choose between two tensors by a value, use `torch.where` on the device. To read several values,
+`torch.stack(values).tolist()` waits once.
 
 ## Fix safety
 
-Reading later changes when a value is seen, not the results, as long as the step does not
-depend on it. A read that decides which code runs cannot go without a change of the program. A
-copy to the host with `non_blocking=True` is no fix by itself: its result must not be read before
-an event says that it has arrived.
+Reading later changes when a value is seen, not the results, as long as the step does not depend on
+it. A read that decides which code runs cannot be removed without changing the program. A copy to
+the host with `non_blocking=True` alone does not fix it: its result must not be read before an event
+shows that it has arrived.
 
 ## References
 
@@ -63,7 +63,7 @@ from torchtrim.rules.base import Rule
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """One finding for each line that reads values on the host."""
+    """Yield one finding for each line that reads values on the host."""
     return waiting_findings(profile, RULE.code, "a tensor's value is read on the host")
 
 

@@ -2,17 +2,17 @@
 
 ## What it does
 
-Finds operators whose output has as many elements as the data say: `x[mask]`, `x[mask] = y`,
-`masked_select`, `nonzero`, one-argument `where`, `unique`, `bincount`, and `repeat_interleave`
-without `output_size=`. Those that backward runs are counted on the line of their forward. A step
-on the CPU, and tensors in the host's memory, are left out, as is `x[mask] = 0.0`: PyTorch fills
-it in without counting. [The table of waits](../waits.md) has every case with its source.
+Finds operators whose output size depends on the data: `x[mask]`, `x[mask] = y`, `masked_select`,
+`nonzero`, one-argument `where`, `unique`, `bincount`, and `repeat_interleave` without
+`output_size=`. Those that backward runs are counted on the line of their forward. Steps on the CPU
+and tensors in host memory are left out, as is `x[mask] = 0.0`: PyTorch fills it in without
+counting. [The table of waits](../waits.md) has every case with its source.
 
 ## Why is this bad?
 
-PyTorch allocates a result before the device computes it, and for that it must know the shape. The
-host is blocked until the device has counted, and the step cannot be captured as a CUDA graph.
-Selecting by a mask waits once in forward and once more in backward.
+PyTorch allocates a result before the device computes it, and needs its shape for that. The host
+blocks until the device has counted, and the step cannot be captured as a CUDA graph. Selecting by a
+mask waits once in forward and once more in backward.
 
 ## Example
 
@@ -32,16 +32,16 @@ ordered = labels.sort().values
 classes = (ordered[1:] != ordered[:-1]).sum() + 1
 ```
 
-`nonzero_static(size=...)` and `repeat_interleave(..., output_size=...)` take the size that the
-program knows. `zeros(n).scatter_add_(0, index, ones)` counts like `bincount` when `n` is known.
+`nonzero_static(size=...)` and `repeat_interleave(..., output_size=...)` take a size that the
+program knows. `zeros(n).scatter_add_(0, index, ones)` counts like `bincount` if `n` is known.
 
 ## Fix safety
 
 Selecting elements by `torch.where` keeps their bits. A sum or mean over a full tensor with zeros
-adds in another order than over the selected elements, so it is equal up to rounding. Where the
-elements left out may be infinite or not a number, put a harmless value in *before* the function,
-or its gradient is not a number. An empty mask gives `0 / 0` in both forms. Random numbers drawn
-for the selected elements alone cannot be reproduced this way.
+adds in another order than over the selected elements, so it is equal up to rounding. If the
+elements left out may be infinite or NaN, put a harmless value in *before* the function, or its
+gradient is NaN. An empty mask gives `0 / 0` in both forms. Random numbers drawn only for the
+selected elements cannot be reproduced this way.
 
 ## References
 
@@ -62,7 +62,7 @@ from torchtrim.rules.base import Rule
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """One finding for each line that makes a shape from data."""
+    """Yield one finding for each line whose results have a shape that depends on data."""
     return waiting_findings(profile, RULE.code, "a shape depends on the data")
 
 

@@ -1,18 +1,18 @@
-"""Data goes from the host to the device by a copy that blocks the host.
+"""A copy of data from the host to the device blocks the host.
 
 ## What it does
 
 Finds copies to the device that block: `.to("cuda")` and `.cuda()` of a tensor in ordinary
 (pageable) memory, with `non_blocking=True` or without, or in pinned memory without it;
-`torch.tensor(values, device="cuda")`; and those that nobody wrote: a tensor on the device that is
-indexed by a list or by a tensor of the host. Copies between tensors on the device do not block.
-[The table of waits](../waits.md) has every case with its source.
+`torch.tensor(values, device="cuda")`; and implicit ones, such as indexing a device tensor by a list
+or by a host tensor. Copies between tensors on the device do not block. [The table of
+waits](../waits.md) has every case with its source.
 
 ## Why is this bad?
 
-A blocking copy waits until the device has done all that was queued before it, and then for the
-copy itself. From pageable memory the driver first copies into a buffer of its own, so
-`non_blocking=True` alone changes little: the host is still blocked.
+A blocking copy waits until the device has done all work queued before it, and then for the copy
+itself. From pageable memory the driver first copies into a buffer of its own, so
+`non_blocking=True` alone changes little: the host still blocks.
 
 ## Example
 
@@ -31,14 +31,14 @@ for images, labels in DataLoader(dataset, batch_size=64, pin_memory=True):
     labels = labels.to(device, non_blocking=True)
 ```
 
-A constant belongs into `register_buffer`, so that it moves with its module. `torch.full`,
-`torch.zeros` and `torch.arange` make a tensor on the device without a copy.
+Put constants into `register_buffer`, so that they move with their module. `torch.full`,
+`torch.zeros` and `torch.arange` create a tensor on the device without a copy.
 
 ## Fix safety
 
-The values are the same. A pinned tensor must not be written to while its copy is under way, and a
-copy *to the host* with `non_blocking=True` must not be read before an event says that it has
-arrived ([TT105](tt105_unsynchronized_copy.md)).
+The values are the same. Do not write to a pinned tensor while its copy is in progress, and do not
+read a copy *to the host* with `non_blocking=True` before an event shows that it has arrived
+([TT105](tt105_unsynchronized_copy.md)).
 
 ## References
 
@@ -57,8 +57,8 @@ from torchtrim.rules.base import Rule
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """One finding for each line that uploads and waits."""
-    return waiting_findings(profile, RULE.code, "data is copied to the device and waited for")
+    """Yield one finding for each line with a blocking upload."""
+    return waiting_findings(profile, RULE.code, "a copy to the device blocks the host")
 
 
 RULE = Rule(code="TT103", name="blocking-upload", check=check)

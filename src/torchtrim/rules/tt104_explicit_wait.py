@@ -1,4 +1,4 @@
-"""The program asks to synchronize with the device.
+"""The program synchronizes with the device explicitly.
 
 ## What it does
 
@@ -7,8 +7,8 @@ and events, in a step. [The table of waits](../waits.md) has every case with its
 
 ## Why is this bad?
 
-Each one lets the device run dry: the host begins to queue work again only when there is none left.
-Around a timer it belongs into a benchmark and not into every step.
+Each one lets the device run dry: the host queues new work only after the device has finished
+everything. Around a timer it belongs in a benchmark, not in every step.
 
 ## Example
 
@@ -30,7 +30,7 @@ end.record()
 timers.append((begin, end))
 ```
 
-Read the timers many steps later, when they have long happened.
+Read the timers many steps later, long after the events have happened.
 
 ## Fix safety
 
@@ -54,8 +54,8 @@ from torchtrim.rules.base import Rule
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """One finding for each line that asks to wait."""
-    return waiting_findings(profile, RULE.code, "the program asks to wait")
+    """Yield one finding for each line that synchronizes explicitly."""
+    return waiting_findings(profile, RULE.code, "the program synchronizes explicitly")
 
 
 RULE = Rule(code="TT104", name="explicit-wait", check=check)

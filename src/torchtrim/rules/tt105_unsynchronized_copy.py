@@ -1,23 +1,23 @@
-"""A tensor is used while a copy into it or out of it may still be under way.
+"""A tensor is used while a copy into it or out of it may still be in progress.
 
 ## What it does
 
-Finds a copy from the device to the host with `non_blocking=True` whose result is read before an
-event, a stream or the device was waited for; a pinned tensor that is written to while it is being
-copied to the device; and a tensor that a line makes in ordinary memory only to copy it with
-`non_blocking=True`, which frees the memory at once. A wait of any kind on the copy's stream ends
-the danger, also one that the program did not mean for it.
+Finds a copy from the device to the host with `non_blocking=True` whose result is read before the
+program waits for an event, a stream or the device; a pinned tensor that is written to while it is
+being copied to the device; and a temporary in ordinary memory that is copied with
+`non_blocking=True` and freed at once. Any wait on the copy's stream ends the danger, also one that
+the program does for another reason.
 
-With `--streams`, on an emulated device, also each line that uses on one stream what another has not
-finished: reads what it writes, writes over what it reads, or lets memory go while it is in use. Then
-the streams do their work in the order that was asked for (`early`, `late`, `random:SEED`), so that a
-wrong value shows on a CPU.
+With `--streams`, on an emulated device, it also finds each line that uses on one stream what
+another has not finished: it reads what the other writes, overwrites what the other reads, or frees
+memory that is in use. The streams then work in the requested order (`early`, `late`,
+`random:SEED`), so that a wrong value shows on a CPU.
 
 ## Why is this bad?
 
-Nothing fails: now and then the numbers are those of the step before, or zeros. Such a bug was in
-Lightning's moving of predictions (wrong zeros), in torchmetrics' safe division (a source freed too
-early; wrong on Apple's devices, without any gain on CUDA) and in SGLang's scheduler.
+Nothing fails: now and then the numbers are those of the previous step, or zeros. Lightning had such
+a bug when it moved predictions (wrong zeros), torchmetrics in its safe division (a source freed too
+early; wrong on Apple's devices, without any gain on CUDA), and SGLang in its scheduler.
 
 ## Example
 
@@ -37,12 +37,12 @@ arrived.synchronize()
 results.append(predictions.numpy())
 ```
 
-Where nothing useful happens in between, a plain `.cpu()` is as fast, and safe. A constant is made
+If there is nothing useful to do in between, a plain `.cpu()` is as fast, and safe. Create constants
 on the device: `torch.full((), value, device=device)`.
 
 ## Fix safety
 
-To wait is always safe. This is a finding about correctness, so it has no price.
+Waiting is always safe. This finding is about correctness, so it has no price.
 
 ## References
 
@@ -65,7 +65,7 @@ from torchtrim.syncs.lookup import row
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """One finding for each line that uses what may still be copied."""
+    """Yield one finding for each line that uses a tensor that may still be copied."""
     for line, syncs in waits_by_line(profile, RULE.code).items():
         ways = " and ".join(Counter(row(sync.row).what for sync in syncs))
         yield Finding(

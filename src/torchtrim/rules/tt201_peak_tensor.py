@@ -2,16 +2,16 @@
 
 ## What it does
 
-Looks at what is alive at the operator where memory is highest and names each activation,
-gradient, temporary or input that holds at least 20 % of it: who made it, at which line, and why
-it is still alive. Parameters, buffers and optimizer state are alive always and are left out. The
-price is what the peak would fall by if the tensor were not there, which is less than its size
-where another moment of the step is nearly as high.
+Looks at what is live at the operator with the highest memory and lists each activation, gradient,
+temporary or input that holds at least 20 % of it: the operator and line that created it, and why it
+is still live. Parameters, buffers and optimizer state are always live and are left out. The price
+is how far the peak would fall without the tensor, which is less than its size if another moment of
+the step is nearly as high.
 
 ## Why is this bad?
 
-A peak with one owner is set by one decision: a batch size, a full table of logits, an attention
-matrix, a result that a variable still holds. Changing that one place lowers the peak, and
+If one tensor dominates the peak, one decision sets it: a batch size, a full table of logits, an
+attention matrix, a result that a variable still holds. Changing that place lowers the peak;
 changing any other does not.
 
 ## Example
@@ -37,11 +37,11 @@ loss.backward()
 ```
 
 `del` a result that backward does not need, split the batch into micro-batches, or recompute the
-module that made it.
+module that created it.
 
 ## Fix safety
 
-Dropping a reference and recomputing change no bit. Computing in chunks or micro-batches sums in
+Dropping a reference and recomputing are bitwise equal. Computing in chunks or micro-batches sums in
 another order, which is equal up to rounding; with BatchNorm, micro-batches compute other
 statistics.
 
@@ -55,8 +55,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torchtrim.analysis.places import line_of
 from torchtrim.analysis.timeline import alive, peak_operator, peak_without, timeline
+from torchtrim.analysis.user_source import line_of
 from torchtrim.analysis.why_live import why_alive
 from torchtrim.core.units import format_bytes
 from torchtrim.records.commands import quoted
@@ -69,7 +69,7 @@ _SHARE = 0.2  # Arbitrary; as the documentation says.
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """One finding for each tensor that owns the peak."""
+    """Yield one finding for each tensor that dominates the peak."""
     at = peak_operator(profile)
     peak = timeline(profile).high[at] if at >= 0 else 0
     large = [i for i in alive(profile, at) if _owns(profile, i, peak)]
@@ -105,7 +105,7 @@ def _maker(profile: Profile, index: int) -> str:
     if storage.birth < 0:
         return f"{storage.name}, from before the step" if storage.name else "from before the step"
     module = profile.module_of(storage.birth)
-    made = f"made by {base_name(profile.operators[storage.birth].name)}"
+    made = f"created by {base_name(profile.operators[storage.birth].name)}"
     return f"{made} in {module}" if module else made
 
 

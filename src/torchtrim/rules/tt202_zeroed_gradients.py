@@ -2,16 +2,15 @@
 
 ## What it does
 
-Finds gradients on which `zero_` ran outside of backward and that stay allocated through forward,
-or at the peak, until backward adds to them. The price is the bytes of those that are still zero
-at the peak. Gradients that hold values, as between micro-batches, are left out.
+Finds gradients on which `zero_` ran outside of backward and that stay allocated through forward, or
+at the peak, until backward adds to them. The price is the bytes of those that are still zero at the
+peak. Gradients that hold values, as between micro-batches, are left out.
 
 ## Why is this bad?
 
-A gradient is as large as its parameter. Dropped, it is allocated when backward reaches its
-parameter, and by then the activations of the layers above are gone. Kept, it is added to all
-activations at the end of forward, where the peak usually is. It also costs a write of zeros and a
-read of them.
+A gradient is as large as its parameter. If dropped, it is allocated when backward reaches its
+parameter, and by then the activations of the layers above are freed. If kept, it is live beside all
+activations at the end of forward, where the peak usually is. Zeroing also costs a write and a read.
 
 ## Example
 
@@ -33,11 +32,10 @@ optimizer.zero_grad()
 
 ## Fix safety
 
-Equal in every step in which backward reaches each parameter, but for the sign of zeros: adding
-`-0.0` to zeros gives `0.0`. Hence its class is `ROUNDING`. A parameter that gets no gradient is
-skipped by the optimizer when its gradient is `None`, while zeros still move it through momentum
-or weight decay: the finding says when a profile shows such parameters. Code that reads `.grad`
-between steps must expect `None`.
+Equal in every step in which backward reaches each parameter, except for the sign of zeros: adding
+`-0.0` to zeros gives `0.0`. Hence its class is `ROUNDING`. The optimizer skips a parameter whose
+gradient is `None`, while zeros still move it through momentum or weight decay: the finding says if
+a profile shows such parameters. Code that reads `.grad` between steps must expect `None`.
 
 ## References
 
@@ -51,9 +49,9 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from torchtrim.analysis.gradients import Zeroed, zeroed_gradients
-from torchtrim.analysis.places import Line, line_of
 from torchtrim.analysis.timeline import peak_operator
+from torchtrim.analysis.user_source import SourceLine, line_of
+from torchtrim.analysis.why_live import Zeroed, zeroed_gradients
 from torchtrim.core.units import format_bytes
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Profile
@@ -61,10 +59,10 @@ from torchtrim.rules.base import Rule
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """One finding for each line that fills gradients with zeros."""
+    """Yield one finding for each line that fills gradients with zeros."""
     peak = peak_operator(profile)
     forward = [i for i, op in enumerate(profile.operators) if op.phase == "forward"]
-    lines: dict[Line, list[Zeroed]] = defaultdict(list)
+    lines: dict[SourceLine, list[Zeroed]] = defaultdict(list)
     for zeroed in zeroed_gradients(profile):
         if zeroed.first <= peak < zeroed.last or _any_between(forward, zeroed):
             lines[line_of(profile, zeroed.by)].append(zeroed)
@@ -76,7 +74,7 @@ def _any_between(operators: list[int], zeroed: Zeroed) -> bool:
     return bisect_left(operators, zeroed.first) < bisect_left(operators, zeroed.last)
 
 
-def _finding(profile: Profile, line: Line, found: Sequence[Zeroed], peak: int) -> Finding:
+def _finding(profile: Profile, line: SourceLine, found: Sequence[Zeroed], peak: int) -> Finding:
     gradients = {z.storage for z in found}
     size = sum(profile.storages[i].counted for i in gradients)
     at_peak = {z.storage for z in found if z.first <= peak < z.last}
@@ -87,7 +85,7 @@ def _finding(profile: Profile, line: Line, found: Sequence[Zeroed], peak: int) -
         line=line.line,
         end_line=line.line,
         message=f"{_gradients(len(gradients))} ({format_bytes(size)}) are filled with zeros "
-        f"instead of dropped; {format_bytes(price)} of them are still zeros at the peak",
+        f"instead of dropped; {format_bytes(price)} of them are still zero at the peak",
         count_per_step=len({z.by for z in found}),
         price_bytes=price,
         fix=_fix(found),

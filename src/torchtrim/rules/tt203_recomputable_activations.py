@@ -1,18 +1,18 @@
-"""Blocks of one kind keep activations for backward that could be computed again.
+"""Repeated blocks keep activations for backward that could be recomputed.
 
 ## What it does
 
 Finds modules of one type that occur at least twice side by side, such as the layers of a
-transformer, and adds up the activations that they keep for backward at the peak and that are
-neither their inputs nor their outputs. The price is what recomputing all blocks would take off
-the peak, and the extra time what that would add: both come from the simulator that plans are made
-with. Nothing is reported below 10 % of the peak.
+transformer, and adds up the activations that they keep for backward at the peak, except their
+inputs and outputs. The price is how far recomputing all blocks would lower the peak; the finding
+also gives the additional time. Both come from the simulator that plans are computed with. Savings
+below 10 % of the peak are not reported.
 
 ## Why is this bad?
 
 Between forward and backward a network holds every intermediate result of every block. For most
-networks that is the larger part of the peak, and it grows with the batch, while the block's
-input, which is all that is needed to compute the rest again, is a small part of it.
+networks that is the larger part of the peak, and it grows with the batch, while the block's input,
+which is enough to recompute the rest, is a small part of it.
 
 ## Example
 
@@ -28,15 +28,15 @@ for block in self.blocks:
     x = checkpoint(block, x, use_reentrant=False)
 ```
 
-`torchtrim optimize SCRIPT --memory 60%` chooses the blocks for a budget, applies it without a
-change to the source, and proves that the step computes the same.
+`torchtrim optimize SCRIPT --memory 60%` chooses the blocks for a budget, applies recomputation
+without changing the source, and proves that the step computes the same.
 
 ## Fix safety
 
-Bitwise equal when the block draws the same random numbers again, which `preserve_rng_state=True`
-(the default) sees to, and when running its forward twice has no effect of its own. BatchNorm
-updates its running statistics twice: swap its buffers while recomputing, as torchtrim does. A
-block that writes to its input in place cannot be recomputed.
+Bitwise equal if the block draws the same random numbers again, which `preserve_rng_state=True` (the
+default) ensures, and if running its forward twice has no side effects. BatchNorm updates its
+running statistics twice: swap its buffers while recomputing, as torchtrim does. A block that writes
+to its input in place cannot be recomputed.
 
 ## References
 
@@ -50,9 +50,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from torchtrim.analysis.places import line_of
-from torchtrim.analysis.saved import released_by_recompute
 from torchtrim.analysis.timeline import peak_operator, timeline
+from torchtrim.analysis.user_source import line_of
+from torchtrim.analysis.why_live import released_by_recompute
 from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records.commands import quoted
 from torchtrim.records.finding import Finding, Suggestion
@@ -78,7 +78,7 @@ class _Blocks(NamedTuple):
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """One finding for each type of block; of nested types the one that saves most."""
+    """Yield one finding for each type of block; of nested types, the one that saves most."""
     at = peak_operator(profile)
     peak = timeline(profile).high[at] if at >= 0 else 0
     worth = [b for b in _repeated_blocks(profile, at) if b.saved >= _SHARE * peak > 0]
@@ -114,7 +114,7 @@ def _repeated_blocks(profile: Profile, at: int) -> Iterator[_Blocks]:
 
 
 def _repeated_calls(profile: Profile) -> list[Call]:
-    """Calls with gradients on of modules with a sibling of their type, outermost of it only."""
+    """Return calls, with gradients, of modules with a sibling of their type; the outermost calls only."""
     siblings = Counter((m.parent, m.type) for m in profile.modules if m.parent >= 0)
     repeated = {name for (_, name), count in siblings.items() if count > 1}
     inside = _inside_own_type(profile)
@@ -130,7 +130,7 @@ def _repeated_calls(profile: Profile) -> list[Call]:
 
 
 def _inside_own_type(profile: Profile) -> list[bool]:
-    """Whether each module is somewhere inside another of its type, the root apart."""
+    """Return for each module whether it is nested in another of its type, ignoring the root."""
     around: list[frozenset[str]] = []
     for module in profile.modules:
         if module.parent < 0:

@@ -1,15 +1,16 @@
-"""Gradients of the step before are still there at the peak of the next one, which drops them unread.
+"""Gradients of the previous step are still live at the peak of the next one, which drops them unread.
 
 ## What it does
 
-Finds gradients that are alive when a step begins, that no operator reads or writes, and that are dropped
-before backward makes new ones. The price is by how much the peak would be lower without them. Nothing is
-reported below 2 % of the peak. Gradients that are added to, as between micro-batches, are left out.
+Finds gradients that are live when a step begins, that no operator reads or writes, and that are
+dropped before backward creates new ones. The price is how far the peak would fall without them.
+Savings below 2 % of the peak are not reported. Gradients that are added to, as between
+micro-batches, are left out.
 
 ## Why is this bad?
 
-Once the optimizer has stepped, gradients are of no use. Where `zero_grad` comes right before `backward`, they
-lie beside all activations of the next forward, at whose end the peak usually is.
+Once the optimizer has stepped, gradients are useless. If `zero_grad` comes right before `backward`,
+they are live beside all activations of the next forward, at whose end the peak usually is.
 
 ## Example
 
@@ -31,7 +32,7 @@ optimizer.zero_grad()
 
 ## Fix safety
 
-Bitwise equal. Code that reads `.grad` after the step, such as a log of its norm, has to come before
+Bitwise equal. Code that reads `.grad` after the step, such as a log of its norm, must run before
 `zero_grad`.
 
 ## References
@@ -43,9 +44,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torchtrim.analysis.held import freed, stale_gradients
-from torchtrim.analysis.kept import finding_at, is_much
-from torchtrim.analysis.places import Line
+from torchtrim.analysis.held import finding_at, freed, is_much, stale_gradients
+from torchtrim.analysis.user_source import SourceLine
 from torchtrim.core.units import format_bytes
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
@@ -53,7 +53,7 @@ from torchtrim.rules.base import Rule
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """One finding for all gradients that are dropped too late."""
+    """Yield one finding for all gradients that are dropped too late."""
     stale = stale_gradients(profile)
     saved = freed(profile, dict.fromkeys(stale, 0))
     if is_much(profile, saved):
@@ -61,9 +61,9 @@ def check(profile: Profile) -> Iterator[Finding]:
         size = format_bytes(sum(profile.storages[n].counted for n in stale))
         yield finding_at(
             RULE.code,
-            Line(profile.script, 0),
+            SourceLine(profile.script, 0),
             saved,
-            f"{many} of the step before ({size}) are dropped only after the next forward has begun; "
+            f"{many} of the previous step ({size}) are dropped only after the next forward has begun; "
             f"the peak is {format_bytes(saved)} higher for it",
             "call zero_grad() directly after the optimizer's step",
         )

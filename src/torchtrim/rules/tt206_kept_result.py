@@ -1,17 +1,17 @@
-"""A result has a name that keeps it after its last use, through backward or into the next step.
+"""A variable keeps a result after its last use, through backward or into the next step.
 
 ## What it does
 
-Finds storages that live until the step is over although no operator and no backward looks at them any more,
-with those of the step before that live until the same name is given to what this step makes: logits, losses,
-batches. The price is by how much the peak would be lower without them. Nothing is reported below 2 % of the
-peak. A graph that is kept as a whole is TT207.
+Finds storages that live until the end of the step although neither an operator nor backward reads
+them any more, and those that the same variable held from the previous step: logits, losses,
+batches. The price is how far the peak would fall without them. Savings below 2 % of the peak are
+not reported. A graph kept as a whole is TT207.
 
 ## Why is this bad?
 
-A name in a loop keeps its tensor until it is assigned again. Cross entropy keeps its own copy of what
-backward needs, so logits that have a name lie beside it through backward, and then through the next forward,
-at whose end they are assigned again.
+A variable in a loop keeps its tensor until it is assigned again. Cross entropy saves its own copy
+for backward, so logits held by a variable are live beside it through backward, and then through the
+next forward until the next assignment.
 
 ## Example
 
@@ -38,12 +38,12 @@ for batch, labels in loader:
     optimizer.zero_grad()
 ```
 
-A result that is needed until the step is over is at least gone before the next one if the step is a
-function, whose names end when it returns.
+If a result is needed until the end of the step, put the step into a function: its local variables
+are released before the next step.
 
 ## Fix safety
 
-Bitwise equal, where nothing reads the name after the loop.
+Bitwise equal, if nothing reads the variable after the loop.
 
 ## References
 
@@ -55,9 +55,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from torchtrim.analysis.held import freed, named, retained
-from torchtrim.analysis.kept import finding_at, is_much
-from torchtrim.analysis.places import Line, line_of
+from torchtrim.analysis.held import finding_at, freed, is_much, named, retained
+from torchtrim.analysis.user_source import SourceLine, line_of
 from torchtrim.core.units import format_bytes
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
@@ -65,10 +64,10 @@ from torchtrim.rules.base import Rule
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """One finding for each line whose results are kept."""
+    """Yield one finding for each line whose results are kept."""
     if retained(profile):
         return
-    lines: dict[Line, dict[int, int]] = defaultdict(dict)
+    lines: dict[SourceLine, dict[int, int]] = defaultdict(dict)
     for maker, deaths in named(profile).items():
         lines[line_of(profile, maker)].update(deaths)
     for line, deaths in lines.items():
@@ -78,9 +77,9 @@ def check(profile: Profile) -> Iterator[Finding]:
                 RULE.code,
                 line,
                 saved,
-                "what this makes has a name that keeps it after its last use, until the name is given to "
-                f"something else; the peak is {format_bytes(saved)} higher for it",
-                "`del` the name after its last use, or do the step in a function",
+                "a variable keeps this result after its last use, until it is assigned again; "
+                f"the peak is {format_bytes(saved)} higher for it",
+                "`del` the variable after its last use, or move the step into a function",
                 count=len(deaths),
             )
 

@@ -1,15 +1,17 @@
-"""Backward keeps the graph, and nothing asks for it again.
+"""Backward keeps the graph, and nothing uses it again.
 
 ## What it does
 
-Finds steps in which most of what autograd saved is still alive after backward has used it, while no second
-backward asks for it. The price is by how much the peak would be lower if each were dropped when it was used,
-what is left of the step before included. Nothing is reported below 2 % of the peak.
+Finds steps in which most of what autograd saved is still live after backward has used it, without a
+second backward that needs it. The price is how far the peak would fall if each tensor were dropped
+when backward used it, including those left from the previous step. Savings below 2 % of the peak
+are not reported.
 
 ## Why is this bad?
 
-Backward frees activations as it goes, and that is what makes room for gradients. With `retain_graph=True` all
-of them stay until the loss is gone, often through the next forward, beside the activations of that.
+Backward frees activations as it proceeds, and that makes room for gradients. With
+`retain_graph=True` all of them stay until the loss is released, often through the next forward,
+beside its activations.
 
 ## Example
 
@@ -23,12 +25,12 @@ loss.backward(retain_graph=True)
 loss.backward()
 ```
 
-Where two losses share a graph, `(one + two).backward()` goes through it once.
+If two losses share a graph, `(one + two).backward()` runs through it once.
 
 ## Fix safety
 
-Bitwise equal. If something does need the graph again, PyTorch raises "Trying to backward through the graph a
-second time", and nothing is computed wrongly.
+Bitwise equal. If something does need the graph again, PyTorch raises "Trying to backward through
+the graph a second time"; it never computes wrong results.
 
 ## References
 
@@ -39,9 +41,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torchtrim.analysis.held import freed, named, retained
-from torchtrim.analysis.kept import finding_at, is_much
-from torchtrim.analysis.places import line_of
+from torchtrim.analysis.held import finding_at, freed, is_much, named, retained
+from torchtrim.analysis.user_source import line_of
 from torchtrim.core.units import format_bytes
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
@@ -49,7 +50,7 @@ from torchtrim.rules.base import Rule
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """One finding for the step."""
+    """Yield one finding for the step."""
     kept = retained(profile)
     if not kept:
         return
@@ -69,7 +70,7 @@ def check(profile: Profile) -> Iterator[Finding]:
 
 
 def _loss(profile: Profile) -> int:
-    """The operator whose gradient backward computes first."""
+    """Return the operator whose gradient backward computes first."""
     of = (op.forward for op in profile.operators if op.phase == "backward" and op.forward >= 0)
     return next(of, -1)
 

@@ -1,15 +1,16 @@
-"""A model runs with gradients, and no backward comes by: autograd keeps its activations for nothing.
+"""A model runs with gradients enabled but without a backward: autograd keeps its activations in vain.
 
 ## What it does
 
-Finds calls of a model with gradients by which no backward of the step comes, and what they keep. The price is
-by how much the peak would be lower if each were dropped when it is last read. Nothing is reported below 2 %
-of the peak.
+Finds model calls with gradients enabled that no backward of the step reaches, and what they keep.
+The price is how far the peak would fall if each tensor were dropped after its last read. Savings
+below 2 % of the peak are not reported.
 
 ## Why is this bad?
 
-While gradients are on, every operator keeps what its backward would need until the result is gone. That is
-most of the memory of training, spent on evaluation, on a teacher, or on a generator whose output is detached.
+While gradients are enabled, every operator keeps what its backward would need until the result is
+released. That is most of the memory of training, spent on evaluation, on a teacher, or on a
+generator whose output is detached.
 
 ## Example
 
@@ -30,8 +31,8 @@ with torch.no_grad():
 
 ## Fix safety
 
-Bitwise equal. `model.eval()` does not turn gradients off, and `torch.no_grad()` does not turn dropout off:
-evaluation needs both.
+Bitwise equal. `model.eval()` does not disable gradients, and `torch.no_grad()` does not disable
+dropout: evaluation needs both.
 
 ## References
 
@@ -43,9 +44,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from torchtrim.analysis.held import freed, unused_graphs
-from torchtrim.analysis.kept import finding_at, is_much
-from torchtrim.analysis.places import line_of
+from torchtrim.analysis.held import finding_at, freed, is_much, unused_graphs
+from torchtrim.analysis.user_source import line_of
 from torchtrim.core.units import format_bytes
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
@@ -53,7 +53,7 @@ from torchtrim.rules.base import Rule
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """One finding for each model that runs so."""
+    """Yield one finding for each model that runs with gradients in vain."""
     deaths: dict[str, dict[int, int]] = defaultdict(dict)
     first: dict[str, list[int]] = defaultdict(list)
     for call, kept in unused_graphs(profile).items():
@@ -69,7 +69,7 @@ def check(profile: Profile) -> Iterator[Finding]:
                 RULE.code,
                 line_of(profile, first[path][0]),
                 saved,
-                f"{path} runs with gradients, and no backward uses what autograd keeps of it ({size}); the "
+                f"{path} runs with gradients, and no backward uses what autograd keeps ({size}); the "
                 f"peak is {format_bytes(saved)} higher for it",
                 "call it under torch.no_grad()",
                 count=len(first[path]),

@@ -2,14 +2,15 @@
 
 ## What it does
 
-Finds tensors that a step writes from the parameters after the optimizer has stepped, such as an exponential
-moving average, and models that run without gradients and are as large as the trained one. The price is by how
-much the peak would be lower without them. Nothing is reported below 2 % of the peak.
+Finds tensors that a step writes from the parameters after the optimizer has stepped, such as an
+exponential moving average, and models that run without gradients and are as large as the trained
+one. The price is how far the peak would fall without them. Savings below 2 % of the peak are not
+reported.
 
 ## Why is this bad?
 
-An average of the weights is read and written once a step, and is on the device all the time. A reference
-that is not trained gives the same numbers for the same sample in each epoch.
+An average of the weights is read and written once a step, but stays on the device all the time. A
+frozen reference returns the same numbers for the same sample in each epoch.
 
 ## Example
 
@@ -23,13 +24,13 @@ ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_
 ema = torch.optim.swa_utils.AveragedModel(model, device="cpu", multi_avg_fn=get_ema_multi_avg_fn(0.999))
 ```
 
-The average is then updated on the host; every tenth step with the decay to the power of ten is often enough.
-Of a reference, compute what it gives once, before training, and keep that.
+The average is then updated on the host; every tenth step, with the decay to the power of ten, is
+often enough. Compute a reference's outputs once, before training, and keep those.
 
 ## Fix safety
 
-The host may round an average otherwise. What a reference gives is the same only if its input is, so not where
-samples are augmented at random.
+The host may round an average differently. A reference's outputs are the same only for the same
+inputs, so not if samples are augmented at random.
 
 ## References
 
@@ -40,9 +41,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torchtrim.analysis.held import averages, freed, references
-from torchtrim.analysis.kept import finding_at, is_much
-from torchtrim.analysis.places import line_of
+from torchtrim.analysis.held import averages, finding_at, freed, is_much, references
+from torchtrim.analysis.user_source import line_of
 from torchtrim.core.units import format_bytes
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
@@ -50,7 +50,7 @@ from torchtrim.rules.base import Rule
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """One finding for averages, and one for a reference."""
+    """Yield one finding for averages, and one for a reference."""
     yield from _found(
         profile,
         averages(profile),
@@ -61,7 +61,7 @@ def check(profile: Profile) -> Iterator[Finding]:
         profile,
         references(profile),
         "a model that is not trained",
-        "compute what it gives once, before training, or keep it on the host between its calls",
+        "compute its outputs once, before training, or keep it on the host between its calls",
     )
 
 
@@ -80,7 +80,7 @@ def _found(profile: Profile, storages: Sequence[int], what: str, advice: str) ->
 
 
 def _user(profile: Profile, storages: frozenset[int]) -> int:
-    """The first operator that writes or reads them."""
+    """Return the first operator that writes or reads the storages."""
     for index, op in enumerate(profile.operators):
         if storages.intersection((*op.mutates, *(use.storage for use in op.inputs))):
             return index

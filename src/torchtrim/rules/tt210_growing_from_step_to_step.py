@@ -2,24 +2,20 @@
 
 ## What it does
 
-Names each container (dict, list, set, the cache of a function) that got longer in every step that was
-looked at, and
-each name whose tensor hangs on a graph that gets longer. The price is the bytes that a step adds: of
-tensors and of
-Python's objects, and, where entries hang on autograd's graph, at least what the peak rises by from step to
-step. The
-place is the line that fills it. A list of numbers costs next to nothing and is not reported: a finding is
-worth
-two hundredths of the peak over a thousand steps, and a KiB a step, unless it holds graphs. Graphs show in
-five steps or more (`--steps 3`, the default, with one of warm-up and one that is recorded), containers in
-six: the line is looked for in a step of its own, which no figure is of.
+Lists each container (dict, list, set, a function's cache) that grew in every observed step, and
+each variable whose tensor is attached to a growing graph. The price is the bytes that a step adds:
+tensors, Python objects and, for entries that hold autograd graphs, at least the growth of the peak
+from step to step. The finding points to the line that fills the container. A list of numbers costs
+almost nothing and is not reported: a finding needs 2 % of the peak over a thousand steps, and a KiB
+a step, unless it holds graphs. Graphs show in five steps or more (`--steps 3`, the default, with
+one warm-up step and one recorded step), containers in six: the filling line is found in a separate
+step that does not count in any figure.
 
 ## Why is this bad?
 
-A loss that is kept as a tensor keeps its graph: the nodes of every operator of that step, and all that
-they saved where
-backward has not been there. `total = total + loss` makes one graph of all steps. A cache by sample fills
-for an epoch, which is meant; by step it fills for ever.
+A loss that is kept as a tensor keeps its graph: the nodes of every operator of that step, and all
+their saved tensors that backward has not released. `total = total + loss` builds one graph of all
+steps. A cache by sample fills for an epoch, which is intended; a cache by step fills forever.
 
 ## Example
 
@@ -45,13 +41,14 @@ for batch in loader:
     losses.append(loss.detach())
 ```
 
-`loss.item()` synchronizes in every step; read the detached losses once, at the end of the epoch. Of
-a cache keep the newest entries alone: `collections.deque(maxlen=n)`, `functools.lru_cache(maxsize=n)`.
+`loss.item()` synchronizes in every step; read the detached losses once, at the end of the epoch.
+Limit a cache to its newest entries: `collections.deque(maxlen=n)`,
+`functools.lru_cache(maxsize=n)`.
 
 ## Fix safety
 
-`detach()` keeps the value and lets the graph go: bitwise equal, unless something runs backward through it
-later. What a bound drops is yours to judge.
+`detach()` keeps the value and releases the graph: bitwise equal, unless something runs backward
+through it later. Check yourself that nothing needs the entries that a limit drops.
 
 ## References
 
@@ -68,13 +65,13 @@ from torchtrim.records.profile import Growth, Place, Profile
 from torchtrim.rules.base import Rule
 
 _STEPS = 1000  # Arbitrary; a short training run.
-_SHARE = 0.02  # As in analysis/kept.py.
+_SHARE = 0.02  # As in analysis/held.py.
 _LEAST = 1024  # Arbitrary; numbers of a log are smaller, tensors rarely.
 _OF_GRAPHS = " of graphs"
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """One finding for each thing that grows by much, or holds graphs."""
+    """Yield one finding for each container or graph that grows by much, or holds graphs."""
     if not profile.operators:
         return
     for growth in profile.growths:
@@ -118,7 +115,7 @@ def _message(growth: Growth) -> str:
     more = f"{format_bytes(growth.bytes)} a step"
     if growth.kind == "graph":
         nodes = f"{growth.entries:g} operators and {more}"
-        return f"the graph that {growth.name} hangs on grows by {nodes}"
+        return f"the graph of {growth.name} grows by {nodes}"
     entries = f"{growth.entries:g} entr{'y' if growth.entries == 1 else 'ies'}"
     kind = growth.kind.removesuffix(_OF_GRAPHS)
     held = ", and its tensors hold their graphs" if _is_graph(growth) else ""
@@ -127,13 +124,13 @@ def _message(growth: Growth) -> str:
 
 def _fix(growth: Growth) -> Suggestion:
     if _is_graph(growth):
-        what = growth.name if growth.kind == "graph" else "what is put in"
+        what = growth.name if growth.kind == "graph" else "the entry"
         reason = f"detach it: keep tensor.detach() where {what} is kept beyond the step"
         return Suggestion(kind="advice", equivalence="BITWISE", reason=reason)
     if growth.kind == "lru_cache":
         reason = "functools.lru_cache(maxsize=n) in place of maxsize=None"
     else:
-        reason = "keep the newest entries alone, such as in collections.deque(maxlen=n), or on disk"
+        reason = "keep only the newest entries, such as in collections.deque(maxlen=n), or on disk"
     return Suggestion(kind="advice", reason=reason)
 
 

@@ -2,15 +2,16 @@
 
 ## What it does
 
-Finds operators that run again in backward because the script checkpoints, and activations that it copies to
-the host and back. The price is the time that they take. The message says what the peak would be without, at
-most, from the simulator that plans are made with. Nothing is reported below 3 % of the step's time.
+Finds operators that run again in backward because the script checkpoints, and activations that it
+copies to the host and back. The price is the time that they take. The message gives an upper bound
+of the peak without them, from the simulator that plans are computed with. Less than 3 % of the
+step's time is not reported.
 
 ## Why is this bad?
 
-Checkpointing every block costs about a forward more in each step, and is often switched on for good, for a
-model or a batch that was once larger. Where the peak without it fits, that time buys nothing; where it does
-not, some blocks are mostly enough.
+Checkpointing every block adds about one forward to each step, and often stays enabled after a model
+or a batch that was once larger. If the peak without it fits, that time buys nothing; if not,
+checkpointing some of the blocks is usually enough.
 
 ## Example
 
@@ -26,12 +27,13 @@ for block in self.blocks:
     x = block(x)
 ```
 
-If that does not fit, `torchtrim optimize SCRIPT --memory 20GiB` runs again only what the budget needs.
+If that does not fit, `torchtrim optimize SCRIPT --memory 20GiB` recomputes only what the budget
+needs.
 
 ## Fix safety
 
-Bitwise equal where the checkpoint was: it draws the same random numbers (`preserve_rng_state=True`, the
-default), and nothing it runs twice has an effect of its own. BatchNorm inside a checkpoint updates its
+Bitwise equal if the checkpoint was: it draws the same random numbers (`preserve_rng_state=True`,
+the default), and what it runs twice has no side effects. BatchNorm inside a checkpoint updates its
 statistics twice, and without it once.
 
 ## References
@@ -46,16 +48,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torchtrim.analysis.places import line_of
 from torchtrim.analysis.prices import device_of
+from torchtrim.analysis.user_source import line_of
 from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.profile import DEVICE_POOL, Operator, Profile, is_emulated
 from torchtrim.rules.base import Rule
-from torchtrim.step.costs import on_device
 from torchtrim.step.edits import Block, Edit
-from torchtrim.step.from_profile import step_of
+from torchtrim.step.from_profile import on_device, step_of
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import Step
 
@@ -63,7 +64,7 @@ _SHARE = 0.03  # Arbitrary; as the documentation says.
 
 
 class _Saving(NamedTuple):
-    """What the script does to save memory: its operators, and what would be kept without them."""
+    """The script's own way to save memory: its operators, and the tensors that would be kept without them."""
 
     what: str
     advice: str
@@ -72,7 +73,7 @@ class _Saving(NamedTuple):
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """One finding for checkpointing, one for offload."""
+    """Yield one finding for checkpointing, one for offload."""
     step = step_of(profile)
     if is_emulated(profile.device):
         step = on_device(step, device_of(profile))
@@ -101,7 +102,8 @@ def _finding(profile: Profile, step: Step, saving: _Saving, seconds: float) -> F
 
 
 def _checkpointing(profile: Profile) -> _Saving:
-    """Operators that run again; what they make for backward would be kept from the first time on."""
+    """Find operators that run again; without checkpointing, their saved tensors would be kept from the
+    first run on."""
     first: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     read = _read_in_backward(profile)
     again, kept = [], []
@@ -119,15 +121,14 @@ def _checkpointing(profile: Profile) -> _Saving:
             ]
     return _Saving(
         "the script's own checkpointing runs operators again, for",
-        "take the checkpoint off where that fits; else let `torchtrim optimize` choose what runs "
-        "again",
+        "remove the checkpoint if that fits; else let `torchtrim optimize` choose what to recompute",
         tuple(again),
         tuple(kept),
     )
 
 
 def _offload(profile: Profile) -> _Saving:
-    """Copies to the host and back; the device would keep what they fetch from the first copy on."""
+    """Find copies to the host and back; the device would keep those tensors from the first copy on."""
     away: dict[int, int] = {}
     operators, kept = [], []
     for index, op in enumerate(profile.operators):
@@ -144,7 +145,7 @@ def _offload(profile: Profile) -> _Saving:
                 kept.append(Block(profile.storages[one].bytes, begins, index))
     return _Saving(
         "the script's own offload copies activations to the host and back, for",
-        "take it off where that fits; else `torchtrim optimize` copies only what it must, while the "
+        "remove it if that fits; else `torchtrim optimize` copies only what it must, while the "
         "device computes",
         tuple(operators),
         tuple(kept),

@@ -2,18 +2,19 @@
 
 ## What it does
 
-Runs a few steps with their loader and a few whose batches are already there, with nothing recorded. The
-difference is the price, the most that a faster loader can save, and it is reported from 5 % of the
-step. One batch is then read apart from its loader, so that the finding can say what is slow: waiting for
-data, making the samples, collating, handing a batch over from a worker, too few workers or too many.
+Runs a few steps with their loader and a few whose batches are already loaded, without recording.
+The difference is the price, the most that a faster loader can save, and it is reported from 5 % of
+the step. One batch is then read outside its loader, so that the finding can name the slow part:
+waiting for data, building the samples, collating, handing a batch over from a worker, too few
+workers or too many.
 
-Where no step can be run without its loader, such as on an emulated device or where the script ends too
-soon, the price is the time in which the step waited, reported from 20 % of the step.
+If no step can run without its loader, such as on an emulated device or if the script ends too soon,
+the price is the time that the step waited, reported from 20 % of the step.
 
 ## Why is this bad?
 
-During a loader wait nothing is computed. With `num_workers=0`, the default, every
-batch is read, decoded and collated between two steps, in the process that trains.
+The step computes nothing during a loader wait. With `num_workers=0`, the default, the training
+process reads, decodes and collates every batch between two steps.
 
 ## Example
 
@@ -31,16 +32,15 @@ for inputs, labels in loader:
     inputs = inputs.to(device, non_blocking=True)
 ```
 
-`pin_memory=True` with `non_blocking=True` is for a CUDA device. Where more workers do not help,
-the data set itself is too slow: decode once and store, read larger pieces, transform batches on
-the device.
+`pin_memory=True` with `non_blocking=True` is for a CUDA device. If more workers do not help, the
+data set itself is too slow: decode once and store, read larger pieces, transform batches on the
+device.
 
 ## Fix safety
 
 Workers fetch the same samples in the same order. Random transforms draw from each worker's own
-generator, so their numbers differ from those of `num_workers=0` and from those of another number
-of workers: the step computes the same function of other random numbers. Workers need memory of
-their own, and a main guard where processes are spawned.
+generator, so their numbers depend on the number of workers: the step computes the same function of
+other random numbers. Workers need memory of their own, and a main guard if processes are spawned.
 
 ## References
 
@@ -64,7 +64,7 @@ _WAITED = 0.2  # Arbitrary; as the documentation says. What waiting costs was no
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """One finding where the loader takes a large part of the step."""
+    """Yield one finding if the loader takes a large part of the step."""
     cost = profile.loader
     if cost is not None and cost.ready_seconds is not None:
         yield from compared(profile.script, cost)
@@ -78,7 +78,7 @@ def check(profile: Profile) -> Iterator[Finding]:
 
 
 def compared(script: str, cost: LoaderCost) -> Iterator[Finding]:
-    """One finding where a step with its batch already there is that much quicker."""
+    """Yield one finding if a step with a loaded batch is that much faster."""
     if (found := verdict(cost)) is None:
         return
     ready = format_seconds(cost.ready_seconds or 0.0)
@@ -141,7 +141,7 @@ def _advice(profile: Profile, waited: float, step: float) -> str:
 
 
 def _enough(profile: Profile, waited: float, step: float) -> int:
-    """Workers that read a batch in the time that the rest of the step takes; 1 to 8, or to the cores."""
+    """Return the workers that read a batch in the time of the rest of the step; 1 to 8, or to the cores."""
     most = profile.loader.cores if profile.loader is not None else 8
     computing = max(step - waited, 1e-9)
     return min(max(ceil(waited / computing), 1), max(most, 1))

@@ -1,15 +1,17 @@
-"""Batches are shipped in wider types than their values need.
+"""Batches are copied in wider types than their values need.
 
 ## What it does
 
-Looks at one batch of the loader. Where narrower types hold the same values bit for bit, such as `uint8`
-for images that were decoded from bytes and then made floats, half of the bytes or more can stay at home.
-The price is the time to copy what is too much from the host to the device, by the link's bandwidth.
+Looks at one batch of the loader. If narrower types hold the same values bit for bit, such as
+`uint8` for images decoded from bytes and converted to floats, half of the bytes or more need not be
+copied. The price is the time to copy the excess from the host to the device, at the link's
+bandwidth.
 
 ## Why is this bad?
 
-An image as `float32` is four times as many bytes as were decoded. They are written by a worker, handed
-over, pinned and copied, and the copy keeps a link busy that gradients or offloaded tensors may need.
+An image as `float32` takes four times the bytes that were decoded. A worker writes them; then they
+are handed over, pinned and copied, and the copy keeps a link busy that gradients or offloaded
+tensors may need.
 
 ## Example
 
@@ -27,14 +29,14 @@ for images, labels in torchtrim.data.narrow(loader):
     images = (images - mean) / std
 ```
 
-Or have the data set give the bytes that it decoded, and convert them after `.to(device)`.
+Or let the data set return the decoded bytes, and convert them after `.to(device)`.
 
 ## Fix safety
 
-`narrow` gives the same bits: it packs a tensor only where it comes back so, and looks at every batch. By
-hand, `.float()` is exact, and `.div(255)` is not on a CUDA device, which multiplies by the inverse:
-the results may differ in the last bit from those of `ToTensor`. Values that were normalized on the host are
-not seen as narrow; to normalize them on the device may round otherwise.
+`narrow` keeps every bit: it checks every batch and packs a tensor only if unpacking restores it. By
+hand, `.float()` is exact, but `.div(255)` is not on a CUDA device, which multiplies by the inverse:
+the results may differ in the last bit from those of `ToTensor`. Values normalized on the host do
+not count as narrow; normalizing them on the device may round differently.
 
 ## References
 
@@ -56,7 +58,7 @@ _LEAST = 2**20
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """One finding where half of a batch's bytes or more, and a mebibyte, need not be copied."""
+    """Yield one finding if half of a batch's bytes or more, and a mebibyte, need not be copied."""
     cost = profile.loader
     if cost is None or cost.parts is None or profile.device.startswith("cpu"):
         return
@@ -78,7 +80,7 @@ def check(profile: Profile) -> Iterator[Finding]:
             kind="advice",
             equivalence="BITWISE",
             reason="torchtrim.data.narrow(loader): batches are shipped narrow and widened on the device; or "
-            "have the data set give what it decoded, and convert after `.to(device)`",
+            "have the data set return the decoded bytes, and convert after `.to(device)`",
         ),
     )
 

@@ -1,22 +1,21 @@
-"""Attention writes its relative positions out as tensors of query times key.
+"""Attention materializes its relative positions as tensors of query times key.
 
 ## What it does
 
-Finds tensors added to the scores of an attention, or multiplied with its probabilities, that come from
-a learnt table that is indexed once for each pair of tokens: a bias of (heads, L, L), lookups of (batch,
-heads, L, L), vectors of (L, L, head_dim) on queries, keys or values, and decomposed positions, whose
-rows and columns are added up to L x L. It finds them in attention that is written out and in the
-`attn_mask` of torch's. Masks (causal, padding), ALiBi and positions that are added to tokens are no
-such tables. The price in bytes is what the peak would fall by without the tensors of the positions, in
-ms the time of their operators forward and backward. Less than 1 % of the step and of the peak is not
-reported.
+Finds tensors added to the scores of an attention, or multiplied with its probabilities, that come
+from a learnt table indexed once for each pair of tokens: a bias of (heads, L, L), lookups of
+(batch, heads, L, L), vectors of (L, L, head_dim) on queries, keys or values, and decomposed
+positions, whose rows and columns are added up to L x L. It finds them in hand-written attention and
+in the `attn_mask` of torch's. Masks (causal, padding), ALiBi and positions added to tokens do not
+count. The price in bytes is how far the peak would fall without these tensors, in ms the time of
+their operators in forward and backward. Less than 1 % of the step and of the peak is not reported.
 
 ## Why is this bad?
 
-A pair's position depends on a distance, and there are few of these: 49 for a 14 x 14 image where pairs
-are 38416. Written out, each of a table's numbers is copied to every pair that has it, for every layer,
-and autograd keeps the copies. The gradient adds all pairs up again, into few places, which is what
-`index` is slowest at. Vectors on values are worst: (heads, L, L, head_dim) for every layer.
+A pair's position depends on a distance, and there are few of these: 49 for a 14 x 14 image with
+38416 pairs. Materializing copies each number of a table to all its pairs, in every layer, and
+autograd keeps the copies. The gradient adds all pairs up again, into few places, which is the
+slowest case for `index`. Vectors on values are worst: (heads, L, L, head_dim) for every layer.
 
 ## Example
 
@@ -34,16 +33,16 @@ from torchtrim.attention import window_bias_attention
 out = window_bias_attention(q, k, v, self.table, height=height, width=width)
 ```
 
-`relative_attention` is the general form, with positions on queries, keys and values; the other adapters
-of `torchtrim.attention` are for decomposed positions, AutoFormer's and T5's. In known models
-`torchtrim plan` replaces the modules without a change to the source.
+`relative_attention` is the general form, with positions on queries, keys and values; the other
+adapters of `torchtrim.attention` are for decomposed positions, AutoFormer's and T5's. In known
+models `torchtrim plan` replaces the modules without changing the source.
 
 ## Fix safety
 
-The same function: the order of sums differs, hence `ROUNDING`. `state_dict` keeps its keys. Dropout of
-probabilities draws other numbers, so a module that has some is not replaced. What `torchtrim.attention
-.advise` measures (pooling, fewer buckets, positions on fewer of q, k and v) is another function, and
-needs training again.
+The same function: the order of sums differs, hence `ROUNDING`. `state_dict` keeps its keys. Dropout
+of probabilities draws other numbers, so a module with dropout is not replaced. The options that
+`torchtrim.attention.advise` measures (pooling, fewer buckets, positions on fewer of q, k and v) are
+another function, and need new training.
 
 ## References
 
@@ -56,9 +55,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from torchtrim.analysis.places import Line, line_of
 from torchtrim.analysis.positions import Written, modules_of, replaceable, written_positions
 from torchtrim.analysis.timeline import peak_operator, peak_without, timeline
+from torchtrim.analysis.user_source import SourceLine, line_of
 from torchtrim.core.units import format_bytes
 from torchtrim.records.commands import quoted
 from torchtrim.records.finding import Finding, Suggestion
@@ -75,8 +74,8 @@ _WORDS = {
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """One finding for each line that indexes a table for every pair."""
-    lines: dict[Line, list[Written]] = defaultdict(list)
+    """Yield one finding for each line that indexes a table for every pair."""
+    lines: dict[SourceLine, list[Written]] = defaultdict(list)
     for one in written_positions(profile):
         lines[line_of(profile, one.gather)].append(one)
     at = peak_operator(profile)
@@ -106,7 +105,8 @@ def _seconds(profile: Profile, found: Sequence[Written]) -> float:
 
 
 def _bytes(profile: Profile, found: Sequence[Written], peak: int) -> tuple[int, int]:
-    """What the operators made in the step, and what the peak would fall by without it."""
+    """Return the bytes that the operators allocated in the step, and how far the peak would fall without
+    them."""
     operators = _with_backward(profile, found)
     born = [
         number
@@ -117,7 +117,7 @@ def _bytes(profile: Profile, found: Sequence[Written], peak: int) -> tuple[int, 
     return made, peak - peak_without(profile, born)
 
 
-def _finding(profile: Profile, line: Line, found: Sequence[Written], peak: int) -> Finding:
+def _finding(profile: Profile, line: SourceLine, found: Sequence[Written], peak: int) -> Finding:
     modules = sorted(modules_of(profile, found))
     made, size = _bytes(profile, found, peak)
     pairs = " x ".join(map(str, found[0].scores[-2:]))
@@ -128,9 +128,9 @@ def _finding(profile: Profile, line: Line, found: Sequence[Written], peak: int) 
         path=line.path,
         line=line.line,
         end_line=line.line,
-        message=f"relative positions are written out: {_WORDS[found[0].form].format(pairs=pairs)} "
-        f"in {calls} attention{'s' * (calls != 1)}{_of(modules)}; a step makes {format_bytes(made)} "
-        f"for that, of which {format_bytes(size)} are the peak's",
+        message=f"relative positions are materialized: {_WORDS[found[0].form].format(pairs=pairs)} "
+        f"in {calls} attention{'s' * (calls != 1)}{_of(modules)}; a step allocates {format_bytes(made)} "
+        f"for that, {format_bytes(size)} of it at the peak",
         count_per_step=len({one.gather for one in found}),
         price_ms=_seconds(profile, found) * 1e3 if measured else None,
         price_bytes=size,
@@ -149,10 +149,10 @@ def _fix(profile: Profile, found: Sequence[Written], modules: Sequence[str]) -> 
     known = replaceable(profile, modules)
     change = (
         "call torchtrim.attention.relative_attention, or the adapter for this model beside it, which "
-        "makes no tensor of query times key"
+        "does not materialize a tensor of query times key"
     )
     if not known and (types := _types(profile, modules)):
-        change = f"{change}; {types} is none of the modules that are replaced"
+        change = f"{change}; {types} is not among the modules that it replaces"
     if known:
         script = quoted(profile.script or "SCRIPT")
         change = (
@@ -166,13 +166,13 @@ def _fix(profile: Profile, found: Sequence[Written], modules: Sequence[str]) -> 
 
 
 def _types(profile: Profile, modules: Sequence[str]) -> str:
-    """The classes of these modules."""
+    """Return the classes of these modules."""
     types = {module.path: module.type for module in profile.modules}
     return ", ".join(dict.fromkeys(types[path] for path in modules if path in types))
 
 
 def _measure(one: Written) -> str:
-    """The call that prices what would change the function, on this shape."""
+    """Return the call that measures, on this shape, options that change the function."""
     *leading, queries, _ = one.scores
     batch, heads = (leading[0], leading[-1]) if len(leading) > 1 else (1, leading[0])
     return (

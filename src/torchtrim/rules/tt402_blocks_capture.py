@@ -2,16 +2,16 @@
 
 ## What it does
 
-Finds what a CUDA graph cannot hold, or would replay wrongly: waits of the host, copies from the host's
-memory, numbers of the host that would stay what they were, a random generator that the graph does not know,
-an optimizer that counts its steps on the host, collectives, and operators whose source nobody read. It is
-looked for only where it is asked for: `torchtrim diagnose --capture`. Needs no GPU.
+Finds what a CUDA graph cannot hold, or would replay wrongly: host-device syncs, copies from host
+memory, host numbers that would keep their captured values, random generators unknown to the graph,
+optimizers that count their steps on the host, collectives, and operators whose source was not read.
+It runs only on request: `torchtrim diagnose --capture`. It does not need a GPU.
 
 ## Why is this bad?
 
-A captured step is launched with one call, so a step of many small kernels is no longer bound by the host.
-One line that waits ends the capture with an error; one that reads the host's memory is replayed with what
-was there when it was captured, and nothing says so.
+A captured step is launched with one call, so a step of many small kernels is no longer host-bound.
+One line that synchronizes ends the capture with an error; one that reads host memory replays the
+values from the time of the capture, without a warning.
 
 ## Example
 
@@ -37,8 +37,8 @@ for images, labels in loader:
 
 ## Fix safety
 
-A replay runs the same kernels on the same addresses: shapes stay, and so does every number of Python's that
-the step computed with, such as a learning rate. Prove a captured step like any other change, with several
+A replay runs the same kernels on the same addresses: shapes stay, and so does every Python number
+in the step, such as a learning rate. Prove a captured step like any other change, with several
 batches: `torchtrim verify`.
 
 ## References
@@ -53,7 +53,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torchtrim.analysis.places import Line, line_of
 from torchtrim.analysis.syncs import (
     CODES,
     code_of,
@@ -63,12 +62,12 @@ from torchtrim.analysis.syncs import (
     line_of_sync,
     times,
 )
-from torchtrim.analysis.user_source import Source
+from torchtrim.analysis.user_source import SourceLine, SourceLines, line_of
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.profile import Operator, Place, Profile
 from torchtrim.rules.base import Rule
-from torchtrim.syncs.libraries import is_unknown
+from torchtrim.syncs.explicit import is_unknown
 from torchtrim.syncs.lookup import row
 
 _COPIES = frozenset(("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_", "aten::copy"))
@@ -77,7 +76,7 @@ _STATEMENT = 4  # Arbitrary; lines of a call over which `generator=` may stand.
 
 
 class Obstacle(NamedTuple):
-    """What is in the way, in words, and what to do about it."""
+    """A reason why the step cannot be captured, and what to do about it."""
 
     kind: str
     what: str
@@ -112,8 +111,8 @@ _COLLECTIVE = Obstacle(
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """One finding for each line and kind of obstacle."""
-    found: dict[tuple[Line, Obstacle], list[Place | None]] = defaultdict(list)
+    """Yield one finding for each line and kind of obstacle."""
+    found: dict[tuple[SourceLine, Obstacle], list[Place | None]] = defaultdict(list)
     waiting = set()
     for sync in profile.syncs:
         if code_of(sync.row) in CODES:
@@ -132,16 +131,16 @@ def check(profile: Profile) -> Iterator[Finding]:
 
 
 class _Obstacles:
-    """Tells of each operator what of it a graph cannot hold."""
+    """Finds for each operator what a graph cannot hold."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._source = Source(profile.project)
+        self._source = SourceLines(profile.project)
         self._there = [not storage.device.startswith("cpu") for storage in profile.storages]
         self._trained = any(self._there)
 
     def of(self, number: int, op: Operator) -> Obstacle | None:
-        """The obstacle; None for an operator that is captured as it is."""
+        """Return the obstacle, or None for an operator that can be captured."""
         if op.name.startswith(_COLLECTIVES):
             return _COLLECTIVE
         sides = {self._there[use.storage] for use in (*op.inputs, *op.outputs)}
@@ -166,7 +165,7 @@ class _Obstacles:
         return _GENERATOR if op.random and self._has_generator(number) else None
 
     def _mixed(self, op: Operator) -> Obstacle | None:
-        """Of an operator that reads the host's memory and is on the device."""
+        """Check an operator on the device that reads host memory."""
         if base_name(op.name) in _COPIES:
             writes = {*op.mutates, *(use.storage for use in op.outputs)}
             return _UPLOAD if any(self._there[one] for one in writes) else None
@@ -181,7 +180,7 @@ class _Obstacles:
         )
 
 
-def _finding(line: Line, obstacle: Obstacle, places: list[Place | None]) -> Finding:
+def _finding(line: SourceLine, obstacle: Obstacle, places: list[Place | None]) -> Finding:
     count, inside = len(places), inside_libraries(places)
     return Finding(
         code=RULE.code,
@@ -196,12 +195,12 @@ def _finding(line: Line, obstacle: Obstacle, places: list[Place | None]) -> Find
 
 
 def verdict(profile: Profile, findings: int) -> str:
-    """Whether the step can be captured, in a sentence."""
+    """Say in a sentence if the step can be captured."""
     if all(storage.device.startswith("cpu") for storage in profile.storages):
-        return "capturable: not told, the step does not run on a device; --device a100 emulates one"
+        return "capturable: unknown, the step does not run on a device; --device a100 emulates one"
     if not findings:
         return (
-            "capturable: yes, nothing of the recorded step is in the way of a CUDA graph; shapes and "
+            "capturable: yes, nothing in the recorded step prevents a CUDA graph; shapes and "
             "Python's numbers stay what they were at the capture"
         )
     lines = "1 line is" if findings == 1 else f"{findings} lines are"

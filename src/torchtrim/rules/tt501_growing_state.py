@@ -2,16 +2,17 @@
 
 ## What it does
 
-Names each container (dict, list, deque, set, the cache of a function) that gets longer from frame to
-frame and never shorter, each tensor that gets larger, and what autograd's graph holds on to. The price is
-the bytes that a frame adds, of tensors with each storage once and of Python's objects. The place is the line
-that fills it. `torchtrim stream-check` measures it; what fills up to a bound is not growth.
+Lists each container (dict, list, deque, set, a function's cache) that grows from frame to frame and
+never shrinks, each tensor that grows, and what autograd's graph retains. The price is the bytes
+that a frame adds, of tensors, counting each storage once, and of Python objects. The finding points
+to the line that fills the container. `torchtrim stream-check` measures it; filling up to a bound is
+not growth.
 
 ## Why is this bad?
 
-A tracker that keeps something of every frame, or a model that keeps the keys and values of every token,
-runs for as long as memory lasts. SAM 2 in transformers grows 16.75 MiB a frame at 1024x1024: a minute of
-video at 30 frames a second is 29 GiB. Most of it is never read again.
+A tracker that keeps something of every frame, or a model that keeps the keys and values of every
+token, runs only as long as memory lasts. SAM 2 in transformers grows 16.75 MiB a frame at
+1024x1024: a minute of video at 30 frames a second is 29 GiB. Most of it is never read again.
 
 ## Example
 
@@ -45,10 +46,11 @@ Which windows are long enough `torchtrim.learn_state` finds. Where autograd's gr
 
 ## Fix safety
 
-`bound_session` and `bound_state` let go what no later frame reads: results are equal to the bit, and a read
-of what went raises `Evicted`. `sink_cache` computes another function once its window is full, so it is for
-those who want that. Windows that you declare yourself are yours to prove: `torchtrim verify --stream SCRIPT`
-runs the stream with and without them and names the first frame that differs.
+`bound_session` and `bound_state` release what no later frame reads: results are equal to the bit,
+and reading a released entry raises `Evicted`. `sink_cache` computes another function once its
+window is full, so use it only if you want that. Windows that you declare yourself are yours to
+prove: `torchtrim verify --stream SCRIPT` runs the stream with and without them and names the first
+frame that differs.
 
 ## References
 
@@ -83,7 +85,7 @@ _LINES = {
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """One finding for each thing that grows; what grows in a training step is TT210's."""
+    """Yield one finding for each growing container, tensor or graph; growth in a training step is TT210's."""
     if profile.operators:
         return
     for growth in profile.growths:
@@ -111,8 +113,8 @@ def _message(growth: Growth, inside: Place | None) -> str:
         entries = f"{growth.entries:g} entr{'y' if growth.entries == 1 else 'ies'}"
         by = f" by {entries} and {format_bytes(growth.bytes)} a frame"
     what = {
-        "graph": "what autograd's graph holds on to grows",
-        "tensor": f"tensor {growth.name} gets larger",
+        "graph": "autograd's graph grows",
+        "tensor": f"tensor {growth.name} grows",
     }.get(growth.kind, f"{growth.kind} {growth.name} grows")
     where = ""
     if inside is not None:
@@ -127,7 +129,7 @@ def _fix(growth: Growth) -> Suggestion:
         return Suggestion(kind="advice", equivalence=equivalence, reason=_LINES[growth.adapter])
     if growth.kind == "graph":
         reason = (
-            "something that is kept from frame to frame still has its grad_fn: run the stream under "
+            "a tensor that is kept from frame to frame still has its grad_fn: run the stream under "
             "torch.inference_mode(), or keep tensor.detach()"
         )
         return Suggestion(kind="advice", reason=reason)
@@ -137,7 +139,7 @@ def _fix(growth: Growth) -> Suggestion:
         )
     if growth.kind == "tensor":
         reason = (
-            "keep the newest part alone, such as state = state[-n:].clone(), or its parts in a "
+            "keep only the newest part, such as state = state[-n:].clone(), or its parts in a "
             'torchtrim.StateStore({"state": window(n)})'
         )
         return Suggestion(kind="advice", reason=reason)

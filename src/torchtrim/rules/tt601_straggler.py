@@ -1,17 +1,17 @@
-"""The other ranks await one that comes later.
+"""The other ranks wait for one rank that is late.
 
 ## What it does
 
-Puts the steps of all ranks on one clock and looks at who comes last to each collective, and at how
-long the others had nothing else to do until then. It reports a rank for which another waits a fifth of
-the step or more. The price is that wait, of the rank that waits most.
+Puts the steps of all ranks on one clock, finds the last rank to reach each collective, and measures
+how long the others had nothing else to do until then. It reports a rank if another waits for it a
+fifth of the step or more. The price is that wait, of the rank that waits longest.
 
-Where the late rank was late since it waited for its data, that is TT606.
+A rank that is late because it waited for its data is TT606.
 
 ## Why is this bad?
 
-Every collective ends when the last rank has come, so the whole job goes at the pace of its slowest
-rank. A rank is late where it has more to do: longer sequences, a validation or a log that only it
+Every collective ends when the last rank arrives, so the whole job runs at the pace of its slowest
+rank. A rank is late if it has more work: longer sequences, a validation or a log that it alone
 writes, or a processor or GPU that it shares.
 
 ## Example
@@ -34,12 +34,13 @@ for step, (inputs, labels) in enumerate(loader):
     loss.backward()
 ```
 
-Where inputs differ in length, sort or bucket them so that ranks get batches of like length in the
+If inputs differ in length, sort or bucket them so that ranks get batches of similar length in the
 same step.
 
 ## Fix safety
 
-What only one rank does has no part in the gradients. Another order of samples is another training run.
+Work on one rank only does not affect the gradients. Another order of samples is another training
+run.
 
 ## References
 
@@ -59,12 +60,12 @@ from torchtrim.step.job import job_of
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """Nothing: it takes several ranks."""
+    """Find nothing: the rule needs several ranks."""
     yield from across((profile,))
 
 
 def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
-    """One finding for each rank that others await."""
+    """Yield one finding for each rank that others wait for."""
     job = job_of(profiles)
     for lag in lags(job) if len(profiles) > 1 else ():
         if lag.loading >= lag.seconds / 2:
@@ -82,7 +83,7 @@ def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
             price_ms=lag.seconds * 1e3,
             fix=Suggestion(
                 kind="advice",
-                reason=f"give rank {lag.rank} no more to do than the others: it falls behind here",
+                reason=f"give rank {lag.rank} no more work than the others: it falls behind here",
             ),
         )
 

@@ -1,16 +1,16 @@
-"""A fifth of the step or more goes to collectives that nothing hides.
+"""Collectives that nothing overlaps take a fifth of the step or more.
 
 ## What it does
 
-Adds up the time in which a rank did nothing but await a collective, after the last rank had come to
-it, and reports it from a fifth of the step. The price is that time, of the rank that waits most.
+Adds up the time in which a rank only waited for a collective, after the last rank had reached it,
+and reports it from a fifth of the step. The price is that time, of the rank that waits longest.
 
-Not on an emulated device, whose ranks exchange over the host.
+Emulated devices are left out, since their ranks communicate through the host.
 
 ## Why is this bad?
 
-Gradients that are exchanged while backward still computes others cost nothing. What is left at the end
-of backward, and every collective that is waited for at once, makes the step longer.
+Gradients exchanged while backward still computes others cost nothing. The exchanges left at the end
+of backward, and every collective that the program waits for at once, lengthen the step.
 
 ## Example
 
@@ -28,15 +28,15 @@ model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_
 loss.backward()
 ```
 
-Smaller buckets start earlier, larger ones take less time together. Where the recorded exchanges are of
-several sizes, the finding says what buckets of another size would hide, and gradients in bfloat16: modelled,
-from a latency and a time for each byte. With gradient accumulation, exchange once a step (TT604). A larger
-batch for each rank has more to hide behind.
+Smaller buckets start earlier, larger ones take less time together. If the recorded exchanges have
+several sizes, the finding says what other bucket sizes would hide, and what bfloat16 gradients
+would save: modelled, from a latency and a time for each byte. With gradient accumulation, exchange
+once a step (TT604). A larger batch for each rank overlaps more.
 
 ## Fix safety
 
-How gradients are grouped into buckets leaves each sum over two ranks as it is. Over more ranks, sums
-may be added up in another order: rounding.
+Over two ranks, the grouping of gradients into buckets does not change any sum. Over more ranks,
+sums may be added in another order: rounding.
 
 ## References
 
@@ -48,23 +48,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torchtrim.analysis.places import line_of
 from torchtrim.analysis.ranks import SHARE
+from torchtrim.analysis.user_source import line_of
 from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.rules.base import Rule
-from torchtrim.step.buckets import MIB, overlap_of
-from torchtrim.step.job import Exchange, Job, job_of
+from torchtrim.step.exchanges import MIB, overlap_of
+from torchtrim.step.job import Job, JobCollective, job_of
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """Nothing: it takes several ranks."""
+    """Find nothing: the rule needs several ranks."""
     yield from across((profile,))
 
 
 def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
-    """One finding where collectives that nothing hides take a large part of the step."""
+    """Yield one finding if collectives that nothing overlaps take a large part of the step."""
     if len(profiles) < 2 or is_emulated(profiles[0].device):
         return
     job = job_of(profiles)
@@ -95,7 +95,7 @@ def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
 
 
 def _each_brings(profile: Profile) -> Iterator[str]:
-    """What each of the ways to exchange would hide, where the recorded step tells."""
+    """Say what each alternative exchange would hide, if the recorded step shows it."""
     for replica in profile.replicas:
         overlap = overlap_of(profile, replica)
         if overlap is None:
@@ -117,8 +117,8 @@ def _exposed(job: Job, rank: int) -> float:
     return sum(_of(exchange, rank) for exchange in job.exchanges)
 
 
-def _of(exchange: Exchange, rank: int) -> float:
-    """How long a rank was blocked by one collective that all had come to."""
+def _of(exchange: JobCollective, rank: int) -> float:
+    """Return how long a rank was blocked by one collective after all ranks had reached it."""
     return sum(part.blocked - exchange.waited(part) for part in exchange.parts if part.rank == rank)
 
 

@@ -2,13 +2,13 @@
 
 ## What it does
 
-Looks at each `DistributedDataParallel` that was made with `find_unused_parameters=True` and reports it
-where in none of the steps that were watched, on no rank, a parameter was without a part in the loss.
+Looks at each `DistributedDataParallel` created with `find_unused_parameters=True` and reports it if
+every parameter contributed to the loss in all observed steps, on all ranks.
 
 ## Why is this bad?
 
-After each forward the whole graph is walked on the host, before backward may begin, and ranks exchange
-a map of what they used. It is work in every step for nothing.
+After each forward the host walks the whole graph before backward may begin, and ranks exchange a
+map of the parameters that they used. This is wasted work in every step.
 
 ## Example
 
@@ -24,8 +24,8 @@ model = DistributedDataParallel(model)
 
 ## Fix safety
 
-Where another batch leaves parameters out, by a branch in forward, backward of the next step then raises
-an error that names them. Only the steps that were watched are known.
+If another batch leaves parameters out, by a branch in forward, backward of the next step raises an
+error that names them. The rule only knows the observed steps.
 
 ## References
 
@@ -43,12 +43,12 @@ from torchtrim.rules.base import Rule
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """What one rank shows."""
+    """Run the rule on one rank."""
     yield from across((profile,))
 
 
 def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
-    """One finding for each replica that searches and never finds."""
+    """Yield one finding for each replica that searches and never finds unused parameters."""
     first = profiles[0]
     for replica in first.replicas:
         unused = max(
@@ -69,7 +69,7 @@ def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
             fix=Suggestion(
                 kind="advice",
                 equivalence="BITWISE",
-                reason="leave find_unused_parameters out; if a step ever does not use one, backward says so",
+                reason="omit find_unused_parameters; if a step leaves one unused, backward raises an error",
             ),
         )
 

@@ -2,14 +2,14 @@
 
 ## What it does
 
-Compares the bytes that backward exchanges in a step with the bytes of the gradients, and reports where
-gradients that are added up over several backwards go between the ranks more than once. The price is the
-time for which a rank was blocked by all exchanges but the last.
+Compares the bytes that backward exchanges in a step with the bytes of the gradients, and reports
+gradients that are accumulated over several backwards and exchanged more than once. The price is the
+time that a rank was blocked by all exchanges but the last.
 
 ## Why is this bad?
 
-Only the sum of all micro-batches is needed. `DistributedDataParallel` cannot know which backward is the
-last, and exchanges after each: with four micro-batches four times the bytes.
+Only the sum of all micro-batches is needed. `DistributedDataParallel` cannot know which backward is
+the last, and exchanges after each: with four micro-batches, four times the bytes.
 
 ## Example
 
@@ -29,12 +29,12 @@ for number, (inputs, labels) in enumerate(micro_batches):
 optimizer.step()
 ```
 
-The forward too has to run inside `no_sync`.
+The forward too must run inside `no_sync`.
 
 ## Fix safety
 
-The ranks' sums are added once instead of micro-batch by micro-batch, so the order of additions is
-another: rounding. Gradients are local until the last backward: clip and read them after it only.
+The ranks' sums are added once instead of micro-batch by micro-batch, in another order: rounding.
+Gradients are local until the last backward: clip and read them only after it.
 
 ## References
 
@@ -45,7 +45,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torchtrim.analysis.places import line_of
+from torchtrim.analysis.user_source import line_of
 from torchtrim.core.units import format_bytes
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Profile
@@ -54,7 +54,7 @@ from torchtrim.step.exchanges import rounds_of
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """One finding where a rank exchanges more than once what it adds up."""
+    """Yield one finding if a rank exchanges accumulated gradients more than once."""
     rounds = rounds_of(profile)
     if rounds.rounds < 2:
         return
@@ -65,7 +65,7 @@ def check(profile: Profile) -> Iterator[Finding]:
         line=line,
         end_line=line,
         message=f"a step exchanges {format_bytes(rounds.all_bytes)} of gradients in {rounds.rounds} rounds, "
-        f"one for each micro-batch, and {format_bytes(rounds.once_bytes)} would do",
+        f"one for each micro-batch, and {format_bytes(rounds.once_bytes)} would be enough",
         count_per_step=rounds.rounds - 1,
         price_ms=rounds.needless_seconds * 1e3,
         fix=Suggestion(
@@ -77,7 +77,7 @@ def check(profile: Profile) -> Iterator[Finding]:
 
 
 def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
-    """That of the first rank: all of them exchange the same."""
+    """Return the first rank's findings: all ranks exchange the same."""
     yield from check(profiles[0])
 
 

@@ -1,15 +1,15 @@
-"""One rank needs a tenth more memory than the others, or more.
+"""One rank needs at least a tenth more memory than the others.
 
 ## What it does
 
-Compares the peaks of all ranks, and reports the largest where it is a tenth higher than that of the rank
-in the middle, and a mebibyte. The price is the difference. It names what that rank holds at its peak and
-another does not.
+Compares the peaks of all ranks, and reports the largest if it is a tenth, and at least a mebibyte,
+above that of the median rank. The price is the difference. The finding names what that rank holds
+at its peak and the median rank does not.
 
 ## Why is this bad?
 
-The batch has to fit the rank that needs most; on the others memory is idle. Often it is rank 0, which
-keeps what it logs, evaluates or saves.
+The batch must fit the rank that needs most; on the others memory is unused. Often it is rank 0,
+which keeps what it logs, evaluates or saves.
 
 ## Example
 
@@ -54,12 +54,12 @@ _MANY = 1000  # Arbitrary; in effect all holders, which are compared by name.
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """Nothing: it takes several ranks."""
+    """Find nothing: the rule needs several ranks."""
     yield from across((profile,))
 
 
 def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
-    """One finding where the largest rank needs much more than the one in the middle."""
+    """Yield one finding if the largest rank needs much more than the median one."""
     usual = median_low(profile.peak_bytes for profile in profiles)
     largest = max(profiles, key=lambda profile: profile.peak_bytes)
     more = largest.peak_bytes - usual
@@ -67,7 +67,9 @@ def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
         return
     middle = next(profile for profile in profiles if profile.peak_bytes == usual)
     held = _held_more(largest, middle)
-    what = f"most of it {held.kind} {held.module}".rstrip() if held else "no single thing of it"
+    what = (
+        f"most of it {held.kind} {held.module}".rstrip() if held else "no single tensor explains it"
+    )
     yield Finding(
         code=RULE.code,
         path=held.path if held and held.path else largest.script,
@@ -85,7 +87,7 @@ def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
 
 
 def _held_more(largest: Profile, other: Profile) -> Holder | None:
-    """What the largest rank holds at its peak beyond what the other does."""
+    """Return what the largest rank holds at its peak and the other does not."""
     known = {_key(holder): holder.bytes for holder in holders(other, most=_MANY)}
     excess = [
         (holder.bytes - known.get(_key(holder), 0), number, holder)

@@ -1,14 +1,14 @@
-"""The ranks await the loader of one of them.
+"""The other ranks wait for the data loader of one rank.
 
 ## What it does
 
-As TT601, where the rank that comes last was late since it waited for its own `DataLoader`, at least half
+Like TT601, for a rank that is late because it waited for its own `DataLoader`, during at least half
 of the time that the others waited for it. The price is that time.
 
 ## Why is this bad?
 
-The loader of one rank holds up all of them. Its data may lie on a slower disk, its samples may be
-larger, its workers may have fewer cores; or one rank alone decodes and hands out.
+The loader of one rank delays all of them. Its data may be on a slower disk, its samples may be
+larger, its workers may have fewer cores; or one rank decodes for all and distributes the data.
 
 ## Example
 
@@ -29,8 +29,8 @@ loader = DataLoader(
 )
 ```
 
-Batches that are read ahead hide a slow one. Where one rank is always the slow one, look at where its
-data is and at what else runs there.
+Prefetching hides a slow batch. If the same rank is always slow, check where its data are stored and
+what else runs there.
 
 ## Fix safety
 
@@ -55,12 +55,12 @@ from torchtrim.step.job import job_of
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """Nothing: it takes several ranks."""
+    """Find nothing: the rule needs several ranks."""
     yield from across((profile,))
 
 
 def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
-    """One finding for each rank whose loader the others await."""
+    """Yield one finding for each rank whose loader the others wait for."""
     job = job_of(profiles)
     for lag in lags(job) if len(profiles) > 1 else ():
         if lag.loading < lag.seconds / 2:
@@ -78,7 +78,7 @@ def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
             fix=Suggestion(
                 kind="advice",
                 reason=f"have the loader of rank {lag.rank} read ahead: more workers, a larger "
-                "prefetch_factor; or give it data as quick to read as the others'",
+                "prefetch_factor; or give it data that are as fast to read as the others'",
             ),
         )
 

@@ -18,17 +18,18 @@ from torch import nn
 from torchtrim.capture.modules import Modules
 from torchtrim.capture.optimizers import names_of
 from torchtrim.capture.watch import Listener, Watcher
-from torchtrim.errors import ApplyFailed, TorchtrimError
-from torchtrim.executor.apply import Applied, apply_plan
-from torchtrim.executor.fingerprint import fingerprint_of
+from torchtrim.errors import ApplyFailed, TorchtrimError, UsageError
+from torchtrim.executor.apply import Applied, apply_plan, fingerprint_of, sha256_of
 from torchtrim.executor.places import root_of
+from torchtrim.executor.registry import check_known
 from torchtrim.records.plan import Plan
 from torchtrim.runner import worker
-from torchtrim.runner.process.processes import LIFELINE, end_with_parent
-from torchtrim.runner.ranks.spawning import Spawning
+from torchtrim.runner.joining import Spawning
+from torchtrim.runner.processes import LIFELINE, end_with_parent
 from torchtrim.runner.script import Script
-from torchtrim.runner.settings.eager import Eagerly
-from torchtrim.runner.staged import PutsInStages, among_ranks
+from torchtrim.runner.settings import Eagerly
+from torchtrim.runner.stage_worker import PutsInStages, among_ranks
+from torchtrim.runner.trials import Workload
 from torchtrim.runner.worker import run_target
 
 _EAGER = (
@@ -264,3 +265,20 @@ def _checking(owner: Any, name: str, check: Check) -> Callable[[], None]:
 
     setattr(owner, name, checked)
     return restore
+
+
+def check_script(plan: Plan, workload: Workload) -> None:
+    """Raises `ApplyFailed` for a plan that was made for another script, and `UsageError` for one with a
+    technique or an option that this torchtrim does not have."""
+    for one in plan.techniques:
+        check_known(one)
+    path = workload.path if isinstance(workload, Script) else None
+    if path is None or not plan.script_sha256:
+        return
+    if not path.is_file():
+        raise UsageError(f"there is no script {path}.")
+    if sha256_of(path) != plan.script_sha256:
+        raise ApplyFailed(
+            f"the plan was made for {plan.script}, and {path.name} is another script or has changed "
+            "since. Plan again; or, if you know that it still fits, delete `script_sha256` from the plan."
+        )

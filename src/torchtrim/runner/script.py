@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from torchtrim.dispatch.places import project_of
 from torchtrim.errors import ScriptFailed, UsageError
-from torchtrim.runner.process.processes import Process
-from torchtrim.runner.process.warm import environment_of_runs, start
+from torchtrim.runner.processes import Process
+from torchtrim.runner.warm import environment_of_runs, start
 
 TASK, OUTCOME, STATUS = "task.json", "outcome.json", "status"
 _GRACE_SECONDS = 10.0

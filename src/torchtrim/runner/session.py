@@ -25,19 +25,15 @@ from torchtrim.dispatch.places import Places
 from torchtrim.emulator.device import current
 from torchtrim.errors import ApplyFailed, Unsupported, UsageError
 from torchtrim.evidence.script_state import ScriptState
-from torchtrim.executor.apply import apply_plan
-from torchtrim.executor.fingerprint import fingerprint_of
+from torchtrim.executor.apply import apply_plan, fingerprint_of
 from torchtrim.executor.registry import Handle
 from torchtrim.records.plan import Plan
 from torchtrim.records.profile import is_emulated
 from torchtrim.records.trial import Request, Trial
-from torchtrim.runner.phases.growth import GrowthPhase
-from torchtrim.runner.phases.inputs import InputPhase
-from torchtrim.runner.phases.steps import ComparedSteps, StepMeasure
-from torchtrim.runner.ranks.fake_process_group import reduce_in_place
-from torchtrim.runner.ranks.sharded import Sharder
-from torchtrim.runner.settings.float64 import prepare
-from torchtrim.runner.settings.uninitialized import note_on
+from torchtrim.runner.fake_process_group import Sharder, reduce_in_place
+from torchtrim.runner.phases import GrowthPhase, InputPhase
+from torchtrim.runner.settings import note_uninitialized, prepare
+from torchtrim.runner.steps import ComparedSteps, StepMeasure
 
 _BY_HAND = (
     "no optimizer of torch.optim steps, so a step ends where the script changed parameters itself"
@@ -136,7 +132,7 @@ class Session(Forwarder, Listener):
         prepare(root, self.trial.request)
         name = self.modules.add_root(root)
         self.trial.fingerprint[name] = fingerprint_of(root)
-        self.trial.notes += note_on(root)
+        self.trial.notes += note_uninitialized(root)
         self._check(name)
         self._compared.begins(name, root)
         self._apply(name, root)

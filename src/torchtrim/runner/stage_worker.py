@@ -1,35 +1,105 @@
-"""Runs a script for a pipeline's certificate: `python -m torchtrim.runner.stage_worker FOLDER LIFELINE`."""
+"""Runs a script once, or as the ranks of a pipeline, for the certificate of the pipeline."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
+import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from torchtrim.capture.count import Counter
 from torchtrim.capture.modules import Modules
 from torchtrim.capture.watch import Listener, Watcher
-from torchtrim.errors import TorchtrimError
+from torchtrim.errors import ApplyFailed, ScriptFailed, TorchtrimError, UsageError
 from torchtrim.evidence.evidence import bytes_of, digest_of
+from torchtrim.executor.apply import fingerprint_of
+from torchtrim.executor.swap import Swapped
 from torchtrim.pipelines.clocks import clocking
 from torchtrim.pipelines.engine import Engine
 from torchtrim.pipelines.lone import in_one_process
+from torchtrim.pipelines.several import (
+    Several,
+    alone,
+    among,
+    clipping_together,
+    in_several_processes,
+)
 from torchtrim.records.files import write_atomically
-from torchtrim.records.pipeline import Clocked, Pipeline
+from torchtrim.records.pipeline import Pipeline, StageSeconds
 from torchtrim.records.plan import Plan
 from torchtrim.records.trial import Crash
-from torchtrim.runner.script import OUTCOME, STATUS, TASK
-from torchtrim.runner.settings.float64 import Wide
-from torchtrim.runner.staged import PutsInStages, among_ranks
+from torchtrim.runner.ranks import RankEnded, first_failed, folder_of, on_rank, run_ranks
+from torchtrim.runner.script import OUTCOME, STATUS, TASK, Script, failure, run_script
+from torchtrim.runner.settings import Wide
 from torchtrim.runner.worker import Stop, crash_of, run_in_folder, run_target, seed_all
+
+_ENTRY = "torchtrim.runner.stage_worker"
+Progress = Callable[[str], None]
+
+
+def run_stages(
+    script: Script, task: StageTask, ranks: int, folder: Path, progress: Progress
+) -> list[tuple[StageTrial, Path]]:
+    """Run the task on so many ranks; what each left, and its folder. Nothing of them is left behind.
+
+    Where one fails the others are ended. Raises `ScriptFailed`, and `ApplyFailed` where the plan was refused.
+    """
+    script.check()
+    script = script._replace(processes=ranks, only=0 if ranks == 1 else -1)
+    task = msgspec.structs.replace(task, method=str((folder / "store").absolute()))
+    ended = _run(script, msgspec.json.encode(task), folder, progress)
+    culprit = first_failed(ended)
+    if culprit is not None:
+        raise _error(culprit, ended, script)
+    folders = [folder_of(folder, rank.number, script.only) for rank in ended]
+    return [(_trial_of(rank), own) for rank, own in zip(ended, folders, strict=True)]
+
+
+def _run(script: Script, task: bytes, folder: Path, progress: Progress) -> list[RankEnded]:
+    """Run it; a single process is no rank, and finds none in its environment."""
+    if script.processes > 1:
+        tasks = [task] * script.processes
+        return run_ranks(
+            script, tasks, folder=folder, progress=progress, entry=_ENTRY, hide_gpu=True
+        )
+    ended = run_script(script, task, entry=_ENTRY, folder=folder, progress=progress, hide_gpu=True)
+    failed = None if ended.outcome is not None and _crash_free(ended.outcome) else 0
+    return [RankEnded(0, ended, failed, False, script.timeout, ())]
+
+
+def _crash_free(outcome: bytes) -> bool:
+    return msgspec.json.decode(outcome, type=StageTrial).crash is None
+
+
+def _trial_of(rank: RankEnded) -> StageTrial:
+    assert rank.ended.outcome is not None
+    return msgspec.json.decode(rank.ended.outcome, type=StageTrial)
+
+
+def _error(culprit: RankEnded, ranks: list[RankEnded], script: Script) -> Exception:
+    """What the rank that failed first for a reason of its own says, and what became of the others."""
+    crash = None if culprit.ended.outcome is None else _trial_of(culprit).crash
+    if crash is not None and crash.kind == "refused":
+        return ApplyFailed(crash.message)
+    if crash is None:
+        error = failure(culprit.ended, script.timeout)
+    else:
+        trace = crash.traceback or culprit.ended.output
+        error = ScriptFailed(f"the script failed: {crash.message}", traceback=trace)
+    if len(ranks) > 1:
+        on_rank(error, culprit, ranks, script.project)
+    return error
+
 
 VALUES = "gradient"
 How = Literal["whole", "in order", "pipeline", "clocked"]
@@ -73,7 +143,7 @@ class StageTrial(msgspec.Struct, kw_only=True):
     dropped: bool = False
     peak_bytes: int = 0
     seconds: list[float] = []
-    clocks: list[tuple[Clocked, ...]] = []
+    clocks: list[tuple[StageSeconds, ...]] = []
     crash: Crash | None = None
 
 
@@ -226,7 +296,7 @@ class StageRunner:
     def _clocking(self, root: nn.Module, _: Pipeline) -> Engine:
         return clocking(root, self.task.clocked, self._heard)
 
-    def _heard(self, clocks: list[tuple[Clocked, ...]]) -> NoReturn:
+    def _heard(self, clocks: list[tuple[StageSeconds, ...]]) -> NoReturn:
         self.trial.clocks = clocks
         self.done()
 
@@ -242,6 +312,102 @@ def main() -> None:
     """Run the task that the command line names."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     run_in_folder(lambda folder: StageRunner(folder).run())
+
+
+_PATIENCE = datetime.timedelta(minutes=5)
+
+
+class PutsInStages(Listener):
+    """Puts the plan's model in stages when it appears. `refused`: raises what stops the script.
+
+    `engine_of` makes the engine in one process. `executor` is this rank's, None where all is in one process.
+    `watches` is called when it is done.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        several: bool,
+        refused: Callable[[str], BaseException],
+        engine_of: Callable[[nn.Module, Pipeline], Engine] = in_one_process,
+    ) -> None:
+        assert plan.pipeline is not None
+        self._plan = plan
+        self._pipeline: Pipeline = plan.pipeline
+        self._several = several
+        self._refused = refused
+        self._engine_of = engine_of
+        self._modules = Modules()
+        self._stack = contextlib.ExitStack()
+        self.root: nn.Module | None = None
+        self.executor: Several | None = None
+        self.engine: Engine | None = None
+        self.watches: Callable[[], None] = lambda: None
+
+    def root_appears(self, root: nn.Module) -> None:
+        """Put it in stages if it is the plan's."""
+        name = self._modules.add_root(root)
+        if name != self._pipeline.root or self.root is not None:
+            return
+        if self._plan.fingerprint.get(name) not in (None, fingerprint_of(root)):
+            raise self._refused(f"the plan was made for another {name}; plan again for this one.")
+        self.root = root
+        if self._several:
+            self.engine, self.executor = in_several_processes(root, self._pipeline)
+            self._stack.enter_context(clipping_together(among(self.executor.group)))
+        else:
+            self.engine = self._engine_of(root, self._pipeline)
+            self._stack.enter_context(clipping_together(alone))
+        Swapped(root, self.engine.wrap)
+        self.watches()
+
+    def close(self) -> None:
+        """Undo the changes outside the model."""
+        self._stack.close()
+
+
+@contextlib.contextmanager
+def among_ranks(pipeline: Pipeline, method: str | None = None) -> Iterator[None]:
+    """This process as one of the pipeline's, all with the same random numbers.
+
+    `method`: how they find each other.
+
+    Without one, it is torchrun's. Raises `UsageError` where there are too few or too many.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != pipeline.processes or "RANK" not in os.environ:
+        raise UsageError(
+            f"the plan is a pipeline of {pipeline.processes} processes, and this is "
+            f"{'one of ' + str(world) if world > 1 else 'one'}. Start it with: torchrun --nproc-per-node "
+            f"{pipeline.processes} -m torchtrim run SCRIPT --plan PLAN"
+        )
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(
+        None if torch.cuda.is_available() else "gloo",
+        init_method=method,
+        rank=int(os.environ["RANK"]),
+        world_size=world,
+        timeout=_PATIENCE,
+    )
+    try:
+        _seed_alike()
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _seed_alike() -> None:
+    """A script that seeds nothing makes the same model on all ranks."""
+    seed = torch.tensor([torch.initial_seed() % 2**31], device="cpu")
+    dist.broadcast(seed, 0)
+    random.seed(int(seed))
+    torch.manual_seed(int(seed))
+    with contextlib.suppress(ImportError):
+        import numpy
+
+        numpy.random.seed(int(seed))
 
 
 if __name__ == "__main__":

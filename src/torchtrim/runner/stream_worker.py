@@ -15,19 +15,19 @@ from torch import nn
 
 from torchtrim.capture.growth.frames import Growing
 from torchtrim.capture.growth.records import check_frames, profile_of, stream_of
+from torchtrim.capture.growth.stream_frames import trackers_of
 from torchtrim.capture.recording import tensors_in
-from torchtrim.capture.trackers import trackers_of
 from torchtrim.errors import ApplyFailed, TorchtrimError
 from torchtrim.evidence.evidence import bytes_of, digest_of
 from torchtrim.executor.registry import Handle
 from torchtrim.records.files import write_atomically
 from torchtrim.records.plan import Plan, Technique
 from torchtrim.records.profile import Profile
-from torchtrim.records.report import Stream
+from torchtrim.records.report import StreamReport
 from torchtrim.records.trial import Crash
 from torchtrim.runner.script import OUTCOME, STATUS, TASK
 from torchtrim.runner.worker import Stop, crash_of, run_in_folder, run_target, seed_all
-from torchtrim.stream.unbounded import bounded, unbounded
+from torchtrim.stream.lifetimes import bounded, unbounded
 from torchtrim.techniques.bounded_state import TECHNIQUE, knows
 
 KEPT = "kept"
@@ -53,7 +53,7 @@ class StreamTrial(Struct, kw_only=True):
     """What one run left: what grew, a digest of each frame's results, the bounded state."""
 
     profile: Profile | None = None
-    stream: Stream | None = None
+    stream: StreamReport | None = None
     digests: list[str] = []
     frames: int = 0
     what: str = ""

@@ -23,31 +23,29 @@ import torch
 
 from torchtrim.capture.build import Setting
 from torchtrim.capture.growth.stream_frames import StreamFrames
-from torchtrim.capture.probes import Probes
-from torchtrim.capture.sources import Sources
+from torchtrim.capture.probes import Probes, Sources
 from torchtrim.dispatch.places import line_of
-from torchtrim.dryrun.loader_sizes import sized_loaders
 from torchtrim.dryrun.mode import Dry
 from torchtrim.dryrun.run import current as current_dry
-from torchtrim.dryrun.run import dry_run
+from torchtrim.dryrun.run import dry_run, sized_loaders
 from torchtrim.emulator.device import Emulation
-from torchtrim.emulator.model import model_named
 from torchtrim.emulator.orders import Order
+from torchtrim.emulator.runtime import model_named
 from torchtrim.emulator.start import OnDemand
 from torchtrim.errors import is_out_of_memory
 from torchtrim.executor.failing import place_of
 from torchtrim.records.files import write_atomically
 from torchtrim.records.trial import Crash, Request, Trial
-from torchtrim.runner.process.processes import end_with_parent
-from torchtrim.runner.process.stacks import tells_where
-from torchtrim.runner.ranks.fake_process_group import seeming_ranks
-from torchtrim.runner.ranks.joining import Joining
+from torchtrim.runner.fake_process_group import seeming_ranks
+from torchtrim.runner.joining import Joining
+from torchtrim.runner.processes import end_with_parent, tells_where
 from torchtrim.runner.script import OUTCOME, STATUS, TASK
 from torchtrim.runner.session import Session
-from torchtrim.runner.settings import uninitialized as emptied
-from torchtrim.runner.settings.eager import NOTE, Eagerly
-from torchtrim.runner.settings.float64 import (
+from torchtrim.runner.settings import (
+    NOTE,
+    Eagerly,
     Wide,
+    fill_uninitialized,
     keep_wide_in_backward,
     load_as_written,
     widen_old_types,
@@ -122,7 +120,7 @@ class Runner:
             self._emulate()
             self._sources.install()
             self._eagerly.install()
-            emptied.install()
+            fill_uninitialized()
             self._processes.install()
             self._join()
             _say(self._folder, "the script starts")

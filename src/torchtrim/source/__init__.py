@@ -1,1 +1,1 @@
-"""What the user's source says: its text and tree, its names, what is pure, what it selects and reads."""
+"""The user's source code: its text and tree, names, pure expressions, selections and reads."""

@@ -1,4 +1,4 @@
-"""Where a condition chooses between two values: `if` with two returns or assignments, `a if c else b`."""
+"""Conditions that choose between two values: `if` with two returns or assignments, `a if c else b`."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from torchtrim.source.names import assignment_before
-from torchtrim.source.source import Source
-from torchtrim.source.total import is_total
-from torchtrim.source.uses import names_in, stores
+from torchtrim.source.names import assigned_name, assignment_before, names_in, stores
+from torchtrim.source.operations import is_total
+from torchtrim.source.source import SourceFile
 
 Assigns = tuple[ast.Assign, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Branch:
-    """A choice: `then` where the test is true, `other` where not, each after assignments of its own.
+    """A choice: `then` if the test is true, else `other`, each after its own assignments.
 
-    `target` is the name that is given the value, None where it is returned or is in an expression.
-    `whole` is the `if`, None for an expression; `last` the statement that gives the other value where that
-    comes after the `if`. `other` is None where the target stays what it was. `guards`: what must hold for
-    the values to be these, where they stand in `value if (x.dim(), y.dim()) == (2, 1) else original`.
+    `target` is the assigned name, or None for a return or an expression. `whole` is the `if` statement or
+    expression. `last` is the return after the `if` that gives the other value. `other` is None if the target
+    keeps its value. `guards` are the tests under which these are the values, taken from `value if (x.dim(),
+    y.dim()) == (2, 1) else original`.
     """
 
     test: ast.expr
@@ -36,34 +35,34 @@ class Branch:
 
     @property
     def condition(self) -> ast.expr:
-        """The test without a `not` before it."""
-        return self.test.operand if self.turned else self.test  # type: ignore[attr-defined]
+        """The test without a leading `not`."""
+        return self.test.operand if self.negated else self.test  # type: ignore[attr-defined]
 
     @property
-    def turned(self) -> bool:
-        """Whether the test has a `not` before it."""
+    def negated(self) -> bool:
+        """True if the test starts with `not`."""
         return isinstance(self.test, ast.UnaryOp) and isinstance(self.test.op, ast.Not)
 
     @property
     def expressions(self) -> tuple[ast.expr, ...]:
-        """All that would be computed."""
+        """Every expression that choosing on the device would compute."""
         assigned = [one.value for one in (*self.then_before, *self.other_before)]
         return (self.then, *([self.other] if self.other is not None else []), *assigned)
 
 
-def branches(source: Source) -> Iterator[Branch]:
-    """Each such place of a source."""
+def branches(source: SourceFile) -> Iterator[Branch]:
+    """Yield each choice in a source."""
     for node in source.at({(ast.If, ""), (ast.IfExp, "")}):
         if isinstance(node, ast.IfExp) and not is_guard(node.test):
             yield Branch(test=node.test, then=node.body, other=node.orelse, whole=node)
-        elif isinstance(node, ast.If) and not _is_elif(source, node):
+        elif isinstance(node, ast.If) and not is_elif(source, node):
             found = _returns(source, node) or _assigns(node)
             if found is not None:
                 yield found
 
 
 def is_guard(test: ast.expr) -> bool:
-    """Whether a condition tests for the ranks that were seen, as what a fix keeps its original with does."""
+    """Return True if a condition tests for the observed ranks, as the guards written by fixes do."""
     if not isinstance(test, ast.Compare | ast.BoolOp):
         return False
     called = {_called(one.func) for one in ast.walk(test) if isinstance(one, ast.Call)}
@@ -71,16 +70,15 @@ def is_guard(test: ast.expr) -> bool:
 
 
 def _called(function: ast.expr) -> str:
-    """The name of a function, a method's behind a point."""
     if isinstance(function, ast.Attribute):
         return f".{function.attr}"
     return function.id if isinstance(function, ast.Name) else ""
 
 
-def is_fallback(source: Source, node: ast.AST) -> bool:
-    """Whether it is what a guard keeps for other ranks and types, which is not to be fixed again.
+def is_fallback(source: SourceFile, node: ast.AST) -> bool:
+    """Return True if a guard keeps the node for other ranks and types, so that no fix should change it again.
 
-    The answer for a node is kept, since the same ones are asked about often.
+    Answers are cached in the source: callers ask about the same nodes often.
     """
     chain: list[ast.AST] = []
     at: ast.AST | None = node
@@ -94,8 +92,8 @@ def is_fallback(source: Source, node: ast.AST) -> bool:
     return found
 
 
-def _is_kept(source: Source, inner: ast.AST) -> bool:
-    """Whether it is itself the other way of a guard, or behind one that returns."""
+def _is_kept(source: SourceFile, inner: ast.AST) -> bool:
+    """Return True if the node is a guard's other branch, or follows a guard that returns."""
     if isinstance(inner, ast.stmt) and _follows_guard(source, inner):
         return True
     outer = source.parents.get(inner)
@@ -107,28 +105,30 @@ def _is_kept(source: Source, inner: ast.AST) -> bool:
     return False
 
 
-def _follows_guard(source: Source, statement: ast.stmt) -> bool:
-    """Whether a guard before it, in its block, returns for what was seen."""
+def _follows_guard(source: SourceFile, statement: ast.stmt) -> bool:
+    """Return True if a guard before the statement, in its block, returns for the observed values."""
     if statement not in source.parents:
         return False
     if statement not in source.behind:
         behind = False
         for one in source.block(statement):
             source.behind[one] = behind
-            guards = isinstance(one, ast.If) and is_guard(one.test)
-            behind = behind or (guards and isinstance(one.body[-1], ast.Return))  # type: ignore[attr-defined]
+            if isinstance(one, ast.If) and is_guard(one.test):
+                behind = behind or isinstance(one.body[-1], ast.Return)
     return source.behind.get(statement, False)
 
 
 def _for_seen(value: ast.expr) -> tuple[ast.expr, tuple[ast.expr, ...]]:
-    """The value for the ranks that were seen, and the test for these where there is one."""
+    """Return the value for the observed ranks, and the guard that tests for them, if any."""
     if isinstance(value, ast.IfExp) and is_guard(value.test):
         return value.body, (value.test,)
     return value, ()
 
 
-def origins(source: Source, branch: Branch) -> Assigns:
-    """The assignments before, of names that the ways use, in order; what they are made of is unchanged."""
+def origins(source: SourceFile, branch: Branch) -> Assigns:
+    """Return earlier assignments that the branch's values depend on and whose inputs are unchanged, in
+    order.
+    """
     statement = source.statement(branch.whole)
     found: list[ast.Assign] = []
     pending = [*branch.expressions, *([ast.Name(branch.target)] if branch.target else [])]
@@ -147,8 +147,8 @@ def origins(source: Source, branch: Branch) -> Assigns:
     return tuple(sorted(found, key=lambda one: one.lineno))
 
 
-def _still_stands(source: Source, assign: ast.Assign, statement: ast.stmt) -> bool:
-    """Whether no name that the assignment uses is bound anew before the statement."""
+def _still_stands(source: SourceFile, assign: ast.Assign, statement: ast.stmt) -> bool:
+    """Return True if no name used by the assignment is rebound before the statement."""
     used = names_in(assign.value)
     return not any(
         assign.lineno <= one.lineno < statement.lineno
@@ -157,7 +157,7 @@ def _still_stands(source: Source, assign: ast.Assign, statement: ast.stmt) -> bo
     )
 
 
-def _returns(source: Source, node: ast.If) -> Branch | None:
+def _returns(source: SourceFile, node: ast.If) -> Branch | None:
     then = _returned(node.body)
     block = source.block(node)
     after = node.orelse or block[next(n for n, one in enumerate(block) if one is node) + 1 :]
@@ -178,12 +178,12 @@ def _returns(source: Source, node: ast.If) -> Branch | None:
 
 
 def _returned(body: list[ast.stmt]) -> tuple[Assigns, ast.Return] | None:
-    """Assignments to names, and then a return."""
+    """Return the assignments of a body and the return that ends it, or None for any other body."""
     for number, one in enumerate(body):
         if isinstance(one, ast.Return):
             before = tuple(body[:number])
             return (before, one) if one.value is not None else None  # type: ignore[return-value]
-        if not isinstance(one, ast.Assign) or _name(one) is None:
+        if not isinstance(one, ast.Assign) or assigned_name(one) is None:
             return None
     return None
 
@@ -192,24 +192,20 @@ def _assigns(node: ast.If) -> Branch | None:
     if len(node.body) != 1 or len(node.orelse) > 1:
         return None
     then, other = node.body[0], node.orelse[0] if node.orelse else None
-    if not isinstance(then, ast.Assign) or (target := _name(then)) is None:
+    if not isinstance(then, ast.Assign) or (target := assigned_name(then)) is None:
         return None
     made, guard = _for_seen(then.value)
     branch = Branch(test=node.test, then=made, other=None, target=target, whole=node, guards=guard)
     if other is None:
         return branch
-    if not isinstance(other, ast.Assign) or _name(other) != target:
+    if not isinstance(other, ast.Assign) or assigned_name(other) != target:
         return None
     kept, guards = _for_seen(other.value)
     return replace(branch, other=kept, guards=(*guard, *guards))
 
 
-def _name(assign: ast.Assign) -> str | None:
-    (target, *others) = assign.targets
-    return target.id if not others and isinstance(target, ast.Name) else None
-
-
-def _is_elif(source: Source, node: ast.If) -> bool:
+def is_elif(source: SourceFile, node: ast.stmt) -> bool:
+    """Return True for the `if` of an `elif`."""
     outer = source.parents.get(node)
-    inside = isinstance(outer, ast.If) and outer.orelse == [node]
+    inside = isinstance(node, ast.If) and isinstance(outer, ast.If) and outer.orelse == [node]
     return inside and source.text.startswith("elif", source.start(node))

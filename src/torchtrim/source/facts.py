@@ -1,31 +1,33 @@
-"""What is known of the values at a place: the executions that a probe saw, what the source alone tells, and
-what both leave open."""
+"""Evidence on the values at a place: what a run showed, what the source shows, and what neither does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-from torchtrim.records.seen import Observed, Seen
+from torchtrim.records.probes import ObservedValue, ProbeResult
 
 T = TypeVar("T")
 _TENSORS = ("tensor", "Parameter")
 _NUMBERS = ("int", "float", "bool")
 
 
-class Refused(Exception):
-    """A fix must not be applied here. The message says why, and what to do instead."""
+class FixRefused(Exception):
+    """A fix must not be applied here. The message gives the reason and an alternative."""
 
 
-class Told:
-    """What the source alone tells of a value: some fields of a `Seen`. The others are missing."""
+class StaticValue:
+    """Some fields of a `ObservedValue`, inferred from the source alone. The others are missing."""
 
     def __init__(self, **fields: Any) -> None:
         self.__dict__.update(fields)
 
 
 class NoTensor(str):
-    """The kind of a value that is no tensor, `"plain"` for one that may be a number. More is missing."""
+    """The kind of a value that is not a tensor; `"plain"` if it may be a number.
+
+    Comparisons that it cannot answer raise `AttributeError`.
+    """
 
     __slots__ = ()
 
@@ -42,7 +44,7 @@ class NoTensor(str):
 
 
 class Values:
-    """The values of one execution, or what the source tells of them, by part: `values.X.shape`."""
+    """The values of one execution, or what the source says of them, by part: `values.X.shape`."""
 
     def __init__(self, values: Mapping[str, Any], *, grad: bool = True, count: int = 1) -> None:
         self.grad = grad
@@ -50,56 +52,57 @@ class Values:
         self._values = values
 
     def has(self, name: str) -> bool:
-        """Whether the part was computed: what is before a loop is not seen in each round of it."""
+        """Return True if the part was computed. A part before a loop is not observed in each iteration."""
         return name in self._values
 
-    def __getattr__(self, name: str) -> Seen:
+    def __getattr__(self, name: str) -> ObservedValue:
         try:
-            return cast(Seen, self._values[name])
+            return cast(ObservedValue, self._values[name])
         except KeyError:
             raise AttributeError(name) from None
 
 
-class _ToldValues(Values):
-    """What the source tells of values, which may be nothing."""
+class _StaticValues(Values):
+    """Values inferred from the source. Parts that the source says nothing about have no fields."""
 
     def has(self, name: str) -> bool:
         return True
 
-    def __getattr__(self, name: str) -> Seen:
-        return cast(Seen, self._values.get(name, Told()))
+    def __getattr__(self, name: str) -> ObservedValue:
+        return cast(ObservedValue, self._values.get(name, StaticValue()))
 
 
 class Facts:
-    """The evidence for one match, and what it does not show.
+    """The evidence for one match, and its gaps.
 
-    `told`: what the source says of the parts, by name. Without an observation no more is known: every need
-    that it does not contradict is left open, and `missing` names it.
+    `static` holds what the source says of the parts, by name. Without an observation, a need that the source
+    does not contradict stays open and is added to `missing`.
     """
 
     def __init__(
-        self, observed: Observed | None = None, told: Mapping[str, Told] | None = None
+        self, observed: ProbeResult | None = None, static: Mapping[str, StaticValue] | None = None
     ) -> None:
         known = observed.executions if observed is not None and not observed.capped else ()
         self.executions = tuple(Values(one.values, grad=one.grad, count=one.count) for one in known)
-        self._told = _ToldValues(told or {})
+        self._static = _StaticValues(static or {})
         self.missing: list[str] = []
 
     @property
     def seen(self) -> bool:
-        """Whether there is evidence at all."""
+        """True if a run was observed."""
         return bool(self.executions)
 
     def need(
         self,
         text: str,
         holds: Callable[[Values], bool],
-        told: Callable[[Values], bool] | None = None,
+        static: Callable[[Values], bool] | None = None,
     ) -> None:
-        """What must hold in each execution. Raises `Refused` if it does not in one.
+        """Require a condition in each execution. Raises `FixRefused` if one execution violates it.
 
-        Where none was watched it is left open, unless the source contradicts it. `told`: what the source
-        itself has to say then, for a need that is mostly wrong where it does not.
+        Without an observation the condition stays open, unless the source contradicts it. `static` is a
+        condition that the source alone must meet then, for needs that usually fail where the source does not
+        show them.
         """
         for values in self.executions:
             try:
@@ -108,74 +111,76 @@ class Facts:
                 self.leave_open(text)
                 return
             if not held:
-                raise Refused(f"it needs that {text}, and in a run that was watched it was not so")
+                raise FixRefused(f"it requires that {text}, which an observed run contradicts")
         if not self.executions:
-            self._need_unseen(text, holds, told)
+            self._need_unseen(text, holds, static)
 
     def _need_unseen(
         self,
         text: str,
         holds: Callable[[Values], bool],
-        told: Callable[[Values], bool] | None,
+        static: Callable[[Values], bool] | None,
     ) -> None:
-        if self.is_told(holds) is False:
-            raise Refused(f"it needs that {text}, and the source says otherwise")
-        if told is not None and not self.is_told(told):
-            raise Refused(
-                f"it needs that {text}, and the source does not say so. Run the script under "
-                "`torchtrim optimize --fix`, which looks"
+        if self.holds_statically(holds) is False:
+            raise FixRefused(f"it requires that {text}, which the source contradicts")
+        if static is not None and not self.holds_statically(static):
+            raise FixRefused(
+                f"it requires that {text}, which the source does not show. Run the script under "
+                "`torchtrim optimize --fix`, which observes it"
             )
         self.leave_open(text)
 
-    def is_told(self, test: Callable[[Values], bool]) -> bool | None:
-        """Whether it holds by the source alone, None where that does not tell."""
+    def holds_statically(self, test: Callable[[Values], bool]) -> bool | None:
+        """Return the test's result on the source alone, or None if the source does not decide it."""
         try:
-            return test(self._told)
+            return test(self._static)
         except AttributeError:
             return None
 
     def holds(self, test: Callable[[Values], bool]) -> bool:
-        """Whether it holds in each execution that was seen; False where none was."""
+        """Return True if the test holds in each observed execution; False if there was none."""
         try:
             return self.seen and all(map(test, self.executions))
         except AttributeError:
             return False
 
     def only(self, what: str, get: Callable[[Values], T], unseen: T) -> T:
-        """What each execution has in common. Raises `Refused` where they differ."""
+        """Return the value that all executions share. Raises `FixRefused` if they differ."""
         try:
             found = {get(values) for values in self.executions}
         except AttributeError:
             return unseen
         if len(found) > 1:
-            raise Refused(f"{what} is not the same in all runs that were watched")
+            raise FixRefused(f"{what} differs between observed runs")
         return found.pop() if found else unseen
 
     def leave_open(self, text: str) -> None:
-        """Note a fact that is needed and not shown."""
+        """Add a needed fact that no evidence shows."""
         if text not in self.missing:
             self.missing.append(text)
 
 
-def is_tensor(*values: Seen) -> bool:
-    """Whether all are tensors. Raises `AttributeError` where that is not known of one, and it may be."""
+def is_tensor(*values: ObservedValue) -> bool:
+    """Return True if all values are tensors. Raises `AttributeError` if the evidence leaves that open."""
     known = [value.kind in _TENSORS for value in values if hasattr(value, "kind")]
     if all(known) and len(known) < len(values):
         raise AttributeError("kind")
     return all(known)
 
 
+def of_part(part: str, test: Callable[[ObservedValue], bool]) -> Callable[[Values], bool]:
+    """Return the test of one part's value, for `Facts.need` and `Facts.holds`."""
+    return lambda values: test(getattr(values, part))
+
+
 def need_tensor(facts: Facts, part: str, text: str) -> None:
-    """It must be a tensor; without a run the source has to say so."""
-
-    def told(values: Values) -> bool:
-        return is_tensor(getattr(values, part))
-
-    facts.need(f"`{text[:60]}` is a tensor", told, told=told)
+    """Require that a part is a tensor; without a run, the source has to say so."""
+    test = of_part(part, is_tensor)
+    facts.need(f"`{text[:60]}` is a tensor", test, static=test)
 
 
-def is_mask(mask: Seen, of: Seen) -> bool:
-    """Whether it is a boolean tensor of the shape, device included, that the other begins with."""
+def is_mask(mask: ObservedValue, of: ObservedValue) -> bool:
+    """Return True for a boolean tensor on the other's device whose shape starts the other's shape."""
     return (
         is_tensor(mask, of)
         and mask.dtype == "bool"
@@ -185,21 +190,27 @@ def is_mask(mask: Seen, of: Seen) -> bool:
     )
 
 
-def is_number(value: Seen) -> bool:
-    """Whether it is a number of Python's."""
+def is_number(value: ObservedValue) -> bool:
+    """Return True for a Python number."""
     return value.kind in _NUMBERS
 
 
-def is_floating(value: Seen) -> bool:
-    """Whether it is a tensor of a real floating type."""
+def are_lengths(value: ObservedValue) -> bool:
+    """Return True for a one-dimensional tensor of integers."""
+    integers = is_tensor(value) and value.dtype in ("int64", "int32", "int16", "uint8")
+    return integers and len(value.shape) == 1
+
+
+def is_floating(value: ObservedValue) -> bool:
+    """Return True for a tensor of a real floating type."""
     return is_tensor(value) and value.dtype.startswith(("float", "bfloat"))
 
 
-def is_integral(value: Seen) -> bool:
-    """Whether it is a tensor of integers or truth values."""
+def is_integral(value: ObservedValue) -> bool:
+    """Return True for a tensor of integers or booleans."""
     return is_tensor(value) and value.dtype.startswith(("int", "uint", "bool"))
 
 
-def without_grad(values: Values, *parts: Seen) -> bool:
-    """Whether no gradient flows through these."""
+def without_grad(values: Values, *parts: ObservedValue) -> bool:
+    """Return True if no gradient flows through the values."""
     return not values.grad or not any(part.requires_grad for part in parts)

@@ -1,10 +1,10 @@
-"""Forms: a piece of Python in which capitals stand for any expression, and what of the source has it.
+"""Forms: Python patterns whose capitals match any expression.
 
     X[M.nonzero(as_tuple=True)] = C
     torch.nn.functional.cross_entropy(X[M], Y[M], **REST)
 
-Names that begin with an imported module mean what the file calls so. `**REST` takes the keywords that
-the form does not name. The same capitals twice must be the same expression twice.
+Names of imported modules match under the name that the file gives them. `**REST` matches all keywords that
+the form does not name. Equal capitals must match equal expressions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 
-from torchtrim.source.source import Site, Source, called
+from torchtrim.source.source import Site, SourceFile, called
 
 _CAPITALS = re.compile(r"[A-Z][A-Z0-9]*")
 _NO_FIELDS = ("ctx", "type_comment", "kind")
@@ -22,8 +22,8 @@ Parts = dict[str, ast.expr]
 Keywords = dict[str, list[ast.keyword]]
 
 
-class Bound:
-    """What the capitals of a form stand for, and the keywords that `**REST` took."""
+class Bindings:
+    """The expressions that a form's capitals matched, and the keywords that `**REST` matched."""
 
     def __init__(self) -> None:
         self.parts: Parts = {}
@@ -32,19 +32,19 @@ class Bound:
 
 @cache
 def form(text: str) -> ast.AST:
-    """The tree of a form: of a statement, or of the expression where it is one."""
+    """Return the parsed form: a statement, or an expression where the text is one."""
     (statement,) = ast.parse(text).body
     return statement.value if isinstance(statement, ast.Expr) else statement
 
 
 def capitals(text: str) -> list[str]:
-    """The capitals of a form, in order."""
+    """Return the capitals of a form, in order."""
     return [name for name in re.findall(r"\b[A-Za-z_]\w*\b", text) if _CAPITALS.fullmatch(name)]
 
 
 @cache
 def root(text: str) -> Site:
-    """The sites at which a form can be: the type of its node, and of a call its function."""
+    """Return the site of a form: the type of its root node and, for a call, the function's name."""
     node = form(text)
     name = called(node.func) if isinstance(node, ast.Call) else ""
     return type(node), "" if _CAPITALS.fullmatch(name) else name
@@ -52,7 +52,7 @@ def root(text: str) -> Site:
 
 @cache
 def words(text: str) -> frozenset[str]:
-    """Names that a file has somewhere in it, or it has nothing of the form."""
+    """Return the names that a file must contain for the form to match anywhere."""
     found: set[str] = set()
     pending = [form(text)]
     while pending:
@@ -66,8 +66,8 @@ def words(text: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def places(forms: Iterable[str], source: Source) -> Iterator[tuple[ast.AST, str, Bound]]:
-    """Each node that is of one of the forms, with the first form that it is of."""
+def places(forms: Iterable[str], source: SourceFile) -> Iterator[tuple[ast.AST, str, Bindings]]:
+    """Yield each node that matches one of the forms, with the first form that matches."""
     live = [text for text in forms if source.has(words(text))]
     for node in source.at({root(text) for text in live}):
         for text in live:
@@ -76,16 +76,16 @@ def places(forms: Iterable[str], source: Source) -> Iterator[tuple[ast.AST, str,
                 break
 
 
-def match_form(text: str, node: ast.AST, source: Source) -> Bound | None:
-    """What the form's capitals stand for in a node, None if the node is not of that form."""
+def match_form(text: str, node: ast.AST, source: SourceFile) -> Bindings | None:
+    """Match a node against a form. Returns None if it does not match."""
     if not _may_be(root(text), node, source):
         return None
-    bound = Bound()
+    bound = Bindings()
     return bound if _same(form(text), node, source, bound) else None
 
 
-def _may_be(site: Site, node: ast.AST, source: Source) -> bool:
-    """Whether a node is of a form's type, and a call of its name."""
+def _may_be(site: Site, node: ast.AST, source: SourceFile) -> bool:
+    """Return True if the node has the form's type and, for a call, its name."""
     kind, name = site
     if kind in (ast.Name, ast.Attribute):
         return True
@@ -98,7 +98,7 @@ def _may_be(site: Site, node: ast.AST, source: Source) -> bool:
 
 
 def equal(one: ast.AST, other: ast.AST) -> bool:
-    """Whether two expressions are written alike, whatever is between their tokens."""
+    """Return True if two expressions are the same code, ignoring whitespace and comments."""
     return _dump(one) == _dump(other)
 
 
@@ -106,7 +106,7 @@ def _dump(node: ast.AST) -> str:
     return ast.dump(node).replace("ctx=Store()", "ctx=Load()")
 
 
-def _same(pattern: ast.AST, node: ast.AST, source: Source, bound: Bound) -> bool:
+def _same(pattern: ast.AST, node: ast.AST, source: SourceFile, bound: Bindings) -> bool:
     if isinstance(pattern, ast.Name) and _CAPITALS.fullmatch(pattern.id):
         return _bind(pattern.id, node, bound)
     if (name := _module_name(pattern)) is not None:
@@ -123,7 +123,7 @@ def _same(pattern: ast.AST, node: ast.AST, source: Source, bound: Bound) -> bool
     )
 
 
-def _bind(name: str, node: ast.AST, bound: Bound) -> bool:
+def _bind(name: str, node: ast.AST, bound: Bindings) -> bool:
     if not isinstance(node, ast.expr):
         return False
     if name in bound.parts:
@@ -133,7 +133,7 @@ def _bind(name: str, node: ast.AST, bound: Bound) -> bool:
 
 
 def _module_name(pattern: ast.AST) -> str | None:
-    """`torch.nn.functional.cross_entropy` of a form, None for what begins with capitals."""
+    """Return the dotted name such as `torch.nn.functional.cross_entropy`, or None if a capital starts it."""
     names: list[str] = []
     while isinstance(pattern, ast.Attribute):
         names.append(pattern.attr)
@@ -143,7 +143,7 @@ def _module_name(pattern: ast.AST) -> str | None:
     return None
 
 
-def _same_call(pattern: ast.Call, node: ast.Call, source: Source, bound: Bound) -> bool:
+def _same_call(pattern: ast.Call, node: ast.Call, source: SourceFile, bound: Bindings) -> bool:
     if len(pattern.args) != len(node.args) or any(isinstance(a, ast.Starred) for a in node.args):
         return False
     if not _same(pattern.func, node.func, source, bound):
@@ -164,7 +164,7 @@ def _same_call(pattern: ast.Call, node: ast.Call, source: Source, bound: Bound) 
     return all(_same(one, other, source, bound) for one, other in pairs)
 
 
-def _same_field(one: object, other: object, source: Source, bound: Bound) -> bool:
+def _same_field(one: object, other: object, source: SourceFile, bound: Bindings) -> bool:
     if isinstance(one, ast.AST):
         return isinstance(other, ast.AST) and _same(one, other, source, bound)
     if isinstance(one, list):

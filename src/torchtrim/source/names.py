@@ -1,33 +1,81 @@
-"""Who else may see or write the value of a name in user code."""
+"""Uses of a name in user code, and who else may read or write its value."""
 
 from __future__ import annotations
 
 import ast
+import weakref
+from collections.abc import Sequence
 
-from torchtrim.source.source import Function, Source
-from torchtrim.source.tensor_methods import VALUES, VIEWS
-from torchtrim.source.total import is_fresh
-from torchtrim.source.uses import loads, stores
+from torchtrim.source.operations import VALUES, VIEWS, is_fresh
+from torchtrim.source.source import Function, SourceFile
+
+_Places = tuple[list[ast.Name], list[ast.Name]]
+_KNOWN: weakref.WeakKeyDictionary[ast.AST, dict[str, _Places]] = weakref.WeakKeyDictionary()
+
+
+def loads(function: ast.AST, name: str) -> Sequence[ast.Name]:
+    """Return each read of a name in a function, including nested functions."""
+    return _places(function, name)[0]
+
+
+def stores(function: ast.AST, name: str) -> Sequence[ast.Name]:
+    """Return each binding or deletion of a name in a function."""
+    return _places(function, name)[1]
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """Return every name in a piece of code."""
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+
+
+def binds(inside: ast.AST, expression: ast.expr) -> bool:
+    """Return True if the code binds or deletes a name of the expression."""
+    return any(stores(inside, name) for name in names_in(expression))
+
+
+def assigned_name(statement: ast.stmt) -> str | None:
+    """Return the name that a statement assigns, or None unless it assigns a single name."""
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return targets[0].id if len(targets) == 1 and isinstance(targets[0], ast.Name) else None
+
+
+def parameters(function: ast.AST) -> set[str]:
+    """Return the names of a function's parameters; a module has none."""
+    nodes = ast.walk(function.args) if isinstance(function, Function) else ()
+    return {node.arg for node in nodes if isinstance(node, ast.arg)}
+
+
+def _places(function: ast.AST, name: str) -> _Places:
+    """Return the reads and bindings of a name; one walk of the function, since trees never change."""
+    known = _KNOWN.get(function)
+    if known is None:
+        known = _KNOWN[function] = {}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Name):
+                found = known.setdefault(node.id, ([], []))
+                found[not isinstance(node.ctx, ast.Load)].append(node)
+    return known.get(name, ([], []))
+
 
 EVERYTHING: frozenset[str] = frozenset(["*"])
 _WHOLE = frozenset(("locals", "globals", "vars", "eval", "exec", "dir"))
-_READERS_NAMES = """
+_READING_NAMES = """
     abs bool float int isinstance len max min print range round str sum
 """
-_READERS = frozenset(_READERS_NAMES.split())
+_READERS = frozenset(_READING_NAMES.split())
 _READING_MODULES = ("torch.", "math.", "numpy.", "statistics.")
 _KEEPING = frozenset(["as_tensor", "asarray", "from_numpy", "save", "tensor_split"])
 
 
-def is_private(source: Source, function: ast.AST, name: str) -> bool:
-    """Whether only the function's own code sees the name: no function within, no `global`, no `locals()`."""
+def is_private(source: SourceFile, function: ast.AST, name: str) -> bool:
+    """Return True if only the function itself uses the name: no inner function, `global` or `locals()`."""
     known = source.private.get((function, name))
     if known is None:
         known = source.private[function, name] = _is_private(source, function, name)
     return known
 
 
-def _is_private(source: Source, function: ast.AST, name: str) -> bool:
+def _is_private(source: SourceFile, function: ast.AST, name: str) -> bool:
     declared = source.private_but.get(function)
     if declared is None:
         declared = source.private_but[function] = _seen_elsewhere(function)
@@ -38,7 +86,7 @@ def _is_private(source: Source, function: ast.AST, name: str) -> bool:
 
 
 def _seen_elsewhere(function: ast.AST) -> frozenset[str]:
-    """The names that a function declares as others'; everything where it looks at all its names."""
+    """Return the names declared global or nonlocal, or `EVERYTHING` if the code looks at all its names."""
     found: set[str] = set()
     for node in ast.walk(function):
         if isinstance(node, ast.Global | ast.Nonlocal):
@@ -48,8 +96,8 @@ def _seen_elsewhere(function: ast.AST) -> frozenset[str]:
     return frozenset(found)
 
 
-def only_reads(source: Source, use: ast.Name) -> bool:
-    """Whether nothing is written to, or kept of, the value of the name where it is used."""
+def only_reads(source: SourceFile, use: ast.Name) -> bool:
+    """Return True if this use of a name neither writes to its value nor keeps a reference to it."""
     node: ast.AST = use
     outer = source.parents[node]
     if isinstance(outer, ast.Subscript) and outer.value is node:
@@ -57,8 +105,8 @@ def only_reads(source: Source, use: ast.Name) -> bool:
     return only_reads_at(source, node)
 
 
-def only_reads_at(source: Source, node: ast.AST) -> bool:
-    """Whether what is around a value only reads it."""
+def only_reads_at(source: SourceFile, node: ast.AST) -> bool:
+    """Return True if the code around a value only reads it."""
     outer = source.parents[node]
     if isinstance(outer, ast.BinOp | ast.Compare | ast.UnaryOp | ast.FormattedValue):
         return True
@@ -78,11 +126,11 @@ def only_reads_at(source: Source, node: ast.AST) -> bool:
     return isinstance(outer, ast.If | ast.While | ast.IfExp) and outer.test is node
 
 
-def was_fresh(source: Source, name: str, statement: ast.stmt) -> bool:
-    """Whether the name holds a tensor of its own at the statement.
+def is_fresh_name(source: SourceFile, name: str, statement: ast.stmt) -> bool:
+    """Return True if the name holds an unshared tensor at the statement.
 
-    It does where an assignment before it, in the same block or one around it, made a new tensor that
-    has only been read since.
+    An assignment before it, in the same or an outer block, must have created the tensor, and all uses since
+    must only read it.
     """
     function = source.function(statement)
     if not isinstance(function, Function) or not is_private(source, function, name):
@@ -98,8 +146,8 @@ def was_fresh(source: Source, name: str, statement: ast.stmt) -> bool:
     return not between and all(only_reads(source, use) for use in since)
 
 
-def literal_stores(source: Source, function: ast.AST, name: str) -> list[ast.Constant] | None:
-    """The numbers that a name is given, where it is given nothing else but by `+=`; None otherwise."""
+def literal_stores(source: SourceFile, function: ast.AST, name: str) -> list[ast.Constant] | None:
+    """Return the numbers assigned to a name, or None if it gets any other value except by `+=`."""
     found = []
     for node in stores(function, name):
         outer = source.parents[node]
@@ -112,8 +160,8 @@ def literal_stores(source: Source, function: ast.AST, name: str) -> list[ast.Con
     return found
 
 
-def assigned_to(source: Source, target: ast.Name) -> ast.expr | None:
-    """What an assignment gives to a name in it, in `a = b = 0` and `a, b = 0, 1` too."""
+def assigned_to(source: SourceFile, target: ast.Name) -> ast.expr | None:
+    """Return the value assigned to a name, in `a = b = 0` and `a, b = 0, 1` too."""
     outer = source.parents[target]
     if isinstance(outer, ast.Assign):
         return outer.value
@@ -126,7 +174,7 @@ def assigned_to(source: Source, target: ast.Name) -> ast.expr | None:
     return None
 
 
-def _is_own(source: Source, function: ast.AST, node: ast.Name) -> bool:
+def _is_own(source: SourceFile, function: ast.AST, node: ast.Name) -> bool:
     inner = source.function(node)
     while inner is not function:
         if node.id in source.bound(inner):
@@ -139,7 +187,7 @@ def _is_own(source: Source, function: ast.AST, node: ast.Name) -> bool:
     return True
 
 
-def _reading_call(source: Source, call: ast.Call) -> bool:
+def _reading_call(source: SourceFile, call: ast.Call) -> bool:
     dotted = source.dotted(call.func)
     if dotted is not None:
         last = dotted.rpartition(".")[2]
@@ -153,14 +201,14 @@ def _reading_call(source: Source, call: ast.Call) -> bool:
     return isinstance(call.func, ast.Name) and call.func.id in _READERS
 
 
-def assignment_before(source: Source, name: str, statement: ast.stmt) -> ast.Assign | None:
-    """The last assignment to the name alone that surely ran before the statement."""
+def assignment_before(source: SourceFile, name: str, statement: ast.stmt) -> ast.Assign | None:
+    """Return the last assignment to the name alone that certainly ran before the statement."""
     at: ast.stmt = statement
     while True:
         block = source.block(at)
         before = block[: next(n for n, one in enumerate(block) if one is at)]
         for one in reversed(before):
-            if isinstance(one, ast.Assign) and _binds(one, name):
+            if isinstance(one, ast.Assign) and assigned_name(one) == name:
                 return one
             if any(
                 isinstance(n, ast.Name) and n.id == name and _is_store(n) for n in ast.walk(one)
@@ -172,20 +220,15 @@ def assignment_before(source: Source, name: str, statement: ast.stmt) -> ast.Ass
         at = outer
 
 
-def _binds(assign: ast.Assign, name: str) -> bool:
-    (target, *others) = assign.targets
-    return not others and isinstance(target, ast.Name) and target.id == name
-
-
 def _is_store(node: ast.Name) -> bool:
     return not isinstance(node.ctx, ast.Load)
 
 
-def stays(source: Source, tensor: ast.expr, statement: ast.stmt) -> bool:
-    """Whether the tensor is a new one, or has a name through which and through no other it is only read."""
+def is_unshared(source: SourceFile, tensor: ast.expr, statement: ast.stmt) -> bool:
+    """Return True if the tensor is fresh, or is read-only and has a single alias."""
     if is_fresh(tensor, source):
         return True
-    if not isinstance(tensor, ast.Name) or not was_fresh(source, tensor.id, statement):
+    if not isinstance(tensor, ast.Name) or not is_fresh_name(source, tensor.id, statement):
         return False
     function = source.function(statement)
     added = [isinstance(source.parents[one], ast.AugAssign) for one in stores(function, tensor.id)]

@@ -1,25 +1,26 @@
-"""Whether an expression is a number of Python's, by the source alone."""
+"""Detects Python numbers from the source alone."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
 
-from torchtrim.source.names import assigned_to
-from torchtrim.source.source import Function, Source
-from torchtrim.source.uses import stores
+from torchtrim.source.names import assigned_to, stores
+from torchtrim.source.source import Function, SourceFile
 
 _TYPES = frozenset(("int", "float", "bool", "Number", "Real", "Integral"))
 _COUNTING = frozenset(("item", "numel", "dim", "element_size", "ndimension"))
 _MAKING = frozenset(("int", "float", "bool", "len", "ord", "hash", "id"))
 
 
-def is_known_number(node: ast.expr, source: Source) -> bool:
-    """Whether it is written as one, made one, annotated as one or tested to be one, and nothing else."""
+def is_known_number(node: ast.expr, source: SourceFile) -> bool:
+    """Return True if the source shows a Python number: a literal, a conversion, an annotation or
+    `isinstance`.
+    """
     return _is_number(node, source, frozenset())
 
 
-def _is_number(node: ast.expr, source: Source, open_names: frozenset[str]) -> bool:
+def _is_number(node: ast.expr, source: SourceFile, open_names: frozenset[str]) -> bool:
     if isinstance(node, ast.Constant):
         return isinstance(node.value, int | float)
     if isinstance(node, ast.Name):
@@ -41,7 +42,7 @@ def _operands(node: ast.expr) -> list[ast.expr]:
     return [node.body, node.orelse] if isinstance(node, ast.IfExp) else []
 
 
-def _makes(node: ast.Call, source: Source) -> bool:
+def _makes(node: ast.Call, source: SourceFile) -> bool:
     if isinstance(node.func, ast.Name):
         return node.func.id in _MAKING and not _is_bound(source, node.func)
     if not isinstance(node.func, ast.Attribute):
@@ -52,13 +53,15 @@ def _makes(node: ast.Call, source: Source) -> bool:
     return sized or (node.func.attr in _COUNTING and not node.args and not node.keywords)
 
 
-def _is_bound(source: Source, name: ast.Name) -> bool:
-    """Whether the function, or the file, gives a name of Python's own another value."""
+def _is_bound(source: SourceFile, name: ast.Name) -> bool:
+    """Return True if the function or the file rebinds a builtin name."""
     return bool(stores(source.function(name), name.id)) or source.dotted(name) is not None
 
 
-def _tested(node: ast.Name, source: Source) -> bool:
-    """Whether it stands where `isinstance` has found a number, and the name is given no other before it."""
+def _tested(node: ast.Name, source: SourceFile) -> bool:
+    """Return True if an enclosing `isinstance` test finds a number and the name is not rebound before this
+    use.
+    """
     below: ast.AST = node
     for outer in source.around(node):
         if isinstance(outer, ast.If | ast.IfExp):
@@ -76,7 +79,6 @@ def _all_of(test: ast.expr) -> Iterable[ast.expr]:
 
 
 def _finds(test: ast.expr, name: str) -> bool:
-    """Whether a test is `isinstance` of the name and of types of numbers."""
     if not (isinstance(test, ast.Call) and ast.unparse(test.func) == "isinstance"):
         return False
     if len(test.args) != 2 or ast.unparse(test.args[0]) != name:
@@ -92,8 +94,8 @@ def _are_types(node: ast.expr) -> bool:
     return (node.attr if isinstance(node, ast.Attribute) else ast.unparse(node)) in _TYPES
 
 
-def _only_numbers(node: ast.Name, source: Source, open_names: frozenset[str]) -> bool:
-    """Whether all that the function gives to the name is a number, a parameter's annotation included."""
+def _only_numbers(node: ast.Name, source: SourceFile, open_names: frozenset[str]) -> bool:
+    """Return True if each value bound to the name is a number, as is a parameter's annotation."""
     function, name = source.function(node), node.id
     if not isinstance(function, Function) or name in open_names:
         return False
@@ -106,7 +108,7 @@ def _only_numbers(node: ast.Name, source: Source, open_names: frozenset[str]) ->
 
 
 def _annotated(node: ast.expr | None) -> bool:
-    """Whether an annotation is of numbers alone, or of none: a tensor of None is no tensor."""
+    """Return True for an annotation of numbers, or numbers and None: a tensor is never None."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value.strip() in _TYPES
     if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("Optional"):
@@ -117,7 +119,7 @@ def _annotated(node: ast.expr | None) -> bool:
     return node is not None and _are_types(node)
 
 
-def _is_given_number(target: ast.Name, source: Source, known: frozenset[str]) -> bool:
+def _is_given_number(target: ast.Name, source: SourceFile, known: frozenset[str]) -> bool:
     outer = source.parents[target]
     if isinstance(outer, ast.For) and outer.target is target:
         return isinstance(outer.iter, ast.Call) and ast.unparse(outer.iter.func) == "range"
@@ -128,7 +130,7 @@ def _is_given_number(target: ast.Name, source: Source, known: frozenset[str]) ->
     return value is not None and _is_number_or(value, source, known)
 
 
-def _is_number_or(value: ast.expr, source: Source, known: frozenset[str]) -> bool:
+def _is_number_or(value: ast.expr, source: SourceFile, known: frozenset[str]) -> bool:
     if isinstance(value, ast.Name) and value.id in known:
         return True
     inner = _operands(value)

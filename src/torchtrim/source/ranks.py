@@ -1,17 +1,15 @@
-"""Whether a mask has all the dimensions of the tensor that it selects from, by the source alone.
+"""Finds, from the source alone, masks that have all the dimensions of the tensor they select from.
 
-A selection needs a mask of the shape that the tensor begins with. So one computed element by element from the
-tensor, or from what the tensor is like, has the tensor's own shape wherever the selection does not raise.
+A selection needs a mask whose shape is the start of the tensor's shape. So a mask computed element by element
+from the tensor, or from a tensor of its shape, has the tensor's own shape wherever the selection is valid.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 
-from torchtrim.source.names import assigned_to
-from torchtrim.source.source import Function, Source, called
-from torchtrim.source.uses import stores
+from torchtrim.source.names import assigned_to, parameters, stores
+from torchtrim.source.source import SourceFile, called
 
 _ELEMENTWISE_NAMES = """
     abs bool byte ceil clamp clip contiguous cos cpu cuda detach double exp expm1 float floor half
@@ -27,22 +25,22 @@ _LIKE_THE_FIRST_NAMES = """
 """
 _LIKE_THE_FIRST = frozenset(_LIKE_THE_FIRST_NAMES.split())
 _ONLY_OF_TORCH = {"where": 3, "max": 2, "min": 2}
-"""How many operands these take to go element by element."""
+"""The operand counts that make these functions elementwise."""
 
 _TRUTHS_NAMES = """
     bool isnan isfinite isinf isclose eq ne lt le gt ge logical_not logical_and logical_or logical_xor
 """
 _TRUTHS = frozenset(_TRUTHS_NAMES.split())
 _Bases = tuple[frozenset[str], bool]
-"""The names that a value is computed from, and whether no other has more dimensions."""
+"""The names that a value is computed from; True if no other operand has more dimensions."""
 
 _NOTHING: _Bases = frozenset(), False
 _NUMBER: _Bases = frozenset(), True
 
 
-def covers(mask: ast.expr, tensor: ast.expr, source: Source) -> bool:
-    """Whether it is a mask, of truth values, with at least as many dimensions as the tensor."""
-    at = _Reader(source, mask)
+def covers(mask: ast.expr, tensor: ast.expr, source: SourceFile) -> bool:
+    """Return True for a boolean mask with at least as many dimensions as the tensor."""
+    at = _ShapeOrigins(source, mask)
     if not at.is_of_truths(mask):
         return False
     known = at.bases(mask, least=True)[0]
@@ -50,21 +48,21 @@ def covers(mask: ast.expr, tensor: ast.expr, source: Source) -> bool:
     return ast.unparse(tensor) in at.written(mask) | known or (whole and bool(own) and own <= known)
 
 
-class _Reader:
-    """Reads what values are computed from, element by element, at one place."""
+class _ShapeOrigins:
+    """Traces elementwise expressions at one place back to the names they are computed from."""
 
-    def __init__(self, source: Source, at: ast.AST) -> None:
+    def __init__(self, source: SourceFile, at: ast.AST) -> None:
         self._source = source
         self._function = source.function(at)
         self._line = source.statement(at).lineno
         self._open: set[str] = set()
 
     def written(self, node: ast.expr) -> set[str]:
-        """The texts of the operands as they are written there."""
+        """Return the source text of the expression and its operands."""
         return {ast.unparse(node)}.union(*map(self.written, self._operands(node) or ()))
 
     def is_of_truths(self, node: ast.expr) -> bool:
-        """Whether the elements are truth values."""
+        """Return True if the elements are booleans."""
         operands = self._operands(node)
         if isinstance(node, ast.Name):
             values = self._values(node.id)
@@ -78,7 +76,7 @@ class _Reader:
         return isinstance(node, ast.Compare) and operands is not None
 
     def bases(self, node: ast.expr, *, least: bool = False) -> _Bases:
-        """What a value is computed from, as far as names tell. `least`: with the names on the way."""
+        """Return the names a value is computed from. `least` includes intermediate names."""
         if isinstance(node, ast.Constant):
             return _NUMBER
         if isinstance(node, ast.Name):
@@ -90,7 +88,7 @@ class _Reader:
         return frozenset().union(*(names for names, _ in found)), all(whole for _, whole in found)
 
     def _of_name(self, name: str, *, least: bool) -> _Bases:
-        """A name is a base where it has one value that is not computed from others."""
+        """Return the name itself as a base, unless its single value is computed from others."""
         values = self._values(name)
         if values is None or name in self._open:
             return _NOTHING
@@ -105,9 +103,9 @@ class _Reader:
         return (names, True) if whole else (itself, True)
 
     def _values(self, name: str) -> list[ast.expr] | None:
-        """What the name is given: nothing, or one value before the place; None where its rank may change.
+        """Return the value bound to the name before this place, if any; None if its rank may change.
 
-        An assignment in place changes no rank, nor does `x = x.float()`.
+        In-place assignments keep the rank, as does `x = x.float()`.
         """
         given: list[ast.expr] = []
         bound = 0
@@ -123,11 +121,11 @@ class _Reader:
                 given.append(value)
             if node.lineno >= self._line:
                 return None
-        bound += name in _parameters(self._function)
+        bound += name in parameters(self._function)
         return None if bound > 1 else given
 
     def _keeps(self, value: ast.expr, name: str) -> bool:
-        """Whether a value has the rank of the name that it is given to."""
+        """Return True if the value has the rank of the name it is assigned to."""
         operands = self._operands(value)
         inner = operands[0] if operands and len(operands) == 1 else None
         while inner is not None and not isinstance(inner, ast.Name):
@@ -136,7 +134,7 @@ class _Reader:
         return isinstance(inner, ast.Name) and inner.id == name
 
     def _operands(self, node: ast.expr) -> list[ast.expr] | None:
-        """The operands that an elementwise operation broadcasts; None for another."""
+        """Return the operands that an elementwise operation broadcasts, or None for any other node."""
         if isinstance(node, ast.BinOp) and not isinstance(node.op, ast.MatMult):
             return [node.left, node.right]
         if isinstance(node, ast.UnaryOp) and not isinstance(node.op, ast.Not):
@@ -166,10 +164,3 @@ class _Reader:
             return given if plain and not isinstance(given[1], ast.Constant) else None
         given += [word.value for word in node.keywords if word.arg not in ("dtype", "device")]
         return given if name in _ELEMENTWISE else None
-
-
-def _parameters(function: ast.AST) -> Iterator[str]:
-    if isinstance(function, Function):
-        for one in ast.walk(function.args):
-            if isinstance(one, ast.arg):
-                yield one.arg

@@ -1,4 +1,4 @@
-"""Selections by a mask, `x[mask]`, and expressions that treat the selection element by element."""
+"""Selections by a mask, `x[mask]`, and elementwise expressions of them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from torchtrim.records.probes import ObservedValue
 from torchtrim.source.facts import Facts, Values, is_mask, is_number, is_tensor
 from torchtrim.source.forms import equal, match_form
 from torchtrim.source.ranks import covers
-from torchtrim.source.source import Source
+from torchtrim.source.source import SourceFile
 
 _FORMS = (
     "torch.masked_select(X, M)",
@@ -21,10 +22,7 @@ _FORMS = (
 )
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.BitAnd, ast.BitOr, ast.BitXor)
 _COMPARISONS = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
-_CASTS_WORDS = """
-    float double half bfloat16 long int bool
-"""
-_CASTS = frozenset(_CASTS_WORDS.split())
+_CASTS = frozenset(("float", "double", "half", "bfloat16", "long", "int", "bool"))
 _ELEMENTWISE_WORDS = """
     abs absolute acos add asin atan atan2 ceil clamp clamp_max clamp_min clip clone cos cosh
     detach div divide eq erf exp exp2 expm1 floor ge greater gt hypot isfinite isinf isnan le less
@@ -50,10 +48,7 @@ _ROWS_WORDS = """
     amax amin argmax argmin logsumexp mean norm sum std var
 """
 _ROWS = frozenset(_ROWS_WORDS.split())
-_SAME_ROWS_WORDS = """
-    softmax log_softmax normalize
-"""
-_SAME_ROWS = frozenset(_SAME_ROWS_WORDS.split())
+_SAME_ROWS = frozenset(("softmax", "log_softmax", "normalize"))
 _LOSSES_WORDS = """
     mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy
     binary_cross_entropy_with_logits soft_margin_loss
@@ -86,7 +81,7 @@ _FUNCTIONAL = "torch.nn.functional."
 
 
 class Selection(NamedTuple):
-    """`x[mask]`: the whole, the tensor, the mask, and whether the result has one dimension in any case."""
+    """A selection `x[mask]`. `flat`: the result has one dimension whatever the shapes."""
 
     node: ast.expr
     tensor: ast.expr
@@ -95,14 +90,16 @@ class Selection(NamedTuple):
 
 
 def syncs_of(chosen: Iterable[Selection]) -> tuple[ast.AST, ...]:
-    """Where selections by masks synchronize: as a whole, or where the places in the mask are looked for."""
+    """Return the nodes where selections synchronize: each selection, and a call that looks up the mask's
+    indices.
+    """
     nodes = [one.node for one in chosen]
     places = [node.slice for node in nodes if isinstance(node, ast.Subscript)]
     return (*nodes, *(one for one in places if isinstance(one, ast.Call)))
 
 
-class Part(NamedTuple):
-    """Something in a tree, and how many trailing dimensions are reduced on the way to the tree's result."""
+class TreeInput(NamedTuple):
+    """An input of a tree, and how many trailing dimensions are reduced between it and the result."""
 
     node: ast.expr
     lost: int
@@ -110,16 +107,17 @@ class Part(NamedTuple):
 
 @dataclass
 class Tree:
-    """An expression that computes, element by element, with selections that all have one mask.
+    """An elementwise expression of selections that share one mask.
 
-    `leaves` are the selections, `operands` what else is computed with; `rows` are where whole rows are
-    treated together, which must have a dimension. `guarded`: it raises for elements out of its range;
-    `casts`: types are changed on the way; `rounded`: the last bit of an element may depend on its place.
+    `leaves` are the selections, `operands` the other inputs. `rows` has, for each reduction of whole rows,
+    the number of dimensions lost there; at least one must exist. `guarded`: the expression raises for
+    elements out of range. `casts`: it converts types. `rounded`: an element's last bit may depend on its
+    position.
     """
 
     mask: ast.expr
     leaves: list[tuple[Selection, int]] = field(default_factory=list)
-    operands: list[Part] = field(default_factory=list)
+    operands: list[TreeInput] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     guarded: bool = False
     casts: bool = False
@@ -127,26 +125,26 @@ class Tree:
 
     @property
     def syncs(self) -> tuple[ast.AST, ...]:
-        """Where the selections synchronize."""
+        """The nodes where the selections synchronize."""
         return syncs_of(leaf for leaf, _ in self.leaves)
 
     def parts(self) -> dict[str, ast.expr]:
-        """What to watch: the mask `M`, the tensors `X`, `X1`, ..., the operands `C0`, ..."""
+        """Return what to observe: the mask `M`, the tensors `X`, `X1`, ..., the operands `C0`, ..."""
         found = {tensor_part(n): leaf.tensor for n, (leaf, _) in enumerate(self.leaves)}
         found |= {f"C{n}": operand.node for n, operand in enumerate(self.operands)}
         return found | {"M": self.mask}
 
 
-Named = Mapping[str, ast.Assign]
+Assignments = Mapping[str, ast.Assign]
 
 
 def tensor_part(number: int) -> str:
-    """The name of the part that is the tensor of a tree's leaf."""
+    """Return the name of the part that holds the tensor of a leaf."""
     return f"X{number}" if number else "X"
 
 
-def selection(node: ast.AST, source: Source) -> Selection | None:
-    """The selection that an expression is, None if it is none. That the index is a mask is not known."""
+def selection(node: ast.AST, source: SourceFile) -> Selection | None:
+    """Return the selection that an expression may be, or None. Its index may turn out not to be a mask."""
     for text in _FORMS:
         bound = match_form(text, node, source)
         if bound is not None:
@@ -159,7 +157,7 @@ def selection(node: ast.AST, source: Source) -> Selection | None:
 
 
 def mask_of_index(index: ast.expr) -> ast.expr | None:
-    """What may be the mask in an index: all of it, or the first of `[mask, :]`."""
+    """Return the part of an index that may be a mask: the whole index, or `mask` of `[mask, :]`."""
     if isinstance(index, ast.Tuple) and index.elts and all(map(_whole, index.elts[1:])):
         index = index.elts[0]
     kinds = ast.Name | ast.Attribute | ast.Compare | ast.Call | ast.BinOp | ast.Subscript
@@ -175,30 +173,28 @@ def _whole(index: ast.expr) -> bool:
 
 def read_tree(
     node: ast.expr,
-    source: Source,
-    named: Named | None = None,
+    source: SourceFile,
+    named: Assignments | None = None,
     *,
     reduced: bool = False,
     mask: ast.expr | None = None,
 ) -> Tree | None:
-    """The tree of an expression, None if it is no such expression or has no selection.
+    """Return the tree of an elementwise expression, or None if it is not one or has no selection.
 
-    Where it has several that may be masks, and `mask` is not given, that which is most likely one is
-    taken. `reduced`: the expression is a loss that reduces what it gives; the tree is that of the loss
-    before.
+    Without `mask`, the most likely of several masks is used. `reduced`: the expression is a reducing loss,
+    and the tree describes the loss before its reduction.
     """
     for one in _masks(node, source, named or {}) if mask is None else [mask]:
         tree = Tree(one)
         if (
-            _Reader(source, named or {}, tree, node if reduced else None).read(node, 0)
+            _TreeBuilder(source, named or {}, tree, node if reduced else None).read(node, 0)
             and tree.leaves
         ):
             return tree
     return None
 
 
-def _masks(node: ast.expr, source: Source, named: Named) -> list[ast.expr]:
-    """What may be the mask, without repetitions, the most likely first."""
+def _masks(node: ast.expr, source: SourceFile, named: Assignments) -> list[ast.expr]:
     values = [node, *(one.value for one in named.values())]
     parts = [part for value in values for part in ast.walk(value)]
     found = [chosen.mask for part in parts if (chosen := selection(part, source)) is not None]
@@ -209,7 +205,7 @@ def _masks(node: ast.expr, source: Source, named: Named) -> list[ast.expr]:
     return sorted(single, key=lambda mask: -_likeness(mask, found, source))
 
 
-def _likeness(mask: ast.expr, found: list[ast.expr], source: Source) -> int:
+def _likeness(mask: ast.expr, found: list[ast.expr], source: SourceFile) -> int:
     text = source.segment(mask).lower()
     named = not isinstance(mask, ast.Name | ast.Attribute) or any(
         one in text for one in _LIKE_MASKS
@@ -217,15 +213,17 @@ def _likeness(mask: ast.expr, found: list[ast.expr], source: Source) -> int:
     return 10 * named + sum(equal(mask, other) for other in found)
 
 
-class _Reader:
-    def __init__(self, source: Source, named: Named, tree: Tree, reduced: ast.expr | None) -> None:
+class _TreeBuilder:
+    def __init__(
+        self, source: SourceFile, named: Assignments, tree: Tree, reduced: ast.expr | None
+    ) -> None:
         self._source = source
         self._reduced = reduced
         self._named = named
         self._tree = tree
 
     def read(self, node: ast.expr, lost: int) -> bool:
-        """Put the node into the tree; False where it cannot be."""
+        """Add the node to the tree. Returns False if it does not fit."""
         found = self._leaf(node)
         if found is not None:
             self._tree.leaves.append((found, lost))
@@ -234,7 +232,7 @@ class _Reader:
             return self.read(self._named[node.id].value, lost)
         if not any(self._selects(inner) for inner in ast.walk(node)):
             if not isinstance(node, ast.Constant):
-                self._tree.operands.append(Part(node, lost))
+                self._tree.operands.append(TreeInput(node, lost))
             return True
         if isinstance(node, ast.BinOp) and isinstance(node.op, _OPERATORS):
             self._tree.rounded |= isinstance(node.op, ast.Pow) and not _is_exact_power(node.right)
@@ -298,7 +296,7 @@ class _Reader:
         return is_type and self.read(given[0], lost)
 
     def _read_rows(self, node: ast.Call, last: str, given: list[ast.expr], lost: int) -> bool:
-        """A reduction of the last dimension, counted from the end, so that rows stay apart."""
+        """Add a reduction of the last dimension, counted from the end, which keeps rows apart."""
         dims = [word.value for word in node.keywords if word.arg in ("dim", "axis")]
         words = {word.arg for word in node.keywords}
         rest, first = given[1:], given[0]
@@ -337,30 +335,30 @@ def _keyword_text(node: ast.Call, name: str) -> object:
 
 
 def trailing(values: Values, tree: Tree) -> int:
-    """How many dimensions the tree's result has behind those that the mask selects from."""
+    """Return how many dimensions of the tree's result follow the dimensions that the mask covers."""
     (_, lost) = tree.leaves[0]
     return len(values.X.shape) - len(values.M.shape) - lost
 
 
-def need_fit(facts: Facts, tree: Tree, source: Source) -> None:
-    """What must hold for the same expression over all elements to hold the selected ones unchanged.
+def need_fit(facts: Facts, tree: Tree, source: SourceFile) -> None:
+    """Require that the expression over all elements contains the selected ones unchanged.
 
-    Without a run the source has to say that the mask has all dimensions of each tensor. Raises `Refused`
-    where it does not, or where a run that was watched shows otherwise.
+    Without a run, the source has to say that the mask has all dimensions of each tensor. Raises `FixRefused`
+    if it does not, or if an observed run contradicts it.
     """
     text = source.segment(tree.mask)
     for number, (leaf, _) in enumerate(tree.leaves):
         part = tensor_part(number)
         facts.need(
-            f"`{text}` is a boolean mask of the shape that each tensor begins with, on the same device",
+            f"`{text}` is a boolean mask on the same device, and each tensor's shape starts with its shape",
             lambda v, part=part, flat=leaf.flat: (
                 is_mask(v.M, getattr(v, part))  # type: ignore[misc]
                 and (not flat or (v.M.shape == getattr(v, part).shape and 1 not in v.M.shape))
             ),
-            told=lambda _, leaf=leaf: covers(tree.mask, leaf.tensor, source),  # type: ignore[misc]
+            static=lambda _, leaf=leaf: covers(tree.mask, leaf.tensor, source),  # type: ignore[misc]
         )
     facts.need(
-        "selections computed with each other have the same number of dimensions",
+        "selections that are combined have the same number of dimensions",
         lambda v: _fits(v, tree),
     )
     facts.need(
@@ -381,11 +379,10 @@ def _fits(values: Values, tree: Tree) -> bool:
     return behind >= 0 and ranks == {behind} and all(behind + lost > 0 for lost in tree.rows)
 
 
-def _is_apart(value: object, values: Values, most: int) -> bool:
-    seen = value
-    if is_number(seen) or getattr(seen, "kind", "") in ("str", "NoneType"):  # type: ignore[arg-type]
+def _is_apart(seen: ObservedValue, values: Values, most: int) -> bool:
+    if is_number(seen) or getattr(seen, "kind", "") in ("str", "NoneType"):
         return True
-    if not is_tensor(seen):  # type: ignore[arg-type]
+    if not is_tensor(seen):
         return False
-    shape, device = seen.shape, seen.device  # type: ignore[attr-defined]
+    shape, device = seen.shape, seen.device
     return len(shape) <= most and (device == values.X.device or not shape)

@@ -1,4 +1,4 @@
-"""One file of user code: its tree, where each node is in the text, and what names mean."""
+"""A file of user code: its tree, positions of nodes in the text, and the meaning of names."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from typing import Any, TypeVar
 
 from torchtrim.errors import UnreadableInput
 from torchtrim.records.files import read_bounded
-from torchtrim.records.seen import Spot
+from torchtrim.records.probes import SourceSpan
 
 _LINE = re.compile(r"\r\n|\r|\n")
 _NAME = re.compile(r"\w+")
 _MOST_BYTES = 4 * 2**20
+"""Arbitrary: far above any source file written by hand."""
 _NO_NODES = frozenset(("ctx", "op", "ops", "id", "attr", "arg", "kind", "type_comment", "level"))
 _HOLDING = {
     kind: tuple(name for name in kind._fields if name not in _NO_NODES)
     for kind in vars(ast).values()
     if isinstance(kind, type) and issubclass(kind, ast.AST)
 }
-"""The fields of each type of node in which other nodes are."""
+"""The fields of each node type that hold child nodes."""
 _Node = TypeVar("_Node", bound=ast.AST)
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 Loop = ast.For | ast.AsyncFor | ast.While
 Site = tuple[type[ast.AST], str]
-"""A type of node, and of a call the last name of its function; `""` is any."""
+"""A node type and, for a call, the last name of its function; `""` matches any."""
 
 
-class Source:
-    """A file's text, parsed. Raises `UnreadableInput` where it is no Python.
+class SourceFile:
+    """The parsed text of a file. Raises `UnreadableInput` if it is not valid Python.
 
-    Offsets are in characters. The tree is never changed: edits are spans of the text, so what is not
-    edited keeps its form.
+    Offsets count characters. The tree never changes: edits are spans of the text, so all other text keeps its
+    form.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Source:
             self.tree = tree or ast.parse(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-            raise UnreadableInput(f"{path}{line} is no Python that can be read: {error}.") from None
+            raise UnreadableInput(f"{path}{line} is not valid Python: {error}.") from None
         self._lines = lines or [0, *(found.end() for found in _LINE.finditer(text))]
         self._bound: dict[ast.AST, frozenset[str]] = {}
         self._has: dict[str, bool] = {}
@@ -65,12 +66,12 @@ class Source:
 
     @property
     def nodes(self) -> tuple[ast.AST, ...]:
-        """Every node of the tree, as `ast.walk` gives them, but for operators. The tree is walked once."""
+        """All nodes in the order of `ast.walk`, without operators. The tree is walked once."""
         return self._walked[0]
 
     @property
     def parents(self) -> dict[ast.AST, ast.AST]:
-        """The node around each node."""
+        """The parent of each node."""
         return self._walked[1]
 
     @cached_property
@@ -83,10 +84,10 @@ class Source:
             nodes += inner
         return tuple(nodes), parents
 
-    def only(self, lines: Iterable[int]) -> Source:
-        """The same file with fewer functions and classes in its tree: those around one of the lines.
+    def only(self, lines: Iterable[int]) -> SourceFile:
+        """Return the same file with only those functions and classes that contain one of the lines.
 
-        Classes of the file from which these inherit stay, and so does what is neither.
+        Base classes from the same file stay, as do all other statements.
         """
         wanted = sorted(lines)
         kept: list[ast.stmt] = []
@@ -100,12 +101,12 @@ class Source:
                 kept.append(one)
                 bases = one.bases if isinstance(one, ast.ClassDef) else []
                 names.update(called(base) for base in bases)
-        return Source(
+        return SourceFile(
             self.path, self.text, ast.Module(kept[::-1], self.tree.type_ignores), self._lines
         )
 
     def has(self, words: Collection[str]) -> bool:
-        """Whether each of the words is somewhere in the text, alone or in another."""
+        """Return True if the text contains each of the words, also inside other words."""
         for word in words:
             if word not in self._has:
                 self._has[word] = word in self.text
@@ -113,15 +114,15 @@ class Source:
 
     @cached_property
     def words(self) -> frozenset[str]:
-        """Every name in the text, comments included."""
+        """All names in the text, comments included."""
         return frozenset(_NAME.findall(self.text))
 
     def each(self, kind: type[_Node]) -> Iterator[_Node]:
-        """The nodes of a type, in the order of the tree."""
+        """Yield the nodes of a type, in the order of the tree."""
         return (node for _, node in self._sites.get((kind, ""), ()))  # type: ignore[misc]
 
     def at(self, sites: Iterable[Site]) -> Iterator[ast.AST]:
-        """The nodes at some sites, in the order of the tree."""
+        """Yield the nodes at the sites, in the order of the tree."""
         found = [one for site in set(sites) for one in self._sites.get(site, ())]
         return (node for _, node in sorted(found, key=lambda one: one[0]))
 
@@ -139,50 +140,50 @@ class Source:
 
     @cached_property
     def imported(self) -> dict[str, str]:
-        """What names of the file mean: `{"F": "torch.nn.functional"}`."""
+        """Imported names and their targets: `{"F": "torch.nn.functional"}`."""
         return dict(_imported(self.nodes))
 
     def start(self, node: ast.AST) -> int:
-        """Where the node begins in the text."""
+        """Return the offset of the node's first character."""
         return self._offset(node.lineno, node.col_offset)  # type: ignore[attr-defined]
 
     def end(self, node: ast.AST) -> int:
-        """Where the text goes on after the node."""
+        """Return the offset after the node."""
         return self._offset(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
 
     def segment(self, node: ast.AST) -> str:
-        """The node's text, as written."""
+        """Return the node's text."""
         return self.text[self.start(node) : self.end(node)]
 
     def line_start(self, line: int) -> int:
-        """Where a line, counted from 1, begins; the end of the text for one behind the last."""
+        """Return the offset of a line, counted from 1, or the text's length for a line after the last."""
         return self._lines[line - 1] if line <= len(self._lines) else len(self.text)
 
     def line_of(self, offset: int) -> int:
-        """The line, counted from 1, that holds an offset."""
+        """Return the line, counted from 1, that contains an offset."""
         return bisect_right(self._lines, offset)
 
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
-        """The nodes around a node, innermost first."""
+        """Yield the ancestors of a node, innermost first."""
         while (outer := self.parents.get(node)) is not None:
             yield outer
             node = outer
 
     def statement(self, node: ast.AST) -> ast.stmt:
-        """The innermost statement that holds the node."""
+        """Return the innermost statement that contains the node."""
         if isinstance(node, ast.stmt):
             return node
         return next(outer for outer in self.around(node) if isinstance(outer, ast.stmt))
 
     def function(self, node: ast.AST) -> Function | ast.Module:
-        """The function whose code the node is, or the module."""
+        """Return the function that contains the node, or the module."""
         for outer in self.around(node):
             if isinstance(outer, Function | ast.Module):
                 return outer
         return self.tree
 
     def loop(self, node: ast.AST) -> Loop | None:
-        """The innermost loop of the same function around the node."""
+        """Return the innermost loop around the node within its function."""
         for outer in self.around(node):
             if isinstance(outer, Loop):
                 return outer
@@ -191,7 +192,7 @@ class Source:
         return None
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
-        """The statements of this one's block."""
+        """Return the statements of the statement's block."""
         outer = self.parents[statement]
         for name in ("body", "orelse", "finalbody"):
             found = getattr(outer, name, None)
@@ -200,9 +201,9 @@ class Source:
         return [statement]
 
     def dotted(self, node: ast.AST) -> str | None:
-        """What a name or an attribute means, by the file's imports: `"torch.nn.functional.cross_entropy"`.
+        """Resolve a name or attribute by the imports: `"torch.nn.functional.cross_entropy"`.
 
-        None where it does not begin with something imported.
+        Returns None if its first name is not imported.
         """
         names: list[str] = []
         while isinstance(node, ast.Attribute):
@@ -215,7 +216,7 @@ class Source:
         return ".".join([self.imported[node.id], *reversed(names)])
 
     def bound(self, function: ast.AST) -> frozenset[str]:
-        """The names that a function's own code binds: parameters, assignments, loops, imports aside."""
+        """Return the names that a function binds: parameters, assignments and loops, but not imports."""
         if function not in self._bound:
             self._bound[function] = frozenset(_bound_in(function))
         return self._bound[function]
@@ -224,11 +225,11 @@ class Source:
         return (outer for outer in self.around(node) if isinstance(outer, Function))
 
     def alias(self, module: str) -> str | None:
-        """A name under which the file has a module, None if it has none."""
+        """Return a name under which the file imports a module, or None."""
         return next((name for name, full in self.imported.items() if full == module), None)
 
     def indentation(self, statement: ast.stmt) -> str | None:
-        """The blanks before a statement; None if something else is before it in its line."""
+        """Return the whitespace before a statement, or None if other code precedes it in its line."""
         first: ast.AST = statement
         decorators = getattr(statement, "decorator_list", [])
         if decorators:
@@ -238,7 +239,7 @@ class Source:
 
     @property
     def newline(self) -> str:
-        """How the file ends its lines."""
+        """The file's line ending."""
         found = _LINE.search(self.text)
         return found[0] if found else "\n"
 
@@ -250,7 +251,7 @@ class Source:
 
 
 def children(node: ast.AST) -> list[ast.AST]:
-    """The nodes right below a node, but for operators, in the order of the code."""
+    """Return a node's children in the order of the code, without operators."""
     found: list[ast.AST] = []
     for name in _HOLDING[type(node)]:
         value = getattr(node, name, None)
@@ -262,28 +263,28 @@ def children(node: ast.AST) -> list[ast.AST]:
 
 
 def called(function: ast.AST) -> str:
-    """The last name of a called function; `""` where it has none."""
+    """Return the last name of a called function, or `""`."""
     if isinstance(function, ast.Attribute):
         return function.attr
     return function.id if isinstance(function, ast.Name) else ""
 
 
-def spot(node: ast.AST) -> Spot:
-    """Where a node is, as another process that parses the same text finds it."""
+def spot(node: ast.AST) -> SourceSpan:
+    """Return a node's position, which is the same in any process that parses the same text."""
     return (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
 
 
 def read_source(path: Path) -> tuple[str, str]:
-    """The file's text with its line ends as they are, and its encoding.
+    """Return the file's text, with its line endings, and its encoding.
 
-    Raises `UnreadableInput` for what is missing, too large, no regular file or no text.
+    Raises `UnreadableInput` for a file that is missing, too large, not regular or not text.
     """
     try:
         data = read_bounded(path, _MOST_BYTES)
         encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]
         return data.decode(encoding), encoding
     except (UnicodeDecodeError, SyntaxError, LookupError) as error:
-        raise UnreadableInput(f"{path} is no text in the encoding it claims: {error}.") from None
+        raise UnreadableInput(f"{path} is not text in the encoding it declares: {error}.") from None
 
 
 def _imported(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
@@ -325,5 +326,5 @@ def _bound_in(function: ast.AST) -> Iterator[str]:
 
 
 def within(node: ast.AST, around: ast.AST) -> bool:
-    """Whether a node is another, or a part of it."""
+    """Return True if a node is `around` or inside it."""
     return any(one is node for one in ast.walk(around))

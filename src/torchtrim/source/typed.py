@@ -1,29 +1,33 @@
-"""What an expression would give that did not run: its type, shape, and which tensors its gradient reaches.
+"""Types, shapes and gradients of expressions that did not run.
 
-It is computed with tensors that have no data, by the facts that are known of its names.
+`typed` computes them on meta tensors from the facts known of the names. `common_form` compares two
+expressions by the source alone: each gets a form of its tensors and of what promotes their type, without the
+values of numbers. Expressions of one form have one type and shape, and raise for the same types and shapes.
 """
 
 from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from torchtrim.records.seen import Seen
+from torchtrim.records.probes import ObservedValue
 from torchtrim.source.facts import Values
-from torchtrim.source.source import Source
-from torchtrim.source.total import is_total
+from torchtrim.source.operations import is_total
+from torchtrim.source.source import SourceFile
 
 
 def _torch() -> Any:
-    """PyTorch, which is there wherever facts are, since a run gave them; `lint` needs none."""
+    """Return PyTorch. Facts come from a run, so it is installed wherever there are facts; `lint` needs no
+    torch.
+    """
     return import_module("torch")
 
 
-class Typed(NamedTuple):
-    """A tensor that an expression would give, and the texts of those that its gradient reaches."""
+class TensorType(NamedTuple):
+    """The type and shape of an expression's tensor, and the texts of the tensors its gradient reaches."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -54,29 +58,32 @@ _UNARY: dict[type[ast.AST], Callable[[Any], Any]] = {
 }
 
 
-class _Unknown(Exception):
-    """Something in the expression is not known."""
+class _UnknownValue(Exception):
+    """The value of a part of the expression is unknown."""
 
 
 _MEANS_UNKNOWN = (
-    *(_Unknown, RuntimeError, TypeError, ValueError, IndexError, AttributeError),
+    *(_UnknownValue, RuntimeError, TypeError, ValueError, IndexError, AttributeError),
     ArithmeticError,
 )
 
 
 def typed(
-    node: ast.expr, source: Source, known: Mapping[str, Seen], before: Iterable[ast.Assign] = ()
-) -> Typed | None:
-    """What it would give after the assignments; None where that is not known.
+    node: ast.expr,
+    source: SourceFile,
+    known: Mapping[str, ObservedValue],
+    before: Iterable[ast.Assign] = (),
+) -> TensorType | None:
+    """Infer the tensor that an expression would return after the assignments, or None if that is unknown.
 
-    `known` is what was seen of names and attributes, by their text.
+    `known` holds the observed names and attributes, by their text.
     """
     torch = _torch()
     if not all(is_total(one, source) for one in (node, *(assign.value for assign in before))):
         return None
     values = {text: _value(seen) for text, seen in known.items()}
     leaves = {text: one for text, one in values.items() if _requires_grad(one)}
-    space = _Space(source, dict(values))
+    space = _Namespace(source, dict(values))
     try:
         with torch.enable_grad():
             for assign in before:
@@ -87,14 +94,17 @@ def typed(
             reached = frozenset(_reached(result, leaves))
     except _MEANS_UNKNOWN:
         return None
-    return Typed(str(result.dtype).removeprefix("torch."), tuple(result.shape), reached)
+    return TensorType(str(result.dtype).removeprefix("torch."), tuple(result.shape), reached)
 
 
 def holds(
-    test: ast.expr, source: Source, known: Mapping[str, Seen], before: Iterable[ast.Assign] = ()
+    test: ast.expr,
+    source: SourceFile,
+    known: Mapping[str, ObservedValue],
+    before: Iterable[ast.Assign] = (),
 ) -> bool:
-    """Whether a test of ranks and types is known to hold after the assignments."""
-    space = _Space(source, {text: _value(seen) for text, seen in known.items()})
+    """Return True if a test of ranks and types is known to hold after the assignments."""
+    space = _Namespace(source, {text: _value(seen) for text, seen in known.items()})
     try:
         for assign in before:
             space.values[ast.unparse(assign.targets[0])] = space.value(assign.value)
@@ -103,8 +113,8 @@ def holds(
         return False
 
 
-def names_in(node: ast.AST, source: Source) -> Iterator[ast.expr]:
-    """The names and attributes that a value is made of, outermost."""
+def names_in(node: ast.AST, source: SourceFile) -> Iterator[ast.expr]:
+    """Yield the outermost names and attributes that a value is computed from."""
     if isinstance(node, ast.Name | ast.Attribute) and _is_chain(node):
         if source.dotted(node) is None:
             yield node
@@ -124,8 +134,8 @@ def _is_chain(node: ast.AST) -> bool:
     return isinstance(node, ast.Name)
 
 
-def known_names(parts: Mapping[str, ast.expr], values: Values) -> dict[str, Seen]:
-    """What was seen of the parts that are names and attributes, by their text.
+def known_names(parts: Mapping[str, ast.expr], values: Values) -> dict[str, ObservedValue]:
+    """Return the observed parts that are names or attributes, by their text.
 
     Types and shapes are left out: they follow from the tensor that has them.
     """
@@ -138,8 +148,8 @@ def known_names(parts: Mapping[str, ast.expr], values: Values) -> dict[str, Seen
     }
 
 
-class _Space:
-    def __init__(self, source: Source, values: dict[str, Any]) -> None:
+class _Namespace:
+    def __init__(self, source: SourceFile, values: dict[str, Any]) -> None:
         self._source = source
         self.values = values
 
@@ -166,14 +176,14 @@ class _Space:
             return self.value(node.value)[self._index(node.slice)]
         if isinstance(node, ast.Attribute):
             return self._attribute(node)
-        raise _Unknown
+        raise _UnknownValue
 
     def compares(self, test: ast.expr) -> bool:
-        """Whether values of Python's are equal, or one is a tensor."""
+        """Return True if Python values are equal, or a call such as `torch.is_tensor(x)` is true."""
         if isinstance(test, ast.Call):
             return self.value(test) is True
         if not isinstance(test, ast.Compare) or not all(isinstance(o, ast.Eq) for o in test.ops):
-            raise _Unknown
+            raise _UnknownValue
         values = [self.value(one) for one in (test.left, *test.comparators)]
         return all(one == values[0] for one in values)
 
@@ -181,7 +191,7 @@ class _Space:
         torch = _torch()
         one, other = self.value(left), self.value(right)
         if not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor):
-            raise _Unknown
+            raise _UnknownValue
         return function(one, other)
 
     def _index(self, node: ast.AST) -> Any:
@@ -198,14 +208,14 @@ class _Space:
             return getattr(self.value(node.value), node.attr)
         first, *names = dotted.split(".")
         if first != "torch":
-            raise _Unknown
+            raise _UnknownValue
         found: Any = torch
         for name in names:
             found = getattr(found, name)
         return found
 
 
-def _value(seen: Seen) -> Any:
+def _value(seen: ObservedValue) -> Any:
     torch = _torch()
     if seen.kind in ("tensor", "Parameter"):
         dtype = getattr(torch, seen.dtype)
@@ -224,3 +234,123 @@ def _reached(result: Any, leaves: Mapping[str, Any]) -> Iterable[str]:
         return
     grads = torch.autograd.grad(result.sum(), list(leaves.values()), allow_unused=True)
     yield from (text for text, grad in zip(leaves, grads, strict=True) if grad is not None)
+
+
+_ROOTS = frozenset(("exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid"))
+_CONSTANTS = frozenset(("zeros_like", "ones_like"))
+_LARGEST = 127  # what the smallest integer type holds
+
+
+class _UnknownForm(Exception):
+    """The source does not determine the form."""
+
+
+class TypeForm(NamedTuple):
+    """What determines type and shape; the texts of the operands, and of those a gradient reaches."""
+
+    kind: Hashable
+    operands: frozenset[str]
+    reached: frozenset[str]
+
+
+def common_form(one: ast.expr, other: ast.expr, source: SourceFile) -> TypeForm | None:
+    """Return the form of both expressions, or None if they differ or the source does not determine it."""
+    shared = _values_in(one) & _values_in(other)
+    try:
+        forms = {_form(node, source, shared) for node in (one, other)}
+    except _UnknownForm:
+        return None
+    return forms.pop() if len(forms) == 1 else None
+
+
+def _values_in(node: ast.expr) -> set[str]:
+    return {
+        ast.unparse(part)
+        for part in ast.walk(node)
+        if isinstance(part, ast.expr) and not isinstance(part, ast.Constant)
+    }
+
+
+def _form(node: ast.expr, source: SourceFile, shared: set[str]) -> TypeForm:
+    if (text := ast.unparse(node)) in shared:
+        return TypeForm(text, frozenset([text]), frozenset([text]))
+    if isinstance(node, ast.BinOp):
+        return _operated(node, source, shared)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return _without_truth(_form(node.operand, source, shared), "negative")
+    if isinstance(node, ast.Call):
+        return _called(node, source, shared)
+    raise _UnknownForm
+
+
+def _operated(node: ast.BinOp, source: SourceFile, shared: set[str]) -> TypeForm:
+    sides = (node.left, node.right)
+    numbers = [number for one in sides if (number := _number(one)) is not None]
+    tensors = [_form(one, source, shared) for one in sides if _number(one) is None]
+    if len(tensors) == 2:
+        return _of_tensors(node.op, *tensors)
+    if len(tensors) != 1:
+        raise _UnknownForm
+    form = tensors[0]
+    if isinstance(node.op, ast.Sub):
+        form = _without_truth(form, "less")
+    elif not isinstance(node.op, ast.Add | ast.Mult | ast.Div):
+        raise _UnknownForm
+    floating = isinstance(numbers[0], float) or isinstance(node.op, ast.Div)
+    return _promoted(form, "float" if floating else "int")
+
+
+def _without_truth(form: TypeForm, name: str) -> TypeForm:
+    return form if _is_promoted(form.kind) else form._replace(kind=(name, form.kind))
+
+
+def _of_tensors(op: ast.operator, left: TypeForm, right: TypeForm) -> TypeForm:
+    """Return the form of an operator between two tensors. Booleans cannot be subtracted."""
+    kinds: Hashable
+    if isinstance(op, ast.Div):
+        kinds = ("divided", left.kind, right.kind)
+    elif isinstance(op, ast.Add | ast.Mult | ast.Sub):
+        safe = _is_promoted(left.kind) or _is_promoted(right.kind)
+        name = "less" if isinstance(op, ast.Sub) and not safe else "with"
+        kinds = (name, frozenset((left.kind, right.kind)))
+    else:
+        raise _UnknownForm
+    return TypeForm(kinds, left.operands | right.operands, left.reached | right.reached)
+
+
+def _called(node: ast.Call, source: SourceFile, shared: set[str]) -> TypeForm:
+    dotted = source.dotted(node.func)
+    if dotted is None and isinstance(node.func, ast.Attribute):
+        name, operands = node.func.attr, [node.func.value, *node.args]
+    else:
+        module, _, name = (dotted or "").rpartition(".")
+        operands = list(node.args) if module == "torch" else []
+    if len(operands) != 1 or node.keywords:
+        raise _UnknownForm
+    form = _form(operands[0], source, shared)
+    if name in _ROOTS:
+        return _promoted(form, "float")
+    if name in _CONSTANTS and dotted is not None:
+        return form._replace(reached=frozenset())
+    if name == "clone":
+        return form
+    raise _UnknownForm
+
+
+def _number(node: ast.expr) -> int | float | None:
+    """Return a Python number that fits every type, or None."""
+    value = node.value if isinstance(node, ast.Constant) else None
+    small = type(value) is float or (type(value) is int and value <= _LARGEST)
+    return value if small else None  # type: ignore[return-value]
+
+
+def _promoted(form: TypeForm, to: str) -> TypeForm:
+    """Return the form after an operation with a number. A float overrides any earlier integer."""
+    if not isinstance(form.kind, tuple) or not _is_promoted(form.kind):
+        return form._replace(kind=(to, form.kind))
+    before, kind = form.kind
+    return form._replace(kind=("float" if "float" in (before, to) else to, kind))
+
+
+def _is_promoted(kind: Hashable) -> bool:
+    return isinstance(kind, tuple) and kind[0] in ("int", "float")

@@ -1,1 +1,1 @@
-"""One step of a program as tasks and tensors, what edits make of it, and the simulator that prices them."""
+"""A training step as tasks and tensors, edits of it, and the simulator of its memory and time."""

@@ -1,34 +1,36 @@
-"""An edit: what an option changes in a step, as data.
+"""Edits: the change that an option makes to a step, as data, and the pools that edits put bytes into.
 
-Whatever a technique does to memory and time is said in these few terms, so that the simulator knows none of
-them by name: holds that end, tensors that are needed longer, blocks that are there besides, work that is
-inserted, trips to the host. Two edits conflict if they claim the same tasks.
+Every technique describes its effect on memory and time in these terms, so the simulator knows no technique by
+name: holds that end, tensors needed longer, extra blocks, inserted work, trips to the host. Two edits
+conflict if they claim the same tasks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from torchtrim.step.step import DEVICE, Span
+from torchtrim.memory.packing import Buffer, Packing, pack
+from torchtrim.step.step import DEVICE, Hold, Span, Step, StepCall, Task, Tensor
 
 
 class Drop(NamedTuple):
-    """Hold number `hold` of a tensor ends when its task has run: nothing keeps it for that reason."""
+    """Ends hold number `hold` of a tensor: the tensor is no longer kept for that reason."""
 
     tensor: int
     hold: int
 
 
 class Need(NamedTuple):
-    """A tensor is needed until task `until` begins."""
+    """Keeps a tensor until task `until` begins."""
 
     tensor: int
     until: int
 
 
 class Block(NamedTuple):
-    """Bytes that are there besides, during tasks `first <= i < last`."""
+    """Extra bytes during tasks `first <= i < last`."""
 
     bytes: int
     first: int
@@ -37,7 +39,7 @@ class Block(NamedTuple):
 
 
 class Rise(NamedTuple):
-    """While a task runs, memory rises by at most so many bytes: it does its work in another way."""
+    """The highest rise of memory while a task runs in another way, in bytes."""
 
     task: int
     bytes: int
@@ -46,8 +48,8 @@ class Rise(NamedTuple):
 class Insert(NamedTuple):
     """Work just before task `at`, which takes `seconds` on a lane.
 
-    Memory rises by at most `rise` bytes over what was alive before it. `makes`: bytes of blocks of the same
-    edit that it leaves behind, which are alive from `at` on.
+    Memory rises by at most `rise` bytes above the bytes alive before it. `makes`: bytes of the edit's own
+    blocks that it allocates, which are alive from `at` on.
     """
 
     at: int
@@ -58,11 +60,11 @@ class Insert(NamedTuple):
 
 
 class Trip(NamedTuple):
-    """A tensor's way to the host and back over a link, which takes `seconds` each way.
+    """A tensor's trip to the host and back over a link, which takes `seconds` each way.
 
-    Its copy is queued when task `leaves` begins and awaited when `gone` does; the copy back is queued at
-    `back` and awaited at `asked`. To queue one keeps compute for `queueing` seconds. `alone`: for how many
-    seconds both are awaited if no other is on the link.
+    The copy out is queued when task `leaves` begins and awaited when `gone` begins; the copy back is queued
+    at `back` and awaited at `asked`. Queueing one copy occupies compute for `queueing` seconds. `alone`: the
+    stall of both copies together on an otherwise idle link.
     """
 
     bytes: int
@@ -78,8 +80,8 @@ class Trip(NamedTuple):
 class Edit(NamedTuple):
     """A change to a step. `claims`: the tasks that no other edit may change.
 
-    `overwrites`: tasks that write their result over their input. They make another step
-    (`step.overwrite`), in which the edits that go with them are to be found.
+    `overwrites`: tasks that write their result over their input. They lead to another step (`overwritten`),
+    and the edits to combine with them are found there.
     """
 
     drops: tuple[Drop, ...] = ()
@@ -93,13 +95,13 @@ class Edit(NamedTuple):
 
     @property
     def work_seconds(self) -> float:
-        """Seconds of all inserted work, and of queueing copies."""
+        """Seconds of all inserted work and of queueing copies."""
         queueing = sum(2 * trip.queueing for trip in self.trips)
         return sum(insert.seconds for insert in self.inserts) + queueing
 
     @property
     def seconds(self) -> float:
-        """Seconds that the edit adds by itself; `step.links` knows what several add together."""
+        """Seconds that the edit adds alone; `step.links` computes the sum for several."""
         return self.work_seconds + sum(trip.alone for trip in self.trips)
 
 
@@ -107,31 +109,127 @@ NOTHING = Edit()
 
 
 def joined(edits: Iterable[Edit]) -> Edit:
-    """Several edits as one."""
-    drops: list[Drop] = []
-    needs: list[Need] = []
-    blocks: list[Block] = []
-    inserts: list[Insert] = []
-    rises: list[Rise] = []
-    claims: list[Span] = []
-    overwrites: list[int] = []
-    trips: list[Trip] = []
-    for edit in edits:
-        drops += edit.drops
-        needs += edit.needs
-        blocks += edit.blocks
-        inserts += edit.inserts
-        rises += edit.rises
-        claims += edit.claims
-        overwrites += edit.overwrites
-        trips += edit.trips
+    """Return several edits as one."""
+    edits = tuple(edits)
     return Edit(
-        tuple(drops),
-        tuple(needs),
-        tuple(blocks),
-        tuple(inserts),
-        tuple(rises),
-        tuple(claims),
-        tuple(overwrites),
-        tuple(trips),
+        drops=tuple(drop for edit in edits for drop in edit.drops),
+        needs=tuple(need for edit in edits for need in edit.needs),
+        blocks=tuple(block for edit in edits for block in edit.blocks),
+        inserts=tuple(insert for edit in edits for insert in edit.inserts),
+        rises=tuple(rise for edit in edits for rise in edit.rises),
+        claims=tuple(claim for edit in edits for claim in edit.claims),
+        overwrites=tuple(task for edit in edits for task in edit.overwrites),
+        trips=tuple(trip for edit in edits for trip in edit.trips),
     )
+
+
+def joined_if_all(edits: Iterable[Edit | None]) -> Edit | None:
+    """Return several edits as one, or None without edits or if one is None."""
+    every = tuple(edits)
+    found = [edit for edit in every if edit is not None]
+    return joined(found) if found and len(found) == len(every) else None
+
+
+ALIGNMENT = 256
+"""Alignment of offsets in a host block, in bytes; the same as that of CUDA's allocations."""
+
+
+PINNED = "pinned"
+"""The pool of pinned host memory."""
+FILE = "file"
+"""The pool of memory-mapped files, which no budget limits."""
+DISK = 2e9
+"""Bytes per second to and from a file: the sustained write rate that makers of NVMe drives state."""
+
+
+def host_blocks(edit: Edit) -> list[Block]:
+    """Return the blocks that an edit puts into host memory or a file."""
+    return [block for block in edit.blocks if block.pool != DEVICE]
+
+
+def packed(blocks: Sequence[Block]) -> Packing:
+    """Return the offsets of blocks in one buffer, by their numbers."""
+    buffers = [
+        Buffer(number, block.first, block.last, block.bytes, ALIGNMENT)
+        for number, block in enumerate(blocks)
+    ]
+    return pack(buffers, seconds=0)
+
+
+def host_peak(edits: Iterable[Edit]) -> int:
+    """Return the bytes of the host block that edits need together."""
+    blocks = (block for edit in edits for block in host_blocks(edit))
+    return packed([block for block in blocks if block.pool != FILE]).height
+
+
+_COPY = "aten::clone"
+
+
+def overwritten(step: Step, tasks: Iterable[int]) -> Step:
+    """Return the step whose `tasks` write their result over their input; each reads and makes one tensor of
+    one size.
+
+    The two tensors become one, which keeps the number of the first and lives as long as either is held. A
+    task that clones a tensor just before the next task overwrites it disappears: the tensor that autograd
+    saved from the clone is then the result of the next task.
+    """
+    heirs: dict[int, int] = {}
+    changed: dict[int, Task] = {}
+    tensors = list(step.tensors)
+    for index in sorted(tasks):
+        task = step.tasks[index]
+        (read,), (made,) = task.reads, task.makes
+        kept = heirs.get(read, read)
+        heirs[made] = kept
+        if task.name.startswith(_COPY):
+            tensors[made] = _of_next(tensors[made], index + 1)
+        tensors[kept] = _joined(tensors[kept], tensors[made])
+        tensors[made] = tensors[made]._replace(bytes=0, holds=(Hold(index + 1),))
+        rise = max(task.transient - tensors[kept].bytes, 0)
+        changed[index] = task._replace(writes=(kept,), transient=rise)
+        if task.name.startswith(_COPY):
+            changed[index] = task._replace(name="", makes=(), seconds=0.0, transient=0)
+    if not heirs:
+        return step
+    every = (changed.get(index, task) for index, task in enumerate(step.tasks))
+    return replace(
+        step,
+        tasks=tuple(_task(task, heirs) for task in every),
+        tensors=tuple(tensors),
+        calls=tuple(_call(call, heirs) for call in step.calls),
+    )
+
+
+def _of_next(copy: Tensor, writer: int) -> Tensor:
+    """Return the clone with its saved holds moved to the task that overwrites the original."""
+    return copy._replace(
+        holds=tuple(
+            hold._replace(saver=writer, packed=max(hold.packed, writer))
+            if hold.saver >= 0
+            else hold
+            for hold in copy.holds
+        )
+    )
+
+
+def _joined(old: Tensor, new: Tensor) -> Tensor:
+    """Return a tensor that holds first the old contents, then the new. Autograd's saves of the old ones
+    end."""
+    return old._replace(kind=new.kind, holds=(*old.holds, *new.holds))
+
+
+def _task(task: Task, heirs: Mapping[int, int]) -> Task:
+    return task._replace(
+        reads=_of(task.reads, heirs), makes=_of(task.makes, heirs), writes=_of(task.writes, heirs)
+    )
+
+
+def _call(call: StepCall, heirs: Mapping[int, int]) -> StepCall:
+    given, held = _of(call.inputs, heirs), _of(call.held, heirs)
+    return call._replace(inputs=given, outputs=_of(call.outputs, heirs), held=held)
+
+
+def _of(numbers: tuple[int, ...], heirs: Mapping[int, int]) -> tuple[int, ...]:
+    if heirs.keys().isdisjoint(numbers):
+        return numbers
+    return tuple(heirs.get(number, number) for number in numbers)

@@ -1,25 +1,35 @@
-"""How a module in `DistributedDataParallel` exchanges its gradients in a step: copies, buckets, rounds."""
+"""Gradient exchange of `DistributedDataParallel`: copies, buckets, rounds, and the overlap with backward.
+
+A bucket is exchanged when the last of its gradients is ready, one bucket after the other, as in Li et al.,
+PyTorch Distributed, VLDB 2020, sections 3.2.3 and 4.2. An exchange takes a latency and a time per byte, both
+fitted to the recorded exchanges. Unless the script sets a size, torch's first bucket has 1 MiB
+(`torch.distributed._DEFAULT_FIRST_BUCKET_BYTES`). It holds the gradients that are ready first. If the module
+searches for unused parameters, it holds gradients of the model's first parameters, which are ready last.
+"""
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torchtrim.records.profile import Collective, Profile, Replica
 from torchtrim.step.job import blocked_seconds
+from torchtrim.step.lanes import LaneTask, run_lanes
 from torchtrim.step.step import Step
 
 REDUCES = "allreduce"
+"""Name of the collective that sums gradients."""
 _COLLECTIVES = "c10d::"
 
 
-class Exchange(NamedTuple):
-    """The gradients of one replica, and the tasks that carry them to their buckets and back.
+class GradientExchange(NamedTuple):
+    """The gradients of one replica, and the tasks that copy them to their buckets and back.
 
     `copied`: for each gradient made in the step, the first task that copies it into a bucket. `old`:
-    gradients from before the step. `back`: the tasks that copy a bucket into a gradient. `again`: a gradient
-    is copied more than once, or is from before the step.
+    gradients from before the step. `back`: the tasks that copy a bucket into a gradient. `again`: True if a
+    gradient is copied more than once or is older than the step.
     """
 
     copied: dict[int, int]
@@ -29,10 +39,10 @@ class Exchange(NamedTuple):
 
 
 class Rounds(NamedTuple):
-    """How often a step exchanges all gradients: `rounds`, 0 for no replica.
+    """How often a step exchanges all gradients: `rounds`, or 0 without a replica.
 
-    `all_bytes`: of all rounds, `once_bytes` of one. `needless_seconds`: for how long all but the last block
-    the rank.
+    `all_bytes`: the sum over all rounds. `once_bytes`: the sum over one round. `needless_seconds`: how long
+    all rounds but the last block the rank.
     """
 
     rounds: int
@@ -41,10 +51,11 @@ class Rounds(NamedTuple):
     needless_seconds: float
 
 
-def exchange_of(step: Step, replica: Replica) -> Exchange:
-    """How the gradients of a replica's parameters travel."""
+def exchange_of(step: Step, replica: Replica) -> GradientExchange:
+    """Return how the gradients of a replica's parameters reach their buckets and return."""
     profile = step.profile
     assert profile is not None
+    prefix = f"{profile.modules[replica.module].path}."
     buckets = {
         use.storage
         for _, one in reduces_of(profile)
@@ -53,7 +64,7 @@ def exchange_of(step: Step, replica: Replica) -> Exchange:
     gradients = {
         number
         for number, storage in enumerate(profile.storages)
-        if storage.kind == "gradient" and _is_of(profile, replica, storage.name)
+        if storage.kind == "gradient" and storage.name.startswith(prefix)
     } - buckets
     copied: dict[int, int] = {}
     copies: Counter[int] = Counter()
@@ -70,13 +81,13 @@ def exchange_of(step: Step, replica: Replica) -> Exchange:
             back.append(number)
     old = tuple(number for number in sorted(gradients) if profile.storages[number].birth < 0)
     again = bool(old) or max(copies.values(), default=0) > 1
-    return Exchange(copied, old, tuple(back), again)
+    return GradientExchange(copied, old, tuple(back), again)
 
 
 def after_exchange(step: Step, copy: int) -> int:
-    """The task from which on a gradient is not held any more that task `copy` has put into its bucket.
+    """Return the first task that no longer holds a gradient after task `copy` has copied it into its bucket.
 
-    Autograd lets go of it when the hook returns, which may have begun the bucket's exchange.
+    Autograd frees the gradient when the hook returns, which may have started the exchange of the bucket.
     """
     following = copy + 1
     while following < len(step.tasks) and step.tasks[following].name.startswith(_COLLECTIVES):
@@ -85,7 +96,7 @@ def after_exchange(step: Step, copy: int) -> int:
 
 
 def rounds_of(profile: Profile) -> Rounds:
-    """The rounds of exchanges of a step that adds up as many gradients; one where it does not."""
+    """Return the rounds of a step; more than one only if the step accumulates as many gradients."""
     gradients = sum(replica.gradient_bytes for replica in profile.replicas)
     exchanged = [*reduces_of(profile)]
     total = sum(one.bytes for _, one in exchanged)
@@ -97,38 +108,163 @@ def rounds_of(profile: Profile) -> Rounds:
     return Rounds(count, total, gradients, sum(blocked[number] for number in needless))
 
 
-def waits(profile: Profile) -> bool:
-    """Whether a step adds gradients up without an exchange, as inside `no_sync`."""
+def accumulates_unexchanged(profile: Profile) -> bool:
+    """Return True if a step accumulates gradients without an exchange, as inside `no_sync`."""
     return _most_added(profile) > max(rounds_of(profile).rounds, 1)
 
 
 def reduces_of(profile: Profile) -> Iterator[tuple[int, Collective]]:
-    """The sums over ranks that backward issues, with their numbers."""
+    """Yield the sums over ranks that backward issues, with their numbers."""
     for number, one in enumerate(profile.collectives):
         if profile.operators[one.operator].phase == "backward" and one.name == REDUCES:
             yield number, one
 
 
 def ranks_of(profile: Profile) -> int:
-    """How many ranks exchange gradients; those of the job where that is unknown."""
+    """Return how many ranks exchange gradients, or the size of the job if that is unknown."""
     return max((one.ranks for _, one in reduces_of(profile)), default=0) or profile.world
 
 
-def _is_of(profile: Profile, replica: Replica, name: str) -> bool:
-    return name.startswith(f"{profile.modules[replica.module].path}.")
-
-
 def _most_added(profile: Profile) -> int:
-    """How often the step adds to a gradient, the most of all."""
+    """Return how often the step adds to a gradient, at most."""
     steps = profile.optimizer_steps
     return max((update.added for step in steps for update in step.updates), default=0)
 
 
 def _without_last(exchanged: list[tuple[int, Collective]], gradients: int) -> Iterator[int]:
-    """All exchanges but those of the last round."""
+    """Yield all exchanges before the last round."""
     left = sum(one.bytes for _, one in exchanged) - gradients
     for number, one in exchanged:
         if left <= 0:
             return
         left -= one.bytes
         yield number
+
+
+MIB = 2**20
+BUCKET_CAPS = (1 * MIB, 4 * MIB, 16 * MIB, 25 * MIB, 64 * MIB, 256 * MIB)
+"""Bucket sizes to compare, in bytes; 25 MiB is torch's default."""
+LEAST_CAP_SAVING = 0.02
+"""Share of the step that another bucket size must save. Recorded times are no more precise than that."""
+
+
+class ExchangeCost(NamedTuple):
+    """Cost of an exchange: `latency` seconds, and `per_byte` seconds for each byte."""
+
+    latency: float
+    per_byte: float
+
+    def seconds(self, size: int) -> float:
+        """Return the seconds for `size` bytes."""
+        return self.latency + self.per_byte * size
+
+
+class ReadyGradient(NamedTuple):
+    """Bytes that are ready for exchange `seconds` after the start of the step."""
+
+    seconds: float
+    bytes: int
+
+
+class Overlap(NamedTuple):
+    """Gradients of a replica in the order of backward, and the end of backward in seconds.
+
+    `cap`: the current bucket size in bytes; `first`: the size of the first bucket. `rebuilt`: buckets are
+    filled in the order of readiness, and not in the order of the parameters.
+    """
+
+    gradients: tuple[ReadyGradient, ...]
+    end: float
+    cap: int
+    link: ExchangeCost
+    first: int = 0
+    rebuilt: bool = True
+
+    def exposed_seconds(self, cap: int) -> float:
+        """Return how long exchanges outlast backward, with all buckets of `cap` bytes."""
+        return self._exposed(cap, cap, 1.0)
+
+    def exposed_now(self, *, width: float = 1.0) -> float:
+        """Return how long exchanges outlast backward, with the current buckets.
+
+        `width`: the exchanged bytes as a share of the bytes of the gradients.
+        """
+        return self._exposed(self.cap, self.first or self.cap, width)
+
+    def _exposed(self, cap: int, first: int, width: float) -> float:
+        buckets = in_buckets(self.gradients, cap, first, rebuilt=self.rebuilt)
+        tasks = [
+            LaneTask(number, self.link.seconds(int(one.bytes * width)), earliest=one.seconds)
+            for number, one in enumerate(buckets)
+        ]
+        last = max((end for _, end in run_lanes([tasks]).values()), default=0.0)
+        return max(last - self.end, 0.0)
+
+    def best_cap(self) -> tuple[int, float]:
+        """Return the bucket size with the least exposed time, and the seconds it saves; the current size if
+        none saves."""
+        now = self.exposed_now()
+        best = min(BUCKET_CAPS, key=self.exposed_seconds)
+        saved = now - self.exposed_seconds(best)
+        return (best, saved) if saved > 0 else (self.cap, 0.0)
+
+
+def overlap_of(profile: Profile, replica: Replica) -> Overlap | None:
+    """Return how a replica's exchanges overlap with backward, or None if the profile lacks the data.
+
+    It needs exchanges of at least two sizes, and an optimizer whose gradients have known times.
+    """
+    link = exchange_cost_of(profile)
+    gradients = tuple(sorted(_gradients(profile, replica)))
+    ends = [op.start + op.seconds for op in profile.operators if op.phase == "backward"]
+    if link is None or not gradients or not ends:
+        return None
+    rebuilt = replica.static_graph or not replica.find_unused
+    return Overlap(gradients, max(ends), replica.bucket_bytes, link, replica.first_bytes, rebuilt)
+
+
+def exchange_cost_of(profile: Profile) -> ExchangeCost | None:
+    """Return the latency and time per byte of the recorded gradient exchanges, by least squares."""
+    known = [(one.bytes, one.seconds) for _, one in reduces_of(profile) if one.seconds is not None]
+    sizes, seconds = [size for size, _ in known], [took for _, took in known]
+    if len(set(sizes)) < 2:
+        return None
+    per_byte, latency = statistics.linear_regression(sizes, seconds)
+    if per_byte <= 0:
+        return None
+    if latency < 0:
+        return ExchangeCost(0.0, sum(seconds) / sum(sizes))
+    return ExchangeCost(latency, per_byte)
+
+
+def in_buckets(
+    gradients: Sequence[ReadyGradient], cap: int, first: int, *, rebuilt: bool = True
+) -> list[ReadyGradient]:
+    """Return when each bucket is full, in the order of exchange.
+
+    Buckets fill as in `DistributedDataParallel`: one is closed when it reaches `cap` bytes, or `first` for
+    the first one. If they are not `rebuilt`, the first bucket has the gradients that are ready last, and is
+    exchanged last.
+    """
+    filled = list(_filled(gradients if rebuilt else gradients[::-1], cap, first))
+    return filled if rebuilt else filled[::-1]
+
+
+def _filled(gradients: Sequence[ReadyGradient], cap: int, first: int) -> Iterator[ReadyGradient]:
+    size, ready, limit = 0, 0.0, first
+    for one in gradients:
+        size, ready = size + one.bytes, max(ready, one.seconds)
+        if size >= limit:
+            yield ReadyGradient(ready, size)
+            size, ready, limit = 0, 0.0, cap
+    if size:
+        yield ReadyGradient(ready, size)
+
+
+def _gradients(profile: Profile, replica: Replica) -> Iterator[ReadyGradient]:
+    prefix = f"{profile.modules[replica.module].path}."
+    for step in profile.optimizer_steps:
+        for update in step.updates:
+            parameter = profile.storages[update.parameter]
+            if parameter.name.startswith(prefix) and 0 <= update.ready < len(profile.operators):
+                yield ReadyGradient(profile.operators[update.ready].start, parameter.bytes)

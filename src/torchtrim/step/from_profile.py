@@ -1,28 +1,43 @@
-"""A profile -> the step that it recorded."""
+"""A profile -> the step that it recorded, with its recorded times or its times on a named device."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
+from torchtrim.costs.devices import Device
+from torchtrim.costs.roofline import estimate
+from torchtrim.costs.syncs import price_syncs
 from torchtrim.records.profile import ALWAYS, Operator, Profile, SavedTensor, Storage
 from torchtrim.records.remembered import remembered
-from torchtrim.step.step import OVERHEAD, Call, Hold, Module, Overhead, Span, Step, Task, Tensor
+from torchtrim.step.step import (
+    OVERHEAD,
+    Hold,
+    Overhead,
+    Span,
+    Step,
+    StepCall,
+    StepModule,
+    Task,
+    Tensor,
+)
 
 _BACKWARD = ("backward", "recompute")
 
 
 @remembered
 def step_of(profile: Profile, seconds: float | None = None) -> Step:
-    """The recorded step. `seconds`: what it takes without a recorder, if that was measured."""
+    """Return the recorded step. `seconds`: its time without a recorder, if measured."""
     return Step(
         tasks=tuple(map(_task, profile.operators)),
         tensors=_Tensors(profile).all(),
         modules=tuple(
-            Module(m.path, m.type, m.parent, m.chain, m.hooked, m.writes) for m in profile.modules
+            StepModule(m.path, m.type, m.parent, m.chain, m.hooked, m.writes)
+            for m in profile.modules
         ),
         calls=tuple(
-            Call(c.module, Span(c.first, c.last), c.inputs, c.outputs, c.graded, c.held)
+            StepCall(c.module, Span(c.first, c.last), c.inputs, c.outputs, c.graded, c.held)
             for c in profile.calls
         ),
         seconds=profile.step_seconds if seconds is None else seconds,
@@ -54,7 +69,7 @@ def _task(op: Operator) -> Task:
 
 
 class _Tensors:
-    """Reads why each storage is kept, and until when."""
+    """Reads the holds of each storage."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
@@ -75,7 +90,7 @@ class _Tensors:
             self._recorded[one.storage].setdefault(one.saver, one)
 
     def all(self) -> tuple[Tensor, ...]:
-        """Every storage as a tensor of the step."""
+        """Return every storage as a tensor of the step."""
         return tuple(
             Tensor(s.bytes, s.kind, s.pool, s.birth, self._holds(number, s))
             for number, s in enumerate(self._profile.storages)
@@ -95,7 +110,7 @@ class _Tensors:
         return (Hold(rest), *saved.values())
 
     def _saved(self, number: int, storage: Storage) -> Iterator[tuple[int, Hold]]:
-        """What autograd was seen to save: it holds that until backward has left the saver's node."""
+        """Yield the saves of autograd, which last until backward has left the node of the saver."""
         for saver, one in self._recorded[number].items():
             if saver < 0:
                 continue
@@ -104,7 +119,7 @@ class _Tensors:
             yield saver, Hold(until, saver, one.packed, one.unpacked)
 
     def _inferred(self, readers: list[int], storage: Storage) -> dict[int, Hold]:
-        """What backward reads was saved by the operator whose gradient it computes."""
+        """Infer saves from backward: the forward operator saved the tensors that its gradient reads."""
         found: dict[int, Hold] = {}
         for index in readers:
             op = self._operators[index]
@@ -115,9 +130,35 @@ class _Tensors:
         return found
 
     def _holders(self, number: int, storage: Storage) -> list[int]:
-        """Its readers, and the operator after which it died: that one let go of it last, unless it is known
-        that Python had done so before, and a graph that never ran backward kept it."""
+        """Return the readers of a storage, and the operator after which it died as its last holder.
+
+        The latter is left out if Python is known to have dropped the storage earlier, and a graph that never
+        ran backward kept it.
+        """
         last = storage.death - 1
         unused = any(s.saver >= 0 and s.unpacked < 0 for s in self._recorded[number].values())
         let_go = last <= storage.birth or (unused and 0 <= storage.kept <= last)
         return [*self._readers[number], *([] if let_go else [last])]
+
+
+_BOUND_BY_DEVICE = 0.9
+"""Arbitrary; a device that is busy for 90 % of the step sets its pace, apart from gaps between steps."""
+_NO_OVERHEAD = Overhead(task=0.0, span=2e-5, random_state=0, recipe=0.0, watched=0.0)
+"""Overhead on a device-bound step: 20 us to enter a span. Launches are hidden behind kernels."""
+
+
+def on_device(step: Step, device: Device) -> Step:
+    """Return the step with the times of its tasks on a device, by the roofline.
+
+    A device-bound step pays kernel time for recomputation; a host-bound one pays launch time. A step without
+    a profile is returned unchanged.
+    """
+    if step.profile is None:
+        return step
+    times = estimate(step.profile, device)
+    whole = price_syncs(step.profile, device, ())
+    by_device = whole.device_busy_ms >= _BOUND_BY_DEVICE * whole.step_ms
+    seconds = times.device_seconds if by_device else times.host_seconds
+    tasks = (t._replace(seconds=s) for t, s in zip(step.tasks, seconds, strict=True))
+    overhead = _NO_OVERHEAD if by_device else step.overhead
+    return replace(step, tasks=tuple(tasks), seconds=whole.step_ms / 1e3, overhead=overhead)

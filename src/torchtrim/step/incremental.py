@@ -1,8 +1,8 @@
-"""The simulator for searches: options are switched on and off, and each switch costs the change.
+"""The simulator for searches: options are switched on and off, and each switch costs only the change.
 
-Between the moments at which some option changes anything the bytes alive rise and fall as in the step as it
-is, so all between two such moments is one stretch, of which only the highest counts. Stretches
-are kept in blocks; a switch sums up the few blocks anew that it touches.
+As long as no option changes anything, memory rises and falls as in the unedited step. So all tasks from one
+such change to the next form a stretch, and only its highest point counts. Stretches are grouped in blocks; a
+switch recomputes the sums of the few blocks that it touches.
 """
 
 from __future__ import annotations
@@ -17,14 +17,64 @@ from typing import NamedTuple
 from torchtrim.step.edits import Edit
 from torchtrim.step.simulate import Outcome, level, timeline
 from torchtrim.step.step import DEVICE, Step
-from torchtrim.step.ties import Tie, ends_at, starts_of, ties_of
+
+
+class TensorTie(NamedTuple):
+    """The (option, hold) pairs that drop holds of a tensor, the (option, task) pairs that need it, and the
+    options."""
+
+    drops: list[tuple[int, int]]
+    needs: list[tuple[int, int]]
+    options: set[int]
+
+
+def ties_of(step: Step, edits: Sequence[Edit]) -> dict[int, TensorTie]:
+    """Return the ties of the device tensors that options affect."""
+    found: dict[int, TensorTie] = {}
+
+    def tie(number: int) -> TensorTie | None:
+        tensor = step.tensors[number]
+        counts = tensor.pool == DEVICE and tensor.bytes
+        return found.setdefault(number, TensorTie([], [], set())) if counts else None
+
+    for option, edit in enumerate(edits):
+        for drop in edit.drops:
+            if (one := tie(drop.tensor)) is not None:
+                one.drops.append((option, drop.hold))
+                one.options.add(option)
+        for need in edit.needs:
+            if (one := tie(need.tensor)) is not None:
+                one.needs.append((option, need.until))
+                one.options.add(option)
+    return found
+
+
+def starts_of(step: Step, edits: Sequence[Edit]) -> list[int]:
+    """Return the tasks that may begin a change of the live bytes, the first task included."""
+    count = len(step.tasks)
+    moments = {0} if count else set()
+    for edit in edits:
+        for block in edit.blocks:
+            moments.update((block.first, block.last))
+        for insert in edit.inserts:
+            moments.update((insert.at, insert.at + 1))
+        for rise in edit.rises:
+            moments.update((rise.task, rise.task + 1))
+        for need in edit.needs:
+            moments.update((need.until, step.tensors[need.tensor].death))
+        for drop in edit.drops:
+            tensor = step.tensors[drop.tensor]
+            moments.update((tensor.birth + 1, *(hold.until for hold in tensor.holds)))
+    return sorted(moment for moment in moments if 0 <= moment < count)
+
 
 _BLOCK = 48
+"""Arbitrary; a switch sums over blocks of this size, and the peak is the highest over all blocks."""
 
 
-class _Change(NamedTuple):
-    """What an option changes whatever else is on: bytes at stretches, levels above them, and by how much
-    the stretches' own tasks rise."""
+class _OptionDelta(NamedTuple):
+    """Effect of one option, whatever else is on: bytes by stretch, levels above them, and rises of own
+    tasks."""
 
     steps: tuple[tuple[int, int], ...]
     levels: tuple[tuple[int, int], ...]
@@ -33,7 +83,7 @@ class _Change(NamedTuple):
 
 
 class Simulation:
-    """The step with the options that are on. `edits`: what each option changes; none is on at first."""
+    """A step with the options that are on. `edits`: the edit of each option; all options start off."""
 
     def __init__(self, step: Step, edits: Sequence[Edit]) -> None:
         self._step = step
@@ -51,7 +101,7 @@ class Simulation:
         self._build()
 
     def _build(self) -> None:
-        """The stretches of the step as it is: by how much bytes change at each, and the highest in it."""
+        """Set up the stretches of the unedited step: the change of bytes at each, and its highest point."""
         before, high = timeline(self._step)
         edges = [*self._starts, len(high)]
         self._where = [max(range(a, b), key=high.__getitem__) for a, b in pairwise(edges)]
@@ -66,14 +116,15 @@ class Simulation:
             self._sum_up(block)
 
     def _sum_up(self, block: int) -> None:
-        """A block's change of bytes, and its highest over the bytes alive before it."""
+        """Recompute the change of bytes over a block, and its highest point above the bytes alive
+        before it."""
         first, last = block * _BLOCK, (block + 1) * _BLOCK
         running = list(accumulate(self._rise[first:last]))
         self._sums[block] = running[-1]
         self._highs[block] = max(map(add, running, self._tops[first:last]))
 
     def switch(self, options: Iterable[int]) -> None:
-        """Switch each of these options, on if it is off."""
+        """Flip each of these options."""
         touched: set[int] = set()
         for option in options:
             self._switch(option, touched)
@@ -100,7 +151,7 @@ class Simulation:
             self._settle(tensor, touched)
 
     def _settle(self, tensor: int, touched: set[int]) -> None:
-        """Move the end of a tensor that several options bear on to where it now is."""
+        """Move the end of a tensor that several options affect."""
         now, old = self._end(tensor), self._ends[tensor]
         if now == old:
             return
@@ -114,13 +165,13 @@ class Simulation:
 
     @property
     def peak_bytes(self) -> int:
-        """The highest bytes of the step with what is on."""
+        """The peak of the step with the options that are on."""
         starts = accumulate(self._sums, initial=0)
         return max(map(add, starts, self._highs), default=0)
 
     @property
     def outcome(self) -> Outcome:
-        """The peak with the task that sets it, and the seconds that are added."""
+        """The peak, the task that sets it, and the added seconds."""
         peak = self.peak_bytes
         if not self._starts:
             return Outcome(peak, -1, self.seconds)
@@ -138,7 +189,7 @@ class Simulation:
         raise AssertionError("a block's highest is in the block")
 
     def peak_from(self, task: int) -> int:
-        """The highest bytes from the stretch on that begins at a task, or that it is in."""
+        """Return the peak from the start of the stretch that contains a task."""
         place = max(bisect_right(self._starts, task) - 1, 0)
         first = place // _BLOCK
         level_ = sum(self._sums[:first]) + sum(self._rise[first * _BLOCK : place])
@@ -146,14 +197,13 @@ class Simulation:
         return level_ + max(map(add, accumulate(rest), self._tops[place:]), default=0)
 
     def _end(self, tensor: int) -> int:
-        """When a tensor dies with what is on."""
         drops, needs, _ = self._ties[tensor]
         on = self.on
         gone = {hold for option, hold in drops if option in on}
         needed = (until for option, until in needs if option in on)
-        return ends_at(self._step.tensors[tensor], gone, needed)
+        return self._step.tensors[tensor].end(gone, needed)
 
-    def _change_of(self, option: int, edit: Edit, own: Mapping[int, Tie]) -> _Change:
+    def _change_of(self, option: int, edit: Edit, own: Mapping[int, TensorTie]) -> _OptionDelta:
         steps: Counter[int] = Counter()
 
         def alive(first: int, last: int, size: int) -> None:
@@ -168,7 +218,7 @@ class Simulation:
             if number in own:
                 drops, needs, _ = own[number]
                 tensor = self._step.tensors[number]
-                end = ends_at(tensor, {hold for _, hold in drops}, (u for _, u in needs))
+                end = tensor.end({hold for _, hold in drops}, (u for _, u in needs))
                 alive(tensor.death, end, tensor.bytes)
         levels = tuple(
             (self._place[insert.at], level(insert))
@@ -179,12 +229,14 @@ class Simulation:
             (self._place[rise.task], rise.bytes - self._step.tasks[rise.task].transient)
             for rise in edit.rises
         )
-        return _Change(tuple((at, n) for at, n in steps.items() if n), levels, rises, edit.seconds)
+        return _OptionDelta(
+            tuple((at, n) for at, n in steps.items() if n), levels, rises, edit.seconds
+        )
 
     def _shared_of(self, edit: Edit) -> tuple[int, ...]:
         return tuple(number for number in self._numbers(edit) if number in self._ties)
 
     @staticmethod
     def _numbers(edit: Edit) -> Iterable[int]:
-        """The tensors whose end an edit may move."""
+        """Return the tensors whose end an edit may move."""
         return dict.fromkeys((*(d.tensor for d in edit.drops), *(n.tensor for n in edit.needs)))

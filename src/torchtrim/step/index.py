@@ -1,4 +1,4 @@
-"""What techniques look up in a step: calls by module, children, readers and writers of tensors."""
+"""Lookup tables of a step for techniques: calls by module, children, readers and writers of tensors."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from functools import cached_property
 from torchtrim.records.profile import Profile
 from torchtrim.records.remembered import remembered
 from torchtrim.step.from_profile import step_of
-from torchtrim.step.step import Call, Span, Step, Task
+from torchtrim.step.step import Span, Step, StepCall, Task
 
 
 class StepIndex:
-    """Tables of a step, each built when it is first asked for.
+    """Tables of a step, each built on first access.
 
-    It refers to the step's parts and not to the step, so that the step can be freed while it is remembered.
+    It refers to the parts of the step and not to the step itself, so that a remembered index does not keep
+    the step alive.
     """
 
     def __init__(self, step: Step) -> None:
@@ -24,29 +25,29 @@ class StepIndex:
         self._all_calls = step.calls
 
     @cached_property
-    def calls(self) -> tuple[tuple[Call, ...], ...]:
-        """For each module its forward calls in order, with those that run no task."""
-        found: list[list[Call]] = [[] for _ in self._modules]
+    def calls(self) -> tuple[tuple[StepCall, ...], ...]:
+        """For each module, its forward calls in order, including calls that run no task."""
+        found: list[list[StepCall]] = [[] for _ in self._modules]
         for call in self._all_calls:
             found[call.module].append(call)
         return tuple(map(tuple, found))
 
     @cached_property
-    def running_calls(self) -> tuple[tuple[Call, ...], ...]:
-        """For each module the forward calls that run at least one task."""
+    def running_calls(self) -> tuple[tuple[StepCall, ...], ...]:
+        """For each module, the forward calls that run at least one task."""
         return tuple(
             tuple(call for call in calls if call.span.last > call.span.first)
             for calls in self.calls
         )
 
     @cached_property
-    def graded_calls(self) -> tuple[tuple[Call, ...], ...]:
-        """For each module the forward calls that run at least one task, with gradients on."""
+    def graded_calls(self) -> tuple[tuple[StepCall, ...], ...]:
+        """For each module, the forward calls that run at least one task with gradients enabled."""
         return tuple(tuple(call for call in calls if call.graded) for calls in self.running_calls)
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """For each module its children in order."""
+        """For each module, its children in order."""
         found: list[list[int]] = [[] for _ in self._modules]
         for number, module in enumerate(self._modules):
             if module.parent >= 0:
@@ -55,7 +56,8 @@ class StepIndex:
 
     @cached_property
     def runs_once(self) -> frozenset[int]:
-        """The modules that may not run more often than the program runs them, or contain one such."""
+        """Modules that must not run more often than the program runs them, and the modules that contain
+        one."""
         found: set[int] = set()
         for number, module in enumerate(self._modules):
             if module.runs_once:
@@ -72,23 +74,23 @@ class StepIndex:
 
     @cached_property
     def readers(self) -> dict[int, tuple[int, ...]]:
-        """For each tensor the tasks that read it."""
+        """For each tensor, the tasks that read it."""
         return self._tasks_by_tensor(lambda task: task.reads)
 
     @cached_property
     def writers(self) -> dict[int, tuple[int, ...]]:
-        """For each tensor the tasks that change it in place."""
+        """For each tensor, the tasks that change it in place."""
         return self._tasks_by_tensor(lambda task: task.writes)
 
     @cached_property
     def users(self) -> dict[int, tuple[int, ...]]:
-        """For each tensor the tasks that read it or return it, as itself or as a view."""
+        """For each tensor, the tasks that read it or return it, directly or as a view."""
         return self._tasks_by_tensor(lambda task: dict.fromkeys((*task.reads, *task.makes)))
 
-    def child_calls(self, call: Call) -> tuple[Call, ...]:
-        """Return the calls of a module's children within one of its calls, one for each child, in order.
+    def child_calls(self, call: StepCall) -> tuple[StepCall, ...]:
+        """Return the calls of a module's children within one of its calls, in order: one for each child.
 
-        Empty where a child runs more than once there, or not at all.
+        The result is empty if a child runs more than once in the call, or not at all.
         """
         children = self.children[call.module]
         inner = [
@@ -118,10 +120,20 @@ def recorded_index(profile: Profile) -> StepIndex:
     return index_of(step_of(profile))
 
 
-def joined_span(calls: tuple[Call, ...]) -> Span:
-    """Return the span from the first of several calls in a row to the last."""
+def graded_roots(step: Step, fits: Callable[[Span], bool]) -> dict[str, tuple[Span, ...]]:
+    """Return the roots whose calls with gradients enabled have spans that fit, with these spans."""
+    found: dict[str, tuple[Span, ...]] = {}
+    for call in step.calls:
+        module = step.modules[call.module]
+        if module.parent < 0 and call.graded and fits(call.span):
+            found[module.path] = (*found.get(module.path, ()), call.span)
+    return found
+
+
+def joined_span(calls: tuple[StepCall, ...]) -> Span:
+    """Return the span from the first of several consecutive calls to the last."""
     return Span(calls[0].span.first, calls[-1].span.last)
 
 
-def _is_in(inner: Call, outer: Call) -> bool:
+def _is_in(inner: StepCall, outer: StepCall) -> bool:
     return outer.span.first <= inner.span.first and inner.span.last <= outer.span.last

@@ -1,4 +1,5 @@
-"""The steps of several ranks on one clock: what they exchange, who came last, and who waited for it."""
+"""The steps of several ranks on one clock: their collectives, which rank came last, and which ranks
+waited."""
 
 from __future__ import annotations
 
@@ -11,15 +12,17 @@ from typing import NamedTuple
 from torchtrim.records.profile import Collective, Profile
 
 _LATE_SECONDS = 0.02
+"""A backend's thread may note the end of a collective late: it may wait for the interpreter for 5 ms and
+more."""
 _LATE_SHARE = 0.05
-"""Of a collective: how late its end may be noted. A thread may not get the interpreter for 5 ms and more."""
+"""The limit of that delay as a share of the collective. Arbitrary; short collectives allow less."""
 _POINT_TO_POINT = ("send", "recv", "recv_any_source")
 
 
-class Part(NamedTuple):
-    """A collective as one rank had it. Times are in seconds on the job's clock.
+class RankCollective(NamedTuple):
+    """A collective on one rank. Times are in seconds on the job's clock.
 
-    `blocked`: for how long the rank did nothing else. Its waits are in it.
+    `blocked`: how long the rank did nothing else, its waits included.
     """
 
     rank: int
@@ -29,30 +32,30 @@ class Part(NamedTuple):
     blocked: float
 
 
-class Exchange(NamedTuple):
-    """A collective, as each rank that takes part had it."""
+class JobCollective(NamedTuple):
+    """A collective, with its times on each rank that takes part."""
 
     name: str
     group: str
     bytes: int
-    parts: tuple[Part, ...]
+    parts: tuple[RankCollective, ...]
 
     @property
-    def last(self) -> Part:
-        """That of the rank that came last."""
+    def last(self) -> RankCollective:
+        """The rank that came last."""
         return max(self.parts, key=lambda part: part.start)
 
-    def waited(self, part: Part) -> float:
-        """How long a rank was blocked before the last one came."""
+    def waited(self, part: RankCollective) -> float:
+        """Return how long a rank was blocked before the last one came."""
         return max(min(part.blocked, self.last.start - part.start), 0.0)
 
 
 class Job(NamedTuple):
-    """Profiles of the same step, one of each rank, and where on the clock each begins, in seconds."""
+    """Profiles of the same step, one per rank, and the start of each on the clock, in seconds."""
 
     profiles: tuple[Profile, ...]
     begins: tuple[float, ...]
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[JobCollective, ...]
 
     @property
     def seconds(self) -> float:
@@ -61,7 +64,7 @@ class Job(NamedTuple):
 
 
 def job_of(profiles: Sequence[Profile]) -> Job:
-    """The job that profiles of its ranks are of."""
+    """Return the job whose ranks have these profiles."""
     ordered = tuple(sorted(profiles, key=lambda profile: profile.rank))
     first = min(profile.clock for profile in ordered)
     begins = tuple(profile.clock - first for profile in ordered)
@@ -69,16 +72,19 @@ def job_of(profiles: Sequence[Profile]) -> Job:
     return Job(ordered, begins, tuple(sorted(found, key=lambda one: one.parts[0].start)))
 
 
-def _exchanges(profiles: Sequence[Profile], begins: Sequence[float]) -> Iterator[Exchange]:
-    """The collectives of a group come in the same order on every rank; from where they do not, none."""
-    members: defaultdict[str, list[list[tuple[Collective, Part]]]] = defaultdict(list)
+def _exchanges(profiles: Sequence[Profile], begins: Sequence[float]) -> Iterator[JobCollective]:
+    """Match the collectives of a group by their order, which is the same on all ranks, up to the first
+    mismatch."""
+    members: defaultdict[str, list[list[tuple[Collective, RankCollective]]]] = defaultdict(list)
     for profile, begin in zip(profiles, begins, strict=True):
-        own: defaultdict[str, list[tuple[Collective, Part]]] = defaultdict(list)
+        own: defaultdict[str, list[tuple[Collective, RankCollective]]] = defaultdict(list)
         for one, blocked in zip(profile.collectives, blocked_seconds(profile), strict=True):
             if one.name not in _POINT_TO_POINT:
                 start = begin + one.start
                 end = start + (one.seconds or 0.0)
-                own[one.group].append((one, Part(profile.rank, one.operator, start, end, blocked)))
+                own[one.group].append(
+                    (one, RankCollective(profile.rank, one.operator, start, end, blocked))
+                )
         for group, parts in own.items():
             members[group].append(parts)
     for group, of_ranks in members.items():
@@ -87,15 +93,15 @@ def _exchanges(profiles: Sequence[Profile], begins: Sequence[float]) -> Iterator
             if len(names) > 1:
                 break
             largest = max(one.bytes for one, _ in together)
-            yield Exchange(names.pop(), group, largest, tuple(part for _, part in together))
+            yield JobCollective(names.pop(), group, largest, tuple(part for _, part in together))
 
 
 def blocked_seconds(profile: Profile) -> list[float]:
-    """For each collective of a rank, how long it did nothing but await that one.
+    """Return, for each collective of a rank, how long the rank did nothing but await it.
 
-    It waits between two operators where a collective ends there: from the first of them on, or from when
-    the collective began. That it is over is noted by a thread of its backend, which may come to that when the
-    rank goes on already.
+    A rank waits between two operators if a collective ends there: from the end of the first operator, or from
+    the start of the collective. The end of a collective is noted by a thread of its backend, possibly after
+    the rank has continued.
     """
     gaps = [*_gaps(profile)]
     begins, ends = [begin for begin, _ in gaps], [end for _, end in gaps]
@@ -117,7 +123,7 @@ def blocked_seconds(profile: Profile) -> list[float]:
 
 
 def _gaps(profile: Profile) -> Iterator[tuple[float, float]]:
-    """Between which times no operator runs; the last gap has no end."""
+    """Yield the times between which no operator runs; the last gap never ends."""
     spans = [(op.start, op.start + op.seconds) for op in profile.operators]
     for (_, end), (start, _) in pairwise(spans):
         yield end, max(start, end)

@@ -1,8 +1,9 @@
-"""Trips to the host on one link: when each copy runs, what it hides behind, and what waits.
+"""Trips to the host over one link: when each copy runs, the work that hides it, and the stalls.
 
 There is one lane in each direction. A copy begins when the copies queued before it on its lane are done, and
-a tensor comes back no earlier than it has gone. Where compute awaits a copy the whole step pauses, but
-for the link, which goes on: so what one copy is waited for is time that others have.
+a tensor comes back only after it has been copied out. When compute awaits a copy, the whole step pauses
+except for the link. So a stall for one copy gives other copies time. Since a stall delays all later tasks,
+`traffic` steps through the tasks itself instead of using `step.lanes`.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from torchtrim.step.edits import Edit, Trip
+from torchtrim.step.lanes import LaneTask, run_lanes
 from torchtrim.step.step import Step
 
 Way = Literal["out", "home"]
 
 
-class Carried(NamedTuple):
+class LinkCopy(NamedTuple):
     """A copy of a trip, in seconds from the start of the step with its edits.
 
-    `stall`: for how long compute pauses until it is done.
+    `stall`: how long compute pauses for it.
     """
 
     trip: int
@@ -30,85 +32,80 @@ class Carried(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """The copies of some edits, in the order in which they begin, of trips as the edits have them.
+    """The copies of some edits in the order of their start, and the trips in the order of the edits.
 
-    `delays`: from which task on everything is later, and by how much in all from there on.
+    `delays`: pairs (task, total delay of this task and the following ones, in seconds).
     """
 
     trips: tuple[Trip, ...]
-    copies: tuple[Carried, ...]
+    copies: tuple[LinkCopy, ...]
     delays: tuple[tuple[int, float], ...]
 
     @property
     def stall(self) -> float:
-        """Seconds for which compute awaits copies."""
+        """Seconds that compute spends awaiting copies."""
         return sum(copy.stall for copy in self.copies)
 
 
-class Lane:
-    """One direction of a link, on which copies run in the order in which they are queued."""
-
-    def __init__(self) -> None:
-        self.free = 0.0
-
-    def carry(self, seconds: float, earliest: float) -> tuple[float, float]:
-        """Queue a copy; when it begins and ends."""
-        start = max(self.free, earliest)
-        self.free = start + seconds
-        return start, self.free
-
-
 def added_seconds(step: Step, edits: Iterable[Edit]) -> float:
-    """What edits add together: their work, and the stalls that their trips on one link cause."""
+    """Return the seconds that edits add together: their work, and the stalls of their trips on one link."""
     edits = tuple(edits)
     work = sum(edit.work_seconds for edit in edits)
     return work + traffic(step, edits).stall if any(edit.trips for edit in edits) else work
 
 
 def traffic(step: Step, edits: Sequence[Edit]) -> Traffic:
-    """When the trips of edits run in the step with these edits."""
-    return _Run(step, edits).run()
+    """Return when the trips of edits run, in the step with these edits."""
+    return _LinkSimulation(step, edits).run()
 
 
 def stall_in_parts(parts: Sequence[float], updates: Sequence[float]) -> float:
-    """Seconds that updates stand still whose parts come home one ahead, and go out as soon as each is done.
+    """Return the stall of updates whose state is fetched one part ahead, and copied back after each update.
 
-    `parts` has what each part's copy takes in one direction, `updates` what each update takes. A part comes
-    only when the one two before it has gone, so that two are there at most.
+    `parts`: seconds of each part's copy in one direction. `updates`: seconds of each update. A part is
+    fetched only after the part two before it is back on the host, so at most two are on the device.
     """
-    out, home = Lane(), Lane()
-    now = gone = 0.0
-    come = home.carry(parts[0], now)[1] if parts else 0.0
-    for number, update in enumerate(updates):
-        now = max(now, gone)
-        following = home.carry(parts[number + 1], now)[1] if number + 1 < len(parts) else 0.0
-        now = max(now, come) + update
-        gone = out.carry(parts[number], now)[1]
-        come = following
-    return max(now, gone) - sum(updates)
+    count = len(updates)
+    home = [
+        LaneTask(
+            ("home", n),
+            parts[n],
+            ((("out", n - 2), 0.0), (("update", n - 2), 0.0)) if n > 1 else (),
+        )
+        for n in range(count)
+    ]
+    compute = [
+        LaneTask(
+            ("update", n), updates[n], ((("home", n), 0.0), *([(("out", n - 1), 0.0)] if n else []))
+        )
+        for n in range(count)
+    ]
+    out = [LaneTask(("out", n), parts[n], ((("update", n), 0.0),)) for n in range(count)]
+    end = max((end for _, end in run_lanes((home, compute, out)).values()), default=0.0)
+    return end - sum(updates)
 
 
 _WORK, _OUT, _GONE, _BACK, _ASKED = range(5)
 
 
-class _Run:
-    """Goes through the moments at which work is inserted, a copy is queued or one is awaited.
+class _LinkSimulation:
+    """Steps through the events of a step: work is inserted, a copy is queued, or a copy is awaited.
 
-    Those of one task come in this order: its inserted work, copies out that are queued, copies out that are
-    awaited, and the same of copies home.
+    Order within a task: its inserted work, then copies out that are queued, copies out that are awaited, and
+    the same for copies back.
     """
 
     def __init__(self, step: Step, edits: Sequence[Edit]) -> None:
         self._clock = step.clock
         self._trips = tuple(trip for edit in edits for trip in edit.trips)
         self._inserts = [insert for edit in edits for insert in edit.inserts]
-        self._lanes: dict[Way, Lane] = {"out": Lane(), "home": Lane()}
-        self._copies: dict[tuple[int, Way], Carried] = {}
+        self._free: dict[Way, float] = {"out": 0.0, "home": 0.0}
+        self._copies: dict[tuple[int, Way], LinkCopy] = {}
         self._delays: list[tuple[int, float]] = []
         self._delay = 0.0
 
     def run(self) -> Traffic:
-        """All moments, in order."""
+        """Return the copies and delays of the whole step."""
         for task, kind, number in self._moments():
             if kind == _WORK:
                 self._later(task, self._inserts[number].seconds)
@@ -135,8 +132,9 @@ class _Run:
         self._later(task, self._trips[number].queueing)
         out = self._copies.get((number, "out"))
         earliest = max(self._now(task), out.end if out is not None else 0.0)
-        start, end = self._lanes[way].carry(self._trips[number].seconds, earliest)
-        self._copies[number, way] = Carried(number, way, start, end, 0.0)
+        start = max(self._free[way], earliest)
+        end = self._free[way] = start + self._trips[number].seconds
+        self._copies[number, way] = LinkCopy(number, way, start, end, 0.0)
 
     def _await(self, task: int, number: int, way: Way) -> None:
         copy = self._copies[number, way]

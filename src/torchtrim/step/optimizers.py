@@ -1,4 +1,4 @@
-"""What an optimizer's `step` allocates for each parameter, and the edits of having it allocate less."""
+"""Memory that an optimizer's `step` allocates for each parameter, and edits that make it allocate less."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ ONE_BY_ONE = frozenset(
         *("Adamax", "ASGD", "NAdam", "RAdam", "Rprop"),
     )
 )
-"""The optimizers that update each element of each parameter by itself."""
+"""Optimizers that update each element of each parameter independently."""
 
 FOREACH = "foreach"
 _SHARED = -1
 _ON_LISTS = ("aten::_foreach_", "aten::_fused_")
 _SECONDS_AN_OPERATOR = 1e-5
+"""Launch of one operator on a list of parameters; fits the times measured for `launches_seconds`."""
 _SECONDS_A_STEP = 1e-5
+"""Arbitrary; the fixed cost of splitting the parameter groups around one `step`."""
 Chunks = tuple[tuple[int, ...], ...]
 
 
-class Seen(NamedTuple):
-    """An optimizer's step, of one step of the program, with what it allocates: tensor -> its update.
+class OptimizerCall(NamedTuple):
+    """One step of an optimizer within the program's step, with the tensors it allocates: tensor -> its
+    update.
 
     `style` is `foreach`, `fused` or `single`: whether an operator takes all parameters or one.
     """
@@ -41,19 +44,19 @@ class Seen(NamedTuple):
 
     @property
     def span(self) -> Span:
-        """Its tasks."""
+        """The tasks of the optimizer step."""
         return Span(self.step.first, self.step.last)
 
 
-def seen_of(step: Step) -> dict[str, list[Seen]]:
-    """The calls of each optimizer that is understood, by its name. Of several ranks, replicas' alone."""
+def optimizer_calls(step: Step) -> dict[str, list[OptimizerCall]]:
+    """Return the calls of each supported optimizer by its name. On several ranks, only those of replicas."""
     profile = step.profile
     if profile is None or (profile.world > 1 and not profile.replicas):
         return {}
-    found: dict[str, list[Seen]] = {}
+    found: dict[str, list[OptimizerCall]] = {}
     refused: set[str] = set()
     for one in profile.optimizer_steps:
-        seen = _seen(step, profile, one)
+        seen = _optimizer_call(step, profile, one)
         if seen is None:
             refused.add(one.optimizer)
         else:
@@ -62,9 +65,9 @@ def seen_of(step: Step) -> dict[str, list[Seen]]:
 
 
 def chunked(updates: Sequence[Update], sizes: Sequence[int], most: int) -> Chunks:
-    """Updates in their order, each group's in chunks of at most so many bytes, or of one update.
+    """Return updates in order, split within each group into chunks of at most `most` bytes, or of one update.
 
-    `executor.stepping` cuts live parameter groups by the same rule.
+    `executor.stepping` splits live parameter groups by the same rule.
     """
     chunks: list[tuple[int, ...]] = []
     for _, numbers in groupby(range(len(updates)), key=lambda n: updates[n].group):
@@ -80,8 +83,8 @@ def chunked(updates: Sequence[Update], sizes: Sequence[int], most: int) -> Chunk
     return tuple(chunks)
 
 
-def rise(step: Step, seen: Seen, updates: Collection[int]) -> int:
-    """The highest that memory rises while these updates are made together, and no others."""
+def rise(step: Step, seen: OptimizerCall, updates: Collection[int]) -> int:
+    """Return the highest rise of memory while only these updates run, together."""
     wanted = {*updates, _SHARED}
     made: defaultdict[int, int] = defaultdict(int)
     ends: defaultdict[int, int] = defaultdict(int)
@@ -98,8 +101,8 @@ def rise(step: Step, seen: Seen, updates: Collection[int]) -> int:
     return highest
 
 
-def without(step: Step, seen: Seen) -> Edit:
-    """Nothing of what the step allocates is there, and it rises by nothing."""
+def without_temporaries(step: Step, seen: OptimizerCall) -> Edit:
+    """Return the edit that removes all allocations of the optimizer step."""
     return Edit(
         drops=tuple(
             Drop(number, hold)
@@ -111,19 +114,21 @@ def without(step: Step, seen: Seen) -> Edit:
     )
 
 
-def in_chunks(step: Step, seen: Seen, chunks: Chunks) -> Edit | None:
-    """The edit of updating one chunk after the other; None if that allocates no less."""
+def in_chunks(step: Step, seen: OptimizerCall, chunks: Chunks) -> Edit | None:
+    """Return the edit that updates one chunk after the other, or None if that does not reduce allocations."""
     highest = max((rise(step, seen, chunk) for chunk in chunks), default=0)
     if highest >= rise(step, seen, range(len(seen.step.updates))):
         return None
     seconds = launches_seconds(step, seen, len(chunks))
     insert = Insert(seen.span.first, seconds, highest)
-    return without(step, seen)._replace(inserts=(insert,))
+    return without_temporaries(step, seen)._replace(inserts=(insert,))
 
 
-def launches_seconds(step: Step, seen: Seen, chunks: int) -> float:
-    """What it takes to begin the operators on lists of parameters once a chunk: 23 us for SGD and 154 us for
-    AdamW a chunk were measured on an AMD EPYC, with parameters of 256 bytes."""
+def launches_seconds(step: Step, seen: OptimizerCall, chunks: int) -> float:
+    """Return the seconds of launching the operators on parameter lists once per chunk.
+
+    Measured on an AMD EPYC with parameters of 256 bytes: 23 us per chunk for SGD and 154 us for AdamW.
+    """
     groups = len({update.group for update in seen.step.updates})
     names = (step.tasks[task].name for task in range(*seen.span))
     operators = sum(name.startswith(_ON_LISTS) for name in names) / groups
@@ -135,8 +140,8 @@ def _workspace(step: Step, task: int) -> int:
     return max(step.tasks[task].transient - made, 0)
 
 
-def _seen(step: Step, profile: Profile, one: OptimizerStep) -> Seen | None:
-    """The step with the owners of what it allocates; None where it does what is not known."""
+def _optimizer_call(step: Step, profile: Profile, one: OptimizerStep) -> OptimizerCall | None:
+    """Return the call with the owners of its allocations, or None if it does something unknown."""
     span = range(one.first, one.last)
     operators = [profile.operators[i] for i in span]
     if one.type not in ONE_BY_ONE or one.hooked or not one.updates or not operators:
@@ -150,7 +155,7 @@ def _seen(step: Step, profile: Profile, one: OptimizerStep) -> Seen | None:
     if any(step.tensors[number].death > one.last for number in made):
         return None
     style = _style(operators, len(one.updates))
-    return Seen(one, {number: owners.get(number, _SHARED) for number in made}, style)
+    return OptimizerCall(one, {number: owners.get(number, _SHARED) for number in made}, style)
 
 
 def _style(operators: Iterable[Operator], count: int) -> str:
@@ -161,7 +166,7 @@ def _style(operators: Iterable[Operator], count: int) -> str:
 
 
 def _owners(profile: Profile, one: OptimizerStep) -> dict[int, int] | None:
-    """To which update each storage belongs; None where two share one."""
+    """Return each storage's update, or None if two updates share a storage."""
     owners: dict[int, int] = {}
     for number, update in enumerate(one.updates):
         for storage in dict.fromkeys((update.parameter, update.gradient, *update.states)):
@@ -170,14 +175,15 @@ def _owners(profile: Profile, one: OptimizerStep) -> dict[int, int] | None:
             owners[storage] = number
     for index in range(one.first, one.last):
         op = profile.operators[index]
-        for storage, owner in _made(op, owners):
+        for storage, owner in _output_owners(op, owners):
             if profile.storages[storage].birth == index:
                 owners[storage] = owner
     return owners
 
 
-def _made(op: Operator, owners: dict[int, int]) -> Iterator[tuple[int, int]]:
-    """What an operator gives, with its update: of a list each belongs to the input in its place."""
+def _output_owners(op: Operator, owners: dict[int, int]) -> Iterator[tuple[int, int]]:
+    """Yield an operator's outputs with their updates: an item of a list belongs to the update of its
+    input."""
     count = len(op.outputs)
     inputs = [owners.get(use.storage, _SHARED) for use in op.inputs]
     for place, use in enumerate(op.outputs):

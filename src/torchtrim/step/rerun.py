@@ -1,8 +1,8 @@
-"""The edit of running spans of forward again in backward, instead of keeping what autograd saved there.
+"""The edit that reruns spans of forward in backward instead of keeping their saved tensors.
 
-The first unpacking of anything that a span saved runs the span again; what it saved is then held until
-backward has used it, and its inputs until backward has left the span. So does torch.utils.checkpoint without
-re-entrance, which `techniques.recompute.rerun` rests on.
+The first unpacking of any tensor that a span saved reruns the span. Its saved tensors are then held until
+backward has used them, and its inputs until backward has left the span. torch.utils.checkpoint without
+reentrance, the base of `techniques.recompute.rerun`, does the same.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ def rerun(
     *,
     early_stop: bool = False,
 ) -> Edit | None:
-    """Return the edit for spans that run again, each by itself; None where autograd saved nothing of them.
+    """Return the edit that reruns each span on its own, or None if autograd saved nothing in them.
 
-    `kept`: operators, such as `aten::mm`, whose results are kept, so that they do not run again: selective
-    checkpointing. A span whose graph never runs backward, as that of an evaluation with gradients on, does
-    not run again: what it saved is not kept. `early_stop`: a span runs again up to the last tensor that it
-    saved, as torch.utils.checkpoint does by default, instead of to its end.
+    `kept`: operators, such as `aten::mm`, whose results are kept and not recomputed: selective checkpointing.
+    A span whose graph never runs backward, as in an evaluation with gradients enabled, is not rerun, and its
+    saved tensors are dropped. `early_stop`: stop the rerun after the last saved tensor, as
+    torch.utils.checkpoint does by default.
     """
     every = (_of_span(step, span, kept, early_stop) for span in spans)
     found = [edit for edit in every if edit is not None]
     return joined(found) if found else None
 
 
-class _Saved(NamedTuple):
-    """What autograd saved in a span: tensor, hold, the tasks of packing and asking, and its end."""
+class _SavedHold(NamedTuple):
+    """A tensor that autograd saved in a span: its hold, the tasks of packing and first unpacking, and its
+    end."""
 
     tensor: int
     hold: int
@@ -51,7 +52,7 @@ def _of_span(step: Step, span: Span, kept: frozenset[str], early_stop: bool) -> 
     stays = {i for i in range(*span) if kept and base_name(step.tasks[i].name) in kept}
     results = {number for i in stays for number in step.made_by[i]}
     saved = [
-        _Saved(tensor, hold, *_moments(step, tensor, hold))
+        _SavedHold(tensor, hold, *_moments(step, tensor, hold))
         for task in range(span.first, span.last)
         for tensor, hold in step.saved[task]
         if tensor not in results
@@ -84,8 +85,8 @@ def _of_span(step: Step, span: Span, kept: frozenset[str], early_stop: bool) -> 
     )
 
 
-def _unused(step: Step, span: Span, saved: Sequence[_Saved]) -> Edit:
-    """Of a span that backward never comes to: its inputs are kept for as long as its graph is."""
+def _unused(step: Step, span: Span, saved: Sequence[_SavedHold]) -> Edit:
+    """Return the edit for a span that backward never reaches: its inputs live as long as its graph."""
     ends = max(one.until for one in saved)
     return Edit(
         drops=tuple(Drop(one.tensor, one.hold) for one in saved),
@@ -101,8 +102,9 @@ def _moments(step: Step, tensor: int, hold: int) -> tuple[int, int, int]:
     return found.packed, found.asked, found.until
 
 
-def _copies(saved: Iterable[_Saved], ends: int) -> dict[int, int]:
-    """Until when the second copy of each tensor is held; what nobody asks for until the span is left."""
+def _copies(saved: Iterable[_SavedHold], ends: int) -> dict[int, int]:
+    """Return the end of each rerun tensor; tensors that are never unpacked last until backward leaves the
+    span."""
     until: defaultdict[int, int] = defaultdict(int)
     for one in saved:
         until[one.tensor] = max(until[one.tensor], min(one.until, ends))
@@ -110,8 +112,10 @@ def _copies(saved: Iterable[_Saved], ends: int) -> dict[int, int]:
 
 
 def _inputs(step: Step, span: Span) -> list[int]:
-    """What was there before the span, and is read in it or was given to it: the call that is made again
-    holds that, and copies of what was given hold what that had."""
+    """Return tensors the span reads or receives as arguments but did not create.
+
+    The rerun keeps them alive, and copies of mutated arguments too.
+    """
     tasks = step.tasks[span.first : span.last]
     found = dict.fromkeys(number for task in tasks for number in task.reads)
     found |= dict.fromkeys(step.given.get(span, ()))
@@ -125,18 +129,15 @@ def _inputs(step: Step, span: Span) -> list[int]:
 
 
 def _kept_bytes(step: Step, span: Iterable[int]) -> int:
-    """Bytes of the generator's state and of the buffers that the span reads: kept for the rerun."""
+    """Return the bytes kept for the rerun: the generator's state and the buffers that the span reads."""
     read = {number for i in span for number in step.tasks[i].reads}
     buffers = sum(step.tensors[n].bytes for n in read if step.tensors[n].kind == "buffer")
     return step.overhead.random_state + buffers
 
 
 def _rise(step: Step, again: Iterable[int], kept: dict[int, int]) -> int:
-    """Return the highest rise of memory during the rerun, after which tensors in `kept` stay.
-
-    The generator's state of before the rerun is stashed meanwhile, and restored after it.
-    """
-    rise = level = step.overhead.random_state
+    """Return the highest rise of memory during the rerun; tensors in `kept` stay."""
+    rise = level = 0
     ends: defaultdict[int, int] = defaultdict(int)
     for i in again:
         level -= ends.pop(i, 0)
@@ -151,6 +152,6 @@ def _rise(step: Step, again: Iterable[int], kept: dict[int, int]) -> int:
 
 
 def _read_until(step: Step, number: int) -> int:
-    """Until when a tensor is held that nobody saves."""
+    """Return the end of a tensor that autograd does not save."""
     tensor = step.tensors[number]
     return max((h.until for h in tensor.holds if h.saver < 0), default=tensor.birth + 1)

@@ -1,7 +1,7 @@
 """The one simulator: a step with edits -> bytes over time, the peak and the seconds.
 
-`simulate` goes through the whole step once. `step.incremental` does the same for searches, one option at a
-time; tests/step/oracle.py is a slow one that shares no code with either.
+`simulate` runs through the whole step once. `step.incremental` does the same for searches, one option at a
+time. tests/step/oracle.py is a slow version that shares no code with either.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Iterable, Sequence
 from operator import add
 from typing import NamedTuple
 
-from torchtrim.memory.curve import Life, bytes_over_time
+from torchtrim.memory.packing.buffers import Life, bytes_over_time
 from torchtrim.step.edits import Edit, Insert
 from torchtrim.step.links import added_seconds
 from torchtrim.step.step import DEVICE, Step
 
 
 class Outcome(NamedTuple):
-    """The highest bytes of a pool, the task during or before which they are reached, and added seconds.
+    """The peak of a pool in bytes, the task during or before which it occurs, and the added seconds.
 
     `task` is -1 for a step without tasks.
     """
@@ -29,14 +29,15 @@ class Outcome(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """Bytes of a pool: going into each task, and the highest while it or work inserted before it runs."""
+    """Bytes of a pool: on entry to each task, and the highest while it or the work inserted before it
+    runs."""
 
     before: list[int]
     high: list[int]
 
 
 def simulate(step: Step, edits: Iterable[Edit] = (), pool: str = DEVICE) -> Outcome:
-    """The step with these edits, whose claims must not overlap."""
+    """Return the outcome of a step with these edits, whose claims must not overlap."""
     edits = tuple(edits)
     high = timeline(step, edits, pool).high
     peak = max(high, default=0)
@@ -45,7 +46,7 @@ def simulate(step: Step, edits: Iterable[Edit] = (), pool: str = DEVICE) -> Outc
 
 
 def timeline(step: Step, edits: Sequence[Edit] = (), pool: str = DEVICE) -> Timeline:
-    """Bytes of a pool over the tasks of the step with these edits."""
+    """Return the bytes of a pool over the tasks of the step with these edits."""
     count = len(step.tasks)
     before = bytes_over_time(count, lives(step, edits, pool))
     if pool != DEVICE:
@@ -62,12 +63,13 @@ def timeline(step: Step, edits: Sequence[Edit] = (), pool: str = DEVICE) -> Time
 
 
 def level(insert: Insert) -> int:
-    """How high inserted work goes over what is alive when the task that follows begins."""
+    """Return the bytes of inserted work above those alive when the following task begins."""
     return insert.rise - insert.makes
 
 
 def lives(step: Step, edits: Sequence[Edit] = (), pool: str = DEVICE) -> Iterable[Life]:
-    """When each tensor of a pool is alive, with edits: going into the tasks `first <= i < last`."""
+    """Yield the life of each tensor of a pool with edits: its bytes are alive on entry to tasks `first <= i <
+    last`."""
     ends = deaths(step, edits)
     for number, tensor in enumerate(step.tensors):
         if tensor.pool == pool:
@@ -79,7 +81,7 @@ def lives(step: Step, edits: Sequence[Edit] = (), pool: str = DEVICE) -> Iterabl
 
 
 def deaths(step: Step, edits: Iterable[Edit]) -> dict[int, int]:
-    """When the tensors die whose holds edits end, or which they need."""
+    """Return the death of each tensor that an edit drops or needs."""
     dropped: defaultdict[int, set[int]] = defaultdict(set)
     needed: defaultdict[int, int] = defaultdict(int)
     for edit in edits:
@@ -87,10 +89,7 @@ def deaths(step: Step, edits: Iterable[Edit]) -> dict[int, int]:
             dropped[drop.tensor].add(drop.hold)
         for need in edit.needs:
             needed[need.tensor] = max(needed[need.tensor], need.until)
-    found = {}
-    for number in dropped.keys() | needed.keys():
-        tensor = step.tensors[number]
-        gone = dropped.get(number, ())
-        ends = [hold.until for place, hold in enumerate(tensor.holds) if place not in gone]
-        found[number] = max((tensor.birth + 1, needed.get(number, 0), *ends))
-    return found
+    return {
+        number: step.tensors[number].end(dropped.get(number, ()), (needed.get(number, 0),))
+        for number in dropped.keys() | needed.keys()
+    }

@@ -1,13 +1,13 @@
-"""A step: tasks in the order in which they are issued, and the tensors that they read and make.
+"""A step: tasks in the order of their launch, and the tensors they read and make.
 
-A tensor is alive from the task that makes it until the last of its holds ends. A hold is a reason to keep
-it: autograd saved it for backward, or an operator or a Python name still needs it. Edits end holds, and the
-simulator then knows how long the tensor lives.
+A tensor is alive from the task that makes it until the last of its holds ends. A hold is a reason to keep the
+tensor: autograd saved it for backward, or an operator or a Python name still needs it. Edits end holds, and
+the simulator derives from that how long the tensor lives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -15,15 +15,17 @@ from typing import NamedTuple
 from torchtrim.records.profile import Operator, Profile
 
 DETACH = "aten::detach."
+"""Prefix of the names of `detach` operators."""
 DEVICE = "device"
-"""The pool whose peak is the step's: the memory of the device that runs it."""
+"""The pool whose peak is the peak of the step: the memory of the device that runs it."""
 
 
 class Hold(NamedTuple):
     """A reason to keep a tensor until task `until` begins.
 
-    `saver`: the task whose gradient autograd saved it for, -1 for another reason. It was saved after task
-    `packed` had run, and backward first asks for it when task `asked` is next, -1 for never.
+    `saver`: the task whose gradient needs the tensor, which autograd saved for it, or -1 for any other
+    reason. Autograd saved it after task `packed` had run, and backward first unpacks it when task `asked` is
+    next (-1: never).
     """
 
     until: int
@@ -33,7 +35,7 @@ class Hold(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A block of memory, made by task `birth`; -1 for one from before the step."""
+    """A block of memory that task `birth` allocates, or -1 if it is older than the step."""
 
     bytes: int
     kind: str
@@ -43,15 +45,21 @@ class Tensor(NamedTuple):
 
     @property
     def death(self) -> int:
-        """The first task during which it is no longer alive."""
+        """The first task during which the tensor is no longer alive."""
         return max((hold.until for hold in self.holds), default=self.birth + 1)
+
+    def end(self, gone: Collection[int] = (), needed: Iterable[int] = ()) -> int:
+        """Return the death without the holds `gone`, if the tensor is needed until the tasks `needed`."""
+        kept = (hold.until for place, hold in enumerate(self.holds) if place not in gone)
+        return max((self.birth + 1, *kept, *needed))
 
 
 class Task(NamedTuple):
-    """One operator. Tensors are numbers; `writes` are those that it changes in place.
+    """One operator, with tensors as numbers. `writes` are the tensors that it changes in place.
 
-    `of`: the task whose gradient a task of backward computes, -1 for others. `transient`: the highest that
-    memory rises while it runs, in bytes, what it makes included. `seconds`: on the machine that recorded it.
+    `of`: for a task of backward, the task whose gradient it computes; else -1. `transient`: the highest rise
+    of memory while it runs, in bytes, with its outputs included. `seconds`: its time on the recording
+    machine.
     """
 
     name: str
@@ -65,16 +73,16 @@ class Task(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Tasks `first <= i < last`."""
+    """The tasks `first <= i < last`."""
 
     first: int
     last: int
 
 
-class Module(NamedTuple):
-    """A module of the program. `parent` is a number, -1 for a root's. `chain`: its children run in turn.
+class StepModule(NamedTuple):
+    """A module of the program. `parent` is its number, or -1 for a root. `chain`: its children run in order.
 
-    `hooked`: it carries user hooks. `writes`: what its code writes beyond its own tensors and attributes.
+    `hooked`: it has user hooks. `writes`: state outside its own tensors and attributes that its code writes.
     """
 
     path: str
@@ -86,14 +94,14 @@ class Module(NamedTuple):
 
     @property
     def runs_once(self) -> bool:
-        """Whether its forward may not be called more often than the program does."""
+        """True if the forward must not run more often than the program runs it."""
         return self.hooked or bool(self.writes)
 
 
-class Call(NamedTuple):
-    """A forward call of module `module`: its tasks, and the tensors that went in and came out.
+class StepCall(NamedTuple):
+    """A forward call of module `module`: its tasks, its input tensors and its outputs.
 
-    `held`: those that objects among its arguments had, such as a cache of keys and values.
+    `held`: tensors inside objects among the arguments, such as a cache of keys and values.
     """
 
     module: int
@@ -105,12 +113,13 @@ class Call(NamedTuple):
 
 
 class Overhead(NamedTuple):
-    """What running again takes besides the tasks' own: seconds for each task and for each span, for each
-    recipe of a tensor and for each task that is watched for one, and bytes for each span.
+    """Cost of recomputation beyond the tasks themselves.
 
-    Seconds are those of `bench.planning` and `bench.replay` on an AMD EPYC with others at work, and hold
-    where a profile has not its machine's. `random_state`: the CPU generator's state, which is kept from the
-    first run of a span to the second; none where the step's memory is a device's, since it is on the host.
+    In seconds: for each `task`, each `span`, each `recipe` that rebuilds a tensor, and each task `watched`
+    for a recipe. The defaults are from `bench.planning` and `bench.replay` on a busy AMD EPYC; they hold if
+    the profile has no measurements of its own machine. `random_state`: bytes of the CPU generator's state,
+    kept from the first run of a span to its rerun; zero if the step's memory is a device's, since the state
+    is on the host.
     """
 
     task: float = 2.7e-5
@@ -121,31 +130,32 @@ class Overhead(NamedTuple):
 
 
 OVERHEAD = Overhead()
+"""The default overhead."""
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
     """Tasks and tensors, and the modules that ran them.
 
-    `seconds`: the whole step without a recorder. `profile`: what it was read from, None for a graph.
+    `seconds`: the time of the whole step without a recorder. `profile`: its source, or None for a graph.
     """
 
     tasks: tuple[Task, ...]
     tensors: tuple[Tensor, ...]
-    modules: tuple[Module, ...] = ()
-    calls: tuple[Call, ...] = ()
+    modules: tuple[StepModule, ...] = ()
+    calls: tuple[StepCall, ...] = ()
     seconds: float = 0.0
     overhead: Overhead = OVERHEAD
     profile: Profile | None = field(default=None, repr=False)
 
     @property
     def operators(self) -> Sequence[Operator]:
-        """The operators that were recorded; none for a graph."""
+        """The recorded operators; empty for a graph."""
         return self.profile.operators if self.profile is not None else ()
 
     @cached_property
     def backward(self) -> dict[int, tuple[int, ...]]:
-        """For each task of forward the tasks that compute its gradient."""
+        """For each forward task, the tasks that compute its gradient."""
         found: dict[int, list[int]] = {}
         for number, task in enumerate(self.tasks):
             if task.of >= 0:
@@ -154,9 +164,10 @@ class Step:
 
     @cached_property
     def clock(self) -> tuple[float, ...]:
-        """When each task begins, in seconds, and when the last ends.
+        """The start of each task and the end of the last one, in seconds.
 
-        `detach` takes none: it is no work, and autograd runs it elsewhere where tensors are saved by hooks.
+        `detach` takes no time here: it does no work, and autograd runs it elsewhere if saved-tensor hooks are
+        on.
         """
         moments = [0.0]
         for task in self.tasks:
@@ -165,7 +176,7 @@ class Step:
 
     @cached_property
     def made_by(self) -> tuple[tuple[int, ...], ...]:
-        """The tensors whose memory each task allocates."""
+        """For each task, the tensors that it allocates."""
         found: list[list[int]] = [[] for _ in self.tasks]
         for number, tensor in enumerate(self.tensors):
             if tensor.birth >= 0:
@@ -174,7 +185,7 @@ class Step:
 
     @cached_property
     def given(self) -> dict[Span, tuple[int, ...]]:
-        """By their tasks, the tensors that calls were given, and that objects among their arguments had."""
+        """The inputs of module calls by span, including tensors inside objects among the arguments."""
         found: dict[Span, tuple[int, ...]] = {}
         for call in self.calls:
             found[call.span] = (*found.get(call.span, ()), *call.inputs, *call.held)
@@ -182,7 +193,7 @@ class Step:
 
     @cached_property
     def saved(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each task the `(tensor, hold)` that autograd saved for its gradient."""
+        """For each task, the (tensor, hold) pairs that autograd saved for its gradient."""
         found: list[list[tuple[int, int]]] = [[] for _ in self.tasks]
         for number, tensor in enumerate(self.tensors):
             for place, hold in enumerate(tensor.holds):

@@ -2,7 +2,7 @@
 
 from torchtrim.stream.declared import BoundCaches, bound_caches
 from torchtrim.stream.kv import SinkWindow, sink_cache, window_mask
-from torchtrim.stream.learn import Learnt, Observed, learn_state
+from torchtrim.stream.learn import Learnt, Observed, Trial, learn_state, try_lifetimes
 from torchtrim.stream.lifetimes import Lifetime, persistent, pinned, until_read, volatile, window
 from torchtrim.stream.policies import Cheapest, Largest, LeastRead, LeastRecent, Oldest, Policy
 from torchtrim.stream.positions import SharedPositions, share_positions
@@ -10,11 +10,9 @@ from torchtrim.stream.predictors import BoundPredictorState, bound_state
 from torchtrim.stream.sessions import BoundSession, bound_session
 from torchtrim.stream.slots import OverBudget
 from torchtrim.stream.spill import FileSpill, HostSpill, Spill, SpillFailed
-from torchtrim.stream.state_bytes import state_bytes
-from torchtrim.stream.storages import held_bytes
+from torchtrim.stream.storages import held_bytes, state_bytes
 from torchtrim.stream.store import StateStore
 from torchtrim.stream.tombstones import Evicted, Tombstone
-from torchtrim.stream.trial import Trial, try_lifetimes
 from torchtrim.stream.watermarks import Level, MemoryExhausted, UnmanagedMemory, Watermarks
 
 __all__ = [

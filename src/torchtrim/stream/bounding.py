@@ -1,4 +1,4 @@
-"""What bounded sessions and predictors have in common: records in, records out, reads of what went."""
+"""Base class of bounded sessions and predictors: adopts new records, evicts old ones, reports late reads."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from torchtrim.errors import Unsupported
+from torchtrim.stream.lifetimes import bounded, is_unbounded
 from torchtrim.stream.records import Record, Records, Tracked
 from torchtrim.stream.store import StateStore
 from torchtrim.stream.tombstones import Evicted, Tombstone
-from torchtrim.stream.unbounded import bounded, is_unbounded
 
 CONDITIONING, OTHER = "cond_frame_outputs", "non_cond_frame_outputs"
 _ADVICE = (
-    "The unbounded state would have had it, so going on would change the result. To come back to frames "
-    "that far, bind with corrections=N, N frames back, or turns=True for turning round at prompts."
+    "The unbounded state would still have it, so continuing would change the result. To go back N frames, "
+    "bind with corrections=N; to change direction at prompts, bind with turns=True."
 )
 
 
 class Bounding:
-    """Records of a tracker, bounded by a store.
+    """A tracker's records, bounded by a store.
 
     `store` holds the entries and tombstones. `missed` counts reads of evicted entries, and
     `first_missed` is the frame of the first: both stay 0 and `None` unless `keep` is below the live set.
@@ -44,9 +44,9 @@ class Bounding:
         self._names: dict[tuple[str, str], str] = {}
 
     def end_frame(self, frame: int) -> None:
-        """A frame is done: let go what nothing will read.
+        """End a frame: evict everything that no later frame reads.
 
-        Raises `Unsupported` where a record holds a field that this adapter does not know.
+        Raises `Unsupported` if a record has a field that this adapter does not know.
         """
         self.settle()
         self.store.advance(frame)
@@ -66,14 +66,14 @@ class Bounding:
         self._drop_empty()
 
     def before_end(self, frame: int, touched: list[tuple[Records, int]]) -> None:
-        """What else goes when a frame ends, and which records were written in it."""
+        """Hook for subclasses, called before a frame ends with the records written in it."""
 
     def objects(self) -> Iterator[Mapping[str, Records]]:
-        """The records by kind of each object in the state, and of all together where it keeps such."""
+        """The records of each object by kind, then those of all objects together if the state has them."""
         return iter(())
 
     def tables(self) -> Iterator[Records]:
-        """All records of frames that are not conditioning frames."""
+        """The records of all frames except conditioning frames."""
         return (kinds[OTHER] for kinds in self.objects() if OTHER in kinds)
 
     def series(self, number: Hashable) -> tuple[Hashable, ...]:
@@ -141,7 +141,7 @@ class Bounding:
         self._parted += [one for one in kinds.values() if isinstance(one, Records)]
 
     def settle(self) -> None:
-        """See `Owner`. What is gone takes its entries, tombstones and anchors along."""
+        """See `Owner`. Also drops the entries, tombstones and anchors of removed objects."""
         parted, self._parted = self._parted, []
         if not parted:
             return
@@ -174,8 +174,8 @@ class Bounding:
             if lifetime is None:
                 raise Unsupported(
                     f"the record of frame {record.frame} has a field {field!r} that this adapter does not "
-                    "know, so it cannot tell when it is read. Nothing was evicted of this frame. "
-                    "release() lets the state run unbounded."
+                    "know, so it cannot tell when the field is read. Nothing of this frame was evicted. "
+                    "Call release() to run the state unbounded."
                 )
             self.store.adopt((name, entry), record, field)
         for field in gone:

@@ -1,4 +1,4 @@
-"""Caches of any module, bounded by lifetimes that a person declares."""
+"""Bound the caches of any module by declared lifetimes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from typing import Any
 from torch import nn
 
 from torchtrim.errors import Unsupported, UsageError
-from torchtrim.stream.frames import FrameSet
-from torchtrim.stream.lifetimes import Lifetime
-from torchtrim.stream.routed import Routed
-from torchtrim.stream.state_bytes import state_bytes
+from torchtrim.stream.frames import FrameSet, Routed
+from torchtrim.stream.lifetimes import Lifetime, bounded, is_unbounded
+from torchtrim.stream.storages import state_bytes
 from torchtrim.stream.store import StateStore
 from torchtrim.stream.tombstones import Evicted, Newest, Tombstone
-from torchtrim.stream.unbounded import bounded, is_unbounded
 
-_ADVICE = "The module reads further back than was declared: declare a longer window."
-_REMEMBERED = 256  # As many as a store remembers (store.py).
+_ADVICE = "The module reads further back than declared: declare a longer window."
+_REMEMBERED = 256  # The same as a store's default (store.py).
 Entry = tuple[str, tuple[int, int]]
 
 
 class _Quiet:
-    """A cache as its store sees it: what the store does in it is not the module's doing."""
+    """A cache as its store accesses it, bypassing the overrides that watch the module."""
 
     def __init__(self, cache: dict[Any, Any]) -> None:
         self._cache = cache
@@ -44,9 +42,9 @@ class _Quiet:
 
 
 class _Cache(Routed):
-    """A dict whose entries may go. Reading one that went raises `Evicted`; `get` and `in` know it no more.
+    """A dict with evictable entries. Reading an evicted one raises `Evicted`; `get` and `in` miss it.
 
-    An entry is known to the store by the call that wrote it, and by its place among those written then.
+    The store knows an entry by the call that wrote it and by its position among the entries of that call.
     """
 
     def __init__(self, entries: dict[Any, Any], store: StateStore, field: str) -> None:
@@ -59,7 +57,7 @@ class _Cache(Routed):
         self._older = FrameSet()
 
     def end_frame(self, frame: int) -> None:
-        """Look after what was written since the last frame."""
+        """Hand entries written since the last frame to the store."""
         fresh, self._fresh = self._fresh, {}
         for place, key in enumerate(one for one in fresh if one in self):
             self._forget(key)
@@ -67,7 +65,7 @@ class _Cache(Routed):
             self._store.adopt(entry, self._quiet, key)
 
     def after_end(self) -> None:
-        """Remember what went with this frame."""
+        """Remember the entries evicted at the end of this frame."""
         for key in [key for key, entry in self._entries.items() if entry not in self._store]:
             self._gone[key] = self._entries.pop(key)
         while len(self._gone) > self._gone.maxlen:
@@ -103,9 +101,9 @@ class _Cache(Routed):
 
 
 class BoundCaches:
-    """A module whose caches are bounded. Made by `bound_caches`; `release()` takes it back.
+    """A module with bounded caches, created by `bound_caches` and undone by `release()`.
 
-    `store` holds what is known of the entries. `frames` counts calls of the module.
+    `store` keeps track of the entries. `frames` counts calls of the module.
     """
 
     def __init__(
@@ -122,11 +120,11 @@ class BoundCaches:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors that the declared caches hold alive, each storage once."""
+        """Bytes of all storages that the declared caches keep alive, each counted once."""
         return state_bytes([_find(self._module(), field)[2] for field in self._fields])
 
     def end_frame(self) -> None:
-        """A call of the module is over: let go what its lifetime does not hold."""
+        """End a call of the module: evict the entries whose lifetime is over."""
         caches = {field: self._taken_over(field) for field in self._fields}
         self.store.advance(self.frames)
         for field, cache in caches.items():
@@ -141,7 +139,7 @@ class BoundCaches:
         self.frames += 1
 
     def release(self) -> None:
-        """Take the bounds off: what is left stays, in plain dicts, and grows again."""
+        """Remove the bounds: remaining entries move to plain dicts, which grow again."""
         self._hook.remove()
         for key in list(self.store):
             self.store.recall(key)
@@ -154,7 +152,7 @@ class BoundCaches:
         self.end_frame()
 
     def _taken_over(self, field: str) -> Any:
-        """The cache; a dict that the module put there anew is made one that lets go."""
+        """Return the cache. A plain dict that the module has put there is replaced by a `_Cache`."""
         holder, name, cache = _find(self._module(), field)
         if isinstance(cache, dict) and not isinstance(cache, _Cache):
             cache = _Cache(cache, self.store, field)
@@ -165,20 +163,20 @@ class BoundCaches:
 def bound_caches(
     module: nn.Module, lifetimes: Mapping[str, Lifetime], **options: Any
 ) -> BoundCaches:
-    """Bound caches of a module that no adapter knows, in three lines:
+    """Bound the caches of a module that has no adapter, in three lines:
 
         from torchtrim.stream import bound_caches, volatile, window
         caches = {"memory": window(6), "encoder.images": volatile()}
         bound_caches(model, caches)
 
-    A name is that of an attribute, with dots where it is deeper. A frame is a call of the module. A dict's
-    entries age from the call that wrote them, and `window(n)` keeps what is read up to n calls later. A list
-    or deque keeps its newest `n` entries after a call, so it is for those to which a call adds one; places
-    move, so it must be read from the end. Reading from a dict what went raises `Evicted`. `options` are those
-    of `StateStore`: budget, policy, spill, every; they are for dicts.
+    A name is an attribute, with dots for nested attributes. Each call of the module is a frame. Entries of a
+    dict age from the call that wrote them; `window(n)` keeps entries that are read up to n calls later. A
+    list or deque keeps its newest `n` entries after each call: use it for those that gain one entry per
+    call and are read from the end, since positions shift. Reading an evicted dict entry raises `Evicted`.
+    `options` are those of `StateStore` (budget, policy, spill, every) and apply to dicts.
 
-    Whether a lifetime is long enough, `learn_state` finds, and `torchtrim verify --stream` proves. Raises
-    `UsageError` for a name that is no cache, or a lifetime that it cannot have, with nothing changed.
+    `learn_state` finds lifetimes that are long enough, and `torchtrim verify --stream` proves it. Raises
+    `UsageError` for a name that is not a cache or a lifetime it cannot have; nothing is changed then.
     """
     if not lifetimes:
         raise UsageError('declare at least one cache: bound_caches(model, {"memory": window(6)}).')
@@ -189,7 +187,7 @@ def bound_caches(
 
 
 def _find(module: Any, field: str) -> tuple[Any, str, Any]:
-    """What holds a cache, by which name, and the cache."""
+    """Return the object that holds a cache, the cache's name in it, and the cache."""
     *path, name = field.split(".")
     holder = module
     try:
@@ -199,7 +197,7 @@ def _find(module: Any, field: str) -> tuple[Any, str, Any]:
     except (AttributeError, KeyError, TypeError):
         raise UsageError(
             f"{type(module).__name__} has no {field!r}. Name an attribute that is a dict, list or deque, "
-            "with dots where it is deeper: 'tracker.memory'."
+            "with dots for nested attributes: 'tracker.memory'."
         ) from None
 
 
@@ -209,17 +207,17 @@ def _part(holder: Any, name: str) -> Any:
 
 def _check(field: str, cache: Any, lifetime: Lifetime) -> None:
     if isinstance(cache, _Cache):
-        raise UsageError(f"{field!r} is bound already; release() the first before binding again.")
+        raise UsageError(f"{field!r} is already bound; call release() before binding it again.")
     if isinstance(cache, list | deque):
         if lifetime.kind not in ("window", "volatile"):
             raise UsageError(
-                f"{field!r} is a {type(cache).__name__}, of which window(n) or volatile() can be kept, and "
-                f"not {lifetime}."
+                f"{field!r} is a {type(cache).__name__}, which supports window(n) and volatile(), not "
+                f"{lifetime}."
             )
     elif type(cache) is not dict:
         raise Unsupported(
-            f"{field!r} is a {type(cache).__name__}; a cache that can be bounded is a plain dict, a list or "
-            "a deque. Nothing was changed."
+            f"{field!r} is a {type(cache).__name__}; only a plain dict, a list or a deque can be bounded. "
+            "Nothing was changed."
         )
 
 

@@ -1,11 +1,50 @@
-"""Sets of frame numbers and the heads of a stream, in memory that does not grow with the stream."""
+"""Sets of frame numbers and the heads of a stream, in constant memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-_MOST_RANGES = 64  # Arbitrary; a stream that is steady but for some gaps has a few.
+
+class Routed(dict[Any, Any]):
+    """A dict that routes all writes through `__setitem__` and all removals through `pop`.
+
+    A plain dict's `update`, `|=`, `setdefault`, `popitem`, `del` and `clear` bypass both.
+    """
+
+    __slots__ = ()
+
+    def update(self, *others: Any, **more: Any) -> None:
+        """As of a dict."""
+        for key, value in dict(*others, **more).items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
+        self.update(other)
+        return self
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """As of a dict."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def popitem(self) -> tuple[Any, Any]:
+        """As of a dict."""
+        key = next(reversed(self))
+        return key, self.pop(key)
+
+    def __delitem__(self, key: Any) -> None:
+        self.pop(key)
+
+    def clear(self) -> None:
+        """As of a dict."""
+        for key in list(self):
+            del self[key]
+
+
+_MOST_RANGES = 64  # Arbitrary: a steady stream with some gaps has a few.
 
 
 @dataclass(slots=True)
@@ -26,7 +65,7 @@ class _FrameRange:
         return True
 
     def is_sound(self, whole: _FrameRange) -> bool:
-        """Whether it is a part of a range that it was cut from, and not empty."""
+        """True if the range is not empty after being cut from `whole`. A single frame loses its step."""
         if whole.step == 0 or (self.last - self.first) * whole.step < 0:
             return False
         if self.first == self.last:
@@ -41,10 +80,9 @@ class _FrameRange:
 
 
 class FrameSet:
-    """Frame numbers as ranges with a step: a steady stream is one range, however long it is.
+    """Frame numbers as ranges with a step, so a steady stream of any length is one range.
 
-    Above `most` ranges the two oldest become one that is blurred: numbers in it are then neither
-    surely in the set nor surely out of it.
+    Above `most` ranges, the two oldest merge into a blurred one, whose numbers may or may not be in the set.
     """
 
     __slots__ = ("_count", "_most", "_ranges")
@@ -55,7 +93,7 @@ class FrameSet:
         self._count = 0
 
     def add(self, frame: int) -> None:
-        """Put a frame in; one that is surely in stays once."""
+        """Add a frame, unless it is known to be in the set."""
         ranges = self._ranges
         if len(ranges) == 1:
             one = ranges[0]
@@ -72,7 +110,7 @@ class FrameSet:
             self._blur()
 
     def knows(self, frame: int) -> bool | None:
-        """True, False, or `None` where the set is blurred."""
+        """Return whether the frame is in the set, or `None` where the set is blurred."""
         blurred = False
         for one in reversed(self._ranges):
             if one.has(frame):
@@ -82,7 +120,7 @@ class FrameSet:
         return None if blurred else False
 
     def discard(self, frame: int) -> None:
-        """Take a frame out, if it is surely in."""
+        """Remove a frame if it is known to be in the set."""
         for place, one in enumerate(self._ranges):
             if not one.blurred and one.has(frame):
                 before = _FrameRange(one.first, frame - one.step, one.step)
@@ -95,14 +133,14 @@ class FrameSet:
             self._blur()
 
     def frames(self) -> Iterator[int]:
-        """The frames that are surely in it, range by range."""
+        """Iterate over the frames known to be in the set, range by range."""
         for one in self._ranges:
             if not one.blurred:
                 toward = 1 if one.step >= 0 else -1
                 yield from range(one.first, one.last + toward, one.step or 1)
 
     def clear(self) -> None:
-        """Make it empty."""
+        """Remove all frames."""
         self._ranges.clear()
         self._count = 0
 
@@ -111,7 +149,7 @@ class FrameSet:
 
     @property
     def ranges(self) -> int:
-        """Of how many ranges it is made: what it costs."""
+        """The number of ranges, which is what the set costs."""
         return len(self._ranges)
 
     def _blur(self) -> None:
@@ -121,12 +159,12 @@ class FrameSet:
 
 
 class Heads:
-    """Where a stream is: at one frame, or at two when it looked elsewhere and may come back.
+    """The position of a stream: one frame, or two after a jump from which it may return.
 
-    A move of at most `reach` frames carries the nearest head along. A longer one opens a second head,
-    and a third closes the one that was left longest ago; so what an interrupted stream needs survives
-    one excursion, and state stays within twice the windows. `anchors` are frames that the stream may
-    return to at any time, and near which nothing is far.
+    A move of at most `reach` frames moves the nearest head. A longer one opens a second head, and a third
+    closes the least recent one. So the state that an interrupted stream needs survives one jump, and the
+    state stays within twice the windows. `anchors` are frames that the stream may return to at any time;
+    entries near them are kept.
     """
 
     __slots__ = ("_heads", "_reach", "anchors")
@@ -138,11 +176,11 @@ class Heads:
 
     @property
     def now(self) -> int | None:
-        """The frame that the stream is at, `None` before its first."""
+        """The current frame, or `None` before the first."""
         return self._heads[-1] if self._heads else None
 
     def move(self, frame: int) -> None:
-        """The stream is at `frame`."""
+        """Move the stream to `frame`."""
         heads = self._heads
         if heads and abs(heads[-1] - frame) <= self._reach:
             heads[-1] = frame
@@ -156,16 +194,16 @@ class Heads:
         heads.append(frame)
 
     def distance(self, frame: int) -> int:
-        """Frames from the nearest head or anchor; 0 before the first move."""
+        """Return the distance in frames to the nearest head or anchor, or 0 before the first move."""
         heads = self._heads
         return min((abs(head - frame) for head in (*heads, *self.anchors)), default=0)
 
     @property
     def only(self) -> int | None:
-        """The one frame that distances count from, `None` where there are several or none."""
+        """The only frame that distances count from, or `None` if there are several or no such frames."""
         return self._heads[0] if len(self._heads) == 1 and not self.anchors else None
 
     def clear(self) -> None:
-        """As before the first move."""
+        """Return to the state before the first move."""
         self._heads.clear()
         self.anchors.clear()

@@ -1,8 +1,8 @@
-"""Keys and values of endless tokens in constant memory: attention sinks and a sliding window.
+"""A key-value cache of constant size for endless generation: attention sinks and a sliding window.
 
 After Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023), except that keys keep
-the rotation of their true position, so a row means the same however many rows went. A layer is a cache
-layer of transformers (`CacheLayerMixin`); only `sink_cache` needs transformers.
+the rotation of their true position, so evicting rows does not change the others. A layer is a transformers
+cache layer (`CacheLayerMixin`); only `sink_cache` needs transformers.
 """
 
 from __future__ import annotations
@@ -10,23 +10,90 @@ from __future__ import annotations
 import functools
 import importlib
 import types
+import weakref
 from typing import Any
 
 import torch
 from torch import nn
 
 from torchtrim.errors import Unsupported, UsageError
-from torchtrim.stream.masks import CallMasks
+
+
+class CallMasks:
+    """A forward pre-hook that passes the right attention mask to each call of a model with this cache.
+
+    Each token of a chunk sees the same rows as if it came alone. Padded batches are rejected.
+    """
+
+    def __init__(self, cache: Any = None) -> None:
+        self._cache: weakref.ref[Any] | None = None if cache is None else weakref.ref(cache)
+
+    def __reduce__(self) -> Any:
+        return CallMasks, ()
+
+    def watch(self, model: nn.Module, cache: Any) -> None:
+        """Hook this model's calls until the cache is deleted."""
+        handle = model.register_forward_pre_hook(self, with_kwargs=True)
+        weakref.finalize(cache, handle.remove)
+
+    def _is_ours(self, cache: Any) -> bool:
+        return self._cache is not None and self._cache() is cache
+
+    def __call__(self, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return the arguments with the call's mask added, or None if they need none."""
+        cache = kwargs.get("past_key_values")
+        if cache is None or not self._is_ours(cache):
+            return None
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.dim() > 2:
+            return None
+        layer = cache.layers[0]
+        queries = _queries(args, kwargs)
+        _refuse_padding(mask, first=not layer.tokens, queries=queries)
+        fits = queries == 1 or layer.tokens + queries <= layer.sinks + layer.window
+        for one in cache.layers:
+            one.vouched = True
+        return args, kwargs | {"attention_mask": None if fits else _mask(model, layer, queries)}
+
+
+def _queries(args: Any, kwargs: dict[str, Any]) -> int:
+    given = args[0] if args else kwargs.get("input_ids")
+    if given is None:
+        given = kwargs["inputs_embeds"]
+    return int(given.shape[1])
+
+
+def _refuse_padding(mask: Any, *, first: bool, queries: int) -> None:
+    """Reject padding. The mask of a single new token is not read, so decoding needs no sync."""
+    if isinstance(mask, torch.Tensor) and (first or queries > 1) and not bool(mask.all()):
+        raise UsageError(
+            "the batch is padded, and a sink cache keeps the same rows for all sequences of a batch: the "
+            "sinks of a padded sequence would be its padding. Nothing was computed. Run each sequence in "
+            "its own batch, or batch sequences of equal length."
+        )
+
+
+def _mask(model: Any, layer: Any, queries: int) -> Any:
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if isinstance(implementation, str) and "flash" in implementation:
+        raise Unsupported(
+            f"{layer.tokens + queries} tokens do not fit into {layer.sinks} sinks and a window of "
+            f"{layer.window}, and {implementation} does not support the mask this needs. Pass the prompt in "
+            "chunks that fit and then one token at a time, or load the model with "
+            'attn_implementation="sdpa".'
+        )
+    where = next(model.parameters())
+    return layer.mask(queries, where.dtype, where.device)
 
 
 class SinkWindow:
-    """Keys and values of one layer: of the first `sinks` tokens and of the newest `window`.
+    """Keys and values of one layer, for the first `sinks` tokens and the newest `window`.
 
-    Rows lie in two tensors of fixed size and address, `[batch, heads, sinks + window, width]`: the first
-    tokens, then a ring. A token sees itself, the `window - 1` before it and the sinks. Tokens given
-    together see each other causally, and before them what the first of them sees; `window_mask` makes
-    that the same as token by token. `get_seq_length()` counts all tokens ever given, the true position of
-    the next, and has nothing to do with how many rows are kept.
+    Rows are stored in two tensors of fixed size and address, `[batch, heads, sinks + window, width]`: the
+    sinks, then a ring buffer. A token sees itself, the `window - 1` tokens before it and the sinks. Tokens
+    of one chunk see each other causally, and the past as the first of them sees it; `window_mask` makes
+    this equal to feeding them one by one. `get_seq_length()` counts all tokens seen so far, which is the
+    true position of the next, not the number of rows kept.
     """
 
     is_sliding = False
@@ -45,13 +112,13 @@ class SinkWindow:
 
     @property
     def bytes(self) -> int:
-        """Bytes of keys and values: the same from the first token on."""
+        """Bytes of keys and values, constant from the first token on."""
         if self.keys is None or self.values is None:
             return 0
         return self.keys.nbytes + self.values.nbytes
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Make room for the rows, as these are shaped: `[batch, heads, tokens, width]`."""
+        """Allocate the rows for states of shape `[batch, heads, tokens, width]`."""
         self.dtype, self.device = key_states.dtype, key_states.device
         rows = self.sinks + self.window
         self.keys, self.values = (
@@ -63,19 +130,19 @@ class SinkWindow:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take new tokens, `[batch, heads, tokens, width]`; returns what they may attend to.
+        """Append tokens, `[batch, heads, tokens, width]`, and return the keys and values to attend to.
 
-        One token gets the rows as they lie, without a copy. Raises `UsageError` with gradients.
+        A single token gets the stored rows without a copy. Raises `UsageError` if gradients are required.
         """
         if key_states.requires_grad or value_states.requires_grad:
             raise UsageError(
-                "a sink cache is written in place and carries no gradients; run the model under "
+                "a sink cache is written in place and does not support gradients; run the model under "
                 "torch.no_grad() or torch.inference_mode()."
             )
         if not self.vouched and len(key_states) > 1:
             raise UsageError(
-                "this cache was made from a config, so it cannot see whether the batch is padded, and a "
-                "padded one would get wrong results. Make it from the model: sink_cache(model)."
+                "this cache was created from a config, so it cannot detect padding, and a padded batch "
+                "would get wrong results. Create it from the model: sink_cache(model)."
             )
         if self.keys is None or self.values is None:
             self.lazy_initialization(key_states, value_states)
@@ -98,7 +165,7 @@ class SinkWindow:
         return seen[0], seen[1]
 
     def positions(self, queries: int) -> torch.Tensor:
-        """True positions of the rows that `queries` new tokens get, `[rows]`, on the host."""
+        """Return the true positions of the rows that `queries` new tokens get, `[rows]`, on the host."""
         sinks = torch.arange(min(self.sinks, self.tokens))
         first = min(max(self.sinks, self.tokens - self.window + 1), self.tokens)
         return torch.cat([sinks, torch.arange(first, self.tokens + queries)])
@@ -118,29 +185,29 @@ class SinkWindow:
         )
 
     def get_seq_length(self) -> int:
-        """Tokens given so far: the true position of the next one."""
+        """Return the number of tokens seen so far, which is the true position of the next."""
         return self.tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Rows that so many new tokens get, and the position that the first would have if none had gone."""
+        """Return the number of rows that the new tokens get and the offset of the first row."""
         kept = min(self.tokens, self.sinks + self.window - 1)
         return kept + query_length, self.tokens - kept
 
     def get_max_length(self) -> int:
-        """-1: there is no longest sequence."""
+        """Return -1, since the length is unlimited."""
         return -1
 
     def reset(self) -> None:
-        """Forget all tokens; the memory stays."""
+        """Forget all tokens, but keep the memory."""
         self.tokens = 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the newest `-tokens_to_remove` tokens back. Raises `Unsupported` once rows went."""
+        """Remove the newest `-tokens_to_remove` tokens. Raises `Unsupported` once rows were evicted."""
         if self.tokens > self.sinks + self.window:
             raise Unsupported(
-                f"{self.tokens} tokens were given and {self.sinks + self.window} rows are kept: the rows "
-                "that taking tokens back would uncover are gone. Nothing was changed. Reset, or choose a "
-                "window that holds all tokens that may be removed."
+                f"the cache has seen {self.tokens} tokens and keeps {self.sinks + self.window} rows: rows "
+                "needed after removing tokens are evicted. Nothing was changed. Reset, or choose a window "
+                "that holds all tokens that may be removed."
             )
         self.tokens -= min(abs(tokens_to_remove), self.tokens)
 
@@ -173,39 +240,39 @@ class SinkWindow:
 def window_mask(
     cache: Any, queries: int, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """The mask with which tokens given together see what each would see alone: `[1, 1, queries, rows]`.
+    """Return the mask that makes a chunk of tokens equal to single tokens: `[1, 1, queries, rows]`.
 
-    Booleans, true where a token sees a row; with `dtype` the terms added to scores: 0 or the least number.
-    For a cache made from a config, or a layer on its own: pass it as `attention_mask`, with the cache. One
-    made from the model sees to that itself.
+    Boolean (true where a token sees a row), or additive if `dtype` is given: 0 or the lowest value. For a
+    cache created from a config, or a single layer, pass the mask as `attention_mask` along with the cache.
+    A cache created from the model adds it by itself.
     """
     layer: SinkWindow = cache.layers[0] if hasattr(cache, "layers") else cache
     return layer.mask(queries, dtype, device)
 
 
 def sink_cache(model: Any, *, sinks: int = 4, window: int = 1024) -> Any:
-    """A transformers `Cache` of `SinkWindow` layers for a model: pass it as `past_key_values`.
+    """Return a transformers `Cache` of `SinkWindow` layers for a model, to pass as `past_key_values`.
 
-    Calls of the model with it get the mask that they need, so prompts of any length go through `generate()`.
-    For as long as the cache is there a forward pre-hook is on the model. Batches have one length: a padded
-    one raises `UsageError`. From a config in place of the model, masks are the caller's (`window_mask`), and
-    batches of one sequence alone are taken. Dynamic rotary scaling works as it does for an unbounded cache,
-    since position ids count true positions; it is state of the model, not of the cache. Needs transformers
-    5 (made with 5.23). Raises `Unsupported` without it, and for models with other than full attention;
+    A forward pre-hook, on the model while the cache lives, adds the mask each call needs, so prompts of any
+    length work with `generate()`. A padded batch raises `UsageError`: all sequences must have one length.
+    If created from a config instead of the model, the caller passes masks (`window_mask`) and only batches
+    of one sequence are accepted. Dynamic rotary scaling works as with an unbounded cache, since position
+    ids are true positions; it is state of the model, not of the cache. Needs transformers 5 (tested with
+    5.23). Raises `Unsupported` without it and for models whose layers do not all have full attention, and
     `UsageError` for a window below 1.
     """
     if window < 1 or sinks < 0:
         raise UsageError(
-            f"sinks={sinks}, window={window}: a token sees at least itself, so give a window of 1 or more "
-            "and no fewer than 0 sinks."
+            f"sinks={sinks}, window={window}: a token sees at least itself, so pass a window of 1 or more "
+            "and at least 0 sinks."
         )
     config: Any = model.config if isinstance(model, nn.Module) else model
     text = config.get_text_config(decoder=True)
     others = set(getattr(text, "layer_types", None) or []) - {"full_attention"}
     if others:
         raise Unsupported(
-            f"this model has layers of {', '.join(sorted(others))}, which bound or mask their own state; a "
-            "sink cache is for models whose layers all have full attention."
+            f"this model has {', '.join(sorted(others))} layers, which bound or mask their own state; a sink "
+            "cache needs a model whose layers all have full attention."
         )
     layer, cache = _made()
     made = cache(layers=[layer(sinks, window) for _ in range(text.num_hidden_layers)])

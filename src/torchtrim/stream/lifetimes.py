@@ -1,7 +1,9 @@
-"""How long an entry of a stream's state is needed, declared for a field and not for a frame."""
+"""Lifetimes of a state's entries, declared per field."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torchtrim.errors import UsageError
@@ -9,11 +11,11 @@ from torchtrim.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """What may happen to the entries of a field.
+    """The lifetime of a field's entries, created by the functions of this module.
 
-    `kind` is one of `persistent`, `pinned`, `window`, `until_read`, `volatile`. `frames` is how far
-    the stream may be from an entry's frame, in frames either way; `None` is any distance. `reads` is
-    after how many reads an entry goes. Made by the functions of this file.
+    `kind` is one of `persistent`, `pinned`, `window`, `until_read`, `volatile`. `frames` is the largest
+    distance of the stream from the entry's frame, in either direction, or `None` for any distance. `reads`
+    is the number of reads after which an entry is evicted.
     """
 
     kind: str
@@ -22,7 +24,7 @@ class Lifetime:
 
     @property
     def evictable(self) -> bool:
-        """Whether a budget may take entries of this field out of the state; any may be spilled."""
+        """True if a budget may evict entries of this field. Entries of any field may be spilled."""
         return self.kind not in ("persistent", "pinned")
 
     def __str__(self) -> str:
@@ -35,41 +37,61 @@ class Lifetime:
 
 
 def persistent() -> Lifetime:
-    """Parameters, rotary tables, position encodings: shared by all streams of a model, never evicted."""
+    """Never evicted and shared by all streams of a model: parameters, rotary tables, position encodings."""
     return Lifetime("persistent")
 
 
 def pinned() -> Lifetime:
-    """Kept by this stream until it is deleted or reset: conditioning frames, prompts."""
+    """Kept until deleted or until the stream is reset: conditioning frames, prompts."""
     return Lifetime("pinned")
 
 
 def window(frames: int) -> Lifetime:
-    """Readable while the stream is at most `frames` frames from the entry's own, either way.
+    """Kept while the stream is at most `frames` frames away from the entry's frame, in either direction.
 
-    `window(15)`: at frame 20 the entries of frames 5 to 35 are there. Raises `UsageError` below 0.
+    With `window(15)`, frame 20 can read the entries of frames 5 to 35. Raises `UsageError` below 0.
     """
     return Lifetime("window", frames=_count(frames, "window", 0))
 
 
 def until_read(reads: int = 1, *, within: int | None = None) -> Lifetime:
-    """Gone after `reads` reads, and where `within` is given no later than `window(within)`.
+    """Evicted after `reads` reads, or when `window(within)` ends if `within` is given.
 
-    Without `within` an entry that nobody reads stays for ever. Raises `UsageError` for `reads` below
-    1 or `within` below 0.
+    Without `within`, an entry that is never read stays forever. Raises `UsageError` for `reads` below 1 or
+    `within` below 0.
     """
     frames = None if within is None else _count(within, "until_read", 0)
     return Lifetime("until_read", frames=frames, reads=_count(reads, "until_read", 1))
 
 
 def volatile() -> Lifetime:
-    """Gone when the frame ends in which it was written: images, masks that were handed out."""
+    """Evicted at the end of the frame that wrote it: images, returned masks."""
     return Lifetime("volatile")
 
 
 def _count(number: int, who: str, least: int) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or number < least:
         raise UsageError(
-            f"{who}({number!r}): give a whole number of {least} or more, such as {who}(15)."
+            f"{who}({number!r}): pass an integer of {least} or more, such as {who}(15)."
         )
     return number
+
+
+_switch = [False]
+bounded: set[str] = set()
+"""Class names of the bounded state in this process; a few, for any number of streams."""
+
+
+@contextmanager
+def unbounded() -> Iterator[None]:
+    """Disable all bounds inside the block."""
+    before, _switch[0] = _switch[0], True
+    try:
+        yield
+    finally:
+        _switch[0] = before
+
+
+def is_unbounded() -> bool:
+    """True inside `unbounded()`."""
+    return _switch[0]

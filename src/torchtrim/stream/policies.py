@@ -1,4 +1,4 @@
-"""Which entries a budget takes first. An order is an object; any with these four methods will do."""
+"""Eviction policies: the order in which a budget evicts entries. Any object with `Policy`'s methods works."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchtrim.stream.tombstones import Key
 
 
 class Policy(Protocol):
-    """Told of each entry that is written, read and gone; asked in which order to evict."""
+    """Gets notified of writes, reads and evictions, and decides the order of eviction."""
 
     def on_put(self, key: Key, nbytes: int) -> None:
         """An entry of `nbytes` bytes was written."""
@@ -19,10 +19,10 @@ class Policy(Protocol):
         """An entry was read."""
 
     def on_evict(self, key: Key) -> None:
-        """An entry is gone, for whatever reason."""
+        """An entry was removed, for any reason."""
 
     def order(self, candidates: Iterable[Key]) -> Iterable[Key]:
-        """The candidates, the first to go first. Entries it does not return stay."""
+        """Return the candidates in order of eviction. Candidates that are left out stay."""
 
 
 class Oldest:
@@ -32,69 +32,69 @@ class Oldest:
         self._keys: OrderedDict[Key, int] = OrderedDict()
 
     def on_put(self, key: Key, nbytes: int) -> None:
-        """To the end of the queue."""
+        """Move the key to the end of the queue."""
         self._keys.pop(key, None)
         self._keys[key] = nbytes
 
     def on_read(self, key: Key) -> None:
-        """Reading changes nothing here."""
+        """Ignored: reads do not change the order."""
 
     def on_evict(self, key: Key) -> None:
-        """Out of the queue."""
+        """Remove the key from the queue."""
         self._keys.pop(key, None)
 
     def order(self, candidates: Iterable[Key]) -> Iterable[Key]:
-        """As they stand in the queue."""
+        """Return the candidates in the order of the queue."""
         wanted = set(candidates)
         return [key for key in self._keys if key in wanted]
 
 
 class LeastRecent(Oldest):
-    """Read or written longest ago, first out (LRU)."""
+    """Least recently used first (LRU), counting reads and writes."""
 
     def on_read(self, key: Key) -> None:
-        """To the end of the queue."""
+        """Move the key to the end of the queue."""
         if key in self._keys:
             self._keys.move_to_end(key)
 
 
 class LeastRead(Oldest):
-    """Read least often, first out (LFU); of equals the oldest."""
+    """Least frequently read first (LFU), ties by age."""
 
     def __init__(self) -> None:
         super().__init__()
         self._reads: dict[Key, int] = {}
 
     def on_read(self, key: Key) -> None:
-        """Counted."""
+        """Count the read."""
         self._reads[key] = self._reads.get(key, 0) + 1
 
     def on_evict(self, key: Key) -> None:
-        """Its count goes too."""
+        """Remove the key and its count."""
         super().on_evict(key)
         self._reads.pop(key, None)
 
     def order(self, candidates: Iterable[Key]) -> Iterable[Key]:
-        """By their counts."""
+        """Return the candidates by number of reads."""
         return sorted(super().order(candidates), key=lambda key: self._reads.get(key, 0))
 
 
 class Largest(Oldest):
-    """Most bytes, first out; of equals the oldest."""
+    """Largest first, ties by age."""
 
     def order(self, candidates: Iterable[Key]) -> Iterable[Key]:
-        """By their bytes."""
+        """Return the candidates by size, largest first."""
         return sorted(super().order(candidates), key=lambda key: -self._keys[key])
 
 
 class Cheapest(Oldest):
-    """Least cost to make again for each byte, first out. `cost(key)` is in any unit, such as seconds."""
+    """Lowest recomputation cost per byte first. `cost(key)` may have any unit, such as seconds."""
 
     def __init__(self, cost: Callable[[Key], float]) -> None:
         super().__init__()
         self._cost = cost
 
     def order(self, candidates: Iterable[Key]) -> Iterable[Key]:
-        """By cost per byte."""
+        """Return the candidates by cost per byte."""
         queued = super().order(candidates)
         return sorted(queued, key=lambda key: self._cost(key) / max(self._keys[key], 1))

@@ -1,4 +1,4 @@
-"""Position maps and rotary tables that are always the same: made once, kept once."""
+"""Cache constant position maps and deduplicate rotary tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class SharedPositions:
-    """What `share_positions` did to a model. `hits` and `misses` count maps that were there and were made."""
+    """Handle of `share_positions`. `hits` and `misses` count lookups of cached position maps."""
 
     def __init__(self) -> None:
         self.hits = 0
@@ -21,11 +21,11 @@ class SharedPositions:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the maps that are kept."""
+        """Bytes of the cached maps."""
         return sum(one.untyped_storage().nbytes() for one in self._maps.values())
 
     def revert(self) -> None:
-        """Make the model as it was; tables that were shared are copies again."""
+        """Undo the changes. Shared tables become copies again."""
         while self._undo:
             self._undo.pop()()
         self._maps.clear()
@@ -62,12 +62,12 @@ class SharedPositions:
 
 
 def share_positions(model: nn.Module) -> SharedPositions:
-    """Let a model keep its sine position maps, and its modules share rotary tables that are equal.
+    """Cache a model's sine position maps, and let its modules share equal rotary tables.
 
-    SAM 2 in transformers makes four maps for each frame anew, since its cache holds one
-    (`build_sine_position_embedding`); the `sam2` package holds one table for each attention (`freqs_cis`).
-    Results are equal to the bit. Kept maps cost their bytes once for all streams: 84 MiB in float32 at
-    1024x1024. Only instances of this model change; `revert()` takes it back.
+    SAM 2 in transformers rebuilds four maps per frame, since its cache holds only one
+    (`build_sine_position_embedding`); the `sam2` package stores one table per attention module
+    (`freqs_cis`). Results are identical bit for bit. All streams share the cached maps, which take 84 MiB
+    in float32 at 1024x1024. Changes only this model's instances; `revert()` undoes them.
     """
     shared = SharedPositions()
     tables: list[torch.Tensor] = []

@@ -1,9 +1,9 @@
-"""Predictors of the `sam2` package and of SAMURAI in bounded memory, by the state that they hand out.
+"""Bound the inference state of video predictors of the `sam2` package and of SAMURAI.
 
-Read in `sam2_base.py` and `sam2_video_predictor.py` of facebookresearch/sam2 at 2b90b9f, where each object
-is tracked on its own, and of yangchris11/samurai at 76ba195, where all objects are tracked at once and each
-result is in two dicts. SAMURAI reads the scores of past frames from the newest back until enough of them
-were good; of the good ones the newest are its memory, however old.
+Based on `sam2_base.py` and `sam2_video_predictor.py` of facebookresearch/sam2 at 2b90b9f, which tracks each
+object separately, and of yangchris11/samurai at 76ba195, which tracks all objects together and stores each
+result in two dicts. SAMURAI reads the scores of past frames, newest first, until enough of them are good.
+The newest good frames are its memory, whatever their age.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import nn
 
 from torchtrim.errors import Unsupported, UsageError
 from torchtrim.stream.bounding import CONDITIONING, OTHER, Bounding
-from torchtrim.stream.images import LoadedFrames
 from torchtrim.stream.lifetimes import Lifetime, pinned, volatile, window
 from torchtrim.stream.records import Objects, Record, Records, Tracked, TrackedObjects, wrapped
-from torchtrim.stream.state_bytes import state_bytes
+from torchtrim.stream.storages import state_bytes
 from torchtrim.stream.store import StateStore
+from torchtrim.stream.tombstones import LoadedFrames
 
 _COMMON = {
     *("images", "num_frames", "offload_video_to_cpu", "offload_state_to_cpu", "video_height"),
@@ -40,7 +40,7 @@ _FIELDS = (*_MEMORY, "obj_ptr", "pred_masks", *_SCORES)
 
 
 class BoundPredictorState(Bounding):
-    """A predictor's `inference_state`, bounded. Made by `bound_state`; `release()` takes it back."""
+    """A predictor's `inference_state`, bounded by `bound_state` and restored by `release()`."""
 
     pointer = "obj_ptr"
     live = _FIELDS
@@ -72,11 +72,11 @@ class BoundPredictorState(Bounding):
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors that the state holds alive, images and features too, each storage once."""
+        """Bytes of all storages that the state keeps alive, including images, each counted once."""
         return state_bytes(self.state)
 
     def release(self) -> None:
-        """Take the bounds off: what is left stays, in plain dicts, and grows again."""
+        """Remove the bounds: remaining entries move to plain dicts, which grow again."""
         for key in list(self.store):
             self.store.recall(key)
         state = self.state
@@ -90,7 +90,7 @@ class BoundPredictorState(Bounding):
             state["images"] = state["images"].source
 
     def tracked(self, frames: Tracked, frame: int) -> None:
-        """See `Owner`: the frame is done when its last object is."""
+        """See `Owner`. The frame ends after its last object."""
         each = self.state.get("frames_tracked_per_obj")
         if each is None or each[max(each)] is frames:
             self.end_frame(frame)
@@ -102,13 +102,13 @@ class BoundPredictorState(Bounding):
             yield self._whole
 
     def absent(self, records: Records, frame: int, *, must: bool) -> Any:
-        """See `Owner`. A frame that SAMURAI finds bad when it scans stays bad."""
+        """See `Owner`. An evicted frame that SAMURAI's scan would skip reads as a bad frame."""
         if must and self._good is not None and self._good.was_bad(records, frame):
             return self._good.bad
         return super().absent(records, frame, must=must)
 
     def lacks(self, record: Record, field: str) -> Any:
-        """See `Owner`. A score of such a frame is the worst there is."""
+        """See `Owner`. The scores of such a frame read as the lowest possible."""
         good = self._good
         if good is not None and field in good.bad and good.was_bad(record.records, record.frame):
             return good.bad[field]
@@ -128,7 +128,7 @@ class BoundPredictorState(Bounding):
 
 
 class _GoodFrames:
-    """Which frames SAMURAI would take into its memory, as its own scan decides."""
+    """The frames that SAMURAI's own scan would select as memory."""
 
     def __init__(self, predictor: Any, store: StateStore) -> None:
         self._limits = (
@@ -145,7 +145,7 @@ class _GoodFrames:
         self.bad = {"best_iou_score": worst, "object_score_logits": worst}
 
     def judge(self, records: Records, frame: int) -> None:
-        """A frame was tracked; its scores say whether it is good."""
+        """Record whether a tracked frame is good, by its scores."""
         record = records[frame]
         if record.get("best_iou_score") is None:
             return
@@ -157,13 +157,13 @@ class _GoodFrames:
             self._good.append(frame)
 
     def was_bad(self, records: Records, frame: int) -> bool:
-        """Whether a frame that went was one that the scan passes over."""
+        """True if the frame was evicted and the scan would skip it."""
         series = (*records.series, frame)
         gone = self._store.tombstone((f"{OTHER}.best_iou_score", series)) is not None
         return gone and (not self._forgot or frame > self._good[0])
 
     def retire(self, records: Records, now: int) -> None:
-        """What neither the newest good frames nor the last two need goes."""
+        """Evict everything that neither the newest good frames nor the last two frames need."""
         while len(self._good) > self._scores:
             self._good.popleft()
             self._forgot = True
@@ -173,7 +173,7 @@ class _GoodFrames:
             for frame in [f for f in records if f not in wanted and abs(f - now) > near]:
                 for field in fields:
                     key = (f"{OTHER}.{field}", (*records.series, frame))
-                    self._store.evict(key, "newer frames are the memory now")
+                    self._store.evict(key, "newer frames have replaced it as memory")
 
 
 def bound_state(
@@ -184,30 +184,31 @@ def bound_state(
     turns: bool = True,
     **options: Any,
 ) -> BoundPredictorState:
-    """Bound an `inference_state` of a video predictor of the `sam2` package, or of SAMURAI's.
+    """Bound the `inference_state` of a video predictor of the `sam2` package or of SAMURAI.
 
-    `state` is what `predictor.init_state` returned. While `propagate_in_video` runs, what no later frame
-    reads goes after each frame; masks are equal to the bit to those without. `corrections=N` keeps what
-    clicks up to N frames back need; `turns` the state needed to propagate from a prompt in either direction
-    again. Images in one tensor cannot go one by one and stay; a loader's go and are read again on demand.
-    What would read something evicted raises `Evicted`. `options` are those of `StateStore`.
+    `state` is the return value of `predictor.init_state`. During `propagate_in_video`, entries that no
+    later frame reads are evicted after each frame; masks are identical bit for bit. `corrections=N` keeps
+    what clicks up to N frames back need; `turns` keeps what propagating again from a prompt needs, in
+    either direction. Images in a single tensor stay; a loader's images are evicted and read again on
+    demand. Reading an evicted entry raises `Evicted`. `options` are those of `StateStore`.
 
-    Read and measured with facebookresearch/sam2 at 2b90b9f and yangchris11/samurai at 76ba195. Raises
-    `Unsupported` for a state that is laid out in another way, `UsageError` for one that is bound already.
+    Tested with facebookresearch/sam2 at 2b90b9f and yangchris11/samurai at 76ba195. Raises `Unsupported`
+    for a state of another layout and `UsageError` for a state that is already bound.
     """
     if isinstance(state.get("output_dict_per_obj"), Objects):
-        raise UsageError("this state is bound already; release() the first before binding again.")
+        raise UsageError("this state is already bound; call release() before binding it again.")
     if set(state) not in _LAYOUTS.values():
         nearest = min(_LAYOUTS.values(), key=lambda known: len(known ^ set(state)))
         raise Unsupported(
-            "this inference state is laid out in another way than in sam2 2b90b9f or samurai 76ba195: it "
+            "the layout of this inference state differs from sam2 2b90b9f and samurai 76ba195: it "
             f"has {sorted(set(state) - nearest) or 'nothing more'} and lacks "
             f"{sorted(nearest - set(state)) or 'nothing'}. Nothing was changed."
         )
     samurai = _is_samurai(predictor)
     if samurai and "output_dict" not in state:
         raise Unsupported(
-            "a predictor in samurai mode with a state that keeps each object on its own."
+            "a predictor in samurai mode needs a state with `output_dict`; this one stores each object "
+            "separately. Nothing was changed."
         )
     pointers, memories = _reach(predictor)
     fields = _fields(pointers + corrections, memories + corrections, corrections, samurai)
@@ -222,7 +223,7 @@ def _reach(predictor: Any) -> tuple[int, int]:
         return int(predictor.max_obj_ptrs_in_encoder) - 1, max(memories, 0)
     except AttributeError as error:
         raise Unsupported(
-            f"the predictor does not say how far back it reads: {error}. Pass the video predictor that made "
+            f"cannot tell how far back the predictor reads: {error}. Pass the video predictor that created "
             "this state."
         ) from error
 

@@ -1,51 +1,50 @@
-"""Dicts that stand in a tracker's state where its own were, and know what left them."""
+"""Dicts that replace those in a tracker's state and report writes, removals and reads of evicted entries."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
 
-from torchtrim.stream.frames import FrameSet
-from torchtrim.stream.routed import Routed
+from torchtrim.stream.frames import FrameSet, Routed
 from torchtrim.stream.tombstones import Evicted, Tombstone
 
 
 class Owner(Protocol):
-    """Whoever bounds the state that the dicts are in."""
+    """The object that bounds the state and is notified by its dicts."""
 
     def series(self, number: Hashable) -> tuple[Hashable, ...]:
-        """A name for the records of an object that no other has."""
+        """Return a unique name for the records of an object."""
 
     def wrote(self, records: Records, frame: int) -> None:
         """A frame's record was written."""
 
     def absent(self, records: Records, frame: int, *, must: bool) -> Any:
-        """A frame that is not there was asked for. Raises `Evicted`, or returns its placeholder."""
+        """Handle a lookup of an absent frame. Raises `Evicted`, or returns a placeholder."""
 
     def lacks(self, record: Record, field: str) -> Any:
-        """A field that is not there was read. Returns its value if it was spilled."""
+        """Handle a read of an absent field. Returns its value if it was spilled."""
 
     def recalls(self, record: Record, field: str) -> bool:
-        """Brings a field back; whether it was spilled."""
+        """Restore a field. Return True if it was spilled."""
 
     def took(self, records: Records, record: Record) -> None:
-        """Somebody took a record out."""
+        """A record was removed."""
 
     def cleared(self) -> None:
         """The state was reset."""
 
     def parted(self, kinds: Mapping[str, Records]) -> None:
-        """An object was taken out of the state; it may come back under another number."""
+        """An object was removed from the state; it may be added again under another number."""
 
     def settle(self) -> None:
-        """Objects that were taken out and are not back are gone."""
+        """Drop the objects that were removed and not added again."""
 
     def tracked(self, frames: Tracked, frame: int) -> None:
-        """The object with these frames was tracked in one more."""
+        """An object, identified by its frames, was tracked in another frame."""
 
 
 class Record(dict[Any, Any]):
-    """The fields of one frame of one object. A field that went raises `Evicted` when it is read."""
+    """The fields of one frame of one object. Reading an evicted field raises `Evicted`."""
 
     __slots__ = ("frame", "records")
 
@@ -58,14 +57,14 @@ class Record(dict[Any, Any]):
         return self.records.owner.lacks(self, field)
 
     def get(self, field: Any, default: Any = None) -> Any:
-        """The value of a field, brought back if it was spilled; `default` if it is not there."""
+        """Return the value of a field, restored if it was spilled, or `default` if absent."""
         if field in self or self.records.owner.recalls(self, field):
             return self[field]
         return default
 
 
 class Records(Routed):
-    """The records of one object by frame. Asking for one that went raises `Evicted`."""
+    """The records of one object by frame. Reading an evicted one raises `Evicted`."""
 
     __slots__ = ("dropped", "kind", "owner", "series")
 
@@ -81,15 +80,14 @@ class Records(Routed):
             self[frame] = fields
 
     def __setitem__(self, frame: int, fields: dict[Any, Any]) -> None:
-        if (
-            frame in self
-        ):  # Written again it keeps its place, which is the order in which memories are read.
+        # A rewritten frame keeps its position, the order in which memories are read.
+        if frame in self:
             self.owner.took(self, self[frame])
         super().__setitem__(frame, Record(fields, self, frame))
         self.owner.wrote(self, frame)
 
     def get(self, frame: Any, default: Any = None) -> Any:
-        """The record of a frame, `default` if there never was one. Raises `Evicted` if it went."""
+        """Return a frame's record, or `default` if it never had one. Raises `Evicted` if it was evicted."""
         if frame in self:
             return self[frame]
         found = self.owner.absent(self, frame, must=False)
@@ -102,13 +100,13 @@ class Records(Routed):
         return found
 
     def pop(self, frame: Any, *default: Any) -> Any:
-        """Take a record out, whole."""
+        """Remove and return a whole record."""
         if frame in self:
             self.owner.took(self, self[frame])
         return super().pop(frame, *default)
 
     def back(self) -> Records:
-        """Itself, in a state again: if it was gone, all its frames are looked after anew."""
+        """Return itself to the state. If it was dropped, all its frames count as written again."""
         if self.dropped:
             self.dropped = False
             for frame in self:
@@ -116,14 +114,14 @@ class Records(Routed):
         return self
 
     def plain(self) -> dict[Any, Any]:
-        """The same in plain dicts."""
+        """Return a copy in plain dicts."""
         return {frame: dict(record) for frame, record in self.items()}
 
 
 class Objects(Routed):
     """The records of all objects of a state: object -> kind -> frame -> field.
 
-    Objects may go, come back and change their numbers; `update` ends such a change.
+    Objects may be removed, added again and renumbered; `update` completes such a change.
     """
 
     __slots__ = ("owner",)
@@ -140,19 +138,19 @@ class Objects(Routed):
         super().__setitem__(number, wrapped(kinds, self.owner, number))
 
     def pop(self, number: Any, *default: Any) -> Any:
-        """Take an object out."""
+        """Remove and return an object."""
         kinds = super().pop(number, *default)
         if isinstance(kinds, dict):
             self.owner.parted(kinds)
         return kinds
 
     def update(self, *others: Any, **more: Any) -> None:
-        """Put objects in: those that were taken out before, and are not among them, are gone."""
+        """Add objects, and drop those that were removed before and are not among them."""
         super().update(*others, **more)
         self.owner.settle()
 
     def clear(self) -> None:
-        """Forget all objects."""
+        """Remove all objects."""
         for kinds in self.values():
             for records in kinds.values():
                 records.dropped = True
@@ -160,7 +158,7 @@ class Objects(Routed):
         self.owner.cleared()
 
     def plain(self) -> dict[Any, Any]:
-        """The same in plain dicts."""
+        """Return a copy in plain dicts."""
         return {
             number: {kind: records.plain() for kind, records in kinds.items()}
             for number, kinds in self.items()
@@ -168,7 +166,7 @@ class Objects(Routed):
 
 
 def wrapped(kinds: dict[str, Any], owner: Owner, number: Hashable) -> dict[str, Records]:
-    """The records of an object by kind, in dicts that know what left them."""
+    """Wrap the records of an object, by kind, in `Records`."""
     series = owner.series(number)
     return {
         kind: frames.back() if isinstance(frames, Records) else Records(frames, owner, series, kind)
@@ -177,7 +175,7 @@ def wrapped(kinds: dict[str, Any], owner: Owner, number: Hashable) -> dict[str, 
 
 
 class TrackedObjects(Routed):
-    """Which frames each object was tracked in."""
+    """The frames in which each object was tracked."""
 
     __slots__ = ("owner",)
 
@@ -192,12 +190,12 @@ class TrackedObjects(Routed):
         super().__setitem__(number, made)
 
     def plain(self) -> dict[Any, Any]:
-        """The same in plain dicts."""
+        """Return a copy in plain dicts."""
         return {number: dict(frames) for number, frames in self.items()}
 
 
 class Tracked(MutableMapping[int, dict[str, bool]]):
-    """Frames that were tracked, and in which direction last, as ranges."""
+    """Tracked frames with their last direction, stored as ranges."""
 
     def __init__(self, frames: Any, owner: Owner) -> None:
         self._all, self._reverse = FrameSet(), FrameSet()
@@ -217,7 +215,7 @@ class Tracked(MutableMapping[int, dict[str, bool]]):
         if known is None:
             raise Evicted(
                 Tombstone("tracked", frame, None, "too many gaps to remember", certain=False),
-                "The stream skipped frames in too many places to tell whether this one was tracked.",
+                "The stream skipped frames in too many places to know if this one was tracked.",
             )
         return known
 
@@ -237,7 +235,7 @@ class Tracked(MutableMapping[int, dict[str, bool]]):
         self._reverse.discard(frame)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all frames."""
         self._all.clear()
         self._reverse.clear()
 

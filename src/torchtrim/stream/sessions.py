@@ -1,9 +1,8 @@
-"""Tracking sessions of transformers in bounded memory: SAM 2, SAM 3's tracker, EdgeTAM.
+"""Bound the tracking sessions of transformers: SAM 2, SAM 3's tracker, EdgeTAM.
 
-What the models read, in `_gather_memory_frame_outputs` and `_get_object_pointers` of transformers
-5.23: of conditioning frames everything but the full-size masks; of other frames the memory of the last
-`num_maskmem - 1` and the pointers of the last `max_object_pointers_in_encoder - 1`, nothing else. Of a
-frame's position maps only the last.
+The models (`_gather_memory_frame_outputs` and `_get_object_pointers` of transformers 5.23) read all fields of
+conditioning frames except the full-size masks, the memory of the last `num_maskmem - 1` other frames, the
+pointers of the last `max_object_pointers_in_encoder - 1` other frames, and a frame's last position map.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from torch import nn
 
 from torchtrim.errors import Unsupported, UsageError
 from torchtrim.stream.bounding import CONDITIONING, OTHER, Bounding
-from torchtrim.stream.images import Frames
 from torchtrim.stream.lifetimes import Lifetime, pinned, volatile, window
 from torchtrim.stream.records import Objects, Records, TrackedObjects
-from torchtrim.stream.state_bytes import state_bytes
+from torchtrim.stream.storages import state_bytes
 from torchtrim.stream.store import StateStore
+from torchtrim.stream.tombstones import Frames
 
 SESSIONS = (
     "Sam2VideoInferenceSession",
@@ -49,7 +48,7 @@ _NEVER = ("high_res_masks",)
 
 
 class BoundSession(Bounding):
-    """A session whose state is bounded. Made by `bound_session`; `release()` takes it back."""
+    """A session with bounded state, created by `bound_session` and undone by `release()`."""
 
     live = (*_POINTER, *_MEMORY)
 
@@ -75,13 +74,13 @@ class BoundSession(Bounding):
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors that the session holds alive, images and features too, each storage once."""
+        """Bytes of all storages that the session keeps alive, including images, each counted once."""
         return state_bytes(self.session)
 
     def release(self) -> None:
-        """Take the bounds off: what is left stays, in plain dicts, and grows again.
+        """Remove the bounds: remaining entries move to plain dicts, which grow again.
 
-        The frames keep their numbers, so `processed_frames` stays one that counts what went.
+        Frames keep their numbers, so `processed_frames` still counts evicted frames.
         """
         self._hook.remove()
         for key in list(self.store):
@@ -121,19 +120,20 @@ def bound_session(
 ) -> BoundSession:
     """Bound a session of `Sam2VideoModel`, `Sam3TrackerVideoModel` or `EdgeTamVideoModel`.
 
-    `session` is what their processor's `init_video_session` gives, `model` the model that will run it;
-    several sessions may share it. After each frame what no later frame reads goes. Results are equal to
-    the bit to those without, for streams forward and reverse, however long. Going back to a frame reads
-    what was before it: `corrections=N` keeps what prompts up to N frames back need, their images too.
-    `turns` keeps the state needed to run from a prompt in either direction again; by default that is on
-    where the whole video was given at the start. Frames of such a video stay: they are the input.
-    Whatever would read something evicted raises `Evicted` and does not go on with another result.
+    `session` is the return value of the processor's `init_video_session`, and `model` the model that runs it;
+    several sessions may share a model. After each frame, entries that no later frame reads are evicted.
+    Results are identical bit for bit, for forward and reverse streams of any length. Going back to a frame
+    reads the frames before it: `corrections=N` keeps what prompts up to N frames back need, images
+    included. `turns` keeps what running again from a prompt needs, in either direction; it is on by default
+    if the session started with a whole video. The frames of such a video stay, since they are the input.
+    Reading an evicted entry raises `Evicted` rather than continuing with another result.
 
-    `keep=n` keeps n frames, fewer than are read. Results may then differ; `missed` and `first_missed` tell
-    whether and from where. `options` are those of `StateStore`: budget, policy, spill, every.
+    `keep=n` keeps only n frames, fewer than the model reads. Results may then differ: `missed` counts such
+    reads and `first_missed` is the first frame with one. `options` are those of `StateStore`: budget,
+    policy, spill, every.
 
-    Made for transformers 5.23; raises `Unsupported` for other versions, unless `trust_version`, and for
-    sessions laid out in another way. Raises `UsageError` for a session that is bound already.
+    Made for transformers 5.23. Raises `Unsupported` for other versions (unless `trust_version`) and for
+    sessions of another layout, and `UsageError` for a session that is already bound.
     """
     _check_layout(session, model, trust_version)
     config: Any = model.config
@@ -141,7 +141,7 @@ def bound_session(
     pointers = config.max_object_pointers_in_encoder - 1 + corrections
     if keep is not None:
         if keep < 1:
-            raise UsageError(f"keep={keep}: give how many frames to keep, 1 or more.")
+            raise UsageError(f"keep={keep}: the number of frames to keep must be 1 or more.")
         memories, pointers = min(memories, keep - 1), min(pointers, keep - 1)
     if turns is None:
         turns = session.processed_frames is not None
@@ -167,30 +167,30 @@ def _check_layout(session: Any, model: nn.Module, trust_version: bool) -> None:
     names = [one.__name__ for one in type(session).__mro__]
     if not set(SESSIONS).intersection(names):
         raise Unsupported(
-            f"{type(session).__name__} is no session that torchtrim can bound; it knows "
-            f"{', '.join(SESSIONS)} of transformers. For other state declare its fields with StateStore."
+            f"cannot bound a {type(session).__name__}: expected {', '.join(SESSIONS)} of transformers. "
+            "For other state, declare its fields with StateStore."
         )
     if isinstance(getattr(session, "output_dict_per_obj", None), Objects):
-        raise UsageError("this session is bound already; release() the first before binding again.")
+        raise UsageError("this session is already bound; call release() before binding it again.")
     found = set(vars(session))
     if found != _ATTRIBUTES:
         raise Unsupported(
-            f"this {names[0]} is laid out in another way than in transformers {', '.join(VERSIONS)}: it has "
+            f"the layout of this {names[0]} differs from transformers {', '.join(VERSIONS)}: it has "
             f"{sorted(found - _ATTRIBUTES) or 'nothing more'} and lacks "
-            f"{sorted(_ATTRIBUTES - found) or 'nothing'}. What it reads is not known, so nothing was changed."
+            f"{sorted(_ATTRIBUTES - found) or 'nothing'}. What it reads is unknown. Nothing was changed."
         )
     version = _version(session)
     if not trust_version and not version.startswith(tuple(f"{known}." for known in VERSIONS)):
         raise Unsupported(
-            f"{type(session).__module__.partition('.')[0]} {version or 'of no version'} is not one this "
-            f"adapter was read and measured with ({', '.join(VERSIONS)}). Compare a bounded with an "
-            "unbounded run over 40 frames, then pass trust_version=True."
+            f"this adapter was not tested with {type(session).__module__.partition('.')[0]} "
+            f"{version or 'of unknown version'}, only with {', '.join(VERSIONS)}. Compare a bounded run "
+            "with an unbounded run over 40 frames, then pass trust_version=True."
         )
     for name in ("num_maskmem", "max_object_pointers_in_encoder"):
         if not isinstance(getattr(getattr(model, "config", None), name, None), int):
             raise Unsupported(
-                f"the model's config has no {name}, which says how far back it reads. Pass the model "
-                "that runs this session."
+                f"the model's config has no {name}, so it is unknown how far back it reads. Pass the "
+                "model that runs this session."
             )
 
 

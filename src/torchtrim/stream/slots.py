@@ -1,4 +1,4 @@
-"""The entries of a store, whoever's dict they lie in: accounted, evicted, spilled and brought back."""
+"""Entries of a store, in any dict: accounts for their bytes, evicts, spills and restores them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchtrim.stream.tombstones import Graveyard, Key, name_of
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """Replaces a tensor while its storage is spilled: which storage, and the tensor's layout in it."""
+    """Placeholder of a tensor whose storage is spilled: the storage's number and the layout."""
 
     blob: int
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class _Blob:
 
 
 class Parking:
-    """Spilled storages by number, and which entries need each."""
+    """Spilled storages by number, with the entries that need each."""
 
     def __init__(self, spill: Spill) -> None:
         self._spill = spill
@@ -47,7 +47,7 @@ class Parking:
         self.bytes = 0
 
     def put(self, tensor: torch.Tensor) -> int:
-        """Spill the whole storage of a tensor. Returns its number; raises `SpillFailed`."""
+        """Spill the whole storage of a tensor and return its number. Raises `SpillFailed`."""
         storage = tensor.untyped_storage()
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         with torch.no_grad():
@@ -59,7 +59,7 @@ class Parking:
         return number
 
     def park(self, number: int, storage: int, key: Key, value: Any) -> Any:
-        """A value whose tensors on that storage are replaced by `Parked`."""
+        """Return the value with its tensors on that storage replaced by `Parked`."""
         self._blobs[number].keys.add(key)
 
         def replace(tensor: torch.Tensor) -> Any:
@@ -71,7 +71,7 @@ class Parking:
         return map_tensors(value, replace)
 
     def fetch(self, number: int) -> tuple[torch.UntypedStorage, set[Key]]:
-        """A storage with its bytes, on the device where it was, and the entries that need it."""
+        """Load a storage to its original device. Return it with the entries that need it."""
         blob = self._blobs[number]
         data = self._spill.get(blob.token)
         data = data.to(blob.device, copy=data.device == blob.device)
@@ -79,7 +79,7 @@ class Parking:
         return data.untyped_storage(), blob.keys
 
     def leave(self, key: Key, value: Any) -> None:
-        """An entry with parked tensors is gone; storages that nobody needs are dropped."""
+        """Release an entry's parked tensors, and drop storages that no entry needs."""
         for number in blobs_of(value):
             keys = self._blobs[number].keys
             keys.discard(key)
@@ -93,7 +93,7 @@ class Parking:
 
 
 def blobs_of(value: Any) -> set[int]:
-    """Numbers of the spilled storages that a value needs."""
+    """Return the numbers of the spilled storages that a value needs."""
     if isinstance(value, Parked):
         return {value.blob}
     if isinstance(value, dict):
@@ -104,7 +104,7 @@ def blobs_of(value: Any) -> set[int]:
 
 
 def unpark(value: Any, number: int, storage: torch.UntypedStorage) -> Any:
-    """The value with its `Parked` of one storage made tensors again."""
+    """Return the value with the `Parked` tensors of one storage restored."""
     if isinstance(value, Parked):
         if value.blob != number:
             return value
@@ -122,17 +122,17 @@ def unpark(value: Any, number: int, storage: torch.UntypedStorage) -> Any:
 
 
 def tensor_on(value: Any, storage: int) -> torch.Tensor:
-    """A tensor of the value that uses a storage."""
+    """Return a tensor of the value that uses the storage."""
     return next(tensor for tensor in tensors_of(value) if storage_id(tensor) == storage)
 
 
 class OverBudget(TorchtrimError):
-    """What may not be evicted needs more than the budget. Nothing was changed and nothing lost."""
+    """Entries that must not be evicted exceed the budget. Nothing was changed or lost."""
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """An entry: where its value is, and its properties. `parked` is its value while spilled."""
+    """An entry, stored in `holder[name]`. `parked` is its value while spilled."""
 
     key: Key
     lifetime: Lifetime
@@ -147,7 +147,7 @@ class Slot:
 
 
 class Slots:
-    """All entries of one stream that are not persistent. Not locked: its owner is."""
+    """All entries of one stream except persistent ones. Not thread-safe: the owner locks."""
 
     def __init__(
         self,
@@ -173,19 +173,19 @@ class Slots:
         return sum(map(len, self._tables.values()))
 
     def keys(self) -> list[Key]:
-        """The keys of all entries."""
+        """Return the keys of all entries."""
         return [slot.key for table in self._tables.values() for slot in table.values()]
 
     def table(self, field: str) -> Collection[Slot]:
-        """The entries of a field."""
+        """Return the entries of a field."""
         return self._tables[field].values()
 
     def find(self, key: Key) -> Slot | None:
-        """The entry of a key, spilled or not."""
+        """Return the entry of a key, spilled or not."""
         return self._tables.get(key[0], {}).get(key[1])
 
     def put(self, slot: Slot, value: Any) -> None:
-        """A new entry, in place of one of the same key."""
+        """Add an entry, replacing one of the same key."""
         old = self.find(slot.key)
         if old is not None:
             if old.holder is not slot.holder or old.name != slot.name:
@@ -198,7 +198,7 @@ class Slots:
             self.policy.on_put(slot.key, sum(tensor.nbytes for tensor in tensors_of(value)))
 
     def discard(self, key: Key) -> None:
-        """Undo a `put`: the entry goes without a tombstone."""
+        """Undo a `put`: remove the entry without a tombstone."""
         slot = self.find(key)
         if slot is not None:
             del self._tables[key[0]][key[1]]
@@ -207,13 +207,13 @@ class Slots:
             self._told(key)
 
     def forget(self, slot: Slot) -> None:
-        """An entry is not looked after any more; its value stays in its holder."""
+        """Stop managing an entry; its value stays in its holder."""
         del self._tables[slot.key[0]][slot.key[1]]
         self._release(slot)
         self._told(slot.key)
 
     def evict(self, slots: list[Slot], now: int | None, why: str, *, compact: bool = True) -> None:
-        """Entries go, each with a tombstone; what shares their storages is copied if `compact`."""
+        """Evict entries, leaving tombstones. `compact` copies survivors that share their storages."""
         for slot in slots:
             field, entry = slot.key
             del self._tables[field][entry]
@@ -230,9 +230,9 @@ class Slots:
             self.compact()
 
     def compact(self) -> None:
-        """Give survivors of storages that lost an entry storages of their own, where that frees bytes.
+        """Copy the survivors of storages that lost an entry, where that frees bytes.
 
-        One that finds no memory for the copy stays as it is.
+        Survivors stay unchanged if there is no memory for the copies.
         """
         touched, self._touched = self._touched, []
         if not self._compact:
@@ -248,20 +248,20 @@ class Slots:
                     self._replace(slot, map_tensors(slot.holder[slot.name], copies.own))
 
     def fit(self, now: int | None, keep: Key | None = None) -> None:
-        """Spill or evict until the budget holds. Raises `OverBudget` if it cannot, before anything goes."""
+        """Spill or evict until the budget holds. If it cannot, raises `OverBudget` and evicts nothing."""
         over = self.accounts.bytes - (self._budget or self.accounts.bytes)
         if over <= 0:
             return
         possible = self._possible(keep)
         if possible < over:
             raise OverBudget(
-                f"the state needs {self.accounts.bytes - possible} bytes that may not be evicted, and the "
-                f"budget is {self._budget}. Nothing was lost. {self._room()}"
+                f"{self.accounts.bytes - possible} bytes of the state must not be evicted, and the budget is "
+                f"{self._budget}. Nothing was lost. {self._room()}"
             )
         self.free(over, now, keep)
 
     def free(self, nbytes: int, now: int | None, keep: Key | None = None) -> int:
-        """Spill, or evict where there is nowhere to spill, in the policy's order. Returns bytes freed."""
+        """Spill (or evict without a spill) in the policy's order. Returns the bytes freed."""
         begin = self.accounts.bytes
         for key in self._ordered(self._candidates(keep)):
             if begin - self.accounts.bytes >= nbytes:
@@ -276,15 +276,15 @@ class Slots:
         return begin - self.accounts.bytes
 
     def recall(self, slot: Slot) -> None:
-        """A spilled entry, and all that share its storages, are in memory again."""
+        """Restore a spilled entry and all entries that share its storages."""
         assert self._parking is not None
         for number in blobs_of(slot.parked):
             try:
                 storage, keys = self._parking.fetch(number)
             except (OSError, RuntimeError, MemoryError) as error:
                 raise SpillFailed(
-                    f"{name_of(slot.key)} was spilled and could not be brought back: {error}. Everything "
-                    "else is as it was. Was its file removed, or is there no memory for it?"
+                    f"{name_of(slot.key)} was spilled and could not be restored: {error}. Everything else "
+                    "is unchanged. Check that its file exists and that there is memory for it."
                 ) from error
             for key in keys:
                 other = self.find(key)
@@ -298,14 +298,14 @@ class Slots:
                     other.holder[other.name] = value
 
     def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace all tensors in memory."""
+        """Apply `change` to all tensors in memory."""
         for table in self._tables.values():
             for slot in table.values():
                 if slot.parked is None:
                     self._replace(slot, map_tensors(slot.holder[slot.name], change))
 
     def clear(self) -> None:
-        """No entries, no tombstones."""
+        """Remove all entries and tombstones."""
         for table in self._tables.values():
             for slot in list(table.values()):
                 del table[slot.key[1]]
@@ -316,18 +316,18 @@ class Slots:
 
     @property
     def spills(self) -> bool:
-        """Whether there is somewhere to spill to."""
+        """True if the store can spill."""
         return self._parking is not None
 
     @property
     def spilled_bytes(self) -> int:
-        """Bytes that are spilled."""
+        """Bytes spilled now."""
         return 0 if self._parking is None else self._parking.bytes
 
     def _room(self) -> str:
         if self.spills:
-            return "Raise the budget: one entry alone is above it."
-        return "Raise the budget, give a spill, or give a pinned field a window."
+            return "Raise the budget: a single entry exceeds it."
+        return "Raise the budget, pass a spill, or use a window for a pinned field."
 
     def _told(self, key: Key) -> None:
         if self.policy is not None:
@@ -342,11 +342,11 @@ class Slots:
         ]
 
     def _may_leave(self, slot: Slot) -> bool:
-        """Whether it may leave memory: nothing is lost where it can be spilled."""
+        """True if the entry may leave memory. With a spill any may, since nothing is lost."""
         return self.spills or slot.lifetime.evictable
 
     def _ordered(self, candidates: list[Slot]) -> list[Key]:
-        """In the policy's order, without one the oldest first; what may only be spilled comes last."""
+        """Order candidates by the policy, or by age. Entries that can only be spilled come last."""
         if self.policy is not None:
             keys = list(self.policy.order([slot.key for slot in candidates]))
         else:
@@ -355,7 +355,7 @@ class Slots:
         return [key for key in keys if key not in last] + [key for key in keys if key in last]
 
     def _is_free(self, slot: Slot) -> bool:
-        """Whether neither it nor what shares a storage with it is pinned."""
+        """True if the entry and all that share a storage with it are evictable."""
         holdings = (self.accounts.holdings[one] for one in slot.storages)
         return slot.lifetime.evictable and all(
             (other := self.find(key)) is None or other.lifetime.evictable

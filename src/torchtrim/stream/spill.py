@@ -1,4 +1,4 @@
-"""Where the bytes of a stream's state go when there is no room: the host's memory, or a mapped file."""
+"""Spill a stream's state to host memory or to memory-mapped files."""
 
 from __future__ import annotations
 
@@ -13,59 +13,59 @@ import torch
 
 from torchtrim.errors import TorchtrimError, UsageError
 
-_BLOCK = 2**20
+_BLOCK = 2**20  # Arbitrary: zeros written per call where posix_fallocate is missing.
 
 
 class SpillFailed(TorchtrimError):
-    """There was no room to spill to. Nothing was lost: what was to be spilled is where it was."""
+    """No room to spill. Nothing was lost: the data is still in memory."""
 
 
 class Spill(Protocol):
-    """Keeps bytes and gives them back."""
+    """Stores bytes and returns them."""
 
     def put(self, data: torch.Tensor) -> Any:
-        """Keep a copy of one-dimensional `uint8` bytes. Returns a token; raises `SpillFailed`."""
+        """Store a copy of one-dimensional `uint8` data and return a token. Raises `SpillFailed`."""
 
     def get(self, token: Any) -> torch.Tensor:
-        """The bytes, on the host."""
+        """Return the bytes, on the host."""
 
     def drop(self, token: Any) -> None:
-        """They are not needed any more."""
+        """Release the bytes."""
 
 
 class HostSpill:
-    """Spills to the host's memory, at most `most_bytes` of it: for state on a device."""
+    """Spills state of a device to host memory, at most `most_bytes`."""
 
     def __init__(self, most_bytes: int | None = None) -> None:
         self._most = most_bytes
         self.bytes = 0
 
     def put(self, data: torch.Tensor) -> torch.Tensor:
-        """Keep a copy of the bytes. Raises `SpillFailed` above `most_bytes`."""
+        """Store a copy of the bytes. Raises `SpillFailed` above `most_bytes`."""
         _check_room(self.bytes + data.numel(), self._most, "the host's memory")
         self.bytes += data.numel()
         return data.to("cpu", copy=True)
 
     def get(self, token: torch.Tensor) -> torch.Tensor:
-        """The bytes."""
+        """Return the bytes."""
         return token
 
     def drop(self, token: torch.Tensor) -> None:
-        """Let them go."""
+        """Release the bytes."""
         self.bytes -= token.numel()
 
 
 class FileSpill:
-    """Spills to memory-mapped files in a new directory under `directory`, at most `most_bytes` of them.
+    """Spills to memory-mapped files in a new directory under `directory`, at most `most_bytes`.
 
-    The space is taken before a byte is written, so a full disk is a `SpillFailed` and not a crash.
-    `close()` removes the directory; so does the end of this object, or an orderly end of the process.
+    Space is reserved before the first write, so a full disk raises `SpillFailed` instead of crashing. The
+    directory is removed by `close()`, with this object, or at a normal exit of the process.
     """
 
     def __init__(self, directory: str | Path, most_bytes: int | None = None) -> None:
         if not Path(directory).is_dir():
             raise UsageError(
-                f"{directory} is no directory to spill to. Make it, or name one that is there and has room."
+                f"cannot spill to {directory}: not a directory. Create it, or pass an existing one."
             )
         self._home = Path(tempfile.mkdtemp(prefix="torchtrim-spill-", dir=directory))
         self._close = weakref.finalize(self, shutil.rmtree, self._home, ignore_errors=True)
@@ -74,7 +74,7 @@ class FileSpill:
         self.bytes = 0
 
     def put(self, data: torch.Tensor) -> tuple[Path, int]:
-        """Write the bytes to a file of their own. Raises `SpillFailed` where there is no room."""
+        """Write the bytes to a new file. Raises `SpillFailed` if there is no room."""
         size = data.numel()
         _check_room(self.bytes + size, self._most, str(self._home))
         path = self._home / str(self._number)
@@ -86,7 +86,7 @@ class FileSpill:
             path.unlink(missing_ok=True)
             raise SpillFailed(
                 f"could not spill {size} bytes to {path.parent}: {error.strerror}. Nothing was lost: the "
-                "state is still in memory. Make room there, spill elsewhere, or raise the budget."
+                "state is still in memory. Free space there, spill elsewhere, or raise the budget."
             ) from error
         if size:
             torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8).copy_(data)
@@ -94,7 +94,7 @@ class FileSpill:
         return path, size
 
     def get(self, token: tuple[Path, int]) -> torch.Tensor:
-        """The bytes, copied out of the file."""
+        """Return the bytes, copied from the file."""
         path, size = token
         if not size:
             return torch.empty(0, dtype=torch.uint8)
@@ -107,7 +107,7 @@ class FileSpill:
         self.bytes -= size
 
     def close(self) -> None:
-        """Remove everything that was spilled."""
+        """Remove all spilled data."""
         self._close()
 
 
@@ -122,6 +122,6 @@ def _reserve(file: BinaryIO, size: int) -> None:
 def _check_room(wanted: int, most: int | None, where: str) -> None:
     if most is not None and wanted > most:
         raise SpillFailed(
-            f"spilling would put {wanted} bytes into {where}, and {most} are allowed. Nothing was lost: "
-            "the state is still in memory. Allow more, or raise the budget."
+            f"spilling would put {wanted} bytes into {where}, above the limit of {most}. Nothing was lost: "
+            "the state is still in memory. Raise the limit or the budget."
         )

@@ -1,18 +1,110 @@
-"""Bytes as the allocator sees them: each storage once, however many tensors, views and entries share it."""
+"""Find the tensors of a state and count their bytes as the allocator does, each storage once."""
 
 from __future__ import annotations
 
+import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchtrim.stream.tombstones import Key
 
+Path = tuple[Any, ...]
+_LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType)
+ANY = "*"
+
+
+class SequenceIndex(int):
+    """An index into a list or tuple, as part of a path."""
+
+    def __repr__(self) -> str:
+        return f"[{int(self)}]"
+
+
+def tensors_in(state: Any) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Iterate over the tensors that an object holds, with their paths.
+
+    Visits dicts, lists, tuples, sets, deques and attributes of objects, each once. Skips modules; if `state`
+    itself is a module, skips its parameters, buffers and submodules.
+    """
+    yield from _walk(state, (), set(), top=True)
+
+
+def pattern_of(path: Path) -> str:
+    """Format a path with `*` for numbers: `('outputs', 3, 'mask', [1])` is `outputs.*.mask[1]`."""
+    words = ""
+    for part in path:
+        if isinstance(part, SequenceIndex):
+            words += repr(part)
+        else:
+            text = ANY if isinstance(part, int) else str(part)
+            words += f".{text}" if words else text
+    return words
+
+
+def holder_of(state: Any, path: Path) -> Any:
+    """Return the object that holds the value at the end of a path, or `None`."""
+    for part in path[:-1]:
+        state = _step(state, part)
+        if state is None:
+            return None
+    return state
+
+
+def put(holder: Any, part: Any, value: Any) -> None:
+    """Write a value at the last part of a path. Tuples and sets stay unchanged."""
+    if isinstance(holder, dict):
+        dict.__setitem__(holder, part, value)
+    elif isinstance(holder, list | deque):
+        holder[part] = value
+    elif not isinstance(holder, tuple | set | frozenset):
+        setattr(holder, part, value)
+
+
+def _step(state: Any, part: Any) -> Any:
+    if isinstance(state, dict):
+        return state.get(part)
+    if isinstance(state, list | tuple | deque):
+        return state[part] if part < len(state) else None
+    return getattr(state, str(part), None)
+
+
+def _walk(
+    value: Any, path: Path, seen: set[int], *, top: bool = False
+) -> Iterator[tuple[Path, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+        return
+    if isinstance(value, nn.Module):
+        if not top:
+            return
+    elif isinstance(value, _LEAVES) or callable(value):
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    for name, one in _parts(value):
+        yield from _walk(one, (*path, name), seen)
+
+
+def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        yield from list(value.items())
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        yield from ((SequenceIndex(number), one) for number, one in enumerate(list(value)))
+    else:
+        hidden = {"_parameters", "_buffers", "_modules"} if isinstance(value, nn.Module) else set()
+        for name, one in list(getattr(value, "__dict__", {}).items()):
+            if name not in hidden:
+                yield name, one
+
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The strided tensors in a value: itself, or in lists, tuples and dicts at any depth."""
+    """Iterate over the strided tensors in a value: itself, or in nested lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
             yield value
@@ -25,7 +117,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The same value with each strided tensor changed; containers are new, other things the same."""
+    """Return the value with `change` applied to each strided tensor. Containers are copied."""
     if isinstance(value, torch.Tensor):
         return change(value) if value.layout is torch.strided else value
     if isinstance(value, dict):
@@ -38,12 +130,12 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """What two tensors have in common exactly when they share a storage, while either is alive."""
+    """Return an id of the tensor's storage, unique while the storage is alive."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def held_bytes(values: Iterable[Any]) -> int:
-    """Bytes of the storages of all tensors in the values, each once."""
+    """Return the bytes of the storages of all tensors in the values, each counted once."""
     seen = {
         storage_id(tensor): tensor.untyped_storage().nbytes()
         for value in values
@@ -53,12 +145,12 @@ def held_bytes(values: Iterable[Any]) -> int:
 
 
 def is_partial(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds more bytes alive than it shows."""
+    """True if the tensor keeps more bytes alive than it shows."""
     return tensor.nbytes < tensor.untyped_storage().nbytes()
 
 
 class Copies:
-    """Copies of views that together show less than their storages; equal views get one copy."""
+    """Copies of views, which free the rest of their storages. Equal views share a copy."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         self._views: dict[Any, torch.Tensor] = {}
@@ -68,12 +160,12 @@ class Copies:
                 self._views.setdefault(_view(tensor), tensor)
 
     def gain(self) -> int:
-        """Bytes that copying all views would free; 0 or less where it would free none."""
+        """Return the bytes that copying all views would free; 0 or less if none."""
         shown = sum(tensor.nbytes for tensor in self._views.values())
         return held_bytes(self._views.values()) - shown
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The copy of a view, or the tensor itself where it shows all of its storage."""
+        """Return the copy of a view, or the tensor itself if it shows its whole storage."""
         if not is_partial(tensor):
             return tensor
         view = _view(tensor)
@@ -89,9 +181,10 @@ def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 @dataclass(slots=True)
 class Holding:
-    """A storage, its bytes, the entries that hold it with the bytes of it that each shows, their sum.
+    """A storage and the entries that hold it.
 
-    `looked` is how many entries there were when it was last found that they show all of it.
+    `keys` maps each entry to the bytes it shows, and `shown` is their sum. `looked` is the number of
+    entries when the storage was last examined and copying would have freed nothing.
     """
 
     nbytes: int
@@ -100,21 +193,21 @@ class Holding:
     looked: int | None = None
 
     def worth_a_look(self) -> bool:
-        """Whether the entries may show less than all of the storage, and it was not just looked at."""
+        """True if the entries may show less than the storage, and it was not examined recently."""
         if not self.keys:
             return False
         return self.shown < self.nbytes or self.looked is None or len(self.keys) <= self.looked // 2
 
 
 class Accounts:
-    """Which entries hold which storages, kept as entries come and go."""
+    """Tracks which entries hold which storages."""
 
     def __init__(self) -> None:
         self.holdings: dict[int, Holding] = {}
         self.bytes = 0
 
     def add(self, key: Key, value: Any) -> tuple[int, ...]:
-        """An entry came. Returns the ids of its storages."""
+        """Add an entry. Returns the ids of its storages."""
         ids = []
         for tensor in (value,) if type(value) is torch.Tensor else tensors_of(value):
             if tensor.layout is not torch.strided:
@@ -132,7 +225,7 @@ class Accounts:
         return tuple(ids)
 
     def remove(self, key: Key, ids: tuple[int, ...]) -> tuple[int, list[Holding]]:
-        """An entry went. Returns the bytes this freed, and the storages that others still hold."""
+        """Remove an entry. Returns the bytes freed, and the storages that other entries still hold."""
         freed, shared = 0, []
         for number in set(ids) if len(ids) > 1 else ids:
             holding = self.holdings[number]
@@ -146,6 +239,14 @@ class Accounts:
         return freed, shared
 
     def clear(self) -> None:
-        """Nothing is held."""
+        """Remove all entries."""
         self.holdings.clear()
         self.bytes = 0
+
+
+def state_bytes(state: Any) -> int:
+    """Return the bytes of the storages that an object keeps alive, each counted once.
+
+    Visits dicts, lists, tuples and attributes of objects; skips parameters, buffers and submodules.
+    """
+    return held_bytes(tensor for _, tensor in tensors_in(state))

@@ -1,4 +1,4 @@
-"""A stream's state: a mapping whose fields say how long their entries live."""
+"""The state of a stream: a mapping whose fields have lifetimes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from torch import nn
 
 from torchtrim.errors import UsageError
 from torchtrim.stream.frames import Heads
-from torchtrim.stream.lifetimes import Lifetime
+from torchtrim.stream.lifetimes import Lifetime, bounded, is_unbounded
 from torchtrim.stream.policies import Policy
 from torchtrim.stream.slots import Slot, Slots
 from torchtrim.stream.spill import Spill
 from torchtrim.stream.storages import Accounts, map_tensors
 from torchtrim.stream.tombstones import Evicted, Key, Tombstone, split
-from torchtrim.stream.unbounded import bounded, is_unbounded
 
 _REMEMBERED = 256
-"""Arbitrary; entries that went and whose reading still gets an error that names them."""
+"""Arbitrary: evicted entries that an error can still describe in full."""
 
 
 class _SharedEntries:
-    """The persistent entries of all streams of one model."""
+    """Persistent entries shared by all streams of one model."""
 
     def __init__(self) -> None:
         self.values: dict[Key, Any] = {}
@@ -49,22 +48,22 @@ class _SharedEntries:
 class StateStore(MutableMapping[Any, Any]):
     """State of one stream, bounded by the lifetimes of its fields.
 
-    `store["pointer", 7] = value` writes frame 7's entry of a field, `store["pointer", (2, 7)]` that of
-    object 2: the frame is the last part. `store["rope"]` is for what has no frame. Values are anything;
-    bytes are those of the storages of tensors in them, at any depth of lists, tuples and dicts, each
-    storage once; sparse tensors count as none.
+    `store["pointer", 7] = value` writes a field's entry of frame 7, `store["pointer", (2, 7)]` that of
+    object 2: the frame is the last part. `store["rope"]` is for entries without a frame. Values can be of
+    any type; their bytes are those of the storages of tensors in them, in lists, tuples and dicts of any
+    depth, each storage counted once. Sparse tensors count as zero.
 
-    Inside `step(frame)`, or after `advance(frame)`, the stream is at a frame. When the frame ends, what
-    outlived its lifetime goes: `every` says after how many frames, 0 leaves it to `retire()`. Reading
-    what went raises `Evicted`, a `KeyError` with its `Tombstone`; `get` and `in` behave as for an absent
-    key. The newest `remember` tombstones are kept in full, older ones as ranges.
+    `step(frame)` or `advance(frame)` sets the current frame. When a frame ends, entries beyond their
+    lifetime are evicted: every `every` frames, or only by `retire()` if it is 0. Reading an evicted entry
+    raises `Evicted`, a `KeyError` with its `Tombstone`; for `get` and `in` it is absent. The newest
+    `remember` tombstones are kept in full, older ones as ranges.
 
-    `budget` is a limit in bytes for entries that are not persistent. Above it entries go in the order of
-    `policy`, without one the oldest first: to `spill` where one is given, pinned ones last, out of the state
-    where not. If what may not go is above it alone, writing raises `OverBudget` and changes nothing.
-    `compact` copies what survives when another entry of the same storage goes, so that it can go too.
+    `budget` limits the bytes of all entries except persistent ones. Above it, entries leave in the order of
+    `policy`, or oldest first: they are spilled if `spill` is given (pinned ones last), else evicted. If the
+    entries that must stay exceed the budget, writing raises `OverBudget` and changes nothing. `compact`
+    copies the survivors when an entry that shares their storage is evicted, so that its bytes are freed.
 
-    Methods may be called from several threads; a stream is at one frame at a time.
+    Methods are thread-safe; a stream is at one frame at a time.
     """
 
     def __init__(
@@ -97,9 +96,9 @@ class StateStore(MutableMapping[Any, Any]):
         bounded.add("StateStore")
 
     def stream(self, **options: Any) -> StateStore:
-        """A store for another stream: the same fields and persistent entries, nothing else shared.
+        """Return a store for another stream that shares only the fields and persistent entries.
 
-        Takes the options of the constructor.
+        `options` are those of the constructor.
         """
         return StateStore(self.fields, shared=self, **{"follow": self._follow, **options})
 
@@ -174,10 +173,10 @@ class StateStore(MutableMapping[Any, Any]):
         return len(self._shared.values) + len(self._slots)
 
     def adopt(self, key: Any, holder: dict[Any, Any], name: Hashable) -> None:
-        """Look after `holder[name]`, a value in somebody else's dict, as the entry `key`.
+        """Manage `holder[name]`, a value in another dict, as the entry `key`.
 
-        When its lifetime is over it is deleted from that dict. A budget is applied at the frame's end.
-        A `holder` that is to work with `spill` calls `recall(key)` for what it misses.
+        When its lifetime ends, it is deleted from that dict. The budget is applied at the end of the frame.
+        With `spill`, the holder must call `recall(key)` for entries that it misses.
         """
         key = _normal(key)
         self._lifetime(key)
@@ -185,14 +184,14 @@ class StateStore(MutableMapping[Any, Any]):
             self._adopt(key, holder, name, holder[name])
 
     def evict(self, key: Any, why: str) -> None:
-        """Let an entry go, if it is there, with a tombstone that says why."""
+        """Evict an entry, if present, with a tombstone that gives the reason."""
         with self._lock:
             slot = self._slots.find(_normal(key))
             if slot is not None and not is_unbounded():
                 self._slots.evict([slot], self.now, why)
 
     def forget(self, key: Any) -> None:
-        """Stop looking after an adopted entry; its value stays where it is, brought back if spilled."""
+        """Stop managing an adopted entry. Its value stays in its holder, restored if spilled."""
         with self._lock:
             slot = self._slots.find(_normal(key))
             if slot is not None:
@@ -201,7 +200,7 @@ class StateStore(MutableMapping[Any, Any]):
                 self._slots.forget(slot)
 
     def recall(self, key: Any) -> bool:
-        """Bring a spilled entry back into its holder; false if it is not spilled."""
+        """Restore a spilled entry to its holder. Returns False if it is not spilled."""
         with self._lock:
             slot = self._slots.find(_normal(key))
             if slot is None or slot.parked is None:
@@ -211,15 +210,15 @@ class StateStore(MutableMapping[Any, Any]):
 
     @contextmanager
     def step(self, frame: int) -> Iterator[StateStore]:
-        """The stream is at `frame` until the block ends, in any way.
+        """Set the current frame for the block, however it ends.
 
-        Raises `UsageError` inside another step: a stream is at one frame at a time.
+        Raises `UsageError` inside another step.
         """
         with self._lock:
             if self._open:
                 raise UsageError(
-                    f"frame {frame} was begun while this stream is still in frame {self.now}. One store "
-                    "is one stream: give each stream its own with store.stream()."
+                    f"frame {frame} started while this stream is still in frame {self.now}. A store serves "
+                    "one stream: create one for each with store.stream()."
                 )
             self._begin(frame)
         try:
@@ -230,20 +229,20 @@ class StateStore(MutableMapping[Any, Any]):
         self.end()
 
     def advance(self, frame: int) -> None:
-        """End the frame that the stream is at, if any, and begin another. For loops without `with`."""
+        """End the current frame, if any, and start another. For loops without `with`."""
         with self._lock:
             if self._open:
                 self.end()
             self._begin(frame)
 
     def end(self) -> None:
-        """End the frame: what is due goes, and the budget is applied."""
+        """End the frame: evict what is due and apply the budget."""
         with self._lock:
             self._close()
             self._fit()
 
     def retire(self) -> int:
-        """Let everything go whose lifetime is over. Returns the bytes that this freed."""
+        """Evict all entries whose lifetime is over. Returns the bytes freed."""
         if is_unbounded():
             return 0
         with self._lock:
@@ -254,10 +253,10 @@ class StateStore(MutableMapping[Any, Any]):
             return before - self._slots.accounts.bytes
 
     def relieve(self, nbytes: int, *, lose: bool = False) -> int:
-        """Free at least `nbytes` if possible: what is due goes, then the policy's first are spilled.
+        """Free at least `nbytes` if possible: evict what is due, then spill in the policy's order.
 
-        Nothing that may still be read is lost, unless `lose` is set and there is nowhere to spill: then it
-        is evicted. Returns the bytes freed. Raises `SpillFailed`.
+        Entries that may still be read are evicted only with `lose` and without a spill. Returns the bytes
+        freed. Raises `SpillFailed`.
         """
         with self._lock:
             freed = self.retire()
@@ -266,7 +265,7 @@ class StateStore(MutableMapping[Any, Any]):
             return freed
 
     def drop(self, series: tuple[Hashable, ...]) -> None:
-        """Let go of all entries of a series, such as `("mug",)`, and of what is known of those that went."""
+        """Remove all entries and tombstones of a series, such as `("mug",)`."""
         with self._lock:
             keys = self._slots.keys()
             for key in keys:
@@ -275,17 +274,17 @@ class StateStore(MutableMapping[Any, Any]):
             self._slots.graves.forget(series)
 
     def anchors(self, frames: Iterable[int]) -> None:
-        """The frames that the stream may return to are these and no others."""
+        """Replace the set of frames that the stream may return to."""
         with self._lock:
             self._heads.anchors = set(frames)
 
     def anchor(self, frame: int) -> None:
-        """The stream may return to this frame at any time: what is within a window of it stays."""
+        """Keep the entries within a window of this frame: the stream may return to it at any time."""
         with self._lock:
             self._heads.anchors.add(frame)
 
     def reset(self) -> None:
-        """Forget everything but the persistent entries, tombstones too."""
+        """Remove all entries except persistent ones, and all tombstones."""
         with self._lock:
             self._slots.clear()
             frame = self.now
@@ -294,7 +293,7 @@ class StateStore(MutableMapping[Any, Any]):
                 self._heads.move(frame)
 
     def to(self, device: torch.device | str) -> None:
-        """Move all entries to a device; those that share a storage share it there too."""
+        """Move all entries to a device. Entries that share a storage still share it there."""
         with self._lock:
             moved: dict[int, torch.UntypedStorage] = {}
             follow = _mover(torch.device(device), moved)
@@ -303,41 +302,41 @@ class StateStore(MutableMapping[Any, Any]):
             self._slots.change(follow)
 
     def tombstone(self, key: Any) -> Tombstone | None:
-        """What is known of an entry that went."""
+        """Return the tombstone of an evicted entry, or `None`."""
         return self._slots.graves.find(_normal(key))
 
     def tombstones(self) -> list[Tombstone]:
-        """The newest tombstones, oldest first, at most `remember`."""
+        """Return the newest tombstones, oldest first, at most `remember`."""
         return self._slots.graves.recent()
 
     @property
     def now(self) -> int | None:
-        """The frame that the stream is at, `None` before its first."""
+        """The current frame, or `None` before the first."""
         return self._heads.now
 
     @property
     def bytes(self) -> int:
-        """Bytes in memory that this stream's own entries hold alive, each storage once."""
+        """Bytes in memory that this stream's own entries keep alive, each storage counted once."""
         return self._slots.accounts.bytes
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the persistent entries. A storage that an own entry shares is in `bytes` too."""
+        """Bytes of the persistent entries. A storage shared with an own entry is also counted in `bytes`."""
         return self._shared.accounts.bytes
 
     @property
     def spills(self) -> bool:
-        """Whether there is somewhere to spill to."""
+        """True if the store can spill."""
         return self._slots.spills
 
     @property
     def spilled_bytes(self) -> int:
-        """Bytes that are spilled."""
+        """Bytes spilled now."""
         return self._slots.spilled_bytes
 
     @property
     def bookkeeping(self) -> int:
-        """Records kept beside the entries: tombstones and ranges of them. Bounded."""
+        """Number of tombstones and ranges of tombstones. Bounded."""
         return len(self._slots.graves)
 
     def _close(self) -> None:
@@ -373,7 +372,7 @@ class StateStore(MutableMapping[Any, Any]):
                 low, high = now - frames, now + frames
                 due = [slot for slot in table if not low <= slot.frame <= high]
             if due:
-                yield name, f"{self.fields[name]} and the stream was further away", due
+                yield name, f"{self.fields[name]} and the stream moved further away", due
 
     def _adopt(self, key: Key, holder: dict[Any, Any], name: Hashable, value: Any) -> None:
         lifetime = self.fields[key[0]]
@@ -418,7 +417,7 @@ def _normal(key: Any) -> Key:
     if isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str):
         return key
     raise UsageError(
-        f"{key!r} is no key of a state store: write store['field', frame] or store['field']."
+        f"invalid key {key!r} for a state store: use store['field', frame] or store['field']."
     )
 
 
@@ -430,11 +429,11 @@ def _check(fields: Mapping[str, Lifetime], budget: int | None, every: int) -> No
                 "until_read(1) or persistent()."
             )
     if budget is not None and budget <= 0:
-        raise UsageError(
-            f"a budget of {budget} bytes holds nothing; give bytes above zero, or None."
-        )
+        raise UsageError(f"budget={budget}: give a number of bytes above zero, or None.")
     if every < 0:
-        raise UsageError(f"every={every}: give after how many frames to clean, or 0 for never.")
+        raise UsageError(
+            f"every={every}: give the number of frames between evictions, or 0 for never."
+        )
 
 
 def _mover(

@@ -1,14 +1,88 @@
-"""What is left of an evicted entry: what it was, when it went and why; bounded however long the stream."""
+"""Tombstones of evicted entries, in bounded memory, and image containers that evict."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from torchtrim.errors import TorchtrimError
 from torchtrim.stream.frames import FrameSet
+
+
+class Frames(dict[Any, Any]):
+    """Images by frame. The length counts evicted images too, since callers number frames by it.
+
+    Images present at the start (`kept`) stay.
+    """
+
+    __slots__ = ("kept", "seen", "tell")
+
+    def __init__(self, images: dict[int, Any] | None, tell: Callable[[int], None]) -> None:
+        super().__init__(images or {})
+        self.tell = tell
+        self.kept = frozenset(images or {})
+        self.seen = FrameSet()
+        for frame in sorted(self.kept):
+            self.seen.add(frame)
+
+    def __len__(self) -> int:
+        return len(self.seen)
+
+    def __setitem__(self, frame: int, image: Any) -> None:
+        super().__setitem__(frame, image)
+        self.seen.add(frame)
+        if frame not in self.kept:
+            self.tell(frame)
+
+    def __missing__(self, frame: int) -> Any:
+        known = self.seen.knows(frame)
+        if known is False:
+            raise KeyError(frame)
+        raise Evicted(
+            Tombstone(
+                "image",
+                frame,
+                None,
+                "images are evicted when their frame ends",
+                certain=bool(known),
+            ),
+            "Pass the image again (frame=..., frame_idx=...), or bind with a larger corrections=.",
+        )
+
+
+class LoadedFrames:
+    """Wraps a loader that keeps every image it has read, and evicts those of past frames.
+
+    `source[n]` reads image n and keeps it in `source.images[n]`. An evicted image is read again on demand.
+    float64 images are stored as float32, since the model converts them anyway.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self._read: set[int] = set()
+
+    def __getitem__(self, frame: int) -> torch.Tensor:
+        image = self.source[frame]
+        if image.dtype is torch.float64:
+            image = image.float()
+            self.source.images[frame] = image
+        self._read.add(frame)
+        assert isinstance(image, torch.Tensor)
+        return image
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def drop(self, distance: Callable[[int], int], corrections: int) -> None:
+        """Evict images of frames whose distance is above `corrections`."""
+        for frame in [frame for frame in self._read if distance(frame) > corrections]:
+            self.source.images[frame] = None
+            self._read.discard(frame)
+
 
 Key = tuple[str, Hashable]
 _Facts = tuple[int | None, str, int, tuple[Key, ...]]
@@ -16,11 +90,11 @@ _Facts = tuple[int | None, str, int, tuple[Key, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """An entry that is gone.
+    """A record of an evicted entry.
 
-    `when` is the frame that the stream was at, `None` where it was forgotten. `freed` is the bytes
-    that going freed; 0 with `pinned_by` says which entries still hold the same storage. `certain` is
-    false where the bounded bookkeeping only knows that it may have been there.
+    `when` is the frame at eviction, or `None` if no longer known. `freed` is the number of bytes freed; if
+    it is 0, `pinned_by` names entries that still hold the same storage. `certain` is false if the bounded
+    bookkeeping only knows that the entry may have existed.
     """
 
     field: str
@@ -42,12 +116,12 @@ class Tombstone:
 
 
 class Evicted(TorchtrimError, KeyError):
-    """Reading what is no longer there. `tombstone` says what it was, when it went and why."""
+    """Read of an evicted entry. `tombstone` describes the entry and gives the time and reason."""
 
     def __init__(self, tombstone: Tombstone, fix: str = "") -> None:
         self.tombstone = tombstone
         advice = fix or (
-            "Whoever reads it needs a longer lifetime for this field; `learn_state` measures which."
+            "Declare a longer lifetime for this field; `learn_state` measures how long."
         )
         super().__init__(f"{tombstone} {advice}")
 
@@ -56,7 +130,7 @@ class Evicted(TorchtrimError, KeyError):
 
 
 class Newest(OrderedDict[Any, Any]):
-    """What is known of the newest that went: at most `maxlen` are kept, by whoever fills it."""
+    """An ordered dict for the newest `maxlen` items; the code that adds items removes the oldest."""
 
     def __init__(self, maxlen: int) -> None:
         super().__init__()
@@ -64,7 +138,7 @@ class Newest(OrderedDict[Any, Any]):
 
 
 class Graveyard:
-    """The newest `most` tombstones in full, older ones as ranges of frames for each series of entries."""
+    """The newest `most` tombstones in full, older ones as ranges of frames per series."""
 
     def __init__(self, most: int) -> None:
         self._recent = Newest(most)
@@ -73,7 +147,7 @@ class Graveyard:
     def bury(
         self, key: Key, when: int | None, why: str, freed: int, pinned_by: tuple[Key, ...]
     ) -> None:
-        """Remember an entry that went, with what its tombstone is to say."""
+        """Record an evicted entry with the facts of its tombstone."""
         recent = self._recent
         if key in recent:
             del recent[key]
@@ -88,7 +162,7 @@ class Graveyard:
                 older.add(frame)
 
     def find(self, key: Key) -> Tombstone | None:
-        """The tombstone of an entry, `None` if none is known."""
+        """Return the tombstone of an entry, or `None`."""
         found = self._recent.get(key)
         if found is not None:
             return _stone(key, found)
@@ -102,23 +176,23 @@ class Graveyard:
         return Tombstone(*key, None, "its lifetime was over", certain=known is True)
 
     def recent(self) -> list[Tombstone]:
-        """The newest tombstones, oldest first."""
+        """Return the newest tombstones, oldest first."""
         return [_stone(key, facts) for key, facts in self._recent.items()]
 
     def forget(self, series: Hashable) -> None:
-        """Forget a series."""
+        """Remove the tombstones of a series."""
         for key in [key for key in self._recent if split(key[1])[0] == series]:
             del self._recent[key]
         for field, other in [one for one in self._older if one[1] == series]:
             del self._older[field, other]
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all tombstones."""
         self._recent.clear()
         self._older.clear()
 
     def __len__(self) -> int:
-        """How many records it keeps: full ones and ranges."""
+        """Return the number of full records and ranges."""
         return len(self._recent) + sum(older.ranges for older in self._older.values())
 
 
@@ -128,7 +202,7 @@ def _stone(key: Key, facts: _Facts) -> Tombstone:
 
 
 def split(entry: Hashable) -> tuple[Hashable, int | None]:
-    """An entry's series and frame: `7` is frame 7, `(2, 7)` is frame 7 of series `(2,)`."""
+    """Return an entry's series and frame: `7` is frame 7, `(2, 7)` is frame 7 of series `(2,)`."""
     if isinstance(entry, int):
         return None, entry
     if isinstance(entry, tuple) and entry and isinstance(entry[-1], int):
@@ -137,7 +211,7 @@ def split(entry: Hashable) -> tuple[Hashable, int | None]:
 
 
 def name_of(key: Key) -> str:
-    """`("pointer", (2, 7))` -> `'pointer' of frame 7 of 2`, for messages."""
+    """Format a key for messages: `("pointer", (2, 7))` is `'pointer' of frame 7 of 2`."""
     field, entry = key
     series, frame = split(entry)
     words = f"{field!r}"

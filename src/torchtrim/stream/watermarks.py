@@ -1,7 +1,7 @@
-"""Clean, pause and stop by how full memory is, with hysteresis.
+"""Clean, pause and stop by memory usage, with hysteresis.
 
-Levels as in Dask's workers: at `spill` cleaning starts and goes on to `target`; from `pause` on nothing new
-should be begun; at `terminate` it is an error. All are shares of a limit.
+Levels as in Dask's workers: at `spill`, cleaning starts and continues down to `target`; from `pause` on, no
+new work should start; `terminate` is an error. All are fractions of a limit.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 import torch
 
 from torchtrim.errors import TorchtrimError, UsageError, is_out_of_memory
-from torchtrim.stream.memory_use import device_bytes, host_bytes, process_bytes, release_caches
+from torchtrim.stream.growth import device_bytes, host_bytes, process_bytes, release_caches
 from torchtrim.stream.store import StateStore
 
 Result = TypeVar("Result")
 
 
 class Level(enum.Enum):
-    """What a check found, after it did what it could."""
+    """Outcome of a check, after cleaning."""
 
     FINE = "fine"
     CLEANED = "cleaned"
@@ -30,22 +30,22 @@ class Level(enum.Enum):
 
 
 class MemoryExhausted(TorchtrimError):
-    """Memory is full and nothing more can be let go. Nothing that may still be read was lost."""
+    """Memory is full and nothing more can be freed. Nothing that may still be read was lost."""
 
 
 class UnmanagedMemory(ResourceWarning):
-    """Most of the memory in use is not of the state that is watched."""
+    """The watched state holds less than half of the memory in use."""
 
 
 class Watermarks:
     """Keeps stores below a limit in bytes: call `check()` after each frame.
 
-    Stores with `every=0` are cleaned by it alone. `measure()` gives the bytes in use; by default those of
-    the stores themselves, so that usage is above `spill * limit` by one frame at most.
+    Stores with `every=0` are cleaned only by this. `measure()` returns the bytes in use, by default those of
+    the stores themselves, so usage exceeds `spill * limit` by one frame at most.
 
-    `cleanings` counts the checks that freed something, `highest` is the most that was measured. A warning
-    `UnmanagedMemory` is given, once until usage falls, where cleaning brought nothing and the stores hold
-    less than half of what is in use.
+    `cleanings` counts the checks that freed something; `highest` is the highest measurement. Warns with
+    `UnmanagedMemory`, once until usage falls, if cleaning freed nothing and the stores hold less than half
+    of the memory in use.
     """
 
     def __init__(
@@ -61,9 +61,8 @@ class Watermarks:
     ) -> None:
         if limit <= 0 or not 0 < target <= spill <= pause <= terminate:
             raise UsageError(
-                f"limit={limit}, target={target}, spill={spill}, pause={pause}, terminate={terminate}: the "
-                "limit is in bytes and above zero, and the shares rise: 0 < target <= spill <= pause <= "
-                "terminate."
+                f"limit={limit}, target={target}, spill={spill}, pause={pause}, terminate={terminate}: pass "
+                "a limit in bytes above zero and fractions with 0 < target <= spill <= pause <= terminate."
             )
         self.stores = [stores] if isinstance(stores, StateStore) else list(stores)
         self.limit = limit
@@ -84,7 +83,7 @@ class Watermarks:
 
     @classmethod
     def of_host(cls, stores: StateStore | Sequence[StateStore], **shares: float) -> Watermarks:
-        """Watch the container or the host against the memory that it has."""
+        """Watch the memory of the container or the host against its size."""
         measure = lambda: host_bytes()[0]  # noqa: E731
         return cls(stores, host_bytes()[1], measure=measure, **shares)
 
@@ -92,15 +91,16 @@ class Watermarks:
     def of_device(
         cls, stores: StateStore | Sequence[StateStore], device: torch.device | str, **shares: float
     ) -> Watermarks:
-        """Watch a device against the memory that it has."""
+        """Watch the memory of a device against its size."""
         measure = lambda: device_bytes(device)[0]  # noqa: E731
         return cls(stores, device_bytes(device)[1], measure=measure, **shares)
 
     def check(self) -> Level:
         """Measure, and clean from `spill` down to `target`. Raises `MemoryExhausted` at `terminate`.
 
-        What is over goes first, then stores that have a `spill` spill in the order of their policy. What may
-        still be read is never lost. Returns `PAUSED` from `pause` until usage is below `spill` again.
+        Entries beyond their lifetime are evicted first; then stores with a `spill` spill in the order of
+        their policy. Entries that may still be read are never lost. Returns `PAUSED` from `pause` until
+        usage is below `spill` again.
         """
         used = self._measure()
         self.highest = max(self.highest, used)
@@ -115,8 +115,8 @@ class Watermarks:
             self._warned = False
         if used >= self._terminate:
             raise MemoryExhausted(
-                f"{used} bytes are in use, {self._terminate} are the last watermark, and nothing more can be "
-                f"let go: the watched state holds {self._managed()} of them. Nothing was lost. "
+                f"{used} bytes are in use, above the last watermark of {self._terminate}, and nothing more "
+                f"can be freed: the watched state holds {self._managed()} bytes. Nothing was lost. "
                 f"{self._advice()}"
             )
         self.paused = used >= (self._spill if self.paused else self._pause)
@@ -125,7 +125,7 @@ class Watermarks:
         return Level.CLEANED if cleaned else Level.FINE
 
     def wait(self, seconds: float, every: float = 0.05) -> bool:
-        """While paused, check again until it is over or the time is. Returns whether it is over."""
+        """Check repeatedly while paused, for at most `seconds`. Return True if no longer paused."""
         end = time.monotonic() + seconds
         while self.check() is Level.PAUSED:
             if time.monotonic() >= end:
@@ -134,10 +134,10 @@ class Watermarks:
         return True
 
     def guard(self, work: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-        """Do `work`; if memory runs out, let go what can be, and do it once more.
+        """Run `work`. If memory runs out, free what can be freed and run it once more.
 
-        What is over goes and all that can be spilled is; nothing else is. `work` must be such that it can
-        be begun again, such as a frame with its number. Raises `MemoryExhausted` if it runs out again.
+        Evicts entries beyond their lifetime and spills all that can be spilled. `work` must be repeatable,
+        such as a frame with its number. Raises `MemoryExhausted` if memory runs out again.
         """
         try:
             return work(*args, **kwargs)
@@ -153,17 +153,15 @@ class Watermarks:
             if not is_out_of_memory(error):
                 raise
             raise MemoryExhausted(
-                f"memory ran out, {freed} bytes of state were let go, and it ran out again. Nothing was "
-                "lost: what may still be read is there or spilled. Smaller images, fewer objects or more "
-                "memory are needed."
+                f"memory ran out, {freed} bytes of state were freed, and it ran out again. Nothing was "
+                "lost: entries that may still be read are in memory or spilled. Use smaller images, fewer "
+                "objects or more memory."
             ) from error
 
     def _advice(self) -> str:
         if not all(store.spills for store in self.stores):
-            return "Give more memory, a spill, or shorter lifetimes."
-        return (
-            "All that can be spilled is: give more memory, or see what else of the process grows."
-        )
+            return "Provide more memory, a spill, or shorter lifetimes."
+        return "Everything that can be spilled is: provide more memory, or find what else grows."
 
     def _managed(self) -> int:
         return sum(store.bytes for store in self.stores)
@@ -182,8 +180,8 @@ class Watermarks:
         if managed * 2 < used and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{used} bytes are in use and only {managed} of them are of the watched state, so cleaning "
-                "brings nothing. Something else grows, or freed memory is not given back to the system "
+                f"{used} bytes are in use and the watched state holds only {managed} of them, so cleaning "
+                "frees nothing. Something else grows, or freed memory is not returned to the system "
                 "(MALLOC_TRIM_THRESHOLD_=65536 helps with glibc).",
                 UnmanagedMemory,
                 stacklevel=3,

@@ -1,1 +1,1 @@
-"""Host-device syncs of PyTorch on CUDA: a table with a source for each row, by families."""
+"""Host-device syncs of PyTorch on CUDA: a table with a source for each row, by family."""

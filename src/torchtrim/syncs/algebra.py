@@ -1,10 +1,8 @@
-"""Rows about linear algebra, whose checks for errors are read on the host."""
+"""Rows about linear algebra, whose error checks are read on the host."""
 
 from __future__ import annotations
 
-from torchtrim.syncs.asks import device, filled, number_on_device, on_device
-from torchtrim.syncs.base import Ask, Row
-from torchtrim.syncs.sources import native
+from torchtrim.syncs.base import Ask, Row, device, filled, native, number_on_device, on_device
 
 _SOURCE = "BatchLinearAlgebra.cpp"
 _LIBRARY = "cuda/linalg/BatchLinearAlgebraLib.cpp"

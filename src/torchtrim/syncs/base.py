@@ -1,8 +1,8 @@
-"""What a row of the table of waits is."""
+"""The type of a row in the sync table, and predicates on operator arguments for its `waits`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,9 +10,9 @@ from typing import Any, Protocol
 class Ask(Protocol):
     """An operator that is about to run, or has just run. Tensors are duck-typed: `dtype`, `shape`, `dim()`.
 
-    `args` are by the names of the operator's schema, defaults included. `is_on_device` and `is_pinned`
-    are of the logical device and memory, which on an emulated accelerator are not those of the tensor's
-    own storage. `result` is what it returned.
+    `args` maps the names of the operator's schema to arguments, defaults included. `is_on_device` and
+    `is_pinned` refer to the logical device and memory, which on an emulated accelerator differ from those of
+    the tensor's own storage. `result` is what it returned.
     """
 
     @property
@@ -33,9 +33,9 @@ class Ask(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """A line of public source that waits: `repository` at `ref`, `path`, and `line`.
+    """A line of public source that synchronizes: `repository` at `ref`, `path`, and `line`.
 
-    `note` says in our own words why the line waits.
+    `note` explains in our own words why.
     """
 
     repository: str
@@ -46,7 +46,7 @@ class Evidence:
 
     @property
     def url(self) -> str:
-        """Where to read it."""
+        """The line's address."""
         return f"https://github.com/{self.repository}/blob/{self.ref}/{self.path}#L{self.line}"
 
 
@@ -54,11 +54,11 @@ class Evidence:
 class Row:
     """One kind of host-device sync.
 
-    `operators` are the names, with their overloads or without (`"aten::nonzero"`), that the row is asked
-    about; empty for a call that is no operator. `waits` tells from the arguments how often the operator
-    waits; an operator that several rows know waits as often as they say together. `when` says the same
-    to a person. `since` and `until` are torch versions, `until` excluded; `""` is open. `code` is the
-    rule that reports it.
+    `operators` are the names that the row applies to, with or without overloads (`"aten::nonzero"`); empty
+    for a call that is not an operator. `waits` returns from the arguments how often the operator
+    synchronizes; the counts of several rows for one operator are added. `when` explains the same to a
+    person. `since` and `until` are torch versions, `until` excluded; `""` is open. `code` is the rule that
+    reports it.
     """
 
     name: str
@@ -71,3 +71,93 @@ class Row:
     advice: str
     since: str = ""
     until: str = ""
+
+
+REPOSITORY = "pytorch/pytorch"
+REF = "v2.12.1"
+_NATIVE = "aten/src/ATen/native/"
+
+
+def pytorch(path: str, line: int, note: str) -> Evidence:
+    """Cite a line of PyTorch, read at `REF`."""
+    return Evidence(repository=REPOSITORY, ref=REF, path=path, line=line, note=note)
+
+
+def installed(path: str, line: int, note: str) -> Evidence:
+    """Cite a line of PyTorch's Python, read in release 2.13."""
+    return Evidence(repository=REPOSITORY, ref="v2.13.0", path=path, line=line, note=note)
+
+
+def since_2_15(line: int, note: str) -> Evidence:
+    """Cite a line of the header that defines indexing in torch 2.15."""
+    path = "aten/src/ATen/TensorIndexing.h"
+    return Evidence(repository=REPOSITORY, ref="v2.15.0", path=path, line=line, note=note)
+
+
+def native(path: str, line: int, note: str) -> Evidence:
+    """Cite a line of an operator's implementation, by its path in ATen's `native` folder."""
+    return pytorch(_NATIVE + path, line, note)
+
+
+_MASK_TYPES = ("torch.bool", "torch.uint8")
+
+
+def is_tensor(value: Any) -> bool:
+    """Return True for a tensor, recognized by its attributes."""
+    return hasattr(value, "dtype") and hasattr(value, "numel")
+
+
+def on_device(ask: Ask, value: Any) -> bool:
+    """Return True for a tensor on the device."""
+    return is_tensor(value) and ask.is_on_device(value)
+
+
+def on_host(ask: Ask, value: Any) -> bool:
+    """Return True for a tensor in host memory."""
+    return is_tensor(value) and not ask.is_on_device(value)
+
+
+def is_mask(tensor: Any) -> bool:
+    """Return True if an index tensor is a mask rather than a list of positions."""
+    return str(tensor.dtype) in _MASK_TYPES
+
+
+def number_on_device(ask: Ask, names: Iterable[str]) -> int:
+    """Count the arguments that are tensors on the device."""
+    return sum(on_device(ask, ask.args.get(name)) for name in names)
+
+
+def device(*names: str) -> Callable[[Ask], int]:
+    """Count one sync if any of the arguments is on the device."""
+    return lambda ask: int(number_on_device(ask, names) > 0)
+
+
+def filled(*names: str) -> Callable[[Ask], int]:
+    """Like `device`, for operators that skip tensors without elements."""
+    return lambda ask: int(
+        any(on_device(ask, ask.args.get(name)) and ask.args[name].numel() for name in names)
+    )
+
+
+def each_device(*names: str) -> Callable[[Ask], int]:
+    """Count one sync for each argument on the device."""
+    return lambda ask: number_on_device(ask, names)
+
+
+def no_operator(ask: Ask) -> int:
+    """Return 0, for rows about calls that are not operators."""
+    return 0
+
+
+def is_dense(tensor: Any) -> bool:
+    """Return True if a tensor's elements fill its memory without gaps or overlap, in any order of
+    dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torchtrim.syncs.asks import is_dense, on_device, on_host
-from torchtrim.syncs.base import Ask, Row
-from torchtrim.syncs.sources import native, pytorch
+from torchtrim.syncs.base import Ask, Row, is_dense, native, on_device, on_host, pytorch
 
 _BLOCKING = native("cuda/Copy.cu", 488, "a copy that may not be late is waited for")
 _QUEUED = native("cuda/Copy.cu", 468, "a copy that may be late is only queued, if memory is pinned")
@@ -24,7 +22,7 @@ _INTO = ("aten::copy_", "aten::copy", "aten::_foreach_copy_")
 
 
 def _pairs(ask: Ask) -> Iterator[tuple[Any, Any]]:
-    """Target and source of each copy."""
+    """Yield the target and source of each copy."""
     target, source = ask.args["self"], ask.args["src"]
     if isinstance(target, (list, tuple)):
         yield from zip(target, source, strict=True)
@@ -33,18 +31,18 @@ def _pairs(ask: Ask) -> Iterator[tuple[Any, Any]]:
 
 
 def _new_place(ask: Ask) -> str:
-    """The kind of device on which `_to_copy` makes its result; empty where that of its input."""
+    """Return the device type of `_to_copy`'s result, or an empty text if it is the input's."""
     return str(ask.args.get("device") or "").partition(":")[0]
 
 
 def _waits_for(ask: Ask, host: Any) -> bool:
-    """Whether a copy whose other side is this tensor of the host blocks."""
+    """Return True if a copy with this host tensor on one side blocks."""
     straight = ask.is_pinned(host) and host.is_contiguous()
     return not ask.args.get("non_blocking") or not straight
 
 
 def _parts(tensor: Any) -> int:
-    """How many dense tensors it is made of, each of which is copied by itself."""
+    """Return the number of dense tensors that it consists of, each copied separately."""
     return _PARTS.get(str(getattr(tensor, "layout", "")), 1)
 
 
@@ -69,7 +67,7 @@ def _arrives(ask: Ask) -> bool:
 
 
 def _stays_pinned(ask: Ask) -> bool:
-    """Whether `_to_copy` can copy straight from pinned memory."""
+    """Return True if `_to_copy` can copy straight from pinned memory."""
     source, dtype = ask.args["self"], ask.args.get("dtype")
     same = dtype is None or str(dtype) == str(source.dtype)
     return ask.is_pinned(source) and (source.is_contiguous() or (same and is_dense(source)))

@@ -1,10 +1,12 @@
-"""Rows about calls that are no operators."""
+"""Rows about calls that are not operators, syncs hidden from a dispatch mode, and other libraries.
+
+While a dispatch mode runs, torch skips the hidden syncs, so the mode reports them itself. `BACKWARD` maps
+the names of autograd nodes to the rows of their gradients' syncs.
+"""
 
 from __future__ import annotations
 
-from torchtrim.syncs.asks import no_operator
-from torchtrim.syncs.base import Evidence, Row
-from torchtrim.syncs.sources import installed, native, pytorch
+from torchtrim.syncs.base import Evidence, Row, filled, installed, native, no_operator, pytorch
 
 _ALLOCATOR = "c10/cuda/CUDACachingAllocator.cpp"
 
@@ -152,3 +154,108 @@ ROWS = (
     *(SYNCHRONIZE, STREAM, EVENT, EMPTY_CACHE, GRAPH, BARRIER, UNLISTED, ASYNC_READ, ASYNC_SOURCE),
     *(STREAM_READ, STREAM_WRITE, STREAM_FREE),
 )
+
+
+_MANUAL = "torch/csrc/autograd/FunctionsManual.cpp"
+
+
+def _hidden(name: str, code: str, what: str, when: str, advice: str, *evidence: Evidence) -> Row:
+    return Row(
+        name=name,
+        code=code,
+        what=what,
+        when=when,
+        operators=(),
+        waits=no_operator,
+        evidence=evidence,
+        advice=advice,
+    )
+
+
+PRODUCT = _hidden(
+    "product-backward",
+    "TT102",
+    "the gradient of `prod()`",
+    "in backward, to find which elements are 0",
+    "Where none is 0, `x.log().sum().exp()`.",
+    pytorch(_MANUAL, 875, "finds the elements that are 0"),
+    pytorch(_MANUAL, 909, "reads how many are 0, along a dimension"),
+)
+
+CUMULATIVE = _hidden(
+    "cumulative-product-backward",
+    "TT101",
+    "the gradient of `cumprod()`",
+    "in backward, to know whether any element is 0",
+    "Where none is 0, `x.log().cumsum(dim).exp()`.",
+    native("ReduceOps.cpp", 640, "reads whether any element is 0"),
+)
+
+SMOOTHED = _hidden(
+    "smoothed-weights",
+    "TT102",
+    "`cross_entropy` with class weights and label smoothing, with `reduction='mean'`",
+    "to sum the weights of the targets that are not ignored",
+    "`reduction='sum'`, and a division by the sum of `weight[target]` where the target counts.",
+    native("LossNLL.cpp", 612, "selects the targets that are not ignored"),
+)
+
+SPARSE_SIZE = _hidden(
+    "sparse-size",
+    "TT102",
+    "`torch.sparse_coo_tensor(indices, values)` without a size",
+    "the indices are on the device: the largest of each dimension is copied to the host",
+    "Give the size.",
+    native("sparse/SparseTensor.cpp", 332, "copies the sizes that the indices need to the host"),
+)
+
+BACKWARD = {
+    "ProdBackward0": PRODUCT,
+    "ProdBackward1": PRODUCT,
+    "CumprodBackward0": CUMULATIVE,
+}
+HIDDEN = (PRODUCT, CUMULATIVE, SMOOTHED, SPARSE_SIZE)
+
+
+_VISION, _VISION_REF = "pytorch/vision", "a88eed4f034bcd65d8189f716d5c7cfc40ad75e9"
+_NMS = "torchvision/csrc/ops/cuda/nms_kernel.cu"
+
+
+def _vision(path: str, line: int, note: str) -> Evidence:
+    return Evidence(repository=_VISION, ref=_VISION_REF, path=path, line=line, note=note)
+
+
+NMS = Row(
+    name="torchvision-nms",
+    code="TT102",
+    what="`torchvision.ops.nms`, and `batched_nms`, which calls it",
+    when="the boxes are on the device, and there are any",
+    operators=("torchvision::nms",),
+    waits=filled("dets"),
+    evidence=(
+        _vision(_NMS, 135, "copies which boxes overlap to the host"),
+        _vision(_NMS, 164, "copies the boxes that are kept back to the device"),
+    ),
+    advice="Suppress once for a batch, after the step's last launch; for a fixed number of boxes keep scores "
+    "and a mask.",
+)
+
+LIBRARIES = (NMS,)
+FREE = frozenset(("torchvision::roi_align", "torchvision::_roi_align_backward"))
+"""Read at pytorch/vision 072a51fe, `torchvision/csrc/ops/cuda/roi_align_kernel.cu`: launches without a
+sync."""
+
+_KNOWN = frozenset(
+    (
+        *("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "inductor"),
+        "torchtrim",
+    )
+)
+_ASKED = frozenset(operator for row in LIBRARIES for operator in row.operators)
+
+
+def is_unknown(operator: str) -> bool:
+    """Return True if an operator's source was not read, such as `xformers::efficient_attention.default`."""
+    base = operator.partition(".")[0]
+    namespace, found, _ = base.partition("::")
+    return bool(found) and namespace not in _KNOWN and base not in FREE | _ASKED

@@ -1,7 +1,7 @@
-"""The host-device syncs of PyTorch on CUDA, each row with its source.
+"""The table of host-device syncs of PyTorch on CUDA, each row with its source.
 
-An operator of ATen that no row knows does not wait; one of another library is unknown (`libraries.py`).
-The versions read are in `sources.py`.
+ATen operators without a row do not synchronize; operators of other libraries are unknown (`is_unknown`).
+`base.py` names the versions of the sources.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import cache
 from importlib import metadata
 
-from torchtrim.syncs import algebra, copies, explicit, hidden, libraries, reads, shapes, uploads
+from torchtrim.syncs import algebra, copies, explicit, reads, shapes, uploads
 from torchtrim.syncs.base import Row
 
 FAMILIES: dict[str, tuple[Row, ...]] = {
@@ -20,22 +20,22 @@ FAMILIES: dict[str, tuple[Row, ...]] = {
     "Shapes that depend on data": shapes.ROWS,
     "Copies": copies.ROWS,
     "Small uploads inside operators": uploads.ROWS,
-    "Where no operator shows it": hidden.ROWS,
+    "Where no operator shows it": explicit.HIDDEN,
     "Calls and races": explicit.ROWS,
-    "Libraries beside ATen": libraries.ROWS,
+    "Libraries beside ATen": explicit.LIBRARIES,
 }
 
 ROWS: tuple[Row, ...] = tuple(row for rows in FAMILIES.values() for row in rows)
 
 
 def row(name: str) -> Row:
-    """The row of that name."""
+    """Return the row of that name."""
     return _by_name()[name]
 
 
 @cache
 def rows_for(operator: str, torch_version: str) -> tuple[Row, ...]:
-    """The rows to ask about an operator, such as `aten::index.Tensor` or `aten::nonzero.default`."""
+    """Return the rows that apply to an operator, such as `aten::index.Tensor` or `aten::nonzero.default`."""
     base, _, overload = operator.partition(".")
     known = _by_operator()
     found = known.get(base, ()) + known.get(f"{base}.{overload or 'default'}", ())
@@ -43,7 +43,7 @@ def rows_for(operator: str, torch_version: str) -> tuple[Row, ...]:
 
 
 def holds(row: Row, torch_version: str) -> bool:
-    """Whether a row is about a version of torch."""
+    """Return True if a row applies to a version of torch."""
     version = _numbers(torch_version)
     begun = not row.since or version >= _numbers(row.since)
     return begun and (not row.until or version < _numbers(row.until))
@@ -51,7 +51,7 @@ def holds(row: Row, torch_version: str) -> bool:
 
 @cache
 def is_from(release: str) -> bool:
-    """Whether the torch that is installed is of that release or a later one; false where none is."""
+    """Return True if the installed torch is that release or later; False if torch is not installed."""
     try:
         return _numbers(metadata.version("torch")) >= _numbers(release)
     except metadata.PackageNotFoundError:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchtrim.syncs.asks import device, each_device, filled, on_device, on_host
-from torchtrim.syncs.base import Ask, Row
-from torchtrim.syncs.sources import native, pytorch
+from torchtrim.syncs.base import (
+    Ask,
+    Row,
+    device,
+    each_device,
+    filled,
+    native,
+    on_device,
+    on_host,
+    pytorch,
+)
 
 _MOST_FUSED_MODE = 2048  # MAX_BLOCK_SIZE * 2 elements of a slice fit the fused kernel.
 

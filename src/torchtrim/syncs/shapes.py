@@ -1,12 +1,20 @@
-"""Rows about shapes that depend on data: the host waits to know how much to allocate."""
+"""Rows about shapes that depend on data: the host waits for the size to allocate."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torchtrim.syncs.asks import device, filled, is_mask, is_tensor, on_device, on_host
-from torchtrim.syncs.base import Ask, Row
-from torchtrim.syncs.sources import native
+from torchtrim.syncs.base import (
+    Ask,
+    Row,
+    device,
+    filled,
+    is_mask,
+    is_tensor,
+    native,
+    on_device,
+    on_host,
+)
 
 INDEX = ("aten::index.Tensor", "aten::index.Tensor_out", "aten::_unsafe_index.Tensor")
 INDEX_PUT = (
@@ -25,7 +33,7 @@ def _masks(ask: Ask) -> int:
 
 
 def is_masked_fill(ask: Ask) -> bool:
-    """Whether assigning by index is what `masked_fill_` does: one mask, and one number of the host."""
+    """Return True if an indexed assignment equals `masked_fill_`: one mask, and one number on the host."""
     value: Any = ask.args["values"]
     if ask.args.get("accumulate") or not on_host(ask, value) or value.numel() != 1:
         return False
@@ -52,7 +60,7 @@ def _bins(ask: Ask) -> int:
 
 
 def _is_scattered(ask: Ask, value: Any) -> bool:
-    """Whether it is a sparse tensor of the device in which a place may stand twice."""
+    """Return True for a sparse tensor on the device that may have duplicate indices."""
     loose = getattr(value, "is_sparse", False) and not value.is_coalesced()
     return bool(loose and on_device(ask, value))
 

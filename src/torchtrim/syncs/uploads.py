@@ -1,17 +1,26 @@
-"""Rows about small tensors of the host that an operator moves to the device itself."""
+"""Rows about small host tensors that an operator copies to the device itself."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torchtrim.syncs.asks import device, each_device, is_mask, is_tensor, on_device, on_host
-from torchtrim.syncs.base import Ask, Row
+from torchtrim.syncs.base import (
+    Ask,
+    Row,
+    device,
+    each_device,
+    is_mask,
+    is_tensor,
+    native,
+    on_device,
+    on_host,
+    since_2_15,
+)
 from torchtrim.syncs.shapes import INDEX, INDEX_PUT, is_masked_fill
-from torchtrim.syncs.sources import native, since_2_15
 
 
 def _host_indices(ask: Ask, *, masks: bool) -> int:
-    """Copies of index tensors of the host; a mask, where it counts, has one for each dimension."""
+    """Count the copies of index tensors on the host; a mask, if counted, has one for each dimension."""
     if not on_device(ask, ask.args["self"]):
         return 0
     found = [index for index in ask.args["indices"] if on_host(ask, index)]

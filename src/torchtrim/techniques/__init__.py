@@ -1,4 +1,4 @@
-"""What can be done to a model. Folders that `TORCHTRIM_TECHNIQUES` names have techniques too."""
+"""Techniques that change a model. The folders in `TORCHTRIM_TECHNIQUES` are searched too."""
 
 import os
 

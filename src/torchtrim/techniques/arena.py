@@ -1,8 +1,8 @@
-"""Arena: results are views into one block of memory, at offsets that are planned before the call.
+"""Arena: results are views into one block of memory, at offsets planned before the call.
 
-The offsets come from `torchtrim.memory.pack`. What a call returns is outside of the block, so the next
-call does not overwrite it. A network whose operators cannot write to a given place, so that a block would
-take more than memory of their own, gets none (`memory.network.layout`).
+The offsets come from `torchtrim.memory.pack`. Results that a call returns are outside of the block, so the
+next call does not overwrite them. A network whose operators cannot write to a given place gets no block if
+that would need more memory than separate results do (`memory.network.layout`).
 """
 
 from __future__ import annotations

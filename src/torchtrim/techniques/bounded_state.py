@@ -1,12 +1,12 @@
-"""Bounded state: the state of an endless stream is kept within what later frames read.
+"""Bounded state: the state of an endless stream is limited to the data that later frames read.
 
-`where` names models that adapters of `torchtrim.stream` know: trackers of transformers, whose sessions are
-bound when they first come by; video predictors of the `sam2` package and SAMURAI's, whose states are bound
-when propagation begins; language models with full attention, which get a cache of sinks and a window.
+`where` names models that adapters of `torchtrim.stream` support: trackers of transformers, whose sessions are
+bounded on first use; video predictors of the `sam2` package and of SAMURAI, whose states are bounded when
+propagation begins; language models with full attention, which get a cache of sinks and a window.
 
-Options: `corrections`, `turns`, `keep` and `budget` as for `bound_session`; `sinks` and `window` for
-language models. The equivalence is `BITWISE` within the live set, so `keep` and `window`, which may be less,
-need a plan that says `SEMANTIC`.
+Options: `corrections`, `turns`, `keep` and `budget` as for `bound_session`; `sinks` and `window` for language
+models. The equivalence is `BITWISE` within the live set. `keep` and `window` may drop data that is read
+later, so they need a plan that says `SEMANTIC`.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ _LOSSY = ("keep", "window")
 
 
 class BoundedState:
-    """Binds the sessions, states or caches of models, as they come."""
+    """Bounds the sessions, states or caches of models when they are first used."""
 
     name = "bounded_state"
     takes = (*_OF_STATES, *_OF_CACHES)
     equivalence: Equivalence = "BITWISE"
 
     def options(self, step: Step) -> Sequence[Option]:
-        """None: growth is no matter of one step's peak, so no budget asks for it. A plan names it."""
+        """Return none: growth does not affect the peak of one step, so only a plan written by hand uses this
+        technique."""
         return ()
 
     def edits(self, step: Step, option: Option) -> None:
-        """None, since there are no options."""
+        """Return None: no step has options."""
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
-        """Bind what the named models will be given. Raises `ApplyFailed` for a model of no known kind."""
+        """Bound the state of the named models. Raises `ApplyFailed` for an unsupported model."""
         _check(technique)
-        bound = Bound()
+        bound = BoundStates()
         try:
             for where in technique.where:
                 bound.add(_bind(module_at(roots, where), where, dict(technique.options)))
@@ -62,24 +63,24 @@ class BoundedState:
 TECHNIQUE = BoundedState()
 
 
-class Bound:
-    """What was bound. `revert` makes models as they were, and their states plain and unbounded."""
+class BoundStates:
+    """Models with bounded state. `revert` restores the models, and makes their states plain and unbounded."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
     def add(self, undo: Callable[[], None]) -> None:
-        """One more model."""
+        """Add the undo function of one more model."""
         self._undo.append(undo)
 
     def revert(self) -> None:
-        """Take everything back, the last first."""
+        """Undo everything, in reverse order."""
         while self._undo:
             self._undo.pop()()
 
 
 def knows(module: Any) -> bool:
-    """Whether an adapter bounds what this model is given without changing results."""
+    """Return True if an adapter bounds this model's state without changing results."""
     return _kind(module) in (_bind_sessions, _bind_states)
 
 
@@ -92,8 +93,8 @@ def _check(technique: Technique) -> None:
     lossy = [name for name in _LOSSY if name in technique.options]
     if lossy and technique.equivalence != "SEMANTIC":
         raise ApplyFailed(
-            f"bounded_state with {lossy[0]}= may keep less than is read, and then computes something else. "
-            'If that is wanted, write equivalence = "SEMANTIC" into the plan.'
+            f"bounded_state with {lossy[0]}= may drop data that is read later, which changes results. "
+            'To allow that, write equivalence = "SEMANTIC" into the plan.'
         )
 
 
@@ -101,10 +102,10 @@ def _bind(module: Any, where: str, options: dict[str, Any]) -> Callable[[], None
     bind = _kind(module)
     if bind is None:
         raise ApplyFailed(
-            f"`{where}` is a {type(module).__name__}, and no adapter knows how its state is laid out. Known "
-            "are the video trackers of transformers, the predictors of the sam2 package and of SAMURAI, and "
-            "language models of transformers. Of other modules declare the caches in your own source: "
-            "torchtrim.bound_caches(module, {...})."
+            f"`{where}` is a {type(module).__name__}, and no adapter knows the layout of its state. "
+            "Supported models: the video trackers of transformers, the predictors of the sam2 package and of "
+            "SAMURAI, and language models of transformers. For other modules, declare the caches in your own "
+            "source: torchtrim.bound_caches(module, {...})."
         )
     try:
         return bind(module, options)
@@ -126,7 +127,7 @@ def _kind(module: Any) -> Callable[[Any, dict[str, Any]], Callable[[], None]] | 
 def _only(options: dict[str, Any], known: Sequence[str], what: str) -> None:
     wrong = sorted(set(options) - set(known))
     if wrong:
-        raise UsageError(f"{wrong[0]}= is no option for {what}; there are {', '.join(known)}.")
+        raise UsageError(f"{wrong[0]}= is not an option for {what}; use {', '.join(known)}.")
 
 
 def _bind_sessions(model: Any, options: dict[str, Any]) -> Callable[[], None]:
@@ -134,7 +135,7 @@ def _bind_sessions(model: Any, options: dict[str, Any]) -> Callable[[], None]:
     from torchtrim.stream.sessions import bound_session
 
     _only(options, _OF_STATES, "sessions")
-    made = _Made()
+    made = _LiveBounds()
 
     def bind(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         session = kwargs.get("inference_session", args[0] if args else None)
@@ -150,7 +151,7 @@ def _bind_states(predictor: Any, options: dict[str, Any]) -> Callable[[], None]:
     from torchtrim.stream.records import Objects
 
     _only(options, tuple(one for one in _OF_STATES if one != "keep"), "states")
-    made = _Made()
+    made = _LiveBounds()
     own = vars(predictor).get("propagate_in_video")
     propagate = predictor.propagate_in_video
 
@@ -158,7 +159,8 @@ def _bind_states(predictor: Any, options: dict[str, Any]) -> Callable[[], None]:
     def bounded(inference_state: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         if not isinstance(inference_state.get("output_dict_per_obj"), Objects):
             made.keep(bound_state(inference_state, predictor, **options))
-        return propagate(inference_state, *args, **kwargs)  # type: ignore[no-any-return]
+        frames: Iterator[Any] = propagate(inference_state, *args, **kwargs)
+        return frames
 
     predictor.propagate_in_video = bounded
 
@@ -172,14 +174,13 @@ def _bind_states(predictor: Any, options: dict[str, Any]) -> Callable[[], None]:
 
 
 def _bind_caches(model: Any, options: dict[str, Any]) -> Callable[[], None]:
-    from torchtrim.stream.kv import sink_cache
-    from torchtrim.stream.masks import CallMasks
+    from torchtrim.stream.kv import CallMasks, sink_cache
 
     _only(options, _OF_CACHES, "caches")
     if "window" not in options:
         raise UsageError(
-            "a language model reads every token for ever, so there is nothing to let go without changing "
-            "what it computes. If only the newest tokens are to be seen, give window=, such as 1024."
+            "a language model reads every token forever, so dropping any changes its results. To limit it "
+            "to the newest tokens, pass window=, such as 1024."
         )
     try:
         sink_cache(model.config, **options)
@@ -196,22 +197,23 @@ def _bind_caches(model: Any, options: dict[str, Any]) -> Callable[[], None]:
         given = kwargs | {"past_key_values": cache}
         return CallMasks(cache)(module, args, given) or (args, given)
 
-    return model.register_forward_pre_hook(bind, with_kwargs=True).remove  # type: ignore[no-any-return]
+    remove: Callable[[], None] = model.register_forward_pre_hook(bind, with_kwargs=True).remove
+    return remove
 
 
-class _Made:
-    """What was bound, for as long as its state lives, which holds it."""
+class _LiveBounds:
+    """Bounds of the states that are still alive; each state owns its bound."""
 
     def __init__(self) -> None:
         self._bounds: list[weakref.ref[Any]] = []
 
     def keep(self, bound: Any) -> None:
-        """One more; those whose state is gone are forgotten."""
+        """Add a bound, and forget bounds of dead states."""
         self._bounds = [one for one in self._bounds if one() is not None]
         self._bounds.append(weakref.ref(bound))
 
     def undoing(self, undo: Callable[[], None]) -> Callable[[], None]:
-        """`undo`, then the release of every state that still lives."""
+        """Return a function that runs `undo` and then releases every live state."""
 
         def all_of_it() -> None:
             undo()

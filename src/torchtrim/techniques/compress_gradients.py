@@ -1,15 +1,14 @@
 """Compress gradients: `DistributedDataParallel` exchanges them in bfloat16, half of the bytes.
 
-Each rank rounds its share of a gradient to bfloat16, the shares are added up in bfloat16, and the sum is
-widened again: torch's own `bf16_compress_hook`. Gradients, parameters and optimizer state stay float32. It
-pays where exchanges outlast backward and the network is slow; on one machine the two copies of each gradient
-can cost more than the exchange. It lowers no peak: beside each bucket there is one of half its size while it
-travels.
+Each rank rounds its gradients to bfloat16, the ranks' gradients are summed in bfloat16, and the sum is
+upcast: torch's own `bf16_compress_hook`. Gradients, parameters and optimizer state stay float32. It pays if
+exchanges outlast backward and the network is slow; on one machine the two copies of each gradient can cost
+more than the exchange. It lowers no peak: each bucket has a copy of half its size during its exchange.
 
-torch registers that hook with NCCL alone; gloo adds bfloat16 up too, so it is taken there as well. It is
-another function: the certificate says AS ASKED where all else is as with the gradients rounded by hand, with
-the losses of both. A script with a communication hook of its own is refused. `where` names modules in
-`DistributedDataParallel`.
+torch registers that hook with NCCL only; gloo can sum bfloat16 too, so gloo is supported as well. The step
+computes a different function: the certificate says AS ASKED if everything else equals a run with gradients
+rounded by hand, and shows the losses of both. A script with its own communication hook is refused. `where`
+names modules in `DistributedDataParallel`.
 """
 
 from __future__ import annotations
@@ -39,37 +38,37 @@ class CompressGradients:
     ways = 1
 
     def options(self, step: Step) -> Sequence[Option]:
-        """Each replica that exchanges float32."""
+        """Return each replica that exchanges float32."""
         profile = step.profile
         if profile is None:
             return []
         return [
             Option(self.name, profile.modules[one.module].path, (), None, (*_OPTIONS.items(),))
             for one in profile.replicas
-            if _exchanges_wide(profile, one)
+            if _exchanges_float32(profile, one)
         ]
 
     def edits(self, step: Step, option: Option) -> None:
-        """None: what it saves is measured."""
+        """Return None: the saving is measured by a run."""
 
     def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
-        """Register the hook. Raises `ApplyFailed`, the model as it was."""
+        """Register the hook. Raises `ApplyFailed` and leaves the model unchanged."""
         from torchtrim.executor.gradient_sync import halved
 
         return _hooked(roots, technique, halved)
 
     def by_hand(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
-        """A hook of one's own that rounds, adds up, waits and widens."""
+        """Register a hook, as a person would write it, that rounds, sums, waits and upcasts."""
         from torchtrim.executor.gradient_sync import halved_by_hand
 
         return _hooked(roots, technique, halved_by_hand)
 
     def bars(self, technique: Technique) -> Collection[str]:
-        """None."""
+        """Return no techniques."""
         return ()
 
     def advice(self, technique: Technique) -> str:
-        """What to look at."""
+        """Return what to check."""
         return "compare the losses of a longer run before you keep compressed gradients"
 
 
@@ -81,7 +80,7 @@ def _hooked(roots: Mapping[str, Any], technique: Technique, hook: Callable[..., 
 
     if technique.options != _OPTIONS:
         raise ApplyFailed(
-            "compress_gradients has the option `dtype`, bfloat16, and the plan has "
+            "compress_gradients has one option, `dtype`, which must be bfloat16; the plan has "
             f"{technique.options!r}."
         )
     return all_or_none(
@@ -92,7 +91,6 @@ def _hooked(roots: Mapping[str, Any], technique: Technique, hook: Callable[..., 
     )
 
 
-def _exchanges_wide(profile: Profile, replica: Replica) -> bool:
-    """Whether what it exchanges is float32, as far as is known."""
+def _exchanges_float32(profile: Profile, replica: Replica) -> bool:
     uses = [use for _, one in reduces_of(profile) for use in profile.operators[one.operator].inputs]
     return replica.gradient_bytes > 0 and any(use.dtype == "float32" for use in uses)

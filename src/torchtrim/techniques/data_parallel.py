@@ -1,32 +1,32 @@
 """Data parallel: `DistributedDataParallel` exchanges gradients once a step, and keeps them once.
 
-With `gradient_as_bucket_view` the gradients are views of the buckets in which they travel. By default each is
-there twice, as `parameter.grad` and in its bucket, and is copied from one to the other and back. The numbers
-are the same bit for bit. On a number of ranks that is no power of two, where a step exchanges more than once
-or keeps its gradients (`zero_grad(set_to_none=False)`), the mean divides where it multiplied by the
-reciprocal, and they are equal up to rounding.
+With `gradient_as_bucket_view` gradients are views of the buckets that exchange them. By default each exists
+twice, as `parameter.grad` and in its bucket, and is copied from one to the other and back. The results are
+identical, bit for bit. There is one exception: if the number of ranks is not a power of two, and a step
+exchanges more than once or keeps its gradients (`zero_grad(set_to_none=False)`), the mean divides instead of
+multiplying by the reciprocal, and the results are equal up to rounding.
 
-With `accumulate = 4` only the fourth micro-batch of a step exchanges, as inside `model.no_sync()`; by default
-each does, since `DistributedDataParallel` cannot know which one is the last. The ranks' sums are added once
-instead of micro-batch by micro-batch: equal up to rounding, and gradients are of one rank alone until then.
-It is not planned where something else reads gradients before the last exchange, where buffers are broadcast
-in each forward, or with `find_unused_parameters`. A step of fewer micro-batches, as at the end of an epoch,
-is refused as soon as it is seen, in the next forward: every rank then raises.
+With `accumulate = 4` only the fourth micro-batch of a step exchanges gradients, as inside `model.no_sync()`;
+by default each does, since `DistributedDataParallel` cannot know the last one. The ranks' sums are added once
+instead of for each micro-batch: equal up to rounding, and until then gradients are those of one rank. It is
+not planned if anything else reads gradients before the last exchange, if buffers are broadcast in each
+forward, or with `find_unused_parameters`. A step of fewer micro-batches, as at the end of an epoch, is
+refused in the next forward: every rank then raises.
 
-With `bucket_cap_mb = 4` gradients travel in buckets of 4 MiB: smaller ones begin earlier, larger ones take
-less time together. A size is planned where the exchanges of the recorded step, each a latency and a time for
-each byte, would outlast backward for less time, by 2 % of the step at least. On two ranks the numbers are the
-same bit for bit; on more, sums may be added up in another order.
+With `bucket_cap_mb = 4` gradients are exchanged in buckets of 4 MiB: smaller buckets start earlier, larger
+ones take less time together. A size is planned if exchanges outlast backward for less time, by at least 2 %
+of the step, with a latency and a time per byte fitted to the recorded exchanges. On two ranks the results are
+identical, bit for bit; on more, sums may be added in another order.
 
-With `static_graph` a module with `find_unused_parameters` looks for unused parameters in its first step
-alone, and arranges its buckets in the order in which gradients come. It is planned where parameters were
-unused and each forward is followed by an exchange, not inside `no_sync`; where none were unused, leave the
-search out (TT603). A step that uses other parameters than the first one is refused by
-`DistributedDataParallel` itself. The same numbers as with another size of buckets.
+With `static_graph` a module with `find_unused_parameters` searches for unused parameters in its first step
+only, and arranges its buckets by the readiness of gradients. It is planned if some parameters were unused and
+each forward is followed by an exchange, not inside `no_sync`; if all were used, disable the search (TT603).
+`DistributedDataParallel` itself refuses a step that uses other parameters than the first one. The results
+compare as for another bucket size.
 
-All take effect in the instance that the script has made, before its next forward: its reducer is made anew
-from its settings, as it is when a module is unpickled. Reverting makes it anew as it was. Communication
-hooks of the script's own, mixed precision of `DistributedDataParallel` and delayed exchanges are refused.
+All options take effect in the live instance, before its next forward: its reducer is rebuilt from its
+settings, as after unpickling. Reverting rebuilds it with the original settings. Communication hooks of the
+script, mixed precision of `DistributedDataParallel` and delayed exchanges are refused.
 """
 
 from __future__ import annotations
@@ -39,35 +39,44 @@ from torchtrim.executor.registry import Handle, Option, all_or_none
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile, Replica, is_emulated
-from torchtrim.step.buckets import LEAST_SHARE, MIB, overlap_of
 from torchtrim.step.edits import NOTHING, Drop, Edit, Insert, Need
 from torchtrim.step.exchanges import (
-    Exchange,
+    LEAST_CAP_SAVING,
+    MIB,
+    GradientExchange,
+    accumulates_unexchanged,
     after_exchange,
     exchange_of,
+    overlap_of,
     ranks_of,
     reduces_of,
     rounds_of,
-    waits,
 )
 from torchtrim.step.step import Step
 
 VIEWS, ACCUMULATE = "gradient_as_bucket_view", "accumulate"
 CAP, STATIC = "bucket_cap_mb", "static_graph"
 _LEAST_SECONDS = 1e-9
+"""An option of zero seconds would save no time; the smallest saving makes the planner use it."""
 
 
 class DataParallel:
-    """`where` names modules in `DistributedDataParallel`. `gradient_as_bucket_view`: true; or `accumulate`:
-    how many micro-batches a step has; or `bucket_cap_mb`: MiB of a bucket; or `static_graph`: true."""
+    """`where` names modules in `DistributedDataParallel`.
+
+    One of `gradient_as_bucket_view`: true; `accumulate`: micro-batches in a step; `bucket_cap_mb`: MiB of a
+    bucket; `static_graph`: true.
+    """
 
     name = "data_parallel"
     takes = (VIEWS, ACCUMULATE, CAP, STATIC)
     equivalence: Equivalence = "BITWISE"
 
     def options(self, step: Step) -> Sequence[Option]:
-        """Views for each replica that has none, fewer exchanges where a step has too many, buckets of another
-        size where exchanges outlast backward, and one search for unused parameters instead of many."""
+        """Return the options of each replica.
+
+        Views if it has none, fewer exchanges if a step has too many, another bucket size if exchanges outlast
+        backward, and one search for unused parameters instead of many.
+        """
         if step.profile is None:
             return []
         return [one for replica in step.profile.replicas for one in self._of(step, replica)]
@@ -79,22 +88,23 @@ class DataParallel:
         exchange = exchange_of(step, replica)
         if exchange.copied and not replica.bucket_views:
             less: Equivalence | None = (
-                "ROUNDING" if exchange.again and not _halves(profile) else None
+                "ROUNDING" if exchange.again and not _mean_is_exact(profile) else None
             )
             yield Option(self.name, where, (), None, ((VIEWS, True),), less)
         rounds = rounds_of(profile)
-        if rounds.rounds > 1 and _may_wait(step, replica, exchange):
+        if rounds.rounds > 1 and _may_accumulate(step, replica, exchange):
             yield Option(self.name, where, (), None, ((ACCUMULATE, rounds.rounds),), "ROUNDING")
         order: Equivalence | None = None if ranks_of(profile) <= 2 else "ROUNDING"
         found = _best_cap(step, replica) if rounds.rounds == 1 else None
         if found is not None:
             yield Option(self.name, where, (), None, ((CAP, found[0] // MIB),), order)
         searches = replica.find_unused and replica.unused_bytes and not replica.static_graph
-        if searches and not waits(profile):
+        if searches and not accumulates_unexchanged(profile):
             yield Option(self.name, where, (), None, ((STATIC, True),), order)
 
     def edits(self, step: Step, option: Option) -> Edit | None:
-        """Gradients end where their bucket has them; or exchanges do not block."""
+        """Return the edit that ends gradients once they are in their bucket, or removes blocking
+        exchanges."""
         profile = step.profile
         if profile is None:
             return None
@@ -110,7 +120,7 @@ class DataParallel:
         return _quicker(step, 0.0 if STATIC in changed else rounds_of(profile).needless_seconds)
 
     def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
-        """Make the reducers of the named modules anew, or have them exchange less often."""
+        """Rebuild the reducers of the named modules, or make them exchange less often."""
         from torchtrim.executor.gradient_sync import changed
 
         return all_or_none(
@@ -122,7 +132,7 @@ class DataParallel:
 TECHNIQUE = DataParallel()
 
 
-def _as_views(step: Step, exchange: Exchange) -> Edit:
+def _as_views(step: Step, exchange: GradientExchange) -> Edit:
     copied = exchange.copied
     return Edit(
         drops=tuple(
@@ -131,16 +141,17 @@ def _as_views(step: Step, exchange: Exchange) -> Edit:
             for hold in range(len(step.tensors[number].holds))
         ),
         needs=tuple(Need(number, after_exchange(step, copy)) for number, copy in copied.items()),
-        inserts=(_saved(step, sum(step.tasks[task].seconds for task in exchange.back)),),
+        inserts=(_time_saving(step, sum(step.tasks[task].seconds for task in exchange.back)),),
     )
 
 
 def _quicker(step: Step, seconds: float) -> Edit:
-    return NOTHING._replace(inserts=(_saved(step, seconds),))
+    return NOTHING._replace(inserts=(_time_saving(step, seconds),))
 
 
 def _best_cap(step: Step, replica: Replica) -> tuple[int, float] | None:
-    """The bytes of a bucket that expose least, and the seconds that they save; None for those of now."""
+    """Return the bucket size with the least exposed time and the saved seconds, or None for the current
+    one."""
     assert step.profile is not None
     if is_emulated(step.profile.device):
         return None
@@ -148,22 +159,22 @@ def _best_cap(step: Step, replica: Replica) -> tuple[int, float] | None:
     if found is None:
         return None
     cap, saved = found.best_cap()
-    return (cap, saved) if saved >= LEAST_SHARE * step.seconds else None
+    return (cap, saved) if saved >= LEAST_CAP_SAVING * step.seconds else None
 
 
-def _saved(step: Step, seconds: float) -> Insert:
-    """Time that a step does not take any more."""
+def _time_saving(step: Step, seconds: float) -> Insert:
+    """Return an insert that removes seconds from a step."""
     return Insert(len(step.tasks) - 1, -max(seconds, _LEAST_SECONDS), 0)
 
 
-def _halves(profile: Profile) -> bool:
-    """Whether dividing by the number of ranks is multiplying by its reciprocal, to the bit."""
+def _mean_is_exact(profile: Profile) -> bool:
+    """Return True if dividing by the number of ranks equals multiplying by its reciprocal, to the bit."""
     ranks = ranks_of(profile)
     return ranks & (ranks - 1) == 0
 
 
-def _may_wait(step: Step, replica: Replica, exchange: Exchange) -> bool:
-    """Whether nothing but backward looks at gradients before the last of them is exchanged."""
+def _may_accumulate(step: Step, replica: Replica, exchange: GradientExchange) -> bool:
+    """Return True if only backward reads gradients before the last of them is exchanged."""
     profile = step.profile
     assert profile is not None
     if replica.find_unused or exchange.old:

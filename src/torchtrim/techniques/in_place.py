@@ -1,8 +1,8 @@
-"""In place: an operator overwrites what no operator looks at again.
+"""In place: an operator overwrites an input that no later operator reads.
 
-Only where the result has the geometry of what it overwrites and computes each element from that one
-element. Nothing of the caller's, no parameter and nothing that is returned is overwritten. It is OptNet's
-`inplace` (https://github.com/fmassa/optimize-net), for every operator, and decided by the network's graph.
+The result must have the geometry of the overwritten tensor, and each element must depend on that one element
+only. Tensors of the caller, parameters and returned tensors are never overwritten. This is OptNet's `inplace`
+(https://github.com/fmassa/optimize-net), extended to every operator and decided from the network's graph.
 """
 
 from __future__ import annotations

@@ -1,22 +1,21 @@
-"""Precision: forward computes in half precision, or what it saves for backward is kept so.
+"""Precision: forward computes in half precision, or keeps its saved tensors in half precision.
 
 * `of = "compute"`: the forward of a root runs under `torch.autocast`, as with `with torch.autocast(...)`
-  around the call: matrix products, convolutions and attention in `bfloat16`, what needs the range in
+  around the call: matrix products, convolutions and attention in `bfloat16`, operators that need the range in
   float32. Parameters, gradients and optimizer state stay float32, and so do results, which are cast back. A
   loss outside of the module is computed in float32. It saves most of the activations, adds a copy of the
-  weights for as long as backward needs them, and is quick where the device has units for it: every NVIDIA
-  GPU since Ampere, CPUs with AMX or AVX512-BF16; other CPUs are slower with it than without.
-* `of = "saved"`: forward computes as before and gives the same, but what autograd saves of float32
-  activations is kept as bfloat16, so gradients are those of rounded activations. It halves the saved bytes,
-  where the original is not kept for another reason, and costs two copies of each. Parameters and the inputs
-  of the root are saved as they are. A plan with it can change optimizers, and nothing else that saves
-  activations.
+  weights for as long as backward needs them, and is fast on devices with units for it: every NVIDIA GPU since
+  Ampere, and CPUs with AMX or AVX512-BF16. Other CPUs are slower with it.
+* `of = "saved"`: forward computes the same results as before, but autograd's saved tensors of float32
+  activations are kept as bfloat16, so gradients are those of rounded activations. It halves the saved bytes,
+  unless the original is kept for another reason, and costs two copies of each. Parameters and the inputs of
+  the root are saved unchanged. A plan with it can change optimizers, but nothing else that saves activations.
 
-With `dtype = "float16"`, for GPUs before Ampere, a script has to scale its loss (`torch.amp.GradScaler`),
-else small gradients vanish; it is never planned, but may be written into a plan or pinned where the script
-scales. Calls without gradients, such as those of evaluation, run as they are. It is another function: the
-certificate says AS ASKED where all else is as in the program with that written by hand, with the losses of
-both.
+With `dtype = "float16"`, for GPUs before Ampere, a script must scale its loss (`torch.amp.GradScaler`), or
+small gradients vanish. It is never planned, but may be written into a plan or pinned if the script scales.
+Calls without gradients, such as evaluation, run unchanged. The step computes a different function: the
+certificate says AS ASKED if everything else equals the program with this change made by hand, and shows the
+losses of both.
 
 `where` names roots.
 """
@@ -31,6 +30,7 @@ from torchtrim.executor.places import module_at, root_of
 from torchtrim.executor.registry import Handle, Option, all_or_none
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
+from torchtrim.step.index import graded_roots
 from torchtrim.step.step import Span, Step
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _HALVES = ("bfloat16", "float16")
 _WITH_SAVED = ("plain_optimizer", "optimizer_in_backward", "offload_optimizer", "low_bit_states")
 _LEAST_BYTES = 2**12
+"""Smaller float32 tensors, such as a loss, do not show that a root computes in float32."""
 
 
 class Precision:
@@ -51,7 +52,7 @@ class Precision:
     ways = 2
 
     def options(self, step: Step) -> Sequence[Option]:
-        """Each root that computes in float32, both ways."""
+        """Return each root that computes in float32, with both settings of `of`."""
         return [
             Option(self.name, where, spans, None, (("of", of), ("dtype", "bfloat16")))
             for of in ("compute", "saved")
@@ -59,34 +60,34 @@ class Precision:
         ]
 
     def edits(self, step: Step, option: Option) -> None:
-        """None: what it saves is measured."""
+        """Return None: the saving is measured by a run."""
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
-        """Give the roots another forward. Raises `ApplyFailed`, the model as it was."""
-        from torchtrim.executor.half_precision import Autocast, NarrowSaved, lowered
+        """Replace the forward of the roots. Raises `ApplyFailed` and leaves the model unchanged."""
+        from torchtrim.executor.half_precision import AutocastForward, NarrowSaved, lowered
 
-        chosen = Autocast if _of(technique) == "compute" else NarrowSaved
+        chosen = AutocastForward if _scope(technique) == "compute" else NarrowSaved
         return _changed(
             roots, technique, lambda module, dtype: lowered(module, chosen(module, dtype))
         )
 
     def by_hand(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
-        """`with torch.autocast(...)` around the call, or hooks on saved tensors, without more ado."""
+        """Write `with torch.autocast(...)` around the call, or plain hooks on saved tensors."""
         from torchtrim.executor.half_precision import autocast_by_hand, narrow_by_hand
 
-        written = autocast_by_hand if _of(technique) == "compute" else narrow_by_hand
+        written = autocast_by_hand if _scope(technique) == "compute" else narrow_by_hand
         return _changed(roots, technique, written)
 
     def bars(self, technique: Technique) -> Collection[str]:
-        """With `saved` whatever keeps, drops or makes again what autograd saves."""
+        """Return, for `saved`, the techniques that keep, drop or recompute saved tensors."""
         from torchtrim.executor.registry import names
 
-        if _of(technique) == "compute":
+        if _scope(technique) == "compute":
             return ()
         return [name for name in names() if name not in (*_WITH_SAVED, self.name)]
 
     def advice(self, technique: Technique) -> str:
-        """A scaler, where gradients would vanish."""
+        """Return a note on loss scaling for float16."""
         half = technique.options.get("dtype") == "float16"
         return "float16 needs a GradScaler in the script" if half else ""
 
@@ -98,43 +99,39 @@ def _changed(roots: Mapping[str, Any], technique: Technique, change: Any) -> Han
     dtype = technique.options.get("dtype")
     if dtype not in _HALVES or not {*technique.options} <= {"of", "dtype"}:
         raise ApplyFailed(
-            f"precision has the options `of` and `dtype`, one of {', '.join(_HALVES)}, and the plan has "
+            f"precision has the options `of` and `dtype`, one of {', '.join(_HALVES)}; the plan has "
             f'{technique.options!r}. Write `dtype = "bfloat16"`, or plan again.'
         )
     return all_or_none(technique.where, lambda where: change(module_at(roots, where), dtype))
 
 
-def _of(technique: Technique) -> str:
+def _scope(technique: Technique) -> str:
     found = technique.options.get("of")
     if found not in ("compute", "saved"):
         raise ApplyFailed(
-            f"precision is of `compute` or of `saved`, and the plan has {found!r}. Write one of them."
+            f"`of` must be `compute` or `saved`, and the plan has {found!r}. Change it in the plan."
         )
     return str(found)
 
 
 def _roots(step: Step) -> dict[str, tuple[Span, ...]]:
-    """The roots with parameters that are called with gradients and compute in float32, with the spans of
-    their calls. A loss that is called by itself has none."""
-    found: dict[str, tuple[Span, ...]] = {}
-    owning = _owning(step)
-    for call in step.calls:
-        module = step.modules[call.module]
-        is_root = module.parent < 0 and module.path in owning
-        if is_root and call.graded and _is_wide(step, call.span):
-            found[module.path] = (*found.get(module.path, ()), call.span)
-    return found
+    """Return the roots with parameters whose graded calls compute in float32, with the spans of these calls.
+
+    A loss that is called on its own has no parameters.
+    """
+    owning = _roots_with_parameters(step)
+    roots = graded_roots(step, lambda span: _computes_in_float32(step, span))
+    return {path: spans for path, spans in roots.items() if path in owning}
 
 
-def _owning(step: Step) -> set[str]:
-    """The roots in which there are parameters."""
+def _roots_with_parameters(step: Step) -> set[str]:
     modules = step.profile.modules if step.profile is not None else ()
     return {root_of(module.path) for module in modules if module.parameter_bytes}
 
 
-def _is_wide(step: Step, span: Span) -> bool:
-    """Whether it makes float32 for backward, and nothing in half precision: then someone lowers it
-    already."""
+def _computes_in_float32(step: Step, span: Span) -> bool:
+    """Return True if a span makes float32 tensors and none in half precision, which would mean autocast is
+    on."""
     if step.profile is None:
         return False
     uses = [use for i in range(*span) for use in step.profile.operators[i].outputs]

@@ -1,8 +1,8 @@
-"""Relative attention: positions that a module writes out as L x L go into the attention itself.
+"""Relative attention: position terms that a module materializes as L x L move into the attention kernel.
 
-Modules are known by what they hold, and each is tried on a copy before it is replaced:
-`torchtrim.attention.replace`. Its forward becomes one that saves queries, keys and values and computes
-the scores again in backward; what the module holds, and so its `state_dict`, stays.
+Modules are recognized by their contents, and each replacement is tried on a copy first
+(`torchtrim.attention.replace`). The new forward saves queries, keys and values and recomputes the scores in
+backward. The module's contents, and so its `state_dict`, stay.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ Forward = Callable[..., Any]
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
-class RelativeAttention:
-    """`where` holds module paths (`Net.blocks.3.attn`); of T5 that of the layer with the table."""
+class ReplaceRelativeAttention:
+    """`where` names modules (`Net.blocks.3.attn`); for T5, the layer with the table."""
 
     name = "relative_attention"
     equivalence: Equivalence = "ROUNDING"
 
     def options(self, step: Step) -> Sequence[Option]:
-        """Every known module that writes its positions out, dropout of probabilities apart.
+        """Return every supported module that materializes positions, except with dropout of probabilities.
 
-        The spans are those that would run again in backward, which is more than does: what they
-        predict of memory and time is an upper bound.
+        The spans are larger than the recomputed part, so predicted memory and time are upper bounds.
         """
         profile = step.profile
         if profile is None:
@@ -59,7 +58,7 @@ class RelativeAttention:
         return found
 
     def edits(self, step: Step, option: Option) -> Edit | None:
-        """What its attention saved is computed again."""
+        """Return the edit that recomputes the attention's saved tensors."""
         return rerun(step, option.spans)
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
@@ -77,11 +76,11 @@ class RelativeAttention:
         return replaced
 
 
-TECHNIQUE = RelativeAttention()
+TECHNIQUE = ReplaceRelativeAttention()
 
 
 def _table_place(profile: Profile, one: Written) -> str:
-    """The module that takes the softmax; that which holds the table, where it is another."""
+    """Return the module of the softmax, or the module with the table if that is another one."""
     own, table = profile.module_of(one.at), profile.module_of(one.gather)
     return own if f"{table}.".startswith(f"{own}.") else table.rpartition(".")[0]
 
@@ -97,8 +96,8 @@ def _forward_of(path: str, module: nn.Module) -> Callable[[Forward], Forward]:
 
     if module.training and (p := dropout_of(module)) > 0:
         raise ApplyFailed(
-            f"`{path}` drops probabilities while it trains (p = {p:g}), and relative_attention draws "
-            "other random numbers for that, so the step would not be the same. Set that dropout to "
+            f"`{path}` drops probabilities in training (p = {p:g}), and relative_attention draws "
+            "different random numbers for that, so the step would differ. Set that dropout to "
             "0, or call torchtrim.attention.relative_attention in its forward."
         )
     try:
@@ -108,7 +107,7 @@ def _forward_of(path: str, module: nn.Module) -> Callable[[Forward], Forward]:
 
 
 def _with_followers(roots: Mapping[str, nn.Module], where: str) -> list[tuple[str, nn.Module]]:
-    """The module, and the layers that are given its bias: those at its place in other blocks."""
+    """Return the module, and the layers that reuse its bias: those at the same place in other blocks."""
     name, _, path = where.partition(".")
     first = module_at(roots, where)
     if not hasattr(first, "relative_attention_bias"):
@@ -121,7 +120,7 @@ def _with_followers(roots: Mapping[str, nn.Module], where: str) -> list[tuple[st
     same = [other for other in others if _NUMBER.sub(".*", other) == _NUMBER.sub(".*", path)]
     if others and not same:
         raise ApplyFailed(
-            f"`{where}` gives its bias to other layers, and none is at its place in another "
-            f"block; there are {', '.join(others)}. Call torchtrim.attention.t5_attention there."
+            f"`{where}` gives its bias to other layers, and no other block has one at the same "
+            f"place; the layers are {', '.join(others)}. Call torchtrim.attention.t5_attention there."
         )
     return [(where, first), *((f"{name}.{other}", others[other]) for other in same)]

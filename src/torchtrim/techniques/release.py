@@ -1,8 +1,8 @@
-"""Release: in a call without gradients, let go of each result when no operator looks at it again.
+"""Release: in a call without gradients, each result is freed after its last reader.
 
-Python holds what it gives a function until that returns, so eager keeps the input of every block that is
-running. The network runs by its graph instead (`executor.network`). Gradients of parameters, which such
-a call does not need, are put aside (`aside`), and put back when it is reverted.
+Python holds the arguments of a function until it returns, so eager mode keeps the input of every running
+block. Here the network runs from its graph instead (`executor.network`). Gradients of parameters, which such
+a call does not need, are stashed in a temporary file and restored on revert.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torchtrim.executor.network.technique import ByGraph
 
 
 class Release(ByGraph):
-    """`where` names modules. Option `gradients`: put the gradients of their parameters aside."""
+    """`where` names modules. Option `gradients`: stash the gradients of their parameters."""
 
     name = "release"
     takes = ("gradients",)

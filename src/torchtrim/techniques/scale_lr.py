@@ -1,19 +1,18 @@
-"""Scale LR: an optimizer's learning rate follows the batch, when that was changed.
+"""Scale LR: an optimizer's learning rate follows a changed batch size.
 
-A larger batch gives a less noisy gradient, so steps may be longer, and fewer of them have to go as far.
-With `rule = "linear"` the rate is multiplied by `to_batch / from_batch` (Goyal et al. 2017, for SGD), with
-`rule = "sqrt"` by the square root of that (Krizhevsky 2014; for Adam and its like, Malladi et al. 2022).
-Linear scaling is known to fail in the first steps, when weights change quickly, and beyond a batch that
-depends on the data: with `warmup` the factor rises from 1 over so many steps, a few hundred or up to five
-epochs.
+A larger batch gives a less noisy gradient, so steps may be longer, and fewer of them must go as far. With
+`rule = "linear"` the rate is multiplied by `to_batch / from_batch` (Goyal et al. 2017, for SGD), with `rule =
+"sqrt"` by its square root (Krizhevsky 2014; for Adam and similar, Malladi et al. 2022). Linear scaling is
+known to fail in the first steps, when weights change quickly, and beyond a batch size that depends on the
+data. With `warmup` the factor rises from 1 over that many steps: a few hundred, or up to five epochs.
 
-The factor is applied while `step` runs, to whatever the groups then say: schedulers of any kind go on as
-they were, and groups, `state_dict` and logs show the rate that the script has set. Warm-up counts
-the steps that this run makes; a run that goes on from a checkpoint warms up again, unless `warmup = 0`.
+The factor applies while `step` runs, to the current rates of the groups: schedulers of any kind continue
+unchanged, and groups, `state_dict` and logs show the rate that the script has set. Warm-up counts the steps
+of this run; a run resumed from a checkpoint warms up again, unless `warmup = 0`.
 
-It saves nothing, and no plan for a budget has it: `torchtrim plan SCRIPT --find-batch --allow
-semantic=scale_lr` writes a plan with it for the batch that was found. It is another function of the step,
-and the certificate says AS ASKED. `where` names optimizers.
+It saves nothing, and no plan for a budget uses it: `torchtrim plan SCRIPT --find-batch --allow
+semantic=scale_lr` writes a plan with it for the batch size found. The step computes a different function, and
+the certificate says AS ASKED. `where` names optimizers.
 """
 
 from __future__ import annotations
@@ -30,13 +29,17 @@ from torchtrim.records.profile import Profile
 from torchtrim.step.step import Step
 
 WARMUP = 300
+"""Arbitrary; steps of warm-up in plans that raise the rate, "a few hundred" as above."""
 _RULES = ("linear", "sqrt")
 _LINEAR = ("SGD", "ASGD")
 
 
 class ScaleLr:
-    """`where` names optimizers (`AdamW`, a second one `AdamW#2`). `from_batch`, `to_batch`; `rule`:
-    `linear` or `sqrt`; `warmup`: steps over which the factor rises from 1, 0 for none."""
+    """`where` names optimizers (`AdamW`, a second one `AdamW#2`).
+
+    `from_batch`, `to_batch`; `rule`: `linear` or `sqrt`; `warmup`: steps until the factor has risen from 1,
+    or 0.
+    """
 
     name = "scale_lr"
     takes = ("from_batch", "to_batch", "rule", "warmup")
@@ -45,14 +48,14 @@ class ScaleLr:
     ways = 0
 
     def options(self, step: Step) -> Sequence[Option]:
-        """None: it saves nothing."""
+        """Return none: it saves nothing."""
         return ()
 
     def edits(self, step: Step, option: Option) -> None:
-        """None."""
+        """Return None."""
 
     def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
-        """Give the optimizers a `step` at another rate. Raises `ApplyFailed`."""
+        """Give the optimizers a `step` with the scaled rate. Raises `ApplyFailed`."""
         from torchtrim.executor.stepping import Stepping, run_scaled
 
         factor, warmup = settings_of(technique)
@@ -62,7 +65,7 @@ class ScaleLr:
         )
 
     def by_hand(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
-        """Hooks before and after `step` that multiply the rate and put it back."""
+        """Register hooks before and after `step` that multiply the rate and restore it."""
         from torchtrim.executor.stepping import scaled_by_hand
 
         factor, warmup = settings_of(technique)
@@ -72,19 +75,19 @@ class ScaleLr:
         )
 
     def bars(self, technique: Technique) -> Collection[str]:
-        """What updates before `step` is called."""
+        """Return the technique that updates before `step` is called."""
         return ("optimizer_in_backward",)
 
     def advice(self, technique: Technique) -> str:
-        """What to look at."""
-        return "a larger batch makes fewer steps an epoch: schedules that count steps end earlier in the data"
+        """Return what to check."""
+        return "a larger batch means fewer steps per epoch: step-based schedules end earlier in the data"
 
 
 TECHNIQUE = ScaleLr()
 
 
-def scaled_for(profile: Profile, now: int, wanted: int) -> tuple[Technique, ...]:
-    """The techniques for a batch of another size, one for each rule that the optimizers need."""
+def lr_techniques(profile: Profile, now: int, wanted: int) -> tuple[Technique, ...]:
+    """Return the techniques for another batch size, one for each rule that the optimizers need."""
     kinds = {one.optimizer: one.type.rpartition(".")[2] for one in profile.optimizer_steps}
     found = []
     for rule in _RULES:
@@ -102,7 +105,7 @@ def scaled_for(profile: Profile, now: int, wanted: int) -> tuple[Technique, ...]
 
 
 def settings_of(technique: Technique) -> tuple[float, int]:
-    """The factor, and over how many steps it is reached. Raises `ApplyFailed`."""
+    """Return the factor, and the number of warm-up steps. Raises `ApplyFailed`."""
     given = technique.options
     sizes = given.get("from_batch"), given.get("to_batch")
     rule, warmup = given.get("rule"), given.get("warmup", 0)
@@ -110,7 +113,7 @@ def settings_of(technique: Technique) -> tuple[float, int]:
     if not whole or rule not in _RULES or type(warmup) is not int or warmup < 0:
         raise ApplyFailed(
             "scale_lr has the options `from_batch` and `to_batch`, 1 or more, `rule`, one of "
-            f"{', '.join(_RULES)}, and `warmup`, 0 or more steps, and the plan has {given!r}."
+            f"{', '.join(_RULES)}, and `warmup`, 0 or more steps; the plan has {given!r}."
         )
     now, wanted = (int(size or 1) for size in sizes)
     ratio = wanted / now

@@ -1,9 +1,9 @@
-"""Split batch: the first layers run in parts of the batch, the rest on all of it.
+"""Split batch: the first layers run in parts of the batch, and the rest on all of it.
 
-Below the bytes that are alive at once no plan of places can come; parts of the batch can. The first
-layers are as many as keep samples apart, up to where the least is left to carry over
-(`executor.network.parts`). Kernels may choose another order of additions for fewer samples, so it is
-ROUNDING; where every bit agrees at the size that was checked, the certificate says BITWISE.
+No placement of buffers can need less than the bytes alive at once, but parts of the batch can. The first
+layers are those that keep samples apart, up to the point with the least data to carry over
+(`executor.network.parts`). Kernels may add in another order for fewer samples, so the technique is ROUNDING;
+if every bit agrees at the checked size, the certificate says BITWISE.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torchtrim.records.finding import Equivalence
 
 
 class SplitBatch(ByGraph):
-    """`where` names modules. Option `parts`: in how many parts, 2 or more."""
+    """`where` names modules. Option `parts`: the number of parts, 2 or more."""
 
     name = "split_batch"
     takes = ("parts",)

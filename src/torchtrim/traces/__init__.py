@@ -1,1 +1,1 @@
-"""Reads profiler traces: the calls in which the host waited, their sites, and the program to replay."""
+"""Reads profiler traces: the calls that blocked the host, their sites, and a program to replay."""

@@ -1,4 +1,4 @@
-"""Trace -> report: which waits there are, where, and what the whole would gain without them."""
+"""Trace -> report: the syncs, their sites, and what the step would gain without them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,17 @@ from pathlib import Path
 import msgspec
 
 from torchtrim import __version__
-from torchtrim.costs.replay.bound import bound
-from torchtrim.costs.replay.program import Does, ReplayProgram
-from torchtrim.costs.replay.sets import Prices, price
-from torchtrim.records.trace import Bound, TraceReport, TraceSet, TraceSite
-from torchtrim.records.trace_events import Trace
+from torchtrim.costs.replay import Does, Prices, ReplayProgram, bound, price
+from torchtrim.records.trace import Bound, Trace, TraceReport, TraceSet, TraceSite
 from torchtrim.traces.build import build
-from torchtrim.traces.busy import covered, device_busy, loading
-from torchtrim.traces.lines import Sources
-from torchtrim.traces.ranks import Talk, job_of
-from torchtrim.traces.sites import Site, sites_of
+from torchtrim.traces.ranks import Talk, covered, device_busy, job_of, loading
+from torchtrim.traces.sites import SourceFolder, SyncSite, sites_of
 from torchtrim.traces.waiting import Wait, find_waits, unexplained_copies
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mend:
-    """Sites whose path ends so, or which are in such a function or operator, and what fixes them."""
+class KnownFix:
+    """A known fix for sites, matched by the end of their path, or by function or operator."""
 
     path: str = ""
     function: str = ""
@@ -34,7 +29,7 @@ class Mend:
     source: str
 
     def fits(self, site: TraceSite) -> bool:
-        """Whether the site is one of these."""
+        """Return True if the fix applies to the site."""
         return (
             self.path in site.path.replace("\\", "/")
             and self.function in (site.function, "")
@@ -46,22 +41,22 @@ _OPTIMIZER = (
     "its step counter is on the device, as after loading a checkpoint, and is read for each parameter; "
     "newer Lightning keeps it on the host, capturable=True or fused=True does not read it"
 )
-MENDS = (
-    Mend(
+KNOWN_FIXES = (
+    KnownFix(
         path="diffusers/schedulers/",
         function="index_for_timestep",
         package="diffusers",
         says="pipelines that call scheduler.set_begin_index(0), as newer Flux does, do not search",
         source="https://github.com/huggingface/diffusers/pull/11696",
     ),
-    Mend(
+    KnownFix(
         path="transformers/modeling_attn_mask_utils.py",
         function="_ignore_causal_mask_sdpa",
         package="transformers",
-        says="the attention mask is read back to choose a kernel; pass none where nothing is padded",
+        says="the attention mask is read back to choose a kernel; pass None if nothing is padded",
         source="https://github.com/huggingface/transformers/blob/v4.49.0/src/transformers/modeling_attn_mask_utils.py",
     ),
-    Mend(
+    KnownFix(
         path="owlv2/modeling_owlv2.py",
         function="box_predictor",
         package="transformers",
@@ -69,7 +64,7 @@ MENDS = (
         source="https://github.com/huggingface/transformers/blob/v4.49.0/src/transformers/models/owlv2/modeling_owlv2.py",
     ),
     *(
-        Mend(
+        KnownFix(
             within=f"Optimizer.step#{name}.step",
             package="torch",
             says=_OPTIMIZER,
@@ -77,13 +72,13 @@ MENDS = (
         )
         for name in ("Adam", "AdamW")
     ),
-    Mend(
+    KnownFix(
         within="aten::multinomial",
         package="torch",
         says="it reads its input back to check it; PyTorch counts that among the waits to be removed",
         source="https://github.com/pytorch/pytorch/issues/108968",
     ),
-    Mend(
+    KnownFix(
         within="aten::nonzero",
         package="torch",
         says="newer PyTorch has nonzero_static(size=) on CUDA, which does not wait",
@@ -92,17 +87,17 @@ MENDS = (
 )
 
 
-def mended(sites: Iterable[TraceSite], versions: Mapping[str, str]) -> list[str]:
-    """What is known of these sites, with the version that the trace was recorded with, if it tells."""
+def known_fixes(sites: Iterable[TraceSite], versions: Mapping[str, str]) -> list[str]:
+    """Return the known fixes of these sites, with the trace's PyTorch version, if recorded."""
     notes = []
     every = list(sites)
-    for mend in MENDS:
-        found = next((site for site in every if mend.fits(site)), None)
+    for fix in KNOWN_FIXES:
+        found = next((site for site in every if fix.fits(site)), None)
         if found is not None:
             where = found.function or found.within or found.op
-            version = versions.get(mend.package, "")
-            used = f"{mend.package} {version}".strip()
-            notes.append(f"{where} ({used}): {mend.says}. {mend.source}")
+            version = versions.get(fix.package, "")
+            used = f"{fix.package} {version}".strip()
+            notes.append(f"{where} ({used}): {fix.says}. {fix.source}")
     return notes
 
 
@@ -111,9 +106,9 @@ _SHARE = 0.05  # Arbitrary; less of the trace does not change what is said.
 
 
 def analyse(trace: Trace, source: Path | None = None) -> TraceReport:
-    """Find and price the waits of one rank's trace. `source` is a folder in which lines are looked up."""
+    """Find and price the syncs of one rank's trace. `source` is the folder with the source files."""
     waits = find_waits(trace)
-    found = sites_of(trace, waits, Sources(folder=source) if source is not None else None)
+    found = sites_of(trace, waits, SourceFolder(folder=source) if source is not None else None)
     own = [wait for wait in waits if not wait.is_profiler]
     sites = [site for site in found if not site.is_device]
     devices = [site for site in found if site.is_device]
@@ -146,7 +141,7 @@ def analyse(trace: Trace, source: Path | None = None) -> TraceReport:
 
 
 def joined(reports: Sequence[TraceReport], talks: Sequence[Talk] = ()) -> TraceReport:
-    """One report for several ranks: the slowest one's, with all of them in it, and their collectives."""
+    """Merge the reports of several ranks: the slowest rank's, with all ranks and their collectives."""
     if len(reports) == 1:
         return reports[0]
     slowest = max(reports, key=lambda report: report.span_ms)
@@ -173,31 +168,31 @@ def _named(report: TraceReport) -> str:
 
 
 def _replayed(
-    trace: Trace, sites: list[Site], devices: list[Site]
+    trace: Trace, sites: list[SyncSite], devices: list[SyncSite]
 ) -> tuple[ReplayProgram | None, Prices | None, list[str]]:
     if not trace.calls:
-        return None, None, ["No calls of the runtime are in the trace, so it cannot be replayed."]
+        return None, None, ["The trace has no runtime calls, so it cannot be replayed."]
     numbers = {id(call): i for i, site in enumerate([*sites, *devices]) for call in site.calls}
     program = build(trace, numbers)
     if not any(step.launches and step.does is not Does.OUTSIDE for step in program.steps):
-        return None, None, ["No call in the trace launched what ran; it cannot be replayed."]
+        return None, None, ["The work in the trace has no launching calls; it cannot be replayed."]
     every = range(len(sites) + len(devices))
     prices = price(program, every[: len(sites)], apart=every[len(sites) :])
     error = prices.base.span / program.span - 1 if program.span else 0.0
     if abs(error) > MOST_ERROR:
         said = (
             f"The replay takes {prices.base.span / 1e3:.1f} ms where {program.span / 1e3:.1f} ms were "
-            f"measured ({error:+.0%}), so it says nothing of what a wait costs."
+            f"measured ({error:+.0%}), so it does not tell the cost of a wait."
         )
         return None, None, [said]
     return program, prices, []
 
 
-def _records(sites: list[Site], prices: Prices | None) -> tuple[TraceSite, ...]:
+def _records(sites: list[SyncSite], prices: Prices | None) -> tuple[TraceSite, ...]:
     return tuple(_record(site, i, prices) for i, site in enumerate(sites))
 
 
-def _record(site: Site, number: int, prices: Prices | None) -> TraceSite:
+def _record(site: SyncSite, number: int, prices: Prices | None) -> TraceSite:
     frame = site.frame
     lines = tuple(sorted(site.lines))
     found = len(lines) == 1
@@ -243,7 +238,7 @@ def _notes(
         notes.append(f"{prices.unpriced} sites were not priced alone; the trace is long.")
     if program is not None:
         notes += _doubts(trace, program)
-    return notes + mended(records, trace.versions)
+    return notes + known_fixes(records, trace.versions)
 
 
 def _doubts(trace: Trace, program: ReplayProgram) -> list[str]:

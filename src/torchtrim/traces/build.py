@@ -1,4 +1,4 @@
-"""Trace -> program: what the replay may take as given, and what it has to work out again."""
+"""Trace -> replay program: separates what a replay keeps from what it computes again."""
 
 from __future__ import annotations
 
@@ -9,12 +9,22 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean, median, median_low
 
-from torchtrim.costs.replay.program import NO_SITE, Activity, Does, ReplayProgram, ReplayStep
-from torchtrim.records.trace_events import Event, Lane, Trace
-from torchtrim.traces.calls import is_pageable
-from torchtrim.traces.launches import DeviceWork, Launch, Schedule, Stream, is_waiting, schedule
-from torchtrim.traces.stacks import lane_of
-from torchtrim.traces.targets import SKEW_US, WaitTargets, WorkEnds, ends, targets
+from torchtrim.costs.replay import NO_SITE, Activity, Does, ReplayProgram, ReplayStep
+from torchtrim.records.trace import Event, Lane, Trace
+from torchtrim.traces.launches import (
+    SKEW_US,
+    DeviceWork,
+    Launch,
+    Schedule,
+    Stream,
+    WaitTargets,
+    WorkEnds,
+    ends,
+    is_waiting,
+    schedule,
+    targets,
+)
+from torchtrim.traces.stacks import is_pageable, lane_of
 
 _ENGINE = "autograd::engine::evaluate_function"
 _RUN_US = 200.0  # Some tens of launches: a shorter burst may follow another by chance.
@@ -23,11 +33,11 @@ _MOST_ENGINES = 64  # Arbitrary; autograd has one thread for each device of the 
 
 
 def hand_overs(trace: Trace, plan: Schedule) -> dict[int, tuple[Lane, float]]:
-    """By `id` of a launch: the thread that its own had waited for, and how long after it began.
+    """Map the `id` of a launch to the thread that its own had waited for, and the delay after that one
+    began.
 
-    A thread of the autograd engine begins when another calls `backward()`, which is then blocked until
-    the engine is done. Other threads count as taking turns where one's burst of calls fills the
-    gap in the other's.
+    A thread of the autograd engine begins when another calls `backward()`, which blocks until the engine is
+    done. Other threads take turns if one's burst of calls fills the gap in the other's.
     """
     owners = _engines(trace, plan)
     found: dict[int, tuple[Lane, float]] = {}
@@ -48,7 +58,7 @@ def _lane(launch: Launch) -> Lane:
 
 
 def _engines(trace: Trace, plan: Schedule) -> dict[Lane, Lane]:
-    """Threads of the autograd engine, each with the thread that calls it."""
+    """Return the threads of the autograd engine, each with the thread that calls it."""
     calls = Counter(launch.lane for launch in plan.launches if launch.lane is not None)
     engines = {lane_of(op) for op in trace.operators if _is_engines(op)}
     forward = [lane for lane, _ in calls.most_common() if lane not in engines]
@@ -69,7 +79,7 @@ def _is_engines(operator: Event) -> bool:
 
 
 def _forward_lanes(trace: Trace) -> set[Lane]:
-    """Threads on which the profiler's steps are marked: never the engine's."""
+    """Return the threads that carry the profiler's step marks, never the engine's."""
     marks = (*trace.annotations, *(op for op in trace.operators if op.name.startswith("Profiler")))
     return {lane_of(mark) for mark in marks if mark.name.startswith("ProfilerStep")}
 
@@ -81,7 +91,7 @@ def _others(plan: Schedule, owners: dict[Lane, Lane]) -> list[tuple[Lane, Lane]]
 
 
 def _switches(launches: list[Launch]) -> list[tuple[list[Launch], list[Launch]]]:
-    """Runs of launches of one thread, each with the run of the other thread before it."""
+    """Return runs of launches of one thread, each with the preceding run of the other thread."""
     runs: list[list[Launch]] = []
     for launch in launches:
         if runs and runs[-1][-1].lane == launch.lane:
@@ -92,16 +102,16 @@ def _switches(launches: list[Launch]) -> list[tuple[list[Launch], list[Launch]]]
 
 
 def _fills(before: list[Launch], run: list[Launch]) -> bool:
-    """Whether the run begins right after the one before it, and both are long."""
+    """Return True if the run begins right after the one before it, and both are long."""
     lengths = [one[-1].end - one[0].time for one in (before, run)]
     between = run[0].time - before[-1].end
     return min(lengths) > _RUN_US and 0 <= between < _NEAR * min(lengths)
 
 
 _NEAR_US = 200.0
-"""Arbitrary; a start or gap that is longer has another reason than the machine's latency."""
+"""Arbitrary; a longer start or gap has another cause than the machine's latency."""
 _IDLE_US = 2.0
-"""Arbitrary; how far aligned clocks of host and device may differ."""
+"""Arbitrary; most difference between the aligned clocks of host and device."""
 _FEWEST = 3  # The fewest with a median that one outlier does not set.
 _LAUNCH_US, _GAP_US, _BACK_US = 5.0, 1.5, 5.0
 
@@ -110,9 +120,9 @@ _LAUNCH_US, _GAP_US, _BACK_US = 5.0, 1.5, 5.0
 class Latencies:
     """`launch`: from the call to the start on an idle stream. `gap`: between two activities of a stream.
 
-    `cost`: what a call that launches keeps the host. `back`: from the end of the awaited work to the wait's
-    return. `least`: what a waiting call costs that need not wait. The first three by the activity's kind,
-    the others by the wait's.
+    `cost`: how long a launching call keeps the host. `back`: from the end of the awaited work to the return
+    of the wait. `least`: cost of a waiting call that need not wait. The first three by kind of activity, the
+    others by kind of wait.
     """
 
     launch: dict[str, float]
@@ -122,28 +132,28 @@ class Latencies:
     least: dict[str, float] = field(default_factory=dict)
 
     def launch_of(self, work: DeviceWork) -> float:
-        """From the beginning of the call to the activity's start on an idle stream."""
+        """Return the time from the beginning of the call to the activity's start on an idle stream."""
         return self.launch.get(work.kind, self.launch.get("", _LAUNCH_US))
 
     def gap_of(self, work: DeviceWork) -> float:
-        """From the end of the activity before it on a busy stream to its start."""
+        """Return the time from the previous activity's end on a busy stream to this one's start."""
         return self.gap.get(work.kind, self.gap.get("", _GAP_US))
 
     def cost_of(self, work: DeviceWork) -> float:
-        """What the call that launches it keeps the host."""
+        """Return how long the launching call keeps the host."""
         return self.cost.get(work.kind, self.cost.get("", _LAUNCH_US))
 
     def back_of(self, kind: str) -> float:
-        """From the end of the awaited work to the return of the call."""
+        """Return the time from the end of the awaited work to the return of the call."""
         return self.back.get(kind, _BACK_US)
 
     def least_of(self, kind: str) -> float:
-        """What the call costs where the work is done already."""
+        """Return the cost of the call if the work is done already."""
         return self.least.get(kind, _LAUNCH_US)
 
 
 def measure(plan: Schedule) -> Latencies:
-    """The latencies of the machine on which the trace was recorded."""
+    """Measure the latencies of the machine on which the trace was recorded."""
     launch: dict[str, list[float]] = defaultdict(list)
     gap: dict[str, list[float]] = defaultdict(list)
     cost: dict[str, list[float]] = defaultdict(list)
@@ -174,22 +184,22 @@ def _summary(samples: dict[str, list[float]], figure: object) -> dict[str, float
 
 
 def _trimmed(values: Iterable[float]) -> float:
-    """The mean without the highest tenth: many small gaps add up, and outliers have other reasons."""
+    """Return the mean without the highest tenth: many small gaps add up, and outliers have other causes."""
     ordered = sorted(values)
     return fmean(ordered[: max(1, len(ordered) * 9 // 10)])
 
 
 _NOISE_US = 25.0
-"""Arbitrary; a start that is later than modelled by less is noise, not a dependency."""
+"""Arbitrary; a start later than modelled by less is noise, not a dependency."""
 _OUTSIDE_US = 50.0
-"""Arbitrary; returns that are later have a reason outside of the trace, such as the scheduler."""
+"""Arbitrary; a later return has a cause outside the trace, such as the scheduler."""
 _QUEUE = 256  # A queue of launches is never full with fewer; CUDA's holds about a thousand.
 _LONG = 20.0  # Arbitrary; a launch that takes twenty times as long as usual was held up.
 _LONG_US = 100.0  # Arbitrary; so short a launch was not held up by a full queue.
 
 
 def build(trace: Trace, sites: Mapping[int, int]) -> ReplayProgram:
-    """The program of a trace. `sites` tells by `id` of the call which site a waiting call belongs to."""
+    """Build a trace's program. `sites` maps the `id` of a waiting call to its site."""
     plan = schedule(trace)
     return _ProgramBuilder(trace, plan, sites).program()
 
@@ -212,7 +222,7 @@ class _ProgramBuilder:
         self.ends = ends(self.plan)
 
     def program(self) -> ReplayProgram:
-        """All steps, in the order of their time."""
+        """Return all steps, in order of time."""
         self._measure_returns()
         self.targets = targets(self.trace, self.plan)
         handed = hand_overs(self.trace, self.plan)
@@ -232,7 +242,7 @@ class _ProgramBuilder:
         )
 
     def _measure_returns(self) -> None:
-        """What a wait costs where nothing is awaited, and how soon it returns where something is."""
+        """Measure the cost of a wait with nothing to await, and the delay of its return otherwise."""
         returns: dict[str, list[float]] = {}
         idle: dict[str, list[float]] = {}
         for launch in self.plan.launches:
@@ -282,7 +292,7 @@ class _ProgramBuilder:
         return ReplayStep(Does.WAIT, lane, gap, usual, activities, (full.number,), back)
 
     def _full_queue(self, launch: Launch, cost: float) -> DeviceWork | None:
-        """What had to end before there was room for another launch; None where there was room."""
+        """Return the activity that had to end to make room for another launch, or None if there was room."""
         if not launch.works or cost < max(
             _LONG_US, _LONG * self.latencies.cost_of(launch.works[0])
         ):
@@ -382,7 +392,7 @@ class _ProgramBuilder:
         )
 
     def _outside(self, work: DeviceWork) -> Activity:
-        """Work without a launch: at its recorded time, or behind what it was behind on its stream."""
+        """Place work without a launch at its recorded time, or behind its predecessor on its stream."""
         event, before = work.event, work.before
         stream = self._stream(work)
         if before is None or before.call is None:
@@ -392,9 +402,9 @@ class _ProgramBuilder:
         return Activity(work.number, stream, event.dur, 0.0, gap, overlap=overlap)
 
     def _tails(self, lanes: list[Lane]) -> list[float]:
-        """How long each thread went on after its last step.
+        """Return how long each thread went on after its last step.
 
-        Threads that have operators and no steps count to the thread whose step was the last before.
+        Threads with operators but without steps count to the thread with the last step before them.
         """
         last = {one.lane: one.end for one in self.plan.launches if one.lane is not None}
         until = dict.fromkeys(lanes, 0.0)

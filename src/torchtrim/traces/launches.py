@@ -1,20 +1,21 @@
-"""Which call launched which work: calls of the host and activities of the device, joined and numbered."""
+"""Joins calls of the host with the device activities they launched, and finds what each wait awaits."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torchtrim.records.trace_events import Event, Lane, Trace
-from torchtrim.traces.calls import WAITING, Kind, kind_of
-from torchtrim.traces.stacks import lane_of
+from torchtrim.records.trace import Event, Lane, Number, Trace
+from torchtrim.traces.stacks import WAITING, Kind, kind_of, lane_of
 
 Stream = tuple[str, str]
 
 
 @dataclass(slots=True, eq=False)
 class DeviceWork:
-    """An activity of a device, the number in which it was launched, and what was before it on its stream."""
+    """An activity of a device, its launch number, and its predecessor on its stream."""
 
     event: Event
     stream: Stream
@@ -24,7 +25,7 @@ class DeviceWork:
 
     @property
     def kind(self) -> str:
-        """`kernel`, `Memcpy HtoD`, `Memcpy DtoH`, `Memcpy DtoD` or `Memset`: what latencies go by."""
+        """The key of latencies: `kernel`, `Memcpy HtoD`, `Memcpy DtoH`, `Memcpy DtoD` or `Memset`."""
         name = self.event.name
         if name.startswith("Memcpy "):
             return name[:11]
@@ -33,7 +34,7 @@ class DeviceWork:
 
 @dataclass(slots=True, eq=False)
 class Launch:
-    """A call that matters, its thread, what it launched, and the end of the host's own work in it.
+    """A call, its thread, what it launched, and the end of the host's own work in it.
 
     `call` is None for work that no call of the trace launched.
     """
@@ -50,7 +51,7 @@ class Launch:
 
 @dataclass(kw_only=True)
 class Schedule:
-    """All launches in the order of their time, and the work of each stream in the order of launching."""
+    """All launches in order of time, and the work of each stream in launch order."""
 
     launches: list[Launch]
     works: list[DeviceWork] = field(default_factory=list)
@@ -58,7 +59,7 @@ class Schedule:
 
 
 def stream_of(event: Event) -> Stream:
-    """Device and stream of an activity."""
+    """Return an activity's device and stream."""
     args = event.args
     device = args.device if args and args.device is not None else event.pid
     stream = args.stream if args and args.stream is not None else event.tid
@@ -66,7 +67,7 @@ def stream_of(event: Event) -> Stream:
 
 
 def schedule(trace: Trace) -> Schedule:
-    """Join calls and activities by their correlation numbers."""
+    """Join calls and activities by correlation number."""
     by_number: dict[object, list[Event]] = defaultdict(list)
     loose: list[Event] = []
     for event in trace.activities:
@@ -110,9 +111,9 @@ def _called(trace: Trace, by_number: dict[object, list[Event]]) -> list[Launch]:
 
 
 def _uncalled(events: list[Event], called: list[Launch]) -> list[Launch]:
-    """Work that no call in the trace launched, placed before what started after it on its stream.
+    """Yield work without a launching call, placed before the next start on its stream.
 
-    What comes before all else on its stream was launched before the trace began.
+    The first work of a stream was launched before the trace began.
     """
     by_stream: dict[Stream, list[Launch]] = defaultdict(list)
     for event in events:
@@ -136,5 +137,146 @@ def _uncalled(events: list[Event], called: list[Launch]) -> list[Launch]:
 
 
 def is_waiting(launch: Launch) -> bool:
-    """Whether the host waits in it."""
+    """Return True if the host waits in the call."""
     return launch.kind in WAITING
+
+
+SKEW_US = 5.0  # By how much clocks of host and device may differ in a trace. Arbitrary.
+_NEAR_US = 60.0  # Arbitrary; how long before a wait returns what it awaited may have ended.
+_FURTHEST = 4096  # Arbitrary; bounds the way back along a stream.
+
+
+@dataclass(kw_only=True)
+class WaitTargets:
+    """The launches so far, by thread and stream, and the work that each wait needs.
+
+    Launches are noted in order, so at each one the earlier ones are known.
+    """
+
+    schedule: Schedule
+    told: Mapping[Number, Event]
+    last: dict[Stream, DeviceWork] = field(default_factory=dict)
+    by_lane: dict[Lane | None, DeviceWork] = field(default_factory=dict)
+    recorded: dict[Lane | None, DeviceWork] = field(default_factory=dict)
+    records: dict[object, DeviceWork] = field(default_factory=dict)
+    ordered: dict[Lane | None, list[DeviceWork]] = field(default_factory=lambda: defaultdict(list))
+
+    def note(self, launch: Launch) -> None:
+        """Add a launch."""
+        for work in launch.works:
+            self.last[work.stream] = work
+            self.by_lane[launch.lane] = work
+        before = self.by_lane.get(launch.lane)
+        if before is None or launch.call is None:
+            return
+        if launch.kind == "record":
+            self.recorded[launch.lane] = before
+            if launch.call.args:
+                self.records[launch.call.args.correlation] = before
+        elif launch.kind == "order":
+            self.ordered[launch.lane].append(self.recorded.get(launch.lane, before))
+
+    def ordered_before(self, launch: Launch, work: DeviceWork) -> tuple[DeviceWork, ...]:
+        """Return the work that earlier `cudaStreamWaitEvent` calls order before this launch, on other
+        streams.
+
+        Most traces contain neither the event nor the stream. PyTorch records an event on the stream that it
+        leaves and makes the next stream wait for it, so take the last work of the stream that was left,
+        unless the recorded times show that it ended later.
+        """
+        pending = self.ordered.pop(launch.lane, None)
+        if not pending:
+            return ()
+        return tuple(
+            one
+            for one in dict.fromkeys(pending)
+            if one.stream != work.stream and one.event.end <= work.event.ts + SKEW_US
+        )
+
+    def of(self, launch: Launch) -> list[DeviceWork]:
+        """Return the last activity of each stream that this waiting call needs."""
+        assert launch.call is not None
+        if launch.kind == "device":
+            return self._ended(list(self.last.values()), launch.call)
+        if launch.kind == "event":
+            return self._ended(self._event(launch), launch.call)
+        return self._ended(self._stream(launch), launch.call)
+
+    def _stream(self, launch: Launch) -> list[DeviceWork]:
+        assert launch.call is not None
+        told = self._told(launch.call)
+        if told is not None and told.args and told.args.stream not in (None, -1):
+            here = self.last.get(stream_of(told))
+            return [here] if here is not None else []
+        mine = self.by_lane.get(launch.lane)
+        if mine is not None and mine.event.name.startswith("Memcpy"):
+            return [mine]
+        return self._nearest(launch.call, self.last.get(mine.stream) if mine else None)
+
+    def _event(self, launch: Launch) -> list[DeviceWork]:
+        assert launch.call is not None
+        told = self._told(launch.call)
+        if told is not None and told.args and told.args.wait_record in self.records:
+            return [self.records[told.args.wait_record]]
+        return self._nearest(launch.call, self.recorded.get(launch.lane))
+
+    def _told(self, call: Event) -> Event | None:
+        number = call.args.correlation if call.args else None
+        return self.told.get(number) if number is not None else None
+
+    def _nearest(self, call: Event, likely: DeviceWork | None) -> list[DeviceWork]:
+        """Return `likely`, unless another stream's last activity explains much better when the call
+        returned."""
+        if likely is not None and _explains(likely, call):
+            return [likely]
+        others = [work for work in self.last.values() if _explains(work, call)]
+        if others and call.dur > _NEAR_US:
+            return [max(others, key=lambda work: work.event.end)]
+        return [likely] if likely is not None else []
+
+    def _ended(self, works: list[DeviceWork], call: Event) -> list[DeviceWork]:
+        """Step back on each stream over activities that ended only after the call returned."""
+        found = []
+        for work in works:
+            one: DeviceWork | None = work
+            for _ in range(_FURTHEST):
+                if one is None or one.event.end <= call.end + SKEW_US or one.event.ts <= call.ts:
+                    break
+                one = one.before
+            if one is not None and one.event.end <= call.end + SKEW_US:
+                found.append(one)
+        return found
+
+
+def _explains(work: DeviceWork, call: Event) -> bool:
+    return call.end - _NEAR_US <= work.event.end <= call.end + SKEW_US
+
+
+def targets(trace: Trace, plan: Schedule) -> WaitTargets:
+    """Return the wait targets of this trace, before its first launch."""
+    told = {wait.args.correlation: wait for wait in trace.waits if wait.args}
+    return WaitTargets(schedule=plan, told=told)
+
+
+@dataclass(kw_only=True)
+class WorkEnds:
+    """Ends of activities, to find the one that another may have waited for."""
+
+    works: list[DeviceWork]
+    times: list[float]
+
+    def just_before(self, work: DeviceWork, within: float) -> DeviceWork | None:
+        """Return an activity of another stream, launched earlier, that ended just before this one started."""
+        at = bisect_right(self.times, work.event.ts + SKEW_US)
+        while at > 0 and self.times[at - 1] >= work.event.ts - within:
+            at -= 1
+            other = self.works[at]
+            if other.stream != work.stream and other.number < work.number:
+                return other
+        return None
+
+
+def ends(plan: Schedule) -> WorkEnds:
+    """Index all activities by their end times."""
+    works = sorted(plan.works, key=lambda work: work.event.end)
+    return WorkEnds(works=works, times=[work.event.end for work in works])

@@ -1,7 +1,7 @@
-"""Traces of several ranks on one clock: their collectives matched, who came last, who waited for it.
+"""Puts traces of several ranks on one clock: matches their collectives, finds late ranks and waits.
 
-Each machine has a clock of its own. A collective ends on all ranks at nearly the same moment, so the clocks
-differ by the median of how far apart the same collectives end.
+Each machine has its own clock. A collective ends on all ranks at nearly the same moment, so two clocks
+differ by the median difference of those ends.
 """
 
 from __future__ import annotations
@@ -13,9 +13,31 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from torchtrim.records.trace import TraceJob, TraceRank
-from torchtrim.records.trace_events import Event, Trace
-from torchtrim.traces.busy import covered
+from torchtrim.records.trace import Event, Trace, TraceJob, TraceRank
+
+_LOADER = ("enumerate(DataLoader)", "enumerate(IterableDataset)")
+
+
+def covered(events: Iterable[Event]) -> float:
+    """Return the time covered by at least one of the events."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted((event.ts, event.ts + event.dur) for event in events):
+        if end > until:
+            total += end - max(begin, until)
+            until = end
+    return total
+
+
+def device_busy(trace: Trace) -> float:
+    """Return the time in which any stream of any device ran a kernel, a copy or a fill."""
+    return covered(trace.activities)
+
+
+def loading(trace: Trace) -> float:
+    """Return the time that the program spent in its data loader's `next`."""
+    marked = [e for e in (*trace.annotations, *trace.operators) if e.name.startswith(_LOADER)]
+    return covered(marked)
+
 
 _KERNEL = re.compile(r"[nr]ccl(?:Dev)?Kernel_([A-Za-z]+)")
 _STEP = "ProfilerStep#"
@@ -25,7 +47,7 @@ Key = tuple[str, str]
 
 
 class CollectivePart(NamedTuple):
-    """A collective as one rank had it, in microseconds of that rank's own clock."""
+    """One rank's part in a collective, in microseconds of that rank's own clock."""
 
     name: str
     begin: float
@@ -33,8 +55,8 @@ class CollectivePart(NamedTuple):
 
 
 class Talk(NamedTuple):
-    """What a rank's trace says of its collectives, by group and step, each in order; `exposed`: how long
-    they ran and nothing else did."""
+    """A rank's collectives by group and step, in order. `exposed`: the time in which nothing else ran on the
+    device."""
 
     rank: int | None
     span: float
@@ -44,13 +66,13 @@ class Talk(NamedTuple):
 
 
 class _Met(NamedTuple):
-    """A collective as each of the ranks had it that take part, by number of the trace."""
+    """A collective on each of its ranks, by number of the trace."""
 
     parts: dict[int, CollectivePart]
 
 
 def talk_of(trace: Trace) -> Talk:
-    """The collectives of one rank's trace."""
+    """Return the collectives of one rank's trace."""
     kernels = [one for one in trace.activities if _KERNEL.match(one.name)]
     others = [one for one in trace.activities if not _KERNEL.match(one.name)]
     parts: defaultdict[Key, list[CollectivePart]] = defaultdict(list)
@@ -70,7 +92,7 @@ def talk_of(trace: Trace) -> Talk:
 
 
 def job_of(talks: Sequence[Talk]) -> TraceJob | None:
-    """What the ranks had to do with each other; None where their traces have no collectives in common."""
+    """Describe how the ranks waited for each other, or return None if their traces share no collectives."""
     met = [*_matched(talks)]
     if not met:
         return None
@@ -98,15 +120,16 @@ def job_of(talks: Sequence[Talk]) -> TraceJob | None:
 
 
 def _straggler(ranks: Iterable[TraceRank], span: float) -> int | None:
-    """The rank for which the others wait longest, where that is not next to nothing."""
+    """Return the rank that the others wait for longest, unless the wait is negligible."""
     worst = max(ranks, key=lambda one: one.made_others_wait_ms)
     return worst.rank if worst.made_others_wait_ms > _SMALL * _ms(span) else None
 
 
 def _matched(talks: Sequence[Talk]) -> Iterator[_Met]:
-    """Collectives of a group come in the same order on each rank; from where they do not, none.
+    """Match the collectives of a group, which come in the same order on each rank, up to the first
+    difference.
 
-    A group that only one trace has is of ranks whose traces are not here.
+    A group in only one trace belongs to ranks whose traces are missing.
     """
     keys = dict.fromkeys(key for talk in talks for key in talk.parts)
     for key in keys:
@@ -121,7 +144,8 @@ def _matched(talks: Sequence[Talk]) -> Iterator[_Met]:
 
 
 def _clocks(count: int, met: Sequence[_Met]) -> dict[int, float]:
-    """How far each rank's clock is ahead of the first one's; of those that share collectives with it."""
+    """Return how far each rank's clock is ahead of the first one's, for ranks that share collectives with
+    it."""
     ahead: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     for one in met:
         numbers = sorted(one.parts)
@@ -140,8 +164,8 @@ def _clocks(count: int, met: Sequence[_Met]) -> dict[int, float]:
 def _waits(
     met: Sequence[_Met], clocks: dict[int, float]
 ) -> tuple[dict[int, float], dict[int, float], dict[int, int]]:
-    """How long each rank was in collectives before the last one came, how long others were for it, and how
-    often it came last."""
+    """Return for each rank how long it waited for the last one, how long others waited for it, and how often
+    it was last."""
     waiting: defaultdict[int, float] = defaultdict(float)
     made: defaultdict[int, float] = defaultdict(float)
     last: defaultdict[int, int] = defaultdict(int)
@@ -160,7 +184,7 @@ def _waits(
 
 
 def _named(kernel: Event) -> tuple[str, str]:
-    """A collective's name and group: as the profiler says them, else as the kernel is called."""
+    """Return a collective's name and group from the profiler, else from the kernel's name."""
     args = kernel.args
     said = args.collective if args else None
     match = _KERNEL.match(kernel.name)
@@ -170,7 +194,7 @@ def _named(kernel: Event) -> tuple[str, str]:
 
 
 class _Steps:
-    """In which of the program's steps a kernel was launched, by the call that did; empty where unknown."""
+    """The step of the program that launched each kernel; empty if unknown."""
 
     def __init__(self, trace: Trace) -> None:
         marks = (*trace.annotations, *trace.operators)

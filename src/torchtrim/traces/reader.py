@@ -1,17 +1,240 @@
-"""A trace file -> `Trace`: events sorted into host and device, in order, on one clock that starts at 0."""
+"""Reads a trace file into a `Trace`: host and device events in order, on one clock that starts at 0.
+
+Decompresses within a limit and decodes the JSON fast; malformed events are left out and noted.
+"""
 
 from __future__ import annotations
 
 import re
+import zlib
 from collections import Counter
+from itertools import islice
 from math import isfinite
 from pathlib import Path
 from statistics import median_low
 from typing import Any
 
-from torchtrim.errors import UnreadableInput, Unsupported
-from torchtrim.records.trace_events import Args, Event, Trace
-from torchtrim.traces.decode import MOST_BYTES, Decoded, FileMeta, decode, read_bytes
+import msgspec
+from msgspec import Struct, field
+
+from torchtrim.errors import UnreadableInput, Unsupported, UsageError
+from torchtrim.records.files import read_bounded, without_collection
+from torchtrim.records.trace import Args, Event, Trace
+
+MOST_BYTES = 2**30
+_GZIP = b"\x1f\x8b"
+_PIECE = 2**24
+_RATIO_FROM = 2**26
+_MOST_RATIO = 250  # Far above what a trace reaches; deflate itself goes up to 1032.
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes | bytearray:
+    """Return the trace's JSON. Raises `UnreadableInput` if it is missing, damaged or over `most` bytes.
+
+    Gzip is detected by its first bytes, not by the file's name. A profiler's JSON shrinks 15 to 40 times;
+    data that unpack to more than 250 times their size are refused after the first 64 MiB.
+    """
+    if path.is_dir() or (path.exists() and not path.is_file()):
+        raise UnreadableInput(f"{path} is not a file. Name a trace, or a folder that holds traces.")
+    data = read_bounded(path, most)
+    if not data:
+        raise UnreadableInput(f"{path} is empty. The profiler did not finish; record it again.")
+    return _unpacked(data, path, most) if data.startswith(_GZIP) else data
+
+
+def _unpacked(data: bytes, path: Path, most: int) -> bytearray:
+    unpacked = bytearray()
+    rest = data
+    while rest.startswith(_GZIP):
+        stream = zlib.decompressobj(wbits=31)
+        while not stream.eof:
+            unpacked += _piece(stream, rest, path, len(unpacked))
+            rest = stream.unconsumed_tail
+            _check_size(len(unpacked), len(data) - len(rest), path, most)
+        rest = stream.unused_data.lstrip(b"\0")
+    return unpacked
+
+
+def _piece(stream: zlib._Decompress, rest: bytes, path: Path, size: int) -> bytes:
+    try:
+        piece = stream.decompress(rest, _PIECE)
+    except zlib.error as error:
+        raise UnreadableInput(
+            f"{path} is damaged: its gzip data cannot be unpacked after {size} bytes ({error}). "
+            "Copy it again from where it was recorded."
+        ) from None
+    if not piece and not stream.eof and not stream.unconsumed_tail:
+        raise UnreadableInput(
+            f"{path} is cut off: its gzip data end after {size} unpacked bytes. "
+            "Copy it again, or wait until the profiler has written it."
+        )
+    return piece
+
+
+def _check_size(size: int, consumed: int, path: Path, most: int) -> None:
+    if size > most:
+        raise UnreadableInput(
+            f"{path} unpacks to more than {most} bytes, the most that is read. "
+            "Profile fewer steps: torch.profiler.schedule(wait=1, warmup=1, active=1)."
+        )
+    if size > _RATIO_FROM and size > _MOST_RATIO * max(consumed, 1):
+        raise UnreadableInput(
+            f"{path} unpacks to more than {_MOST_RATIO} times its size, which no trace does. "
+            "It is not read further."
+        )
+
+
+_VERSIONS = (
+    "cuda_runtime_version",
+    "cuda_driver_version",
+    "cupti_version",
+    "hip_runtime_version",
+    "hip_driver_version",
+    "roctracer_version",
+    "pytorch_version",
+    "torch_version",
+)
+_NO_NUMBER = re.compile(rb'("(?:[^"\\]|\\.)*+")|(?<![\w.])-?(?:NaN|nan|Infinity|inf)(?![\w.])')
+_EVENT_START = re.compile(rb',\s*\{\s*"(?:ph|name|cat|pid|ts|args)"\s*:')
+_TAIL = 2**20
+MOST_OBJECTS = 12_000_000  # Arbitrary; a trace of 1 GiB has fewer, unless its objects are empty.
+_MOST_COMMAS = 30_000_000
+"""Arbitrary; the tolerant reader keeps plain dicts, which are larger than events."""
+
+
+class FileMeta(Struct):
+    """A trace's own metadata, unchecked."""
+
+    devices: Any = field(default=None, name="deviceProperties")
+    distributed: Any = field(default=None, name="distributedInfo")
+    metadata: Any = None
+    versions: dict[str, Any] = {}
+
+
+class _TraceFile(Struct):
+    events: list[Event] = field(name="traceEvents")
+
+
+class _LooseFile(Struct):
+    events: list[msgspec.Raw] = field(name="traceEvents")
+
+
+class Decoded(Struct):
+    """The events of a trace, its metadata, and notes on what had to be repaired."""
+
+    events: list[Event]
+    meta: FileMeta
+    notes: list[str]
+
+
+def decode(data: bytes | bytearray, source: str) -> Decoded:
+    """Decode the events. Raises `UnreadableInput` for a file that is not a trace or has over 12 million
+    objects."""
+    if data.count(b"{") > MOST_OBJECTS:
+        raise UnreadableInput(
+            f"{source} has more than {MOST_OBJECTS} objects, the most that is read. "
+            "Profile fewer steps: torch.profiler.schedule(wait=1, warmup=1, active=1)."
+        )
+    notes: list[str] = []
+    with without_collection():
+        try:
+            return _decode(data, source, notes)
+        except RecursionError:
+            raise UnreadableInput(
+                f"{source} is nested too deeply to be a trace. Something else wrote it."
+            ) from None
+
+
+def _decode(data: bytes | bytearray, source: str, notes: list[str]) -> Decoded:
+    try:
+        return _readable(data, source, notes)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if isinstance(error, msgspec.ValidationError):
+            raise _no_trace(source, error) from None
+        wrong = error
+    without = _NO_NUMBER.sub(lambda match: match[1] or b"null", data)
+    if without != data:
+        notes.append("The file has NaN or infinity, which JSON does not; read as nothing.")
+        try:
+            return _readable(without, source, notes)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            wrong = error
+    return _recovered(without, source, notes, wrong)
+
+
+def _recovered(data: bytes | bytearray, source: str, notes: list[str], wrong: Exception) -> Decoded:
+    """Read a truncated file up to its last whole event."""
+    if data.rstrip()[-1:] in (b"}", b"]") and "truncated" not in str(wrong):
+        raise _no_trace(source, wrong)
+    begin = max(0, len(data) - _TAIL)
+    starts = [begin + match.start() for match in _EVENT_START.finditer(data, begin)]
+    closing = b"]" if data.lstrip()[:1] == b"[" else b"]}"
+    for start in reversed(starts[-3:]):
+        try:
+            found = _readable(data[:start] + closing, source, notes)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+        notes.append(
+            f"The file is cut off after {start} bytes; the {len(found.events)} whole events "
+            "before that were read."
+        )
+        return found
+    raise _no_trace(source, wrong)
+
+
+def _no_trace(source: str, error: Exception) -> UnreadableInput:
+    return UnreadableInput(
+        f"{source} is not a readable profiler trace: {error}. A trace is what "
+        "torch.profiler's export_chrome_trace() or tensorboard_trace_handler() writes."
+    )
+
+
+def _readable(data: bytes | bytearray, source: str, notes: list[str]) -> Decoded:
+    bare = data[:64].lstrip()[:1] == b"["
+    try:
+        events = _bare(data) if bare else msgspec.json.decode(data, type=_TraceFile).events
+    except msgspec.ValidationError:
+        if data.count(b",") > _MOST_COMMAS:
+            raise
+        events = _tolerant(data, bare, notes)
+    return Decoded(events, FileMeta() if bare else _meta(data), notes)
+
+
+def _bare(data: bytes | bytearray) -> list[Event]:
+    return msgspec.json.decode(data, type=list[Event])
+
+
+def _tolerant(data: bytes | bytearray, bare: bool, notes: list[str]) -> list[Event]:
+    if bare:
+        raw = msgspec.json.decode(data, type=list[msgspec.Raw])
+    else:
+        raw = msgspec.json.decode(data, type=_LooseFile).events
+    decoder = msgspec.json.Decoder(Event)
+    events, first = [], ""
+    for one in raw:
+        try:
+            events.append(decoder.decode(one))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            first = first or str(error)
+    lost = len(raw) - len(events)
+    notes.append(
+        f"{lost} of {len(raw)} events are malformed and were left out; the first: {first}."
+    )
+    return events
+
+
+def _meta(data: bytes | bytearray) -> FileMeta:
+    try:
+        meta = msgspec.json.decode(data, type=FileMeta)
+        names = [name for name in _VERSIONS if name.encode() in data]
+        if names:
+            wanted = msgspec.defstruct("Versions", [(name, Any, None) for name in names])
+            found = msgspec.structs.asdict(msgspec.json.decode(data, type=wanted))
+            meta.versions = {name: value for name, value in found.items() if value is not None}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return FileMeta()
+    return meta
+
 
 _KINDS = {
     "cpu_op": "operators",
@@ -39,8 +262,8 @@ _EMPTY = Args()
 def read_trace(path: Path, most: int = MOST_BYTES) -> Trace:
     """Read one trace.
 
-    Raises `UnreadableInput` for a damaged or hostile file or no trace, `Unsupported` for a trace in which
-    no device did anything.
+    Raises `UnreadableInput` for a damaged or hostile file or one that is not a trace, `Unsupported` for a
+    trace without device activities.
     """
     decoded = decode(read_bytes(path, most), str(path))
     return _trace(decoded, str(path))
@@ -62,8 +285,8 @@ def _trace(decoded: Decoded, source: str) -> Trace:
         if not by_kind["calls"]:
             raise Unsupported(_no_device(source, by_kind))
         notes.append(
-            "The trace has calls of the runtime and nothing that ran on a device: what waits is counted, and "
-            "what it costs cannot be told."
+            "The trace has runtime calls but no device activities: waits are counted, but "
+            "their cost is unknown."
         )
     for events in by_kind.values():
         for event in events:
@@ -91,14 +314,14 @@ def _order(event: Event) -> tuple[float, float]:
 def _no_device(source: str, by_kind: dict[str, list[Event]]) -> str:
     seen = sum(map(len, by_kind.values()))
     return (
-        f"{source} has {seen} events of the host and none of a device, so nothing can be told of waits. "
+        f"{source} has {seen} host events but no device activities, which are needed to find waits. "
         "Profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA] on a machine with a CUDA "
-        "or ROCm device; traces of others are not read."
+        "or ROCm device; traces of other devices are not supported."
     )
 
 
 def _clean(by_kind: dict[str, list[Event]], source: str, notes: list[str]) -> float:
-    """Leave out events whose times cannot be; returns the time at which the trace begins."""
+    """Leave out events with impossible times. Return the start time of the trace."""
     every = [event.ts for events in by_kind.values() for event in events if isfinite(event.ts)]
     if not every:
         raise UnreadableInput(
@@ -126,7 +349,7 @@ def _clean(by_kind: dict[str, list[Event]], source: str, notes: list[str]) -> fl
 
 
 def _link_by_flows(by_kind: dict[str, list[Event]], flows: list[Event], base: float) -> None:
-    """Traces without correlation numbers say by arrows which call launched what."""
+    """Join calls to activities by flow arrows, for traces without correlation numbers."""
     activities = by_kind["activities"]
     if any(event.args is not None and event.args.correlation is not None for event in activities):
         return
@@ -149,7 +372,7 @@ def _rank(meta: FileMeta) -> int | None:
 
 
 def _device(meta: FileMeta, activities: list[Event]) -> str:
-    """The name of the device that most activities ran on; empty where the trace does not tell."""
+    """Return the name of the device that ran most activities, or an empty text."""
     if not isinstance(meta.devices, list) or not meta.devices:
         return ""
     used = Counter(str(e.args.device) for e in activities if e.args).most_common(1) or [("", 0)]
@@ -172,3 +395,39 @@ def _versions(meta: FileMeta) -> dict[str, str]:
 
 def _text(value: Any) -> str:
     return str(value)[:_MOST_TEXT] if isinstance(value, str | int | float) else ""
+
+
+MOST_FILES = 64  # Arbitrary; ranks of eight nodes.
+MOST_ENTRIES = 100_000  # Arbitrary; ends the search of a folder that is no folder of traces.
+_TENSORBOARD = (".pt.trace.json", ".pt.trace.json.gz")
+_ANY = (".json", ".json.gz")
+
+
+def find_traces(paths: list[Path]) -> list[Path]:
+    """Return the traces that the paths name, in folders too; at most 64.
+
+    In a folder, prefer the files of `tensorboard_trace_handler` (`*.pt.trace.json[.gz]`) to other
+    `*.json[.gz]`, among the first 100,000 entries. Raises `UsageError` if there are none, or too many.
+    """
+    found: list[Path] = []
+    for path in paths:
+        found += _inside(path) if path.is_dir() else [path]
+    unique = list(dict.fromkeys(found))
+    if len(unique) > MOST_FILES:
+        raise UsageError(
+            f"there are {len(unique)} traces, and at most {MOST_FILES} are read at once. Name some."
+        )
+    return unique
+
+
+def _inside(folder: Path) -> list[Path]:
+    entries = list(islice(folder.rglob("*"), MOST_ENTRIES))
+    files = sorted(path for path in entries if path.is_file())
+    for endings in (_TENSORBOARD, _ANY):
+        found = [path for path in files if path.name.endswith(endings)]
+        if found:
+            return found
+    raise UsageError(
+        f"{folder} holds no trace: no *.pt.trace.json, *.json or *.json.gz. "
+        "torch.profiler.tensorboard_trace_handler(folder) writes them."
+    )

@@ -1,13 +1,66 @@
-"""Where a host thread was at a moment: the operators, annotations and Python frames around it."""
+"""Locates a host thread at a moment: the operators, annotations and Python frames around it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cache
+from typing import Literal, NamedTuple
 
-from torchtrim.records.trace_events import Event, Lane, Trace
+from torchtrim.records.trace import Event, Lane, Trace
+
+Kind = Literal["stream", "event", "device", "copy", "record", "order", "other"]
+
+_PREFIX = re.compile(r"^(?:cuda|hip|cu)(?=[A-Z])")
+_SUFFIX = re.compile(r"(?:_ptsz|_ptds|_v\d+|_spt|R\d{4})+$")
+_BLOCKING_COPY = re.compile(
+    r"^Memcpy(?:2D|3D|Peer|DtoH|HtoD|DtoD|HtoA|AtoH|ToSymbol|FromSymbol|WithStream|ToArray|FromArray)?$"
+)
+_KINDS: dict[str, Kind] = {
+    "StreamSynchronize": "stream",
+    "EventSynchronize": "event",
+    "DeviceSynchronize": "device",
+    "CtxSynchronize": "device",
+    "EventRecord": "record",
+    "EventRecordWithFlags": "record",
+    "StreamWaitEvent": "order",
+}
+_BETWEEN = "3"
+_KINDS_OF_COPIES = ("0", "1", "2", _BETWEEN)
+WAITING: frozenset[Kind] = frozenset(("stream", "event", "device", "copy"))
+
+
+@cache
+def kind_of(name: str) -> Kind:
+    """Classify a call of the CUDA or HIP runtime by its name.
+
+    `stream`, `event` and `device` synchronize one stream, one event or the whole device. `copy` is a copy
+    that returns when it is done (`cudaMemcpy`, `hipMemcpyWithStream`). `record` and `order` are event
+    records and waits of a stream for an event. All others are `other`.
+    """
+    plain = _SUFFIX.sub("", _PREFIX.sub("", name))
+    if plain in _KINDS:
+        return _KINDS[plain]
+    return "copy" if _BLOCKING_COPY.match(plain) else "other"
+
+
+def is_pageable(activity: str) -> bool:
+    """Return True if a copy is from or to pageable host memory, so the host waits for it."""
+    return activity.startswith("Memcpy") and "Pageable" in activity
+
+
+def is_between_devices(activity: str, kind: object = None) -> bool:
+    """Return True if a copy stays on devices, so the host does not wait for it.
+
+    `kind` is `args.kind` of the call, which ROCm's tracer writes: `hipMemcpyKind`, 1 to the device, 2 to the
+    host, 3 between devices. It is the requested kind; the activity's label may say "DtoD" for all three.
+    """
+    asked = str(kind)
+    if asked in _KINDS_OF_COPIES:
+        return asked == _BETWEEN
+    return activity.startswith(("Memcpy DtoD", "Memcpy PtoP"))
+
 
 _FRAME = re.compile(r"(?P<path>.+?)\((?P<line>\d{1,9})\): (?P<function>.+)", re.DOTALL)
 _BACKWARD = "autograd::engine::evaluate_function"
@@ -21,7 +74,7 @@ _PLUMBING = frozenset(
 
 
 class Frame(NamedTuple):
-    """A Python frame. `line` is of the call if `exact`, else of the function's definition."""
+    """A Python frame. `line` is the call's if `exact`, else that of the function's definition."""
 
     path: str
     line: int
@@ -30,7 +83,7 @@ class Frame(NamedTuple):
 
     @property
     def is_torch(self) -> bool:
-        """Whether it is PyTorch's own, or Python's plumbing around it."""
+        """True for a frame of PyTorch, or of Python's plumbing around it."""
         path = self.path.replace("\\", "/")
         inside = "/" + path
         for installed in _INSTALLED:
@@ -45,41 +98,41 @@ class Frame(NamedTuple):
 
     @property
     def is_installed(self) -> bool:
-        """Whether it is in a folder of installed packages."""
+        """True for a frame in a folder of installed packages."""
         return any(part in self.path.replace("\\", "/") for part in _INSTALLED)
 
     @property
     def is_profiler(self) -> bool:
-        """Whether it is the profiler itself."""
+        """True for a frame of the profiler."""
         path = "/" + self.path.replace("\\", "/")
         return "/torch/profiler/" in path or path.endswith("/torch/autograd/profiler.py")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallMoment:
-    """A host thread at one call: what was open, outermost first."""
+    """A host thread at one call, with all open events, outermost first."""
 
     operators: tuple[Event, ...]
     frames: tuple[Event, ...]
 
     @property
     def innermost(self) -> Event | None:
-        """The innermost operator, annotations aside."""
+        """The innermost operator that is not an annotation."""
         return next((op for op in reversed(self.operators) if not is_annotation(op)), None)
 
     @property
     def backward(self) -> Event | None:
-        """The operator of the backward pass that holds the sequence number, if it is in one."""
+        """The backward operator around the call that holds the sequence number, if any."""
         return next((op for op in self.operators if is_backward(op)), None)
 
 
 def is_annotation(operator: Event) -> bool:
-    """Whether it is a `record_function` range rather than an operator."""
+    """Return True for a `record_function` range, False for an operator."""
     return "::" not in operator.name and not operator.name.endswith(("Backward", "Backward0"))
 
 
 def is_backward(operator: Event) -> bool:
-    """Whether it is an operator of the backward pass that knows its forward operator's number."""
+    """Return True for a backward operator with its forward operator's number."""
     args = operator.args
     if args is None or args.sequence is None:
         return False
@@ -89,12 +142,12 @@ def is_backward(operator: Event) -> bool:
 
 
 def lane_of(event: Event) -> Lane:
-    """Process and thread."""
+    """Return an event's process and thread."""
     return (str(event.pid), str(event.tid))
 
 
 def moments(trace: Trace, calls: Iterable[Event]) -> list[CallMoment]:
-    """What was open around each call, in the order given."""
+    """Return the open events around each call, in the order given."""
     wanted: dict[Lane, list[tuple[float, int, Event]]] = {}
     for number, call in enumerate(calls):
         wanted.setdefault(lane_of(call), []).append((call.ts, number, call))
@@ -136,7 +189,7 @@ def _sweep(
 
 
 def parse_frame(name: str, *, exact: bool) -> Frame | None:
-    """`path(line): function`, or None for what is no frame in a file."""
+    """Parse `path(line): function`. Return None if it is not a frame in a file."""
     match = _FRAME.fullmatch(name[:_MOST_TEXT])
     if match is None:
         return None
@@ -144,10 +197,10 @@ def parse_frame(name: str, *, exact: bool) -> Frame | None:
 
 
 def frames_of(moment: CallMoment) -> list[Frame]:
-    """The frames of files around a moment, innermost first.
+    """Return the file frames around a moment, innermost first.
 
-    Newer traces have an event for each frame, which tells the line of the function's definition; older
-    ones a `Call stack` on the operator, which tells the line of the call.
+    Newer traces have an event for each frame, with the line of the function's definition; older ones have a
+    `Call stack` on the operator, with the line of the call.
     """
     found = [parse_frame(frame.name, exact=False) for frame in reversed(moment.frames)]
     if not any(found):
@@ -159,10 +212,10 @@ def frames_of(moment: CallMoment) -> list[Frame]:
 def place_of(
     frames: Sequence[Frame], is_users: Callable[[str], bool] = lambda _: False
 ) -> Frame | None:
-    """The frame to name, of frames with the innermost first.
+    """Return the frame to name, given frames with the innermost first.
 
-    The innermost of a file that `is_users`, else outside PyTorch and installed packages, else outside
-    PyTorch. Newer traces leave out the folder of installed packages, so without `is_users` that may be a
+    It is the innermost in a file that `is_users`, else outside PyTorch and installed packages, else outside
+    PyTorch. Newer traces omit the folder of installed packages, so without `is_users` the frame may be a
     library's.
     """
     own = [frame for frame in frames if not frame.is_torch]

@@ -1,21 +1,30 @@
-"""Every call of a trace that synchronizes with the device, or would if the device were behind."""
+"""Finds every call of a trace that synchronizes with the device, or would if the device were behind."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtrim.records.trace_events import Event, Trace
-from torchtrim.traces.calls import WAITING, Kind, is_between_devices, is_pageable, kind_of
-from torchtrim.traces.stacks import CallMoment, Frame, frames_of, lane_of, moments
+from torchtrim.records.trace import Event, Trace
+from torchtrim.traces.stacks import (
+    WAITING,
+    CallMoment,
+    Frame,
+    Kind,
+    frames_of,
+    is_between_devices,
+    is_pageable,
+    kind_of,
+    lane_of,
+    moments,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:
-    """One waiting call. `copy` is what it moves on the device, for a copy.
+    """One waiting call. `copy` is the device's copy, if the call is one.
 
-    `is_sync` says that the call itself synchronizes; else it is an asynchronous copy that blocks because
-    its host memory is pageable. `is_device` is a synchronization with the whole device, and
-    `is_profiler` one that the profiler made for itself.
+    `is_sync`: the call itself synchronizes; else it is an asynchronous copy that blocks because its host
+    memory is pageable. `is_device`: it synchronizes the whole device. `is_profiler`: the profiler called it.
     """
 
     call: Event
@@ -27,22 +36,22 @@ class Wait:
 
     @property
     def is_sync(self) -> bool:
-        """Whether the call itself synchronizes."""
+        """True if the call itself synchronizes."""
         return self.kind != "other"
 
     @property
     def is_pageable(self) -> bool:
-        """Whether it copies from or to pageable memory, as the trace tells."""
+        """True if the trace shows a copy from or to pageable memory."""
         return self.copy is not None and is_pageable(self.copy.name)
 
     @property
     def is_device(self) -> bool:
-        """Whether it synchronizes the whole device, as `torch.cuda.synchronize()` does."""
+        """True if it synchronizes the whole device, as `torch.cuda.synchronize()` does."""
         return self.kind == "device"
 
 
 def find_waits(trace: Trace) -> list[Wait]:
-    """Every waiting call, in the order of their start. What the profiler does for itself is marked."""
+    """Return every waiting call in order of start. Calls of the profiler are marked."""
     copies = _copies(trace)
     found: list[tuple[Event, Kind, Event | None]] = []
     for call in trace.calls:
@@ -67,7 +76,8 @@ def find_waits(trace: Trace) -> list[Wait]:
 
 
 def unexplained_copies(trace: Trace) -> int:
-    """Pageable copies on the device whose call is not in the trace; the host waited for them too."""
+    """Return pageable copies on the device whose call is missing from the trace; the host waited for them
+    too."""
     called = {call.args.correlation for call in trace.calls if call.args}
     return sum(
         is_pageable(one.name) and one.args is not None and one.args.correlation not in called
@@ -89,7 +99,7 @@ def _is_between(call: Event, copy: Event | None) -> bool:
 
 
 def _launching(trace: Trace) -> tuple[float, float]:
-    """When the first and the last call begin that give the device work."""
+    """Return when the first and the last call that give the device work begin."""
     numbers = {one.args.correlation for one in trace.activities if one.args}
     times = [c.ts for c in trace.calls if c.args and c.args.correlation in numbers]
     return (min(times, default=0.0), max(times, default=0.0))
@@ -104,7 +114,7 @@ def _in_profiler(frames: tuple[Frame, ...]) -> bool:
 
 
 def same_stand(first: Wait, second: Wait) -> bool:
-    """Whether the second is the synchronization that belongs to the first, a copy of the same operator."""
+    """Return True if the second call is the sync that completes the first, a copy of the same operator."""
     op = first.moment.innermost
     return (
         first.is_pageable

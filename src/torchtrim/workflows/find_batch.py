@@ -9,18 +9,17 @@ import msgspec
 
 from torchtrim.core.units import format_bytes
 from torchtrim.errors import ScriptFailed, UsageError
-from torchtrim.planner.rates import rates_plan
-from torchtrim.records.allowance import allowance
+from torchtrim.planner.plans import rates_plan
 from torchtrim.records.budget import MemoryKind, MemoryLimit, memory_limit
-from torchtrim.records.estimate import Growth, Probed
+from torchtrim.records.estimate import GrowthLimit, LengthProbe
 from torchtrim.records.report import Result
+from torchtrim.records.terms import allowance
 from torchtrim.records.trial import Request
 from torchtrim.runner.script import Script, working_folder
 from torchtrim.runner.trials import Model, Progress, Workload, run_trial
-from torchtrim.techniques.scale_lr import scaled_for
-from torchtrim.workflows.estimate.estimate import Estimate, estimate_report
-from torchtrim.workflows.optimize.measured import check_named
-from torchtrim.workflows.optimize.tried import measured
+from torchtrim.techniques.scale_lr import lr_techniques
+from torchtrim.workflows.estimate import Estimate, estimate_report
+from torchtrim.workflows.optimize.trials import check_named, measured
 
 PROBES = 4
 _TRUSTED = 0.25
@@ -36,7 +35,7 @@ def find_batch(
     request: Request = _REQUEST,
     probes: int = PROBES,
     progress: Progress = lambda _: None,
-) -> Growth:
+) -> GrowthLimit:
     """As `torchtrim.find_batch`; `request`: what each run is."""
     if probes < 1:
         raise UsageError(f"probes={probes}: an answer has to be tried at least once.")
@@ -60,7 +59,7 @@ def find_batch_report(
     check_named(allowed)
     limit = memory_limit(memory)
 
-    def grown(found: Estimate) -> Growth:
+    def grown(found: Estimate) -> GrowthLimit:
         return BatchSearch(found, limit, request, progress).run(PROBES)
 
     dry = Request(steps=0, dry=True)
@@ -73,7 +72,7 @@ def find_batch_report(
     wanted = allowed.holds("SEMANTIC", "scale_lr") and growth.largest not in (0, growth.now)
     if not wanted or result.before is None:
         return result
-    rates = scaled_for(result.before, growth.now, growth.largest)
+    rates = lr_techniques(result.before, growth.now, growth.largest)
     return result._replace(plan=rates_plan(result.before, rates, growth, growth.budget_bytes))
 
 
@@ -89,10 +88,10 @@ class BatchSearch:
         self._budget = limit.budget(estimate.bytes_held).bytes
         self._now = 0
         self._predicted: dict[int, int | None] = {}
-        self._tried: dict[int, Probed] = {}
+        self._tried: dict[int, LengthProbe] = {}
         self._reasons: dict[int, str] = {}
 
-    def run(self, probes: int) -> Growth:
+    def run(self, probes: int) -> GrowthLimit:
         """At most so many runs; the answer is one that fitted, 0 for none."""
         predicted = self._at(self._budget)
         self._now = predicted.now
@@ -137,7 +136,7 @@ class BatchSearch:
         low, high = self._low, self._high
         return max(low + 1, aim if high is None else min(aim, high - 1))
 
-    def _at(self, budget: int) -> Growth:
+    def _at(self, budget: int) -> GrowthLimit:
         """The prediction for a budget."""
         grown = self._estimate.grown("batch", max(budget, 1))
         self._predicted[grown.largest] = grown.peak_bytes
@@ -154,7 +153,7 @@ class BatchSearch:
             self._reasons[batch] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             peak = None
         fits = peak is not None and peak <= self._budget
-        self._tried[batch] = Probed(
+        self._tried[batch] = LengthProbe(
             length=batch, predicted_bytes=predicted, peak_bytes=peak, fits=fits
         )
         return peak - predicted if peak is not None and predicted is not None else 0
@@ -170,7 +169,7 @@ class BatchSearch:
         )
         return measured(trial, kind) - given
 
-    def _answer(self, predicted: Growth) -> Growth:
+    def _answer(self, predicted: GrowthLimit) -> GrowthLimit:
         low = self._low
         after = self._tried.get(low + 1)
         return msgspec.structs.replace(
@@ -184,7 +183,7 @@ class BatchSearch:
         )
 
 
-def advice(growth: Growth) -> str:
+def advice(growth: GrowthLimit) -> str:
     """What else a batch of another size asks for, as a sentence; empty where it is the same."""
     if growth.largest in (0, growth.now):
         return ""
@@ -197,7 +196,7 @@ def advice(growth: Growth) -> str:
     )
 
 
-def probe_note(growth: Growth) -> str:
+def probe_note(growth: GrowthLimit) -> str:
     """What was run to find it, as a sentence."""
     tried = ", ".join(
         f"{one.length} ({format_bytes(one.peak_bytes) if one.peak_bytes is not None else 'fails'})"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,20 +12,19 @@ import torch
 
 from torchtrim.analysis.prices import priced
 from torchtrim.analysis.syncs import CODES, unknown_note
-from torchtrim.analysis.user_source import Source as Lines
-from torchtrim.capture.versions import untested
+from torchtrim.analysis.user_source import SourceLines as Lines
+from torchtrim.capture.build import untested
 from torchtrim.errors import UnreadableInput
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Profile
 from torchtrim.records.report import Report
 from torchtrim.records.trial import Trial
-from torchtrim.report.assemble import Found, Subject, original_report, with_ranks
-from torchtrim.rewriter.advice import Advice, advice_at, advice_for
+from torchtrim.report.assemble import PricedFindings, Subject, original_report, with_ranks
+from torchtrim.rewriter.advice import SettingAdvice, advice_at, advice_for
 from torchtrim.rules.registry import diagnose, diagnose_ranks, in_order
-from torchtrim.runner.process.machine import machine
 from torchtrim.runner.script import Script
 from torchtrim.runner.trials import Workload
-from torchtrim.source.source import Source, read_source
+from torchtrim.source.source import SourceFile, read_source
 
 _OF_TIME = ("TT601", "TT602", "TT606")
 _STILL = 1.2
@@ -31,7 +32,7 @@ _STILL = 1.2
 
 def report_of(verb: str, workload: Workload, trial: Trial) -> Report:
     """The report of an original that ran."""
-    found = found_in(trial.profile) if trial.profile is not None else Found()
+    found = found_in(trial.profile) if trial.profile is not None else PricedFindings()
     if trial.ranks and trial.profile is not None:
         found = found_on_ranks(trial, trial.profile)
     subject = subject_of(workload, trial.device)
@@ -42,13 +43,13 @@ def report_of(verb: str, workload: Workload, trial: Trial) -> Report:
     return msgspec.structs.replace(report, notes=notes)
 
 
-def found_in(profile: Profile) -> Found:
+def found_in(profile: Profile) -> PricedFindings:
     """The findings, priced, with the settings that end some of them."""
     findings, waiting = priced(profile, diagnose(profile))
-    return Found(with_settings(findings, profile.project), waiting)
+    return PricedFindings(with_settings(findings, profile.project), waiting)
 
 
-def found_on_ranks(trial: Trial, lead: Profile) -> Found:
+def found_on_ranks(trial: Trial, lead: Profile) -> PricedFindings:
     """Those of the largest rank, what other ranks have besides, and what all of them show together.
 
     A wait that is longer than a whole step without the recorder was of the recorded step alone.
@@ -63,7 +64,7 @@ def found_on_ranks(trial: Trial, lead: Profile) -> Found:
     ]
     every = (*findings, *together)
     ordered = in_order(lead, every) if waiting is None else every
-    return Found(with_settings(ordered, lead.project), waiting)
+    return PricedFindings(with_settings(ordered, lead.project), waiting)
 
 
 def ranks_of(trial: Trial) -> tuple[Profile, ...]:
@@ -99,7 +100,7 @@ class _Settings:
     def __init__(self, project: str) -> None:
         self._project = project
         self._lines = Lines(project)
-        self._sources: dict[str, Source | None] = {}
+        self._sources: dict[str, SourceFile | None] = {}
 
     def settle(self, finding: Finding) -> Finding:
         advice = self._advice(finding)
@@ -108,17 +109,26 @@ class _Settings:
         fix = Suggestion(kind="config", reason=f"{advice.why}. Write: {advice.line}")
         return msgspec.structs.replace(finding, fix=fix)
 
-    def _advice(self, finding: Finding) -> Advice | None:
+    def _advice(self, finding: Finding) -> SettingAdvice | None:
         function = self._lines.function(finding.path, finding.line).rpartition(".")[2]
         found = advice_for(finding.path, function)
         source = self._source(finding.path) if found is None else None
         return found if source is None else advice_at(source, finding.line)
 
-    def _source(self, path: str) -> Source | None:
+    def _source(self, path: str) -> SourceFile | None:
         if path not in self._sources:
             try:
                 text, _ = read_source(Path(self._project, path))
-                self._sources[path] = Source(path, text)
+                self._sources[path] = SourceFile(path, text)
             except UnreadableInput:
                 self._sources[path] = None
         return self._sources[path]
+
+
+def machine(device: str) -> str:
+    """The processor, its threads and, where it was used, the GPU."""
+    facts = [platform.system(), platform.machine(), f"{os.cpu_count()} cores"]
+    facts.append(f"{torch.get_num_threads()} torch threads")
+    if device.startswith("cuda") and torch.cuda.is_available():
+        facts.append(torch.cuda.get_device_name(device))
+    return ", ".join(facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from torchtrim.linter.cached import lint_cached
+from torchtrim.errors import TorchtrimError
 from torchtrim.linter.files import (
     FixedFiles,
     Linted,
     Selected,
     files_of,
     fix_files,
+    lint_cached,
     lint_files,
     project_of,
     relative,
@@ -24,7 +26,7 @@ from torchtrim.linter.files import (
 from torchtrim.records.finding import Suggestion
 from torchtrim.records.report import Report
 from torchtrim.report import assemble
-from torchtrim.workflows.undo import settle
+from torchtrim.rewriter.files import UndoResult, holder_of, last_write, settle_killed, undo_sources
 
 
 class Checked(NamedTuple):
@@ -77,3 +79,34 @@ def _near(fix: Suggestion | None, base: str) -> Suggestion | None:
         return fix
     diff = fix.diff.replace(f"--- a/{base}/", "--- a/").replace(f"+++ b/{base}/", "+++ b/")
     return msgspec.structs.replace(fix, diff=diff)
+
+
+def undo(start: Path) -> UndoResult:
+    """Take out the last write of source in the project around a path; later edits stay."""
+    return undo_sources(start)
+
+
+def settle(start: Path) -> tuple[str, ...]:
+    """Restore or complete a write of source around a path that was killed, and say so."""
+    return settle_killed(start)
+
+
+class Watch:
+    """Knows, whatever happens afterwards, which files torchtrim has written around a path since."""
+
+    def __init__(self, start: Path) -> None:
+        self._start = start
+        self._before = self._last()[0]
+
+    def written(self) -> tuple[Path, ...]:
+        """The files of the last write, if there was one since; empty where it was undone."""
+        key, paths = self._last()
+        return paths if key != self._before else ()
+
+    def _last(self) -> tuple[str, tuple[Path, ...]]:
+        with contextlib.suppress(TorchtrimError):
+            project = holder_of(self._start)
+            write = last_write(project) if project is not None else None
+            if project is not None and write is not None:
+                return write.key, tuple(project / one.path for one in write.files)
+        return "", ()

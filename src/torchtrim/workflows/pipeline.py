@@ -17,32 +17,31 @@ from torchtrim.certify.certify import ROUNDING_LIMIT, SHRINKS_BY
 from torchtrim.costs.devices import DEVICES
 from torchtrim.costs.roofline import estimate
 from torchtrim.errors import TorchtrimError, UsageError
-from torchtrim.executor.fingerprint import sha256_of
+from torchtrim.executor.apply import sha256_of
 from torchtrim.pipelines.orders import order_of
 from torchtrim.planner.plans import pipeline_plan
 from torchtrim.planner.stages.chain import ChainReader
 from torchtrim.planner.stages.choose import (
-    Chosen,
+    PipelineChoice,
+    PipelineSettings,
     StageCandidate,
-    Ways,
     choose,
+    choose_clocked,
     pipeline_of,
-    rechosen,
 )
 from torchtrim.records.budget import memory_limit
 from torchtrim.records.certificate import Certificate, Difference, Verdict
-from torchtrim.records.pipeline import Bar, Clocked, Pipeline, PipelineReport, ScheduleFigures
+from torchtrim.records.pipeline import Bar, Pipeline, PipelineReport, ScheduleFigures, StageSeconds
 from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.report import Report, Result
 from torchtrim.records.trial import Request
 from torchtrim.report.assemble import with_plan
+from torchtrim.runner.planned_script import check_script
 from torchtrim.runner.script import Script, working_folder
-from torchtrim.runner.stage_ranks import run_stages
-from torchtrim.runner.stage_worker import VALUES, How, StageTask, StageTrial
+from torchtrim.runner.stage_worker import VALUES, How, StageTask, StageTrial, run_stages
 from torchtrim.runner.trials import Progress, Workload
 from torchtrim.workflows.findings import report_of, subject_of
-from torchtrim.workflows.made_for import check_script
 from torchtrim.workflows.optimize.fitting import Fitting
 
 _MOST_BARS = 2000
@@ -71,7 +70,7 @@ def plan_pipeline(
     reader = ChainReader(planner.profile, trial.seconds, _times(planner.profile))
     chain_of = functools.lru_cache(maxsize=None)(reader.chain)
     progress("looking for cuts, a schedule and micro-batches")
-    ways = Ways(stages, replicas)
+    ways = PipelineSettings(stages, replicas)
     chosen = choose(chain_of, ways, budget, order_of)
     plan_of = functools.partial(
         pipeline_plan,
@@ -92,7 +91,9 @@ def plan_pipeline(
     return Result(report, trial.profile, None, plan)
 
 
-def clocked(runs: Runs, chosen: Chosen, ways: Ways) -> tuple[Chosen, str]:
+def clocked(
+    runs: Runs, chosen: PipelineChoice, ways: PipelineSettings
+) -> tuple[PipelineChoice, str]:
     """The choice by what the stages' actions take here, run one by one in one process.
 
     Where they do not run it is the one that was given, and the text says why.
@@ -105,7 +106,7 @@ def clocked(runs: Runs, chosen: Chosen, ways: Ways) -> tuple[Chosen, str]:
             "the stages were not run, so that their times are those of the whole batch's operators, and a "
             f"backward that is split in two costs no more than a whole one: {error}"
         )
-    return rechosen(chosen, clocks, ways), ""
+    return choose_clocked(chosen, clocks, ways), ""
 
 
 def _times(profile: Profile) -> Sequence[float] | None:
@@ -116,7 +117,7 @@ def _times(profile: Profile) -> Sequence[float] | None:
     return estimate(profile, device).device_seconds
 
 
-def _shown(chosen: Chosen) -> PipelineReport:
+def _shown(chosen: PipelineChoice) -> PipelineReport:
     """The pipeline as a report has it, with the bars of its schedule."""
     bars = tuple(
         Bar(
@@ -193,7 +194,7 @@ class Runs:
         with working_folder() as folder:
             return _sums(cls(script, plan, steps, folder, lambda _: None))[0]
 
-    def clocks(self, pipelines: Sequence[Pipeline]) -> list[tuple[Clocked, ...]]:
+    def clocks(self, pipelines: Sequence[Pipeline]) -> list[tuple[StageSeconds, ...]]:
         """What the actions of each stage take, of each of the pipelines, in one process."""
         several = tuple({_runs_as(one): one for one in pipelines}.values())
         task = msgspec.structs.replace(self._task("clocked"), clocked=several)

@@ -6,8 +6,8 @@ import msgspec
 
 from torchtrim.core.units import format_bytes
 from torchtrim.errors import InfeasibleBudget, PlannedStepFailed, UsageError
-from torchtrim.executor.fingerprint import sha256_of
-from torchtrim.planner.calls import CallOptions, plan_of_calls
+from torchtrim.executor.apply import sha256_of
+from torchtrim.planner.plans import CallOptions, plan_of_calls
 from torchtrim.records.budget import Budget, MemoryKind, MemoryLimit, memory_limit
 from torchtrim.records.plan import Plan, Prediction
 from torchtrim.records.report import Result
@@ -17,11 +17,10 @@ from torchtrim.runner.trials import Progress
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.simulate import timeline
 from torchtrim.workflows.diagnose import TAKEN_AS_CALLS
-from torchtrim.workflows.optimize.failures import NOTHING
 from torchtrim.workflows.optimize.fitting import Fit, Fitting
 from torchtrim.workflows.optimize.levers import Reached
 from torchtrim.workflows.optimize.report import fitted
-from torchtrim.workflows.optimize.tried import MeasuredPlan, measured
+from torchtrim.workflows.optimize.trials import NOTHING, MeasuredPlan, measured
 
 _MOST_PARTS = 32
 RELEASE = "release"

@@ -14,18 +14,18 @@ from torchtrim.fixes.pinned_loader import added_keyword
 from torchtrim.records.loader import LoaderSettings, Tuning
 from torchtrim.records.profile import is_emulated
 from torchtrim.records.report import Result, TunedLoader
-from torchtrim.records.trial import Request, Trial, Tunes
+from torchtrim.records.trial import Request, Trial, TuningRequest
 from torchtrim.rewriter.edits import diff_of
-from torchtrim.rewriter.fix import Edit
+from torchtrim.rewriter.fix import TextEdit
 from torchtrim.rules.tt301_loader_wait import compared
 from torchtrim.runner.script import Script, working_folder
 from torchtrim.runner.trials import Progress, run_trial
-from torchtrim.source.source import Source, read_source
+from torchtrim.source.source import SourceFile, read_source
 from torchtrim.workflows.findings import report_of
 
 
 def tune_loader_report(
-    script: Script, tunes: Tunes, *, progress: Progress = lambda _: None
+    script: Script, tunes: TuningRequest, *, progress: Progress = lambda _: None
 ) -> Result:
     """What the loader of a script's steps costs, the settings that suit it, and the line to change.
 
@@ -80,7 +80,7 @@ def diff_for(tuning: Tuning, project: str | Path) -> str:
         return ""
     try:
         text, _ = read_source(path)
-        source = Source(str(path), text)
+        source = SourceFile(str(path), text)
     except (OSError, ValueError, TorchtrimError):
         return ""
     call = _call_at(source, tuning.line)
@@ -92,7 +92,7 @@ def diff_for(tuning: Tuning, project: str | Path) -> str:
     return diff_of(str(shown), text, after)
 
 
-def _call_at(source: Source, line: int) -> ast.Call | None:
+def _call_at(source: SourceFile, line: int) -> ast.Call | None:
     """The making of a loader at a line; None where there is none, or its arguments are not seen."""
     for node in source.nodes:
         if (
@@ -106,7 +106,7 @@ def _call_at(source: Source, line: int) -> ast.Call | None:
     return None
 
 
-def _edits(source: Source, call: ast.Call, chosen: LoaderSettings) -> Iterator[Edit]:
+def _edits(source: SourceFile, call: ast.Call, chosen: LoaderSettings) -> Iterator[TextEdit]:
     """The arguments that change, and those that must not stay without workers."""
     given = {word.arg: word.value for word in call.keywords}
     wanted = keywords_of(chosen)
@@ -116,7 +116,7 @@ def _edits(source: Source, call: ast.Call, chosen: LoaderSettings) -> Iterator[E
             wanted.setdefault(name, default)
     for name, value in wanted.items():
         if name in given:
-            yield Edit(source.start(given[name]), source.end(given[name]), repr(value))
+            yield TextEdit(source.start(given[name]), source.end(given[name]), repr(value))
         elif name != "prefetch_factor" or value != LoaderSettings().prefetch:
             added.append(f"{name}={value!r}")
     if added:

@@ -26,9 +26,9 @@ from memory.packing.instances import (
 )
 from torchtrim.errors import UsageError
 from torchtrim.memory.packing import Buffer, Packing, engine, pack, why_invalid
-from torchtrim.memory.packing import improve as improving
-from torchtrim.memory.packing.improve import Placing, ranks
-from torchtrim.memory.packing.problem import problem_of
+from torchtrim.memory.packing import packer as improving
+from torchtrim.memory.packing.buffers import problem_of
+from torchtrim.memory.packing.packer import Placing, ranks
 
 ALIGNMENTS = (1, 1, 1, 4, 7)
 
@@ -283,7 +283,7 @@ def test_memory_grows_with_the_buffers_and_not_with_their_pairs(without_numba: N
         (Buffer("b", 0, 2, 1, 1.5), ["alignment is 1.5"]),  # type: ignore[arg-type]
         (Buffer("b", 0, math.nan, 1), ["upper is nan"]),  # type: ignore[arg-type]
         (Buffer("a", 0, 2, 1), ["buffers[1]", "'a'", "earlier"]),
-        (Buffer("b", 0, 2, 2**60), ["bytes in all", "2**58"]),
+        (Buffer("b", 0, 2, 2**60), ["bytes in total", "2**58"]),
     ],
 )
 def test_wrong_buffers_are_named(wrong: Buffer, words: list[str]) -> None:

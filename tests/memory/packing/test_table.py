@@ -59,9 +59,9 @@ HEAD = b"id,lower,upper,size\n1,0,2,4\n"
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", ["line 1", "no column 'id'", "none"]),
-        (b"id,lower,size\n", ["line 1", "no column 'upper'", "'size'"]),
-        (b"id,size,lower,upper,size\n", ["line 1", "two columns 'size'"]),
+        (b"", ["line 1", "column 'id' is missing", "none"]),
+        (b"id,lower,size\n", ["line 1", "column 'upper' is missing", "'size'"]),
+        (b"id,size,lower,upper,size\n", ["line 1", "column 'size' is repeated"]),
         (HEAD + b"2,0,2\n", ["line 3", "3 values", "names 4"]),
         (HEAD + b"2,0,2,4,5\n", ["line 3", "5 values"]),
         (HEAD + b"2,zero,2,4\n", ["line 3", "lower", "'zero'", "whole number"]),

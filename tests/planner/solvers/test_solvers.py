@@ -12,11 +12,9 @@ import draws
 from step.oracle import peak
 from step.random_steps import random_training
 from torchtrim.executor.registry import Option
-from torchtrim.planner.bound import least_seconds
-from torchtrim.planner.problem import Problem
-from torchtrim.planner.solvers.base import Solver
-from torchtrim.planner.solvers.exact import Exact
-from torchtrim.planner.solvers.local import Local
+from torchtrim.planner.front import Solver
+from torchtrim.planner.problem import Problem, least_seconds
+from torchtrim.planner.solvers.search import Exact, Local
 from torchtrim.step.edits import Edit
 from torchtrim.step.step import Step
 

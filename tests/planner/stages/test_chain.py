@@ -15,7 +15,7 @@ from torchtrim import TrainStep
 from torchtrim.errors import Unsupported
 from torchtrim.planner.stages.calls import passes_in
 from torchtrim.planner.stages.chain import ChainReader
-from torchtrim.planner.stages.costs import stages_of
+from torchtrim.planner.stages.timing import stages_of
 from torchtrim.records.profile import Profile
 
 

@@ -7,8 +7,8 @@ import pytest
 from torchtrim.errors import InfeasibleBudget, Unsupported, UsageError
 from torchtrim.pipelines.orders import order_of
 from torchtrim.planner.stages.chain import Chain, Segment
-from torchtrim.planner.stages.spread import Fabric, RankLayout, Spread, spread
-from torchtrim.workflows.estimate.spread import spread_over
+from torchtrim.planner.stages.spread import Fabric, RankLayout, SimulatedLayout, spread
+from torchtrim.workflows.estimate import spread_over
 
 LAYERS = 8
 QUICK = Fabric(node=4, inside=1e18, between=1e18, latency=0.0)
@@ -35,7 +35,7 @@ def chain_of(share: float) -> Chain:
     return Chain("Net", (one,) * LAYERS, 4, share)
 
 
-def simulated(layout: RankLayout, fabric: Fabric = QUICK) -> Spread:
+def simulated(layout: RankLayout, fabric: Fabric = QUICK) -> SimulatedLayout:
     devices = layout.stages * layout.replicas * layout.shards
     batch = layout.samples * layout.microbatches * layout.replicas * layout.shards
     (one,) = spread(chain_of, devices, batch, 10**9, order_of, fabric, [layout])
@@ -106,7 +106,7 @@ def test_all_devices_and_the_whole_batch_are_used() -> None:
 def test_what_cannot_be_is_said() -> None:
     with pytest.raises(InfeasibleBudget, match="shards"):
         spread(chain_of, 8, 64, 100, order_of, QUICK)
-    with pytest.raises(Unsupported, match="shared evenly"):
+    with pytest.raises(Unsupported, match="divided evenly"):
         spread(chain_of, 11, 64, 10**9, order_of, QUICK)
     with pytest.raises(UsageError, match="no device"):
         spread_over(lambda: None, 8, memory="1GiB", batch=8, device="abacus")  # type: ignore[arg-type, return-value]

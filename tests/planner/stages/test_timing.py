@@ -9,10 +9,17 @@ import pytest
 from torchtrim.errors import InfeasibleBudget, Unsupported
 from torchtrim.pipelines.orders import order_of
 from torchtrim.planner.stages.chain import Chain, Segment
-from torchtrim.planner.stages.choose import Ways, choose, rechosen
-from torchtrim.planner.stages.costs import Link, StageCost, stages_of
-from torchtrim.planner.stages.timing import rank_peak, step_rise, timed
-from torchtrim.records.pipeline import Action, Clocked, Order, Schedule
+from torchtrim.planner.stages.choose import PipelineSettings, choose, choose_clocked
+from torchtrim.planner.stages.timing import (
+    Link,
+    StageCost,
+    rank_peak,
+    simulate_pipeline,
+    stage_of,
+    stages_of,
+    step_rise,
+)
+from torchtrim.records.pipeline import Action, Order, Schedule, StageSeconds
 
 FREE = Link(latency=0.0, bytes_per_second=float("inf"))
 
@@ -34,16 +41,18 @@ def known(schedule: Schedule, ranks: int, stages: int, batches: int) -> Order:
 def test_the_bubble_of_a_plain_pipeline_is_as_in_the_paper(ranks: int, batches: int) -> None:
     """GPipe and 1F1B: (S - 1) / (M + S - 1) of the time; arXiv:1811.06965 and 1806.03377."""
     for schedule in ("GPipe", "1F1B"):
-        found = timed(even(ranks), known(schedule, ranks, ranks, batches), batches, FREE)
+        found = simulate_pipeline(
+            even(ranks), known(schedule, ranks, ranks, batches), batches, FREE
+        )
         assert found.seconds == pytest.approx(3 * (batches + ranks - 1))
         assert found.bubble == pytest.approx((ranks - 1) / (batches + ranks - 1))
 
 
 def test_interleaving_makes_the_bubble_smaller_and_splitting_backward_smaller_still() -> None:
     """Two stages a rank halve the bubble, arXiv:2104.04473; zero bubble needs less, arXiv:2401.10241."""
-    plain = timed(even(4), known("1F1B", 4, 4, 16), 16, FREE)
-    looped = timed(even(8), known("Interleaved1F1B", 4, 8, 16), 16, FREE)
-    zero = timed(even(8), known("ZBVZeroBubble", 4, 8, 16), 16, FREE)
+    plain = simulate_pipeline(even(4), known("1F1B", 4, 4, 16), 16, FREE)
+    looped = simulate_pipeline(even(8), known("Interleaved1F1B", 4, 8, 16), 16, FREE)
+    zero = simulate_pipeline(even(8), known("ZBVZeroBubble", 4, 8, 16), 16, FREE)
     assert looped.bubble < 0.65 * plain.bubble
     assert zero.bubble < looped.bubble
 
@@ -73,10 +82,10 @@ def test_sending_takes_time_between_ranks_alone() -> None:
     one = Segment("a", 1.0, 1.0, 1.0, given=100)
     stages = stages_of(Chain("Net", (one, one, one, one), 8), (1, 2, 3))
     slow = Link(latency=0.0, bytes_per_second=100.0)
-    loop = timed(stages, known("LoopedBFS", 2, 4, 2), 2, FREE).seconds
-    assert timed(stages, known("LoopedBFS", 2, 4, 2), 2, slow).seconds > loop
+    loop = simulate_pipeline(stages, known("LoopedBFS", 2, 4, 2), 2, FREE).seconds
+    assert simulate_pipeline(stages, known("LoopedBFS", 2, 4, 2), 2, slow).seconds > loop
     vee = known("ZBVZeroBubble", 2, 4, 4)
-    bars = timed(stages, vee, 4, slow).bars
+    bars = simulate_pipeline(stages, vee, 4, slow).bars
     ends = {bar.action[:3]: bar for line in bars for bar in line}
     assert ends["F", 2, 0].start == ends["F", 1, 0].end
 
@@ -87,31 +96,59 @@ def held(count: int) -> Chain:
 
 
 def test_a_budget_is_met_by_recomputing_or_said_to_be_out_of_reach() -> None:
-    loose = choose(lambda _: held(4), Ways(2, 1, ("GPipe",), (4,)), None, order_of)
+    loose = choose(lambda _: held(4), PipelineSettings(2, 1, ("GPipe",), (4,)), None, order_of)
     assert not any(stage.recompute for stage in loose.pipeline.stages)
-    tight = choose(lambda _: held(4), Ways(2, 1, ("GPipe",), (4,)), 5000, order_of)
+    tight = choose(lambda _: held(4), PipelineSettings(2, 1, ("GPipe",), (4,)), 5000, order_of)
     assert all(stage.recompute for stage in tight.pipeline.stages)
     assert tight.best.peak <= 5000
     assert tight.pipeline.seconds > loose.pipeline.seconds
     with pytest.raises(InfeasibleBudget, match="more --memory or more --stages"):
-        choose(lambda _: held(4), Ways(2, 1, ("GPipe",), (4,)), 1500, order_of)
+        choose(lambda _: held(4), PipelineSettings(2, 1, ("GPipe",), (4,)), 1500, order_of)
 
 
 @pytest.mark.parametrize(("half", "first"), [(1.0, "ZBVZeroBubble"), (1.6, "Interleaved1F1B")])
 def test_what_a_split_backward_was_clocked_at_sets_the_order(half: float, first: str) -> None:
     """Where both halves together cost more than a whole backward, a filled bubble is not worth it."""
-    ways = Ways(2, 1, ("Interleaved1F1B", "ZBVZeroBubble"), (8,))
+    ways = PipelineSettings(2, 1, ("Interleaved1F1B", "ZBVZeroBubble"), (8,))
     before = choose(lambda _: held(4), ways, None, order_of)
     assert before.best.schedule == "ZBVZeroBubble"
     assert len(before.shortlist) == len(before.others) == 2
-    one = Clocked(forward=1.0, backward=2.0, inputs=half, weights=half)
-    found = rechosen(before, [(one,) * 4] * 2, ways)
+    one = StageSeconds(forward=1.0, backward=2.0, inputs=half, weights=half)
+    found = choose_clocked(before, [(one,) * 4] * 2, ways)
     assert found.best.schedule == found.pipeline.schedule == first
     assert found.pipeline.peaks == found.best.simulated.peaks
 
 
 def test_too_few_places_and_batches_that_do_not_divide_say_so() -> None:
-    with pytest.raises(Unsupported, match="2 stages at most"):
-        choose(lambda _: held(2), Ways(4), None, order_of)
+    with pytest.raises(Unsupported, match="at most 2 stages"):
+        choose(lambda _: held(2), PipelineSettings(4), None, order_of)
     with pytest.raises(Unsupported, match="another batch size"):
-        choose(lambda _: held(4), Ways(2, 3), None, order_of)
+        choose(lambda _: held(4), PipelineSettings(2, 3), None, order_of)
+
+
+FIRST = Segment("a", 1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(("given", "highest"), [(40, 7 + 40 + 8), (0, 7 + 8)])
+def test_backward_to_the_inputs_rises_over_all_that_waits_after_it(
+    given: int, highest: int
+) -> None:
+    """The first of the two runs while what the second keeps is there, and the gradient between them."""
+    segments = (
+        FIRST,
+        Segment("b", 1.0, 1.0, 1.0, given=100, waiting=5, split=8),
+        Segment("c", 1.0, 1.0, 1.0, given=given, waiting=7, split=9),
+    )
+    stage = stage_of(segments, 1, 3, again=False)
+    assert (stage.waiting, stage.split) == (12, highest)
+
+
+def test_what_waits_is_there_at_the_end_at_least() -> None:
+    segments = (FIRST, *(Segment("b", 1.0, 1.0, 1.0, waiting=5, split=2) for _ in range(2)))
+    assert stage_of(segments, 1, 3, again=False).split == 10
+
+
+def test_a_first_stage_has_no_backward_to_the_inputs() -> None:
+    segments = (FIRST._replace(waiting=5, split=8),)
+    stage = stage_of(segments, 0, 1, again=False)
+    assert (stage.waiting, stage.split, stage.inputs, stage.weights) == (0, 0, 0.0, 2.0)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtrim.errors import ApplyFailed
+from torchtrim.techniques.chunked_loss.found import rows_for
 from torchtrim.techniques.chunked_loss.logits import Logits, head_of, kept
-from torchtrim.techniques.chunked_loss.rows import rows_for
 
 BATCH, LENGTH, WIDTH, CLASSES = 3, 7, 8, 11
 Use = Callable[[Tensor, Tensor], Tensor]
@@ -144,7 +144,7 @@ def test_what_is_written_while_others_stand_for_it_is_refused() -> None:
     assert weight is not None
     logits = head_of(hidden.requires_grad_(), weight, None, "Net.head", 4)
     view = logits.view(-1, CLASSES)
-    with pytest.raises(ApplyFailed, match="in place while other names"):
+    with pytest.raises(ApplyFailed, match="in place while other variables"):
         logits.mul_(2)
     del view
     logits.mul_(2)

@@ -7,10 +7,10 @@ import pytest
 
 from profiles import exchanging_step
 from torchtrim.errors import UsageError
-from torchtrim.records.allowance import allowance
+from torchtrim.records.terms import allowance
 from torchtrim.records.trial import Request, Trial
 from torchtrim.workflows.optimize.levers import may_shard
-from torchtrim.workflows.optimize.measured import choices, pinned_choice
+from torchtrim.workflows.optimize.trials import choices, pinned_choice
 
 
 def job(ranks: int) -> Trial:

@@ -16,7 +16,7 @@ from torchtrim.records.budget import Budget, memory_limit
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.workflows.optimize.fitting import Fitting
-from torchtrim.workflows.optimize.tried import TimedPlan, others, quickest
+from torchtrim.workflows.optimize.trials import TimedPlan, others, quickest
 
 
 def step_of() -> torchtrim.TrainStep:

@@ -14,13 +14,13 @@ from torch import nn
 from steps import squared
 from torchtrim import TrainStep, techniques
 from torchtrim.executor.registry import technique
-from torchtrim.planner.plans import made_plan
+from torchtrim.planner.plans import build_plan
 from torchtrim.records.budget import memory_limit
 from torchtrim.records.plan import Prediction, Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.workflows.optimize.fitting import Fit, Fitting
-from torchtrim.workflows.optimize.tried import PlanOutcome, suspects
+from torchtrim.workflows.optimize.trials import PlanOutcome, suspects
 
 
 class Block(nn.Module):
@@ -85,7 +85,7 @@ def test_a_refusal_names_no_floor_above_its_own_levers() -> None:
 
 
 def outcome(used: int, simulated: int, *names: str) -> PlanOutcome:
-    plan = made_plan(
+    plan = build_plan(
         "Net",
         fingerprint={},
         techniques=tuple(Technique(name=name, where=("Net",)) for name in names),

@@ -1,1 +1,1 @@
-"""Reads the source of functions that are loaded: what a block writes, whether `step` follows."""
+"""Reads the source of loaded functions: side effects of a block, whether `step` follows backward."""

@@ -1,6 +1,6 @@
-"""The source of functions that are loaded, with its names resolved to the objects they stand for now.
+"""Resolves the names in the source of loaded functions to their current objects.
 
-Nothing of the program runs for it: attributes are looked up statically, and properties are not called.
+It runs no code of the program: attributes are looked up statically, properties are not called.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 UNKNOWN: Final = object()
-"""Stands for a value that cannot be told without running the program."""
+"""A value that cannot be known without running the program."""
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -31,7 +31,7 @@ _OWN_REFERENCES = 3
 
 
 class Value(NamedTuple):
-    """What an expression stands for. `outlives`: the object was there before the call and stays after it."""
+    """The value of an expression. `outlives`: the object exists before and after the call."""
 
     value: Any
     outlives: bool
@@ -58,7 +58,7 @@ def _nodes(
 
 
 def node_of(code: types.CodeType) -> FunctionNode | ast.Module | None:
-    """Return the syntax tree of a code object, None where its source is not at hand."""
+    """Return the syntax tree of a code object, or None without source."""
     parsed = _nodes(code.co_filename, tuple(linecache.getlines(code.co_filename)))
     if parsed is None:
         return None
@@ -96,10 +96,10 @@ def _bound(found: Any, owner: Any) -> Any:
 
 
 def _locals_of(frame: types.FrameType) -> Mapping[str, Any]:
-    """Return a frame's local variables, and leave nothing that keeps them alive.
+    """Return a frame's local variables without keeping them alive.
 
-    Up to Python 3.12 a frame that is asked for them has them in a dict from then on: what the function then
-    deletes would live on there. A dict that the program holds itself, from `locals()`, stays as it is.
+    Up to Python 3.12 the frame caches them in a dict, which would keep alive what the function deletes later.
+    A dict that the program itself holds, from `locals()`, is not cleared.
     """
     found = frame.f_locals
     if not isinstance(found, dict) or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
@@ -111,7 +111,7 @@ def _locals_of(frame: types.FrameType) -> Mapping[str, Any]:
 
 
 def function_of(value: Any) -> tuple[types.FunctionType, tuple[Any, ...]] | None:
-    """Return the Python function that a call of `value` runs, and what is bound to its first parameters."""
+    """Return the Python function that a call of `value` runs, and the arguments bound to it."""
     bound: tuple[Any, ...] = ()
     for _ in range(8):
         if isinstance(value, types.FunctionType):
@@ -130,10 +130,10 @@ def function_of(value: Any) -> tuple[types.FunctionType, tuple[Any, ...]] | None
 
 
 class Scope:
-    """The names of one function, resolved. `given` holds the values of parameters, by name.
+    """The resolved names of one function. `given` holds the values of parameters, by name.
 
-    `seen` hears of each name and attribute that is looked up beyond the function: the table it is in, the
-    name, and the value, `UNKNOWN` for a missing one. `now`: the local variables of a call that is running.
+    `seen` is called for each name and attribute looked up outside the function, with its table, name and
+    value (`UNKNOWN` if missing). `now`: the local variables of a running call.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Scope:
         given: Mapping[str, Value],
         seen: Callable[[Any, str, Any], None] = lambda *_: None,
     ) -> Scope | None:
-        """Return the scope of a function, None where its source is not at hand."""
+        """Return the scope of a function, or None without source."""
         node = node_of(function.__code__)
         if node is None or isinstance(node, ast.Module):
             return None
@@ -171,24 +171,24 @@ class Scope:
 
     @staticmethod
     def of_frame(frame: types.FrameType) -> Scope | None:
-        """Return the scope of a call that is running, None where its source is not at hand."""
+        """Return the scope of a running call, or None without source."""
         node = node_of(frame.f_code)
         return None if node is None else Scope(node, frame.f_globals, now=_locals_of(frame))
 
     def bound(self, name: str, value: Any) -> Scope:
-        """Return this scope with a name standing for a value."""
+        """Return this scope with a name bound to a value."""
         now = {**self._now, name: value}
         return Scope(self.node, self._names, closure=self._closure, given=self.given, now=now)
 
     @property
     def parameters(self) -> list[str]:
-        """The names of the positional parameters, in order."""
+        """Return the names of the positional parameters, in order."""
         args = getattr(self.node, "args", None)
         return [] if args is None else [one.arg for one in (*args.posonlyargs, *args.args)]
 
     @property
     def closes_over(self) -> frozenset[str]:
-        """The names that the function assigns beyond itself: `global` and `nonlocal` ones."""
+        """Return the names that the function declares `global` or `nonlocal`."""
         declared = (
             one for one in own_nodes(self.node) if isinstance(one, (ast.Global, ast.Nonlocal))
         )
@@ -197,11 +197,11 @@ class Scope:
         )
 
     def is_local(self, name: str) -> bool:
-        """Whether the function itself assigns the name."""
+        """Return True if the name is local to the function."""
         return name in self._assigned or name in self.given
 
     def value(self, expression: ast.expr) -> Value:
-        """Return what an expression stands for, and whether that outlives the call."""
+        """Return the value of an expression, and whether it outlives the call."""
         if isinstance(expression, ast.Name):
             return self._name(expression.id)
         if isinstance(expression, ast.Attribute):
@@ -234,7 +234,7 @@ class Scope:
         return Value(vars(builtins).get(name, UNKNOWN) if found is UNKNOWN else found, True)
 
     def _assigned_value(self, name: str) -> Value:
-        """The value of a local name: known where all that is assigned to it is the same."""
+        """Return a local name's value if all assignments agree."""
         if name in self._busy:
             return _LOCAL
         self._busy.add(name)
@@ -250,7 +250,7 @@ class Scope:
         return _joined(values)
 
     def _part(self, source: ast.expr, part: int | None) -> Value:
-        """What an element of an expression stands for; `part` is its index, None for any."""
+        """Return the value of an expression's element; `part` is its index, None for any."""
         if isinstance(source, (ast.List, ast.Tuple)):
             every = list(map(self.value, source.elts))
             return every[part] if part is not None and part < len(every) else _joined(every)
@@ -281,7 +281,7 @@ class Scope:
         return Value(UNKNOWN, owner.outlives)
 
     def _result(self, call: ast.Call) -> Value:
-        """What a call returns: views of a tensor are that tensor, elements of what outlives do so too."""
+        """Return a call's result: a view counts as its tensor; elements outlive if their container does."""
         if not isinstance(call.func, ast.Attribute):
             return self._built_in(call)
         owner = self.value(call.func.value)
@@ -291,7 +291,7 @@ class Scope:
         return Value(UNKNOWN, elements)
 
     def _built_in(self, call: ast.Call) -> Value:
-        """`getattr(x, "name")`, and what goes through a container: `enumerate`, `zip`, `reversed`, `iter`."""
+        """Resolve `getattr(x, "name")`, `enumerate`, `zip`, `reversed` and `iter`."""
         name = call.func.id if isinstance(call.func, ast.Name) else ""
         if name == "getattr" and len(call.args) >= 2 and isinstance(call.args[1], ast.Constant):
             return self._attribute(
@@ -310,7 +310,7 @@ _VIEWS = frozenset(_VIEW_NAMES.split())
 
 
 def content(cell: types.CellType) -> Any:
-    """Return what a cell of a closure holds, `UNKNOWN` for an empty one."""
+    """Return a closure cell's content, `UNKNOWN` for an empty one."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -331,8 +331,8 @@ _WHOLE = -1
 
 @functools.lru_cache(maxsize=4096)
 def _assignments(node: Any) -> Sources:
-    """The expressions that a function assigns to each of its names, each with the index of what it takes of
-    them: `_WHOLE`, or None for some part."""
+    """Return the expressions assigned to each name of a function, with the index of the assigned element:
+    `_WHOLE`, or None if unknown."""
     found: Sources = {}
     if isinstance(node, ast.Module):
         return found
@@ -347,7 +347,7 @@ def _assignments(node: Any) -> Sources:
 
 
 def _names(target: ast.expr, *, whole: bool) -> Iterator[tuple[str, int | None]]:
-    """The names in a target, and which part of what is assigned each gets."""
+    """Yield the names in a target, each with the part of the value it gets."""
     elements = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
     places = {id(one): index for index, one in enumerate(elements)} if whole else {}
     if any(isinstance(one, ast.Starred) for one in elements):
@@ -370,7 +370,7 @@ def _targets(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr, bool]]:
 
 
 def _bare_names(node: ast.AST) -> Iterator[str]:
-    """The names that a node binds to something new: functions, parameters, imports, errors."""
+    """Yield the names that a node binds to a new object: functions, parameters, imports, errors."""
     if isinstance(node, _FUNCTIONS):
         yield from _parameters(node)
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -389,7 +389,7 @@ def _parameters(node: Any) -> Iterator[str]:
 
 
 def own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Walk a function's body, functions within it included; its decorators and defaults are left out."""
+    """Walk a function's body, including nested functions, without its decorators and defaults."""
     body: Any = getattr(node, "body", [])
     for one in body if isinstance(body, list) else [body]:
         yield from ast.walk(one)

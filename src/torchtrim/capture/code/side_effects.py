@@ -1,9 +1,9 @@
-"""What a module's code writes beyond its tensors: lists, globals, files, attributes of other objects.
+"""Finds side effects of a module's code: writes to lists, globals, files, other objects' attributes.
 
-Code that writes such a thing must not run twice, as recomputation would have it. It is looked for in the
-source of `forward`, of hooks and of what they call, with names resolved to the objects that they stand for
-now. A write counts wherever it stands, also in a branch that has not run yet. What a module's own buffers,
-tensors and attributes hold can be put back, so writes to those do not count.
+Code with side effects must not run twice, as recomputation would. The search covers the source of `forward`,
+of hooks and of their callees, with names resolved to their current objects. A write in a branch that has not
+run yet counts too. A module's own buffers, tensors and attributes can be restored, so writes to those do not
+count.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from torchtrim.capture.code.live import UNKNOWN, Scope, Value, content, function
 from torchtrim.core.isolation import debugging, said_of
 
 _DEPTH = 12
+"""Arbitrary: nested calls that are followed; deeper code counts as unread."""
+
 _TRUSTED = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "torchtrim", "einops", "triton"}
 _ON_REQUEST = ("transformers.model_debugging_utils",)
-"""Code that each model of a library reaches and that writes only where a person asks for it."""
+"""Code reached by every model of a library, which writes only on the user's request."""
 _WRITING_NAMES = """
     append appendleft extend extendleft insert add update pop popleft popitem remove discard clear setdefault
     sort reverse rotate put put_nowait send write writelines writerow writerows subtract fill __setitem__
@@ -48,7 +50,7 @@ _SAVES = frozenset(("save", "savez", "savetxt", "dump", "to_csv", "to_json", "sa
 
 
 class Write(NamedTuple):
-    """One write: what the code does, and where."""
+    """A side effect: a description and its location."""
 
     does: str
     path: str
@@ -62,12 +64,11 @@ Reference = tuple[Mapping[str, Any], str, Any]
 
 
 class SideEffects:
-    """What the code of some modules reaches: writes beyond them, generators it may draw from, and other
-    modules it calls.
+    """Side effects of some modules' code, random generators it may use, and other modules it calls.
 
-    `reads` are the names of the attributes that it reads; `is_unread`: some of it has no source.
-    `references` are the names through which it reaches code and state, with what each stood for: where one
-    stands for something else, look again.
+    `reads` are the names of the attributes that it reads; `is_unread`: some code has no source.
+    `references` are the names through which it reaches code and state, with their values: the result is
+    stale once one of them changes.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -91,7 +92,7 @@ class SideEffects:
             self.modules.append(module)
 
     def _look_at_safely(self, module: nn.Module) -> None:
-        """Look at a module; code that this reader fails on is taken to write."""
+        """Read a module; code that cannot be read counts as having side effects."""
         try:
             self._look_at(module)
         except Exception as error:
@@ -111,7 +112,7 @@ class SideEffects:
             self._call(hook, 0)
 
     def _look_at_class(self, module: nn.Module) -> None:
-        """Look at the forward of a module's class; of one that a technique has subclassed, the original's."""
+        """Read the forward of a module's class, or of the original class if a technique subclassed it."""
         kind = next(
             kind
             for kind in type(module).__mro__
@@ -125,7 +126,7 @@ class SideEffects:
             self._call(types.MethodType(forward, module), 0)
 
     def _look_at_functional(self, forward: types.FunctionType) -> None:
-        """A layer of torch's calls `torch.nn.functional`, whose functions a program may replace."""
+        """Read the `torch.nn.functional` calls of torch's layers, which a program may patch."""
         table = vars(torch.nn.functional)
         for name in set(forward.__code__.co_names) & table.keys():
             self._remember(table, name)
@@ -139,7 +140,7 @@ class SideEffects:
         arguments: Sequence[Value] = (),
         keywords: Mapping[str, Value] | None = None,
     ) -> None:
-        """Look at what a call of this object runs."""
+        """Read the function that a call of this object runs."""
         found = function_of(called)
         if found is None or depth > _DEPTH:
             return
@@ -159,7 +160,7 @@ class SideEffects:
             self._look_into(function, given, named, depth)
 
     def _look_through(self, function: types.FunctionType, depth: int) -> None:
-        """Look at the program's own functions that a library's function wraps, as a decorator does."""
+        """Read the program's functions that a library function wraps, such as a decorator."""
         for cell in function.__closure__ or ():
             inner = content(cell)
             if isinstance(inner, (types.FunctionType, types.MethodType)):
@@ -179,10 +180,10 @@ class SideEffects:
         scope.given.update(_defaults(function))
         scope.given.update(zip(scope.parameters, given, strict=False))
         scope.given.update((name, one) for name, one in named.items() if name in scope.given)
-        _Reader(self, scope, function.__code__.co_filename, depth).read()
+        _SideEffectReader(self, scope, function.__code__.co_filename, depth).read()
 
     def _take_from_bytecode(self, code: types.CodeType) -> None:
-        """Code without source: what its names say of it."""
+        """Collect the names from the bytecode of a function without source."""
         self.is_unread = True
         globals_ = {
             one.argval for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL"
@@ -193,7 +194,7 @@ class SideEffects:
             )
 
     def _refer(self, table: Any, name: str, found: Any) -> None:
-        """A name was looked up beyond a function."""
+        """Record a name looked up outside a function."""
         self._note_generators(found)
         names = table if isinstance(table, dict) else getattr(table, "__dict__", None)
         if isinstance(found, nn.Module) or names is None:
@@ -205,13 +206,13 @@ class SideEffects:
                 self._remember(one, name)
 
     def _remember(self, names: Mapping[str, Any], name: str) -> None:
-        """A name that the code reaches through a table, and what it stands for now."""
+        """Record a name in a namespace, with its current value."""
         if (id(names), name) not in self._referred:
             self._referred.add((id(names), name))
             self.references.append((names, name, names.get(name, UNKNOWN)))
 
     def _note_generators(self, value: Any) -> None:
-        """Remember a generator of random numbers, those in a small container too."""
+        """Record a random generator, or those in a small container."""
         if isinstance(value, (list, tuple)) and len(value) <= 16:
             for one in value:
                 self._note_generator(one)
@@ -228,12 +229,12 @@ class SideEffects:
 
 
 def changed(references: Iterable[Reference]) -> bool:
-    """Whether a name stands for something else than it did."""
+    """Return True if any name has another value than before."""
     return any(names.get(name, UNKNOWN) is not found for names, name, found in references)
 
 
 def is_generator(value: Any) -> bool:
-    """Whether it is a generator of random numbers: torch's, Python's or numpy's."""
+    """Return True for a random generator of torch, Python or numpy."""
     if isinstance(value, (torch.Generator, random.Random)):
         return True
     numpy = sys.modules.get("numpy.random")
@@ -243,7 +244,7 @@ def is_generator(value: Any) -> bool:
 
 
 def hooks_of(module: nn.Module) -> Iterator[Any]:
-    """The user's hooks on a module's forward and backward."""
+    """Yield the user's hooks on a module's forward and backward."""
     for table in (
         module._forward_pre_hooks,
         module._forward_hooks,
@@ -254,14 +255,14 @@ def hooks_of(module: nn.Module) -> Iterator[Any]:
 
 
 def is_trusted(thing: type | types.FunctionType) -> bool:
-    """Whether the code is torch's or another library's that keeps no state of its own."""
+    """Return True for code of torch or of another library without own state."""
     names = thing.__globals__ if isinstance(thing, types.FunctionType) else vars(thing)
     module = names.get("__name__") or names.get("__module__", "")
     return str(module).partition(".")[0] in _TRUSTED or module in _ON_REQUEST
 
 
 def _defaults(function: types.FunctionType) -> Iterator[tuple[str, Value]]:
-    """Parameters whose default is a container: it is the same one in each call."""
+    """Yield parameters whose default is a container, which all calls share."""
     code, defaults = function.__code__, function.__defaults__ or ()
     names = code.co_varnames[: code.co_argcount]
     positional = zip(reversed(names), reversed(defaults), strict=False)
@@ -271,14 +272,14 @@ def _defaults(function: types.FunctionType) -> Iterator[tuple[str, Value]]:
 
 
 def _partial_keywords(called: Any) -> dict[str, Value]:
-    """Return the keyword arguments that a `functools.partial` gives; nested partials are one already."""
+    """Return the keyword arguments of a `functools.partial`, which flattens nested ones."""
     if not isinstance(called, functools.partial):
         return {}
     return {name: Value(value, True) for name, value in called.keywords.items()}
 
 
-class _Reader:
-    """Reads one function for writes and for what it calls."""
+class _SideEffectReader:
+    """A reader of one function's side effects and callees."""
 
     def __init__(self, effects: SideEffects, scope: Scope, path: str, depth: int) -> None:
         self._effects = effects
@@ -289,7 +290,7 @@ class _Reader:
         self._outer, self._filled = scope.closes_over, _filled_once(self._nodes)
 
     def read(self) -> None:
-        """Look at every node of the function."""
+        """Visit every node of the function."""
         raising = _raising(self._scope.node)
         nodes = self._nodes
         assigned = {id(one.target) for one in nodes if isinstance(one, ast.AugAssign)}
@@ -331,7 +332,7 @@ class _Reader:
             self._wrote(f"assigns the outer name `{node.id}`", node)
 
     def _set_on(self, owner: ast.expr, target: ast.expr, node: Any) -> None:
-        """An attribute is set: on a module that is watched it can be put back."""
+        """Handle a set attribute; a watched module's can be restored."""
         there = self._scope.value(owner)
         if not there.outlives or self._is_own(there.value):
             return
@@ -341,7 +342,7 @@ class _Reader:
             self._wrote(f"sets `{ast.unparse(target)}`", node)
 
     def _written(self, owner: ast.expr, target: ast.expr, node: Any) -> None:
-        """What `owner` stands for is written to in place."""
+        """Handle an in-place write to the value of `owner`."""
         there = self._scope.value(owner)
         if not there.outlives or isinstance(there.value, _KEPT) or self._is_own(there.value):
             return
@@ -350,7 +351,7 @@ class _Reader:
         self._wrote(f"writes to `{ast.unparse(target)}`", node)
 
     def _is_own(self, value: Any) -> bool:
-        """Whether it is a watched module, or a tensor that one of them holds and that can be put back."""
+        """Return True for a watched module, or one of its tensors, which can be restored."""
         if isinstance(value, nn.Module):
             return id(value) in self._effects._known
         if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
@@ -382,7 +383,7 @@ class _Reader:
             self._effects._add(function)
 
     def _written_by_library(self, call: ast.Call, name: str, function: Any) -> None:
-        """Functions in C: a container's method under another name, and those that write to an argument."""
+        """Handle C functions: aliases of container methods, and functions that write to an argument."""
         owner = getattr(function, "__self__", None)
         own = getattr(function, "__name__", "")
         if isinstance(owner, _CONTAINERS) and own in _WRITES and own != name:
@@ -422,7 +423,7 @@ class _Reader:
             self._wrote(f"writes to `{ast.unparse(func.value)}`", call)
 
     def _named(self, call: ast.Call, name: str, *, silent: bool) -> None:
-        """A call of a plain name: of built-in functions those that write."""
+        """Handle a call of a plain name: built-in functions that write."""
         if self._scope.is_local(name):
             return
         if name == "print" and not silent:
@@ -438,8 +439,7 @@ class _Reader:
 
 
 def _filled_once(nodes: Sequence[ast.AST]) -> dict[int, set[str]]:
-    """What may be written at a node, since a test around it lets that happen once: `if x is None`, `if key
-    not in x`."""
+    """Return the writes at each node that a test guards to happen once: `if x is None`, `if key not in x`."""
     found: dict[int, set[str]] = {}
     for node in nodes:
         test = getattr(node, "test", None)
@@ -473,7 +473,7 @@ def _opens_for_writing(call: ast.Call) -> bool:
 
 
 def _raising(node: ast.AST) -> set[ast.AST]:
-    """The nodes of blocks that end with an exception: what they print, they print once."""
+    """Return the nodes of blocks that end with an exception: they print at most once."""
     found: set[ast.AST] = set()
     for one in own_nodes(node):
         for body in (getattr(one, "body", None), getattr(one, "orelse", None)):

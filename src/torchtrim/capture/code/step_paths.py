@@ -1,10 +1,10 @@
-"""Whether an optimizer's `step` follows a backward, whatever way the program takes from there.
+"""Tells if an optimizer's `step` follows a backward on every path of the program.
 
-The source is read from the line that calls `backward` on: the rest of its block, of the blocks around it, and
-of the functions that called it, into functions that these call. A `step` in a branch follows only where the
-other branch has one too, or where the branch counts micro-batches (`if (i + 1) % 4 == 0`). Tests of settings
-that do not change in the loop (`if args.clip`, `if scaler is None`) are taken as they stand. What cannot be
-told counts as a way without a step.
+It reads the source from the line that calls `backward`: the rest of its block, of the enclosing blocks and of
+the calling functions, and into functions that these call. A `step` in a branch follows only if the other
+branch has one too, or if the branch counts micro-batches (`if (i + 1) % 4 == 0`). Tests of settings that do
+not change in the loop (`if args.clip`, `if scaler is None`) are evaluated. Unknown code counts as a path
+without a step.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from torchtrim.capture.code.side_effects import is_trusted
 from torchtrim.core.isolation import debugging, said_of
 
 _DEPTH = 8
+"""Arbitrary: nested calls that are followed; a `step` below is not found."""
+
 _COUNTERS = ("len", "int", "min", "max")
 _LEAVES_WEIGHTS = ("train", "eval", "zero_grad", "requires_grad_", "no_sync")
 _OF_NO_VALUES = """
@@ -37,7 +39,7 @@ _PASSED_THROUGH = ("decorate_context", "wrapper", "inner", "_fn")
 
 
 class Way(enum.Enum):
-    """Where a way through some statements leads."""
+    """Where a path through some statements leads."""
 
     STEPS = "it steps"
     PASSES = "it comes to the end"
@@ -48,17 +50,17 @@ class Way(enum.Enum):
 
 
 class Follows(NamedTuple):
-    """Whether a step follows for sure; `why_not` names the line that leaves it open."""
+    """The verdict: True if a step follows for certain; else `why_not` names the line in question."""
 
     sure: bool
     why_not: str = ""
 
 
 def step_follows(optimizer: torch.optim.Optimizer) -> Follows:
-    """Tell for the backward that is running: called in it, or in a hook of it."""
+    """Return the verdict for the running backward. Call it inside that backward or one of its hooks."""
     frame = _calling_backward(sys._getframe(1)) or _of_other_thread()
     if frame is None:
-        return Follows(False, "the call of backward is not to be found")
+        return Follows(False, "the call of backward was not found")
     try:
         return _Paths(optimizer).from_frame(frame)
     except Exception as error:
@@ -68,7 +70,7 @@ def step_follows(optimizer: torch.optim.Optimizer) -> Follows:
 
 
 def _calling_backward(frame: types.FrameType | None) -> types.FrameType | None:
-    """The frame that called `backward`, among those around this one: wrappers of ours may be in between."""
+    """Return the frame that called `backward`; wrappers of torchtrim may be in between."""
     caller = None
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))
@@ -81,7 +83,7 @@ def _calling_backward(frame: types.FrameType | None) -> types.FrameType | None:
 
 
 def _of_other_thread() -> types.FrameType | None:
-    """On a device, hooks run in a thread of autograd's own while the caller waits."""
+    """Find the caller in another thread: on a device, hooks run in a thread of autograd."""
     frames = sys._current_frames().values()
     found = [
         one
@@ -92,7 +94,7 @@ def _of_other_thread() -> types.FrameType | None:
 
 
 class _Paths:
-    """Reads ways for one optimizer."""
+    """A reader of paths for one optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -101,7 +103,7 @@ class _Paths:
         self._busy: set[types.CodeType] = set()
 
     def from_frame(self, start: types.FrameType) -> Follows:
-        """Read from where a frame is now."""
+        """Read from a frame's current position."""
         frame: types.FrameType | None = start
         while frame is not None:
             if _is_library(frame):
@@ -117,7 +119,7 @@ class _Paths:
         return Follows(False, "no `step` comes after it")
 
     def _rest_of(self, frame: types.FrameType) -> Way:
-        """The way from the statement that a frame is at to the end of its function."""
+        """Return the path from a frame's current statement to the end of its function."""
         scope = Scope.of_frame(frame)
         place = _position(frame)
         trail = None if scope is None or place is None else _trail(scope.node, place)
@@ -134,7 +136,7 @@ class _Paths:
         return Way.PASSES
 
     def _through(self, statements: Iterable[ast.stmt], scope: Scope) -> Way:
-        """The way through statements in turn."""
+        """Return the path through a list of statements."""
         for statement in statements:
             way = self._of(statement, scope)
             if way is not Way.PASSES:
@@ -176,7 +178,7 @@ class _Paths:
         return self._unsure(self._at(node))
 
     def _loop(self, node: ast.For | ast.AsyncFor | ast.While, scope: Scope) -> Way:
-        """A loop over optimizers steps each; any other may run no time at all."""
+        """Return the path through a loop: one over optimizers steps each, any other may not run at all."""
         if self._is_over_it(node, scope):
             bound = scope.bound(ast.unparse(node.target), self._optimizer)
             if self._through(node.body, bound) is Way.STEPS:
@@ -186,13 +188,13 @@ class _Paths:
         return Way.PASSES if passes else self._unsure(self._at(node))
 
     def _is_over_it(self, node: ast.stmt, scope: Scope) -> TypeGuard[ast.For]:
-        """Whether a loop goes over optimizers, this one among them."""
+        """Return True for a loop over optimizers that include this one."""
         if not isinstance(node, ast.For) or not isinstance(node.target, ast.Name):
             return False
         return any(one is self._optimizer for one in _elements(scope, node.iter))
 
     def _calls(self, node: ast.AST, scope: Scope) -> Way:
-        """The way through the calls of a statement without a body."""
+        """Return the path through the calls of a simple statement."""
         if why := self._reads(node, scope):
             return self._unsure(why)
         certain = set(map(id, _certain(node)))
@@ -224,7 +226,7 @@ class _Paths:
         return self._inside(call, scope)
 
     def _reads(self, node: ast.AST, scope: Scope) -> str:
-        """Say which expression within a node uses weights, empty if none does."""
+        """Describe the expression in a node that uses weights, or return an empty string."""
         read = next((one for one in _used(node) if self._reads_weights(one, scope)), None)
         if read is None:
             return ""
@@ -234,7 +236,7 @@ class _Paths:
         return isinstance(value, torch.Tensor) and id(value) in self._parameters
 
     def _reads_weights(self, used: ast.expr, scope: Scope) -> bool:
-        """Whether an expression in a statement is a parameter that is stepped, or a module with such."""
+        """Return True for a parameter of the optimizer, or a module that has one."""
         if isinstance(used, ast.Subscript):
             return isinstance(used.slice, ast.Constant) and used.slice.value == "params"
         for owner in _owners(used):
@@ -253,7 +255,7 @@ class _Paths:
         return any(id(one) in self._parameters for one in module.parameters())
 
     def _inside(self, call: ast.Call, scope: Scope) -> Way:
-        """The way through a function of the program that is called."""
+        """Return the path through a called function of the program."""
         found = function_of(scope.value(call.func).value)
         if found is None or is_trusted(found[0]) or len(self._busy) >= _DEPTH:
             return Way.PASSES
@@ -279,7 +281,7 @@ class _Paths:
         return Way.PASSES if way is Way.RETURNS else way
 
     def _truth(self, test: ast.expr, scope: Scope) -> bool | None:
-        """What a test of settings gives, None where that may change."""
+        """Evaluate a test of settings; None if it may change."""
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             known = self._truth(test.operand, scope)
             return None if known is None else not known
@@ -308,7 +310,7 @@ class _Paths:
         return None
 
     def _setting(self, expression: ast.expr, scope: Scope) -> Any:
-        """The value of a constant, or of a name or attribute that no loop of the function assigns."""
+        """Return the value of a constant, or of a name or attribute that no loop assigns."""
         if isinstance(expression, ast.Constant):
             return expression.value
         if not isinstance(expression, (ast.Name, ast.Attribute)):
@@ -318,7 +320,7 @@ class _Paths:
         return scope.value(expression).value
 
     def _counts(self, test: ast.expr, scope: Scope) -> bool:
-        """Whether a test counts micro-batches: a remainder, and nothing but whole numbers."""
+        """Return True if a test counts micro-batches: a remainder of integers."""
         remainder = any(
             isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod) for one in ast.walk(test)
         )
@@ -342,7 +344,7 @@ def _is_library(frame: types.FrameType) -> bool:
 
 
 def _is_whole(node: ast.AST, scope: Scope) -> bool:
-    """Whether a part of a test is no other number than a whole one, as far as is known."""
+    """Return True unless a part of a test is known not to be an integer."""
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Name) and node.func.id in _COUNTERS
     if isinstance(node, (ast.Name, ast.Attribute)):
@@ -365,7 +367,7 @@ def _combined(operator: ast.boolop, known: list[bool | None]) -> bool | None:
 
 
 def _position(frame: types.FrameType) -> tuple[int, int] | None:
-    """The line and column that a frame is at."""
+    """Return the line and column of a frame's current instruction."""
     positions = itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
     line, _, column, _ = next(positions, (None, None, None, None))
     return (line, column) if line is not None and column is not None else None
@@ -375,7 +377,7 @@ Trail = list[tuple[list[ast.stmt], int, ast.AST]]
 
 
 def _trail(node: ast.AST, place: tuple[int, int]) -> Trail:
-    """The statements that hold a place, outermost first: each as a body, an index, and the body's owner."""
+    """Return the statements around a position, outermost first, as body, index and the body's owner."""
     for body in _bodies(node):
         for index, statement in enumerate(body):
             first = statement.lineno, statement.col_offset
@@ -397,14 +399,14 @@ def _bodies(node: ast.AST) -> Iterator[list[Any]]:
 
 
 def _after(parent: ast.AST, body: list[ast.stmt]) -> list[ast.stmt]:
-    """What a `try` runs after one of its bodies without an exception."""
+    """Return the statements a `try` runs after one of its bodies without an exception."""
     if not isinstance(parent, ast.Try):
         return []
     return [*(parent.orelse if body is parent.body else []), *parent.finalbody]
 
 
 def _headers(node: ast.stmt) -> Iterator[ast.AST]:
-    """Yield what a statement with a body evaluates before the body."""
+    """Yield the expressions a compound statement evaluates before its body."""
     for name in ("test", "iter", "subject"):
         if isinstance(one := getattr(node, name, None), ast.expr):
             yield ast.Expr(one)
@@ -412,7 +414,7 @@ def _headers(node: ast.stmt) -> Iterator[ast.AST]:
 
 
 def _owners(used: ast.expr) -> Iterator[ast.Attribute]:
-    """Yield an attribute and those that it is looked up in, the innermost last."""
+    """Yield an attribute and its owners, innermost last."""
     while isinstance(used, ast.Attribute):
         yield used
         used = used.value
@@ -423,7 +425,7 @@ def _is_loop(node: ast.AST) -> bool:
 
 
 def _certain(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a statement that run whenever it does."""
+    """Yield the nodes of a statement that always run."""
     yield node
     if isinstance(node, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
         return
@@ -437,7 +439,7 @@ def _certain(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _used(node: ast.AST) -> Iterator[Any]:
-    """The names, attributes and elements that a statement uses, those that others are looked up in apart."""
+    """Yield the names, attributes and elements that a statement uses, without their owners."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Attribute):
             inner: ast.expr = child
@@ -453,7 +455,7 @@ def _used(node: ast.AST) -> Iterator[Any]:
 
 
 def _elements(scope: Scope, expression: ast.expr) -> list[Any]:
-    """What a loop over an expression goes through, as far as is known."""
+    """Return the known elements of an iterated expression."""
     if isinstance(expression, ast.Call) and isinstance(expression.func, ast.Attribute):
         owner = scope.value(expression.func.value).value
         return (
@@ -468,7 +470,7 @@ def _elements(scope: Scope, expression: ast.expr) -> list[Any]:
 
 
 def _assigned_in_loops(node: ast.AST) -> frozenset[str]:
-    """The names and attributes that loops of a function assign."""
+    """Return the names and attributes assigned in a function's loops."""
     return frozenset(
         ast.unparse(target)
         for loop in ast.walk(node)

@@ -1,1 +1,1 @@
-"""Watches what grows from frame to frame of a stream, or from step to step of training."""
+"""Detects memory growth from frame to frame of a stream, or from step to step of training."""

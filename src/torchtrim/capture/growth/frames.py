@@ -1,44 +1,56 @@
-"""Watches the frames of a stream for what grows: which containers, by how much, and which lines fill them."""
+"""Detects growth over the frames of a stream: growing containers, and the lines that fill them."""
 
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from torchtrim.capture.growth.containers import (
+from torchtrim.capture.growth.lines import (
+    Filler,
+    Fillers,
     Weight,
     containers,
     is_bounded,
     kind_of,
     length,
+    line_at,
     of_coverage,
     weigh,
 )
-from torchtrim.capture.growth.lines import Filler, Fillers, line_at
-from torchtrim.capture.growth.live_bytes import Alive, Maker
 from torchtrim.capture.growth.owners import Owner, find_owners, roots_here
 from torchtrim.capture.growth.stream_frames import StreamFrames
 from torchtrim.capture.watch import Listener, Watcher
-from torchtrim.dispatch.places import Places
+from torchtrim.dispatch.modes import enter_below, leave, tensors_among
+from torchtrim.dispatch.places import Places, Spot
 from torchtrim.dispatch.storages import parts_of, reachable_tensors
-from torchtrim.stream.growth import SizeSample, keeps_growing, looks_at, per_frame, settled
-from torchtrim.stream.memory_use import process_bytes
+from torchtrim.stream.growth import (
+    SizeSample,
+    keeps_growing,
+    looks_at,
+    per_frame,
+    process_bytes,
+    settled,
+)
 
 _MOST_TRACED = 8
+"""Containers followed at once. Arbitrary: tracing lines is slow, and a report names few."""
 
 
 @dataclass(eq=False)
 class Suspect:
-    """A container that got longer: its lengths, what it held, and where it is."""
+    """A container that got longer: its lengths, its weights, and its location."""
 
     kind: str
     lengths: list[SizeSample]
@@ -47,13 +59,13 @@ class Suspect:
 
     @property
     def last(self) -> Weight:
-        """What it held when it was last looked at."""
+        """Its latest weight."""
         return self.weights[max(self.weights)]
 
 
 @dataclass(frozen=True)
 class Grown:
-    """Something that grows: what a frame adds, in bytes and entries, where it is and who fills it."""
+    """A growth: bytes and entries added per frame, its location, and the line that fills it."""
 
     owner: Owner
     kind: str
@@ -64,7 +76,7 @@ class Grown:
 
 @dataclass
 class _Slot:
-    """What the tensors of one line hold beside all suspects."""
+    """Bytes of the tensors created on one line, outside all suspects."""
 
     maker: Maker
     samples: Sequence[SizeSample]
@@ -74,7 +86,7 @@ class _Slot:
 
 
 class Growing(Listener):
-    """Listens to a stream of at most `frames` frames, and looks at the memory at some of them.
+    """A listener to a stream of at most `frames` frames that inspects memory at some of them.
 
     `ended` is called for each frame with its number and output, `done` when all are there.
     """
@@ -122,27 +134,26 @@ class Growing(Listener):
         self._alive.end()
 
     def module_ends(self, module: nn.Module, output: Any, depth: int) -> None:
-        """See `Listener`."""
         raised = output is None and sys.exc_info()[0] is not None
         if self.clock.ends(module, depth) and not raised:
             self._frame_ended(output)
 
     @property
     def first(self) -> int:
-        """From which frame on growth is measured."""
+        """The first frame for which growth is measured."""
         return self.frames // 3
 
     def grown(self) -> list[Grown]:
-        """What grows, the largest first."""
+        """Return the growths, largest first."""
         found = [*self._grown_containers(), *self._grown_slots()]
         return sorted(found, key=lambda one: (-one.bytes, one.owner.name))
 
     def frame_seconds(self) -> float:
-        """The median time of the frames in which nothing was looked at; 0 where there was none."""
+        """Return the median time of frames without an inspection, or 0."""
         return statistics.median(self.seconds) if self.seconds else 0.0
 
     def process_growth(self) -> int:
-        """What a frame added to the process, in bytes, noise and all."""
+        """Return the bytes a frame adds to the process, including noise."""
         samples = [SizeSample(*one) for one in sorted(self._resident.items())]
         return round(per_frame(settled(samples)))
 
@@ -178,7 +189,7 @@ class Growing(Listener):
         self._held = found
 
     def _scan(self) -> dict[int, Any]:
-        """The suspects, new ones too. What got shorter is none, nor what is gone."""
+        """Update the suspects. Containers that shrank or vanished are dropped."""
         before, self._before = self._before, {}
         suspects: dict[int, Suspect] = {}
         found: dict[int, Any] = {}
@@ -201,9 +212,9 @@ class Growing(Listener):
         return found
 
     def _drop_abandoned(self) -> None:
-        """Let go of the suspects, and forget those that nobody else holds.
+        """Release the suspects, and forget those that nothing else holds.
 
-        They are held from look to look, since one that is replaced would leave its number to another.
+        They are held between inspections, since the `id` of a replaced one could be reused.
         """
         held, self._held = self._held, {}
         numbers = set(held)
@@ -215,7 +226,7 @@ class Growing(Listener):
             self._before.pop(number, None)
 
     def _name(self, found: Mapping[int, Any]) -> None:
-        """Say where what grows is, while it is there, and see who fills it in the next frame."""
+        """Locate the growing containers while they exist, and find who fills them in the next frame."""
         self._slots = self._find_slots()
         unnamed = {n: s for n, s in self._growing().items() if s.owner is None}
         if unnamed:
@@ -252,7 +263,7 @@ class Growing(Listener):
             yield Grown(suspect.owner, suspect.kind, grew, entries, filler)
 
     def _maker_of(self, suspect: Suspect) -> Filler | None:
-        """The line that made most of what it holds."""
+        """Return the line that created most of its content."""
         held = suspect.last.storages
         made = self._made.get(max(suspect.weights), {})
         sums = {maker: sum(held.get(key, 0) for key in keys) for maker, keys in made.items()}
@@ -266,7 +277,7 @@ class Growing(Listener):
             yield Grown(owner, slot.kind, per_frame(slot.samples), 0.0, _filler_of(slot.maker))
 
     def _find_slots(self) -> list[_Slot]:
-        """Lines whose tensors hold ever more, beside what growing containers hold."""
+        """Find lines whose tensors hold more and more bytes outside growing containers."""
         grown = self._growing().values()
         frames = [f for f in sorted(self._made) if all(f in one.weights for one in grown)]
         makers = self._made[frames[-1]] if frames else {}
@@ -289,7 +300,7 @@ class Growing(Listener):
         return set(held) - {key for one in grown for key in one.last.storages}
 
     def _named_slots(self, makers: Mapping[Maker, set[int]]) -> dict[Maker, tuple[Owner, int, str]]:
-        """Where the tensors are that hold these storages, how many more there are, and what they are."""
+        """Locate the tensors that hold these storages; return owner, further count and kind."""
         if not makers:
             return {}
         tensors = _tensors_with(set().union(*makers.values()))
@@ -298,7 +309,7 @@ class Growing(Listener):
         return {maker: _owned(maker, held, tensors, owners) for maker, held in makers.items()}
 
     def _own(self) -> set[int]:
-        """The containers that are ours."""
+        """Return the ids of torchtrim's own containers."""
         found: set[int] = set()
         for ours in (self, self._alive, self._fillers, self._places, self.clock, self.watcher):
             found.update((id(vars(ours)), *map(id, vars(ours).values())))
@@ -311,7 +322,7 @@ class Growing(Listener):
 
 
 def _tensors_with(storages: set[int]) -> dict[int, list[torch.Tensor]]:
-    """Tensors of Python's by the storage that they have, of these storages."""
+    """Return the Python tensors with these storages, by storage."""
     found: dict[int, list[torch.Tensor]] = {}
     for tensor in reachable_tensors():
         for part in parts_of(tensor):
@@ -327,7 +338,7 @@ def _tensors_with(storages: set[int]) -> dict[int, list[torch.Tensor]]:
 def _owned(
     maker: Maker, held: set[int], tensors: Mapping[int, list[Any]], owners: Mapping[int, Owner]
 ) -> tuple[Owner, int, str]:
-    """Where most of the storages are; if names lead to few of them, autograd has the others."""
+    """Return the owner of most of the storages; those without a named owner belong to autograd."""
     known = [
         owner
         for key in held
@@ -345,3 +356,78 @@ def _filler_of(maker: Maker) -> Filler | None:
     if maker.spot is None:
         return None
     return Filler(line_at(maker.spot), line_at(maker.caller) if maker.caller else None)
+
+
+class Maker(NamedTuple):
+    """The call site that created a storage: the innermost line outside torch, the user's line that led
+    there if it differs, and the grad mode."""
+
+    spot: Spot | None
+    caller: Spot | None
+    graded: bool
+
+
+class _MakerReference(weakref.ref[Any]):
+    """A weak reference to a storage, with its maker."""
+
+    __slots__ = ("key", "maker")
+    key: int
+    maker: Maker
+
+
+class Alive(TorchDispatchMode):
+    """The storages that operators create between `begin` and `end`.
+
+    Earlier storages and temporaries inside one operator are not counted.
+    """
+
+    def __init__(self, places: Places) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._places = places
+        self._pid = os.getpid()
+        self._living: dict[int, _MakerReference] = {}
+        self._on_death = self._died
+
+    def begin(self) -> None:
+        """Begin watching, below the script's own modes."""
+        enter_below(self)
+
+    def end(self) -> None:
+        """Stop watching."""
+        leave(self)
+        self._living.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if os.getpid() == self._pid:
+            made = out if isinstance(out, tuple | list) else (out,)
+            for tensor in tensors_among(made):
+                for part in parts_of(tensor):
+                    self._see(part)
+        return out
+
+    def by_maker(self, leave_out: Collection[int]) -> dict[Maker, dict[int, int]]:
+        """Return the live storages with their bytes, by maker, except those in `leave_out`."""
+        found: defaultdict[Maker, dict[int, int]] = defaultdict(dict)
+        for key, watched in list(self._living.items()):
+            storage = watched()
+            if storage is not None and key not in leave_out:
+                found[watched.maker][key] = storage.nbytes()
+        return dict(found)
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return
+        key = storage._cdata
+        if key in self._living:
+            return
+        watched = _MakerReference(storage, self._on_death)
+        spot, caller = self._places.find(sys._getframe().f_back)
+        watched.key, watched.maker = key, Maker(spot, caller, torch.is_grad_enabled())
+        self._living[key] = watched
+
+    def _died(self, watched: _MakerReference) -> None:
+        if self._living.get(watched.key) is watched:
+            del self._living[watched.key]

@@ -1,21 +1,150 @@
-"""Which lines make containers longer, seen by looking after each line of Python that runs."""
+"""Weighs containers, and finds the lines that fill them by checking after each executed line."""
 
 from __future__ import annotations
 
+import functools
+import gc
+import inspect
 import sys
-from collections.abc import Mapping
+import types
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from torchtrim.capture.growth.containers import length
+import torch
+from torch import nn
+
 from torchtrim.dispatch.places import Places, line_of, variables_of
+from torchtrim.dispatch.storages import parts_of
+
+_LRU = functools._lru_cache_wrapper
+CONTAINERS = (dict, list, set, deque, _LRU)
+_NOT_ENTERED = (
+    *(type, nn.Module, torch.dtype, torch.device),
+    *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+    *(types.CodeType, types.FrameType, types.GeneratorType, types.TracebackType),
+)
+_LIMITS = ("maxlen", "maxsize")
+_MOST_ENTERED = 300_000
+"""Objects. Arbitrary: about a tenth of a second for one container."""
+
+
+class Weight(NamedTuple):
+    """Memory a container keeps alive: bytes of Python objects, and storages with their bytes."""
+
+    python: int
+    storages: dict[int, int]
+
+    @property
+    def bytes(self) -> int:
+        """Total bytes."""
+        return self.python + sum(self.storages.values())
+
+
+def containers() -> list[Any]:
+    """Return all containers known to the garbage collector, without the dicts inside `lru_cache`s."""
+    everything = gc.get_objects()
+    known: dict[type, bool] = {}
+    found: list[Any] = []
+    inner: set[int] = set()
+    for thing in everything:
+        kind = type(thing)
+        fits = known.get(kind)
+        if fits is None:
+            fits = known[kind] = issubclass(kind, CONTAINERS)
+        if fits:
+            found.append(thing)
+            if kind is _LRU:
+                inner.update(map(id, gc.get_referents(thing)))
+    return [thing for thing in found if id(thing) not in inner]
+
+
+def of_coverage() -> set[int]:
+    """Return the ids of coverage.py's containers, which grow with executed lines, not with the stream."""
+    if "coverage" not in sys.modules:
+        return set()
+    everything = gc.get_objects()
+    waiting = [thing for thing in everything if str(type(thing).__module__).startswith("coverage.")]
+    found: set[int] = set()
+    while waiting:
+        for part in gc.get_referents(waiting.pop()):
+            if type(part) in (dict, list, set) and id(part) not in found:
+                found.add(id(part))
+                waiting.append(part)
+    return found
+
+
+def length(container: Any) -> int:
+    """Return the number of entries, bypassing a subclass's `__len__`."""
+    for kind in (dict, list, set, deque):
+        if issubclass(type(container), kind):
+            return int(kind.__len__(container))
+    return int(container.cache_info().currsize)
+
+
+def is_bounded(container: Any) -> bool:
+    """Return True if a container has a limit: `maxlen`, `maxsize`, or that of a function's cache."""
+    if issubclass(type(container), _LRU):
+        return container.cache_info().maxsize is not None
+    if type(container) is deque:
+        return container.maxlen is not None
+    if type(container) in (dict, list, set):
+        return False
+    named = (inspect.getattr_static(container, name, None) for name in _LIMITS)
+    return any(isinstance(limit, int) for limit in named) or (
+        issubclass(type(container), deque) and deque.maxlen.__get__(container) is not None
+    )
+
+
+def kind_of(container: Any) -> str:
+    """Return its class name, or the kind of a function's cache."""
+    return "lru_cache" if issubclass(type(container), _LRU) else type(container).__name__
+
+
+def weigh(container: Any, leave_out: Collection[int]) -> Weight:
+    """Return the weight of a container and its entries at any depth, without modules, functions and the
+    containers whose ids are in `leave_out`."""
+    python = 0
+    storages: dict[int, int] = {}
+    seen = {id(container)}
+    waiting = [container]
+    while waiting and len(seen) < _MOST_ENTERED:
+        thing = waiting.pop()
+        python += _size(thing)
+        if issubclass(type(thing), torch.Tensor):
+            storages.update(_storages(thing))
+            continue
+        for part in gc.get_referents(thing):
+            if id(part) in seen or issubclass(type(part), _NOT_ENTERED) or id(part) in leave_out:
+                continue
+            seen.add(id(part))
+            waiting.append(part)
+    return Weight(python, storages)
+
+
+def _storages(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+    for part in parts_of(tensor):
+        try:
+            storage = part.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            continue
+        yield storage._cdata, storage.nbytes()
+
+
+def _size(thing: Any) -> int:
+    try:
+        return sys.getsizeof(thing)
+    except Exception:
+        return 0
+
 
 _OWN = str(Path(__file__).parents[2])
 
 
 class Line(NamedTuple):
-    """A line of source."""
+    """A source line."""
 
     path: str
     line: int
@@ -23,14 +152,14 @@ class Line(NamedTuple):
 
 
 class Filler(NamedTuple):
-    """The line that fills a container, and the user's line that led there; None where it is the user's."""
+    """The line that fills a container, and the user's line that led there, or None if it is the same."""
 
     place: Line
     caller: Line | None
 
 
 class Fillers:
-    """Watches this thread's lines between `start` and `stop`. `found` is by the container's id."""
+    """A tracer of this thread's lines between `start` and `stop`. `found` is keyed by container id."""
 
     def __init__(self, places: Places) -> None:
         self.found: dict[int, Filler] = {}
@@ -43,11 +172,11 @@ class Fillers:
 
     @property
     def running(self) -> bool:
-        """Whether it was started and not stopped."""
+        """True between `start` and `stop`."""
         return bool(self._traced)
 
     def start(self, containers: Mapping[int, Any]) -> None:
-        """Watch these until all were filled or `stop` is called."""
+        """Watch these containers until all were filled or `stop` is called."""
         self._watched = dict(containers)
         self._lengths = {number: length(one) for number, one in containers.items()}
         self._before = None
@@ -63,7 +192,7 @@ class Fillers:
         sys.settrace(self._called)
 
     def stop(self) -> None:
-        """Look a last time, and watch no longer."""
+        """Check a last time and stop tracing."""
         if self._watched:
             self._look()
         if sys.gettrace() in (self._called, None):
@@ -114,7 +243,7 @@ class Fillers:
 
 
 def line_at(spot: tuple[CodeType, int]) -> Line:
-    """The line of an instruction."""
+    """Return the source line of an instruction."""
     return Line(spot[0].co_filename, line_of(spot), spot[0].co_qualname)
 
 

@@ -1,4 +1,4 @@
-"""Says where an object is, as a person would write it: `session.outputs[0]['frames']`."""
+"""Finds the expression that leads to an object, such as `session.outputs[0]['frames']`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _LEAVES = (
     *(types.ModuleType, types.CodeType, types.BuiltinFunctionType, range),
 )
 _MOST_VISITED = 400_000
+"""Objects. Arbitrary: a search takes about a second at most."""
 _MOST_ELEMENTS = 256
+"""Arbitrary: elements of one container that are searched; long ones are data."""
+
 _SEQUENCES: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
 _ROOMS = ("api", "cli", "workflows", "capture", "dispatch", "evidence", "runner", "certify")
 _OWN = tuple(f"torchtrim.{room}" for room in _ROOMS)
@@ -29,7 +32,7 @@ _PARTS_OF_MODULES = ("_modules", "_parameters", "_buffers")
 
 
 class Owner(NamedTuple):
-    """Where an object is, and the classes of the objects on the way to it."""
+    """The expression that leads to an object, and the classes of the objects on the way."""
 
     name: str
     classes: tuple[str, ...]
@@ -42,7 +45,7 @@ class _Step(NamedTuple):
 
 
 def find_owners(wanted: Iterable[int], roots: Iterable[tuple[str, Any]]) -> dict[int, Owner]:
-    """Where the objects with these ids are, on the shortest way from a root, the first roots first."""
+    """Return the owners of the objects with these ids, on the shortest path from the first possible root."""
     missing, found = set(wanted), {}
     seen: set[int] = set()
     for name, root in roots:
@@ -60,7 +63,7 @@ def find_owners(wanted: Iterable[int], roots: Iterable[tuple[str, Any]]) -> dict
 
 
 def roots_here(places: Places, modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """What names begin with: variables of the functions that run, the user's first; modules; globals."""
+    """Yield the roots of names: variables of running functions, the user's first, modules, globals."""
     frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -95,12 +98,12 @@ def _is_leaf(thing: Any) -> bool:
 
 
 def _is(thing: Any, kinds: Any) -> bool:
-    """As `isinstance`, but an object cannot say that it is of another class, nor warn."""
+    """Like `isinstance`, but ignoring an object's own `__class__`."""
     return issubclass(type(thing), kinds)
 
 
 def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds, without running a line of its own: a subclass may do anything when asked."""
+    """Yield the children of an object without running its code: a subclass may override access."""
     if _is(thing, _LEAVES):
         return
     if _is(thing, dict):
@@ -142,7 +145,7 @@ def _variables(thing: Any) -> dict[str, Any]:
 
 
 def _bound_in(thing: Any) -> Iterator[tuple[str, Any]]:
-    """What functions and generators hold."""
+    """Yield the objects bound in functions and generators."""
     if _is(thing, types.MethodType):
         yield ".__self__", thing.__self__
     elif _is(thing, types.FunctionType):

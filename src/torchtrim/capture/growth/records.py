@@ -1,4 +1,4 @@
-"""What a watched stream grows by, as records: a profile for the rules, figures for the report."""
+"""Turns the growth of a stream into records: a profile for the rules, figures for the report."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from torchtrim.capture.growth.frames import Growing, Grown
 from torchtrim.capture.growth.lines import Line
 from torchtrim.errors import UsageError
 from torchtrim.records.profile import Growth, Place, Profile
-from torchtrim.records.report import Stream
+from torchtrim.records.report import StreamReport
 from torchtrim.stream.growth import LEAST_FRAMES, adapter_for
 
 _ENDLESS = 1_000_000
+"""Frames: more than any call streams, so the function decides when to end."""
 
 
 class Measured(NamedTuple):
-    """What grew in a stream: a profile with `growths`, and its figures."""
+    """The growth of a stream: a profile with `growths`, and its figures."""
 
     profile: Profile
-    stream: Stream
+    stream: StreamReport
 
 
 def profile_of(growing: Growing, *, script: str, project: str) -> Profile:
-    """The growths of a stream as a profile; of operators it knows nothing."""
-    places = _Places()
+    """Return the growths of a stream as a profile without operators."""
+    places = _LineTable()
     growths = [_growth(one, places) for one in growing.grown() if round(one.bytes)]
     return Profile(
         torchtrim=__version__,
@@ -52,9 +53,9 @@ def profile_of(growing: Growing, *, script: str, project: str) -> Profile:
     )
 
 
-def stream_of(growing: Growing, profile: Profile) -> Stream:
-    """The figures of a stream whose growths are in a profile."""
-    return Stream(
+def stream_of(growing: Growing, profile: Profile) -> StreamReport:
+    """Return the figures of a stream from its profile."""
+    return StreamReport(
         frame=growing.clock.what,
         frames=growing.frames,
         first=growing.first,
@@ -65,7 +66,7 @@ def stream_of(growing: Growing, profile: Profile) -> Stream:
 
 
 def check_frames(growing: Growing) -> None:
-    """Raises `UsageError` where there were too few frames to tell growth."""
+    """Raise `UsageError` if there were too few frames to detect growth."""
     if growing.frames >= LEAST_FRAMES:
         return
     called = ", ".join(f"{name} ({count})" for name, count in growing.clock.calls.most_common(6))
@@ -82,11 +83,11 @@ def measure_growth(
     frames_of: str | None = None,
     project: str | Path | None = None,
 ) -> Measured:
-    """Call a function that streams some frames, and see what grows from frame to frame.
+    """Call a function that streams some frames, and measure growth from frame to frame.
 
-    A frame is a call of the module that is called first, or of what `frames_of` names: the class of a
-    module, or a Python function. Growth is measured over the later two thirds of the frames. Containers of
-    Python's and tensors are seen; memory of other libraries is in `process_growth_bytes` only.
+    A frame is a call of the first module called, or of `frames_of`: the class of a module, or a Python
+    function. Growth is measured over the last two thirds of the frames. It covers Python containers and
+    tensors; memory of other libraries is in `process_growth_bytes` only.
     Raises `UsageError` for fewer than 6 frames.
     """
     folder = str(project or Path.cwd())
@@ -99,7 +100,7 @@ def measure_growth(
     return Measured(profile, stream_of(growing, profile))
 
 
-def _growth(one: Grown, places: _Places) -> Growth:
+def _growth(one: Grown, places: _LineTable) -> Growth:
     filler = one.filler
     return Growth(
         name=one.owner.name,
@@ -112,8 +113,8 @@ def _growth(one: Grown, places: _Places) -> Growth:
     )
 
 
-class _Places:
-    """A table of lines, each once."""
+class _LineTable:
+    """A table of distinct lines."""
 
     def __init__(self) -> None:
         self.records: list[Place] = []

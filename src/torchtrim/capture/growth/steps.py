@@ -1,12 +1,12 @@
-"""What grows from step to step of training: looked for where a step ends, outside of the measurement.
+"""Detects growth from step to step of training, by inspections between measured steps.
 
-A container counts that got longer in every step that was looked at, from the second on, and that a name of
-the program leads to; so does a name whose tensor hangs on a graph that gets longer. What torchtrim itself
-keeps has no such name.
+A container counts if it got longer in every inspected step from the second on, and a name of the program
+leads to it; so does a name whose tensor is at the end of a growing autograd graph. Torchtrim's own objects
+have no such name.
 
-A look keeps numbers alone: to hold a container until the next look would keep alive what the step between
-would free. So one more step, which nothing measures, tells that what has grown is one container, and which
-line fills it.
+An inspection stores only numbers: holding a container until the next one would keep alive what the step in
+between frees. So one more unmeasured step confirms that it is a single container that grows, and finds the
+line that fills it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from torchtrim.capture.growth.containers import (
+from torchtrim.capture.growth.lines import (
+    Filler,
+    Fillers,
     containers,
     is_bounded,
     kind_of,
@@ -29,22 +31,24 @@ from torchtrim.capture.growth.containers import (
     of_coverage,
     weigh,
 )
-from torchtrim.capture.growth.lines import Filler, Fillers
 from torchtrim.capture.growth.owners import find_owners, roots_here
 from torchtrim.dispatch.places import Places
 from torchtrim.dispatch.storages import reachable_tensors
 from torchtrim.records.profile import Growth, Place, Profile
 
 LEAST_LOOKS = 4
+"""Fewer inspections would report caches and histories that are still filling up."""
 _MOST_NODES = 20_000
+"""Arbitrary: bounds an inspection; a graph of many steps is longer than a large model's."""
+
 _NODE_BYTES = 256
-"""A node of autograd's graph with its edges, about; what it saved is in the peak."""
+"""Approximate bytes of an autograd node with its edges; its saved tensors are in the peak."""
 
 
 @dataclass(eq=False)
 class _Suspect:
-    """A container: how long it was at each look, and how heavy at the last ones. `kind` is empty until it is
-    known to be one container that grows."""
+    """A container: its length at each inspection, and its latest weights. `kind` is empty until it is
+    confirmed to be a single growing container."""
 
     lengths: list[int]
     weights: list[int] = field(default_factory=list)
@@ -54,10 +58,10 @@ class _Suspect:
 
 
 class StepGrowth:
-    """Told of the end of each of `steps` steps, then asked for one more. `modules`: the roots so far.
-    `follows`: the lines of the step that runs are followed.
+    """A detector called at the end of each of `steps` steps, and for one more. `modules`: the roots so far.
+    `follows`: the running step is traced by line.
 
-    Few steps say nothing.
+    A few steps are not enough to detect growth.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class StepGrowth:
         self._peaks: list[int] = []
 
     def step_ended(self, peak: int) -> None:
-        """Look. `peak`: of the step, in bytes, 0 where it was not measured."""
+        """Inspect memory. `peak`: the step's peak in bytes, 0 if it was not measured."""
         self._ended += 1
         self._peaks.append(peak)
         if self._ended < 2 or self._steps <= LEAST_LOOKS:
@@ -88,8 +92,8 @@ class StepGrowth:
         self._look_at_graphs()
 
     def next(self, *, always: bool = False) -> bool:
-        """Begin the step whose lines are followed; False where it is over, or where nothing seems to grow
-        and it is not to be run `always`."""
+        """Begin the traced step. Return False if it is over, or if nothing seems to grow and `always` is
+        not set."""
         if self._asked or self._looks < LEAST_LOOKS:
             return False
         self._asked = True
@@ -105,7 +109,7 @@ class StepGrowth:
         return self.follows
 
     def stop(self) -> None:
-        """Follow lines no longer, and keep what has grown meanwhile."""
+        """Stop tracing and store the growths found."""
         self.follows = False
         self._fillers.stop()
         followed, self._followed = self._followed, {}
@@ -138,7 +142,7 @@ class StepGrowth:
         self._suspects = kept
 
     def _look_at_graphs(self) -> None:
-        """How long the longest graph is on which a tensor hangs; at the end, whose that is."""
+        """Measure the longest autograd graph; at the end, find its owner."""
         hanging = {id(one): one for one in reachable_tensors() if _hangs(one)}
         sizes = {number: _nodes(one) for number, one in hanging.items()}
         self._depths.append(max(sizes.values(), default=0))
@@ -149,7 +153,7 @@ class StepGrowth:
         self._hangs_longest = min((one.name for one in owners.values()), key=len, default="")
 
     def into(self, profile: Profile) -> Profile:
-        """The profile with what grows."""
+        """Return the profile with its growths."""
         self.stop()
         if self._looks < LEAST_LOOKS:
             return profile
@@ -186,13 +190,13 @@ class StepGrowth:
         )
 
     def _peak_growth(self) -> int:
-        """By how much the peak rises from step to step, where it always does."""
+        """Return the rise of the peak per step if it rises in every step, else 0."""
         peaks = [peak for peak in self._peaks[2:] if peak]
         return _each(peaks) if _always_rises(peaks) else 0
 
 
 def _each(sizes: Sequence[int]) -> int:
-    """What a step adds; 0 where one added nothing."""
+    """Return the growth per step, or 0 if any step added nothing."""
     rises = [b - a for a, b in itertools.pairwise(sizes)]
     return int(statistics.median(rises)) if rises and min(rises) >= 0 else 0
 
@@ -206,7 +210,7 @@ def _hangs(tensor: torch.Tensor) -> bool:
 
 
 def _holds_graph(container: Any) -> bool:
-    """Whether the newest entries hang on a graph."""
+    """Return True if the newest entries have an autograd graph."""
     entries: Collection[Any] = container.values() if isinstance(container, dict) else ()
     if isinstance(container, (list, set)):
         entries = container
@@ -215,7 +219,7 @@ def _holds_graph(container: Any) -> bool:
 
 
 def _nodes(tensor: torch.Tensor) -> int:
-    """How many nodes the graph behind a tensor has, up to a bound."""
+    """Count the nodes of the graph behind a tensor, up to a bound."""
     seen: set[Any] = set()
     waiting: list[Any] = [tensor.grad_fn]
     while waiting and len(seen) < _MOST_NODES:
@@ -228,7 +232,7 @@ def _nodes(tensor: torch.Tensor) -> int:
 
 
 def _number(places: list[Place], filler: Filler | None, *, inner: bool) -> int:
-    """The number of a filler's line in the table, which gets it; -1 for none."""
+    """Return the number of a filler's line in the table, adding it; -1 without a filler."""
     line = None if filler is None else filler.place if inner else filler.caller
     if line is None:
         return -1

@@ -1,7 +1,8 @@
-"""What a frame of a stream is: a call of one module, or of one function."""
+"""Detects the frames of a stream: calls of one module, or of one function."""
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -11,14 +12,15 @@ from typing import Any
 from torch import nn
 
 _PATIENCE = 32
+"""Calls. Arbitrary: an encoder may run several times before each frame."""
 
 
 class StreamFrames:
-    """Told of calls, it says which of them end a frame.
+    """A detector of the calls that end a frame.
 
-    Without a name these are the calls of the root that was called first; of another, once that has not been
-    called for so many calls of others. With a name they are the calls of modules of that class, anywhere,
-    or of the Python function of that name, such as `step` or `Tracker.step`.
+    Default: calls of the first root, or of another root once the first has been idle for `_PATIENCE` calls.
+    With a name: calls of modules of that class, or of the Python function of that name, such as `step` or
+    `Tracker.step`.
     """
 
     def __init__(self, name: str | None) -> None:
@@ -30,13 +32,13 @@ class StreamFrames:
 
     @property
     def what(self) -> str:
-        """A frame, in words."""
+        """Description of a frame."""
         if self._name is not None:
             return f"a call of {self._name}"
         return f"a call of {type(self._root).__name__}" if self._root is not None else ""
 
     def ends(self, module: nn.Module, depth: int) -> bool:
-        """Whether a frame ends with this call."""
+        """Return True if this call ends a frame."""
         kind = type(module).__name__
         if depth == 0:
             self.calls[kind] += 1
@@ -53,7 +55,7 @@ class StreamFrames:
         return False
 
     def listen(self, ended: Callable[[Any], None]) -> None:
-        """Tell of returns of the function of that name, with what it returned."""
+        """Call `ended` with each result of the function of that name."""
         if self._name is None:
             return
         name, self._outer = self._name, sys.getprofile()
@@ -66,6 +68,20 @@ class StreamFrames:
         sys.setprofile(returned)
 
     def stop(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         if self._name is not None:
             sys.setprofile(self._outer)
+
+
+def trackers_of(part: nn.Module) -> list[nn.Module]:
+    """Return the video predictors that hold this module, such as those of the `sam2` package.
+
+    Such models are never called themselves, only their submodules."""
+    return [
+        thing
+        for thing in gc.get_objects()
+        if issubclass(type(thing), nn.Module)
+        and hasattr(type(thing), "propagate_in_video")
+        and thing is not part
+        and any(module is part for module in thing.modules())
+    ]

@@ -6,11 +6,19 @@ from typing import Any
 
 import click
 
-from torchtrim.cli.options import amount, estimates_script, script_of, sharding_of, shards, writes
+from torchtrim.cli.options import (
+    Verb,
+    amount,
+    estimates_script,
+    script_of,
+    sharding_of,
+    shards,
+    writes,
+)
 from torchtrim.cli.output import command_for, folder_for, is_over, progress, show, write_files
 
 
-@click.command()
+@click.command(cls=Verb)
 @estimates_script
 @click.option(
     "--fits",

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from torchtrim.cli.options import put_right, tell, watch
 from torchtrim.cli.output import lint_marks, rendered_lint
-from torchtrim.cli.sources import put_right, tell, watch
 
 if TYPE_CHECKING:
     from torchtrim.api import Checked

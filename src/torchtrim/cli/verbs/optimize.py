@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec.structs import replace
 
-from torchtrim.cli.options import fits, pins, request_of, runs_script, script_of, writes
+from torchtrim.cli.options import (
+    Verb,
+    fits,
+    pins,
+    request_of,
+    runs_script,
+    script_of,
+    watch,
+    writes,
+)
 from torchtrim.cli.output import (
     command_for,
     folder_for,
@@ -21,7 +30,6 @@ from torchtrim.cli.output import (
     write_diff,
     write_files,
 )
-from torchtrim.cli.sources import watch
 from torchtrim.errors import NothingTrains, UsageError
 from torchtrim.records.profile import is_emulated
 
@@ -45,7 +53,7 @@ _NO_PINS = (
 )
 
 
-@click.command()
+@click.command(cls=Verb)
 @runs_script
 @fits(required=False)
 @pins

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from torchtrim.cli.options import fits, pins, request_of, runs_script, script_of, writes
+from torchtrim.cli.options import Verb, fits, pins, request_of, runs_script, script_of, writes
 from torchtrim.cli.output import (
     command_for,
     folder_for,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torchtrim.api import Result
 
 
-@click.command()
+@click.command(cls=Verb)
 @runs_script
 @fits()
 @pins

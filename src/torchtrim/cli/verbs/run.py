@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from torchtrim.cli.sources import put_right
+from torchtrim.cli.options import put_right
 from torchtrim.errors import UsageError
 from torchtrim.records.commands import path_argument
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from torchtrim.cli.options import amount, counts_frames, runs_stream, script_of, writes
+from torchtrim.cli.options import Verb, amount, counts_frames, runs_stream, script_of, writes
 from torchtrim.cli.output import (
     command_for,
     folder_for,
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torchtrim.api import Result
 
 
-@click.command()
+@click.command(cls=Verb)
 @runs_stream
 @counts_frames
 @writes

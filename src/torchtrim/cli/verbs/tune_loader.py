@@ -6,12 +6,12 @@ from typing import Any
 
 import click
 
-from torchtrim.cli.options import amount, estimates_script, script_of
+from torchtrim.cli.options import Verb, amount, estimates_script, script_of
 from torchtrim.cli.output import command_for, progress, show
 from torchtrim.core.units import parse_bytes
 
 
-@click.command()
+@click.command(cls=Verb)
 @estimates_script
 @click.option(
     "--seconds",
@@ -32,10 +32,10 @@ def command(**options: Any) -> None:
 
     The script's own steps are run with few settings of its loader, never with more workers than cores.
     """
-    from torchtrim.api import Tunes, tune_loader_report
+    from torchtrim.api import TuningRequest, tune_loader_report
 
     host = options["host_memory"]
-    tunes = Tunes(
+    tunes = TuningRequest(
         seconds=options["seconds"],
         memory=None if host is None else parse_bytes(host),
         cores=options["cores"],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from torchtrim.cli.sources import tell
+from torchtrim.cli.options import tell
 
 
 @click.command()

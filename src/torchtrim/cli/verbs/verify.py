@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from torchtrim.cli.options import (
+    Verb,
     counts_frames,
     orders_streams,
     request_of,
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from torchtrim.api import Result
 
 
-@click.command()
+@click.command(cls=Verb)
 @runs_script
 @orders_streams
 @writes

@@ -1,1 +1,1 @@
-"""Runs a captured network by a plan of its memory, for `in_place`, `arena`, `release` and `split_batch`."""
+"""Run a captured network by a memory plan, for `in_place`, `arena`, `release` and `split_batch`."""

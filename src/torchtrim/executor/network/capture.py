@@ -1,25 +1,189 @@
-"""Captures a network by `torch.export` on fake tensors: nothing of its size is allocated or computed."""
+"""Capture a network by `torch.export` on fake tensors, without allocating or computing at full size."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import operator
 import random
 import warnings
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.nn.modules import module as modules_of_torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchtrim.capture.hookless import HOOKS, without_hooks
+from torchtrim.capture.modules import HOOKS, without_hooks
 from torchtrim.capture.snapshot import Snapshot
 from torchtrim.errors import TorchtrimError, Unsupported
-from torchtrim.executor.network.captured import Captured
-from torchtrim.executor.network.reader import Reader
+from torchtrim.executor.network.captured import Captured, From, Op, Ref, Source, Value
+
+_KINDS: dict[InputKind, From] = {
+    InputKind.USER_INPUT: "input",
+    InputKind.PARAMETER: "parameter",
+    InputKind.BUFFER: "buffer",
+    InputKind.CONSTANT_TENSOR: "constant",
+}
+
+
+_CHECKS = frozenset((torch.ops.aten._assert_tensor_metadata.default,))
+"""Checks added by torch.export, which fake tensors have already passed."""
+
+
+class Reader(fx.Interpreter):
+    """Runs the exported graph on its fake tensors, to find which of them share memory."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        super().__init__(program.graph_module)
+        self._program = program
+        self._values: list[Value] = []
+        self._numbers: dict[fx.Node, tuple[int, ...]] = {}
+        self._memories: dict[int, int] = {}
+        self._bytes: list[int] = []
+        self._alive: list[Any] = []
+        self._ops: list[Op] = []
+        self._producers: dict[int, int] = {}
+
+    def read(self) -> Captured:
+        """Read the graph. Raises `Unsupported` for nodes that cannot be planned."""
+        signature = self._program.graph_signature
+        nodes = list(self._program.graph.nodes)
+        fakes = [node.meta["val"] for node in nodes if node.op == "placeholder"]
+        mode = next((v.fake_mode for v in fakes if hasattr(v, "fake_mode")), None)
+        with mode or contextlib.nullcontext():
+            self.run(*fakes, enable_io_processing=False)
+        sources = self._sources()
+        (output,) = (node for node in nodes if node.op == "output")
+        returned = list(zip(signature.output_specs, output.args[0], strict=True))
+        by_key = {source.key: source for source in sources}
+        by_name = {spec.arg.name: s for spec, s in zip(self._kept_specs(), sources, strict=True)}
+        results, updates = [], []
+        for spec, node in returned:
+            if spec.kind is OutputKind.USER_OUTPUT:
+                results.append(self._ref(node))
+            elif spec.kind is OutputKind.BUFFER_MUTATION:
+                updates.append((by_key[spec.target], self._ref(node).value))
+            elif spec.kind is OutputKind.USER_INPUT_MUTATION:
+                updates.append((by_name[spec.target], self._ref(node).value))
+            else:
+                raise Unsupported(f"its graph returns a {spec.kind.name}")
+        return Captured(
+            ops=tuple(self._ops),
+            values=tuple(self._values),
+            memories=tuple(self._bytes),
+            sources=tuple(sources),
+            constants=self._constants(),
+            results=tuple(results),
+            returns=self._program.call_spec.out_spec,
+            updates=tuple(updates),
+        )
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node on fake tensors and number its outputs."""
+        result = super().run_node(n)
+        self._alive.append(result)
+        if n.op == "placeholder":
+            self._numbers[n] = (self._number(result, ours=False),)
+        elif n.op == "call_function":
+            self._operator(n, result)
+        elif n.op == "get_attr":
+            raise Unsupported(f"its graph has a subgraph, `{n.target}`")
+        return result
+
+    def _operator(self, node: fx.Node, result: Any) -> None:
+        if node.target is operator.getitem:
+            source, index = node.args
+            assert isinstance(source, fx.Node)
+            assert isinstance(index, int)
+            self._numbers[node] = (self._numbers[source][index],)
+            return
+        if node.target in _CHECKS:
+            return
+        if not isinstance(node.target, OpOverload):
+            raise Unsupported(f"its graph has `{node.name}`, which is not a tensor operator")
+        single = isinstance(result, torch.Tensor)
+        parts = [result] if single else list(result) if isinstance(result, (list, tuple)) else []
+        if not parts:
+            raise Unsupported(f"`{node.target}` returns a number that is known only at run time")
+        if node.target._schema.is_mutable:
+            raise Unsupported(f"`{node.target}` writes into its arguments")
+        outputs = tuple(self._number(part, ours=True) for part in parts)
+        self._numbers[node] = outputs
+        args, kwargs = self._with_refs(node.args), self._with_refs(node.kwargs)
+        inputs = tuple(x.value for x in _leaves((args, kwargs)) if isinstance(x, Ref))
+        stack = node.meta.get("nn_module_stack") or {}
+        path = list(stack.values())[-1][0] if stack else ""
+        self._ops.append(Op(node.target, args, kwargs, inputs, outputs, single, path))
+
+    def _number(self, tensor: Any, *, ours: bool) -> int:
+        """Return the number of a value, or -1 if it is not a tensor."""
+        if not isinstance(tensor, torch.Tensor):
+            return -1
+        if any(not isinstance(n, int) for n in (*tensor.shape, *tensor.stride())):
+            raise Unsupported("a shape in it depends on values")
+        storage = tensor.untyped_storage()
+        memory = self._memories.get(storage._cdata)
+        if memory is None:
+            memory = self._memories[storage._cdata] = len(self._bytes)
+            self._bytes.append(int(storage.nbytes()))
+            self._producers[memory] = ours
+        self._values.append(
+            Value(
+                tuple(tensor.shape),
+                tuple(tensor.stride()),
+                int(tensor.storage_offset()),
+                tensor.dtype,
+                tensor.device,
+                memory,
+                bool(self._producers[memory]),
+            )
+        )
+        return len(self._values) - 1
+
+    def _with_refs(self, arguments: Any) -> Any:
+        return fx.map_arg(arguments, self._ref)
+
+    def _ref(self, node: Any) -> Any:
+        if not isinstance(node, fx.Node):
+            return node
+        (number,) = self._numbers[node]
+        if number < 0:
+            raise Unsupported(f"`{node.name}` is not a tensor, and is known only at run time")
+        return Ref(number)
+
+    def _kept_specs(self) -> list[Any]:
+        return list(self._program.graph_signature.input_specs)
+
+    def _sources(self) -> list[Source]:
+        nodes = [node for node in self._program.graph.nodes if node.op == "placeholder"]
+        found, leaf = [], 0
+        for spec, node in zip(self._kept_specs(), nodes, strict=True):
+            kind = _KINDS.get(spec.kind)
+            if kind is None:
+                raise Unsupported(f"its graph takes a {spec.kind.name}")
+            key: int | str = str(spec.target)
+            if kind == "input":
+                key, leaf = leaf, leaf + 1
+            found.append(Source(kind, key, self._numbers[node][0]))
+        return found
+
+    def _constants(self) -> dict[str, torch.Tensor]:
+        return {
+            name: value
+            for name, value in self._program.constants.items()
+            if isinstance(value, torch.Tensor)
+        }
+
+
+def _leaves(arguments: Any) -> list[Any]:
+    return pytree.tree_leaves(arguments, is_leaf=lambda x: isinstance(x, Ref))
+
 
 _NUMPY = importlib.util.find_spec("numpy") is not None
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
@@ -29,10 +193,10 @@ _FUSED = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttenti
 
 
 def capture(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Captured:
-    """The graph of one call. The module's own forward hooks are not part of it.
+    """Return the graph of one call, without the module's own forward hooks.
 
-    Raises `Unsupported` with the reason: control flow that depends on values, shapes that do, hooks on
-    modules inside, a class of tensors of its own, state that is no tensor. The module is as it was.
+    Raises `Unsupported` with the reason: control flow or shapes that depend on values, hooks on inner
+    modules, tensor subclasses, state other than tensors. The module is unchanged.
     """
     _check(module, args, kwargs)
     before, drawn = _whole_state(module), _random_state()
@@ -44,7 +208,7 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         if any(state != before for state in states):
             raise Unsupported("it changes its own attributes when it is called")
         if _random_state() != drawn:
-            raise Unsupported("it draws random numbers that are not torch's")
+            raise Unsupported("it draws random numbers outside of torch")
     except TorchtrimError:
         raise
     except Exception as error:
@@ -73,19 +237,19 @@ def _check(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         raise Unsupported("there are hooks for all modules, which would no longer run")
     for leaf in pytree.tree_leaves((args, dict(kwargs))):
         if isinstance(leaf, torch.Tensor) and type(leaf) not in (torch.Tensor, nn.Parameter):
-            raise Unsupported(f"an input is a {type(leaf).__name__}, a class of tensors of its own")
+            raise Unsupported(f"an input is a {type(leaf).__name__}, which is a tensor subclass")
         if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
             raise Unsupported(f"an input is not dense but {leaf.layout}")
 
 
 def takes_fused_path(module: nn.Module) -> bool:
-    """Whether torch runs the module by a kernel of its own in eval, and by another when it is traced."""
+    """True if torch runs the module by a fused kernel in eval mode, which tracing does not see."""
     fused = any(type(module).forward is kind.forward for kind in _FUSED)
     return fused and not module.training and torch.backends.mha.get_fastpath_enabled()
 
 
 def plain_state(module: nn.Module) -> Hashable:
-    """Every module inside, its mode, and its attributes that are plain values: a graph depends on them."""
+    """Return all inner modules with their modes and plain attributes, which a graph depends on."""
     return tuple(
         (id(inner), type(inner).__qualname__, inner.training, _attributes(inner))
         for inner in module.modules()
@@ -93,7 +257,7 @@ def plain_state(module: nn.Module) -> Hashable:
 
 
 def _whole_state(module: nn.Module) -> Hashable:
-    """The same, and how many elements its lists, dicts and sets have."""
+    """Like `plain_state`, with the sizes of lists, dicts and sets."""
     sizes = tuple(
         (name, len(value))
         for inner in module.modules()
@@ -105,7 +269,7 @@ def _whole_state(module: nn.Module) -> Hashable:
 
 @contextlib.contextmanager
 def _watching(module: nn.Module) -> Iterator[list[Hashable]]:
-    """The module's states when a call of it ends; torch.export puts them back before it returns."""
+    """Collect the module's state at the end of each call, before torch.export restores it."""
     states: list[Hashable] = []
     handle = module.register_forward_hook(lambda *_: states.append(_whole_state(module)))
     try:
@@ -127,14 +291,14 @@ def _plain_tuple(value: object) -> bool:
 
 
 def _random_state() -> Hashable:
-    """The states of Python's and numpy's generators; torch.export would load numpy in any case."""
+    """Return the states of Python's and numpy's generators. torch.export imports numpy anyway."""
     drawn: Any = importlib.import_module("numpy.random").get_state() if _NUMPY else None
     return random.getstate(), None if drawn is None else (bytes(drawn[1]), *drawn[2:])
 
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Without gradients, warnings and modes."""
+    """Disable gradients, warnings and modes."""
     with (
         warnings.catch_warnings(),
         _disable_current_modes(),

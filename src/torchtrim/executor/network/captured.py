@@ -1,4 +1,4 @@
-"""A captured network: operators on numbered values, and what is known of each value without running."""
+"""A captured network: operators on numbered values, and the static facts of each value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ From = Literal["input", "parameter", "buffer", "constant"]
 
 
 class Ref(NamedTuple):
-    """Stands for a value among an operator's arguments."""
+    """A placeholder for a value in an operator's arguments."""
 
     value: int
 
@@ -19,8 +19,8 @@ class Ref(NamedTuple):
 class Value(NamedTuple):
     """A tensor: its geometry, and its memory. Strides are in elements.
 
-    `memory` numbers the memory; views share it. `ours` says that it is born inside of the network and is
-    no input's or parameter's.
+    `memory` numbers the memory, which views share. `ours` is true if the network allocates it, so that it
+    does not belong to an input or parameter.
     """
 
     shape: tuple[int, ...]
@@ -41,8 +41,7 @@ class Value(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where a value comes from that the network does not make: a leaf of the inputs, by number, or a
-    parameter, buffer or constant, by name."""
+    """Origin of an external value: an input leaf, by number, or a parameter, buffer or constant, by name."""
 
     kind: From
     key: int | str
@@ -50,7 +49,7 @@ class Source(NamedTuple):
 
 
 class Op(NamedTuple):
-    """One operator. `outputs` has -1 for what is no tensor or is never used. `module` ran it."""
+    """One operator, run by `module`. `outputs` has -1 for unused results and results other than tensors."""
 
     target: Any
     args: tuple[Any, ...]
@@ -64,8 +63,8 @@ class Op(NamedTuple):
 class Captured(NamedTuple):
     """A network for inputs of one geometry.
 
-    `memories`: bytes by number. `results`: what it returns, as values and constants, to be put into
-    `returns`. `updates`: buffers and inputs that it writes at its end, by their source.
+    `memories`: bytes by number. `results`: returned values and constants, in the structure of `returns`.
+    `updates`: buffers and inputs written at the end, by source.
     """
 
     ops: tuple[Op, ...]

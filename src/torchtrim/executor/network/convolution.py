@@ -1,11 +1,11 @@
-"""Convolutions on CPU, written to a given place with every bit as torch gives it.
+"""CPU convolutions that write to given memory, identical bit for bit to torch's own.
 
 torch chooses a kernel by, among others, the number of samples and of threads
-(`torch._C._select_conv_backend`), and kernels differ in their last bits. So the choice is made for the
-whole batch, as torch makes it, and that kernel runs for a few samples at a time: oneDNN's has no `out=`
-and reorders its input and its result in memory of its own; the one by matrix product has one, and unfolds
-its input in memory of its own. Samples do not change each other's bits in either (measured on one and two
-threads, for kernels of 1 to 11, strides, groups and odd channels).
+(`torch._C._select_conv_backend`), and kernels differ in their last bits. So the kernel is chosen for the
+whole batch, as torch does, and runs on a few samples at a time. oneDNN's kernel has no `out=` and allocates
+reordered copies of its input and result. The kernel by matrix product has `out=`, and allocates its unfolded
+input. Samples do not affect each other's bits in either (measured on one and two threads, for kernel sizes 1
+to 11, strides, groups and odd channels).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DIMENSIONS = {aten.conv2d.default: 2, aten.conv3d.default: 3}
 
 
 class Convolution(NamedTuple):
-    """How a convolution is called."""
+    """The parameters of a convolution."""
 
     stride: list[int]
     padding: list[int]
@@ -32,7 +32,7 @@ class Convolution(NamedTuple):
     groups: int
 
     def kernel(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
-        """The name of the kernel that torch takes."""
+        """Return the name of the kernel that torch selects."""
         none = [0] * len(self.stride)
         chosen = torch._C._select_conv_backend(
             *(x, weight, bias, self.stride, self.padding, self.dilation),
@@ -42,7 +42,7 @@ class Convolution(NamedTuple):
 
 
 def convolution_of(op: Op, values: tuple[Value, ...]) -> Convolution | None:
-    """Of an operator with a batch on CPU, None for others."""
+    """Return the convolution of an operator on a CPU batch, or None for other operators."""
     dimensions = _DIMENSIONS.get(op.target)
     x = op.args[0] if op.args else None
     if dimensions is None or op.kwargs or not isinstance(x, Ref):
@@ -65,10 +65,10 @@ def _each(given: Any, dimensions: int) -> list[int]:
 
 
 def workspace_of(op: Op, values: tuple[Value, ...], samples: int, kernel: str) -> int:
-    """What a convolution of some samples allocates besides its result, by the allocator's events.
+    """Return the bytes that a convolution of some samples allocates besides its result.
 
-    oneDNN: the larger of the result's reordered twin and the reordered input and weight. By matrix
-    product: the unfolded input, unless the kernel is of one element.
+    Derived from allocator events. oneDNN: the larger of the reordered result and the reordered input and
+    weight. Matrix product: the unfolded input, unless the kernel has one element.
     """
     first, second = op.inputs[:2]
     x, weight = values[first], values[second]
@@ -81,7 +81,7 @@ def workspace_of(op: Op, values: tuple[Value, ...], samples: int, kernel: str) -
 
 
 def planned_kernel(found: Convolution, op: Op, values: tuple[Value, ...], batch: int) -> str:
-    """The kernel for such a batch, found on tensors of one element, expanded."""
+    """Return the kernel for such a batch, selected on expanded tensors of one element."""
     x, weight, *rest = (
         torch.zeros((), dtype=values[a.value].dtype, device="cpu").expand(values[a.value].shape)
         for a in op.args[:3]
@@ -93,7 +93,7 @@ def planned_kernel(found: Convolution, op: Op, values: tuple[Value, ...], batch:
 def convolve(
     found: Convolution, args: tuple[Any, ...], place: Tensor, step: int, batch: int
 ) -> None:
-    """Write the convolution to a place, some samples at a time, by the kernel for such a batch."""
+    """Write the convolution to `place`, `step` samples at a time, by the kernel for the whole batch."""
     x, weight = args[:2]
     bias = args[2] if len(args) > 2 else None
     kernel = found.kernel(_of_batch(x, batch), weight, bias)
@@ -105,7 +105,7 @@ def convolve(
 
 
 def _of_batch(x: Tensor, batch: int) -> Tensor:
-    """Its first sample, as often as a batch has samples; torch looks at sizes only."""
+    """Expand the first sample to the batch's size; torch reads only sizes."""
     return x[:1].expand(batch, *x.shape[1:])
 
 

@@ -1,8 +1,8 @@
-"""How an operator can be made to write to a given place, so that its result is what it always is.
+"""Out-variants: make an operator write to given memory without changing its result.
 
-Most have a kernel for `out=`. One that is only generated (it computes, then copies) saves nothing and
-does not count; that of an operator made of others may compute otherwise and does not either. What is
-left has a way of its own here, or runs in slices of its samples, each of which is copied to its place.
+Most operators have an `out=` kernel. Generated ones (compute, then copy) save nothing and are not used,
+nor are those of composite operators, which may compute differently. The other operators have an
+implementation here, or run on slices of their samples, each copied to its place.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from torchtrim.executor.network.convolution import (
 aten = torch.ops.aten
 Write = Callable[[tuple[Any, ...], dict[str, Any], Tensor], Any]
 _KEYS = {"cpu": "CPU", "cuda": "CUDA"}
-_INDEX_BYTES = 8
+_INDEX_BYTES = 8  # An index is an int64.
 
 
-class Way(NamedTuple):
-    """A way to write to a place. `over`: the place may be that of an argument of the same geometry.
+class OutVariant(NamedTuple):
+    """An out-variant. `over`: it may overwrite an argument of the same geometry.
 
-    `workspace`: bytes that it allocates besides; `own`: those besides its result where the operator
-    allocates that itself. `always`: to be taken in any case, since by itself it allocates more.
+    `workspace`: bytes allocated besides the result. `own`: the same if the operator allocates its own
+    result. `always`: use it in any case, since the plain operator allocates more.
     """
 
     write: Write
@@ -45,11 +45,11 @@ class Way(NamedTuple):
     always: bool = False
 
 
-def way_of(op: Op, values: tuple[Value, ...], most: int, whole: float = 1.0) -> Way | None:
-    """How the operator writes to a given place; None if it cannot.
+def way_of(op: Op, values: tuple[Value, ...], most: int, whole: float = 1.0) -> OutVariant | None:
+    """Return the operator's out-variant, or None.
 
-    `most`: bytes that a slice may have, if one sample has no more. `whole`: by how much the batch of
-    which these samples are a part is larger.
+    `most`: the largest bytes of a slice of more than one sample. `whole`: the size of the whole batch
+    relative to these samples.
     """
     rest = [values[v].bytes for v in op.outputs[1:] if v >= 0]
     if op.outputs[0] < 0 or any(rest) or (not op.single and op.target not in _SPECIAL):
@@ -65,12 +65,12 @@ def way_of(op: Op, values: tuple[Value, ...], most: int, whole: float = 1.0) -> 
     composite = is_composite(op.target)
     overload = None if composite else out_of(op.target, values[op.outputs[0]].device.type)
     if overload is not None:
-        return Way(_to_out(overload), over=torch.Tag.pointwise in op.target.tags)
+        return OutVariant(_to_out(overload), over=torch.Tag.pointwise in op.target.tags)
     return _sliced(op, values, most)
 
 
 def out_of(target: OpOverload, device: str) -> OpOverload | None:
-    """The overload with `out=` of the same arguments that has a kernel of its own on the device."""
+    """Return the `out=` overload with the same arguments that has its own kernel on the device."""
     key = _KEYS.get(device)
     wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
     packet = target._overloadpacket
@@ -95,7 +95,7 @@ def _to_out(overload: OpOverload) -> Write:
 
 
 def _argument(op: Op, values: tuple[Value, ...], number: int) -> Value | None:
-    """An argument of the operator, if it is a tensor."""
+    """Return an argument of the operator if it is a tensor."""
     if number >= len(op.args) or not isinstance(op.args[number], Ref):
         return None
     found: Ref = op.args[number]
@@ -111,30 +111,30 @@ def _contiguous(value: Value) -> bool:
     return True
 
 
-def _copy(op: Op, values: tuple[Value, ...], _most: int) -> Way | None:
-    """`clone`, a change of type: into its own argument's place there is nothing to do."""
+def _copy(op: Op, values: tuple[Value, ...], _most: int) -> OutVariant | None:
+    """`clone` and casts. Nothing to do if the place is the argument's own."""
 
     def write(args: tuple[Any, ...], _kwargs: dict[str, Any], place: Tensor) -> None:
         if place is not args[0]:
             place.copy_(args[0])
 
-    return Way(write, over=True) if _argument(op, values, 0) is not None else None
+    return OutVariant(write, over=True) if _argument(op, values, 0) is not None else None
 
 
-def _relu(op: Op, values: tuple[Value, ...], _most: int) -> Way | None:
-    """`relu` is `clamp_min` with zero, in torch's own source too; that has an `out=`."""
+def _relu(op: Op, values: tuple[Value, ...], _most: int) -> OutVariant | None:
+    """`relu` is `clamp_min` with zero, as in torch's source, which has an `out=`."""
 
     def write(args: tuple[Any, ...], _kwargs: dict[str, Any], place: Tensor) -> None:
         aten.clamp_min.out(args[0], 0, out=place)
 
-    return Way(write, over=True)
+    return OutVariant(write, over=True)
 
 
-def _linear(op: Op, values: tuple[Value, ...], _most: int) -> Way | None:
-    """As torch computes it: one product with the bias in it, or a product of rows and then the bias.
+def _linear(op: Op, values: tuple[Value, ...], _most: int) -> OutVariant | None:
+    """Compute like torch: one product that includes the bias, or a product of rows and then the bias.
 
-    The rows of an input that does not lie in order are copied first. By itself torch makes such a result
-    twice where a mode looks on, a recorder's for one.
+    Rows of a non-contiguous input are copied first. Under a dispatch mode, such as a recorder's, torch
+    itself allocates such a result twice.
     """
     x, weight, out = _argument(op, values, 0), _argument(op, values, 1), values[op.outputs[0]]
     if x is None or weight is None or len(x.shape) < 2 or len(weight.shape) != 2:
@@ -158,12 +158,12 @@ def _linear(op: Op, values: tuple[Value, ...], _most: int) -> Way | None:
             place.add_(bias)
 
     if at_once:
-        return Way(write)
-    return Way(write, workspace=x.bytes, own=x.bytes + out.bytes, always=True)
+        return OutVariant(write)
+    return OutVariant(write, workspace=x.bytes, own=x.bytes + out.bytes, always=True)
 
 
 def _by_rows(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's `matmul` makes one product of all rows; else it makes one of each matrix of the batch.
+    """True if torch's `matmul` folds all rows into one product instead of one per matrix of the batch.
 
     Source: `should_fold` in ATen/native/LinearAlgebra.cpp.
     """
@@ -172,8 +172,8 @@ def _by_rows(x: Tensor, weight: Tensor) -> bool:
     return weight.requires_grad or whole
 
 
-def _norm(op: Op, values: tuple[Value, ...], _most: int) -> Way | None:
-    """BatchNorm by kept statistics is one multiplication and addition an element."""
+def _norm(op: Op, values: tuple[Value, ...], _most: int) -> OutVariant | None:
+    """BatchNorm with running statistics: one multiplication and addition per element."""
 
     def write(args: tuple[Any, ...], _kwargs: dict[str, Any], place: Tensor) -> None:
         none = place.new_empty(0)
@@ -184,25 +184,25 @@ def _norm(op: Op, values: tuple[Value, ...], _most: int) -> Way | None:
     x, mean = _argument(op, values, 0), _argument(op, values, 3)
     if x is None or mean is None or x.dtype != mean.dtype:
         return None
-    return Way(write, over=x.device.type == "cpu" and _contiguous(x))
+    return OutVariant(write, over=x.device.type == "cpu" and _contiguous(x))
 
 
-def _softmax(kernel: OpOverload) -> Callable[[Op, tuple[Value, ...], int], Way | None]:
-    def found(op: Op, values: tuple[Value, ...], _most: int) -> Way | None:
+def _softmax(kernel: OpOverload) -> Callable[[Op, tuple[Value, ...], int], OutVariant | None]:
+    def found(op: Op, values: tuple[Value, ...], _most: int) -> OutVariant | None:
         def write(args: tuple[Any, ...], _kwargs: dict[str, Any], place: Tensor) -> None:
             kernel(args[0], args[1], False, out=place)
 
         x = _argument(op, values, 0)
         same = x is not None and x.dtype == values[op.outputs[0]].dtype
-        return Way(write) if same and len(op.args) == 2 and not op.kwargs else None
+        return OutVariant(write) if same and len(op.args) == 2 and not op.kwargs else None
 
     return found
 
 
-def _pool(op: Op, values: tuple[Value, ...], most: int) -> Way | None:
-    """Max pooling row by row of samples and channels, which share the memory for indices.
+def _pool(op: Op, values: tuple[Value, ...], most: int) -> OutVariant | None:
+    """Max pooling by rows of samples and channels, which share the memory for indices.
 
-    By itself it allocates indices of eight bytes an element, and throws them away.
+    torch's own operator allocates indices of eight bytes per element and discards them.
     """
     x, out = _argument(op, values, 0), values[op.outputs[0]]
     if x is None or len(x.shape) != 4 or not (_contiguous(x) and _contiguous(out)):
@@ -225,13 +225,13 @@ def _pool(op: Op, values: tuple[Value, ...], most: int) -> Way | None:
             )
 
     own = rows * one
-    return Way(write, workspace=step * one, own=own, always=step < rows)
+    return OutVariant(write, workspace=step * one, own=own, always=step < rows)
 
 
 def _convolution(
     found: Convolution, op: Op, values: tuple[Value, ...], most: int, whole: float
-) -> Way:
-    """Some samples at a time; the result of those besides, unless the kernel writes to a place."""
+) -> OutVariant:
+    """Run some samples at a time. Their result needs extra memory unless the kernel has `out=`."""
     samples = values[op.inputs[0]].shape[0]
     batch = round(samples * whole)
     kernel = planned_kernel(found, op, values, batch)
@@ -247,26 +247,28 @@ def _convolution(
         convolve(found, args, place, step, batch)
 
     own = workspace_of(op, values, samples, kernel)
-    return Way(write, workspace=needs(step), own=own, always=needs(step) < own or whole != 1)
+    return OutVariant(write, workspace=needs(step), own=own, always=needs(step) < own or whole != 1)
 
 
-def _scatter(view: Callable[..., Tensor]) -> Callable[[Op, tuple[Value, ...], int], Way | None]:
-    """What assignments such as `x[:, ::2] = y` become: a copy of `x` with a part of it replaced."""
+def _scatter(
+    view: Callable[..., Tensor],
+) -> Callable[[Op, tuple[Value, ...], int], OutVariant | None]:
+    """The functional form of assignments such as `x[:, ::2] = y`: a copy of `x` with a part replaced."""
 
-    def found(op: Op, values: tuple[Value, ...], _most: int) -> Way | None:
+    def found(op: Op, values: tuple[Value, ...], _most: int) -> OutVariant | None:
         def write(args: tuple[Any, ...], kwargs: dict[str, Any], place: Tensor) -> None:
             whole, part, *where = args
             if place is not whole:
                 place.copy_(whole)
             view(place, *where, **kwargs).copy_(part)
 
-        return Way(write, over=True)
+        return OutVariant(write, over=True)
 
     return found
 
 
-def _pad(op: Op, values: tuple[Value, ...], _most: int) -> Way | None:
-    """Padding with a number: the whole is filled with it, then the inside is copied."""
+def _pad(op: Op, values: tuple[Value, ...], _most: int) -> OutVariant | None:
+    """Constant padding: fill the result, then copy the inside."""
     names = ("mode", "value") if op.target is aten.pad.default else ("value",)
     options = dict(zip(names, op.args[2:], strict=False)) | op.kwargs
     x, sides = _argument(op, values, 0), op.args[1]
@@ -282,10 +284,10 @@ def _pad(op: Op, values: tuple[Value, ...], _most: int) -> Way | None:
             inside = inside.narrow(dimension, first, length)
         inside.copy_(args[0])
 
-    return Way(write)
+    return OutVariant(write)
 
 
-_SPECIAL: dict[OpOverload, Callable[[Op, tuple[Value, ...], int], Way | None]] = {
+_SPECIAL: dict[OpOverload, Callable[[Op, tuple[Value, ...], int], OutVariant | None]] = {
     aten.clone.default: _copy,
     aten._to_copy.default: _copy,
     aten.to.dtype: _copy,
@@ -320,10 +322,10 @@ SAMPLEWISE: dict[OpOverload, tuple[int, ...]] = {
     aten.group_norm.default: (0,),
     aten.scaled_dot_product_attention.default: (0, 1, 2),
 }
-"""Operators whose samples, in the first dimension of these arguments, do not see each other."""
+"""Operators with independent samples in the first dimension of these arguments."""
 
 _CONVOLUTIONS = frozenset(target for target in SAMPLEWISE if "conv" in target._schema.name)
-_SAME_KERNEL = 16
+_SAME_KERNEL = 16  # Samples from which torch selects the same convolution kernel as for more.
 
 _DIMENSIONS = {
     aten.conv1d: 3,
@@ -342,9 +344,9 @@ _DIMENSIONS = {
 
 
 def samples_apart(op: Op, values: tuple[Value, ...]) -> tuple[int, ...]:
-    """The arguments that can be cut along their first dimension; none if the operator couples samples.
+    """Return the arguments that can be split along their first dimension, none if samples interact.
 
-    A convolution of an input without samples has channels there.
+    An unbatched input of a convolution has channels there.
     """
     which = SAMPLEWISE.get(op.target, ())
     dimensions = _DIMENSIONS.get(op.target._overloadpacket)
@@ -357,16 +359,16 @@ def samples_apart(op: Op, values: tuple[Value, ...]) -> tuple[int, ...]:
 
 
 def _plain_attention(op: Op, given: list[Value | None]) -> bool:
-    """Without a mask, without dropout, of as many samples everywhere."""
+    """True without mask and dropout, and with equal numbers of samples."""
     options = dict(zip(("attn_mask", "dropout_p"), op.args[3:5], strict=False)) | op.kwargs
     lengths = {x.shape[0] for x in given if x is not None}
     return options.get("attn_mask") is None and not options.get("dropout_p") and len(lengths) == 1
 
 
-def _sliced(op: Op, values: tuple[Value, ...], most: int) -> Way | None:
-    """Some samples at a time, each slice copied to its place.
+def _sliced(op: Op, values: tuple[Value, ...], most: int) -> OutVariant | None:
+    """Run some samples at a time and copy each slice to its place.
 
-    A convolution only if its slices have so many that torch takes the same kernel as for all.
+    Convolutions need slices large enough for torch to select the same kernel as for the whole batch.
     """
     which, out = samples_apart(op, values), values[op.outputs[0]]
     least = _SAME_KERNEL if op.target in _CONVOLUTIONS else 1
@@ -384,4 +386,4 @@ def _sliced(op: Op, values: tuple[Value, ...], most: int) -> Way | None:
                 part[number] = args[number][first : first + step]
             place[first : first + step].copy_(op.target(*part, **kwargs))
 
-    return Way(write, workspace=step * one)
+    return OutVariant(write, workspace=step * one)

@@ -1,34 +1,259 @@
-"""A network whose first operators run in parts of the batch, and the rest on all of it."""
+"""Run the first operators of a network on parts of the batch, and the rest on the whole batch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 
 from torchtrim.errors import Unsupported
-from torchtrim.executor.network.captured import Captured, Ref, Source, Value
+from torchtrim.executor.network.captured import Captured, Op, Ref, Source, Value
+from torchtrim.executor.network.out_variants import samples_apart
 from torchtrim.executor.network.program import Program, Switches, graph_of
-from torchtrim.executor.network.samples import Along, along_batch, keeps_apart
 from torchtrim.memory.network import best_cut
+from torchtrim.memory.network.graph import home_lives, lives_of
+from torchtrim.records.network_graph import GraphMemory, GraphOperator, NetworkGraph, Section
+
+aten = torch.ops.aten
+Dims = dict[int, int | None]
+_Rule = Callable[[Op, tuple[Value, ...], Dims], bool]
+
+
+class BatchDim(NamedTuple):
+    """The batch dimension of a value, and the number of elements per sample in it."""
+
+    dimension: int
+    each: int
+
+
+def along_batch(
+    whole: Captured, part: Captured, sizes: tuple[int, int]
+) -> list[BatchDim | None] | None:
+    """Return each value's batch dimension (None for values without), or None if the networks differ."""
+    if len(whole.ops) != len(part.ops) or len(whole.values) != len(part.values):
+        return None
+    for one, other in zip(whole.ops, part.ops, strict=True):
+        if one.target is not other.target or one.inputs != other.inputs:
+            return None
+    found: list[BatchDim | None] = []
+    for value, smaller in zip(whole.values, part.values, strict=True):
+        grown = _grown(value, smaller, sizes)
+        if grown is None:
+            return None
+        found.append(grown or None)
+    return found
+
+
+def _grown(value: Value, smaller: Value, sizes: tuple[int, int]) -> BatchDim | tuple[()] | None:
+    """Return the dimension that grew with the batch, () if none did, or None for any other change."""
+    if len(value.shape) != len(smaller.shape):
+        return None
+    differ = [d for d, n in enumerate(value.shape) if n != smaller.shape[d]]
+    if not differ:
+        return ()
+    (dimension, *more), (batch, few) = differ, sizes
+    large, small = value.shape[dimension], smaller.shape[dimension]
+    if more or large % batch or small % few or large // batch != small // few:
+        return None
+    return BatchDim(dimension, large // batch)
+
+
+def keeps_apart(op: Op, values: tuple[Value, ...], along: Sequence[BatchDim | None]) -> bool:
+    """True if the operator's samples are independent."""
+    dims: Dims = {v: _dimension(along[v]) for v in (*op.inputs, *op.outputs) if v >= 0}
+    with_samples = [v for v in op.inputs if dims[v] is not None]
+    random = torch.Tag.nondeterministic_seeded in op.target.tags
+    if random or any(v >= 0 and dims[v] is None and values[v].bytes for v in op.outputs):
+        return not random and not with_samples
+    if not with_samples:
+        grows = any(v >= 0 and dims[v] is not None for v in op.outputs)
+        return not grows or op.target._overloadpacket in _EVEN
+    if torch.Tag.pointwise in op.target.tags:
+        return _aligned(op, values, dims)
+    rule = _RULES.get(op.target._overloadpacket, _by_table)
+    return rule(op, values, dims)
+
+
+def _dimension(along: BatchDim | None) -> int | None:
+    return along.dimension if along is not None else None
+
+
+def _aligned(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
+    """True if broadcasting aligns samples: they have the same dimension, counted from the last."""
+    places = {dim - len(values[v].shape) for v, dim in dims.items() if dim is not None}
+    return len(places) == 1
+
+
+def _by_table(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
+    which = samples_apart(op, values)
+    cut = [op.args[number].value for number in which]
+    others = [v for v in op.inputs if v not in cut]
+    return bool(which) and all(dims[v] == 0 for v in cut) and all(dims[v] is None for v in others)
+
+
+def _first(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
+    """True if only the first argument has samples, in its first dimension."""
+    return _only_first(op, dims) and dims[op.args[0].value] == 0
+
+
+def _only_first(op: Op, dims: Dims) -> bool:
+    return isinstance(op.args[0], Ref) and all(
+        dims[v] is None for v in op.inputs if v != op.args[0].value
+    )
+
+
+def _not_last(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
+    """True for a product with a matrix if samples are rows."""
+    first = op.args[0].value
+    return _only_first(op, dims) and dims[first] != len(values[first].shape) - 1
+
+
+def _addmm(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
+    added, rows, matrix = (argument.value for argument in op.args[:3])
+    return dims[added] is None and dims[rows] == 0 and dims[matrix] is None
+
+
+def _matmul(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
+    one, other = (argument.value for argument in op.args[:2])
+    if dims[other] is None:
+        return dims[one] != len(values[one].shape) - 1
+    same = len(values[one].shape) == len(values[other].shape) >= 3
+    return same and dims[one] == dims[other] == 0
+
+
+def _viewed(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
+    """True if a view keeps the number of elements before and after the batch dimension."""
+    (source, *_), out = op.inputs, op.outputs[0]
+    before, after = dims[source], dims[out]
+    if before is None or after is None:
+        return False
+    ahead = math.prod(values[source].shape[:before])
+    return ahead == math.prod(values[out].shape[:after])
+
+
+def _moved(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
+    """Permuted, added or removed dimensions: find the batch dimension by its size."""
+    return True
+
+
+def _elsewhere(position: int, name: str, default: Any = None) -> _Rule:
+    """Return a check that the dimensions named by an argument exclude the batch dimension."""
+
+    def rule(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
+        sources = [v for v in op.inputs if dims[v] is not None]
+        given = op.args[position] if len(op.args) > position else op.kwargs.get(name, default)
+        if given is None:
+            return False
+        named = given if isinstance(given, (list, tuple)) else [given]
+        return (
+            all(dims[v] not in {d % max(len(values[v].shape), 1) for d in named} for v in sources)
+            and len({dims[v] for v in sources}) == 1
+        )
+
+    return rule
+
+
+def _layer_norm(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
+    first, normed = op.args[0].value, len(op.args[1])
+    dim = dims[first]
+    return _only_first(op, dims) and dim is not None and dim < len(values[first].shape) - normed
+
+
+def _padded(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
+    first = op.args[0].value
+    dim = dims[first]
+    return dim is not None and dim < len(values[first].shape) - len(op.args[1]) // 2
+
+
+def _pooled(dimensions: int) -> _Rule:
+    """Return a check that the input is batched; in an unbatched one channels come first."""
+
+    def rule(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
+        return len(values[op.args[0].value].shape) == dimensions and _first(op, values, dims)
+
+    return rule
+
+
+def _embedding(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
+    return dims[op.args[0].value] is None
+
+
+_SAME = (aten.clone, aten.alias, aten.detach, aten._to_copy, aten.to, aten.contiguous)
+_VIEWS = (aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten)
+_MOVES = (aten.permute, aten.transpose, aten.t, aten.unsqueeze, aten.squeeze, aten.expand)
+_REDUCED = (
+    aten.mean,
+    aten.sum,
+    aten.amax,
+    aten.amin,
+    aten.prod,
+    aten.logsumexp,
+    aten.any,
+    aten.all,
+)
+_RESIZED = (
+    aten.upsample_nearest2d,
+    aten.upsample_bilinear2d,
+    aten.upsample_bicubic2d,
+    aten.pixel_shuffle,
+    aten.pixel_unshuffle,
+)
+
+_EVEN = frozenset((aten.zeros, aten.ones, aten.full, aten.expand))
+"""Factories, whose samples are all equal."""
+
+_RULES: dict[OpOverloadPacket, _Rule] = {
+    **dict.fromkeys((*_SAME, *_MOVES), _moved),
+    **dict.fromkeys(_VIEWS, _viewed),
+    **dict.fromkeys(_REDUCED, _elsewhere(1, "dim")),
+    **dict.fromkeys(_RESIZED, _pooled(4)),
+    aten.select: _elsewhere(1, "dim", 0),
+    aten.slice: _elsewhere(1, "dim", 0),
+    aten.narrow: _elsewhere(1, "dim"),
+    aten.split: _elsewhere(2, "dim", 0),
+    aten.split_with_sizes: _elsewhere(2, "dim", 0),
+    aten.chunk: _elsewhere(2, "dim", 0),
+    aten.unbind: _elsewhere(1, "dim", 0),
+    aten.cat: _elsewhere(1, "dim", 0),
+    aten.softmax: _elsewhere(1, "dim"),
+    aten.log_softmax: _elsewhere(1, "dim"),
+    aten._softmax: _elsewhere(1, "dim"),
+    aten._log_softmax: _elsewhere(1, "dim"),
+    aten.layer_norm: _layer_norm,
+    aten._native_batch_norm_legit_no_training: _first,
+    aten.linear: _not_last,
+    aten.mm: _not_last,
+    aten.addmm: _addmm,
+    aten.matmul: _matmul,
+    aten.bmm: _matmul,
+    aten.max_pool2d: _pooled(4),
+    aten.avg_pool2d: _pooled(4),
+    aten.max_pool2d_with_indices: _pooled(4),
+    aten.pad: _padded,
+    aten.constant_pad_nd: _padded,
+    aten.embedding: _embedding,
+}
+
 
 Recapture = Callable[[Sequence[Any]], Captured]
 
 
-class Carried(NamedTuple):
-    """A value that goes over the cut, and where its samples lie, None for one without."""
+class CutValue(NamedTuple):
+    """A value that crosses the cut, and its batch dimension, or None."""
 
     number: int
     value: Value
-    along: Along | None
+    along: BatchDim | None
 
 
 class PartsProgram:
-    """Runs in parts. Calls share nothing, as those of `Program`.
+    """A network that runs in parts. Calls share nothing, like those of `Program`.
 
-    `parts`: samples in each. `position`: how many operators run in parts, `of` how many there are.
+    `parts`: samples in each part. `position`: the number of operators that run in parts, out of `of`.
     """
 
     def __init__(
@@ -54,7 +279,7 @@ class PartsProgram:
         )
         if not cut.position:
             raise Unsupported(
-                "no first operators of it keep samples apart so that parts of the batch would need less"
+                "running its first operators on parts of the batch would not reduce memory"
             )
         self.position, self.of = cut.position, len(self.order)
         first, rest = self.order[: cut.position], self.order[cut.position :]
@@ -69,23 +294,23 @@ class PartsProgram:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes at any moment of a call."""
+        """Peak bytes of a call."""
         return self._kept + max(program.layout.peak for program in self._programs)
 
     @property
     def output_bytes(self) -> int:
-        """The most bytes of results, and of an arena, at any moment of a call."""
+        """Peak bytes of results and arena during a call."""
         return self._kept + max(program.layout.outputs for program in self._programs)
 
     @property
     def made_bytes(self) -> int:
-        """Bytes of all that has memory of its own, and of the arenas of one part and of the rest."""
+        """Bytes of all separate allocations and of the arenas of one part and of the rest."""
         first = max(program.made_bytes for program in self._first.values())
         return self._kept + first + self._rest.made_bytes
 
     @property
     def both(self) -> tuple[Program, Program]:
-        """The program of the largest part, and that of the rest."""
+        """The programs of the largest part and of the rest."""
         return self._first[max(self.parts)], self._rest
 
     @property
@@ -97,7 +322,7 @@ class PartsProgram:
         return sum(carried.value.bytes for carried in self._carried)
 
     def run(self, inputs: Sequence[Any], tensors: Mapping[str, Tensor]) -> list[Any]:
-        """The results, flat, as `Program.run` gives them."""
+        """Return the results, flat, like `Program.run`."""
         whole = [_empty(carried.value) for carried in self._carried]
         at = 0
         for size in self.parts:
@@ -114,19 +339,19 @@ class PartsProgram:
             for number, leaf in enumerate(inputs)
         ]
 
-    def _along(self, few: Mapping[int, Captured]) -> list[Along | None]:
+    def _along(self, few: Mapping[int, Captured]) -> list[BatchDim | None]:
         for size, network in few.items():
             found = along_batch(self.captured, network, (self._batch, size))
             if found is None:
                 raise Unsupported(
-                    f"it is another network for {size} samples than for {self._batch}"
+                    f"its network for {size} samples differs from that for {self._batch}"
                 )
         assert found is not None
         return found
 
 
 def batch_of(inputs: Sequence[Any]) -> tuple[int, frozenset[int]]:
-    """The number of samples, and which inputs have them: the most frequent first dimension."""
+    """Return the batch size, the most frequent first dimension, and the inputs that have it."""
     lengths = {
         number: leaf.shape[0]
         for number, leaf in enumerate(inputs)
@@ -138,16 +363,16 @@ def batch_of(inputs: Sequence[Any]) -> tuple[int, frozenset[int]]:
 
 
 def _sizes(batch: int, parts: int) -> tuple[int, ...]:
-    """As even as they come, the last the smallest."""
+    """Split the batch as evenly as possible, the smallest part last."""
     if batch < 2:
-        raise Unsupported("a batch of one sample has no parts")
+        raise Unsupported("a batch of one sample cannot be split")
     size = -(-batch // min(parts, batch))
     sizes = [size] * (batch // size)
     return (*sizes, batch % size) if batch % size else tuple(sizes)
 
 
-def _last_apart(captured: Captured, order: Sequence[int], along: Sequence[Along | None]) -> int:
-    """How many operators keep samples apart before the first that does not."""
+def _last_apart(captured: Captured, order: Sequence[int], along: Sequence[BatchDim | None]) -> int:
+    """Return the number of operators with independent samples before the first without."""
     if captured.updates:
         return 0
     for position, number in enumerate(order):
@@ -157,19 +382,19 @@ def _last_apart(captured: Captured, order: Sequence[int], along: Sequence[Along 
 
 
 def _carried(
-    captured: Captured, first: Sequence[int], rest: Sequence[int], along: Sequence[Along | None]
-) -> tuple[Carried, ...]:
-    """Values that the first operators make and the rest, or the caller, looks at."""
+    captured: Captured, first: Sequence[int], rest: Sequence[int], along: Sequence[BatchDim | None]
+) -> tuple[CutValue, ...]:
+    """Return the values that the first operators create and the rest, or the caller, reads."""
     made = {v for number in first for v in captured.ops[number].outputs if v >= 0}
     wanted = [v for number in rest for v in captured.ops[number].inputs]
     wanted += [r.value for r in captured.results if isinstance(r, Ref)]
     return tuple(
-        Carried(v, captured.values[v], along[v]) for v in dict.fromkeys(wanted) if v in made
+        CutValue(v, captured.values[v], along[v]) for v in dict.fromkeys(wanted) if v in made
     )
 
 
-def _beginning(network: Captured, first: Sequence[int], carried: Sequence[Carried]) -> Captured:
-    """The first operators, which return the carried values."""
+def _beginning(network: Captured, first: Sequence[int], carried: Sequence[CutValue]) -> Captured:
+    """Return the network of the first operators, which returns the carried values."""
     return network._replace(
         ops=tuple(network.ops[number] for number in first),
         results=tuple(Ref(one.number) for one in carried),
@@ -177,9 +402,9 @@ def _beginning(network: Captured, first: Sequence[int], carried: Sequence[Carrie
 
 
 def _ending(
-    network: Captured, rest: Sequence[int], carried: Sequence[Carried], inputs: int
+    network: Captured, rest: Sequence[int], carried: Sequence[CutValue], inputs: int
 ) -> Captured:
-    """The rest, which takes the carried values as further inputs."""
+    """Return the network of the rest, which takes the carried values as additional inputs."""
     values, memories = list(network.values), list(network.memories)
     sources = list(network.sources)
     for position, one in enumerate(carried):
@@ -202,7 +427,7 @@ def _empty(value: Value) -> Tensor:
 
 
 def _dense(value: Value) -> tuple[int, ...]:
-    """Strides in the value's order of dimensions, without gaps."""
+    """Return dense strides in the value's order of dimensions."""
     order = sorted(range(len(value.shape)), key=lambda d: (value.strides[d], -d))
     expected, strides = 1, [0] * len(value.shape)
     for dimension in order:
@@ -211,7 +436,48 @@ def _dense(value: Value) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _put(place: Tensor, result: Any, along: Along | None, at: int, size: int) -> None:
+def _put(place: Tensor, result: Any, along: BatchDim | None, at: int, size: int) -> None:
     if along is not None:
         place = place.narrow(along.dimension, at * along.each, size * along.each)
     place.copy_(result)
+
+
+def graph_record(model: str, program: Program | PartsProgram) -> NetworkGraph:
+    """Return the operators in order of execution, and the memory that values share."""
+    if isinstance(program, Program):
+        return NetworkGraph(model=model, sections=(_section(program, "the whole batch"),))
+    first, rest = program.both
+    batch, most = sum(program.parts), max(program.parts)
+    sections = [_section(first, f"{len(program.parts)} parts of {most} of {batch} samples")]
+    if rest.captured.ops:
+        sections.append(_section(rest, "the whole batch"))
+    return NetworkGraph(model=model, sections=tuple(sections))
+
+
+def _section(program: Program, title: str) -> Section:
+    layout, graph = program.layout, program.graph
+    spans = home_lives(graph, lives_of(graph, layout.order), layout.homes)
+    numbers = {home: number for number, home in enumerate(spans)}
+    places = {number: position for position, number in enumerate(layout.order)}
+    memories = tuple(
+        GraphMemory(bytes=size, first=first, last=last, offset=layout.offsets.get(home, -1))
+        for home, (first, last, size) in spans.items()
+    )
+    operators = []
+    for number in layout.order:
+        op, node = program.captured.ops[number], graph.nodes[number]
+        shown = next((v for v in op.outputs if v >= 0), None)
+        value = program.captured.values[shown] if shown is not None else None
+        operators.append(
+            GraphOperator(
+                name=op.target.name().removeprefix("aten::"),
+                module=op.module,
+                shape=value.shape if value is not None else (),
+                dtype=str(value.dtype).removeprefix("torch.") if value is not None else "",
+                reads=tuple(dict.fromkeys(numbers[layout.homes[b]] for b in node.reads)),
+                writes=tuple(dict.fromkeys(numbers[layout.homes[b]] for b in node.makes)),
+                needs=tuple(sorted({places[n] for n in node.needs})),
+                takes_over=any(layout.homes[b] != b for b in node.makes),
+            )
+        )
+    return Section(title=title, operators=tuple(operators), memories=memories, height=layout.height)

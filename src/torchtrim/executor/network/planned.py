@@ -1,7 +1,7 @@
-"""A module that runs by plans of its memory, one for each geometry of its inputs.
+"""Run a module by memory plans, one for each geometry of its inputs.
 
-Where the module's graph cannot be had its children are planned, each by itself and when it is first
-called; what has no children then runs as it is.
+If the module's graph cannot be captured, its children are planned separately at their first call. A module
+without children then runs unplanned.
 """
 
 from __future__ import annotations
@@ -25,14 +25,43 @@ from torchtrim.executor.network.capture import capture, plain_state
 from torchtrim.executor.network.captured import Captured
 from torchtrim.executor.network.parts import PartsProgram
 from torchtrim.executor.network.program import Program, Switches, tensors_of
-from torchtrim.executor.network.state import leaves_of, signature_of
 from torchtrim.executor.swap import Swapped
 
-MOST_PLANS = 64
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
+    """Return the call's arguments, flat, in torch.export's order."""
+    return pytree.tree_flatten((args, kwargs))
+
+
+def signature_of(leaves: list[Any], spec: pytree.TreeSpec) -> Hashable:
+    """Return the geometry of tensors and the values of other inputs. Raises `Unsupported` for objects."""
+    return spec, tuple(_of_leaf(leaf) for leaf in leaves), _autocast_key()
+
+
+def _of_leaf(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        if leaf.layout is not torch.strided or leaf.is_nested:
+            raise Unsupported(f"an input is not dense but {leaf.layout}")
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.is_conj()
+    if isinstance(leaf, _PLAIN):
+        return type(leaf), leaf
+    raise Unsupported(f"an argument is a {type(leaf).__name__}, an arbitrary object")
+
+
+def _autocast_key() -> Hashable:
+    return tuple(
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in ("cpu", "cuda")
+    )
+
+
+MOST_PLANS = 64  # Arbitrary: bounds the memory for plans of a module called with ever new sizes.
 _OTHER_THREAD = (
-    "inputs of another size came in a thread that did not optimize the model. torch.export replaces how all "
-    "modules are called while it runs, so plans are made in that thread alone: call the model there once "
-    "with each size before it serves from others"
+    "inputs of a new size arrived in a thread that did not optimize the model. torch.export patches the "
+    "calls of all modules while it runs, so plans are made only in that thread: call the model there once "
+    "with each size before it serves from other threads"
 )
 _CAPTURED: weakref.WeakKeyDictionary[nn.Module, OrderedDict[Hashable, Captured | str]]
 _CAPTURED = weakref.WeakKeyDictionary()
@@ -42,10 +71,10 @@ _PLANNED: weakref.WeakValueDictionary[int, Planned] = weakref.WeakValueDictionar
 
 
 class Planned:
-    """The plans of one module. While a switch is on, its forward is planned.
+    """The plans of one module, used by its forward while a technique is on.
 
-    `notes` say what could not be planned and why. A call in training mode, or one whose inputs want
-    gradients, runs the original forward; others run without gradients.
+    `notes` explain what could not be planned. Calls in training mode or with inputs that require gradients
+    run the original forward; others run without gradients.
     """
 
     def __init__(self, module: nn.Module, *, inside: bool = False) -> None:
@@ -60,7 +89,7 @@ class Planned:
 
     @classmethod
     def of(cls, module: nn.Module) -> Planned:
-        """The module's plans, new ones if it has none."""
+        """Return the module's plans, created if needed."""
         found = _PLANNED.get(id(module))
         if found is None:
             found = _PLANNED[id(module)] = cls(module)
@@ -68,12 +97,12 @@ class Planned:
 
     @classmethod
     def known(cls, module: nn.Module) -> Planned | None:
-        """The module's plans, None where no technique is on."""
+        """Return the module's plans, or None if no technique is on."""
         found = _PLANNED.get(id(module))
         return found if found is not None and found._on else None
 
     def switch_on(self, technique: str, options: Mapping[str, Any]) -> Switch:
-        """One more technique."""
+        """Switch a technique on."""
         with _ONE_CAPTURE:
             if self._swapped is None:
                 self._swapped = Swapped(self._module, self._wrap)
@@ -84,7 +113,7 @@ class Planned:
         return Switch(self, technique)
 
     def switch_off(self, technique: str) -> None:
-        """One technique less; with the last the forward is the original again."""
+        """Switch a technique off. The last one restores the original forward."""
         with _ONE_CAPTURE:
             self._on.pop(technique, None)
             self._plans.clear()
@@ -96,18 +125,18 @@ class Planned:
                 self._children.clear()
 
     def program(self, *args: Any, **kwargs: Any) -> Program | PartsProgram | None:
-        """The plan for such a call, None where there is none; `notes` then say why."""
+        """Return the plan for such a call, or None, with the reason in `notes`."""
         return self._program(*leaves_of(args, kwargs))
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most that a planned call needs; None where one has no plan."""
+        """Peak bytes of all planned calls, or None if a call has no plan."""
         if not self._plans or any(plan is None for plan in self._plans.values()):
             return None
         return max(plan.peak_bytes for plan in self._plans.values() if plan is not None)
 
     def reasons(self) -> tuple[str, ...]:
-        """What could not be planned as a whole, and why, in words."""
+        """Explain which modules could not be planned as a whole, and why."""
         return tuple(
             f"{name} is planned module by module, since {reason}"
             for name, reason in self.notes.items()
@@ -132,7 +161,7 @@ class Planned:
             return pytree.tree_unflatten(results, program.captured.returns)
 
     def _passes(self) -> bool:
-        """Whether the original forward is to run."""
+        """True if the original forward must run."""
         if self._module.training or not self._on or getattr(_CAPTURING, "now", False):
             return True
         return torch.compiler.is_compiling()
@@ -214,14 +243,14 @@ class Switch:
         self._technique = technique
 
     def revert(self) -> None:
-        """Switch it off."""
+        """Switch the technique off."""
         self.planned.switch_off(self._technique)
 
 
 def captured_of(
     module: nn.Module, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Captured | str:
-    """The module's graph for a call, or why there is none. It is kept as long as the module lives."""
+    """Return the module's graph for a call, or the reason for its absence. Cached while the module lives."""
     known = _CAPTURED.setdefault(module, OrderedDict())
     if key not in known:
         context = contextvars.copy_context()
@@ -237,7 +266,7 @@ def captured_of(
 def _captured(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: tuple[Any, ...]
 ) -> Captured | str:
-    """In a thread of its own, where no recording, no mode and no gradient of the caller's is on."""
+    """Capture in a new thread, without the caller's recorder, modes and gradients."""
     _CAPTURING.now = True
     try:
         with contextlib.ExitStack() as stack:
@@ -262,7 +291,7 @@ def _devices(module: nn.Module) -> Hashable:
 
 
 def _callable_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Children that are called, those of mere lists too; not the layers of torch, which are one operator."""
+    """Yield callable children, also in lists of modules, but not torch's own layers (single operators)."""
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
@@ -277,7 +306,7 @@ def _of_torch(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _without_autocast() -> Iterator[None]:
-    """What autocast does is in the graph already."""
+    """Disable autocast, whose casts are part of the graph."""
     with contextlib.ExitStack() as stack:
         for kind, _ in _autocast():
             stack.enter_context(torch.autocast(kind, enabled=False))

@@ -1,4 +1,4 @@
-"""A network that runs by a plan of its memory: operators in the plan's order, each in its place."""
+"""Run a network by a memory plan: operators in the plan's order, results at the planned places."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch.utils import _pytree as pytree
 
 from torchtrim.errors import Unsupported
 from torchtrim.executor.network.captured import Captured, Op, Ref, Source, Value
-from torchtrim.executor.network.out_variants import Way, way_of
+from torchtrim.executor.network.out_variants import OutVariant, way_of
 from torchtrim.memory.network import Graph, Layout, Node, lay_out
 from torchtrim.memory.network.graph import bytes_alive, homes_of
 
-_SHARE_OF_A_SLICE = 256
+_SHARE_OF_A_SLICE = 256  # Arbitrary: a slice takes little memory next to the peak.
 _LEAST_SLICE = 64 * 2**10
 Env = list[Any]
 Step = Callable[[Env, Tensor | None], None]
 
 
 class Switches(NamedTuple):
-    """Which techniques are on."""
+    """The techniques that are on."""
 
     release: bool = True
     in_place: bool = True
@@ -32,7 +32,7 @@ class Switches(NamedTuple):
 class Program:
     """A planned network. Calls share nothing, so any number of threads may run it.
 
-    Each call has an arena of its own, gone when it ends; what it returns is outside.
+    Each call allocates its own arena and frees it at the end. Results are outside of the arena.
     """
 
     def __init__(self, captured: Captured, switches: Switches, *, whole: float = 1.0) -> None:
@@ -46,22 +46,22 @@ class Program:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes at any moment of a call."""
+        """Peak bytes of a call."""
         return self.layout.peak
 
     @property
     def output_bytes(self) -> int:
-        """The most bytes of results, and of the arena, at any moment of a call."""
+        """Peak bytes of results and arena during a call."""
         return self.layout.outputs
 
     @property
     def made_bytes(self) -> int:
-        """Bytes of the arena and of all that has memory of its own."""
+        """Bytes of the arena and of all separate allocations."""
         apart = set(self.layout.homes) - self.layout.offsets.keys()
         return self.layout.height + sum(self.graph.sizes[home] for home in apart)
 
     def run(self, inputs: Sequence[Any], tensors: Mapping[str, Tensor]) -> list[Any]:
-        """The results, flat, of the leaves of the inputs. `tensors`: parameters and buffers by name."""
+        """Run on the inputs' leaves and return flat results. `tensors`: parameters and buffers by name."""
         env: Env = [None] * len(self.captured.values)
         for source in self.captured.sources:
             env[source.value] = _value_of(source, inputs, tensors)
@@ -80,10 +80,10 @@ def _value_of(source: Source, inputs: Sequence[Any], tensors: Mapping[str, Tenso
 
 def graph_of(
     captured: Captured, whole: float = 1.0
-) -> tuple[Graph, dict[int, int], list[Way | None]]:
-    """What the planner sees, the number of each memory there, and how each operator writes.
+) -> tuple[Graph, dict[int, int], list[OutVariant | None]]:
+    """Return the planner's graph, the number of each memory in it, and the operators' out-variants.
 
-    `whole`: by how much the batch of which it is a part is larger.
+    `whole`: the size of the whole batch relative to this part.
     """
     values = captured.values
     kept = {v.memory for v in values if v.ours}
@@ -101,14 +101,18 @@ def graph_of(
 
 
 def _with_room(
-    captured: Captured, graph: Graph, layout: Layout, ways: Sequence[Way | None], whole: float
-) -> list[Way | None]:
-    """How each operator writes where it takes all the memory that the plan's peak leaves it.
+    captured: Captured,
+    graph: Graph,
+    layout: Layout,
+    ways: Sequence[OutVariant | None],
+    whole: float,
+) -> list[OutVariant | None]:
+    """Choose out-variants that use all the memory below the plan's peak.
 
-    Slices are as large as that allows, since each has costs of its own; an operator that needs none then, and
-    has no place given, allocates by itself.
+    Slices are as large as possible, since each has overhead. An operator that then needs no slices and has no
+    place allocates its own result.
     """
-    found: list[Way | None] = []
+    found: list[OutVariant | None] = []
     for op, way, node, room in zip(captured.ops, ways, graph.nodes, layout.room, strict=True):
         if way is None or room <= way.workspace or not node.makes:
             found.append(way)
@@ -124,7 +128,7 @@ def _with_room(
 
 
 def _nodes(
-    captured: Captured, buffers: dict[int, int], ways: Sequence[Way | None]
+    captured: Captured, buffers: dict[int, int], ways: Sequence[OutVariant | None]
 ) -> tuple[Node, ...]:
     values, nodes, random = captured.values, [], -1
     made_by: dict[int, int] = {}
@@ -155,7 +159,7 @@ def _nodes(
 
 
 def _overwritable(op: Op, values: tuple[Value, ...], buffers: dict[int, int]) -> tuple[int, ...]:
-    """Buffers of arguments that have the result's geometry and are seen in no other way."""
+    """Return the buffers of arguments that have the result's geometry and no other alias."""
     out = values[op.outputs[0]]
     found = []
     for value in op.inputs:
@@ -170,9 +174,9 @@ def _geometry(value: Value) -> tuple[object, ...]:
 
 
 def _steps(
-    captured: Captured, program: Program, ways: Sequence[Way | None], release: bool
+    captured: Captured, program: Program, ways: Sequence[OutVariant | None], release: bool
 ) -> list[Step]:
-    """What to do for each operator, in the order of the plan."""
+    """Return a function for each operator, in the order of the plan."""
     layout, steps = program.layout, []
     dead = _dead_values(captured, layout) if release else [()] * len(layout.order)
     for position, number in enumerate(layout.order):
@@ -184,7 +188,7 @@ def _steps(
 
 
 def _dead_values(captured: Captured, layout: Layout) -> list[tuple[int, ...]]:
-    """Values no operator looks at after each position."""
+    """Return the values that no operator reads after each position."""
     last: dict[int, int] = {}
     for position, number in enumerate(layout.order):
         op = captured.ops[number]
@@ -206,7 +210,7 @@ def _forget(values: tuple[int, ...]) -> Step:
     return step
 
 
-def _step(captured: Captured, program: Program, op: Op, node: Node, way: Way | None) -> Step:
+def _step(captured: Captured, program: Program, op: Op, node: Node, way: OutVariant | None) -> Step:
     layout = program.layout
     args, kwargs = _filler(op.args), _filler(op.kwargs)
     if way is None or not node.makes:
@@ -225,12 +229,12 @@ def _step(captured: Captured, program: Program, op: Op, node: Node, way: Way | N
 
 
 def _taken_over(captured: Captured, program: Program, op: Op, home: int) -> int:
-    """The argument whose place the result takes."""
+    """Return the argument that the result overwrites."""
     values, homes = captured.values, program.layout.homes
     for value in op.inputs:
         if values[value].ours and homes[program.buffers[values[value].memory]] == home:
             return value
-    raise AssertionError("an operator takes over what it does not read")
+    raise AssertionError("an operator overwrites a value that it does not read")
 
 
 def _view_into(value: Value, at: int) -> Callable[[Env, Tensor | None], Tensor]:
@@ -247,7 +251,7 @@ def _fresh(value: Value) -> Tensor:
 
 
 def _writing(
-    way: Way,
+    way: OutVariant,
     args: Callable[[Env], Any],
     kwargs: Callable[[Env], Any],
     out: int,
@@ -280,7 +284,7 @@ def _allocating(op: Op, args: Callable[[Env], Any], kwargs: Callable[[Env], Any]
 
 
 def _filler(arguments: Any) -> Callable[[Env], Any]:
-    """Gives the arguments with their values put in."""
+    """Return a function that inserts values into the arguments."""
     leaves, spec = pytree.tree_flatten(arguments, is_leaf=lambda x: isinstance(x, Ref))
     if not any(isinstance(leaf, Ref) for leaf in leaves):
         return lambda _: arguments
@@ -296,9 +300,9 @@ def _nested(argument: Any) -> bool:
 
 
 def tensors_of(module: nn.Module, captured: Captured) -> dict[str, Tensor]:
-    """The module's parameters and buffers that the network takes, and its constants.
+    """Return the parameters, buffers and constants that the network reads.
 
-    Raises `Unsupported` where one is not what it was when the network was captured.
+    Raises `Unsupported` if one has changed since the capture.
     """
     found: dict[str, Tensor] = {}
     for source in captured.sources:
@@ -313,7 +317,7 @@ def tensors_of(module: nn.Module, captured: Captured) -> dict[str, Tensor]:
             or not same
             or (tensor.dtype, tensor.device) != (value.dtype, value.device)
         ):
-            raise Unsupported(f"`{name}` is not what it was when the network was captured")
+            raise Unsupported(f"`{name}` has changed since the network was captured")
         found[name] = tensor
     return found
 

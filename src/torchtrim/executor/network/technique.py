@@ -1,4 +1,4 @@
-"""What techniques have in common that run a module by its graph, in calls without gradients."""
+"""Base of techniques that run a module by its graph, in calls without gradients."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 class ByGraph:
-    """A technique whose `where` names modules, which run by their graphs (`executor.network`)."""
+    """A technique that runs the modules in `where` by their graphs (`executor.network`)."""
 
     name = ""
     equivalence: Equivalence = "BITWISE"
 
     def options(self, step: Step) -> Sequence[Option]:
-        """None: it is for calls without gradients, which the planner of training does not plan."""
+        """Return no options: the planner of training steps does not plan calls without gradients."""
         return ()
 
     def edits(self, step: Step, option: Option) -> None:
-        """None, since there are no options."""
+        """Return None, since there are no options."""
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
-        """Make the named modules run by their graphs. Raises `ApplyFailed`, the model as it was."""
+        """Make the modules run by their graphs. Raises `ApplyFailed` and leaves the model unchanged."""
         from torchtrim.executor.network.switching import switch_on
 
         return switch_on(roots, technique)

@@ -1,21 +1,21 @@
-"""A network as its planner sees it: operators, and the buffers that they read and make."""
+"""Graph of a network for memory planning: operators, and the buffers they read and produce."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
-from torchtrim.memory.curve import bytes_over_time
+from torchtrim.memory.packing.buffers import bytes_over_time
 
 
 class Node(NamedTuple):
-    """One operator. Buffers are numbers into `Graph.sizes`; inputs and parameters are none.
+    """One operator. Buffers are indices into `Graph.sizes`; inputs and parameters are not included.
 
-    `needs`: nodes that must run before. `reads`: buffers it looks at. `makes`: buffers born here.
-    `over`: buffers that it may overwrite with the first that it makes, if no one looks at them again.
-    `writes`: it can write to a given place. `workspace`: bytes that it allocates besides, `own` those
-    where it allocates its result itself.
+    `needs`: nodes that must run first. `reads`: input buffers. `makes`: output buffers. `over`: buffers that
+    the first output may overwrite if they are not read later. `writes`: True if the operator can write to a
+    preallocated output. `workspace`: scratch bytes when it does, `own` when it allocates its output itself.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Node(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """Operators in the order in which they were written. `results`: buffers that outlive the call."""
+    """Operators in program order. `results`: buffers that outlive the call."""
 
     nodes: tuple[Node, ...]
     sizes: tuple[int, ...]
@@ -37,14 +37,14 @@ class Graph(NamedTuple):
 
 
 class Lives(NamedTuple):
-    """Buffer `b` is alive at positions `birth[b] <= i < death[b]` of an order; -1, 0 if it never is."""
+    """Lifetimes: buffer `b` is live at positions `birth[b] <= i < death[b]`; (-1, 0) if it is never live."""
 
     birth: tuple[int, ...]
     death: tuple[int, ...]
 
 
 def lives_of(graph: Graph, order: Sequence[int]) -> Lives:
-    """From the operator that makes a buffer to the last that looks at it; results to the end."""
+    """Return lifetimes from the operator that makes a buffer to its last reader. Results live to the end."""
     birth, death = [-1] * len(graph.sizes), [0] * len(graph.sizes)
     for position, number in enumerate(order):
         node = graph.nodes[number]
@@ -58,9 +58,9 @@ def lives_of(graph: Graph, order: Sequence[int]) -> Lives:
 
 
 def homes_of(graph: Graph, order: Sequence[int]) -> tuple[int, ...]:
-    """For each buffer the one whose memory it takes over, itself where it takes over none.
+    """Return, for each buffer, the buffer whose memory it reuses, or itself.
 
-    An operator overwrites a buffer of the same size which nothing reads after it.
+    An operator overwrites an input of the same size that is not read later.
     """
     lives = lives_of(graph, order)
     homes = list(range(len(graph.sizes)))
@@ -80,9 +80,9 @@ def homes_of(graph: Graph, order: Sequence[int]) -> tuple[int, ...]:
 def bytes_alive(
     graph: Graph, order: Sequence[int], homes: Sequence[int], *, written: bool = False
 ) -> list[int]:
-    """Bytes alive while each operator of the order runs, its own workspace included.
+    """Return the live bytes during each operator of the order, its workspace included.
 
-    `written`: operators write to given places, otherwise they allocate.
+    `written`: operators write to preallocated outputs instead of allocating.
     """
     spans = home_lives(graph, lives_of(graph, order), homes).values()
     alive = bytes_over_time(len(order), ((size, first, last) for first, last, size in spans))
@@ -92,7 +92,7 @@ def bytes_alive(
 
 
 def home_lives(graph: Graph, lives: Lives, homes: Sequence[int]) -> dict[int, tuple[int, int, int]]:
-    """Of each home: from when until when it is alive, and its bytes."""
+    """Return the first position, end position and bytes of each home."""
     spans: dict[int, tuple[int, int, int]] = {}
     for buffer, home in enumerate(homes):
         if lives.birth[buffer] < 0:
@@ -101,3 +101,71 @@ def home_lives(graph: Graph, lives: Lives, homes: Sequence[int]) -> dict[int, tu
         first, last = min(first, lives.birth[buffer]), max(last, lives.death[buffer])
         spans[home] = (first, last, graph.sizes[home])
     return spans
+
+
+_AS_GOOD = 1.02  # Two per cent of the peak for fewer operators that run in parts. Arbitrary.
+
+
+class Cut(NamedTuple):
+    """A cut after the first `position` operators, which run in parts. `carried`: bytes that cross it."""
+
+    position: int
+    peak: int
+    carried: int
+
+
+def best_cut(whole: Graph, part: Graph, order: Sequence[int], last: int) -> Cut:
+    """Return the cut with the lowest peak, at most at `last`. Ties go to the earliest.
+
+    `whole` and `part` are the same network on the whole batch and on a part of it. Results that cross the cut
+    are live while the parts run, and from then on to the end.
+    """
+    carried = _carried(whole, order)
+    homes = homes_of(part, order)
+    parts = [0, *accumulate(bytes_alive(part, order, homes), max)]
+    rest = _rest(whole, order)
+    cuts = [
+        Cut(at, carried[at] + max(parts[at], rest[at]) if at else rest[0], carried[at])
+        for at in range(last + 1)
+    ]
+    least = min(cut.peak for cut in cuts)
+    return next(cut for cut in cuts if cut.peak <= _AS_GOOD * least)
+
+
+def crossing(graph: Graph, order: Sequence[int], at: int) -> list[int]:
+    """Return the results and buffers that are born before a position and read from there on."""
+    lives = lives_of(graph, order)
+    return [
+        buffer
+        for buffer, (birth, death) in enumerate(zip(*lives, strict=True))
+        if 0 <= birth < at and (death > at or buffer in graph.results)
+    ]
+
+
+def _carried(graph: Graph, order: Sequence[int]) -> list[int]:
+    past = len(order) + 1
+    return bytes_over_time(
+        past,
+        (
+            (graph.sizes[buffer], birth + 1, past if buffer in graph.results else death)
+            for buffer, (birth, death) in enumerate(zip(*lives_of(graph, order), strict=True))
+            if birth >= 0
+        ),
+    )
+
+
+def _rest(graph: Graph, order: Sequence[int]) -> list[int]:
+    """Return, for each cut, the peak of buffers born after it."""
+    lives = lives_of(graph, order)
+    born: list[list[tuple[int, int]]] = [[] for _ in order]
+    for first, last, size in home_lives(graph, lives, homes_of(graph, order)).values():
+        born[first].append((last, size))
+    alive, rest, most = [0] * len(order), [0] * (len(order) + 1), 0
+    for at in reversed(range(len(order))):
+        alive[at] += graph.nodes[order[at]].own
+        for last, size in born[at]:
+            for position in range(at, last):
+                alive[position] += size
+                most = max(most, alive[position])
+        rest[at] = most = max(most, alive[at])
+    return rest

@@ -1,27 +1,167 @@
-"""Where every buffer is: in one arena at an offset, or in memory of its own."""
+"""Operator order with a low peak, and the place of every buffer: an arena offset, or its own allocation.
+
+The order is the best of three: as written, by beam search, and branch by branch. Finding the optimal order is
+NP-complete (Sethi, "Complete register allocation problems", 1975).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from torchtrim.memory.curve import bytes_over_time
 from torchtrim.memory.network.graph import Graph, bytes_alive, home_lives, homes_of, lives_of
-from torchtrim.memory.network.ordering import best_order
 from torchtrim.memory.packing import Buffer, pack
+from torchtrim.memory.packing.buffers import bytes_over_time
+
+Order = tuple[int, ...]
+_WIDTH = 16  # Arbitrary; a wider beam takes longer in proportion.
+_MOST_NODES = 3000
+"""Arbitrary: sets of operators are bits of one integer, so each step takes longer the larger the graph."""
+
+
+def best_order(graph: Graph) -> Order:
+    """Return the operator order with the lowest peak found, never worse than the order as written."""
+    found: list[Order] = [tuple(range(len(graph.nodes))), _by_branches(graph)]
+    if len(graph.nodes) <= _MOST_NODES:
+        found.append(_Beam(graph).search())
+    return min(found, key=lambda order: peak_of(graph, order))
+
+
+def peak_of(graph: Graph, order: Sequence[int]) -> int:
+    """Return the peak of an order with in-place reuse."""
+    return max(bytes_alive(graph, order, homes_of(graph, order)), default=0)
+
+
+class _BeamState(NamedTuple):
+    """Partial order. `done` and `ready` are bit sets of operators; `last` ran last."""
+
+    peak: int
+    live: int
+    done: int
+    ready: int
+    last: int
+    before: _BeamState | None
+
+
+class _Beam:
+    """Beam search over the set of operators that have run."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._needs = [sum(1 << n for n in set(node.needs)) for node in graph.nodes]
+        self._users: list[list[int]] = [[] for _ in graph.nodes]
+        self._readers = [0] * len(graph.sizes)
+        for number, node in enumerate(graph.nodes):
+            for need in set(node.needs):
+                self._users[need].append(number)
+            for buffer in set(node.reads):
+                self._readers[buffer] |= 1 << number
+
+    def search(self) -> Order:
+        """Return the order of the best final state."""
+        ready = sum(1 << n for n, needs in enumerate(self._needs) if not needs)
+        states = [_BeamState(0, 0, 0, ready, -1, None)]
+        for _ in self._graph.nodes:
+            found: dict[int, _BeamState] = {}
+            for state in states:
+                for following in self._following(state):
+                    known = found.get(following.done)
+                    if known is None or following[:2] < known[:2]:
+                        found[following.done] = following
+            states = sorted(found.values(), key=lambda state: state[:3])[:_WIDTH]
+        return tuple(_history(states[0]))
+
+    def _following(self, state: _BeamState) -> Iterator[_BeamState]:
+        for number in _bits(state.ready):
+            done = state.done | 1 << number
+            rises, stays = self._change(number, done)
+            ready = state.ready & ~(1 << number)
+            for user in self._users[number]:
+                if self._needs[user] & done == self._needs[user]:
+                    ready |= 1 << user
+            peak = max(state.peak, state.live + rises)
+            yield _BeamState(peak, state.live + stays, done, ready, number, state)
+
+    def _change(self, number: int, done: int) -> tuple[int, int]:
+        """Return how far memory rises during the operator, and how much of that remains after it."""
+        node, sizes = self._graph.nodes[number], self._graph.sizes
+        dying = [b for b in set(node.reads) if self._ends(b, done)]
+        made = sum(sizes[b] for b in node.makes)
+        taken = sizes[node.makes[0]] if node.makes else 0
+        reused = taken if any(b in dying and sizes[b] == taken for b in node.over) else 0
+        kept = sum(sizes[b] for b in node.makes if not self._ends(b, done))
+        return made - reused + node.own, kept - sum(sizes[b] for b in dying)
+
+    def _ends(self, buffer: int, done: int) -> bool:
+        return buffer not in self._graph.results and not self._readers[buffer] & ~done
+
+
+def _bits(number: int) -> Iterator[int]:
+    while number:
+        lowest = number & -number
+        yield lowest.bit_length() - 1
+        number ^= lowest
+
+
+def _history(state: _BeamState) -> list[int]:
+    order = []
+    at: _BeamState | None = state
+    while at is not None and at.last >= 0:
+        order.append(at.last)
+        at = at.before
+    return order[::-1]
+
+
+def _by_branches(graph: Graph) -> Order:
+    """Order operators depth first from the last nodes, entering the branch with the highest peak first.
+
+    For trees this is optimal if all results have the same size (Liu, "On the storage requirement in the
+    out-of-core multifrontal method", 1986).
+    """
+    weight = _peaks(graph)
+    order: list[int] = []
+    done = [False] * len(graph.nodes)
+    for last in range(len(graph.nodes)):
+        stack = [last]
+        while stack:
+            number = stack[-1]
+            if done[number]:
+                stack.pop()
+                continue
+            open_needs = [n for n in set(graph.nodes[number].needs) if not done[n]]
+            if open_needs:
+                stack.append(max(open_needs, key=lambda n: (weight[n], -n)))
+            else:
+                done[number] = True
+                order.append(number)
+                stack.pop()
+    return tuple(order)
+
+
+def _peaks(graph: Graph) -> list[int]:
+    """Return, for each node, the peak of its branch minus what the branch leaves, as if it ran alone."""
+    weight: list[int] = []
+    for node in graph.nodes:
+        made = sum(graph.sizes[b] for b in node.makes)
+        read = sum(graph.sizes[b] for b in node.reads)
+        above = max((weight[n] for n in node.needs), default=0)
+        weight.append(max(above, read + node.own))
+        weight[-1] = max(weight[-1] - made, 0)
+    return weight
+
 
 ALIGNMENT = 64  # What PyTorch's CPU allocator aligns to (c10/core/alignment.h), a cache line.
 WORTH_AN_ARENA = 1.02
-"""An arena is one allocation a call; a fiftieth more bytes is what that may cost."""
+"""An arena is a single allocation per call. It may cost up to 2 % more bytes."""
 
 
 class Layout(NamedTuple):
-    """A plan. `homes[b]`: the buffer whose memory buffer `b` takes over, itself for its own.
+    """A memory plan. `homes[b]`: the buffer whose memory buffer `b` reuses, or itself.
 
-    `offsets`: where homes lie in the arena of `height` bytes; others have memory of their own.
-    `peak`: the most bytes at any moment, arena, own memory and workspace together; `outputs` without the
-    workspace. `bound`: the most bytes that are alive at once in this order. `room`: for each operator, by its
-    number, the bytes that it may allocate besides without raising the peak.
+    `offsets`: arena offsets of homes; other homes have their own allocation. `height`: arena size in bytes.
+    `peak`: most bytes at any moment, with arena, other allocations and workspace; `outputs`: the same without
+    workspace. `bound`: most bytes live at once in this order. `room`: for each operator, by its index, the
+    bytes it may allocate without raising the peak.
     """
 
     order: tuple[int, ...]
@@ -35,9 +175,9 @@ class Layout(NamedTuple):
 
 
 def lay_out(graph: Graph, *, in_place: bool = True, arena: bool = True) -> Layout:
-    """The plan with the lowest peak; with an arena where that costs at most a fiftieth more.
+    """Return the plan with the lowest peak. An arena is used if it costs at most 2 % more.
 
-    `in_place`: operators may overwrite what no one looks at again.
+    `in_place`: let operators overwrite inputs that are not read later.
     """
     order = best_order(graph)
     homes = homes_of(graph, order) if in_place else tuple(range(len(graph.sizes)))
@@ -49,7 +189,7 @@ def lay_out(graph: Graph, *, in_place: bool = True, arena: bool = True) -> Layou
 
 
 def _writable(graph: Graph, order: Sequence[int], homes: Sequence[int]) -> frozenset[int]:
-    """Homes that an operator can be told to write to; what outlives the call is not among them."""
+    """Return the homes that an operator can write to directly, except those that outlive the call."""
     outlive = {homes[buffer] for buffer in graph.results}
     found = set()
     for number in order:
@@ -92,19 +232,19 @@ def _apart(
     spans: dict[int, tuple[int, int, int]],
     inside: frozenset[int],
 ) -> list[int]:
-    """Bytes outside of the arena while each operator runs."""
+    """Return the bytes outside the arena during each operator."""
     outside = ((size, a, b) for home, (a, b, size) in spans.items() if home not in inside)
     return bytes_over_time(len(order), outside)
 
 
 def _workspace(graph: Graph, number: int, homes: Sequence[int], inside: frozenset[int]) -> int:
-    """What an operator allocates besides: less where its result has its place."""
+    """Return the workspace of an operator, which depends on who allocates its output."""
     node = graph.nodes[number]
     given = bool(node.makes) and homes[node.makes[0]] in inside
     return node.workspace if given else node.own
 
 
 def _bound(graph: Graph, order: Sequence[int], homes: Sequence[int]) -> int:
-    """The most bytes of buffers alive at once."""
+    """Return the most buffer bytes live at once."""
     bare = graph._replace(nodes=tuple(node._replace(own=0, workspace=0) for node in graph.nodes))
     return max(bytes_alive(bare, order, homes), default=0)

@@ -1,4 +1,4 @@
-"""The loops of the packer, as Python runs them or as numba compiles them, and arrays for either."""
+"""Inner loops of the packer, in plain Python or compiled by numba, with matching arrays."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ _CHOICES, _TRAIL = 64, 256
 
 @dataclass(frozen=True, kw_only=True)
 class LoopEngine:
-    """Functions of one kind and the arrays that they take; `pace` is units of effort in a
-    second."""
+    """Loop functions and constructors of their arrays. `pace` is units of effort per second."""
 
     name: str
     search: Callable[..., int]
@@ -29,7 +28,7 @@ class LoopEngine:
     pace: float
 
     def room(self, count: int, sections: int) -> tuple[Any, ...]:
-        """What `search` works in: memory that grows with the number of buffers."""
+        """Allocate the working memory of `search`, which is linear in the number of buffers."""
         lengths = (
             *(count,) * 5,
             sections + 1,
@@ -46,7 +45,7 @@ class LoopEngine:
 
 @cache
 def plain() -> LoopEngine:
-    """Python's own loops over lists."""
+    """Return the engine of plain Python loops over lists."""
     return LoopEngine(
         name="python",
         search=search.search,
@@ -58,13 +57,13 @@ def plain() -> LoopEngine:
 
 
 def can_compile() -> bool:
-    """Whether numba is installed."""
+    """Return True if numba is installed."""
     return find_spec("numba") is not None
 
 
 @cache
 def compiled() -> LoopEngine:
-    """The same functions through numba. What it compiles is kept on disk for the next process."""
+    """Return the engine of numba's compiled functions, which are cached on disk."""
     numpy = import_module("numpy")
     return LoopEngine(
         name="numba",
@@ -77,7 +76,7 @@ def compiled() -> LoopEngine:
 
 
 def _compile(module: ModuleType, only: tuple[str, ...] | None = None) -> dict[str, Any]:
-    """The module's functions, each compiled and calling the others' compiled ones."""
+    """Compile the module's functions so that they call each other's compiled versions."""
     jit = compiler(nogil=True)
     names = dict(vars(module))
     for name, value in vars(module).items():

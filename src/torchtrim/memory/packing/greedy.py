@@ -1,7 +1,7 @@
-"""Buffers placed one after another into the gaps that the earlier ones leave, in several orders.
+"""Greedy placement: each buffer goes into a gap left by those placed before it, in several orders.
 
-Largest first into the tightest gap is what TFLite does (Pisarchyk and Lee, arXiv 2001.03288). No order is
-best for all, so there are several, and the lowest packing is taken.
+Largest first into the tightest gap is TFLite's strategy (Pisarchyk and Lee, arXiv 2001.03288). No order is
+best for all problems, so several are tried and the lowest packing wins.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from bisect import insort
 from collections.abc import Iterator
 from typing import Any
 
-from torchtrim.memory.packing.problem import PackingProblem
+from torchtrim.memory.packing.buffers import PackingProblem
 
 
 def place(order: Any, rows: Any, tightest: bool, offsets: Any, work: Any) -> int:
-    """Place buffers in this order, each into the first or the tightest gap; the height.
+    """Place buffers in this order, each in the first or the tightest gap, and return the height.
 
     rows: lower, upper, size and align. offsets: written. work: four arrays as long as the order.
     """
@@ -47,7 +47,7 @@ def place(order: Any, rows: Any, tightest: bool, offsets: Any, work: Any) -> int
 
 
 def place_in_lists(order: Any, rows: Any, tightest: bool, offsets: Any, work: Any) -> int:
-    """What `place` does, in the way that is quick where it is not compiled."""
+    """Do the same as `place` with Python lists, which is faster without compilation."""
     lower, upper, size, align = rows
     placed: list[tuple[int, int, int, int]] = []
     height = 0
@@ -70,9 +70,9 @@ def place_in_lists(order: Any, rows: Any, tightest: bool, offsets: Any, work: An
 
 
 def orders(problem: PackingProblem) -> Iterator[tuple[list[int], bool]]:
-    """Orders to place buffers in, and whether each goes into its tightest gap; largest first leads.
+    """Yield placement orders, each with True if buffers go into the tightest gap. Largest first leads.
 
-    Next are those by how crowded it gets, which leave the fewest buffers too high in large problems.
+    Orders by crowd come next: they leave the fewest buffers too high in large problems.
     """
     size, lower, crowd, lifetime = problem.size, problem.lower, problem.crowd, problem.lifetime
     area = [s * t for s, t in zip(size, lifetime, strict=True)]

@@ -1,4 +1,4 @@
-"""Depth-first search for a packing under a capacity: loops over integers, compiled where numba is.
+"""Depth-first search for a packing under a capacity: loops over integers, compiled if numba is installed.
 
 Buffers are placed from the bottom up, each as low as those under it allow, so a packing is found in one
 order only: by offset, then by index (canonical solutions, as in MiniMalloc by Moffitt, ASPLOS 2023). A
@@ -7,7 +7,7 @@ branch ends where
     end after the capacity (the bound of one machine with release dates, Horn 1974),
   * some buffer would fit below all that is still to come, so the packing could be pushed down.
 Where no unplaced buffer crosses a moment, the two sides are searched apart. Arrays are lists or numpy's;
-every loop here is over one of them, and what they hold grows with the number of buffers, not of pairs.
+every loop here is over one of them. Their size grows with the number of buffers, not of pairs.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ from typing import Any
 
 FOUND, EXHAUSTED, GAVE_UP = 1, 0, -1
 BUFFER, NEXT, END, LOW, HIGH, PARENT, REST, AT, LAST, POOL, TRAIL = range(11)
-FIELDS = 11  # As many as are named above.
+FIELDS = 11  # Number of names above.
 SPLIT_LOW, SPLIT_HIGH, SPLIT_PARENT, SPLIT_AT, SPLIT_LAST, SPLIT_REST = range(6)
-SPLIT_FIELDS = 6  # As many as are named above.
+SPLIT_FIELDS = 6  # Number of names above.
 FREE, SPENT, NODES, TRAILED, SPLITS, TRUNCATED, LISTED = range(7)
-COUNTERS = 7  # As many as are named above.
+COUNTERS = 7  # Number of names above.
 MANY = 1 << 60
 
 
 def search(rows: Any, sections: int, capacity: int, limits: Any, work: Any) -> int:
     """Search for offsets that stay within the capacity.
 
-    rows: (lower, upper, size, align, twin), each one integer a buffer: its first section, the one after its
-        last, its bytes, what its offset is a multiple of, and the index of an equal buffer that must lie
-        below it, or -1.
-    sections: how many sections of time there are.
-    limits: how many nodes are visited at most, and how many units of effort are spent.
-    work: what `room` of `engine.py` made. Its first array holds the offsets afterwards.
-    Returns FOUND, EXHAUSTED where there is no such packing, or GAVE_UP.
+    rows: (lower, upper, size, align, twin), each with one integer per buffer: first section, end section,
+    bytes, alignment of the offset, and the index of an equal buffer that must lie below, or -1.
+    sections: number of sections of time.
+    limits: limits on visited nodes and on units of effort.
+    work: arrays from `LoopEngine.room`. The first one holds the offsets afterwards.
+    Returns FOUND, GAVE_UP, or EXHAUSTED if no such packing exists.
     """
     _start(rows, sections, work)
     counters, frames = work[8], work[6]
@@ -95,7 +94,7 @@ def _enter(frames: Any, splits: Any, depth: int, head: int, counters: Any) -> No
 
 
 def _gather(rows: Any, work: Any, depth: int) -> None:
-    """List what is still to be placed in this part, the highest first, with where it can start."""
+    """List the unplaced buffers of this part, highest first, with the lowest offset of each."""
     lower, upper = rows[0], rows[1]
     free, listed, spots, frames, counters = work[2], work[3], work[11], work[6], work[8]
     low, high = frames[depth * FIELDS + LOW], frames[depth * FIELDS + HIGH]
@@ -114,7 +113,7 @@ def _gather(rows: Any, work: Any, depth: int) -> None:
 
 
 def _raise(rows: Any, work: Any, depth: int) -> None:
-    """Sort the list by where each can start: one that was passed over, on something still to be placed."""
+    """Raise the lowest offset of each buffer that was passed over, then sort the list by offset."""
     lower, upper, size = rows[0], rows[1], rows[2]
     offsets, listed, keys, tops = work[0], work[3], work[4], work[12]
     frames, counters = work[6], work[8]
@@ -147,7 +146,7 @@ def _raise(rows: Any, work: Any, depth: int) -> None:
 
 
 def _remaining(rows: Any, work: Any, depth: int, capacity: int) -> int:
-    """The most bytes still to be placed in one section, or -1 where a section has no room for its own."""
+    """Return the most unplaced bytes in one section, or -1 if a section has too little room."""
     lower, upper, size = rows[0], rows[1], rows[2]
     listed, keys, load, frames, counters = work[3], work[4], work[5], work[6], work[8]
     for section in range(frames[depth * FIELDS + LOW], frames[depth * FIELDS + HIGH]):
@@ -170,7 +169,7 @@ def _remaining(rows: Any, work: Any, depth: int, capacity: int) -> int:
 
 
 def _branch(rows: Any, work: Any, depth: int, highest: int) -> None:
-    """Push what may be placed next, the lowest offset and then the lowest index first."""
+    """Push the candidates for placement, lowest offset and then lowest index first."""
     size, twin = rows[2], rows[4]
     offsets, placed, listed, frames, counters, choices = (
         work[0],
@@ -208,7 +207,7 @@ def _branch(rows: Any, work: Any, depth: int, highest: int) -> None:
 
 
 def _place(rows: Any, work: Any, depth: int) -> bool:
-    """Place the next choice and raise what overlaps it; False where the trail is full."""
+    """Place the next candidate and raise the buffers that overlap it. Return False if the trail is full."""
     lower, upper, size, align = rows[0], rows[1], rows[2], rows[3]
     offsets, placed, free, frames, counters, choices, trail = (
         work[0],
@@ -244,7 +243,7 @@ def _place(rows: Any, work: Any, depth: int) -> bool:
 
 
 def _undo(work: Any, depth: int, parent: int) -> None:
-    """Take back the placements from `parent` to the one before `depth`."""
+    """Undo the placements from `parent` up to just before `depth`."""
     offsets, placed, frames, counters, trail = work[0], work[1], work[6], work[8], work[10]
     for level in range(parent, depth):
         placed[frames[level * FIELDS + BUFFER]] = 0
@@ -257,7 +256,7 @@ def _undo(work: Any, depth: int, parent: int) -> None:
 
 
 def _split(rows: Any, work: Any, depth: int) -> int:
-    """Cut the part of this level where nothing unplaced crosses; the first of all parts left, or -1."""
+    """Split this level where no unplaced buffer crosses. Return the first remaining part, or -1."""
     lower, upper = rows[0], rows[1]
     free, crossing, frames, splits, counters = work[2], work[5], work[6], work[7], work[8]
     filled = work[12]

@@ -1,4 +1,4 @@
-"""Buffers as a table of comma-separated values: read with all its columns, written with an offset more."""
+"""CSV tables of buffers: read with all columns, and written with an added offset column."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WHOLE = re.compile(r"[+-]?[0-9]{1,19}", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The columns and rows of a file, and the buffers that the rows are."""
+    """Columns and rows of a file, and the buffers they describe."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -28,11 +28,11 @@ class Table:
 
 
 def read(path: Path) -> Table:
-    """Read a table with the columns id, lower, upper and size, in any order, among others.
+    """Read a table with the columns id, lower, upper and size, in any order and among others.
 
-    Where there is a column alignment, each buffer has its own; an empty one is 1.
+    An optional column alignment gives each buffer's alignment; an empty cell means 1.
 
-    Raises `UnreadableInput`, which names the line and the column.
+    Raises `UnreadableInput` with the line and the column.
     """
     lines = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
     try:
@@ -48,8 +48,8 @@ def read(path: Path) -> Table:
             buffer = _buffer(row, len(columns), places, where)
             if buffer.id in seen:
                 raise UnreadableInput(
-                    f"{where}: id {_short(str(buffer.id))} is that of line {seen[buffer.id]} too; give "
-                    "each buffer its own."
+                    f"{where}: id {_short(str(buffer.id))} is also used in line {seen[buffer.id]}; ids "
+                    "must be unique."
                 )
             seen[buffer.id] = lines.line_num
             rows.append(row)
@@ -62,7 +62,7 @@ def read(path: Path) -> Table:
 
 
 def write(table: Table, offsets: Mapping[str | int, int]) -> bytes:
-    """The table with the column `offset`: the one it had with new values, else a last one."""
+    """Return the table with a column `offset`, replaced if present and appended otherwise."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     columns = list(table.columns)
@@ -82,18 +82,19 @@ def _text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise UnreadableInput(
-            f"{path}, line {line}: byte {error.start} is no UTF-8; expected comma-separated values."
+            f"{path}, line {line}: byte {error.start} is not valid UTF-8; expected "
+            "comma-separated values."
         ) from None
 
 
 def _places(columns: Sequence[str], path: Path) -> dict[str, int]:
-    """Where the needed columns are."""
+    """Return the index of each required column."""
     for name in (*NEEDED, *_OPTIONAL):
         found = columns.count(name)
         if found > 1 or (not found and name in NEEDED):
             has = ", ".join(map(_short, columns[:12])) or "none"
             raise UnreadableInput(
-                f"{path}, line 1: there {'are two columns' if found else 'is no column'} {name!r} among: "
+                f"{path}, line 1: column {name!r} {'is repeated' if found else 'is missing'} among: "
                 f"{has}. The first line names the columns; {', '.join(NEEDED)} are needed."
             )
     return {name: columns.index(name) for name in (*NEEDED, "alignment") if name in columns}
@@ -105,13 +106,13 @@ def _buffer(row: Sequence[str], width: int, places: Mapping[str, int], where: st
     name = row[places["id"]].strip()
     lower, upper, size = (_whole(row[places[c]], c, where) for c in NEEDED[1:])
     if not name:
-        raise UnreadableInput(f"{where}: id is empty; offsets are given by id.")
+        raise UnreadableInput(f"{where}: id is empty, but offsets are listed by id.")
     if size < 0:
-        raise UnreadableInput(f"{where}: size is {size}; a buffer has 0 bytes or more.")
+        raise UnreadableInput(f"{where}: size is {size}; it must be 0 or more.")
     if upper < lower:
         raise UnreadableInput(
-            f"{where}: upper is {upper}, before lower, {lower}; a buffer is alive from lower until just "
-            "before upper."
+            f"{where}: upper is {upper}, less than lower, {lower}. A buffer is live from lower "
+            "until just before upper."
         )
     return Buffer(name, lower, upper, size, _alignment(row, places, where))
 
@@ -120,9 +121,7 @@ def _alignment(row: Sequence[str], places: Mapping[str, int], where: str) -> int
     text = row[places["alignment"]] if "alignment" in places else ""
     found = _whole(text, "alignment", where) if text.strip(" \t") else 1
     if found < 1:
-        raise UnreadableInput(
-            f"{where}: alignment is {found}; its offset is a multiple of it, so give 1 or more, or nothing."
-        )
+        raise UnreadableInput(f"{where}: alignment is {found}; it must be 1 or more, or empty.")
     return found
 
 
@@ -130,7 +129,7 @@ def _whole(text: str, column: str, where: str) -> int:
     number = text.strip(" \t")
     if _WHOLE.fullmatch(number) is None:
         raise UnreadableInput(
-            f"{where}: {column} is {_short(text)}; a whole number is needed, such as 4096."
+            f"{where}: {column} is {_short(text)}; it must be a whole number, such as 4096."
         )
     return int(number)
 

@@ -1,4 +1,4 @@
-"""Whether offsets are a packing at all, told from what the packer does not know: a walk through time."""
+"""Independent validator of packings: a walk through time that shares no code with the packer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def why_invalid(
     capacity: int | None = None,
     alignment: int = 1,
 ) -> str | None:
-    """The first reason why these offsets are no packing of these buffers, or None where they are one.
+    """Return the first reason why the offsets do not pack the buffers, or None if they do.
 
-    Offsets must be there for each buffer and for no other, not negative, multiples of `alignment` and of
-    the buffer's own; no
-    buffer may end above `capacity`, and none may share a byte with one that is alive at the same time.
+    Every buffer needs an offset, and no other id may have one. Offsets must be non-negative and multiples of
+    `alignment` and of the buffer's own alignment. No buffer may end above `capacity` or overlap another that
+    is live at the same time.
     """
     known = {buffer.id for buffer in buffers}
     for name in offsets:
@@ -39,10 +39,10 @@ def _misplaced(
         return f"buffer {buffer.id!r} has no offset"
     offset = offsets[buffer.id]
     if type(offset) is not int or offset < 0:
-        return f"buffer {buffer.id!r} has the offset {offset!r}, which is no place in memory"
+        return f"buffer {buffer.id!r} has the offset {offset!r}, which is not a valid address"
     for step in (alignment, buffer.alignment):
         if offset % step:
-            return f"buffer {buffer.id!r} is at {offset}, which is no multiple of {step}"
+            return f"buffer {buffer.id!r} is at {offset}, which is not a multiple of {step}"
     if capacity is not None and offset + buffer.size > capacity:
         return (
             f"buffer {buffer.id!r} ends at {offset + buffer.size}, above the capacity of {capacity}"
@@ -51,7 +51,7 @@ def _misplaced(
 
 
 def _clashes(buffers: Iterable[Buffer], offsets: Mapping[str | int, int]) -> Iterator[str]:
-    """Walk through time with the buffers alive, by offset: a newcomer can only clash with neighbours."""
+    """Walk through time with the live buffers sorted by offset: a new one can only clash with neighbours."""
     real = [b for b in buffers if b.size > 0 and b.upper > b.lower]
     moments = [(b.upper, 0, place) for place, b in enumerate(real)]
     moments += [(b.lower, 1, place) for place, b in enumerate(real)]
@@ -76,6 +76,6 @@ def _clash(one: Buffer, other: Buffer, offsets: Mapping[str | int, int]) -> str 
         return None
     begin, end = max(one.lower, other.lower), min(one.upper, other.upper)
     return (
-        f"buffers {one.id!r} and {other.id!r} are both alive from {begin} to {end} and share the bytes "
-        f"from {low} to {high}"
+        f"buffers {one.id!r} and {other.id!r} are both live from {begin} to {end} and share "
+        f"bytes {low} to {high}"
     )

@@ -1,1 +1,1 @@
-"""Ways to choose options: each fills a front with the best choices that it finds."""
+"""Solvers choose options: each fills a front with the best choices that it finds."""

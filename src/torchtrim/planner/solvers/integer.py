@@ -1,7 +1,7 @@
-"""The quickest choice within a budget, and what no choice is below: the problem as an integer program.
+"""An integer program: the quickest choice within a budget, and a bound that no choice can beat.
 
-`pip install torchtrim[solver]` brings what solves it. It begins with the best choice that the local search
-knows.
+`pip install torchtrim[solver]` installs its solver. The search starts from the best choice of the local
+search.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ import math
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from torchtrim.planner.front import Answer
 from torchtrim.planner.linear import Linear, linear
 from torchtrim.planner.problem import Chosen, Problem
-from torchtrim.planner.solvers.base import Answer
 
 if TYPE_CHECKING:
-    from torchtrim.planner.solvers.moments import Heights, MomentSearch
+    from torchtrim.planner.solvers.moments import MomentMemory, MomentSearch
 
 _LOWEST = 5.0
-"""Seconds for which the lowest is looked for."""
-_MOST_TERMS = 400_000  # Arbitrary; larger programs are not solved in the seconds that there are.
+"""Arbitrary; seconds to search for the lowest peak."""
+_MOST_TERMS = 400_000
+"""Arbitrary; larger programs are not solved within the seconds of a search."""
 _NEAR = 2.5e-3
-"""By how much of the step a choice may be slower than the quickest, where that takes long to find."""
+"""Arbitrary; how much slower than the bound, as a share of the step, a choice may be if the search takes
+long."""
 _NEAR_UNITS = 4.0
-"""Likewise for the lowest, of which the peak has 4,096."""
+"""Arbitrary; the same for the lowest peak, in units of 1/4096 of the peak."""
 
 
 class Integer:
@@ -35,7 +37,7 @@ class Integer:
 
     @staticmethod
     def installed() -> bool:
-        """Whether there is a solver."""
+        """Return True if the solver is installed."""
         return importlib.util.find_spec("highspy") is not None
 
     @cached_property
@@ -43,19 +45,22 @@ class Integer:
         return linear(self._problem)
 
     @cached_property
-    def _heights(self) -> Heights:
-        from torchtrim.planner.solvers.moments import Heights
+    def _heights(self) -> MomentMemory:
+        from torchtrim.planner.solvers.moments import MomentMemory
 
-        return Heights(self._linear)
+        return MomentMemory(self._linear)
 
     @cached_property
     def fits(self) -> bool:
-        """Whether the program is small enough to be solved while a person waits."""
+        """True if the program is small enough to solve while a person waits."""
         return sum(len(row.terms) for row in self._linear.rows) <= _MOST_TERMS
 
     def quickest(self, budget: int, start: Chosen | None = None, limit: float = math.inf) -> Answer:
-        """The choice within a budget that adds least time, looked for during `limit` seconds; infinity
-        bounds a budget that none is within."""
+        """Return the choice within a budget that adds the least time, after a search of at most `limit`
+        seconds.
+
+        The bound is infinite if no choice is within the budget.
+        """
         seconds = self._problem.seconds
         longest = max(map(abs, seconds), default=0.0) or 1.0
         near = _NEAR * self._problem.step.seconds / longest
@@ -65,7 +70,7 @@ class Integer:
         return Answer(found.chosen, bound, found.proven)
 
     def lowest(self, start: Chosen | None = None) -> Answer:
-        """The choice with the smallest peak."""
+        """Return the choice with the smallest peak."""
         return self._search((), None, _NEAR_UNITS, _LOWEST).run(start)
 
     def _search(

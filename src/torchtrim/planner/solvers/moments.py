@@ -1,10 +1,10 @@
-"""An integer program for HiGHS that is asked with more and more moments at which memory counts.
+"""An integer program for HiGHS that grows by moments whose memory exceeds the budget.
 
-There are thousands of moments, and few of them matter. So the program is solved with the highest alone,
-those join it at which the answer is over the budget, and it is solved again, first in fractions of options,
-which is soon done, then in whole ones: the cutting planes of Dantzig, Fulkerson and Johnson, "Solution of a
-large-scale traveling-salesman problem" (1954). HiGHS (Huangfu and Hall, "Parallelizing the dual revised
-simplex method", 2018) is there with `pip install torchtrim[solver]`.
+There are thousands of moments, but only a few matter. So the program is solved with the highest moment alone,
+the moments that exceed the budget in its answer are added, and it is solved again: first for fractions of
+options, which is quick, then for whole ones. These are the cutting planes of Dantzig, Fulkerson and Johnson,
+"Solution of a large-scale traveling-salesman problem" (1954). `pip install torchtrim[solver]` installs HiGHS
+(Huangfu and Hall, "Parallelizing the dual revised simplex method", 2018).
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from torchtrim.core.run_queue import now
+from torchtrim.core.clock import now
+from torchtrim.planner.front import Answer
 from torchtrim.planner.linear import Constraint, Linear, PeakMoment
 from torchtrim.planner.problem import Chosen
-from torchtrim.planner.solvers.base import Answer
 
-_GAP = 1e-6  # As small as the solver's tolerance: what it calls proven is so apart from rounding.
+_GAP = 1e-6
+"""The tolerance of the solver, so a proven answer is optimal apart from rounding."""
 _PATIENCE = 4.0
-"""How many times its seconds a solver may take by the wall, on a machine that does other work too."""
+"""Wall time that a solver may take, as a multiple of its seconds, on a busy machine."""
 
 
 @dataclass(frozen=True)
 class IntegerProgram:
-    """Columns between `lower` and `upper`, the first `integers` of them whole, of which `costs` is minimised.
+    """A minimization of `costs` over columns between `lower` and `upper`; the first `integers` columns are
+    whole.
 
-    `near`: how far over the bound an answer may be where the best takes long.
+    `near`: how far above the bound an answer may be if the search for the best takes long.
     """
 
     lower: Sequence[float]
@@ -43,9 +45,9 @@ class IntegerProgram:
 
 
 class ProgramAnswer(NamedTuple):
-    """`values` of the columns, None where none were found, and what no others are below.
+    """`values` of the columns, or None without a solution, and a lower bound on all others.
 
-    `infeasible`: there are none. `proven`: there are none better, apart from rounding.
+    `infeasible`: no values satisfy the rows. `proven`: no better values exist, apart from rounding.
     """
 
     values: Any
@@ -57,9 +59,9 @@ class ProgramAnswer(NamedTuple):
 def solve(
     program: IntegerProgram, seconds: float, start: Sequence[int] | None = None, enough: float = 0.0
 ) -> ProgramAnswer:
-    """Solve it within some seconds, from the whole columns that are 1 in a `start`.
+    """Solve a program within some seconds, from the whole columns that are 1 in a `start`.
 
-    The best is looked for during `enough` seconds even where what is found is near it.
+    The search for the best goes on for `enough` seconds even if an answer near it is known.
     """
     highspy: Any = import_module("highspy")
     solver = highspy.Highs()
@@ -72,29 +74,30 @@ def solve(
         ("mip_abs_gap", _GAP),
     ):
         solver.setOptionValue(name, value)
-    solver.passModel(_model(highspy, program))
+    solver.passModel(_highs_model(highspy, program))
     if start is not None and program.integers:
         values = numpy.zeros(program.integers)
         values[list(start)] = 1.0
         numbers = numpy.arange(program.integers, dtype=numpy.int32)
         solver.setSolution(program.integers, numbers, values)
     if program.integers:
-        solver.cbMipInterrupt += _stops(program.near, now() + enough, now() + seconds)
+        solver.cbMipInterrupt += _interrupt_when_near(program.near, now() + enough, now() + seconds)
     if not _runs(highspy, solver):
         return ProgramAnswer(None, -math.inf, infeasible=False, proven=False)
     return _solved(highspy, solver, whole=bool(program.integers))
 
 
 def _runs(highspy: Any, solver: Any) -> bool:
-    """Run it, once more with new threads where that fails, as after a run of the user's with others."""
+    """Run the solver; after a failure, as with other threads of the user's, run it once more with new
+    threads."""
     if solver.run() != highspy.HighsStatus.kError:
         return True
     highspy.Highs.resetGlobalScheduler(True)
     return bool(solver.run() != highspy.HighsStatus.kError)
 
 
-def _stops(near: float, enough: float, until: float) -> Any:
-    """What has the solver stop when its time is over, or it is near enough and has looked for a while."""
+def _interrupt_when_near(near: float, enough: float, until: float) -> Any:
+    """Return a callback that stops the solver when its time is over, or its answer is near enough."""
 
     def look(event: Any) -> None:
         found, clock = event.data_out, now()
@@ -117,8 +120,7 @@ def _solved(highspy: Any, solver: Any, *, whole: bool) -> ProgramAnswer:
     return ProgramAnswer(values if known else None, info.mip_dual_bound, False, proven)
 
 
-def _model(highspy: Any, program: IntegerProgram) -> Any:
-    """The program as the solver takes it."""
+def _highs_model(highspy: Any, program: IntegerProgram) -> Any:
     model = highspy.HighsLp()
     columns = len(program.lower)
     model.num_col_, model.num_row_ = columns, len(program.rows)
@@ -140,17 +142,19 @@ def _model(highspy: Any, program: IntegerProgram) -> Any:
     return model
 
 
-# Bytes are given in units of which the peak has so many, and the solver takes what is off by 1e-6 for equal.
+# The peak has this many units of bytes, and the solver treats values that differ by 1e-6 as equal.
 # Its rounding adds up, hence the slack; every choice is simulated before it counts.
 _UNITS = 4096
-_SLACK = 1e-4  # In units, as said above.
-_JOIN = 24  # Arbitrary; enough that few rounds are needed, few enough that the program stays small.
+_SLACK = 1e-4
+"""In units, see above."""
+_JOIN = 24
+"""Arbitrary; enough that few rounds are needed, few enough that the program stays small."""
 _ENOUGH = 1.0
-"""Seconds for which the best is looked for, when what is near it is known."""
+"""Arbitrary; seconds to look for the best choice when one near it is known."""
 _IMPOSSIBLE = Answer(None, math.inf, proven=True)
 
 
-class Heights:
+class MomentMemory:
     """Memory at each moment, for values of the columns."""
 
     def __init__(self, model: Linear) -> None:
@@ -161,12 +165,13 @@ class Heights:
         self._bytes = numpy.array([moment.bytes for moment in model.moments], dtype=float)
 
     def of(self, values: Any) -> Any:
-        """Bytes at each moment."""
+        """Return the bytes at each moment."""
         levels = numpy.cumsum(self._rises + self._changes.times(values))
         return levels[self._stretches] + self._bytes + self._moments.times(values)
 
     def worst(self, values: Any, limit: float, most: int, known: set[int]) -> list[int]:
-        """Moments over a limit that are not known: the highest of each of about as many parts of the step."""
+        """Return moments over a limit that are not `known`: the highest of each of about `most` parts of the
+        step."""
         high = self.of(values)
         high[list(known)] = -math.inf
         over = numpy.flatnonzero(high > limit)
@@ -179,7 +184,7 @@ class Heights:
 
 
 class _Sparse:
-    """A matrix of few terms a row."""
+    """A matrix with few terms per row."""
 
     def __init__(self, rows: Sequence[Sequence[tuple[int, float]]]) -> None:
         self._rows = len(rows)
@@ -193,17 +198,17 @@ class _Sparse:
 
 
 class MomentSearch:
-    """One question, asked with more and more moments until its answer holds at all of them.
+    """One program, solved with more and more moments until its answer holds at all of them.
 
-    `limit`: a budget; None where the smallest peak is looked for, which is then a column of its own. `near`:
-    how far over the bound the costs may be where the best takes long, and `seconds`: when it stops anyway.
-    `fits`: whether a choice is within the limit to the byte; the solver takes for equal what is nearly so.
+    `limit`: a budget, or None to minimize the peak, which is then a column of its own. `near`: how far above
+    the bound the costs may be if the search takes long. `seconds`: the time limit. `fits`: returns True if a
+    choice is within the limit to the byte, since the solver treats nearly equal values as equal.
     """
 
     def __init__(
         self,
         model: Linear,
-        heights: Heights,
+        heights: MomentMemory,
         costs: Sequence[float],
         limit: int | None,
         near: float,
@@ -221,8 +226,8 @@ class MomentSearch:
         self._bound = -math.inf
 
     def run(self, start: Chosen | None) -> Answer:
-        """The answer, from a choice that is known."""
-        self._join(self._heights.worst(self._none, -math.inf, 1, set()))
+        """Return the answer, starting from a known choice."""
+        self._join(self._heights.worst(numpy.zeros(self._model.columns), -math.inf, 1, set()))
         if not self._ask_in_fractions():
             return _IMPOSSIBLE
         return self._ask_in_whole(None if start is None else (*start, *self._forced))
@@ -244,7 +249,7 @@ class MomentSearch:
                     best, lowest = chosen, high
                 self._join(over)
             elif not self._fits(chosen):
-                self._rows.append(self._no_more(chosen))
+                self._rows.append(self._excluding(chosen))
             elif found.proven or enough:
                 return Answer(chosen, self._bytes_or_costs, found.proven)
             else:
@@ -257,15 +262,12 @@ class MomentSearch:
         return max(self._bound, 0.0) * unit
 
     @property
-    def _none(self) -> Any:
-        return numpy.zeros(self._model.columns)
-
-    @property
     def _forced(self) -> range:
         return range(self._model.options - self._model.forced, self._model.options)
 
     def _ask_in_fractions(self) -> bool:
-        """Let those moments join at which fractions of options are over; False where even they cannot."""
+        """Add the moments that exceed the limit with fractions of options; return False if even fractions
+        cannot fit."""
         while (left := self._until - now()) > 0:
             found = solve(self._program(whole=False), left)
             if found.infeasible:
@@ -280,17 +282,17 @@ class MomentSearch:
         return True
 
     def _over(self, found: Any, values: Any) -> list[int]:
-        """Moments at which an answer is over the limit, or over the peak that it claims."""
+        """Return the moments of an answer that exceed the limit, or the peak that it claims."""
         limit = self._limit if self._limit is not None else found[-1] * self._unit
         return self._heights.worst(values, limit + 2 * _SLACK * self._unit, _JOIN, self._moments)
 
     def _join(self, moments: Sequence[int]) -> None:
         for number in moments:
             self._moments.add(number)
-            self._rows.append(self._row(self._model.at(self._model.moments[number])))
+            self._rows.append(self._limit_row(self._model.at(self._model.moments[number])))
 
-    def _row(self, moment: PeakMoment) -> Constraint:
-        """The row that keeps memory at a moment under the limit, in units."""
+    def _limit_row(self, moment: PeakMoment) -> Constraint:
+        """Return the row that keeps memory at a moment under the limit, in units."""
         terms = tuple((column, size / self._unit) for column, size in moment.terms)
         if self._limit is not None:
             return Constraint(-math.inf, (self._limit - moment.bytes) / self._unit + _SLACK, terms)
@@ -308,8 +310,7 @@ class MomentSearch:
             lower, upper, costs, model.options if whole else 0, self._rows, self._near
         )
 
-    def _no_more(self, chosen: Chosen) -> Constraint:
-        """Any choice but this."""
+    def _excluding(self, chosen: Chosen) -> Constraint:
         on = {*chosen, *self._forced}
         terms = tuple((i, 1.0 if i in on else -1.0) for i in range(self._model.options))
         return Constraint(-math.inf, len(on) - 1.0, terms)

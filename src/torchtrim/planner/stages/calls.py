@@ -1,4 +1,4 @@
-"""The calls of one forward pass of a model, as a tree, and where it may be cut."""
+"""The calls of one forward pass of a model as a tree, and the places where the model may be cut."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from math import prod
 from typing import NamedTuple
 
 from torchtrim.errors import Unsupported
-from torchtrim.memory.curve import bytes_over_time
-from torchtrim.records.item_bytes import item_bytes
+from torchtrim.memory.packing.buffers import bytes_over_time
+from torchtrim.records.operator_names import item_bytes
 from torchtrim.records.profile import Call, Profile
 
 
-class Pass(NamedTuple):
-    """One forward pass of a model and its loss: operators `first <= i < last`, its own to `returned`."""
+class ForwardPass(NamedTuple):
+    """One forward pass of a model and its loss: operators `first <= i < last`; the model itself ends at
+    `returned`."""
 
     root: str
     call: Call
@@ -24,7 +25,8 @@ class Pass(NamedTuple):
 
 
 class CallCut(NamedTuple):
-    """A place where a stage may begin: before this call of a module. `bytes`: what crosses there."""
+    """A place where a stage may begin: before this call of a module. `bytes`: size of the tensor that crosses
+    it."""
 
     where: str
     operator: int
@@ -32,25 +34,26 @@ class CallCut(NamedTuple):
     bytes: int
 
 
-class Cuts(NamedTuple):
-    """The places where a model may be cut, in order, and why not elsewhere: reasons by how often."""
+class CutPlaces(NamedTuple):
+    """The places where a model may be cut, in order, and the reasons against others, the most frequent
+    first."""
 
     cuts: tuple[CallCut, ...]
     reasons: tuple[str, ...]
 
 
-def pass_of(profile: Profile) -> Pass:
-    """The forward pass of the model with the most parameters. Raises `Unsupported` where none trains."""
+def pass_of(profile: Profile) -> ForwardPass:
+    """Return the forward pass of the model with the most parameters. Raises `Unsupported` if no model
+    trains."""
     roots = [call for call in profile.calls if call.depth == 0 and call.graded]
     roots = [call for call in roots if call.first < call.last and _backward_after(profile, call)]
     if not roots:
         raise Unsupported(
-            "no model of the recorded step runs forward with gradients and then backward, so there "
-            "is nothing "
-            "to cut into stages. A pipeline is for a step of the form loss_fn(model(x), y)."
+            "no model of the recorded step runs forward with gradients and then backward, so there is "
+            "nothing to cut into stages. A pipeline needs a step of the form loss_fn(model(x), y)."
         )
     call = max(roots, key=lambda one: (_weight(profile, one), -one.first))
-    return Pass(
+    return ForwardPass(
         profile.modules[call.module].path,
         call,
         call.first,
@@ -60,7 +63,7 @@ def pass_of(profile: Profile) -> Pass:
 
 
 def passes_in(profile: Profile, root: str) -> int:
-    """How often a step runs the root forward and then backward: more than once where it accumulates."""
+    """Return how often a step runs the root forward and then backward: more than once if it accumulates."""
     calls = (one for one in profile.calls if one.depth == 0 and one.graded)
     own = [one for one in calls if profile.modules[one.module].path == root]
     return sum(one.first < one.last and bool(_backward_after(profile, one)) for one in own)
@@ -76,15 +79,16 @@ def _weight(profile: Profile, call: Call) -> int:
 
 
 def _backward_after(profile: Profile, call: Call) -> int:
-    """The first operator of the backward that follows the call, 0 where there is none."""
+    """Return the first operator of the backward that follows the call, or 0."""
     for index in range(call.last, len(profile.operators)):
         if profile.operators[index].phase == "backward":
             return index
     return 0
 
 
-def cuts_of(profile: Profile, made: Pass) -> Cuts:
-    """Where the model may be cut: where one tensor alone goes from what is before to what is after."""
+def cuts_of(profile: Profile, made: ForwardPass) -> CutPlaces:
+    """Return where the model may be cut: a single tensor must connect the operators before and after the
+    place."""
     finder = _CallFinder(profile, made)
     found, reasons = [], Counter[str]()
     for call in finder.candidates():
@@ -93,13 +97,13 @@ def cuts_of(profile: Profile, made: Pass) -> Cuts:
             reasons[reason] += 1
         else:
             found.append(CallCut(finder.below(call), call.first, call.inputs[0], size))
-    return Cuts(tuple(found), tuple(reason for reason, _ in reasons.most_common()))
+    return CutPlaces(tuple(found), tuple(reason for reason, _ in reasons.most_common()))
 
 
 class _CallFinder:
-    """Looks at what crosses each place of a forward pass."""
+    """Determines the tensors that cross each place of a forward pass."""
 
-    def __init__(self, profile: Profile, made: Pass) -> None:
+    def __init__(self, profile: Profile, made: ForwardPass) -> None:
         self._profile = profile
         self._pass = made
         self._reads: defaultdict[int, list[int]] = defaultdict(list)
@@ -113,7 +117,10 @@ class _CallFinder:
         self._follow()
 
     def _follow(self) -> None:
-        """Find what is read where, and what depends on parameters: the rest each stage makes for itself."""
+        """Find the readers of each tensor, and the tensors that depend on parameters.
+
+        Each stage recomputes the other tensors itself.
+        """
         for index in range(self._pass.first, self._pass.last):
             op = self._profile.operators[index]
             inputs = {use.storage for use in op.inputs}
@@ -134,11 +141,12 @@ class _CallFinder:
         self._crossing = self._counted()
 
     def below(self, call: Call) -> str:
-        """The module's path below the root."""
+        """Return the module's path below the root."""
         return self._profile.modules[call.module].path.removeprefix(f"{self._pass.root}.")
 
     def candidates(self) -> Iterator[Call]:
-        """The calls inside the model that begin after something else, the outermost where several begin."""
+        """Yield the calls inside the model that begin after its first operator, the outermost if several
+        begin there."""
         inside = [
             call
             for call in self._profile.calls
@@ -154,7 +162,7 @@ class _CallFinder:
                 yield call
 
     def judged(self, call: Call) -> tuple[str, int]:
-        """Why there is no cut before the call, empty where there is, and how many bytes cross."""
+        """Return the reason against a cut before the call, or an empty string, and how many bytes cross."""
         at, where = call.first, self.below(call)
         tied = next((n for n, first, last in self._tied if first < at <= last), None)
         if tied is not None:
@@ -164,21 +172,23 @@ class _CallFinder:
         if self._crossing[at - self._pass.first] > crosses:
             return "more than one tensor crosses it, such as a skip connection", 0
         if not crosses:
-            return f"what goes into {where} is not its first argument", 0
+            return f"the input of {where} is not its first argument", 0
         if any(read >= call.last for read in self._reads[given]):
-            return f"what goes into {where} is used again after it, as in a residual block", 0
-        size = self._whole(given, at)
-        return ("only a part of a tensor goes on there", 0) if size is None else ("", size)
+            return f"the input of {where} is used again after it, as in a residual block", 0
+        size = self._bytes_if_all_read(given, at)
+        return ("only a part of a tensor crosses it", 0) if size is None else ("", size)
 
     def _crosses(self, number: int, at: int) -> bool:
-        """Whether a tensor that depends on parameters is made before the operator, and read from there on."""
+        """Return True if a tensor depends on parameters, is made before the operator, and is read from there
+        on."""
         made, reads = self._made.get(number), self._reads.get(number)
         if made is None or not reads or number not in self._trained:
             return False
         return made < at <= reads[-1]
 
     def _counted(self) -> list[int]:
-        """How many of them cross each operator of the pass: the sum of bytes, of one byte each."""
+        """Return how many such tensors cross each operator of the pass, as a sum of bytes with one byte
+        each."""
         lives = [
             (1, made + 1 - self._pass.first, self._reads[n][-1] + 1 - self._pass.first)
             for n, made in self._made.items()
@@ -186,8 +196,8 @@ class _CallFinder:
         ]
         return bytes_over_time(self._pass.last + 1 - self._pass.first, lives)
 
-    def _whole(self, number: int, at: int) -> int | None:
-        """The storage's bytes if what first reads it after the cut reads all of it."""
+    def _bytes_if_all_read(self, number: int, at: int) -> int | None:
+        """Return the bytes of a storage if its first read after the cut covers all of it."""
         size = self._profile.storages[number].bytes
         for index in self._reads[number]:
             if index < at or index >= self._pass.last:

@@ -1,4 +1,4 @@
-"""A profile -> a chain of segments between the places where it may be cut, with what each costs."""
+"""A profile -> a chain of segments between the places where it may be cut, with the cost of each."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torchtrim.errors import Unsupported
-from torchtrim.memory.curve import Life, bytes_over_time
-from torchtrim.planner.stages.calls import Pass, cuts_of, pass_of
+from torchtrim.memory.packing.buffers import Life, bytes_over_time
+from torchtrim.planner.stages.calls import ForwardPass, cuts_of, pass_of
 from torchtrim.records.profile import Operator, Profile
 from torchtrim.techniques.micro_batch.found import is_training_norm
 
@@ -17,16 +17,15 @@ _OF_BATCH = ("activation", "temporary", "input")
 
 
 class Segment(NamedTuple):
-    """What is between two places of a model where it may be cut, for one micro-batch.
+    """The part of a model between two possible cuts, for one micro-batch.
 
-    `where` is the module with which it begins. Seconds: `forward`; backward to the `inputs` and to the
-    `weights`; `update` of its parameters. Bytes: `given`, the tensor with which it begins; `held`, what
-    forward leaves for backward; `rise` and `back`, how far forward and backward go above what is held before
-    them, and `first`, backward where its gradients are new and stay; `sent`, its result where only a stage
-    keeps it; `waiting`, gradients kept between backward to the inputs and to the weights; `split`, how far
-    backward to the inputs goes above what it finds, all of these kept; `gradients` that a step makes and
-    `state`, that is parameters, optimizer state, buffers and gradients kept between steps; `parameters` of
-    them.
+    `where` is its first module. Seconds: `forward`; backward to the `inputs` and to the `weights`; `update`
+    of its parameters. Bytes: `given`, its input; `held`, tensors that forward leaves for backward; `rise` and
+    `back`, the rise of memory in forward and in backward above the bytes before them; `first`, the rise of a
+    backward whose gradients are new and stay; `sent`, its output if only a stage keeps it; `waiting`,
+    gradients kept between backward to the inputs and to the weights; `split`, the rise of backward to the
+    inputs if all of these are kept; `gradients` that a step allocates; `state`: parameters, optimizer state,
+    buffers, and gradients kept between steps; `parameters`, their part of `state`.
     """
 
     where: str
@@ -55,7 +54,7 @@ class Segment(NamedTuple):
 class Chain(NamedTuple):
     """A model as segments in order.
 
-    `batch`: how many samples a whole batch has. `share`: of it in a micro-batch.
+    `batch`: the samples of a whole batch. `share`: the part of it in a micro-batch.
     """
 
     root: str
@@ -65,10 +64,10 @@ class Chain(NamedTuple):
 
 
 class ChainReader:
-    """Reads chains, for micro-batches of any size, from one profile. Raises `Unsupported` with the reason.
+    """Reads chains for micro-batches of any size from one profile. Raises `Unsupported` with the reason.
 
-    `seconds`: what the step takes without a recorder. `times`: what each operator takes, where that is not
-    what the profile says, such as on another device.
+    `seconds`: the time of the step without a recorder. `times`: the time of each operator, if it differs from
+    the profile's, such as on another device.
     """
 
     def __init__(
@@ -83,10 +82,10 @@ class ChainReader:
         self._cuts = found.cuts
         self._starts = (self._pass.first, *(cut.operator for cut in found.cuts))
         self._scale = 1.0 if times else _scale(profile, seconds)
-        self._usual = _usual(profile, self._times)
+        self._shortest_seconds = _shortest_seconds(profile, self._times)
         self._homes = dict(self._attributed())
         self._readers = self._first_readers()
-        self._held_always = self._kept()
+        self._held_always = self._state_bytes()
         self._update_seconds = sum(
             seconds
             for op, seconds in zip(profile.operators, self._times, strict=True)
@@ -104,7 +103,7 @@ class ChainReader:
 
     @property
     def batch(self) -> int:
-        """How many samples the model was given: the first size of its first input."""
+        """The samples in the model's input: the first size of its first tensor."""
         given = self._pass.call.inputs[:1]
         for index in range(self._pass.first, self._pass.last):
             for use in self._profile.operators[index].inputs:
@@ -118,12 +117,12 @@ class ChainReader:
         if norm is not None:
             raise Unsupported(
                 f"{self.root} normalizes by the statistics of a batch ({norm.name}), and a pipeline runs "
-                "micro-batches, whose statistics are others: it would be another function. Use GroupNorm or "
-                "LayerNorm, or freeze the BatchNorm with .eval()."
+                "micro-batches, whose statistics differ: it would compute a different function. Use "
+                "GroupNorm or LayerNorm, or freeze the BatchNorm with .eval()."
             )
 
     def chain(self, share: float) -> Chain:
-        """The chain for micro-batches that are this share of the batch."""
+        """Return the chain for micro-batches of this share of the batch."""
         begun = [("", 0), *((cut.where, cut.bytes) for cut in self._cuts)]
         curves = _Curves(self._profile, self._pass, share)
         segments = tuple(
@@ -162,9 +161,9 @@ class ChainReader:
         return self._homes.get((number, kind), [])
 
     def _sent(self, number: int, share: float) -> int:
-        """What the segment's result needs where autograd does not keep it, and a stage has to.
+        """Return the bytes of the segment's output that autograd does not keep, and a stage must.
 
-        That of the last one is what the model returns, which torch's schedules keep until its backward.
+        The output of the last segment is the model's; torch's schedules keep it until its backward.
         """
         inner = number < len(self._cuts)
         results = {self._cuts[number].storage} if inner else {*self._pass.call.outputs}
@@ -175,7 +174,7 @@ class ChainReader:
         return max(bisect_right(self._starts, operator) - 1, 0)
 
     def _attributed(self) -> Iterator[tuple[tuple[int, str], list[int]]]:
-        """The operators of each segment: forward, backward to the inputs and to the weights."""
+        """Return the operators of each segment: forward, backward to the inputs and to the weights."""
         found: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
         for index in range(self._pass.first, self._pass.last):
             found[self._home(index), "F"].append(index)
@@ -187,7 +186,7 @@ class ChainReader:
         return iter(found.items())
 
     def _backwards(self) -> Iterator[tuple[int, Operator]]:
-        """The backward operators that follow the pass, up to another forward or an update."""
+        """Yield the backward operators that follow the pass, up to another forward or an update."""
         for index in range(self._pass.last, len(self._profile.operators)):
             op = self._profile.operators[index]
             if op.phase not in ("backward", "recompute", "other"):
@@ -199,20 +198,20 @@ class ChainReader:
         return kinds == {"gradient"}
 
     def _seconds(self, index: int, share: float) -> float:
-        """What the operator takes of a part of the batch; a small one takes as long as other small ones."""
+        """Return the time of an operator on a part of the batch; a small one takes as long as other small
+        ones."""
         seconds = self._times[index]
-        return self._scale * max(seconds * share, min(seconds, self._usual))
+        return self._scale * max(seconds * share, min(seconds, self._shortest_seconds))
 
     def _first_readers(self) -> dict[int, int]:
-        """The segment that first reads each storage."""
         found: dict[int, int] = {}
         for index in range(self._pass.first, self._pass.last):
             for use in self._profile.operators[index].inputs:
                 found.setdefault(use.storage, self._home(index))
         return found
 
-    def _kept(self) -> dict[int, tuple[int, int]]:
-        """Bytes of each segment's parameters, and of its buffers and optimizer states."""
+    def _state_bytes(self) -> dict[int, tuple[int, int]]:
+        """Return the bytes of each segment's parameters, and of its buffers and optimizer states."""
         storages = self._profile.storages
         found: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
 
@@ -231,7 +230,8 @@ class ChainReader:
         return found
 
     def _waiting(self, number: int) -> set[int]:
-        """Gradients that backward to the weights reads, and backward to the inputs has made: storages."""
+        """Return the gradients that backward to the inputs makes and backward to the weights reads, as
+        storages."""
         storages = self._profile.storages
         found: set[int] = set()
         for index in (*self._ops(number, "I"), *self._ops(number, "W")):
@@ -246,12 +246,12 @@ class ChainReader:
 
 
 class _Curves:
-    """Bytes over the recorded pass, each segment's own, as a micro-batch would have them.
+    """Bytes over the recorded pass, by segment, scaled to a micro-batch.
 
-    A gradient is as large for a micro-batch; all else is as large as its share of the batch.
+    A gradient keeps its size in a micro-batch; all else shrinks with the share of the batch.
     """
 
-    def __init__(self, profile: Profile, made: Pass, share: float) -> None:
+    def __init__(self, profile: Profile, made: ForwardPass, share: float) -> None:
         self._operators, self._storages = profile.operators, profile.storages
         self._turn = made.last
         self._share = share
@@ -268,7 +268,8 @@ class _Curves:
         self._lives, self._gradients = _ByBirth(lives), _ByBirth(gradients)
 
     def of(self, forward: Sequence[int], backward: Sequence[int]) -> tuple[int, int, int, int]:
-        """Bytes held after forward; the highest over them in forward, in backward, and in the first one."""
+        """Return the bytes held after forward, and the rise above them in forward, in backward, and in the
+        first one."""
         if not forward:
             return 0, 0, 0, 0
         first, end = forward[0], forward[-1] + 1
@@ -285,7 +286,7 @@ class _Curves:
         return held, rise, max(back, held), max(stays, held)
 
     def split(self, inputs: Sequence[int], waiting: Collection[int]) -> int:
-        """The highest over what backward to the inputs makes, where the storages in `waiting` are kept."""
+        """Return the rise in backward to the inputs, if the storages in `waiting` are kept."""
         if not inputs:
             return 0
         low, high = min(inputs), max(inputs) + 1
@@ -300,7 +301,8 @@ class _Curves:
     def _highest(
         self, lives: Sequence[Life], first: int, end: int, at: Collection[int] | None = None
     ) -> int:
-        """The highest in a span of operators, or while some of them run, what these take included."""
+        """Return the highest bytes in a span of operators, or during some of them, with their own
+        temporaries."""
         moved = [(size, birth - first, death - first) for size, birth, death in lives]
         live = bytes_over_time(end - first, moved)
         before = bytes_over_time(end - first, ((size, at + 1, to) for size, at, to in moved))
@@ -314,13 +316,13 @@ class _Curves:
 
 
 class _ByBirth:
-    """Lives, to be found by when they begin."""
+    """Lives, searchable by their start."""
 
     def __init__(self, lives: Iterable[Life]) -> None:
         self._lives = sorted(lives, key=_birth)
 
     def born(self, first: int, end: int) -> list[Life]:
-        """Those that begin at `first <= i < end`."""
+        """Return the lives that begin at `first <= i < end`."""
         low, high = (bisect_left(self._lives, at, key=_birth) for at in (first, end))
         return self._lives[low:high]
 
@@ -334,8 +336,8 @@ def _scale(profile: Profile, seconds: float) -> float:
     return seconds / recorded if recorded and seconds else 1.0
 
 
-def _usual(profile: Profile, seconds: Sequence[float]) -> float:
-    """What an operator takes that does next to nothing: the first tenth of all."""
+def _shortest_seconds(profile: Profile, seconds: Sequence[float]) -> float:
+    """Return the time of an operator that does next to nothing: the first decile of all times."""
     phases = ("forward", "backward")
     both = zip(profile.operators, seconds, strict=True)
     times = sorted(one for op, one in both if op.phase in phases)

@@ -1,36 +1,53 @@
-"""Chooses cuts, a schedule and micro-batches by the simulated time of a step within a budget."""
+"""Chooses cuts, a schedule and micro-batches by the simulated time of a step within a budget.
+
+Cuts start from the exact optimum for the longest stage, and then move while the simulated step gets shorter.
+"""
 
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, pairwise, product
+from math import comb
 from typing import NamedTuple
 
 from torchtrim.core.units import format_bytes
 from torchtrim.errors import InfeasibleBudget, Unsupported
-from torchtrim.planner.stages.chain import Chain
-from torchtrim.planner.stages.costs import Link, StageCost, clocked_as, stages_of
-from torchtrim.planner.stages.cut import Cuts, balanced, improved
-from torchtrim.planner.stages.timing import Simulated, rank_peak, step_seconds, timed
+from torchtrim.planner.stages.chain import Chain, Segment
+from torchtrim.planner.stages.timing import (
+    Link,
+    SimulatedPipeline,
+    StageCost,
+    clocked_as,
+    rank_peak,
+    simulate_pipeline,
+    stages_of,
+    step_seconds,
+)
 from torchtrim.records.pipeline import (
     SCHEDULES,
     SPLITS_BACKWARD,
-    Clocked,
     Order,
     Pipeline,
     Schedule,
     Stage,
+    StageSeconds,
 )
 
 Orders = Callable[[Schedule, int, int, int], Order | None]
-_MOST_MICROBATCHES = 64  # Arbitrary; a pipeline's bubble is small long before.
+_MOST_MICROBATCHES = 64
+"""Arbitrary; the bubble of a pipeline is small long before."""
 _STAGES_A_RANK = (1, 2)
-_IMPROVED = 8  # Arbitrary; moving cuts simulates hundreds of steps for each.
-_SHORT = 2  # Arbitrary; those that are clocked besides the best of a schedule.
+"""Stages per rank: one, or two for the interleaved schedules."""
+_IMPROVED = 8
+"""Arbitrary; moving the cuts of each simulates hundreds of steps."""
+_SHORT = 2
+"""Arbitrary; candidates of each schedule on the shortlist."""
 
 
-class Ways(NamedTuple):
-    """What a pipeline may be: how many ranks and replicas, which schedules, how many micro-batches."""
+class PipelineSettings(NamedTuple):
+    """Requirements on a pipeline: ranks and replicas, allowed schedules, and numbers of micro-batches."""
 
     ranks: int
     replicas: int = 1
@@ -47,7 +64,7 @@ class StageCandidate(NamedTuple):
     cuts: Cuts
     again: tuple[int, ...]
     stages: tuple[StageCost, ...]
-    simulated: Simulated
+    simulated: SimulatedPipeline
     order: Order
 
     @property
@@ -56,10 +73,10 @@ class StageCandidate(NamedTuple):
         return max(self.simulated.peaks)
 
 
-class Chosen(NamedTuple):
-    """The quickest that fits, and the best of each schedule, the quickest first.
+class PipelineChoice(NamedTuple):
+    """The quickest candidate that fits, and the best of each schedule, the quickest first.
 
-    `shortlist`: the few quickest of each schedule, for whose stages it pays to be clocked.
+    `shortlist`: the few quickest of each schedule, whose stages are worth measuring.
     """
 
     best: StageCandidate
@@ -69,16 +86,16 @@ class Chosen(NamedTuple):
 
 
 def choose(
-    chain_of: Callable[[float], Chain], ways: Ways, budget: int | None, orders: Orders
-) -> Chosen:
-    """The quickest pipeline whose ranks all stay within `budget` bytes.
+    chain_of: Callable[[float], Chain], ways: PipelineSettings, budget: int | None, orders: Orders
+) -> PipelineChoice:
+    """Return the quickest pipeline whose ranks all stay within `budget` bytes.
 
-    `chain_of` gives the model for micro-batches of a share of the batch. Raises `Unsupported` where the
-    model has too few places to cut, and `InfeasibleBudget` where no rank's plan fits.
+    `chain_of` returns the model for micro-batches of a share of the batch. Raises `Unsupported` if the model
+    has too few places to cut, and `InfeasibleBudget` if no candidate fits.
     """
     found = list(_candidates(chain_of, ways, budget, orders))
     if not found:
-        raise Unsupported(_nothing(chain_of(1.0), ways))
+        raise Unsupported(_no_pipeline(chain_of(1.0), ways))
     found = _improved(found, chain_of, ways, budget)
     fits = [one for one in found if budget is None or one.peak <= budget]
     if not fits:
@@ -86,34 +103,36 @@ def choose(
     return _chosen(fits, chain_of(1.0).root, ways)
 
 
-def rechosen(chosen: Chosen, clocks: Sequence[Sequence[Clocked]], ways: Ways) -> Chosen:
-    """The choice from the shortlist again, with what the actions of each one's stages were clocked at."""
+def choose_clocked(
+    chosen: PipelineChoice, clocks: Sequence[Sequence[StageSeconds]], ways: PipelineSettings
+) -> PipelineChoice:
+    """Choose again from the shortlist, with measured times for the actions of each candidate's stages."""
     found = []
     for one, clocked in zip(chosen.shortlist, clocks, strict=True):
         stages = tuple(clocked_as(*both) for both in zip(one.stages, clocked, strict=True))
-        simulated = timed(stages, one.order, one.microbatches, ways.link)
+        simulated = simulate_pipeline(stages, one.order, one.microbatches, ways.link)
         found.append(one._replace(stages=stages, simulated=simulated))
     return _chosen(found, chosen.pipeline.root, ways)
 
 
-def _chosen(fits: list[StageCandidate], root: str, ways: Ways) -> Chosen:
+def _chosen(fits: list[StageCandidate], root: str, ways: PipelineSettings) -> PipelineChoice:
     fits = sorted(fits, key=lambda one: (one.simulated.seconds, one.peak))
     by_schedule: dict[Schedule, list[StageCandidate]] = {}
     for one in fits:
         by_schedule.setdefault(one.schedule, []).append(one)
     others = tuple(several[0] for several in by_schedule.values())
-    few = (one for several in by_schedule.values() for one in _shortened(several))
-    return Chosen(fits[0], others, pipeline_of(root, fits[0], ways), tuple(few))
+    few = (one for several in by_schedule.values() for one in _shortlist(several))
+    return PipelineChoice(fits[0], others, pipeline_of(root, fits[0], ways), tuple(few))
 
 
-def _shortened(several: Sequence[StageCandidate]) -> list[StageCandidate]:
-    """The first few that differ in more than where they are cut."""
+def _shortlist(several: Sequence[StageCandidate]) -> list[StageCandidate]:
+    """Return the first few that differ in more than their cuts."""
     found = {(one.microbatches, len(one.stages)): one for one in reversed(several)}
     return sorted(found.values(), key=lambda one: one.simulated.seconds)[:_SHORT]
 
 
 def _candidates(
-    chain_of: Callable[[float], Chain], ways: Ways, budget: int | None, orders: Orders
+    chain_of: Callable[[float], Chain], ways: PipelineSettings, budget: int | None, orders: Orders
 ) -> Iterator[StageCandidate]:
     batch = chain_of(1.0).batch
     for microbatches in _microbatches(batch, ways):
@@ -127,8 +146,8 @@ def _candidates(
                     yield _candidate(chain, schedule, microbatches, cuts, order, ways, budget)
 
 
-def _microbatches(batch: int, ways: Ways) -> list[int]:
-    """The numbers of micro-batches that divide the batch of a replica."""
+def _microbatches(batch: int, ways: PipelineSettings) -> list[int]:
+    """Return the numbers of micro-batches that divide the batch of a replica."""
     own = batch // ways.replicas
     if batch % ways.replicas:
         return []
@@ -138,7 +157,7 @@ def _microbatches(batch: int, ways: Ways) -> list[int]:
 
 @functools.lru_cache(maxsize=256)
 def _cut(chain: Chain, count: int, budget: int | None) -> Cuts:
-    return balanced(chain.segments, count, budget)
+    return balanced_cuts(chain.segments, count, budget)
 
 
 def _candidate(
@@ -147,16 +166,16 @@ def _candidate(
     microbatches: int,
     cuts: Cuts,
     order: Order,
-    ways: Ways,
+    ways: PipelineSettings,
     budget: int | None,
 ) -> StageCandidate:
-    """The candidate, with stages that recompute where ranks would be over the budget."""
+    """Return the candidate, with stages that recompute on ranks that would exceed the budget."""
     again: tuple[int, ...] = ()
     stages = stages_of(chain, cuts)
     if budget is not None and schedule not in SPLITS_BACKWARD:
         again = _recomputed(chain, cuts, stages, order, microbatches, budget)
         stages = stages_of(chain, cuts, again)
-    simulated = timed(stages, order, microbatches, ways.link)
+    simulated = simulate_pipeline(stages, order, microbatches, ways.link)
     return StageCandidate(schedule, microbatches, cuts, again, tuple(stages), simulated, order)
 
 
@@ -168,7 +187,7 @@ def _recomputed(
     microbatches: int,
     budget: int,
 ) -> tuple[int, ...]:
-    """On each rank over the budget, the stages that hold most, one after the other, until it fits."""
+    """Return the stages that recompute: on each rank over the budget, those that hold most, until it fits."""
     again: list[int] = []
     for rank in range(len(order.ranks)):
         own = [stage for stage, home in enumerate(order.homes) if home == rank]
@@ -182,10 +201,10 @@ def _recomputed(
 def _improved(
     found: list[StageCandidate],
     chain_of: Callable[[float], Chain],
-    ways: Ways,
+    ways: PipelineSettings,
     budget: int | None,
 ) -> list[StageCandidate]:
-    """The best few with their cuts moved while that makes the simulated step shorter."""
+    """Return the best few with their cuts moved while that makes the simulated step shorter."""
 
     def rank(one: StageCandidate) -> tuple[bool, float]:
         return (budget is not None and one.peak > budget, one.simulated.seconds)
@@ -198,17 +217,16 @@ def _improved(
         def price(cuts: Cuts, one: StageCandidate = one, chain: Chain = chain) -> float:
             stages = stages_of(chain, cuts, one.again)
             seconds = step_seconds(stages, one.order, ways.link)
-            return seconds + _over(stages, one, budget) * 10 * seconds
+            return seconds + _excess_share(stages, one, budget) * 10 * seconds
 
-        cuts, _ = improved(one.cuts, len(chain.segments), price)
+        cuts, _ = improved_cuts(one.cuts, len(chain.segments), price)
         best.append(
             _candidate(chain, one.schedule, one.microbatches, cuts, one.order, ways, budget)
         )
     return [*best, *found[_IMPROVED:], *found[:_IMPROVED]]
 
 
-def _over(stages: Sequence[StageCost], one: StageCandidate, budget: int | None) -> float:
-    """By how much the worst rank is over the budget, as a share of it."""
+def _excess_share(stages: Sequence[StageCost], one: StageCandidate, budget: int | None) -> float:
     if budget is None:
         return 0.0
     ranks = range(len(one.order.ranks))
@@ -216,8 +234,8 @@ def _over(stages: Sequence[StageCost], one: StageCandidate, budget: int | None) 
     return max(0.0, peak / budget - 1)
 
 
-def pipeline_of(root: str, best: StageCandidate, ways: Ways) -> Pipeline:
-    """The candidate as a plan has it."""
+def pipeline_of(root: str, best: StageCandidate, ways: PipelineSettings) -> Pipeline:
+    """Return the candidate in a plan's format."""
     return Pipeline(
         root=root,
         cuts=tuple(stage.where for stage in best.stages[1:]),
@@ -243,19 +261,16 @@ def pipeline_of(root: str, best: StageCandidate, ways: Ways) -> Pipeline:
     )
 
 
-def _nothing(chain: Chain, ways: Ways) -> str:
+def _no_pipeline(chain: Chain, ways: PipelineSettings) -> str:
     if len(chain.segments) < ways.ranks:
         return (
-            f"{chain.root} can be cut into {len(chain.segments)} stages at most, and {ways.ranks} "
-            f"are wanted. "
-            "A stage begins where one tensor alone goes from one module to the next."
+            f"{chain.root} can be cut into at most {len(chain.segments)} stages, not {ways.ranks}. "
+            "A stage begins where a single tensor connects one module to the next."
         )
     return (
         f"no schedule of torch runs {ways.ranks} ranks x {ways.replicas} replicas on a batch of "
-        f"{chain.batch} "
-        "samples, which has to divide into equal micro-batches. Give the loader another batch size, "
-        "or ask for "
-        "fewer --stages or --replicas."
+        f"{chain.batch} samples, which must divide into equal micro-batches. Give the loader another "
+        "batch size, or use fewer --stages or --replicas."
     )
 
 
@@ -264,8 +279,105 @@ def _infeasible(smallest: StageCandidate) -> InfeasibleBudget:
     rank = smallest.simulated.peaks.index(peak)
     return InfeasibleBudget(
         f"no pipeline fits: the smallest peak of the largest rank is {format_bytes(peak)}, on rank {rank} "
-        f"({smallest.schedule}, {smallest.microbatches} micro-batches). Give it more --memory or "
-        f"more --stages.",
+        f"({smallest.schedule}, {smallest.microbatches} micro-batches). Use more --memory or "
+        "more --stages.",
         smallest_bytes=peak,
         set_by=f"rank {rank}",
     )
+
+
+Cuts = tuple[int, ...]
+_MOST = 600
+"""Arbitrary; simulated steps for one candidate, about a second."""
+
+
+def balanced_cuts(segments: Sequence[Segment], stages: int, most_bytes: int | None = None) -> Cuts:
+    """Return the cuts with the shortest longest stage, by dynamic programming: exact, in O(stages *
+    segments^2).
+
+    Among equals, the first stages are short. `most_bytes`: a limit on the parameters, gradients and optimizer
+    state of a stage, dropped if no cuts satisfy it. There must be at least as many segments as stages.
+    """
+    assert 1 <= stages <= len(segments)
+    seconds, states = [0.0], [0]
+    for one in segments:
+        seconds.append(seconds[-1] + one.seconds)
+        states.append(states[-1] + one.state + one.gradients)
+
+    def cost(first: int, last: int) -> float:
+        over = most_bytes is not None and states[last] - states[first] > most_bytes
+        return seconds[last] - seconds[first] + (seconds[-1] if over else 0.0)
+
+    count = len(segments)
+    best = [(cost(0, last), ()) for last in range(count + 1)]  # type: list[tuple[float, Cuts]]
+    for stage in range(1, stages):
+        best = [
+            min(
+                (
+                    (max(best[first][0], cost(first, last)), (*best[first][1], first))
+                    for first in range(stage, last)
+                ),
+                default=(float("inf"), ()),
+            )
+            for last in range(count + 1)
+        ]
+    return best[count][1]
+
+
+def improved_cuts(cuts: Cuts, count: int, price: Callable[[Cuts], float]) -> tuple[Cuts, float]:
+    """Move one or two cuts while that lowers the price; return the best cuts and their price.
+
+    If there are few possible cuts, all of them are tried. Otherwise the search restarts from random cuts,
+    always the same, until it has used its tries, since a step has many local optima if ranks have several
+    stages.
+    """
+    if comb(count - 1, len(cuts)) <= _MOST:
+        best = min(all_cuts(count, len(cuts) + 1), key=price)
+        return best, price(best)
+    known: dict[Cuts, float] = {}
+    drawn = random.Random(0)
+    best = _descend(cuts, count, price, known)
+    while len(known) < _MOST:
+        start = tuple(sorted(drawn.sample(range(1, count), len(cuts))))
+        best = min(best, _descend(start, count, price, known), key=lambda one: known[one])
+    return best, known[best]
+
+
+def _descend(
+    cuts: Cuts, count: int, price: Callable[[Cuts], float], known: dict[Cuts, float]
+) -> Cuts:
+    """Move to the best neighbor while there is a better one."""
+    known.setdefault(cuts, price(cuts))
+    while True:
+        around = dict.fromkeys(_neighbours(cuts, count))
+        known.update((one, price(one)) for one in around if one not in known)
+        best = min((*around, cuts), key=lambda one: known[one])
+        if known[best] >= known[cuts]:
+            return cuts
+        cuts = best
+
+
+def _neighbours(cuts: Cuts, count: int) -> Iterator[Cuts]:
+    """Yield cuts with one cut moved between its neighbors, or two by one place: adjacent or mirrored ones."""
+    edges = (0, *cuts, count)
+    for at, cut in enumerate(cuts):
+        for place in range(edges[at] + 1, edges[at + 2]):
+            if place != cut:
+                yield (*cuts[:at], place, *cuts[at + 1 :])
+        for other in {at + 1, len(cuts) - 1 - at} - {at}:
+            if other < len(cuts):
+                yield from _pairs(cuts, count, at, other)
+
+
+def _pairs(cuts: Cuts, count: int, at: int, other: int) -> Iterator[Cuts]:
+    for one, two in product((-1, 1), repeat=2):
+        moved = list(cuts)
+        moved[at] += one
+        moved[other] += two
+        if all(low < high for low, high in pairwise((0, *moved, count))):
+            yield tuple(moved)
+
+
+def all_cuts(count: int, stages: int) -> Iterator[Cuts]:
+    """Yield all ways to cut `count` segments into stages, for exhaustive searches."""
+    yield from combinations(range(1, count), stages - 1)

@@ -1,9 +1,9 @@
 """A model over many devices: stages, replicas and shards, by simulated time within a budget of each device.
 
-All devices are used. Those that share a stage of a pipeline hold it in `shards` parts, as FSDP2's
-`fully_shard` does over a mesh of `replicas x shards`; such groups lie next to each other, so that shards are
-on one node where they can be. Computation is that of the chain's segments; what is exchanged is hidden behind
-it as far as it takes as long. Every segment but the last may run again in backward.
+All devices are used. Devices that share a stage of a pipeline hold it in `shards` parts, as FSDP2's
+`fully_shard` does over a mesh of `replicas x shards`; such groups are adjacent, so that shards are on one
+node if possible. Computation takes as long as the chain's segments; exchanges are hidden behind it as far as
+it lasts. Every segment but the last may be recomputed in backward.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ from typing import NamedTuple
 from torchtrim.core.units import format_bytes
 from torchtrim.errors import InfeasibleBudget, Unsupported
 from torchtrim.planner.stages.chain import Chain, Segment
-from torchtrim.planner.stages.choose import Orders
-from torchtrim.planner.stages.costs import Link, StageCost, stage_of
-from torchtrim.planner.stages.cut import balanced
-from torchtrim.planner.stages.timing import step_seconds
+from torchtrim.planner.stages.choose import Orders, balanced_cuts
+from torchtrim.planner.stages.timing import Link, StageCost, stage_of, step_seconds
 from torchtrim.records.pipeline import Order, Schedule
 
 _SCHEDULE: Schedule = "1F1B"
-_MOST_MICROBATCHES = 512  # Arbitrary; bounds the layouts. The bubble is nothing long before.
+_MOST_MICROBATCHES = 512
+"""Arbitrary; bounds the layouts. The bubble is negligible long before."""
 _MOST_SAMPLES = 16
-"""Arbitrary; where micro-batches are larger, more of them are as quick and need less memory."""
+"""Arbitrary; instead of larger micro-batches, more of them are as quick and need less memory."""
 _SIMULATED = 3
-"""Micro-batches for each stage that are simulated one by one."""
+"""Arbitrary; micro-batches for each stage that are simulated one by one, enough to fill the pipeline."""
 
 
 class Fabric(NamedTuple):
-    """How devices are joined: `node` of them with `inside` bytes a second each, in one direction, and each
-    with `between` to other nodes."""
+    """The network of the devices.
+
+    Each of the `node` devices of a node has `inside` bytes per second to the others, in one direction, and
+    `between` to other nodes.
+    """
 
     node: int = 8
     inside: float = 450e9
@@ -40,8 +42,8 @@ class Fabric(NamedTuple):
     latency: float = 2e-5
 
     def gathered(self, size: int, ranks: int, apart: int = 1) -> float:
-        """Seconds until so many ranks, `apart` devices from each other, all have `size` bytes of which each
-        has a part; or until each has its part of their sum. Rings go through all links of a node at once."""
+        """Return the seconds of an all-gather or reduce-scatter of `size` bytes over `ranks`, `apart` devices
+        from each other. Rings use all links of a node at once."""
         if ranks <= 1:
             return 0.0
         own = max(self.node // apart, 1)
@@ -51,10 +53,11 @@ class Fabric(NamedTuple):
 
 
 class RankLayout(NamedTuple):
-    """How the devices share the work: `samples` of each micro-batch, `microbatches` of each replica's shard.
+    """How the devices share the work: `samples` in a micro-batch, and `microbatches` for each replica's
+    shard.
 
-    `again`: segments run again in backward. `reshard`: parameters are let go of after each use, and gathered
-    for the next; else they stay for the whole step.
+    `again`: segments are recomputed in backward. `reshard`: parameters are freed after each use and gathered
+    for the next; otherwise they stay for the whole step.
     """
 
     stages: int
@@ -66,9 +69,11 @@ class RankLayout(NamedTuple):
     reshard: bool
 
 
-class Spread(NamedTuple):
-    """A layout as simulated: `seconds` of a step, `bubble` and `exposed` the shares of it in which devices
-    idle or await an exchange, and the highest bytes of any device."""
+class SimulatedLayout(NamedTuple):
+    """A simulated layout: `seconds` of a step, and the highest bytes of any device.
+
+    `bubble` and `exposed`: shares of the step that devices spend idle or awaiting an exchange.
+    """
 
     layout: RankLayout
     seconds: float
@@ -78,9 +83,9 @@ class Spread(NamedTuple):
     cuts: tuple[str, ...]
 
 
-class _Stage(NamedTuple):
-    """A stage of sharded segments: seconds of a micro-batch, how much of them is exposed, those once a step,
-    and bytes: what is always there, and its cost as of one device."""
+class _ShardedStage(NamedTuple):
+    """A stage of sharded segments: its cost as on one device, the constant bytes, the exposed seconds for
+    each micro-batch, and the seconds once per step."""
 
     cost: StageCost
     exposed: float
@@ -99,18 +104,17 @@ def spread(
     orders: Orders,
     fabric: Fabric = FABRIC,
     layouts: Sequence[RankLayout] = (),
-) -> tuple[Spread, ...]:
-    """The layouts of a batch over the devices that stay within `budget` bytes on each, the quickest first.
+) -> tuple[SimulatedLayout, ...]:
+    """Return the layouts of a batch that stay within `budget` bytes on each device, the quickest first.
 
-    `layouts`: those to look at, all by default. Raises `Unsupported` where there are none, and
-    `InfeasibleBudget`.
+    `layouts`: candidates, by default all. Raises `Unsupported` if there are none, and `InfeasibleBudget`.
     """
     recorded = chain_of(1.0).batch
 
     @functools.cache
     def edges_of(samples: int, stages: int) -> tuple[int, ...]:
         segments = chain_of(samples / recorded).segments
-        return 0, *balanced(segments, stages), len(segments)
+        return 0, *balanced_cuts(segments, stages), len(segments)
 
     found = []
     for layout in layouts or _layouts(devices, batch, len(chain_of(1.0).segments)):
@@ -120,22 +124,22 @@ def spread(
         found += [one] if one is not None else []
     if not found:
         raise Unsupported(
-            f"a batch of {batch} samples cannot be shared evenly by {devices} devices. Give another batch."
+            f"a batch of {batch} samples cannot be divided evenly among {devices} devices. Use another batch."
         )
     fits = [one for one in found if one.peak_bytes <= budget]
     if not fits:
         least = min(found, key=lambda one: one.peak_bytes)
         raise InfeasibleBudget(
             f"no layout of {devices} devices fits: the smallest peak of a device is "
-            f"{format_bytes(least.peak_bytes)}, with {described(least.layout)}. Give more devices or memory.",
+            f"{format_bytes(least.peak_bytes)}, with {describe(least.layout)}. Use more devices or memory.",
             smallest_bytes=least.peak_bytes,
-            set_by=described(least.layout),
+            set_by=describe(least.layout),
         )
     return tuple(sorted(fits, key=lambda one: (one.seconds, one.peak_bytes)))
 
 
-def described(one: RankLayout) -> str:
-    """The layout in words."""
+def describe(one: RankLayout) -> str:
+    """Return a description of the layout."""
     again = ", recomputes" if one.again else ""
     kept = "" if one.reshard or one.shards == 1 else ", parameters stay gathered"
     return (
@@ -168,7 +172,7 @@ def _divisors(count: int) -> list[int]:
 
 def _simulated(
     chain: Chain, edges: Sequence[int], layout: RankLayout, fabric: Fabric, orders: Orders
-) -> Spread | None:
+) -> SimulatedLayout | None:
     few = min(layout.microbatches, _SIMULATED * layout.stages)
     order = orders(_SCHEDULE, layout.stages, layout.stages, few)
     if layout.stages > 1 and order is None:
@@ -182,7 +186,7 @@ def _simulated(
     seconds = running + once
     mean = sum(one.cost.seconds for one in stages) * layout.microbatches / len(stages)
     awaits = max(one.exposed * layout.microbatches + one.once for one in stages)
-    return Spread(
+    return SimulatedLayout(
         layout,
         seconds,
         max(0.0, 1 - mean / running),
@@ -195,7 +199,8 @@ def _simulated(
 def _running(
     costs: Sequence[StageCost], order: Order | None, layout: RankLayout, fabric: Fabric
 ) -> float:
-    """Seconds until all micro-batches are through; in a full pipeline the longest stage sets the pace."""
+    """Return the seconds until all micro-batches are done; in a full pipeline the longest stage sets the
+    pace."""
     if layout.stages == 1 or order is None:
         return layout.microbatches * costs[0].seconds
     apart = layout.replicas * layout.shards >= fabric.node
@@ -206,7 +211,7 @@ def _running(
 
 def _stage(
     segments: Sequence[Segment], first: int, last: int, layout: RankLayout, fabric: Fabric
-) -> _Stage:
+) -> _ShardedStage:
     own = segments[first:last]
     plain = stage_of(segments, first, last, again=False)
     forwards = [one.forward for one in own]
@@ -217,14 +222,16 @@ def _stage(
     ]
     gathers = [fabric.gathered(one.parameters, layout.shards) for one in own]
     if layout.reshard:
-        forward = _hidden(forwards, gathers)
-        backward = _hidden([*reversed(backwards)], [2 * one for one in reversed(gathers)])
+        forward = _overlapped_seconds(forwards, gathers)
+        backward = _overlapped_seconds(
+            [*reversed(backwards)], [2 * one for one in reversed(gathers)]
+        )
         once = 0.0
     else:
         forward, backward = sum(forwards), sum(backwards)
-        once = _beyond(sum(gathers), forward) + _beyond(sum(gathers), backward)
+        once = _excess(sum(gathers), forward) + _excess(sum(gathers), backward)
     size = sum(one.parameters for one in own) // layout.shards
-    once += _beyond(2 * fabric.gathered(size, layout.replicas, layout.shards), backward)
+    once += _excess(2 * fabric.gathered(size, layout.replicas, layout.shards), backward)
     held, rise, back = _activations(own, again, plain)
     cost = plain._replace(
         forward=forward,
@@ -236,23 +243,23 @@ def _stage(
         first=back,
     )
     exposed = forward + backward - sum(forwards) - sum(backwards)
-    return _Stage(cost, exposed, once, _always(own, layout))
+    return _ShardedStage(cost, exposed, once, _constant_bytes(own, layout))
 
 
-def _hidden(work: Sequence[float], gathers: Sequence[float]) -> float:
-    """Seconds of work in turn, each of which awaits its own exchange, which runs behind the one before."""
+def _overlapped_seconds(work: Sequence[float], gathers: Sequence[float]) -> float:
+    """Return the time of `work` in sequence when each all-gather overlaps the item before."""
     following = [*gathers[1:], 0.0]
     return gathers[0] + sum(max(one, two) for one, two in zip(work, following, strict=True))
 
 
-def _beyond(seconds: float, hidden: float) -> float:
+def _excess(seconds: float, hidden: float) -> float:
     return max(0.0, seconds - hidden)
 
 
 def _activations(
     own: Sequence[Segment], again: Sequence[bool], plain: StageCost
 ) -> tuple[int, int, int]:
-    """Bytes that a micro-batch in flight holds; the highest in forward and in backward."""
+    """Return the bytes that a micro-batch in flight holds, and the highest in forward and in backward."""
     if not any(again):
         return plain.held, plain.rise, max(plain.back, plain.first - plain.gradients)
     sent = plain.held - sum(one.held for one in own)
@@ -265,8 +272,8 @@ def _activations(
     return held + max(sent, 0), rise, max(back, rise)
 
 
-def _always(own: Sequence[Segment], layout: RankLayout) -> int:
-    """What a device holds of a stage whatever runs: its shards, and what is gathered of others'."""
+def _constant_bytes(own: Sequence[Segment], layout: RankLayout) -> int:
+    """Return the constant bytes of a stage on one device: its shards, and gathered parameters."""
     state = sum(one.state + one.gradients for one in own)
     if layout.shards == 1:
         return state
@@ -277,8 +284,8 @@ def _always(own: Sequence[Segment], layout: RankLayout) -> int:
     return state // layout.shards + two + max(sizes)
 
 
-def _peak(one: _Stage, number: int, layout: RankLayout) -> int:
-    """The highest bytes of a device that runs stage `number`."""
+def _peak(one: _ShardedStage, number: int, layout: RankLayout) -> int:
+    """Return the highest bytes of a device that runs stage `number`."""
     flights = min(layout.microbatches, layout.stages - number)
     cost = one.cost
     received = (cost.given if number else 0) + (cost.passed if layout.stages > 1 else 0)

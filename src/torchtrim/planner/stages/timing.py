@@ -1,29 +1,150 @@
-"""Stages and an order -> when each rank does what, how long it idles, and its peak."""
+"""Stages and an order -> the start of each action of each rank, idle times, and peaks."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
-from torchtrim.planner.stages.costs import Link, StageCost
-from torchtrim.records.pipeline import Action, Order
+from torchtrim.planner.stages.chain import Chain, Segment
+from torchtrim.records.pipeline import Action, Order, StageSeconds
+from torchtrim.step.lanes import LaneTask, run_lanes
+
+
+class Link(NamedTuple):
+    """Cost of sending a tensor to another rank."""
+
+    latency: float = 1e-4
+    bytes_per_second: float = 2e9
+
+    def seconds(self, size: int) -> float:
+        """Return the seconds for `size` bytes."""
+        return self.latency + size / self.bytes_per_second
+
+
+class StageCost(NamedTuple):
+    """Costs of a stage for one micro-batch.
+
+    Seconds: `forward`, the whole `backward`, backward to the `inputs` and to the `weights`, `update` of the
+    parameters. Bytes: `held` in flight; `rise`, `back` and `first`, the highest in forward, in backward, and
+    in the first backward, which allocates gradients, `held` included; `waiting`, extra bytes between the two
+    halves of backward; `split`, the rise above `held` in the first half; `given` and `passed`, the received
+    and the sent tensor; `gradients` and `state`.
+    """
+
+    where: str
+    forward: float
+    backward: float
+    inputs: float
+    weights: float
+    update: float
+    held: int
+    rise: int
+    back: int
+    first: int
+    waiting: int
+    split: int
+    given: int
+    passed: int
+    gradients: int
+    state: int
+    recompute: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+
+def stages_of(chain: Chain, cuts: Sequence[int], again: Sequence[int] = ()) -> list[StageCost]:
+    """Return the stages of a chain that is cut before these segments; those in `again` recompute."""
+    edges = [0, *cuts, len(chain.segments)]
+    return [
+        stage_of(chain.segments, first, last, again=number in again)
+        for number, (first, last) in enumerate(pairwise(edges))
+    ]
+
+
+def stage_of(segments: Sequence[Segment], first: int, last: int, *, again: bool) -> StageCost:
+    """Return the stage of segments `first <= i < last`."""
+    own = segments[first:last]
+    forward = sum(one.forward for one in own)
+    inputs, weights = sum(one.inputs for one in own), sum(one.weights for one in own)
+    held, rise, back, new = _stage_bytes(own)
+    passed = segments[last].given if last < len(segments) else 0
+    if again:
+        held = passed
+    split = (inputs, weights) if first else (0.0, inputs + weights)
+    return StageCost(
+        where=own[0].where,
+        forward=forward,
+        backward=inputs + weights + (forward if again else 0.0),
+        inputs=split[0],
+        weights=split[1],
+        update=sum(one.update for one in own),
+        held=held,
+        rise=rise,
+        back=back,
+        first=new,
+        waiting=sum(one.waiting for one in own) if first else 0,
+        split=_inputs_rise(own) if first else 0,
+        given=own[0].given,
+        passed=passed,
+        gradients=sum(one.gradients for one in own),
+        state=sum(one.state for one in own),
+        recompute=again,
+    )
+
+
+def clocked_as(cost: StageCost, clocked: StageSeconds) -> StageCost:
+    """Return the stage with the measured seconds of its actions."""
+    return cost._replace(
+        forward=clocked.forward,
+        backward=clocked.backward,
+        inputs=clocked.inputs,
+        weights=clocked.weights,
+    )
+
+
+def _inputs_rise(own: Sequence[Segment]) -> int:
+    """Return the rise above the held bytes in backward to the inputs."""
+    most = waiting = 0
+    for number, one in reversed([*enumerate(own)]):
+        follows = own[number + 1].given if number + 1 < len(own) else 0
+        most = max(most, waiting + follows + one.split)
+        waiting += one.waiting
+    return max(most, waiting)
+
+
+def _stage_bytes(own: Sequence[Segment]) -> tuple[int, int, int, int]:
+    """Return the held bytes, and the highest in forward, in backward, and in the first backward."""
+    held = rise = back = new = 0
+    for number, one in enumerate(own):
+        follows = own[number + 1].given if number + 1 < len(own) else 0
+        grown = sum(later.gradients for later in own[number + 1 :])
+        rise = max(rise, held + one.rise)
+        back = max(back, held + one.back + follows)
+        new = max(new, held + one.first + follows + grown)
+        held += one.held
+    sent = own[-1].sent
+    return held + sent, max(rise, held + sent), back + sent, new + sent
+
 
 _Key = tuple[str, int, int]
 
 
 class StageBar(NamedTuple):
-    """An action of a rank, and when: seconds from the start of the step."""
+    """An action of a rank, with its times in seconds from the start of the step."""
 
     action: Action
     start: float
     end: float
 
 
-class Simulated(NamedTuple):
-    """A step of a pipeline. `bubble`: the share of all ranks' time until backward is over in which they idle.
+class SimulatedPipeline(NamedTuple):
+    """A step of a pipeline. `bubble`: the idle share of all ranks' time until the end of backward.
 
-    `peaks`: the highest bytes of each rank; `in_flight`: the most micro-batches that each stage holds.
+    `peaks`: the highest bytes of each rank. `in_flight`: the most micro-batches that each stage holds.
     """
 
     seconds: float
@@ -33,16 +154,18 @@ class Simulated(NamedTuple):
     bars: tuple[tuple[StageBar, ...], ...]
 
 
-def timed(stages: Sequence[StageCost], order: Order, batches: int, link: Link) -> Simulated:
-    """What a step takes and needs. `AssertionError` for an order that would never end."""
-    bars = _timed(stages, order, link)
+def simulate_pipeline(
+    stages: Sequence[StageCost], order: Order, batches: int, link: Link
+) -> SimulatedPipeline:
+    """Return the time and memory of a step. Raises `AssertionError` for an order that would never end."""
+    bars = _schedule_bars(stages, order, link)
     end = max(bar.end for line in bars for bar in line)
     busy = sum(bar.end - bar.start for line in bars for bar in line)
     updates = [
         sum(stages[stage].update for stage, home in enumerate(order.homes) if home == rank)
         for rank in range(len(order.ranks))
     ]
-    return Simulated(
+    return SimulatedPipeline(
         end + max(updates),
         max(0.0, 1 - busy / (end * len(bars))) if end else 0.0,
         tuple(rank_peak(stages, order, rank, batches) for rank in range(len(order.ranks))),
@@ -52,30 +175,22 @@ def timed(stages: Sequence[StageCost], order: Order, batches: int, link: Link) -
 
 
 def step_seconds(stages: Sequence[StageCost], order: Order, link: Link) -> float:
-    """What forward and backward of a step take."""
-    return max(bar.end for line in _timed(stages, order, link) for bar in line)
+    """Return the time of forward and backward of a step."""
+    return max(bar.end for line in _schedule_bars(stages, order, link) for bar in line)
 
 
-def _timed(
+def _schedule_bars(
     stages: Sequence[StageCost], order: Order, link: Link
 ) -> tuple[tuple[StageBar, ...], ...]:
-    """Let each rank do its actions in order, each once what it needs is there."""
-    done: dict[_Key, float] = {}
-    free = [0.0] * len(order.ranks)
-    left = [deque(actions) for actions in order.ranks]
-    bars: list[list[StageBar]] = [[] for _ in order.ranks]
-    while any(left):
-        moved = False
-        for rank, actions in enumerate(left):
-            while actions and (ready := _ready(actions[0], stages, order, done, link)) is not None:
-                action = actions.popleft()
-                start = max(ready, free[rank])
-                free[rank] = start + _seconds(action, stages[action.stage])
-                done[_key(action)] = free[rank]
-                bars[rank].append(StageBar(action, start, free[rank]))
-                moved = True
-        assert moved, "the order waits for itself"
-    return tuple(map(tuple, bars))
+    """Run each rank's actions in order, each after its inputs are ready."""
+    tasks = [
+        [_lane_task(action, stages, order, link) for action in actions] for actions in order.ranks
+    ]
+    times = run_lanes(tasks)
+    return tuple(
+        tuple(StageBar(action, *times[_key(action)]) for action in actions)
+        for actions in order.ranks
+    )
 
 
 def _key(action: Action) -> _Key:
@@ -91,41 +206,25 @@ def _seconds(action: Action, stage: StageCost) -> float:
     }[action.kind]
 
 
-def _ready(
-    action: Action,
-    stages: Sequence[StageCost],
-    order: Order,
-    done: dict[_Key, float],
-    link: Link,
-) -> float | None:
-    """When all that the action needs is there; None while that is not known."""
+def _lane_task(action: Action, stages: Sequence[StageCost], order: Order, link: Link) -> LaneTask:
     kind, stage, batch = action
+    seconds = _seconds(action, stages[stage])
     if kind == "W":
-        return done.get(("I", stage, batch))
-    if kind == "F":
-        if stage == 0:
-            return 0.0
-        return _received(done.get(("F", stage - 1, batch)), stage, stage - 1, stages, order, link)
-    if stage == len(stages) - 1:
-        return done.get(("F", stage, batch))
-    return _received(done.get(("I", stage + 1, batch)), stage, stage + 1, stages, order, link)
-
-
-def _received(
-    sent: float | None,
-    stage: int,
-    other: int,
-    stages: Sequence[StageCost],
-    order: Order,
-    link: Link,
-) -> float | None:
-    if sent is None or order.homes[stage] == order.homes[other]:
-        return sent
-    return sent + link.seconds(stages[max(stage, other)].given)
+        return LaneTask(_key(action), seconds, ((("I", stage, batch), 0.0),))
+    forward = kind == "F"
+    if forward and stage == 0:
+        return LaneTask(_key(action), seconds)
+    if not forward and stage == len(stages) - 1:
+        return LaneTask(_key(action), seconds, ((("F", stage, batch), 0.0),))
+    other = stage - 1 if forward else stage + 1
+    here = order.homes[stage] == order.homes[other]
+    gap = 0.0 if here else link.seconds(stages[max(stage, other)].given)
+    return LaneTask(_key(action), seconds, ((("F" if forward else "I", other, batch), gap),))
 
 
 def in_flight(order: Order) -> tuple[int, ...]:
-    """The most micro-batches that each stage holds at once: forward is done, backward is not over."""
+    """Return the most micro-batches that each stage holds at once, from the end of forward to that of
+    backward."""
     most = [0] * len(order.homes)
     now = [0] * len(order.homes)
     for actions in order.ranks:
@@ -136,23 +235,24 @@ def in_flight(order: Order) -> tuple[int, ...]:
 
 
 def rank_peak(stages: Sequence[StageCost], order: Order, rank: int, batches: int) -> int:
-    """The highest bytes of a rank: what is there always, buffers to receive, and its stages' activations."""
+    """Return the highest bytes of a rank: its constant state, receive buffers, and its stages'
+    activations."""
     own = [stages[stage] for stage, home in enumerate(order.homes) if home == rank]
     always = sum(one.state + batches * (one.given + one.passed) for one in own)
     return always + step_rise(stages, order, rank)
 
 
 def step_rise(stages: Sequence[StageCost], order: Order, rank: int) -> int:
-    """The highest bytes of a rank over those with which a step begins."""
+    """Return the rise of a rank's memory above its bytes at the start of a step."""
     return max(_levels(stages, order, rank))
 
 
 def _levels(stages: Sequence[StageCost], order: Order, rank: int) -> Iterator[int]:
-    """The highest bytes during each action.
+    """Yield the highest bytes during each action.
 
-    Torch's schedules keep what they have sent until the step is over. What a stage hands on to one of its own
-    rank stays until the next step hands on another in its place, so a step begins with that of the one
-    before, forward and backward. A stage's first backward makes its gradients.
+    Torch's schedules keep sent tensors until the step is over. A tensor that a stage passes to another of its
+    own rank stays until the next step replaces it, so a step begins with the tensors of the step before,
+    forward and backward. A stage's first backward allocates its gradients.
     """
     now = 0
     grown: set[int] = set()
@@ -167,7 +267,7 @@ def _levels(stages: Sequence[StageCost], order: Order, rank: int) -> Iterator[in
         ends = kind in "BW"
         waiting = one.waiting if kind == "W" else 0
         new = ends and stage not in grown
-        yield now + _above(one, kind, stage, new)
+        yield now + _backward_rise(one, kind, stage, new)
         if new:
             grown.add(stage)
             now += one.gradients
@@ -179,11 +279,11 @@ def _levels(stages: Sequence[StageCost], order: Order, rank: int) -> Iterator[in
             now -= one.held + waiting - one.passed
 
 
-def _above(one: StageCost, kind: str, stage: int, new: bool) -> int:
-    """How far a backward rises over what was held before it.
+def _backward_rise(one: StageCost, kind: str, stage: int, new: bool) -> int:
+    """Return the rise of a backward above the bytes held before it.
 
-    Backward to the inputs lets go of nothing, and keeps what backward to the weights will read; the first
-    stage leaves all to that.
+    Backward to the inputs frees nothing, and keeps tensors for backward to the weights; the first stage
+    leaves everything to the latter.
     """
     rises = (one.first if new else one.back) - one.held
     if kind == "B" or (kind == "W" and not stage):

@@ -1,7 +1,7 @@
-"""Cross entropy over chunks of rows: of `hidden @ weight.T + bias`, or of logits that are there.
+"""Cross entropy over chunks of rows: of `hidden @ weight.T + bias`, or of existing logits.
 
-A chunk's logits are overwritten by their probabilities and these by the gradient, so that one buffer of a
-chunk's size does for all. Sums are taken in float32 where the type is narrower.
+A chunk's logits are overwritten by their probabilities and these by the gradient, so one buffer of a chunk's
+size suffices. Sums use float32 if the dtype is narrower.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-class Rule(NamedTuple):
-    """What is taken of the rows: what `cross_entropy` takes, and `z_loss` times the square of lse."""
+class LossRule(NamedTuple):
+    """Arguments of `cross_entropy`, and `z_loss`, the factor of the squared logsumexp."""
 
     reduction: str
     ignore_index: int
@@ -25,31 +25,31 @@ class Rule(NamedTuple):
     rows: int
 
 
-class Rows(Protocol):
-    """Where rows of logits come from, and where their gradient goes."""
+class LogitSource(Protocol):
+    """Source of rows of logits, and sink of their gradients."""
 
     classes: int
 
     def spans(self, rows: int) -> Iterator[tuple[int, int]]:
-        """Ranges of at most so many rows."""
+        """Yield ranges of at most `rows` rows."""
         ...
 
     def logits(self, first: int, last: int) -> Tensor:
-        """Logits of these rows, in the type of sums, to be overwritten."""
+        """Return the logits of these rows in the accumulation dtype. The caller may overwrite them."""
         ...
 
     def take(self, first: int, last: int, gradient: Tensor) -> None:
-        """The gradient of the logits of these rows."""
+        """Take the gradient of these rows' logits."""
         ...
 
 
 def sums_type(dtype: torch.dtype) -> torch.dtype:
-    """The type that sums are taken in."""
+    """Return the accumulation dtype."""
     return torch.float32 if dtype in _NARROW else dtype
 
 
 class Product:
-    """Rows of `hidden @ weight.T + bias`. `wanted`: which of the three gradients."""
+    """Rows of `hidden @ weight.T + bias`. `wanted`: which of the three gradients are needed."""
 
     def __init__(
         self,
@@ -79,12 +79,12 @@ class Product:
         return torch.zeros(like.shape, dtype=self._sums, device=like.device)
 
     def spans(self, rows: int) -> Iterator[tuple[int, int]]:
-        """One range after the other."""
+        """Yield consecutive ranges."""
         count = len(self._hidden)
         return ((at, min(at + rows, count)) for at in range(0, count, rows))
 
     def logits(self, first: int, last: int) -> Tensor:
-        """The product, in the buffer."""
+        """Compute the product in the buffer."""
         made, hidden = self._buffer[: last - first], self._hidden[first:last]
         if self._bias is None:
             torch.mm(hidden, self._weight.t(), out=made)
@@ -93,7 +93,7 @@ class Product:
         return made if self._is_wide else self._wide[: last - first].copy_(made)
 
     def take(self, first: int, last: int, gradient: Tensor) -> None:
-        """Add up the gradients of hidden, weight and bias."""
+        """Accumulate the gradients of hidden, weight and bias."""
         hidden = self._hidden[first:last]
         if self._wanted[2]:
             self.of_bias.add_(gradient.sum(0))
@@ -107,14 +107,14 @@ class Product:
             self.of_weight.add_(gradient.t() @ hidden)
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of hidden, weight and bias, empty where not wanted; the buffer is let go."""
+        """Return the gradients of hidden, weight and bias, empty if not wanted, and free the buffer."""
         del self._buffer, self._wide
         dtype = self._hidden.dtype
         return self.of_hidden, self.of_weight.to(dtype), self.of_bias.to(dtype)
 
 
-class Given:
-    """Rows of logits `(batch, classes, places)` that are there. Their gradient goes to `into`, if given."""
+class ExistingLogits:
+    """Rows of existing logits `(batch, classes, places)`. Their gradient is written to `into`, if given."""
 
     def __init__(self, logits: Tensor, into: Tensor | None = None) -> None:
         _, self.classes, self._places = logits.shape
@@ -122,19 +122,19 @@ class Given:
         self._sums = sums_type(logits.dtype)
 
     def spans(self, rows: int) -> Iterator[tuple[int, int]]:
-        """Ranges that do not go from one sample to another."""
+        """Yield ranges that stay within one sample."""
         for begin in range(0, len(self._logits) * self._places, max(self._places, 1)):
             end = begin + self._places
             yield from ((at, min(at + rows, end)) for at in range(begin, end, rows))
 
     def logits(self, first: int, last: int) -> Tensor:
-        """A copy."""
+        """Return a copy of the logits."""
         return self._of(self._logits, first, last).to(
             self._sums, copy=True, memory_format=torch.contiguous_format
         )
 
     def take(self, first: int, last: int, gradient: Tensor) -> None:
-        """Write it."""
+        """Write the gradient."""
         assert self._into is not None
         self._of(self._into, first, last).copy_(gradient)
 
@@ -144,10 +144,10 @@ class Given:
 
 
 class Targets:
-    """Each row's class and weight. `total` is the sum of the weights, which a mean divides by."""
+    """Class and weight of each row. `total` is the sum of the weights, the divisor of a mean."""
 
     def __init__(
-        self, target: Tensor, class_weight: Tensor | None, rule: Rule, dtype: torch.dtype
+        self, target: Tensor, class_weight: Tensor | None, rule: LossRule, dtype: torch.dtype
     ) -> None:
         valid = target != rule.ignore_index
         self.index = torch.where(valid, target, 0).unsqueeze(1)
@@ -160,7 +160,7 @@ class Targets:
         self._rule = rule
 
     def scale(self, gradient: Tensor | None = None) -> Tensor:
-        """What each row's loss is multiplied by in the result, and in `gradient`'s direction."""
+        """Return the factor of each row's loss in the result, times `gradient` if given."""
         rule, scale = self._rule, torch.ones_like(self.valid)
         if rule.reduction == "mean":
             scale = torch.where(self.valid > 0, 1 / self.total, 0)
@@ -168,9 +168,9 @@ class Targets:
 
 
 def losses(
-    source: Rows, targets: Targets, rule: Rule, scale: Tensor | None
+    source: LogitSource, targets: Targets, rule: LossRule, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Each row's loss and log of the sum of exponentials. With `scale`, the source takes gradients too."""
+    """Return each row's loss and logsumexp. With `scale`, compute the gradients too."""
     loss, lse = torch.empty_like(targets.valid), torch.empty_like(targets.valid)
     for first, last in source.spans(rule.rows):
         logits = source.logits(first, last)
@@ -187,8 +187,10 @@ def losses(
     return loss, lse
 
 
-def gradients(source: Rows, targets: Targets, rule: Rule, lse: Tensor, scale: Tensor) -> None:
-    """The source takes the gradients, by what `losses` gave."""
+def gradients(
+    source: LogitSource, targets: Targets, rule: LossRule, lse: Tensor, scale: Tensor
+) -> None:
+    """Compute the gradients from the logsumexp that `losses` returned."""
     ones = torch.ones((), dtype=lse.dtype, device=lse.device)
     for first, last in source.spans(rule.rows):
         logits = source.logits(first, last)
@@ -199,17 +201,19 @@ def gradients(source: Rows, targets: Targets, rule: Rule, lse: Tensor, scale: Te
         del logits, gradient
 
 
-def reduced(loss: Tensor, targets: Targets, rule: Rule) -> Tensor:
-    """The rows' losses as the rule wants them."""
+def reduced(loss: Tensor, targets: Targets, rule: LossRule) -> Tensor:
+    """Reduce the rows' losses."""
     if rule.reduction == "none":
         return loss
     return loss.sum() / targets.total if rule.reduction == "mean" else loss.sum()
 
 
 class _Chunk:
-    """The arithmetic of some rows."""
+    """Arithmetic of one chunk."""
 
-    def __init__(self, targets: Targets, rule: Rule, classes: int, first: int, last: int) -> None:
+    def __init__(
+        self, targets: Targets, rule: LossRule, classes: int, first: int, last: int
+    ) -> None:
         self.index = targets.index[first:last]
         self._weights = targets.class_weight
         self._rule = rule
@@ -219,13 +223,13 @@ class _Chunk:
         self._z = rule.z_loss * targets.valid[first:last]
 
     def smooth(self, logits: Tensor) -> Tensor | None:
-        """The sum of all logits by their classes' weights, where labels are smoothed."""
+        """Return the class-weighted sum of the logits for label smoothing, or None."""
         if not self._rule.label_smoothing:
             return None
         return logits.sum(1) if self._weights is None else logits @ self._weights
 
     def loss(self, lse: Tensor, picked: Tensor, smooth: Tensor | None) -> Tensor:
-        """Each row's loss."""
+        """Return each row's loss."""
         found = torch.where(self._hard > 0, self._hard * (lse - picked), 0)
         if smooth is not None:
             found += self._soft * (lse * self._of_all - smooth)
@@ -234,7 +238,7 @@ class _Chunk:
         return found
 
     def gradient(self, powers: Tensor, sums: Tensor, lse: Tensor, scale: Tensor) -> Tensor:
-        """The gradient of the logits, over `powers`, which are their exponentials times `sums`."""
+        """Turn `powers`, the exponentials times `sums`, into the gradient of the logits in place."""
         of_all = self._hard
         if self._rule.label_smoothing:
             of_all = of_all + self._soft * self._of_all

@@ -1,4 +1,4 @@
-"""Finds logits that only a cross entropy reads, in a profile."""
+"""Finds logits that only a cross entropy reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from torchtrim.records.profile import Operator, Profile, TensorUse
 from torchtrim.records.remembered import remembered
 from torchtrim.step.index import recorded_index
 from torchtrim.step.step import Span, Step
-from torchtrim.techniques.chunked_loss.rows import rows_for
+
+_ROWS, _ELEMENTS = 256, 2**20
+
+
+def rows_for(count: int, classes: int) -> int:
+    """Return the rows per chunk: enough for fast matrix products, few enough for a small buffer."""
+    return max(1, min(count, max(_ROWS, _ELEMENTS // max(classes, 1))))
+
 
 _PRODUCTS = ("aten::mm", "aten::addmm")
 _SOFTMAX = "aten::_log_softmax"
@@ -21,11 +28,11 @@ _BACKWARD = ("backward", "recompute")
 
 
 class FoundHead(NamedTuple):
-    """Logits of a module: `product` makes them, `copies` are tasks that shift or cast them.
+    """Logits of a module. `product`: task that computes them. `copies`: tasks that shift or cast them.
 
-    `loss` is the task that takes the loss of `log_softmax`; `readers` are all tasks of forward that make or
-    read any of these. `shape` is that of what goes into the loss: rows and classes, `width` that of hidden.
-    `number` is how many rows there are. `each`: each has a gradient of its own.
+    `loss`: task of the loss after `log_softmax`. `readers`: all forward tasks that create or read any of
+    these. `shape`: rows and classes of the loss input. `width`: width of hidden. `number`: number of rows.
+    `each`: True if each row has a gradient of its own.
     """
 
     where: str
@@ -42,17 +49,17 @@ class FoundHead(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many rows are taken at a time."""
+        """Rows per chunk."""
         return rows_for(self.number, self.classes)
 
     @property
     def span(self) -> Span:
-        """The task that makes the logits."""
+        """Span of the task that computes the logits."""
         return Span(self.product, self.product + 1)
 
 
 def heads_of(step: Step) -> tuple[FoundHead, ...]:
-    """All heads of a step, in the order in which their losses are taken."""
+    """Return all heads of a step, in the order of their losses."""
     return _heads_of(step.profile) if step.profile is not None else ()
 
 
@@ -72,7 +79,7 @@ class _HeadFinder:
         self._users = recorded_index(profile).users
 
     def head(self, softmax: int) -> FoundHead | None:
-        """The head whose logits this operator takes, if it is a log_softmax of such."""
+        """Return the head whose logits a log_softmax reads, or None."""
         op = self._operators[softmax]
         if base_name(op.name) != _SOFTMAX or op.phase in _BACKWARD:
             return None
@@ -91,7 +98,9 @@ class _HeadFinder:
         return [index for index in users if self._operators[index].phase not in _BACKWARD]
 
     def _back(self, storage: int) -> tuple[int, list[int], list[int]]:
-        """The product that logits come from, -1 for none; they with what they are copies of; the copies."""
+        """Trace logits back to their product (-1 if unknown). Return it, the family of copies, and their
+        tasks.
+        """
         family, copies = [storage], list[int]()
         while True:
             maker = self._profile.storages[family[-1]].birth
@@ -106,7 +115,9 @@ class _HeadFinder:
             family.append(self._operators[maker].inputs[0].storage)
 
     def _is_known(self, index: int, family: list[int], logs: int) -> bool:
-        """Whether a reader of logits or their log_softmax is of the loss, or only moves them about."""
+        """Return True if a reader of the logits or their log_softmax is part of the loss, or only moves
+        elements.
+        """
         op, every = self._operators[index], {*family, logs}
         name = base_name(op.name)
         if op.mutates:
@@ -148,7 +159,7 @@ class _HeadFinder:
         )
 
     def _is_weight(self, use: TensorUse) -> bool:
-        """Whether it is a parameter, or autocast's copy of one."""
+        """Return True for a parameter, or autocast's copy of one."""
         storage = self._profile.storages[use.storage]
         if storage.kind == "parameter" or storage.birth < 0:
             return storage.kind == "parameter"
@@ -158,7 +169,7 @@ class _HeadFinder:
 
 
 def gradient_of(profile: Profile, head: FoundHead) -> tuple[int, Operator | None]:
-    """The task of backward that begins with the loss's gradient, -1 for none; the operator that made that."""
+    """Return the backward task that receives the loss's gradient, or -1, and the operator that made it."""
     for index, op in enumerate(profile.operators):
         if op.phase == "backward" and op.forward == head.loss:
             birth = profile.storages[op.inputs[0].storage].birth
@@ -167,7 +178,7 @@ def gradient_of(profile: Profile, head: FoundHead) -> tuple[int, Operator | None
 
 
 def family_tasks(profile: Profile, head: FoundHead) -> Iterator[int]:
-    """The tasks that do not run any more: those of forward but the loss, and all of their backward."""
+    """Yield the tasks that no longer run: forward except the loss, and all of backward."""
     forward = set(head.readers)
     yield from sorted(forward - {head.loss})
     for index, op in enumerate(profile.operators):

@@ -1,8 +1,8 @@
-"""Logits that are computed where something reads them, and of which cross entropy needs none.
+"""Lazy logits: computed only if something other than cross entropy reads them.
 
-`Logits` takes the place of a head's output. What only moves its elements about (a view, a shift, a
-transpose, a cast) is done to the hidden states or to what is written down of it; cross entropy takes
-those; whatever else comes gets the logits themselves, which are computed then and kept from then on.
+`Logits` replaces a head's output. Functions that only move elements (views, shifts, transposes, casts)
+apply to the hidden states or their description. Cross entropy reads the hidden states directly. Every other
+function gets the real logits, which are then computed and kept.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch.utils._pytree import tree_map
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.failing import note
-from torchtrim.techniques.chunked_loss.moves import MOVES, Moved
+from torchtrim.techniques.chunked_loss.moves import MOVES, MovedHidden
 from torchtrim.techniques.chunked_loss.ops import chunked_cross_entropy, linear_cross_entropy
 
 
 class Head(NamedTuple):
-    """What makes logits: `hidden` with its width at dimension `moved.dim`, and the weights.
+    """Source of logits: `hidden`, with its width at dimension `moved.dim`, and the weights.
 
-    `autocast`: the type that the head ran in, None where autocast was off. `versions`: how often the
-    three had been written to. `where` and `rows` are the plan's.
+    `autocast`: dtype the head ran in, or None. `versions`: version counters of the three tensors. `where` and
+    `rows` are from the plan.
     """
 
-    moved: Moved
+    moved: MovedHidden
     bias: Tensor | None
     dtype: torch.dtype
     autocast: torch.dtype | None
@@ -40,23 +40,25 @@ class Head(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The hidden states, the weight and the bias if there is one."""
+        """Hidden states, weight, and bias if there is one."""
         found = (self.moved.hidden, self.moved.weight, self.bias)
         return tuple(one for one in found if one is not None)
 
     def check(self) -> None:
-        """Raises where hidden states or weights are no longer what they were."""
+        """Raise if hidden states or weights have changed."""
         if tuple(one._version for one in self.tensors) != self.versions:
             raise _refused(
-                f"the logits of `{self.where}` are read after its weights or its input were changed, "
-                "so chunked_loss cannot compute them any more. Read them before the optimizer steps, or "
-                "take that place out of the plan.",
+                (
+                    f"the logits of `{self.where}` are read after its weights or its input changed, so "
+                    "chunked_loss can no longer compute them. Read them before the optimizer steps, or "
+                    "take it out of the plan."
+                ),
                 self.where,
             )
 
 
 class Logits(Tensor):
-    """Stands for logits. `head` makes them; `there` are those, once they are there."""
+    """Stand-in for logits. `head` computes them; `there` holds them afterwards."""
 
     head: Head
     there: Tensor | None
@@ -65,7 +67,7 @@ class Logits(Tensor):
 
     @staticmethod
     def of(head: Head, real: Tensor | None = None, log: bool = False, family: Any = None) -> Logits:
-        """Logits of a head, or with `real` those that are there. `log`: log_softmax of them."""
+        """Return logits of a head, or the existing ones in `real`. `log`: they are a log_softmax."""
         shape = head.moved.shape if real is None else real.shape
         make: Any = Tensor._make_wrapper_subclass
         device = head.moved.hidden.device
@@ -84,11 +86,11 @@ class Logits(Tensor):
         if name in _GEOMETRY:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        for handle in (_asked, _consumed, _moved):
+        for handle in (_answer_query, _chunked_loss, _apply_move):
             found = handle(name, func, args, kwargs)
             if found is not NotImplemented:
                 return found
-        return _read(name, func, args, kwargs)
+        return _run_with_logits(name, func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -97,8 +99,10 @@ class Logits(Tensor):
         mine = next((one for one in args if isinstance(one, Logits)), None)
         where = mine.head.where if mine is not None else ""
         raise _refused(
-            f"{func} reads the logits of `{where}` below Python, where chunked_loss cannot compute them. "
-            "Take that place out of the plan.",
+            (
+                f"{func} reads the logits of `{where}` below Python, where chunked_loss cannot "
+                "compute them. Take it out of the plan."
+            ),
             where,
         )
 
@@ -111,11 +115,11 @@ class Logits(Tensor):
         return real
 
     def made_from(self) -> Tensor:
-        """What it is computed from, whose device it will be on."""
+        """Tensor they are computed from, which is on the same device."""
         return self.head.moved.hidden
 
     def value(self) -> Tensor:
-        """The real logits, computed now if they are not there; kept where gradients are on."""
+        """Return the real logits, computed at first use and kept if gradients are on."""
         real = self.there
         if real is None:
             real = _computed(self.head)
@@ -124,12 +128,14 @@ class Logits(Tensor):
         return F.log_softmax(real, self.head.moved.dim) if self.log_probabilities else real
 
     def become_real(self) -> None:
-        """Be there from now on, to be written to. Raises where others stand for the same elements."""
+        """Compute the logits for good before a write. Raises if aliases exist."""
         others = [one for ref in self._family if (one := ref()) is not None and one is not self]
         if self.log_probabilities or (self.there is None and others):
             raise _refused(
-                f"logits of `{self.head.where}` are changed in place while other names stand for them, "
-                "which chunked_loss does not follow. Take that place out of the plan.",
+                (
+                    f"the logits of `{self.head.where}` are changed in place while other variables "
+                    "alias them, which chunked_loss does not support. Take it out of the plan."
+                ),
                 self.head.where,
             )
         with torch.enable_grad():
@@ -137,25 +143,25 @@ class Logits(Tensor):
 
 
 def head_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, where: str, rows: int) -> Logits:
-    """The placeholder for `hidden @ weight.T + bias`."""
+    """Return the stand-in for `hidden @ weight.T + bias`."""
     device = hidden.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     dtype = hidden.dtype if autocast is None or hidden.dtype is torch.float64 else autocast
-    moved = Moved(hidden, weight, hidden.dim() - 1)
+    moved = MovedHidden(hidden, weight, hidden.dim() - 1)
     versions = tuple(one._version for one in (hidden, weight, bias) if one is not None)
     return Logits.of(Head(moved, bias, dtype, autocast, versions, where, rows))
 
 
 def kept(real: Tensor, dim: int, where: str, rows: int) -> Logits:
-    """The placeholder for logits that are there, with the classes at `dim`."""
+    """Return the stand-in for existing logits with the classes at `dim`."""
     one, dim = real.detach().new_zeros(1), dim % real.dim()
     shape = [1 if at == dim else size for at, size in enumerate(real.shape)]
-    moved = Moved(one.expand(shape), one.expand(real.shape[dim]), dim)
+    moved = MovedHidden(one.expand(shape), one.expand(real.shape[dim]), dim)
     return Logits.of(Head(moved, None, real.dtype, None, (), where, rows), real)
 
 
 def _computed(head: Head) -> Tensor:
-    """The logits. They are in the type that casts have given them."""
+    """Compute the logits, in the dtype of their casts."""
     head.check()
     moved, device = head.moved, head.moved.hidden.device.type
     hidden = moved.hidden.movedim(moved.dim, -1)
@@ -165,7 +171,7 @@ def _computed(head: Head) -> Tensor:
 
 
 def _name_of(func: Any) -> str:
-    """A function's name; of an attribute that is read `.shape`, of one that is set `__set__`."""
+    """Return a function's name, `.shape` for reading an attribute, `__set__` for setting one."""
     name: str = getattr(func, "__name__", "")
     if name != "__get__":
         return name
@@ -173,8 +179,7 @@ def _name_of(func: Any) -> str:
     return f".{getattr(owner, '__name__', '') or getattr(owner.fget, '__name__', '')}"
 
 
-def _asked(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """What can be told without logits."""
+def _answer_query(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     if name == ".__cuda_array_interface__" and args[0].device.type == "cpu":
         raise AttributeError("logits on the CPU have no __cuda_array_interface__")
     if name not in (".requires_grad", ".is_leaf"):
@@ -185,8 +190,8 @@ def _asked(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     return graded if name == ".requires_grad" else not graded
 
 
-def _moved(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Other logits with the same elements, or some of them."""
+def _apply_move(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """Return lazy logits with the same elements, or some of them."""
     if not args or not isinstance(args[0], Logits):
         return NotImplemented
     mine: Logits = args[0]
@@ -223,7 +228,7 @@ def _log_softmax(mine: Logits, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _cast(name: str, mine: Logits, args: Any, kwargs: Any) -> torch.dtype | None:
-    """The type of a cast that leaves the elements where they are; None for another function."""
+    """Return the target dtype if a function only casts, else None."""
     kind = _CASTS.get(name)
     given = [*args, *kwargs.values()]
     if name == "to" and len(given) == 1 and not {*kwargs} - {"dtype", "device"}:
@@ -236,8 +241,8 @@ def _cast(name: str, mine: Logits, args: Any, kwargs: Any) -> torch.dtype | None
     return kind if kind is not torch.float64 or wide else None
 
 
-def _consumed(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """A loss of the logits, taken without them."""
+def _chunked_loss(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute a loss without materializing the logits."""
     loss = _LOSSES.get(name)
     if loss is None:
         return NotImplemented
@@ -279,7 +284,7 @@ def _nll_loss(
 
 
 def _logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
-    """As the loss of class 0 whose logit is added: what squares of it, a z-loss, are taken of."""
+    """Return the logsumexp, for z-losses: the loss of class 0 plus its logit."""
     known = isinstance(input, Logits) and input.there is None and not input.log_probabilities
     dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
     if not known or not isinstance(dim, int) or dim % input.dim() != input.head.moved.dim:
@@ -311,7 +316,7 @@ def _loss(
     ignore_index: int,
     label_smoothing: float,
 ) -> Any:
-    """The loss, if the target says of each row its class."""
+    """Compute the loss if the target gives one class per row."""
     dim, shape = mine.head.moved.dim, list(mine.shape)
     classes_at = 0 if len(shape) == 1 else 1
     rows_shape = shape[:dim] + shape[dim + 1 :]
@@ -337,14 +342,14 @@ def _loss(
 
 
 def _operands(head: Head) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Hidden states as rows, weight and bias, in the type that the head ran in."""
+    """Return hidden rows, weight and bias in the dtype the head ran in."""
     moved = head.moved
     hidden = moved.hidden.movedim(moved.dim, -1).reshape(-1, moved.width)
-    three = (hidden, moved.weight, head.bias)
+    weight, bias = moved.weight, head.bias
     if head.autocast is None or hidden.dtype is torch.float64:
-        return three
-    cast = [None if one is None else one.to(head.autocast) for one in three]
-    return cast[0], cast[1], cast[2]  # type: ignore[return-value]
+        return hidden, weight, bias
+    dtype = head.autocast
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _loss_type(mine: Logits) -> torch.dtype:
@@ -352,9 +357,9 @@ def _loss_type(mine: Logits) -> torch.dtype:
     return torch.float32 if on else mine.head.dtype
 
 
-def _read(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Whatever else: it gets the logits."""
-    written = list(_written(name, args, kwargs))
+def _run_with_logits(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run any other function with the real logits."""
+    written = list(_written_logits(name, args, kwargs))
     for one in written:
         one.become_real()
 
@@ -365,8 +370,8 @@ def _read(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     return next((one for one in written if one.there is made), made)
 
 
-def _written(name: str, args: Any, kwargs: Any) -> Iterator[Logits]:
-    """The logits that a function writes to."""
+def _written_logits(name: str, args: Any, kwargs: Any) -> Iterator[Logits]:
+    """Yield the logits that a function writes to."""
     inplace = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
     if inplace and args and isinstance(args[0], Logits):
         yield args[0]

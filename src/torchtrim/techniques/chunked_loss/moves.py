@@ -1,4 +1,4 @@
-"""What views and the like of logits are of the hidden states that make them."""
+"""Views of logits, as operations on the hidden states."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 
-class Moved(NamedTuple):
-    """Hidden states of which dimension `dim` becomes the classes of logits, by `weight`.
+class MovedHidden(NamedTuple):
+    """Hidden states whose dimension `dim` becomes the classes of logits by `weight`.
 
-    `classes`: those that a slice has taken of the weight, None for all.
+    `classes`: slice of the weight's rows, or None for all.
     """
 
     hidden: Tensor
@@ -22,16 +22,16 @@ class Moved(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Of the hidden states."""
+        """Width of the hidden states."""
         return self.hidden.shape[self.dim]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the logits."""
+        """Shape of the logits."""
         return _with(self.hidden.shape, self.dim, len(self.weight))
 
 
-Move = Callable[..., Moved | None]
+Move = Callable[..., MovedHidden | None]
 
 
 def _with(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
@@ -45,13 +45,13 @@ def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | N
     return tuple(given) if given and all(isinstance(size, int) for size in given) else None
 
 
-def _view(moved: Moved, *args: Any, **kwargs: Any) -> Moved | None:
+def _view(moved: MovedHidden, *args: Any, **kwargs: Any) -> MovedHidden | None:
     shape = _sizes(args, kwargs)
     return None if shape is None else _reshaped(moved, shape)
 
 
-def _reshaped(moved: Moved, shape: tuple[int, ...]) -> Moved | None:
-    """In another shape, if the classes stay a dimension of their own."""
+def _reshaped(moved: MovedHidden, shape: tuple[int, ...]) -> MovedHidden | None:
+    """Reshape, if the classes remain a dimension of their own."""
     count = prod(moved.shape)
     if -1 in shape:
         rest = prod(size for size in shape if size != -1)
@@ -68,22 +68,22 @@ def _reshaped(moved: Moved, shape: tuple[int, ...]) -> Moved | None:
     return moved._replace(hidden=hidden, dim=at[-1])
 
 
-def _view_as(moved: Moved, other: Tensor) -> Moved | None:
+def _view_as(moved: MovedHidden, other: Tensor) -> MovedHidden | None:
     return _reshaped(moved, tuple(other.shape))
 
 
-def _flatten(moved: Moved, start_dim: int = 0, end_dim: int = -1) -> Moved | None:
+def _flatten(moved: MovedHidden, start_dim: int = 0, end_dim: int = -1) -> MovedHidden | None:
     shape, count = moved.shape, len(moved.shape)
     first, last = start_dim % count, end_dim % count
     return _reshaped(moved, (*shape[:first], prod(shape[first : last + 1]), *shape[last + 1 :]))
 
 
-def _unsqueeze(moved: Moved, dim: int) -> Moved:
+def _unsqueeze(moved: MovedHidden, dim: int) -> MovedHidden:
     at = dim % (moved.hidden.dim() + 1)
     return moved._replace(hidden=moved.hidden.unsqueeze(at), dim=moved.dim + (at <= moved.dim))
 
 
-def _squeeze(moved: Moved, dim: int) -> Moved | None:
+def _squeeze(moved: MovedHidden, dim: int) -> MovedHidden | None:
     if not isinstance(dim, int) or dim % moved.hidden.dim() == moved.dim:
         return None
     at = dim % moved.hidden.dim()
@@ -93,29 +93,29 @@ def _squeeze(moved: Moved, dim: int) -> Moved | None:
     )
 
 
-def _transpose(moved: Moved, dim0: int, dim1: int) -> Moved:
+def _transpose(moved: MovedHidden, dim0: int, dim1: int) -> MovedHidden:
     count = moved.hidden.dim()
     order = list(range(count))
     order[dim0 % count], order[dim1 % count] = order[dim1 % count], order[dim0 % count]
     return _ordered(moved, order)
 
 
-def _permute(moved: Moved, *args: Any, **kwargs: Any) -> Moved | None:
+def _permute(moved: MovedHidden, *args: Any, **kwargs: Any) -> MovedHidden | None:
     given = args or (kwargs["dims"],)
     order = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
     return _ordered(moved, [dim % moved.hidden.dim() for dim in order])
 
 
-def _ordered(moved: Moved, order: list[int]) -> Moved:
+def _ordered(moved: MovedHidden, order: list[int]) -> MovedHidden:
     return moved._replace(hidden=moved.hidden.permute(order), dim=order.index(moved.dim))
 
 
-def _detach(moved: Moved) -> Moved:
+def _detach(moved: MovedHidden) -> MovedHidden:
     return moved._replace(hidden=moved.hidden.detach(), weight=moved.weight.detach())
 
 
-def _getitem(moved: Moved, index: Any) -> Moved | None:
-    """Some rows; of the classes a range at most, where they are the last dimension."""
+def _getitem(moved: MovedHidden, index: Any) -> MovedHidden | None:
+    """Select rows, and at most one range of classes if they are the last dimension."""
     parts = index if isinstance(index, tuple) else (index,)
     count = moved.hidden.dim()
     if moved.dim != count - 1 or any(not _is_plain(part) for part in parts):
@@ -137,13 +137,13 @@ def _is_plain(part: Any) -> bool:
 
 
 def _is_list(part: Any) -> bool:
-    """One dimension's places. Masks, of which the number of rows is not known, are read otherwise."""
+    """Return True for one dimension's indices. Masks are excluded: their number of rows is unknown."""
     listed = isinstance(part, list) and all(type(place) is int for place in part)
     return listed and bool(part)
 
 
 def _filled(parts: tuple[Any, ...], missing: int) -> tuple[Any, ...]:
-    """With whole slices in place of an ellipsis, or at the end."""
+    """Replace an ellipsis, or extend the end, by full slices."""
     at = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
     return (*parts[:at], *[slice(None)] * missing, *parts[at + 1 :])
 

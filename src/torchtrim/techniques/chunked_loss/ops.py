@@ -1,8 +1,8 @@
-"""The operators `torchtrim::linear_cross_entropy` and `chunked_cross_entropy`, as torch knows them.
+"""The custom operators `torchtrim::linear_cross_entropy` and `chunked_cross_entropy`.
 
-The first makes the gradients of hidden states, weight and bias while it computes the loss, and backward
-scales them; where each row has a gradient of its own, or float16 would lose small ones, it computes the
-logits once more in backward. The second has logits given and writes their gradient in backward.
+The first computes the gradients of hidden states, weight and bias together with the loss, and backward scales
+them. If each row has its own gradient, or float16 would underflow, backward recomputes the logits instead.
+The second reads existing logits and writes their gradient in backward.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtrim.executor.once import only_once
+from torchtrim.executor.autograd import only_once
 from torchtrim.techniques.chunked_loss.chunks import (
-    Given,
+    ExistingLogits,
+    LossRule,
     Product,
-    Rule,
     Targets,
     gradients,
     losses,
     reduced,
     sums_type,
 )
-from torchtrim.techniques.chunked_loss.rows import rows_for
+from torchtrim.techniques.chunked_loss.found import rows_for
 
 _RULE = "str reduction, int ignore_index, float label_smoothing, float z_loss, int rows"
 _LINEAR = (
@@ -49,11 +49,11 @@ _AUTOCAST = ("AutocastCPU", "AutocastCUDA")
 
 
 class _Linear(torch.autograd.Function):
-    """Linear and cross entropy, with the gradients made in forward where they can be."""
+    """Linear and cross entropy, with the gradients computed in forward where possible."""
 
     @staticmethod
     def forward(ctx: Any, *call: Any) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         hidden, weight, bias, target, class_weight, *rule = call
         wanted = list(ctx.needs_input_grad[:3])
         ctx.early = is_early(rule[0], hidden.dtype)
@@ -69,7 +69,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden, weight and bias."""
+        """Return the gradients of hidden, weight and bias."""
         only_once("torchtrim's linear_cross_entropy")
         if ctx.early:
             found = [_scaled(one, grad) for one in ctx.saved_tensors]
@@ -81,11 +81,11 @@ class _Linear(torch.autograd.Function):
 
 
 class _Chunked(torch.autograd.Function):
-    """Cross entropy of logits that are there."""
+    """Cross entropy of existing logits."""
 
     @staticmethod
     def forward(ctx: Any, *call: Any) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         loss, lse = _ops.chunked_cross_entropy_forward(*call)
         ctx.save_for_backward(lse, *call[:3])
         ctx.rule = call[3:]
@@ -94,7 +94,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of the logits."""
+        """Return the gradient of the logits."""
         only_once("torchtrim's chunked_cross_entropy")
         lse, *tensors = ctx.saved_tensors
         found = _ops.chunked_cross_entropy_backward(grad, lse, *tensors, *ctx.rule)
@@ -102,12 +102,12 @@ class _Chunked(torch.autograd.Function):
 
 
 def is_early(reduction: str, dtype: torch.dtype) -> bool:
-    """Whether gradients are made in forward: all rows will have one factor, and it may come later."""
+    """Return True if forward can compute gradients: all rows share one factor, applied later."""
     return reduction != "none" and dtype is not torch.float16
 
 
 def _scaled(made: Tensor, grad: Tensor) -> Tensor:
-    """A gradient that was made for a loss whose own is 1. No device is waited for."""
+    """Scale a gradient computed for a loss gradient of 1, without a host-device sync."""
     if not made.numel() or (grad.device.type == "cpu" and type(grad) is Tensor and grad == 1):
         return made
     return made * grad.to(made.dtype)
@@ -135,7 +135,7 @@ def _linear_forward(
     class_weight: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    rule, wanted = Rule(*rest[:-1]), tuple(rest[-1])
+    rule, wanted = LossRule(*rest[:-1]), tuple(rest[-1])
     targets = Targets(target, class_weight, rule, sums_type(hidden.dtype))
     source = Product(hidden, weight, bias, wanted, rule.rows)
     loss, lse = losses(source, targets, rule, targets.scale() if any(wanted) else None)
@@ -153,7 +153,7 @@ def _linear_backward(
     class_weight: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    rule, wanted = Rule(*rest[:-1]), tuple(rest[-1])
+    rule, wanted = LossRule(*rest[:-1]), tuple(rest[-1])
     targets = Targets(target, class_weight, rule, sums_type(hidden.dtype))
     source = Product(hidden, weight, bias, wanted, rule.rows)
     gradients(source, targets, rule, lse, targets.scale(grad))
@@ -163,9 +163,9 @@ def _linear_backward(
 def _chunked_forward(
     logits: Tensor, target: Tensor, class_weight: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    rule = Rule(*rest)
+    rule = LossRule(*rest)
     targets = Targets(target, class_weight, rule, sums_type(logits.dtype))
-    loss, lse = losses(Given(logits), targets, rule, None)
+    loss, lse = losses(ExistingLogits(logits), targets, rule, None)
     return reduced(loss, targets, rule), lse
 
 
@@ -177,15 +177,15 @@ def _chunked_backward(
     class_weight: Tensor | None,
     *rest: Any,
 ) -> Tensor:
-    rule = Rule(*rest)
+    rule = LossRule(*rest)
     targets = Targets(target, class_weight, rule, sums_type(logits.dtype))
     into = torch.empty_like(logits)
-    gradients(Given(logits, into), targets, rule, lse, targets.scale(grad))
+    gradients(ExistingLogits(logits, into), targets, rule, lse, targets.scale(grad))
     return into
 
 
 def _under_autocast(*call: Any) -> Tensor:
-    """Hidden, weight and bias in autocast's type, as those of a linear layer; the loss in float32."""
+    """Cast hidden, weight and bias like a linear layer under autocast; compute the loss in float32."""
     device = call[0].device.type
     dtype = torch.get_autocast_dtype(device)
     cast = (x if x is None or x.dtype is torch.float64 else x.to(dtype) for x in call[:3])
@@ -297,9 +297,9 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     rows: int = 0,
 ) -> Tensor:
-    """`cross_entropy(hidden @ weight.T + bias, target)` without the logits. `hidden` is (rows, width).
+    """Return `cross_entropy(hidden @ weight.T + bias, target)` without materializing the logits.
 
-    `rows`: how many at a time, 0 for a number that suits. The loss is in the type that sums are taken in.
+    `hidden` is (rows, width). `rows`: rows per chunk, or 0 to choose. The loss is in the accumulation dtype.
     """
     rows = rows or rows_for(len(hidden), len(weight))
     rule = (reduction, ignore_index, label_smoothing, z_loss, rows)
@@ -318,7 +318,7 @@ def chunked_cross_entropy(
     z_loss: float = 0.0,
     rows: int = 0,
 ) -> Tensor:
-    """`cross_entropy(logits, target)` in chunks; `logits` is (rows, classes) or (batch, classes, ...)."""
+    """Return `cross_entropy(logits, target)` in chunks. Logits: (rows, classes) or (batch, classes, ...)."""
     flat = logits.t().unsqueeze(0) if logits.dim() == 2 else logits.flatten(2)
     rows = rows or rows_for(target.numel(), flat.shape[1])
     rule = (reduction, ignore_index, label_smoothing, z_loss, rows)

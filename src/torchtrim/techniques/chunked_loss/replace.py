@@ -1,4 +1,4 @@
-"""Gives a module a forward whose logits are placeholders."""
+"""Replacement of a module's forward by one that returns lazy logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OF_MATRIX = ("rows", "columns")
 
 
 def replaced(module: nn.Module, where: str, rows: int, classes: int) -> Swapped:
-    """The module with a placeholder for its output, or for the products with its weights of so many classes.
+    """Make a module return a stand-in, or its matrix products with `classes` columns.
 
     `revert` undoes it.
     """
@@ -27,22 +27,23 @@ def replaced(module: nn.Module, where: str, rows: int, classes: int) -> Swapped:
         return Swapped(module, lambda forward: _of_linear(module, forward, where, rows))
     if not classes:
         raise ApplyFailed(
-            f"`{where}` is a {type(module).__name__} and no nn.Linear, so chunked_loss must know which of "
-            "its products are logits: give the option classes, how many there are."
+            f"`{where}` is a {type(module).__name__}, not an nn.Linear, so chunked_loss cannot "
+            "tell which of its products are logits. Give the option classes, the number of "
+            "classes."
         )
     return Swapped(module, lambda forward: _of_products(module, forward, where, rows, classes))
 
 
 def _of_linear(module: nn.Linear, forward: Forward, where: str, rows: int) -> Forward:
     def call(input: Any) -> Any:
-        made = _stood_for(input, module.weight, module.bias, where, rows)
+        made = _lazy_product(input, module.weight, module.bias, where, rows)
         return forward(input) if made is None else made
 
     return call
 
 
-def _stood_for(hidden: Any, weight: Any, bias: Any, where: str, rows: int) -> Logits | None:
-    """The placeholder for the product; None where it is to be computed: no gradients, or nothing plain."""
+def _lazy_product(hidden: Any, weight: Any, bias: Any, where: str, rows: int) -> Logits | None:
+    """Return the stand-in for a product, or None if it must be computed: no gradients, or special tensors."""
     plain = all(isinstance(one, Tensor) for one in (hidden, weight)) and type(hidden) is Tensor
     if not plain or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
@@ -64,7 +65,7 @@ def _of_products(
 
 
 class _Products(TorchFunctionMode):
-    """Products with a matrix of the module's own that gives so many classes become placeholders."""
+    """Replaces products with one of the module's own matrices that has so many classes."""
 
     def __init__(self, module: nn.Module, where: str, rows: int, classes: int) -> None:
         super().__init__()
@@ -78,7 +79,7 @@ class _Products(TorchFunctionMode):
         kwargs = kwargs or {}
         operands = self._operands(getattr(func, "__name__", ""), args, kwargs)
         if operands is not None:
-            made = _stood_for(*operands, self._where, self._rows)
+            made = _lazy_product(*operands, self._where, self._rows)
             if made is not None:
                 return made
         return func(*args, **kwargs)
@@ -86,7 +87,7 @@ class _Products(TorchFunctionMode):
     def _operands(
         self, name: str, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Hidden states, weight and bias, if it is such a product."""
+        """Return hidden states, weight and bias of such a product, or None."""
         if name == "linear" and len(args) > 1 and self._is_own(args[1], args[1]):
             return args[0], args[1], args[2] if len(args) > len(_OF_MATRIX) else kwargs.get("bias")
         if name not in _PRODUCTS or len(args) != len(_OF_MATRIX) or kwargs:

@@ -1,4 +1,4 @@
-"""Keeps the states of an Adam in few bits, by torchao's arithmetic, and widens them where it steps."""
+"""Keeps the states of Adam in few bits with torchao's arithmetic, and widens them for each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from torchtrim.capture.optimizers import parameters_of
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.stepping import OwnStep, cut, refuse
-from torchtrim.techniques.low_bit_states.sizes import BLOCK, LEAST
+from torchtrim.techniques.low_bit_states import BLOCK, LEAST
 
 State = dict[str, Any]
 Seeds = Mapping[torch.Tensor, int]
@@ -24,50 +24,52 @@ Tensors = Sequence[torch.Tensor]
 
 _UNSIGNED = ("exp_avg_sq", "max_exp_avg_sq")
 _PIECE = {"cpu": 2**14}
+"""Elements converted at a time on a CPU, whole blocks of them. Arbitrary; some 40 bytes per element are
+temporary."""
 _LARGE_PIECE = 2**22
-"""Elements, whole blocks of them: values on the way take some 40 bytes an element."""
+"""The same on other devices. Arbitrary; fewer launches, for 160 MiB of temporaries."""
 
 
-class Form(Protocol):
-    """How a state is kept: under which names, and what is under them."""
+class StateFormat(Protocol):
+    """The format of a narrow state: the suffixes of its names, and its tensors."""
 
     name: str
     suffixes: tuple[str, ...]
 
     def fits(self, value: Any) -> bool:
-        """Whether it is a state that is narrowed."""
+        """Return True if the value is a state to narrow."""
         ...
 
     def kinds(self, count: int) -> tuple[tuple[torch.dtype, int], ...]:
-        """The type and size of each tensor that so many elements are kept in."""
+        """Return the type and size of each tensor that holds `count` elements."""
         ...
 
     def narrowed(self, key: str, value: torch.Tensor, into: Tensors, seed: int) -> Tensors:
-        """The narrow state, a tensor for each suffix: those of `into` if they are not empty."""
+        """Return the narrow state, a tensor for each suffix: written into `into` unless that is empty."""
         ...
 
     def widened(self, key: str, kept: Tensors, like: torch.Tensor) -> torch.Tensor:
-        """The state as a tensor like another."""
+        """Return the state as a tensor like `like`."""
         ...
 
 
-def form_of(options: Mapping[str, Any]) -> Form:
-    """The form that a plan names. Raises `ApplyFailed`, where there is no torchao too."""
+def format_of(options: Mapping[str, Any]) -> StateFormat:
+    """Return the format that a plan names. Raises `ApplyFailed`, also without torchao."""
     states = options.get("states")
-    if states not in _FORMS or len(options) != 1:
+    if states not in _FORMATS or len(options) != 1:
         raise ApplyFailed(
-            f"low_bit_states has the option `states`, one of {', '.join(_FORMS)}, and the plan has "
+            f"low_bit_states has one option, `states`, one of {', '.join(_FORMATS)}; the plan has "
             f"{dict(options)!r}."
         )
-    return _FORMS[states](torchao())
+    return _FORMATS[states](torchao())
 
 
 @functools.cache
 def torchao() -> Any:
-    """torchao's arithmetic. Raises `ApplyFailed` where it is not installed, or too old."""
+    """Return torchao's arithmetic. Raises `ApplyFailed` if torchao is missing or too old."""
     if importlib.util.find_spec("torchao") is None:
         raise ApplyFailed(
-            "low_bit_states computes with torchao, which is not installed here: "
+            "low_bit_states needs torchao, which is not installed here: "
             'pip install "torchtrim[torchao]".'
         )
     with _in_silence():
@@ -75,7 +77,7 @@ def torchao() -> Any:
     lacks = [name for name in _NEEDED if not hasattr(found, name)]
     if lacks:
         raise ApplyFailed(
-            f"this torchao has no {', '.join(lacks)}, which low_bit_states computes with: "
+            f"this torchao lacks {', '.join(lacks)}, which low_bit_states needs: "
             'pip install "torchao==0.18.0".'
         )
     return found
@@ -89,7 +91,7 @@ _NEEDED = (
 
 @contextlib.contextmanager
 def _in_silence() -> Iterator[None]:
-    """torchao says at its import which of its kernels for GPUs it could not load; none is needed."""
+    """Suppress torchao's warnings at import about GPU kernels that did not load; they are not needed."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -100,8 +102,8 @@ def _in_silence() -> Iterator[None]:
         logging.disable(before)
 
 
-class Eight:
-    """Codes of one byte and a scale for each block."""
+class EightBitFormat:
+    """Codes of one byte, and a scale for each block."""
 
     name = "8bit"
     suffixes: tuple[str, ...] = ("codes", "scale")
@@ -111,16 +113,16 @@ class Eight:
         self._maps: dict[tuple[torch.device, bool], torch.Tensor] = {}
 
     def fits(self, value: Any) -> bool:
-        """A state of whole blocks, in half precision or single."""
+        """Return True for a state of whole blocks, in half or single precision."""
         large = isinstance(value, torch.Tensor) and value.numel() >= LEAST
         return large and value.is_floating_point() and _is_whole(value)
 
     def kinds(self, count: int) -> tuple[tuple[torch.dtype, int], ...]:
-        """Codes, and scales."""
+        """Return the types and sizes of codes and scales."""
         return (torch.uint8, count), (torch.float32, count // BLOCK)
 
     def narrowed(self, key: str, value: torch.Tensor, into: Tensors, seed: int) -> Tensors:
-        """The nearest code of each."""
+        """Return the nearest code of each element, and the scales."""
         flat = value.reshape(-1)
         codes, scale = into or _empty(self, flat)
         known = self._map(value.device, key)
@@ -130,7 +132,7 @@ class Eight:
         return codes, scale
 
     def widened(self, key: str, kept: Tensors, like: torch.Tensor) -> torch.Tensor:
-        """What the codes stand for."""
+        """Return the values of the codes."""
         codes, scale = kept
         known = self._map(codes.device, key)
         found = torch.empty_like(like, device=codes.device)
@@ -140,7 +142,7 @@ class Eight:
         return found if found.is_contiguous() else found.copy_(flat.view(found.shape))
 
     def _map(self, device: torch.device, key: str) -> torch.Tensor:
-        """What the codes of a state stand for, in parts of the scale."""
+        """Return the values of the codes, as fractions of the scale."""
         signed = key not in _UNSIGNED
         if (device, signed) not in self._maps:
             values = self._torchao.create_dynamic_map(signed)
@@ -148,8 +150,8 @@ class Eight:
         return self._maps[device, signed]
 
 
-class Half:
-    """bfloat16, rounded at random."""
+class Bfloat16Format:
+    """bfloat16 with stochastic rounding."""
 
     name = "bf16"
     suffixes: tuple[str, ...] = ("bf16",)
@@ -158,16 +160,16 @@ class Half:
         self._torchao = torchao
 
     def fits(self, value: Any) -> bool:
-        """A state in single precision."""
+        """Return True for a state in single precision."""
         large = isinstance(value, torch.Tensor) and value.numel() >= LEAST
         return large and value.dtype is torch.float32
 
     def kinds(self, count: int) -> tuple[tuple[torch.dtype, int], ...]:
-        """One, of two bytes an element."""
+        """Return the type and size of one tensor of two bytes per element."""
         return ((torch.bfloat16, count),)
 
     def narrowed(self, key: str, value: torch.Tensor, into: Tensors, seed: int) -> Tensors:
-        """Up or down, by noise that depends on the seed alone."""
+        """Round up or down, with noise that depends only on the seed."""
         flat = value.reshape(-1)
         (kept,) = into or _empty(self, flat)
         with _random(value.device, seed + (key in _UNSIGNED)):
@@ -176,35 +178,35 @@ class Half:
         return (kept,)
 
     def widened(self, key: str, kept: Tensors, like: torch.Tensor) -> torch.Tensor:
-        """The same in single precision."""
+        """Return the state in single precision."""
         (one,) = kept
         return torch.empty_like(like, device=one.device).copy_(one.view(like.shape))
 
 
-_FORMS: dict[str, Callable[[Any], Form]] = {"8bit": Eight, "bf16": Half}
+_FORMATS: dict[str, Callable[[Any], StateFormat]] = {"8bit": EightBitFormat, "bf16": Bfloat16Format}
 
 
-def _empty(form: Form, flat: torch.Tensor) -> Tensors:
+def _empty(form: StateFormat, flat: torch.Tensor) -> Tensors:
     return [flat.new_empty(size, dtype=dtype) for dtype, size in form.kinds(flat.numel())]
 
 
 class NarrowStates:
-    """An optimizer whose states are narrow between steps. `revert` makes it what it was, its states wide.
+    """An optimizer whose states are narrow between steps. `revert` restores the optimizer, with wide states.
 
-    Raises `ApplyFailed` for one that does not update each element by itself, or has step hooks.
+    Raises `ApplyFailed` for an optimizer that does not update each element independently, or has step hooks.
     """
 
-    def __init__(self, where: str, optimizer: torch.optim.Optimizer, form: Form) -> None:
+    def __init__(self, where: str, optimizer: torch.optim.Optimizer, form: StateFormat) -> None:
         refuse(where, optimizer)
         self._optimizer = optimizer
         self._form = form
         self._before = _wide_states(optimizer, form)
         self._own = OwnStep(optimizer, self._run)
-        self._saved = _Saved(optimizer, form)
+        self._saved = _StateDictHooks(optimizer, form)
         _narrow_all(optimizer, form, _seeds(optimizer))
 
     def revert(self) -> None:
-        """Make the optimizer what it was. Where it has not stepped, states are as they were, to the bit."""
+        """Restore the optimizer. If it has not stepped, its states are restored to the bit."""
         self._own.revert()
         self._saved.revert()
         _widen_all(self._optimizer, self._form)
@@ -214,7 +216,7 @@ class NarrowStates:
         self._before.clear()
 
     def _run(self, step: Callable[[], Any]) -> None:
-        """The step, one parameter at a time."""
+        """Run the step, one parameter at a time."""
         optimizer, form = self._optimizer, self._form
         self._before.clear()
         whole = optimizer.param_groups
@@ -234,7 +236,7 @@ class NarrowStates:
 class NarrowedByHand:
     """Hooks that widen all states before a step, and narrow them after it."""
 
-    def __init__(self, where: str, optimizer: torch.optim.Optimizer, form: Form) -> None:
+    def __init__(self, where: str, optimizer: torch.optim.Optimizer, form: StateFormat) -> None:
         seeds = dict(_seeds(optimizer))
 
         def before(*_: Any) -> None:
@@ -249,21 +251,21 @@ class NarrowedByHand:
             optimizer.register_step_pre_hook(before),
             optimizer.register_step_post_hook(after),
         ]
-        self._saved = _Saved(optimizer, form)
+        self._saved = _StateDictHooks(optimizer, form)
         self._wide = functools.partial(_widen_all, optimizer, form)
 
     def revert(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._saved.revert()
         self._wide()
 
 
-class _Saved:
-    """Hooks of what an optimizer saves and loads: states are saved wide, and narrow beside."""
+class _StateDictHooks:
+    """Hooks on saving and loading an optimizer: states are saved wide, with the narrow ones beside them."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, form: Form) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, form: StateFormat) -> None:
         self._form = form
         self._coming: Any = None
         self._hooks = [
@@ -273,7 +275,6 @@ class _Saved:
         ]
 
     def revert(self) -> None:
-        """Take them off."""
         for hook in self._hooks:
             hook.remove()
 
@@ -288,7 +289,7 @@ class _Saved:
         self._coming = saved.get(_BESIDE)
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Loaded states are narrowed: to the states saved beside them, where they belong together."""
+        """Narrow the loaded states: to the narrow states saved with them, if they belong together."""
         coming, self._coming = self._coming, None
         ours = isinstance(coming, dict) and coming.get("states") == self._form.name
         beside = coming.get("state") if ours else None
@@ -297,26 +298,28 @@ class _Saved:
             state = optimizer.state.get(parameter, {})
             kept = beside.get(number) if isinstance(beside, dict) else None
             if isinstance(kept, dict):
-                _take(self._form, state, kept, parameter)
+                _restore_narrow(self._form, state, kept, parameter)
             _narrow(self._form, state, {}, seeds[parameter])
 
 
 _BESIDE = "low_bit_states"
 
 
-def _take(form: Form, state: State, kept: Mapping[str, Any], parameter: torch.Tensor) -> None:
-    """Put narrow states in the place of those that they give when they are widened."""
+def _restore_narrow(
+    form: StateFormat, state: State, kept: Mapping[str, Any], parameter: torch.Tensor
+) -> None:
+    """Replace wide states by the saved narrow ones, if these widen to the same values."""
     for key, tensors in kept.items():
-        if key not in state or not _are_of(form, tensors, state[key]):
+        if key not in state or not _may_be_narrow(form, tensors, state[key]):
             continue
         here = [tensor.to(parameter.device) for tensor in tensors]
         if torch.equal(form.widened(key, here, parameter), state[key]):
             del state[key]
-            state.update(_named(form, key, here))
+            state.update(_by_state_name(form, key, here))
 
 
-def _are_of(form: Form, tensors: Any, wide: torch.Tensor) -> bool:
-    """Whether they may be the narrow state of a wide one."""
+def _may_be_narrow(form: StateFormat, tensors: Any, wide: torch.Tensor) -> bool:
+    """Return True if tensors have the types and sizes of a narrow state."""
     if not form.fits(wide) or not isinstance(tensors, (tuple, list)):
         return False
     if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
@@ -325,13 +328,12 @@ def _are_of(form: Form, tensors: Any, wide: torch.Tensor) -> bool:
     return found == form.kinds(wide.numel()) and all(tensor.dim() == 1 for tensor in tensors)
 
 
-def _named(form: Form, key: str, kept: Tensors) -> State:
-    """The narrow state under its names."""
+def _by_state_name(form: StateFormat, key: str, kept: Tensors) -> State:
     return {f"{key}_{suffix}": one for suffix, one in zip(form.suffixes, kept, strict=True)}
 
 
-def _widen(form: Form, state: State, like: torch.Tensor) -> dict[str, Tensors]:
-    """Widen the states of one parameter; what they were kept in, by their keys."""
+def _widen(form: StateFormat, state: State, like: torch.Tensor) -> dict[str, Tensors]:
+    """Widen the states of one parameter, and return their narrow tensors by key."""
     found: dict[str, Tensors] = {}
     last = f"_{form.suffixes[0]}"
     for key in [name.removesuffix(last) for name in state if name.endswith(last)]:
@@ -340,25 +342,25 @@ def _widen(form: Form, state: State, like: torch.Tensor) -> dict[str, Tensors]:
     return found
 
 
-def _narrow(form: Form, state: State, kept: Mapping[str, Tensors], seed: int) -> None:
-    """Narrow the states of one parameter, into what they were kept in where there is that."""
+def _narrow(form: StateFormat, state: State, kept: Mapping[str, Tensors], seed: int) -> None:
+    """Narrow the states of one parameter, into their former narrow tensors if there are any."""
     for key in [name for name, value in state.items() if form.fits(value)]:
         narrow = form.narrowed(key, state.pop(key), kept.get(key, ()), seed)
-        state.update(_named(form, key, narrow))
+        state.update(_by_state_name(form, key, narrow))
 
 
-def _widen_all(optimizer: torch.optim.Optimizer, form: Form) -> None:
+def _widen_all(optimizer: torch.optim.Optimizer, form: StateFormat) -> None:
     for parameter, state in optimizer.state.items():
         _widen(form, state, parameter)
 
 
-def _narrow_all(optimizer: torch.optim.Optimizer, form: Form, seeds: Seeds) -> None:
+def _narrow_all(optimizer: torch.optim.Optimizer, form: StateFormat, seeds: Seeds) -> None:
     for parameter, state in optimizer.state.items():
         _narrow(form, state, {}, seeds[parameter])
 
 
-def _wide_states(optimizer: torch.optim.Optimizer, form: Form) -> dict[torch.Tensor, State]:
-    """The states that will be narrowed, on the host."""
+def _wide_states(optimizer: torch.optim.Optimizer, form: StateFormat) -> dict[torch.Tensor, State]:
+    """Return the states to narrow, on the host."""
     return {
         parameter: _on_host({key: value for key, value in state.items() if form.fits(value)})
         for parameter, state in optimizer.state.items()
@@ -373,7 +375,7 @@ def _on_host(state: Mapping[str, Any]) -> State:
 
 
 def _seeds(optimizer: torch.optim.Optimizer) -> Seeds:
-    """A seed for each parameter, another in each step."""
+    """Return a seed for each parameter, different in each step."""
     parameters = list(parameters_of(optimizer))
     counts = (state["step"] for state in optimizer.state.values() if "step" in state)
     first = int(next(counts, 0)) * len(parameters)
@@ -382,7 +384,7 @@ def _seeds(optimizer: torch.optim.Optimizer) -> Seeds:
 
 @contextlib.contextmanager
 def _random(device: torch.device, seed: int) -> Iterator[None]:
-    """Random numbers from a seed; the program's own go on afterwards as they would have."""
+    """Seed the random number generators, and restore the program's own afterwards."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
@@ -393,7 +395,7 @@ def _is_whole(value: torch.Tensor) -> bool:
 
 
 def _pieces(flat: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """Parts of a state, as its elements and as its blocks."""
+    """Yield parts of a state, as slices of elements and of blocks."""
     size = _PIECE.get(flat.device.type, _LARGE_PIECE)
     for begin in range(0, flat.numel(), size):
         end = min(begin + size, flat.numel())

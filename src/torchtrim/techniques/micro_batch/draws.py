@@ -1,6 +1,6 @@
-"""Random numbers of a part of the batch: those that its samples get where the whole batch draws them.
+"""Random numbers for a part of the batch: those its samples get when the whole batch draws them.
 
-Each part begins with the generator as it was before the call. What draws is asked for the numbers of all
+Each part starts with the generator's state from before the call. Random operators draw the numbers of all
 samples, and the part takes its own, so each part leaves the generator as the whole batch would.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.errors import ApplyFailed
-from torchtrim.techniques.micro_batch.rows import Along, Rows, order_of
+from torchtrim.techniques.micro_batch.rows import SampleLayout, SampleRows, order_of
 
 SHARED = -1
 _INTO_SELF = frozenset(
@@ -25,8 +25,8 @@ _OF_SIZE = frozenset(("aten::rand", "aten::randn"))
 _DROPOUT = "aten::native_dropout"
 
 
-class Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the shape of what each operator draws, and its order in memory."""
+class DrawRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the shape and memory order of each random operator's result."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -46,10 +46,12 @@ class Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives a part the random numbers of its rows. `along`: of each operator that draws how samples lie,
-    along `SHARED` for not at all."""
+    """Gives a part the random numbers of its rows.
 
-    def __init__(self, along: Sequence[Along], rows: Rows) -> None:
+    `along`: how samples are laid out in each drawn tensor, with `SHARED` for numbers common to all.
+    """
+
+    def __init__(self, along: Sequence[SampleLayout], rows: SampleRows) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._along = along
         self._rows = rows
@@ -61,15 +63,15 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if self._count == len(self._along):
             raise ApplyFailed(
-                f"{func} draws random numbers where the first batch did not, so a part cannot be given its "
-                "own. Take micro_batch out of the plan."
+                f"{func} draws random numbers, but did not in the first batch, so a part cannot get "
+                "its own. Take micro_batch out of the plan."
             )
         along = self._along[self._count]
         self._count += 1
         shared = along.dim == SHARED
         return func(*args, **kwargs) if shared else self._drawn(func, along, args, kwargs)
 
-    def _drawn(self, func: Any, along: Along, args: Any, kwargs: Any) -> Any:
+    def _drawn(self, func: Any, along: SampleLayout, args: Any, kwargs: Any) -> Any:
         rows, name, dim = self._rows, func._schema.name, along.dim
         if name in _OF_SIZE:
             size = rows.whole_shape(tuple(args[0]), dim)
@@ -88,7 +90,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def draws(func: Any) -> bool:
-    """Whether an operator may draw random numbers: attention does only where it drops."""
+    """Return True if an operator may draw random numbers. Attention does so only with dropout."""
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
@@ -98,5 +100,5 @@ def _states() -> list[torch.Tensor]:
 
 
 def can_be_split(name: str) -> bool:
-    """Whether the numbers of a part are known to be a slice of those of all samples."""
+    """Return True if a part's numbers are known to be a slice of all samples' numbers."""
     return name in _INTO_SELF or name in _LIKE or name in _OF_SIZE or name == _DROPOUT

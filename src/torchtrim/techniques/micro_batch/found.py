@@ -9,11 +9,11 @@ from typing import NamedTuple
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.profile import Operator
 from torchtrim.step.index import index_of, joined_span
-from torchtrim.step.step import DEVICE, Call, Span, Step
+from torchtrim.step.step import DEVICE, Span, Step, StepCall
 
 PARTS = (2, 4, 8, 16, 32, 64)
-_LEAST_SHARE = 0.05
-_MOST_PLACES = 8
+_LEAST_SHARE = 0.05  # Arbitrary: splitting a smaller share of the step's bytes gains little.
+_MOST_PLACES = 8  # Arbitrary: each place has six options, which the planner must price.
 _NORMS = tuple(
     f"aten::{name}"
     for name in (
@@ -24,7 +24,7 @@ _NORMS = tuple(
 
 
 class Split(NamedTuple):
-    """A module or range with the spans of its calls, and the fewest samples that one was given."""
+    """A module or range with the spans of its calls, and the smallest batch among them."""
 
     where: str
     spans: tuple[Span, ...]
@@ -32,11 +32,11 @@ class Split(NamedTuple):
 
 
 def splits_of(step: Step) -> list[Split]:
-    """The modules, and ranges of a Sequential, that take much for backward, those that take most first.
+    """Return the modules and ranges of a Sequential that hold most memory for backward, largest first.
 
-    That is what they keep, and what memory rises by besides in one task. A module may not be split that has
-    a person's hooks, or BatchNorm over the samples, but what is between two of these may; what else
-    mixes samples is seen when it is tried.
+    Counts the bytes they keep and the highest rise in one task. A module with user hooks, or with BatchNorm
+    over the samples, may not be split, but the range between two of these may. Other operations that mix
+    samples are detected at the first batch.
     """
     if step.profile is None or step.profile.world > 1:
         return []
@@ -54,7 +54,7 @@ class _SplitFinder:
         self._bytes = sum(self._kept(Span(i, i + 1)) for i in range(len(step.tasks)))
 
     def splits(self, number: int) -> Iterator[tuple[int, Split]]:
-        """The module, or ranges of it, each with the bytes that it takes."""
+        """Yield the module, or ranges of it, each with its bytes."""
         calls = self._index.graded_calls[number]
         if not calls or number in self._index.runs_once:
             return
@@ -71,9 +71,10 @@ class _SplitFinder:
         if size > 1 and taken > _LEAST_SHARE * self._bytes:
             yield taken, Split(where, tuple(spans), size)
 
-    def _ranges(self, calls: Sequence[Call]) -> dict[tuple[int, int], list[Span]]:
-        """The longest ranges of two children or more between those that take statistics; what begins one
-        may not write to what it is given."""
+    def _ranges(self, calls: Sequence[StepCall]) -> dict[tuple[int, int], list[Span]]:
+        """Find the longest ranges of two or more children between those that take batch statistics. The first
+        child of a range may not write to its input.
+        """
         found: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
         for call in calls:
             inner = self._index.child_calls(call)
@@ -81,7 +82,7 @@ class _SplitFinder:
                 found[first, last].append(joined_span(inner[first:last]))
         return {place: spans for place, spans in found.items() if len(spans) == len(calls)}
 
-    def _between(self, inner: Sequence[Call]) -> Iterator[tuple[int, int]]:
+    def _between(self, inner: Sequence[StepCall]) -> Iterator[tuple[int, int]]:
         first = 0
         for last in range(len(inner) + 1):
             if last == len(inner) or takes_statistics(self._step, inner[last].span):
@@ -91,35 +92,35 @@ class _SplitFinder:
                     yield first, last
                 first = last + 1
 
-    def _writes_input(self, call: Call) -> bool:
+    def _writes_input(self, call: StepCall) -> bool:
         wrote = {n for task in range(*call.span) for n in self._step.tasks[task].writes}
         return not wrote.isdisjoint(call.inputs)
 
     def _kept(self, span: Span) -> int:
-        """Bytes of what the span makes and autograd saves."""
+        """Return the bytes that the span makes and autograd saves."""
         made = (self._step.tensors[n] for i in range(*span) for n in self._step.made_by[i])
         return sum(t.bytes for t in made if t.kind == "activation" and t.pool == DEVICE)
 
     def _rise(self, span: Span) -> int:
-        """The most that memory rises in one task of the span or of its backward."""
+        """Return the highest rise in memory in one task of the span or its backward."""
         tasks = [b for task in range(*span) for b in (task, *self._step.backward.get(task, ()))]
         return max(self._step.tasks[task].transient for task in tasks)
 
 
 def takes_statistics(step: Step, span: Span) -> bool:
-    """Whether a norm takes statistics over the batch there."""
+    """Return True if a norm in the span takes statistics over the batch."""
     return any(map(is_training_norm, step.operators[span.first : span.last]))
 
 
 def is_training_norm(op: Operator) -> bool:
-    """Whether it takes statistics over the batch, which it then gives back."""
+    """Return True if the norm takes statistics over the batch, which are then among its outputs."""
     if base_name(op.name) not in _NORMS:
         return False
     return len(op.outputs) > 1 and all(size > 0 for size in op.outputs[1].shape)
 
 
 def batch_size(step: Step, span: Span) -> int:
-    """The first dimension of the first tensor that the span is given; 0 for none."""
+    """Return the first dimension of the span's first input tensor, or 0."""
     given = given_to(step, span)
     for index in range(*span):
         for use in step.operators[index].inputs:
@@ -129,8 +130,9 @@ def batch_size(step: Step, span: Span) -> int:
 
 
 def given_to(step: Step, span: Span) -> frozenset[int]:
-    """What goes into the calls of that span, or into the first in it where it is a range; parameters and the
-    like left out."""
+    """Return the inputs of the span's calls, or of the first call in it for a range, without parameters and
+    other state.
+    """
     assert step.profile is not None
     begun = [c for c in step.calls if c.span.first == span.first and c.span.last <= span.last]
     longest = max((call.span.last for call in begun), default=0)

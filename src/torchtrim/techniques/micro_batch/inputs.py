@@ -1,4 +1,4 @@
-"""What a call is given: its leaves, which of them are of the batch, and how many samples there are."""
+"""Inputs of a call: its leaves, those with a batch dimension, and the number of samples."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchtrim.techniques.micro_batch.rows import Rows
-from torchtrim.techniques.micro_batch.tree import Leaves, filled, leaves_of
+from torchtrim.techniques.micro_batch.rows import Leaves, SampleRows, filled, leaves_of
 
 _SEQUENCES = 2, 3
-"""Dimensions of a sequence whose samples may be along the second."""
+"""Numbers of dimensions of a sequence that may have its samples along the second."""
 
 
-class Given(NamedTuple):
-    """A call's arguments. `tensors`: which leaves are such; `batched`: along which dimension samples are in
-    those of the batch, of `size` samples. `times`: where they are along the second dimension of the first
-    tensor, how long its first is, else 1."""
+class CallArguments(NamedTuple):
+    """A call's arguments.
+
+    `tensors`: indices of the tensors among the leaves. `batched`: the batch dimension of those that have one,
+    of size `size`. `times`: length of the first dimension if samples are along the second of the first
+    tensor, else 1.
+    """
 
     tree: tuple[Any, Any]
     leaves: Leaves
@@ -29,33 +31,36 @@ class Given(NamedTuple):
     twins: Mapping[int, int] = {}
 
     @staticmethod
-    def of(args: tuple[Any, ...], kwargs: dict[str, Any], *, second: bool = False) -> Given:
-        """The first tensor with dimensions says how many samples there are; 0 where none has any.
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any], *, second: bool = False) -> CallArguments:
+        """Find the batch dimension of a call's arguments. The batch size is 0 if no tensor has dimensions.
 
-        They are along the first dimension, and along the second in states as recurrent layers take them, of
-        layers x samples x width. `second`: they are along the second of the first tensor, as recurrent
-        layers and transformers take sequences, of times x samples or times x samples x width.
+        The first tensor with dimensions decides. Samples are along its first dimension; in states of
+        recurrent layers (layers x samples x width), along the second. `second`: samples are along the second
+        dimension of the first tensor, as in sequences of recurrent layers and transformers (times x samples,
+        or times x samples x width).
         """
         leaves = leaves_of((args, kwargs))
         tensors = tuple(n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         shaped = [n for n in tensors if leaves[n].dim()]
         first: Sequence[int] = leaves[shaped[0]].shape if shaped else ()
         if second and len(first) not in _SEQUENCES:
-            return Given((args, kwargs), leaves, tensors, {}, 0)
+            return CallArguments((args, kwargs), leaves, tensors, {}, 0)
         size = first[1] if second else first[0] if first else 0
         dims = {n: _dim_of(leaves[n].shape, size, second=second) for n in shaped}
         batched = {number: dim for number, dim in dims.items() if dim is not None}
         times = first[0] if second else 1
-        return Given((args, kwargs), leaves, tensors, batched, size, times, _twins(leaves, tensors))
+        return CallArguments(
+            (args, kwargs), leaves, tensors, batched, size, times, _twins(leaves, tensors)
+        )
 
     @property
-    def transposed(self) -> Given:
-        """The same call with its samples along the second dimension; of none where that is not so."""
-        return Given.of(*self.tree, second=True)
+    def transposed(self) -> CallArguments:
+        """Return the call with samples along the second dimension, or with none if that is impossible."""
+        return CallArguments.of(*self.tree, second=True)
 
     @property
-    def without_tensors(self) -> Given:
-        """The call without its tensors, which somebody else keeps."""
+    def without_tensors(self) -> CallArguments:
+        """Return the call without its tensors, which are kept elsewhere."""
         leaves = [
             None if number in self.tensors else leaf for number, leaf in enumerate(self.leaves)
         ]
@@ -63,7 +68,7 @@ class Given(NamedTuple):
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What two calls have in common that differ in sizes only."""
+        """Return what must be equal for two calls that differ only in sizes."""
         tensors = (
             (leaf.dim(), leaf.dtype, leaf.requires_grad, self.batched.get(number))
             for number, leaf in enumerate(self.leaves)
@@ -77,12 +82,12 @@ class Given(NamedTuple):
         return len(self.tree[0]), *self.tree[1], *tensors, *others, *self.twins.items()
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with other leaves."""
+        """Return the arguments with other leaves."""
         args, kwargs = filled(self.tree, leaves)
         return args, kwargs
 
-    def part(self, rows: Rows, tensors: Sequence[torch.Tensor]) -> Leaves:
-        """The leaves of a part. `tensors` stand in for those of the call, in their order."""
+    def part(self, rows: SampleRows, tensors: Sequence[torch.Tensor]) -> Leaves:
+        """Return the leaves of a part. `tensors` replace the call's own, in order."""
         leaves = list(self.leaves)
         for number, tensor in zip(self.tensors, tensors, strict=True):
             dim = self.batched.get(number)
@@ -95,19 +100,19 @@ class Given(NamedTuple):
         return leaves
 
     def pair(self, leaves: Leaves) -> None:
-        """What was one tensor is one again: attention looks whether its query is its key."""
+        """Restore shared identity: attention checks if its query is its key."""
         for number, first in self.twins.items():
             leaves[number] = leaves[first]
 
 
 def _twins(leaves: Leaves, tensors: Sequence[int]) -> dict[int, int]:
-    """Tensors that were given before, with where they were given first."""
+    """Map repeated tensors to their first occurrence."""
     firsts = {id(leaves[n]): n for n in reversed(tensors)}
     return {n: firsts[id(leaves[n])] for n in tensors if firsts[id(leaves[n])] != n}
 
 
 def _dim_of(shape: Sequence[int], size: int, *, second: bool) -> int | None:
-    """Along which dimension of a tensor so many samples are."""
+    """Return the dimension of a tensor with so many samples, or None."""
     if second and len(shape) > 1:
         return 1 if shape[1] == size else None
     if shape[0] == size:
@@ -116,7 +121,7 @@ def _dim_of(shape: Sequence[int], size: int, *, second: bool) -> int | None:
 
 
 class Ambient:
-    """Autocast and the random generators as they are now, to be so again."""
+    """Saved state of autocast and the random generators."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._devices = sorted({"cpu", *(t.device.type for t in tensors)} - {"meta"})
@@ -128,7 +133,7 @@ class Ambient:
 
     @contextlib.contextmanager
     def again(self, *, graded: bool) -> Iterator[None]:
-        """Autocast as it was; casts that it keeps are not carried from or to elsewhere."""
+        """Restore autocast, with its cast cache separate from the surrounding code's."""
         torch.clear_autocast_cache()
         with contextlib.ExitStack() as stack:
             for device, dtype, enabled in self._autocasts:
@@ -138,12 +143,12 @@ class Ambient:
         torch.clear_autocast_cache()
 
     def rewind(self) -> None:
-        """The random generators as they were."""
+        """Restore the random generators."""
         self._set(self.states)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """What is drawn here changes nothing outside."""
+        """Run code without a lasting effect on the random generators."""
         now = self._now()
         try:
             yield

@@ -1,7 +1,7 @@
-"""Losses that are taken inside a module: a mean of all samples is a sum over parts, divided by what the
-whole batch's mean divides by.
+"""Losses inside a module: a mean over the batch becomes a sum per part over the whole batch's divisor.
 
-That is the count of labels that are not ignored, or the sum of their weights, and not the number of samples.
+The divisor is the number of labels that are not ignored, or the sum of their weights, not the number of
+samples.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ _SIGNATURES = {func: inspect.signature(func) for func in (*_OF_CLASSES, *_BY_ELE
 
 
 class Losses(TorchFunctionMode):
-    """Notes by what each mean divides, in `counts`. With `split`, those means for which it says so are
-    sums over the part, divided by `totals` where these are known."""
+    """Records the divisor of each mean in `counts`.
+
+    With `split`, the selected means become sums over the part, divided by `totals` once these are known.
+    """
 
     def __init__(
         self, split: Sequence[bool] | None = None, totals: Sequence[torch.Tensor] | None = None
@@ -56,7 +58,7 @@ class Losses(TorchFunctionMode):
 
 
 def _mean_of(func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor, Any] | None:
-    """What a mean over everything divides by, and how the sum is taken; None for anything else."""
+    """Return the divisor of a full mean and a function for its sum, or None for other operations."""
     if func in _MEANS:
         alone = len(args) == 1 and not kwargs and args[0].is_floating_point()
         return (_number(args[0], args[0].numel()), args[0].sum) if alone else None
@@ -76,7 +78,7 @@ def _mean_of(func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor, Any] | No
 
 
 def _is_dated(given: dict[str, Any]) -> bool:
-    """Whether it has the arguments from before there was `reduction`."""
+    """Return True if the call uses the arguments from before `reduction` existed."""
     return given.get("size_average") is not None or given.get("reduce") is not None
 
 
@@ -96,7 +98,7 @@ def _count_of(func: Any, given: dict[str, Any]) -> torch.Tensor | None:
 def _labels(
     value: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignored: int
 ) -> torch.Tensor:
-    """The labels that count, each with the weight of its class; rows, where labels are probabilities."""
+    """Return the labels that count with their class weights, or the rows if labels are probabilities."""
     if target.is_floating_point():
         return _number(value, value.numel() // value.shape[min(1, value.dim() - 1)])
     valid = target != ignored

@@ -1,10 +1,11 @@
-"""The forward of a module that runs in parts of the batch, and again, part by part, in backward."""
+"""Forward of a module in parts of the batch, and its rerun, part by part, in backward."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,32 +14,42 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.block_state import BlockState, Left
+from torchtrim.executor.chains import Range, Ranges
 from torchtrim.executor.failing import note
 from torchtrim.executor.ordinals import passed, unnumbered
+from torchtrim.executor.places import part_at
+from torchtrim.executor.registry import Handle
+from torchtrim.executor.swap import Swapped
 from torchtrim.techniques.micro_batch.draws import Draws
-from torchtrim.techniques.micro_batch.inputs import Ambient, Given
+from torchtrim.techniques.micro_batch.inputs import Ambient, CallArguments
 from torchtrim.techniques.micro_batch.losses import Losses
-from torchtrim.techniques.micro_batch.rows import Along, Rows, order_of, parts_of
-from torchtrim.techniques.micro_batch.study import SAME, SUM, Facts, Study, has_gradient_hooks
-from torchtrim.techniques.micro_batch.tree import filled, leaves_of
+from torchtrim.techniques.micro_batch.rows import (
+    SampleLayout,
+    SampleRows,
+    filled,
+    leaves_of,
+    order_of,
+    parts_of,
+)
+from torchtrim.techniques.micro_batch.study import SAME, SUM, Study, StudyResult, has_gradient_hooks
 
 Forward = Callable[..., Any]
 Tensors = Sequence[torch.Tensor]
 
 
 class InParts:
-    """What calls a module's forward for so many parts of a batch, where there are gradients."""
+    """Runs a module's forward in parts of the batch if gradients are needed."""
 
     def __init__(self, where: str, module: nn.Module, parts: int) -> None:
         self._where = where
         self._module = module
         self._parts = parts
         self._state = BlockState([module], where)
-        self._known: dict[tuple[Any, ...], Facts] = {}
+        self._known: dict[tuple[Any, ...], StudyResult] = {}
 
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """The whole batch's result."""
-        given = Given.of(args, kwargs)
+        """Return the result of the whole batch."""
+        given = CallArguments.of(args, kwargs)
         if not torch.is_grad_enabled() or given.size < 2 or not self._is_graded(given):
             return forward(*args, **kwargs)
         if why := self._state.why_once() or self._why_whole():
@@ -46,7 +57,7 @@ class InParts:
             return forward(*args, **kwargs)
         try:
             return self._result(forward, given)
-        except _Writes as wrote:
+        except _UnsafeWrite as wrote:
             self._state.says_once(str(wrote))
         except Exception as error:
             note(error, self._where)
@@ -54,32 +65,30 @@ class InParts:
         return forward(*args, **kwargs)
 
     def _why_whole(self) -> str:
-        """Return why all samples must run together now, empty if they need not."""
+        """Return why the samples must run together in this call, or ""."""
         if self._known and any(map(has_gradient_hooks, self._module.parameters())):
-            return (
-                "its parameters have hooks on their gradients, which would see those of each part"
-            )
+            return "its parameters have gradient hooks, which would see the gradients of each part"
         return ""
 
-    def _result(self, forward: Forward, given: Given) -> Any:
-        """The whole batch's result from parts. Raises `_Writes`, everything as it was."""
+    def _result(self, forward: Forward, given: CallArguments) -> Any:
+        """Return the whole batch's result from parts. If it raises `_UnsafeWrite`, state is restored."""
         with unnumbered():
             facts = self._facts(forward, given)
             if facts.second:
                 given = given.transposed
-            run = _Run(self._state, forward, given, facts, self._parts)
+            run = _PartedRun(self._state, forward, given, facts, self._parts)
             tensors = [given.leaves[n] for n in given.tensors]
             hook = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
-            result = run.result(_Parted.apply(run, self._where, hook, *tensors))  # type: ignore[no-untyped-call]
+            result = run.result(_PartsFunction.apply(run, self._where, hook, *tensors))  # type: ignore[no-untyped-call]
         passed(facts.operators)
         return result
 
-    def _is_graded(self, given: Given) -> bool:
+    def _is_graded(self, given: CallArguments) -> bool:
         return any(p.requires_grad for p in self._module.parameters()) or any(
             given.leaves[n].requires_grad for n in given.tensors
         )
 
-    def _facts(self, forward: Forward, given: Given) -> Facts:
+    def _facts(self, forward: Forward, given: CallArguments) -> StudyResult:
         training = tuple(inner.training for inner in self._module.modules())
         trained = tuple(p.requires_grad for p in self._module.parameters())
         device = next((given.leaves[n].device.type for n in given.tensors), "cpu")
@@ -88,8 +97,8 @@ class InParts:
             self._known[key] = self._studied(forward, given)
         return self._known[key]
 
-    def _studied(self, forward: Forward, given: Given) -> Facts:
-        """With samples along the first dimension, or else along the second of sequences."""
+    def _studied(self, forward: Forward, given: CallArguments) -> StudyResult:
+        """Study the module with samples along the first dimension, or else along the second of sequences."""
         try:
             return self._study(forward, given)
         except ApplyFailed:
@@ -99,30 +108,37 @@ class InParts:
                     return self._study(forward, given)
             raise
 
-    def _study(self, forward: Forward, given: Given) -> Facts:
+    def _study(self, forward: Forward, given: CallArguments) -> StudyResult:
         where, module, parts = self._where, self._module, self._parts
         return Study(where, module, forward, given, parts, self._state).facts()
 
 
-class _Writes(Exception):
-    """The first part wrote state or drew numbers that the other parts would write or draw again."""
+class _UnsafeWrite(Exception):
+    """The first part changed state or drew numbers that each further part would change or draw again."""
 
     @staticmethod
-    def of(left: Left) -> _Writes | None:
-        """For what a part left; None where each part may do that, as draw from `random` for a layer."""
+    def of(left: Left) -> _UnsafeWrite | None:
+        """Return the error for a part's side effects, or None if every part may have them, such as `random`
+        for layer drop.
+        """
         drawn = [one for one in left.drawn if not isinstance(one, random.Random)]
         if left.written:
-            return _Writes(f"it writes to `{left.written[0]}`, which each part would do")
+            return _UnsafeWrite(f"it writes to `{left.written[0]}`, which each part would repeat")
         return (
-            _Writes("it draws from a generator of its own, once for all samples") if drawn else None
+            _UnsafeWrite("it draws from its own generator, once for all samples") if drawn else None
         )
 
 
-class _Run:
-    """One call: its parts, what they draw and how their results come together."""
+class _PartedRun:
+    """One call: its parts, their random numbers, and how their results are joined."""
 
     def __init__(
-        self, state: BlockState, forward: Forward, given: Given, facts: Facts, parts: int
+        self,
+        state: BlockState,
+        forward: Forward,
+        given: CallArguments,
+        facts: StudyResult,
+        parts: int,
     ) -> None:
         self._forward = forward
         self._facts = facts
@@ -136,7 +152,7 @@ class _Run:
         self._result: Any = None
 
     def result(self, tensors: Tensors) -> Any:
-        """What the call returns, with these tensors in it."""
+        """Return the call's result with these tensors in it."""
         rest, tree = iter(tensors), self._result
         self._result = None
         leaves = leaves_of(tree)
@@ -144,11 +160,11 @@ class _Run:
 
     @property
     def graded(self) -> tuple[bool, ...]:
-        """Which results have gradients."""
+        """Tell which results have gradients."""
         return self._facts.graded
 
     def forward(self, tensors: Tensors) -> list[torch.Tensor]:
-        """All parts without gradients."""
+        """Run all parts without gradients."""
         joined = self._pass(tensors)
         if any(self._facts.losses) and self._totals is not None:
             totals = [t for t, split in zip(self._totals, self._facts.losses, strict=True) if split]
@@ -184,18 +200,18 @@ class _Run:
         return joined
 
     def _check_left(self) -> None:
-        """The first part has run. Raises `_Writes`, with all as before, if others would leave more."""
-        wrote = _Writes.of(self._before.has_run())
+        """Raise `_UnsafeWrite`, with state restored, if parts would repeat the first one's effects."""
+        wrote = _UnsafeWrite.of(self._before.has_run())
         if wrote is not None:
             self._before.restore()
             self._ambient.rewind()
             raise wrote
 
-    def _join(self, joined: list[torch.Tensor], made: Tensors, rows: Rows) -> None:
-        """Add what a part gave to what there is of the whole batch."""
+    def _join(self, joined: list[torch.Tensor], made: Tensors, rows: SampleRows) -> None:
+        """Add a part's results to the whole batch's."""
         for number, (dim, tensor) in enumerate(zip(self._facts.outputs, made, strict=True)):
             if rows.first == 0:
-                along = Along(dim, self._facts.orders[number])
+                along = SampleLayout(dim, self._facts.orders[number])
                 joined.append(rows.room(tensor, along) if dim >= 0 else tensor.clone())
             if dim >= 0:
                 rows.put(joined[number], dim, self._facts.times[number], tensor)
@@ -203,7 +219,7 @@ class _Run:
                 joined[number] += tensor
 
     def backward(self, tensors: Tensors, grads: Sequence[Any]) -> list[torch.Tensor | None]:
-        """Each part once more, with gradients, and its backward at once. The inputs' gradients."""
+        """Rerun each part with gradients, followed by its backward. Return the gradients of the inputs."""
         found: list[torch.Tensor | None] = [None for _ in tensors]
         with self._ambient.aside():
             for rows in self._parts:
@@ -211,7 +227,11 @@ class _Run:
         return found
 
     def _part_backward(
-        self, rows: Rows, tensors: Tensors, grads: Sequence[Any], found: list[torch.Tensor | None]
+        self,
+        rows: SampleRows,
+        tensors: Tensors,
+        grads: Sequence[Any],
+        found: list[torch.Tensor | None],
     ) -> None:
         given = [t.detach() for t in tensors]
         leaves = self._given.part(rows, given)
@@ -235,9 +255,9 @@ class _Run:
                 self._collect(found, number, tensor.grad, rows)
 
     def _pairs(
-        self, made: Tensors, grads: Sequence[Any], rows: Rows
+        self, made: Tensors, grads: Sequence[Any], rows: SampleRows
     ) -> Iterator[tuple[GradientEdge, torch.Tensor]]:
-        """Where backward of the part's results begins, with their gradients; the results may go."""
+        """Return where backward of the part starts, with gradients. The results may be freed."""
         facts = self._facts
         for dim, times, tensor, grad in zip(facts.outputs, facts.times, made, grads, strict=True):
             if grad is None or not tensor.requires_grad or (dim == SAME and rows.first):
@@ -245,22 +265,22 @@ class _Run:
             yield get_gradient_edge(tensor), rows.take(grad, dim, times) if dim >= 0 else grad
 
     def _collect(
-        self, found: list[torch.Tensor | None], number: int, grad: torch.Tensor, rows: Rows
+        self, found: list[torch.Tensor | None], number: int, grad: torch.Tensor, rows: SampleRows
     ) -> None:
-        """Put the gradient of a part's input where it belongs in the whole batch's."""
+        """Write the gradient of a part's input to its rows."""
         there = found[number]
         dim = self._given.batched.get(self._given.tensors[number])
         if dim is None:
             found[number] = grad if there is None else there + grad
             return
         if there is None:
-            there = found[number] = rows.room(grad, Along(dim, order_of(grad)))
+            there = found[number] = rows.room(grad, SampleLayout(dim, order_of(grad)))
             there.zero_()
         rows.mine(there, dim).copy_(grad)
 
     @contextlib.contextmanager
     def _part(self, *, again: bool) -> Iterator[Losses]:
-        """What a part's run finds around it: the generators, Python's state, its losses."""
+        """Set up the generators, Python state and losses of a part's run."""
         facts = self._facts
         losses = Losses(facts.losses, self._totals)
         with contextlib.ExitStack() as stack:
@@ -272,14 +292,14 @@ class _Run:
                 stack.enter_context(losses)
             yield losses
 
-    def _drawing(self, rows: Rows) -> contextlib.AbstractContextManager[Any]:
-        """Each sample gets its own random numbers, where any are drawn."""
+    def _drawing(self, rows: SampleRows) -> contextlib.AbstractContextManager[Any]:
+        """Give each sample its own random numbers, if any are drawn."""
         draws = self._facts.draws
         return Draws(draws, rows) if draws else contextlib.nullcontext()
 
 
 class _Tensor:
-    """Stands for a tensor of the result."""
+    """Placeholder for a tensor of the result."""
 
 
 def _marked(leaf: Any) -> Any:
@@ -287,19 +307,19 @@ def _marked(leaf: Any) -> Any:
 
 
 def _run_backward(pairs: Sequence[tuple[GradientEdge, torch.Tensor]]) -> None:
-    """`torch.autograd.backward`, which whoever watches the step would take for another of the script."""
+    """Run `torch.autograd.backward` hidden from the recorder, which would count it as the script's."""
     edges, grads = zip(*pairs, strict=True)
     _engine_run_backward(
         edges, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
-class _Parted(torch.autograd.Function):
-    """The call as autograd sees it: parameters get their gradients while its backward runs."""
+class _PartsFunction(torch.autograd.Function):
+    """The call as one autograd function. Parameters receive their gradients during its backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, run: _Run, where: str, _: torch.Tensor, *tensors: torch.Tensor
+        ctx: Any, run: _PartedRun, where: str, _: torch.Tensor, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.run, ctx.where = run, where
         ctx.set_materialize_grads(False)
@@ -314,11 +334,22 @@ class _Parted(torch.autograd.Function):
             whole: Any = torch.autograd._is_checkpoint_valid
             if torch.is_grad_enabled() or not whole():
                 raise ApplyFailed(
-                    f"`{ctx.where}` runs in parts of the batch, so its gradients are there only for "
-                    "`backward()` without `inputs` and `create_graph`, and not for torch.autograd.grad. Take "
-                    "micro_batch out of the plan."
+                    f"`{ctx.where}` runs in parts of the batch, so it supports `backward()` without "
+                    "`inputs` and `create_graph`, but not torch.autograd.grad. Take micro_batch out of "
+                    "the plan."
                 )
             return None, None, None, *ctx.run.backward(ctx.saved_tensors, grads)
         except Exception as error:
             note(error, ctx.where)
             raise
+
+
+def in_parts(roots: Mapping[str, nn.Module], where: str, parts: int) -> Handle:
+    """Make a module or a range of a Sequential run in parts. Raises `ApplyFailed` if it does not exist."""
+    part = part_at(roots, where)
+    if part.span is None:
+        run = InParts(where, part.module, parts)
+        return Swapped(part.module, functools.partial(functools.partial, run))
+    first, last = part.span
+    inner = nn.Sequential(*list(part.chain)[first:last])
+    return Ranges(part.chain, [Range(first, last, InParts(where, inner, parts))])

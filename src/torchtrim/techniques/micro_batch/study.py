@@ -1,6 +1,8 @@
-"""Learns from one batch whether a module may run in parts of it: what mixes samples, what draws random
-numbers, how its results come together. As many samples as two parts have are run together, with others in
-place of half of them, and in two halves; nothing of that stays."""
+"""Studies one batch to see if a module may run in parts.
+
+Detects mixing of samples and random numbers, and finds how results are joined. Runs as many samples as two
+parts have: together, with other samples in the second half, and in halves. All side effects are undone.
+"""
 
 from __future__ import annotations
 
@@ -18,34 +20,43 @@ from torchtrim.capture.recording import tensors_in
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.block_state import BlockState
 from torchtrim.executor.ordinals import Counting
-from torchtrim.techniques.micro_batch.draws import SHARED, Drawn, Draws, can_be_split
-from torchtrim.techniques.micro_batch.inputs import Ambient, Given
+from torchtrim.techniques.micro_batch.draws import SHARED, DrawRecorder, Draws, can_be_split
+from torchtrim.techniques.micro_batch.inputs import Ambient, CallArguments
 from torchtrim.techniques.micro_batch.losses import Losses
-from torchtrim.techniques.micro_batch.rows import Along, Rows, apart, order_of, split_dim
-from torchtrim.techniques.micro_batch.tree import leaves_of
+from torchtrim.techniques.micro_batch.rows import (
+    SampleLayout,
+    SampleRows,
+    apart,
+    leaves_of,
+    order_of,
+    split_dim,
+)
 
 SUM, SAME = -1, -2
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NEAR = {torch.float64: 1e-6, torch.float32: 1e-3}
 _NEAR_SUM = {torch.float64: 1e-10, torch.float32: 2e-5}
-_NARROW = 5e-2
+_NARROW = 5e-2  # Arbitrary: a bound for float16 and bfloat16, some units in their last place.
 
 Forward = Callable[..., Any]
 Kept = dict[tuple[str, str], tuple[torch.Tensor, ...]]
 
 
-class Facts(NamedTuple):
-    """`outputs`: of each tensor that comes out the dimension along which samples are, `SUM` for a number
-    that adds up over them, `SAME` for what they share. `graded`: it depends on parameters. `draws`: as
-    `Draws` wants them. `losses`: whether each mean is one of the batch's samples. `orders`: of what comes
-    out, as in `Along`. `scales`: where all means divide by the same, numbers may be divided at the end.
-    `second`: samples are along the second dimension of what goes in. `times`: of what comes out how often
-    all samples come, one time after the other. `operators`: how many run for them at once, by name."""
+class StudyResult(NamedTuple):
+    """How a module runs in parts.
+
+    `outputs`: batch dimension of each output tensor, `SUM` for a number that adds up, `SAME` for one that
+    samples share. `graded`: outputs that depend on parameters. `draws`: layouts for `Draws`. `losses`: for
+    each mean, True if it is over the samples. `orders`: as in `SampleLayout`.
+    `scales`: True if all means have the same divisor, so numbers may be divided at the end. `second`: samples
+    are along the second dimension of the inputs. `times`: how often the batch repeats in each output, one
+    time step after another. `operators`: operator counts of one run, by name.
+    """
 
     outputs: tuple[int, ...]
     graded: tuple[bool, ...]
-    draws: tuple[Along, ...]
+    draws: tuple[SampleLayout, ...]
     losses: tuple[bool, ...]
     orders: tuple[tuple[int, ...], ...]
     times: tuple[int, ...]
@@ -54,31 +65,32 @@ class Facts(NamedTuple):
     second: bool = False
 
 
-class Run(NamedTuple):
-    """A run of the module: its leaves, what was drawn, by what means divide, what modules hold, how many
-    operators run."""
+class StudyRun(NamedTuple):
+    """A run of the module: its leaves, random draws, divisors of means, tensors held by modules, and operator
+    counts.
+    """
 
     leaves: list[Any]
-    drawn: Drawn
+    drawn: DrawRecorder
     counts: list[torch.Tensor]
     kept: Kept
     operators: Counter[str]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The leaves that are tensors."""
+        """Leaves that are tensors."""
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
 
 class Study:
-    """One module, given one batch. Raises `ApplyFailed` where it may not run in parts."""
+    """Trial of one module on one batch. Raises `ApplyFailed` if it may not run in parts."""
 
     def __init__(
         self,
         where: str,
         module: nn.Module,
         forward: Forward,
-        given: Given,
+        given: CallArguments,
         parts: int,
         state: BlockState,
     ) -> None:
@@ -91,8 +103,8 @@ class Study:
         self._tensors = [given.leaves[n].detach() for n in given.tensors]
         self._ambient = Ambient(self._tensors)
 
-    def facts(self) -> Facts:
-        """What is to be known of running it in parts."""
+    def facts(self) -> StudyResult:
+        """Return what running the module in parts requires."""
         self._check_modules()
         whole = self._watched()
         self._check_apart(whole)
@@ -104,7 +116,9 @@ class Study:
         orders = tuple(map(order_of, whole.tensors))
         second = self._given.times > 1
         times = (1,) * len(outputs)
-        found = Facts(outputs, graded, draws, losses, orders, times, whole.operators, second=second)
+        found = StudyResult(
+            outputs, graded, draws, losses, orders, times, whole.operators, second=second
+        )
         found = found._replace(times=self._equal_times(found, whole))
         return found._replace(scales=self._scales(found, whole))
 
@@ -118,9 +132,9 @@ class Study:
         for name, inner in self._modules:
             if _takes_statistics(inner):
                 raise self._refused(
-                    f"{self._name(name)} is a {type(inner).__name__} in training mode, which takes its "
-                    "statistics over all samples. `--allow semantic=replace_norm` has the plan replace it by "
-                    "GroupNorm; or freeze it with .eval()."
+                    f"{self._name(name)} is a {type(inner).__name__} in training mode, which takes "
+                    "statistics over all samples. Pass `--allow semantic=replace_norm` to replace it "
+                    "by GroupNorm, or freeze it with .eval()."
                 )
             if (
                 inner._forward_hooks
@@ -134,12 +148,13 @@ class Study:
             for key, parameter in inner.named_parameters(recurse=False):
                 if has_gradient_hooks(parameter):
                     raise self._refused(
-                        f"{self._name(name)} has a hook on the gradient of its {key}, which would see each "
-                        "part's. Take one of the two out; optimizer_in_backward is such a hook."
+                        f"{self._name(name)} has a hook on the gradient of its {key}, which would see the "
+                        "gradient of each part. Remove the hook or micro_batch; optimizer_in_backward uses "
+                        "such hooks."
                     )
 
-    def _watched(self) -> Run:
-        """The samples together, seeing what the module leaves behind."""
+    def _watched(self) -> StudyRun:
+        """Run the samples together, and watch for side effects."""
         before = {key: value.clone() for key, value in self._buffers()}
         versions = [t._version for t in self._tensors]
         run = self._run(self._rows(0, 2 * self._half))
@@ -151,11 +166,11 @@ class Study:
                     f"its buffer {key} changes in forward, and would change with each part."
                 )
         if versions != [t._version for t in self._tensors]:
-            raise self._refused("it changes its input in place, and would do so twice.")
+            raise self._refused("it changes its input in place, which a rerun would repeat.")
         return run
 
-    def _check_kept(self, whole: Run, halves: Sequence[Run]) -> None:
-        """What modules hold after forward must be the same for any samples, as a mask is."""
+    def _check_kept(self, whole: StudyRun, halves: Sequence[StudyRun]) -> None:
+        """Require that tensors held by modules after forward, such as masks, are the same for any samples."""
         held = self._kept()
         for at, tensors in whole.kept.items():
             others = [run.kept.get(at, ()) for run in halves]
@@ -163,21 +178,21 @@ class Study:
                 continue
             if not all(_shared(tensors, other) for other in others):
                 raise self._refused(
-                    f"{self._name(at[0])} keeps tensors of its forward in `self.{at[1]}`, which would be of "
-                    "one part. Return them instead."
+                    f"{self._name(at[0])} keeps tensors of its forward in `self.{at[1]}`, which would "
+                    "hold only one part. Return them instead."
                 )
 
-    def _check_apart(self, whole: Run) -> None:
-        """Samples of the first half must not change when the second half is of other samples."""
+    def _check_apart(self, whole: StudyRun) -> None:
+        """Require that the first half does not change when the second half does."""
         other = self._run(self._mixed())
         if self._differ(whole, other):
             place = self._mixing()
             raise self._refused(
-                f"{place} mixes samples: what it gives for some changes with what the others are. Losses "
-                "that compare samples, and statistics over the batch, need all of them at once."
+                f"{place} mixes samples: its result for some samples changes with the others. "
+                "Losses that compare samples, and batch statistics, need all samples at once."
             )
 
-    def _differ(self, whole: Run, other: Run) -> bool:
+    def _differ(self, whole: StudyRun, other: StudyRun) -> bool:
         return any(
             one.shape == two.shape and not _near(first, second, 1e-5)
             for one, two in zip(whole.tensors, other.tensors, strict=True)
@@ -187,7 +202,7 @@ class Study:
     def _first_half(
         self, one: torch.Tensor, two: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of the first half, where the first dimension is the batch's, or the second."""
+        """Return the rows of the first half, along the batch dimension."""
         both, times = 2 * self._half, self._given.times
         if times > 1 and one.dim() and one.shape[0] == times * both:
             one, two = (apart(tensor, 0, times) for tensor in (one, two))
@@ -201,7 +216,7 @@ class Study:
         return one[:count], two[:count]
 
     def _mixing(self) -> str:
-        """The first module whose result of the first half is another."""
+        """Return the first module whose result for the first half changes."""
         firsts = [self._noted(leaves) for leaves in (self._rows(0, 2 * self._half), self._mixed())]
         for (name, one), (_, two) in zip(*firsts, strict=False):
             if one.shape == two.shape and not _near(one, two, 1e-5):
@@ -209,7 +224,7 @@ class Study:
         return f"`{self._where}`"
 
     def _noted(self, leaves: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
-        """What each module without children gives for the first half."""
+        """Record the results of each leaf module for the first half."""
         noted: list[tuple[str, torch.Tensor]] = []
 
         def note(name: str, output: Any) -> None:
@@ -229,10 +244,10 @@ class Study:
                 hook.remove()
         return noted
 
-    def _draws(self, whole: Run, half: Run) -> tuple[Along, ...]:
+    def _draws(self, whole: StudyRun, half: StudyRun) -> tuple[SampleLayout, ...]:
         found = []
         if whole.drawn.names != half.drawn.names:
-            raise self._refused("what it draws at random depends on how many samples there are.")
+            raise self._refused("the random numbers it draws depend on the number of samples.")
         drawn = whole.drawn
         for name, part, all_, order in zip(
             drawn.names, half.drawn.shapes, drawn.shapes, drawn.orders, strict=True
@@ -243,21 +258,21 @@ class Study:
                     f"{name} draws random numbers for all samples at once, and a part cannot get its own."
                 )
             if can_be_split(name):
-                found.append(Along(dim, order))
+                found.append(SampleLayout(dim, order))
         return tuple(found)
 
-    def _losses(self, whole: Run, halves: Sequence[Run]) -> tuple[bool, ...]:
+    def _losses(self, whole: StudyRun, halves: Sequence[StudyRun]) -> tuple[bool, ...]:
         counts = [run.counts for run in (whole, *halves)]
         if len({len(one) for one in counts}) != 1:
-            raise self._refused("how many means it takes depends on how many samples there are.")
+            raise self._refused("the number of means it takes depends on the number of samples.")
         return tuple(
             bool(torch.isclose(all_, one + two, rtol=1e-6))
             for all_, one, two in zip(*counts, strict=True)
         )
 
-    def _outputs(self, whole: Run, half: Run) -> tuple[int, ...]:
+    def _outputs(self, whole: StudyRun, half: StudyRun) -> tuple[int, ...]:
         if len(whole.leaves) != len(half.leaves):
-            raise self._refused("what it returns depends on how many samples there are.")
+            raise self._refused("the structure of its result depends on the number of samples.")
         found = []
         for all_, part in zip(whole.leaves, half.leaves, strict=True):
             if not isinstance(all_, torch.Tensor):
@@ -272,22 +287,21 @@ class Study:
             found.append(dim if dim >= 0 else SAME if torch.equal(all_, part) else SUM)
             if found[-1] == SUM and all_.dim():
                 raise self._refused(
-                    f"it returns a tensor of {tuple(all_.shape)} that sums samples up."
+                    f"it returns a tensor of {tuple(all_.shape)} that sums over samples."
                 )
         return tuple(found)
 
     def _check_plain(self, all_: Any, part: Any) -> None:
         if not isinstance(all_, _PLAIN):
             raise self._refused(
-                f"it returns a {type(all_).__name__}, which cannot be put together of parts. Where that is "
-                "a cache, call it with use_cache=False."
+                f"it returns a {type(all_).__name__}, which cannot be joined from parts. If it is a "
+                "cache, call the module with use_cache=False."
             )
         if all_ != part:
             raise self._refused(f"it returns {all_!r}, a number that depends on the samples.")
 
-    def _graded(self, whole: Run) -> tuple[bool, ...]:
-        """Which results have gradients."""
-        rows = Rows(0, self._half, 2 * self._half)
+    def _graded(self, whole: StudyRun) -> tuple[bool, ...]:
+        rows = SampleRows(0, self._half, 2 * self._half)
         tensors = [t.detach() for t in self._tensors]
         for number, tensor in zip(self._given.tensors, tensors, strict=True):
             tensor.requires_grad_(self._given.leaves[number].requires_grad)
@@ -300,51 +314,52 @@ class Study:
             self._check_backward([t for t in made if t.requires_grad])
         return tuple(t.requires_grad for t in made)
 
-    def _check_no_gradients_kept(self, run: Run) -> None:
+    def _check_no_gradients_kept(self, run: StudyRun) -> None:
         held = self._kept()
         for at, tensors in run.kept.items():
             if any(t.requires_grad for t in tensors) and not _same(held.get(at, ()), tensors):
                 raise self._refused(
-                    f"{self._name(at[0])} keeps a tensor with gradients in `self.{at[1]}`, which would have "
-                    "none. Return it instead."
+                    f"{self._name(at[0])} keeps a tensor with gradients in `self.{at[1]}`, which would "
+                    "have no gradients. Return it instead."
                 )
 
     def _check_backward(self, made: list[torch.Tensor]) -> None:
-        """Backward must draw nothing once more, as a checkpoint of the program's own does."""
+        """Require that backward draws no random numbers, as the rerun of a script's own checkpoint would."""
         parameters = [p for _, inner in self._modules for p in inner.parameters(recurse=False)]
         trained = [p for p in parameters if p.requires_grad]
         if not trained or not made:
             return
         zeros = [torch.zeros_like(t) for t in made]
         try:
-            with self._ambient.aside(), Drawn() as drawn:
+            with self._ambient.aside(), DrawRecorder() as drawn:
                 torch.autograd.grad(made, trained, zeros, allow_unused=True)
         except RuntimeError as error:
             raise self._refused(f"its backward fails by itself: {error}") from error
         if drawn.names:
             raise self._refused(
-                f"its backward draws random numbers once more ({drawn.names[0]}), as a checkpoint does, and "
-                "a part cannot get its own there. Take the checkpoint out, since parts need none."
+                f"its backward draws random numbers ({drawn.names[0]}), as a checkpoint does, and a "
+                "part cannot get its own there. Take the checkpoint out; parts do not need it."
             )
 
-    def _equal_times(self, facts: Facts, whole: Run) -> tuple[int, ...]:
-        """The halves together must be what the samples are together; how often these come in each."""
+    def _equal_times(self, facts: StudyResult, whole: StudyRun) -> tuple[int, ...]:
+        """Require joined halves to equal the whole. Return how often the batch repeats in each output."""
         found = [1] * len(facts.outputs)
         halves = [self._guarded(rows, facts, whole.counts) for rows in self._halves]
         for number, (dim, all_) in enumerate(zip(facts.outputs, whole.tensors, strict=True)):
             parts = [run.tensors[number] for run in halves]
             if dim == SUM and not _near(parts[0] + parts[1], all_, _bound(_NEAR_SUM, all_)):
                 raise self._refused(
-                    "it returns a number that is neither a sum over samples nor torch's own mean of them "
-                    f"({float(all_):.6g} of all, {float(parts[0] + parts[1]):.6g} of two parts), so what "
-                    "each part counts for is not known. Take the loss outside, or with reduction='sum'."
+                    "it returns a number that is neither a sum over samples nor torch's own mean of "
+                    f"them ({float(all_):.6g} of all, {float(parts[0] + parts[1]):.6g} of two parts), "
+                    "so the weight of each part is unknown. Take the loss outside, or use "
+                    "reduction='sum'."
                 )
             if dim >= 0:
                 found[number] = self._times(parts, all_, dim)
         return tuple(found)
 
     def _times(self, parts: Sequence[torch.Tensor], all_: torch.Tensor, dim: int) -> int:
-        """How often all samples come in a result along a dimension, one time after the other."""
+        """Return how often the batch repeats in an output along a dimension."""
         for times in {1: None, self._given.times: None}:
             if all_.shape[dim] % (times * 2 * self._half) == 0:
                 halves = [apart(part, dim, times) for part in parts]
@@ -352,11 +367,11 @@ class Study:
                 if _near(joined, all_, _bound(_NEAR, all_)):
                     return times
         raise self._refused(
-            "what it gives for a part is not what it gives for those samples among all."
+            "its result for a part differs from its result for the same samples in the whole batch."
         )
 
-    def _scales(self, facts: Facts, whole: Run) -> bool:
-        """Whether the numbers are sums of the parts' sums, all divided by what the first mean divides by."""
+    def _scales(self, facts: StudyResult, whole: StudyRun) -> bool:
+        """Return True if the numbers are sums over parts that share the divisor of the first mean."""
         totals = [t for t, split in zip(whole.counts, facts.losses, strict=True) if split]
         if not totals or not all(bool(t == totals[0]) for t in totals):
             return False
@@ -370,13 +385,16 @@ class Study:
         )
 
     @property
-    def _halves(self) -> list[Rows]:
-        return [Rows(f, f + self._half, 2 * self._half) for f in (0, self._half)]
+    def _halves(self) -> list[SampleRows]:
+        return [SampleRows(f, f + self._half, 2 * self._half) for f in (0, self._half)]
 
     def _guarded(
-        self, rows: Rows, facts: Facts | None = None, totals: Sequence[torch.Tensor] | None = None
-    ) -> Run:
-        """A run of a part, whose errors are reported."""
+        self,
+        rows: SampleRows,
+        facts: StudyResult | None = None,
+        totals: Sequence[torch.Tensor] | None = None,
+    ) -> StudyRun:
+        """Run a part and report its errors."""
         leaves = self._rows(rows.first, rows.last)
         try:
             if facts is None:
@@ -389,10 +407,10 @@ class Study:
             ) from error
 
     def _rows(self, first: int, last: int) -> list[Any]:
-        return self._given.part(Rows(first, last, self._given.size), self._tensors)
+        return self._given.part(SampleRows(first, last, self._given.size), self._tensors)
 
     def _mixed(self) -> list[Any]:
-        """The first half, and in place of the second the first again, the last sample first."""
+        """Return the batch with its second half replaced by the first, in reverse."""
         leaves = self._rows(0, self._half)
         for number, dim in self._given.batched.items():
             leaves[number] = torch.cat((leaves[number], leaves[number].flip(dim)), dim)
@@ -401,15 +419,15 @@ class Study:
 
     def _run(
         self, leaves: Sequence[Any], *, graded: bool = False, losses: Losses | None = None
-    ) -> Run:
+    ) -> StudyRun:
         args, kwargs = self._given.arguments(leaves)
         python = self._state.begin(tensors=False)
         losses = losses or Losses()
         with self._ambient.aside(), python.again(), self._ambient.again(graded=graded):
             self._ambient.rewind()
-            with Drawn() as drawn, Counting() as counting, losses:
+            with DrawRecorder() as drawn, Counting() as counting, losses:
                 found = leaves_of(self._forward(*args, **kwargs))
-            return Run(found, drawn, losses.counts, self._kept(), counting.counts)
+            return StudyRun(found, drawn, losses.counts, self._kept(), counting.counts)
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, inner in self._modules:
@@ -418,7 +436,7 @@ class Study:
                     yield f"{name}.{key}".lstrip("."), buffer
 
     def _kept(self) -> Kept:
-        """The tensors that modules hold beside parameters and buffers."""
+        """Return the tensors that modules hold besides parameters and buffers."""
         return {
             (name, key): tuple(tensors_in(value))
             for name, inner in self._modules
@@ -428,26 +446,26 @@ class Study:
 
 
 def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    """Whether they are the same objects."""
+    """Return True if all are the same objects."""
     return list(map(id, one)) == list(map(id, other))
 
 
 def _shared(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    """Whether they have the same values."""
+    """Return True if all have the same values."""
     return len(one) == len(other) and all(
         a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True)
     )
 
 
 def _takes_statistics(module: nn.Module) -> bool:
-    """Whether it is a BatchNorm in training, and `replace_norm` has not changed it."""
+    """Return True for a training BatchNorm unless `replace_norm` has changed it."""
     if not isinstance(module, _BatchNorm) or getattr(module, "keeps_samples_apart", False):
         return False
     return module.training or module.running_mean is None
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether somebody other than who records the step hears of its gradient."""
+    """Return True if anything but the recorder hooks the parameter's gradient."""
     after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     theirs = [hook for hook in after.values() if not _records(hook)]
     return bool(parameter._backward_hooks or theirs)
@@ -462,7 +480,7 @@ def _bound(bounds: dict[torch.dtype, float], tensor: torch.Tensor) -> float:
 
 
 def _near(one: torch.Tensor, two: torch.Tensor, bound: float) -> bool:
-    """Whether two tensors differ by no more than a share of the largest magnitude."""
+    """Return True if two tensors differ by at most `bound` times the largest magnitude."""
     if not one.is_floating_point():
         return torch.equal(one, two)
     if not one.numel():

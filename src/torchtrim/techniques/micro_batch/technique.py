@@ -1,42 +1,43 @@
-"""Micro-batch: a module runs in parts of the batch, so that activations are there for one at a time.
+"""Micro-batch: run a module in parts of the batch, so that activations of only one part exist at a time.
 
-Forward runs the parts one after the other without gradients and puts their results together. When backward
-comes, each part runs once more, now with gradients, and its backward follows at once with its rows of the
-result's gradient; parameters add up the gradients of the parts. What is outside the module, such as the
-loss, sees the whole batch, so it needs no normalization. It costs the module's forward once more, and runs
-more and smaller kernels.
+Forward runs the parts without gradients and joins their results. In backward each part reruns with gradients,
+followed at once by its own backward with its rows of the result's gradient; parameter gradients accumulate
+over the parts. Code outside the module, such as the loss, sees the whole batch, so losses need no rescaling.
+The cost is one more forward of the module, and more, smaller kernels.
 
-A loss that the module takes itself is divided by what the whole batch's mean divides by: the number of labels
-that are not `ignore_index`, or the sum of their class weights, and not the number of samples. So are means
-over everything. A number that is neither a sum nor such a mean is refused. Dropout draws the numbers of all
-samples for each part and takes the part's rows, so each sample gets the mask that it would have got.
+A loss inside the module is divided by the divisor of the whole batch's mean: the number of labels other than
+`ignore_index`, or the sum of their class weights, not the number of samples. The same holds for full means. A
+scalar that is neither a sum nor such a mean is refused. Each part draws the dropout masks of all samples and
+takes its rows, so each sample gets the mask it would have had.
 
-At the first batch the module is tried: on some samples, on the same with others in place of half of them,
-and on the halves. It is refused, with the module's name, where samples are mixed (BatchNorm in training,
-statistics of the batch, losses that compare samples), where buffers change in forward, where tensors are left
-on modules, where results cannot be put together, and where hooks would see each part. Evaluation without
-gradients runs as it is. `torch.autograd.grad`, `backward(inputs=...)` and `create_graph` are refused.
+At the first batch the module is tried on some samples, on the same with half of them replaced, and on the
+halves. It is refused, by name, if it mixes samples (BatchNorm in training, batch statistics, losses that
+compare samples), changes buffers in forward, leaves tensors on modules, has results that cannot be joined, or
+has hooks that would see each part. Evaluation without gradients is unchanged. `torch.autograd.grad`,
+`backward(inputs=...)` and `create_graph` are refused.
 
-The samples are along the first dimension of the first tensor that it is given; where those mix, as the times
-of a sequence do, along the second.
+Samples are along the first dimension of the first input tensor; if these mix, as the time steps of a sequence
+do, along the second.
 
-`where` names modules (`Net.blocks.3`) and ranges of a Sequential (`Net.layers[2:6]`), such as what is between
-two BatchNorms. Option `parts`: in how many parts, 2 or more.
+`where` names modules (`Net.blocks.3`) and ranges of a Sequential (`Net.layers[2:6]`), such as the range
+between two BatchNorms. Option `parts`: number of parts, 2 or more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.registry import Handle, Option, all_or_none
 from torchtrim.records.finding import Equivalence
+from torchtrim.records.operator_names import base_name
 from torchtrim.records.plan import Technique
-from torchtrim.step.edits import Edit, joined
-from torchtrim.step.step import Step
-from torchtrim.techniques.micro_batch.edit import edit_of
-from torchtrim.techniques.micro_batch.found import PARTS, splits_of
+from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, Rise, joined
+from torchtrim.step.step import DEVICE, Span, Step
+from torchtrim.techniques.micro_batch.found import PARTS, batch_size, given_to, splits_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,7 +51,7 @@ class MicroBatch:
     equivalence: Equivalence = "ROUNDING"
 
     def options(self, step: Step) -> Sequence[Option]:
-        """Every module that keeps much for backward and has a batch, in 2, 4, 8 parts and so on."""
+        """Return every module with a batch that holds much for backward, in 2, 4, 8 parts and so on."""
         return [
             Option(self.name, split.where, split.spans, None, (("parts", parts),))
             for split in splits_of(step)
@@ -59,20 +60,20 @@ class MicroBatch:
         ]
 
     def edits(self, step: Step, option: Option) -> Edit | None:
-        """The parts, in place of all samples at once; None where backward does not come by."""
+        """Run the parts instead of the whole batch. None if the span has no backward."""
         parts = int(dict(option.settings)["parts"])
         found = [edit_of(step, span, parts) for span in option.spans]
         edits = [edit for edit in found if edit is not None]
         return joined(edits) if edits else None
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
-        """Make the named modules run in parts. Raises `ApplyFailed`, the model as it was."""
-        from torchtrim.techniques.micro_batch.places import in_parts
+        """Make the named modules run in parts. If it raises `ApplyFailed`, the model is unchanged."""
+        from torchtrim.techniques.micro_batch.running import in_parts
 
         parts = technique.options.get("parts")
         if type(parts) is not int or parts < 2 or len(technique.options) > 1:
             raise ApplyFailed(
-                f"micro_batch has one option, `parts`, which is 2 or more, and the plan has "
+                "micro_batch has one option, `parts`, which must be 2 or more, but the plan has "
                 f"{technique.options!r}. Write `parts = 2`, or plan again."
             )
         _refuse_several_processes()
@@ -88,6 +89,196 @@ def _refuse_several_processes() -> None:
     several = distributed.is_available() and distributed.is_initialized()
     if several and distributed.get_world_size() > 1:
         raise ApplyFailed(
-            "micro_batch adds up gradients part by part, and several processes exchange them once. Take it "
-            "out of the plan, and give each process a smaller batch."
+            "micro_batch accumulates gradients over parts, but several processes exchange them "
+            "only once. Take it out of the plan, and give each process a smaller batch."
         )
+
+
+_STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathered"))
+_FIRST_MATRIX = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
+_SECONDS_AN_OPERATOR = 1e-5  # Arbitrary: the order of one kernel launch.
+_SECONDS_A_PART = 5e-4  # Arbitrary: generators, autocast and slicing, for each part.
+_SECONDS_WATCHED = 1e-5
+"""Time to check one operator for random numbers."""
+
+
+def edit_of(step: Step, span: Span, parts: int) -> Edit | None:
+    """Return the edit for parts instead of the whole batch, or None if the span has no backward."""
+    change = _PartsEdit(step, span, parts)
+    return change.edit() if change.backward else None
+
+
+class _PartsEdit:
+    """Builds the edit. `backward`: tasks that compute the span's gradients."""
+
+    def __init__(self, step: Step, span: Span, parts: int) -> None:
+        self._step = step
+        self._span = span
+        self._parts = parts
+        self.backward = sorted(
+            {b for task in range(*span) for b in step.backward.get(task, ())} - set(range(*span))
+        )
+        size = batch_size(step, span)
+        self._share = -(-size // parts) / size
+        self._tasks = (*range(*span), *self.backward)
+
+    def edit(self) -> Edit:
+        """Run forward without gradients, then each part's forward and backward where backward starts."""
+        begins, ends = self.backward[0], self.backward[-1] + 1
+        early = (
+            *self._early(self._leaving, self._span.first),
+            *self._early(self._gradients, begins),
+        )
+        forward, backward = self._seconds
+        out, grads = (self._bytes(self._leaving), self._bytes(self._gradients))
+        state = self._step.overhead.random_state
+        inserts = (
+            Insert(self._span.first, forward, self._rise(range(*self._span)) + out, out),
+            Insert(begins, backward, state + self._rise(self._tasks) + grads, grads),
+        )
+        return Edit(
+            drops=tuple(self._drops()),
+            needs=tuple(Need(number, ends) for number in self._needed),
+            blocks=(*early, Block(state, self._span.first, ends)),
+            inserts=inserts,
+            rises=tuple(Rise(task, 0) for task in self._tasks),
+            claims=(self._span, Span(begins, ends)),
+        )
+
+    @cached_property
+    def _made(self) -> list[int]:
+        """Tensors made by the span and its backward."""
+        return [n for task in self._tasks for n in self._step.made_by[task]]
+
+    @cached_property
+    def _read_outside(self) -> frozenset[int]:
+        """Tensors that other tasks use, and results of the span's calls."""
+        inside = set(self._tasks)
+        found = {n for c in self._step.calls if c.span == self._span for n in c.outputs}
+        for index, task in enumerate(self._step.tasks):
+            if index not in inside:
+                found.update(task.reads, task.writes)
+        return frozenset(found)
+
+    @property
+    def _leaving(self) -> list[int]:
+        made = (n for task in range(*self._span) for n in self._step.made_by[task])
+        return [n for n in made if n in self._read_outside]
+
+    @property
+    def _gradients(self) -> list[int]:
+        """Results of backward: gradients of parameters and of inputs."""
+        made = (n for task in self.backward for n in self._step.made_by[task])
+        return [
+            n for n in made if n in self._read_outside or self._step.tensors[n].kind == "gradient"
+        ]
+
+    def _bytes(self, numbers: Iterable[int]) -> int:
+        tensors = (self._step.tensors[n] for n in numbers)
+        return sum(t.bytes for t in tensors if t.pool == DEVICE)
+
+    def _early(self, numbers: Iterable[int], at: int) -> Iterator[Block]:
+        """Allocate results from the first part on."""
+        for number in numbers:
+            tensor = self._step.tensors[number]
+            if tensor.pool == DEVICE:
+                yield Block(tensor.bytes, at, tensor.birth + 1)
+
+    def _drops(self) -> Iterator[Drop]:
+        """Drop all tensors of the whole batch except results."""
+        stays = {*self._leaving, *self._gradients}
+        for number in self._made:
+            if number not in stays:
+                holds = range(len(self._step.tensors[number].holds))
+                yield from (Drop(number, hold) for hold in holds)
+        for task in range(*self._span):
+            for number, hold in self._step.saved[task]:
+                if number in stays or number not in set(self._made):
+                    yield Drop(number, hold)
+
+    @property
+    def _needed(self) -> list[int]:
+        """Inputs that parts are cut from: the span's inputs, and the gradients of its results."""
+        made = set(self._made)
+        read = {n for task in self._tasks for n in self._step.tasks[task].reads}
+        read |= given_to(self._step, self._span)
+        return sorted(
+            n
+            for n in read - made - set(self._leaving)
+            if self._step.tensors[n].kind not in _STATE and self._step.tensors[n].pool == DEVICE
+        )
+
+    @cached_property
+    def _of_batch(self) -> frozenset[int]:
+        """Tensors that depend on samples, except gradients of parameters."""
+        found = {*given_to(self._step, self._span), *self._read_outside & set(self._made)}
+        for task in self._tasks:
+            if any(n in found for n in self._step.tasks[task].reads):
+                found.update(self._step.tasks[task].makes)
+        return frozenset(n for n in found if self._step.tensors[n].kind not in _STATE)
+
+    def _size(self, number: int) -> int:
+        tensor = self._step.tensors[number]
+        if tensor.pool != DEVICE:
+            return 0
+        return int(tensor.bytes * self._share) if number in self._of_batch else tensor.bytes
+
+    def _transient(self, index: int) -> int:
+        """Return the rise in a part's task. Random operators draw for all samples."""
+        step = self._step
+        task = step.tasks[index]
+        if step.operators[index].random:
+            return max(task.transient, sum(step.tensors[n].bytes for n in task.makes))
+        made = step.made_by[index]
+        own = sum(step.tensors[n].bytes for n in made if step.tensors[n].pool == DEVICE)
+        return sum(map(self._size, made)) + self._scratch(index, max(task.transient - own, 0))
+
+    def _scratch(self, index: int, scratch: int) -> int:
+        """Return the scratch bytes of a part's task.
+
+        A matrix product packs its first operand as a whole, which is smaller in a part, and the others by
+        blocks, which are not.
+        """
+        operator = self._step.operators[index]
+        first = _FIRST_MATRIX.get(base_name(operator.name))
+        if first is None or operator.inputs[first].storage not in self._of_batch:
+            return int(scratch * self._share)
+        packed = min(self._step.tensors[operator.inputs[first].storage].bytes, scratch)
+        return scratch - int(packed * (1 - self._share))
+
+    def _rise(self, tasks: Iterable[int]) -> int:
+        """Return the highest rise in memory while one part runs."""
+        step, order = self._step, list(tasks)
+        graded = order[-1] >= self._span.last
+        level = rise = 0
+        ends: defaultdict[int, int] = defaultdict(int)
+        for index in order:
+            for at in [at for at in ends if at <= index]:
+                level -= ends.pop(at)
+            rise = max(rise, level + self._transient(index))
+            for number in step.made_by[index]:
+                size = self._size(number)
+                level += size
+                ends[max(self._until(number, graded=graded), index + 1)] += size
+        return rise
+
+    def _until(self, number: int, *, graded: bool) -> int:
+        """Return the task until which a part's tensor is held: a gradient until it is accumulated."""
+        tensor = self._step.tensors[number]
+        if tensor.kind == "gradient":
+            return tensor.birth + 1
+        holds = tensor.holds if graded else [h for h in tensor.holds if h.saver < 0]
+        return max((h.until for h in holds), default=tensor.birth + 1)
+
+    @property
+    def _seconds(self) -> tuple[float, float]:
+        """Extra seconds of the parts in forward, and in backward, which includes the rerun."""
+        step, more = self._step, self._parts - 1
+        span = range(*self._span)
+        own = sum(step.tasks[i].seconds for i in span)
+        random = [i for i in span if step.operators[i].random]
+        drawn = sum(step.tasks[i].seconds for i in random)
+        watched = self._parts * len(span) * _SECONDS_WATCHED if random else 0.0
+        first = watched + more * (len(span) * _SECONDS_AN_OPERATOR + _SECONDS_A_PART + drawn)
+        again = own + first + drawn
+        return first, again + more * len(self.backward) * _SECONDS_AN_OPERATOR

@@ -1,4 +1,4 @@
-"""Moves storages to the host and back, on two streams that last."""
+"""Asynchronous moves of storages to the host and back, on two long-lived streams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchtrim.techniques.offload_activations.places import Room
 
 
 class View(NamedTuple):
-    """The layout of a tensor in its storage."""
+    """Layout of a tensor in its storage."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -25,7 +25,7 @@ class View(NamedTuple):
 
 
 class Loan(NamedTuple):
-    """Memory of the host for one copy, and the events that must be behind before it is written."""
+    """Host memory for one copy, and the events to wait for before writing to it."""
 
     memory: torch.Tensor
     after: Sequence[Any]
@@ -33,7 +33,7 @@ class Loan(NamedTuple):
 
 
 class _Range:
-    """Bytes of the slab that were lent: whether they still are, else what has to be done before the next."""
+    """A lent range of the slab: still in use, or with the events to wait for before its reuse."""
 
     def __init__(self, first: int, last: int) -> None:
         self.first = first
@@ -42,11 +42,11 @@ class _Range:
         self.is_lent = True
 
 
-class Mover:
-    """The streams of one plan, and its memory on the host and in a file, each taken once and used again.
+class StorageMover:
+    """Streams and host memory of one plan, allocated once and reused.
 
-    A copy goes to one of its offsets in a slab, the first that nobody has. What has none, or meets a step
-    that keeps more than was planned, gets memory of its own.
+    A copy goes to the first free one of its planned offsets in the slab. Without a free offset, for example
+    in a step that keeps more than planned, it gets a separate allocation.
     """
 
     def __init__(self, slab_bytes: int = 0, file_bytes: int = 0) -> None:
@@ -55,23 +55,23 @@ class Mover:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of pinned memory that were taken."""
+        """Bytes of pinned memory allocated."""
         return self._stores[0].bytes
 
     def store(self, *, in_file: bool) -> _Store:
-        """The memory on the host, or in a file."""
+        """Return the allocator of pinned memory or of the file."""
         return self._stores[in_file]
 
     @property
     def streams(self) -> tuple[Any, Any]:
-        """The stream outwards and the stream home."""
+        """The outbound and the inbound stream."""
         if self._streams is None:
             self._streams = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         return self._streams
 
 
 class _Store:
-    """Memory of one kind: a slab, and what does not fit there."""
+    """Memory of one kind: a slab, and separate allocations for the rest."""
 
     def __init__(self, slab_bytes: int, make: Callable[[int], torch.Tensor]) -> None:
         self._free: defaultdict[int, list[tuple[torch.Tensor, Any]]] = defaultdict(list)
@@ -82,7 +82,7 @@ class _Store:
         self.bytes = 0
 
     def take(self, size: int, offsets: Sequence[int] = ()) -> Loan:
-        """So many bytes."""
+        """Allocate host memory."""
         for offset in offsets:
             if offset + size <= self._slab_bytes and (loan := self._lent(offset, size)) is not None:
                 return loan
@@ -92,14 +92,14 @@ class _Store:
         return Loan(self._make(size), (), None)
 
     def give(self, loan: Loan, after: Any) -> None:
-        """Give memory back; its next use awaits an event."""
+        """Return memory. Its next user waits for the event."""
         if loan.range is None:
             self._free[loan.memory.numel()].append((loan.memory, after))
         else:
             loan.range.is_lent, loan.range.after = False, after
 
     def _lent(self, first: int, size: int) -> Loan | None:
-        """Bytes of the slab; None where somebody has some of them."""
+        """Lend a range of the slab, or return None if part of it is in use."""
         last = first + size
         met = [one for one in self._ranges if one.first < last and first < one.last]
         if any(one.is_lent for one in met):
@@ -113,7 +113,7 @@ class _Store:
 
     @staticmethod
     def _awaited(met: Sequence[_Range]) -> list[Any]:
-        """What must be done before bytes are written that others had."""
+        """Return the events to wait for before the ranges are overwritten."""
         return [one.after for one in met]
 
     def _make(self, size: int) -> torch.Tensor:
@@ -125,14 +125,14 @@ def _pinned(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
-class Moved:
-    """One storage as autograd saved it: on the device, on the host, or on both while copies run.
+class MovedStorage:
+    """A saved storage: on the device, on the host, or on both during copies.
 
-    Made as it is saved, with `packs` counted by whoever saves a view of it. It may be asked for in several
-    backward passes. The host never waits; streams await each other's events.
+    Created when autograd saves it; `packs` counts the saved views. Several backward passes may read it. The
+    host never waits: streams wait for each other's events.
     """
 
-    def __init__(self, mover: Mover, storage: Any, device: torch.device, room: Room) -> None:
+    def __init__(self, mover: StorageMover, storage: Any, device: torch.device, room: Room) -> None:
         self.packs = 0
         self._askers: set[int] = set()
         self._leaves = False
@@ -148,14 +148,14 @@ class Moved:
         self._is_original = True
 
     def release(self) -> None:
-        """Let the original go on the device, once it is copied."""
+        """Free the device memory once it is copied."""
         if self._is_original and self._here is not None:
             self._await(self._saved)
             self._here = None
             self._is_original = False
 
     def fetch(self) -> None:
-        """Begin to bring it back, where it is not there or under way."""
+        """Start the copy back, unless it is done or under way."""
         if self._here is not None:
             return
         buffer = torch.empty(self._host.numel(), dtype=torch.uint8, device=self._device)
@@ -163,7 +163,7 @@ class Moved:
         self._here = buffer
 
     def _copied_out(self, here: torch.Tensor) -> Any:
-        """The event behind the copy; None where it is done."""
+        """Copy to the host, and return the event, or None if the copy is complete."""
         if not self._has_streams:
             self._host.copy_(here)
             return None
@@ -176,7 +176,7 @@ class Moved:
         return out.record_event()
 
     def _copied_home(self, buffer: torch.Tensor) -> Any:
-        """The same of the copy back."""
+        """Copy back to the device, and return the event, or None if the copy is complete."""
         if not self._has_streams:
             buffer.copy_(self._host)
             return None
@@ -193,12 +193,12 @@ class Moved:
 
     @staticmethod
     def _await(event: Any) -> None:
-        """Have compute wait."""
+        """Make the compute stream wait for an event."""
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 
     def get(self, view: View, asker: int) -> torch.Tensor:
-        """A view of it on the device, which work queued next may read."""
+        """Return a view on the device that subsequently queued work may read."""
         self.fetch()
         assert self._here is not None
         self._land()
@@ -211,17 +211,17 @@ class Moved:
         return tensor
 
     def _leave(self) -> None:
-        """All have asked."""
+        """Count a reader, and free the memory after the last."""
         self._askers.clear()
         self._here, self._leaves = None, False
 
     def _land(self) -> None:
-        """Have compute await the copy home."""
+        """Make the compute stream wait for the copy to the device."""
         self._await(self._arrived)
         self._arrived = None
 
     def close(self) -> None:
-        """Nobody asks any more: what copies run is waited for before memory goes to others."""
+        """Free the memory when no reader is left, after pending copies."""
         if self._is_original and self._here is not None:
             self._await(self._saved)
         self._land()
@@ -230,7 +230,7 @@ class Moved:
 
     def __del__(self) -> None:
         if hasattr(self, "_last") and not sys.is_finalizing():
-            with contextlib.suppress(RuntimeError, AssertionError):  # the device is there no more
+            with contextlib.suppress(RuntimeError, AssertionError):  # the device has been shut down
                 self.close()
 
 

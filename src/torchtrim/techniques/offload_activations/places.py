@@ -1,4 +1,4 @@
-"""How a plan writes its offloads: `Net:gelu.3 until addmm.9 from addmm.12`."""
+"""Names of offloaded tensors: `Net:gelu.3 until addmm.9 from addmm.12`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from torchtrim.errors import ApplyFailed
-from torchtrim.techniques.replay.places import Run, run_of
+from torchtrim.techniques.replay.places import OperatorOrdinal, run_of
 
 _RUN = r"\w+(?:\.\d+)?"
 _WHERE = re.compile(
@@ -14,22 +14,22 @@ _WHERE = re.compile(
     r"(?P<file> in file)?(?: at (?P<offsets>\d+(?:,\d+)*))?"
 )
 UNSEEN = frozenset(("", "detach", "alias", "lift_fresh"))
-"""No sign of how far a call is: operators that others than the program run, or that are not torch's."""
-END = Run("end", 0)
-"""In place of an operator: when the call of the root ends."""
+"""Operators that do not measure progress in a call: not the program's, or not torch's own."""
+END = OperatorOrdinal("end", 0)
+"""Stands for the end of the root's call."""
 
 
-class Place(NamedTuple):
-    """What an operator of a root's call makes, its result of that number.
+class OffloadPlace(NamedTuple):
+    """Result number `output` of an operator in a root's call.
 
-    It is let go when operator `until` begins, and fetched when backward comes to what `trigger` saved.
+    It is freed when operator `until` starts, and fetched when backward reads what `trigger` saved.
     """
 
     root: str
-    made: Run
+    made: OperatorOrdinal
     result: int
-    until: Run
-    trigger: Run
+    until: OperatorOrdinal
+    trigger: OperatorOrdinal
 
     def __str__(self) -> str:
         result = f"/{self.result}" if self.result else ""
@@ -37,33 +37,34 @@ class Place(NamedTuple):
         return f"{self.root}:{_text(self.made)}{result} until {until} from {_text(self.trigger)}"
 
 
-def place_of(where: str) -> Place:
-    """The place that a plan names. Raises `ApplyFailed` for what is none."""
+def place_of(where: str) -> OffloadPlace:
+    """Return the place that a plan names. Raises `ApplyFailed` if the text is not a place."""
     return placed(where)[0]
 
 
 class Room(NamedTuple):
-    """Where a place may be in the slab of the host, or of a file: the first of these offsets that is free."""
+    """Possible offsets of a place in the slab of the host or of a file: the first free one is used."""
 
     offsets: tuple[int, ...] = ()
     in_file: bool = False
 
 
-def written(place: Place, room: Room) -> str:
-    """A place with its room, as a plan writes it."""
+def written(place: OffloadPlace, room: Room) -> str:
+    """Format a place with its offsets as in a plan."""
     text = f"{place} in file" if room.in_file else str(place)
     return f"{text} at {','.join(map(str, room.offsets))}" if room.offsets else text
 
 
-def placed(where: str) -> tuple[Place, Room]:
-    """The place that a plan names, and its room. Raises `ApplyFailed` for what is none."""
+def placed(where: str) -> tuple[OffloadPlace, Room]:
+    """Return the place that a plan names, and its offsets. Raises `ApplyFailed` if it is not a place."""
     match = _WHERE.fullmatch(where)
     if match is None:
         raise ApplyFailed(
-            f"cannot read {where!r} as a place. Write a root, what makes the tensor, when it is let go and "
-            "when it is fetched, such as Net:gelu.3 until addmm.9 from addmm.12."
+            f"cannot read {where!r} as a place. Write a root, the operator that makes the "
+            "tensor, the operator that frees it and the one whose backward fetches it, "
+            "such as Net:gelu.3 until addmm.9 from addmm.12."
         )
-    place = Place(
+    place = OffloadPlace(
         match["root"],
         run_of(match["made"]),
         int(match["result"] or 0),
@@ -74,5 +75,5 @@ def placed(where: str) -> tuple[Place, Room]:
     return place, Room(offsets, bool(match["file"]))
 
 
-def _text(run: Run) -> str:
+def _text(run: OperatorOrdinal) -> str:
     return f"{run.name}.{run.ordinal}"

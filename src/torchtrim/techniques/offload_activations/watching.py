@@ -1,4 +1,4 @@
-"""Watches roots run: what a plan names is moved as autograd saves it, and comes back as it is asked for."""
+"""Watches roots run, and moves the planned tensors when autograd saves and reads them."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from torchtrim.executor.places import module_at
 from torchtrim.executor.registry import Handle, Handles
 from torchtrim.executor.saved_tensor_hooks import Lost, chains, foreign, on_top
 from torchtrim.executor.swap import Swapped
-from torchtrim.records.roles import role_of
-from torchtrim.techniques.offload_activations.moving import Moved, Mover, View
-from torchtrim.techniques.offload_activations.places import UNSEEN, Place, Room, placed
-from torchtrim.techniques.replay.places import Run
+from torchtrim.records.operator_names import role_of
+from torchtrim.techniques.offload_activations.moving import MovedStorage, StorageMover, View
+from torchtrim.techniques.offload_activations.places import UNSEEN, OffloadPlace, Room, placed
+from torchtrim.techniques.replay.places import OperatorOrdinal
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
-Rooms = dict[Place, Room]
+Rooms = dict[OffloadPlace, Room]
 
 
-def watch(roots: Mapping[str, nn.Module], where: Sequence[str], mover: Mover) -> Handle:
-    """Watch the roots of these places. Raises `ApplyFailed`, the modules as they were."""
+def watch(roots: Mapping[str, nn.Module], where: Sequence[str], mover: StorageMover) -> Handle:
+    """Watch the roots of these places. If it raises `ApplyFailed`, the modules are unchanged."""
     places: defaultdict[str, Rooms] = defaultdict(dict)
     for place, room in map(placed, where):
         places[place.root][place] = room
     handles = Handles()
     try:
         for root, several in places.items():
-            watcher = Watcher(several, mover)
+            watcher = OffloadWatcher(several, mover)
             handles.add(Swapped(module_at(roots, root), functools.partial(_watched, watcher)))
     except BaseException as error:
         note(error, str(next(iter(several))))
@@ -47,7 +47,7 @@ def watch(roots: Mapping[str, nn.Module], where: Sequence[str], mover: Mover) ->
     return handles
 
 
-def _watched(watcher: Watcher, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _watched(watcher: OffloadWatcher, forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or watcher.is_on:
             return forward(*args, **kwargs)
@@ -60,50 +60,50 @@ def _watched(watcher: Watcher, forward: Callable[..., Any]) -> Callable[..., Any
     return run
 
 
-class _Noted(NamedTuple):
-    """A storage that a plan names; the weak reference keeps its number from being another's."""
+class _PlannedStorage(NamedTuple):
+    """A storage named by a plan. The weak reference keeps its address from being reused."""
 
-    place: Place
+    place: OffloadPlace
     storage: StorageWeakRef
 
 
-class _Call:
-    """A call of a root: how often each operator has run, its notes, and what has moved."""
+class _RootCall:
+    """A root's call: how often each operator has run in it, its records, and the moved storages."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.last: Run | None = None
-        self.noted: dict[int, _Noted] = {}
-        self.moved: dict[tuple[int, int], Moved] = {}
-        self.leaving: defaultdict[Run, list[Moved]] = defaultdict(list)
-        self.coming: defaultdict[Run, Coming] = defaultdict(Coming)
+        self.last: OperatorOrdinal | None = None
+        self.noted: dict[int, _PlannedStorage] = {}
+        self.moved: dict[tuple[int, int], MovedStorage] = {}
+        self.leaving: defaultdict[OperatorOrdinal, list[MovedStorage]] = defaultdict(list)
+        self.coming: defaultdict[OperatorOrdinal, PendingFetches] = defaultdict(PendingFetches)
 
     def skip(self, counts: Counter[str]) -> None:
-        """Operators in whose place others ran have their numbers."""
+        """Advance the ordinals for operators that were substituted."""
         for name in counts.elements():
             self.runs(name)
 
-    def runs(self, name: str) -> Run:
-        """One more operator of a name runs: what waits for it is let go."""
-        run = Run(name, self.counts[name])
+    def runs(self, name: str) -> OperatorOrdinal:
+        """Count an operator, and free what was waiting for it."""
+        run = OperatorOrdinal(name, self.counts[name])
         self.counts[name] += 1
         _release(self.leaving.pop(run, ()))
         return run
 
 
-class Coming:
-    """The tensors that one operator saved are fetched when backward asks for them: once in a pass."""
+class PendingFetches:
+    """Tensors to fetch when backward first reads what one operator saved, once per backward pass."""
 
     def __init__(self) -> None:
-        self._moved: WeakValueDictionary[tuple[int, int], Moved] = WeakValueDictionary()
+        self._moved: WeakValueDictionary[tuple[int, int], MovedStorage] = WeakValueDictionary()
         self._passed: set[int] = set()
 
-    def add(self, rank: int, moved: Moved) -> None:
-        """Also fetch this; those of the lowest ranks come first."""
+    def add(self, rank: int, moved: MovedStorage) -> None:
+        """Add a storage to fetch. Lower ranks go first."""
         self._moved[rank, id(moved)] = moved
 
     def begin(self, asker: int) -> None:
-        """Fetch, unless another has begun the pass that this asker is in."""
+        """Start the fetches, unless another reader has done so in this pass."""
         if self._passed and asker not in self._passed:
             self._passed.add(asker)
             return
@@ -112,16 +112,18 @@ class Coming:
             moved.fetch()
 
 
-class Saved(NamedTuple):
-    """What autograd holds in place of a tensor: it, or where it has moved; asking begins other fetches."""
+class SavedOffload(NamedTuple):
+    """Autograd's substitute for a saved tensor: the tensor, or its moved storage. Reading it starts other
+    fetches.
+    """
 
     tensor: torch.Tensor | None
-    moved: Moved | None
+    moved: MovedStorage | None
     view: View | None
-    coming: Coming | None
+    coming: PendingFetches | None
 
     def get(self) -> torch.Tensor:
-        """The tensor."""
+        """Return the tensor."""
         if self.coming is not None:
             self.coming.begin(id(self))
         if self.moved is not None and self.view is not None:
@@ -130,20 +132,20 @@ class Saved(NamedTuple):
         return self.tensor
 
 
-class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """One for a root of a plan. It is on while that runs forward."""
+class OffloadWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode for one root of a plan, active during its forward."""
 
-    def __init__(self, places: Rooms, mover: Mover) -> None:
+    def __init__(self, places: Rooms, mover: StorageMover) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mover = mover
-        self._made: defaultdict[Run, list[Place]] = defaultdict(list)
+        self._made: defaultdict[OperatorOrdinal, list[OffloadPlace]] = defaultdict(list)
         for place in places:
             self._made[place.made].append(place)
         self._triggers = {place.trigger for place in places}
         self._ranks = {place: rank for rank, place in enumerate(places)}
         self._rooms = places
         self.where = str(next(iter(places)))
-        self._call: _Call | None = None
+        self._call: _RootCall | None = None
         self._known: dict[Any, tuple[str, tuple[int, ...]]] = {}
         self._hooks = self._pack, chains(_unpack)
         self.lost = Lost("offload_activations")
@@ -154,17 +156,17 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True: what the script compiles runs compiled."""
+        """Return True, so that functions compiled by the script stay compiled."""
         return True
 
     @property
     def is_on(self) -> bool:
-        """Whether a call that is watched is going on."""
+        """True during a watched call."""
         return self._call is not None
 
     def run(self, forward: Callable[[], Any]) -> Any:
-        """A call that is watched."""
-        call = self._call = _Call()
+        """Run a call while watching it."""
+        call = self._call = _RootCall()
         try:
             with torch.autograd.graph.saved_tensors_hooks(*self._hooks), counting(call.skip), self:
                 return forward()
@@ -193,7 +195,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._made_by(run, result, call)
         return result
 
-    def _made_by(self, run: Run, result: Any, call: _Call) -> None:
+    def _made_by(self, run: OperatorOrdinal, result: Any, call: _RootCall) -> None:
         if run.name not in UNSEEN:
             call.last = run
         for place in self._made.get(run, ()) if torch.is_grad_enabled() else ():
@@ -210,66 +212,66 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._known[func] = (role, written)
         return known
 
-    def _settle(self, call: _Call, value: Any) -> None:
-        """What is about to be written in place is copied first."""
+    def _settle(self, call: _RootCall, value: Any) -> None:
+        """Wait for copies of storages that are about to be written in place."""
         for tensor in _tensors_among(value):
             number = _number(tensor)
             for (storage, _), moved in call.moved.items():
                 if storage == number:
                     moved.release()
 
-    def _note(self, call: _Call, place: Place, result: Any) -> None:
+    def _note(self, call: _RootCall, place: OffloadPlace, result: Any) -> None:
         if foreign():
             self.lost.tell(str(place))
         results = list(_tensors_among(result))
         if place.result < len(results):
             storage = results[place.result].untyped_storage()
             weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            call.noted[storage._cdata] = _Noted(place, weak)
+            call.noted[storage._cdata] = _PlannedStorage(place, weak)
 
-    def _pack(self, tensor: torch.Tensor) -> Saved:
+    def _pack(self, tensor: torch.Tensor) -> SavedOffload:
         call = self._call
         if call is None:
-            return Saved(_apart(tensor), None, None, None)
+            return SavedOffload(_apart(tensor), None, None, None)
         coming = call.coming[call.last] if call.last in self._triggers else None
         noted = call.noted.get(_number(tensor)) if type(tensor) in _PLAIN else None
         if noted is None or not self._moves(noted.place, tensor):
-            return Saved(_apart(tensor), None, None, coming)
+            return SavedOffload(_apart(tensor), None, None, coming)
         moved = self._moved(call, noted.place, tensor)
         moved.packs += 1
         view = View(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-        return Saved(None, moved, view, coming)
+        return SavedOffload(None, moved, view, coming)
 
-    def _moves(self, place: Place, tensor: torch.Tensor) -> bool:
-        """Whether there is anything to gain: on a CPU only from a file."""
+    def _moves(self, place: OffloadPlace, tensor: torch.Tensor) -> bool:
+        """Return True if moving gains memory: on a CPU only to a file."""
         elsewhere = tensor.is_cuda or (tensor.device.type == "cpu" and self._rooms[place].in_file)
         return elsewhere and not tensor.is_conj() and not tensor.is_neg()
 
-    def _moved(self, call: _Call, place: Place, tensor: torch.Tensor) -> Moved:
-        """The storage as it is now, on its way to the host."""
+    def _moved(self, call: _RootCall, place: OffloadPlace, tensor: torch.Tensor) -> MovedStorage:
+        """Start to move the storage's current values to the host."""
         key = _number(tensor), tensor._version
         moved = call.moved.get(key)
         if moved is None:
             with torch.no_grad(), unnumbered():
                 storage, room = tensor.untyped_storage(), self._rooms[place]
-                moved = Moved(self._mover, storage, tensor.device, room)
+                moved = MovedStorage(self._mover, storage, tensor.device, room)
             call.moved[key] = moved
             call.leaving[place.until].append(moved)
             call.coming[place.trigger].add(self._ranks[place], moved)
         return moved
 
 
-def _unpack(saved: Saved) -> torch.Tensor:
+def _unpack(saved: SavedOffload) -> torch.Tensor:
     return saved.get()
 
 
-def _release(several: Sequence[Moved]) -> None:
+def _release(several: Sequence[MovedStorage]) -> None:
     for moved in several:
         moved.release()
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its graph, which would hold itself."""
+    """Detach the tensor from its graph, which would otherwise hold itself."""
     if tensor.grad_fn is None:
         return tensor
     with torch._C._DisableTorchDispatch():

@@ -1,34 +1,57 @@
-"""Which tensors of a step can be on the host for a while, from when to when, and what that changes."""
+"""Finds tensors of a step that can be on the host for a while, with the time window and the edit of each."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Mapping
 from functools import cached_property
 from typing import NamedTuple
 
+import msgspec
+
 from torchtrim.analysis.prices import device_of
+from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
 from torchtrim.records.remembered import remembered
-from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, Trip, joined
-from torchtrim.step.host import DISK, FILE, PINNED
+from torchtrim.step.edits import (
+    DISK,
+    FILE,
+    PINNED,
+    Block,
+    Drop,
+    Edit,
+    Insert,
+    Need,
+    Trip,
+    host_blocks,
+    joined,
+    packed,
+)
 from torchtrim.step.index import index_of
 from torchtrim.step.simulate import simulate
-from torchtrim.step.step import DEVICE, Call, Span, Step
-from torchtrim.techniques.offload_activations.places import END, UNSEEN, Place
-from torchtrim.techniques.replay.places import Run
+from torchtrim.step.step import DEVICE, Span, Step, StepCall
+from torchtrim.techniques.offload_activations.places import (
+    END,
+    UNSEEN,
+    OffloadPlace,
+    Room,
+    placed,
+    written,
+)
+from torchtrim.techniques.replay.places import OperatorOrdinal
 from torchtrim.techniques.replay.reading import RemakeReader
 
 _STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathered", "input"))
 _LEAST_SHARE = 0.002
-"""A tensor of less than two thousandths of the peak is not worth two copies."""
-_LEAST_BYTES = 16_384
+"""Tensors below 0.2 % of the peak are not worth two copies."""
+_LEAST_BYTES = 16_384  # Arbitrary: below this the latency of a copy dominates its transfer.
 _SECONDS_A_COPY = 2e-5
-"""What it takes the host to queue a copy with its events, twice what a launch takes on most devices."""
+"""Host time to queue a copy with its events, twice a kernel launch on most devices."""
 
 
-class Found(NamedTuple):
-    """A tensor in one call: when it was saved first, when backward asks first, and until when it is held."""
+class OffloadCandidate(NamedTuple):
+    """A tensor in one call: when it is first saved, when backward first reads it, and when it is released."""
 
     tensor: int
     holds: tuple[int, ...]
@@ -38,8 +61,8 @@ class Found(NamedTuple):
 
 
 @remembered
-def windows_of(step: Step) -> dict[Place, tuple[Span, ...]]:
-    """What can be offloaded, with the calls that it is about, in the order in which backward asks for it."""
+def windows_of(step: Step) -> dict[OffloadPlace, tuple[Span, ...]]:
+    """Return the possible offloads with their calls, in order of backward's reads."""
     profile = step.profile
     if profile is None or not profile.saved_known:
         return {}
@@ -48,8 +71,8 @@ def windows_of(step: Step) -> dict[Place, tuple[Span, ...]]:
     return {place: planner.spans(place) for found in places for place in found}
 
 
-def edit_of(step: Step, place: Place, *, in_file: bool = False) -> Edit | None:
-    """What a place changes in all calls of its root; None where it is not there in each, or gains nothing."""
+def edit_of(step: Step, place: OffloadPlace, *, in_file: bool = False) -> Edit | None:
+    """Return the edit of a place in all calls of its root. None if one call lacks it or gains nothing."""
     if step.profile is None:
         return None
     planner = reading_of(step)
@@ -61,7 +84,7 @@ def edit_of(step: Step, place: Place, *, in_file: bool = False) -> Edit | None:
 
 @remembered
 def reading_of(step: Step) -> _Reading:
-    """What is known of a step."""
+    """Return the cached analysis of a step."""
     assert step.profile is not None
     return _Reading(step, step.profile)
 
@@ -76,8 +99,8 @@ class _Reading:
         self._clock = step.clock
         self._writers = index_of(step).writers
 
-    def calls(self, root: str) -> list[Call]:
-        """The calls of a root, in which autograd saved something."""
+    def calls(self, root: str) -> list[StepCall]:
+        """Return the calls of a root that saved something for backward."""
         modules = self._step.modules
         return [
             call
@@ -85,19 +108,19 @@ class _Reading:
             if call.graded and modules[call.module].parent < 0 and modules[call.module].path == root
         ]
 
-    def first_calls(self) -> list[Call]:
-        """The first call of each root."""
+    def first_calls(self) -> list[StepCall]:
+        """Return the first call of each root."""
         modules = self._step.modules
         roots = dict.fromkeys(m.path for m in modules if m.parent < 0)
         return [calls[0] for root in roots if (calls := self.calls(root))]
 
-    def spans(self, place: Place) -> tuple[Span, ...]:
-        """The tasks that make what a place names."""
+    def spans(self, place: OffloadPlace) -> tuple[Span, ...]:
+        """Return the tasks that make the named tensor."""
         tasks = (self._task(call, place.made) for call in self.calls(place.root))
         return tuple(Span(task, task + 1) for task in tasks if task is not None)
 
-    def places(self, call: Call) -> list[Place]:
-        """The places of a call, those first that backward asks for first."""
+    def places(self, call: StepCall) -> list[OffloadPlace]:
+        """Return the places of a call, in order of backward's reads."""
         found = self._candidates(call)
         gone = self._outwards(call, found)
         back = self._homewards(call, found)
@@ -108,8 +131,8 @@ class _Reading:
                 places.append(self._place(call, one, until, trigger))
         return places
 
-    def edit(self, call: Call, place: Place, in_file: bool) -> Edit | None:
-        """What a place changes in one call."""
+    def edit(self, call: StepCall, place: OffloadPlace, in_file: bool) -> Edit | None:
+        """Return the edit of a place in one call."""
         tensor = self._made(call, place)
         one = self._candidate(call, tensor) if tensor is not None else None
         until = call.span.last if place.until == END else self._task(call, place.until)
@@ -123,7 +146,7 @@ class _Reading:
         edit = (self._in_file if in_file else self._edit)(one, until, back)
         return edit._replace(claims=tuple(Span(i, i + 1) for i in claims))
 
-    def _edit(self, one: Found, until: int, back: int) -> Edit:
+    def _edit(self, one: OffloadCandidate, until: int, back: int) -> Edit:
         size = self._step.tensors[one.tensor].bytes
         return Edit(
             drops=tuple(Drop(one.tensor, hold) for hold in one.holds),
@@ -136,8 +159,8 @@ class _Reading:
             trips=(self._trip(one, until, back),),
         )
 
-    def _in_file(self, one: Found, until: int, back: int) -> Edit:
-        """The same to a file: compute pauses for both copies, since pages of a file are not pinned."""
+    def _in_file(self, one: OffloadCandidate, until: int, back: int) -> Edit:
+        """Return the edit for a file: compute pauses for both copies, since file pages are not pinned."""
         edit, size = self._edit(one, until, back), self._step.tensors[one.tensor].bytes
         seconds = size / min(self._link, DISK)
         device, host = edit.blocks
@@ -147,20 +170,20 @@ class _Reading:
             trips=(),
         )
 
-    def _trip(self, one: Found, until: int, back: int) -> Trip:
+    def _trip(self, one: OffloadCandidate, until: int, back: int) -> Trip:
         size, leaves = self._step.tensors[one.tensor].bytes, one.packed + 1
         seconds = size / self._link
         out = max(seconds - (self._clock[until] - self._clock[leaves]), 0.0)
         home = max(seconds - (self._clock[one.asked] - self._clock[back]), 0.0)
         return Trip(size, seconds, leaves, until, back, one.asked, _SECONDS_A_COPY, out + home)
 
-    def _candidates(self, call: Call) -> list[Found]:
-        """What is worth it, in the order in which it was saved."""
+    def _candidates(self, call: StepCall) -> list[OffloadCandidate]:
+        """Return the tensors worth offloading, in the order of their saves."""
         numbers = range(len(self._step.tensors))
         found = [one for number in numbers if (one := self._candidate(call, number)) is not None]
         return sorted(found, key=lambda one: (one.packed, one.tensor))
 
-    def _candidate(self, call: Call, number: int) -> Found | None:
+    def _candidate(self, call: StepCall, number: int) -> OffloadCandidate | None:
         tensor = self._step.tensors[number]
         if tensor.bytes < self._least or tensor.pool != DEVICE or tensor.kind in _STATE:
             return None
@@ -177,7 +200,7 @@ class _Reading:
             or self._reader.names[tensor.birth] in UNSEEN
         ):
             return None
-        return Found(
+        return OffloadCandidate(
             number,
             tuple(place for place, _ in holds),
             max(packed, tensor.birth),
@@ -185,8 +208,8 @@ class _Reading:
             max(hold.until for _, hold in holds),
         )
 
-    def _outwards(self, call: Call, found: list[Found]) -> dict[int, int]:
-        """The task at which each may be let go: when the link has copied it, and all before it."""
+    def _outwards(self, call: StepCall, found: list[OffloadCandidate]) -> dict[int, int]:
+        """Return when each may be freed: after the link has copied it and all before it."""
         free, gone = 0.0, {}
         for one in found:
             start = max(free, self._clock[one.packed + 1])
@@ -198,16 +221,17 @@ class _Reading:
             gone[one.tensor] = self._named_from(call, done)
         return gone
 
-    def _named_from(self, call: Call, task: int) -> int:
-        """The first task from one on that a plan can name; the end of the call where there is none."""
+    def _named_from(self, call: StepCall, task: int) -> int:
+        """Return the first task from `task` on that a plan can name, or the end of the call."""
         names = self._reader.names
         return next(
             (i for i in range(task, call.span.last) if names[i] not in UNSEEN), call.span.last
         )
 
-    def _homewards(self, call: Call, found: list[Found]) -> dict[int, int | None]:
-        """The task whose saved tensors each is fetched with: the last that leaves time for its copy, and
-        those that are asked for later."""
+    def _homewards(self, call: StepCall, found: list[OffloadCandidate]) -> dict[int, int | None]:
+        """Return the task whose saved tensors trigger each fetch: the last that leaves time for its copy and
+        for those of later reads.
+        """
         asked = self._asked(call)
         by_time = sorted(asked, key=asked.__getitem__)
         moments = [self._clock[asked[task]] for task in by_time]
@@ -222,8 +246,8 @@ class _Reading:
             back[one.tensor] = by_time[max(place, 0)] if by_time else None
         return back
 
-    def _asked(self, call: Call) -> dict[int, int]:
-        """For tasks after which autograd saved something: the task at which backward first asks for that."""
+    def _asked(self, call: StepCall) -> dict[int, int]:
+        """Return, for tasks that autograd saved tensors for, when backward first reads these."""
         return self._asked_of(call.span)
 
     def _asked_of(self, span: Span) -> dict[int, int]:
@@ -245,16 +269,18 @@ class _Reading:
                     moments[packed] = min(known, saved.unpacked)
         return found
 
-    def _place(self, call: Call, one: Found, until: int, trigger: int) -> Place:
+    def _place(
+        self, call: StepCall, one: OffloadCandidate, until: int, trigger: int
+    ) -> OffloadPlace:
         task = self._step.tensors[one.tensor].birth
         made = self._step.tasks[task].makes
         result = made.index(one.tensor) if one.tensor in made else 0
         gone = END if until >= call.span.last else self._run(call, until)
         root = self._step.modules[call.module].path
-        return Place(root, self._run(call, task), result, gone, self._run(call, trigger))
+        return OffloadPlace(root, self._run(call, task), result, gone, self._run(call, trigger))
 
-    def _made(self, call: Call, place: Place) -> int | None:
-        """The tensor that a place names."""
+    def _made(self, call: StepCall, place: OffloadPlace) -> int | None:
+        """Return the tensor that a place names."""
         task = self._task(call, place.made)
         made = self._step.tasks[task].makes if task is not None else ()
         number = made[place.result] if place.result < len(made) else None
@@ -268,14 +294,49 @@ class _Reading:
                 found[name].append(index)
         return dict(found)
 
-    def _run(self, call: Call, task: int) -> Run:
+    def _run(self, call: StepCall, task: int) -> OperatorOrdinal:
         name = self._reader.roles[task]
         among = self._among[name]
-        return Run(name, bisect_left(among, task) - bisect_left(among, call.span.first))
+        return OperatorOrdinal(name, bisect_left(among, task) - bisect_left(among, call.span.first))
 
-    def _task(self, call: Call, run: Run) -> int | None:
-        """The task of a call that a plan names."""
+    def _task(self, call: StepCall, run: OperatorOrdinal) -> int | None:
+        """Return the task of a call that a plan names."""
         among = self._among.get(run.name, [])
         number = bisect_left(among, call.span.first) + run.ordinal
         inside = number < len(among) and among[number] < call.span.last
         return among[number] if inside else None
+
+
+SLAB_BYTES, FILE_BYTES = "slab_bytes", "file_bytes"
+
+
+def laid_out(step: Step, technique: Technique) -> Technique:
+    """Add the slab sizes to the technique, and to each place its offsets, one per call."""
+    found = [placed(where) for where in technique.where]
+    rooms: dict[OffloadPlace, Room] = {}
+    options = dict(technique.options)
+    for in_file, name in ((False, SLAB_BYTES), (True, FILE_BYTES)):
+        places = [place for place, room in found if room.in_file == in_file]
+        height, offsets = _packed(step, places, in_file=in_file)
+        rooms |= {place: Room(tuple(offsets[place]), in_file) for place in places}
+        if height:
+            options[name] = height
+    where = tuple(written(place, rooms[place]) for place, _ in found)
+    return msgspec.structs.replace(technique, where=where, options=options)
+
+
+def _packed(
+    step: Step, places: list[OffloadPlace], *, in_file: bool
+) -> tuple[int, Mapping[OffloadPlace, dict[int, None]]]:
+    """Return the height of a slab, and the offsets of each place in it."""
+    blocks, owners = [], []
+    for place in places:
+        edit = edit_of(step, place, in_file=in_file)
+        for block in host_blocks(edit) if edit is not None else ():
+            blocks.append(block)
+            owners.append(place)
+    packing = packed(blocks)
+    offsets: defaultdict[OffloadPlace, dict[int, None]] = defaultdict(dict)
+    for number, place in enumerate(owners):
+        offsets[place][packing.offsets[number]] = None
+    return packing.height, offsets

@@ -1,4 +1,4 @@
-"""Offload of the optimizer: see `technique.py`."""
+"""Optimizer offload; see `technique.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """`TECHNIQUE`, which was here before the technique became a folder."""
+    """Return `TECHNIQUE`, for imports from before the technique was a package."""
     if name != "TECHNIQUE":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from torchtrim.techniques.offload_optimizer.technique import TECHNIQUE

@@ -1,20 +1,19 @@
-"""Offload of the optimizer: its state is on the host, and comes over in parts while it steps.
+"""Optimizer offload: the optimizer state is on the host, and is fetched in chunks during the step.
 
-The moments of Adam take twice what the parameters take, and nothing but `step` needs them. Here they lie in
-pinned memory of the host. A step takes `chunk_bytes` of parameters at a time: the state of the next ones is
-fetched and that of the last ones is written back while these are updated, by the optimizer's own step on
-the device. Every element goes through the same arithmetic, so every bit stays. State of two parts is on the
-device at most, and none of it between steps.
+Adam's moments take twice the memory of the parameters, and only `step` reads them. They move to pinned host
+memory. A step updates `chunk_bytes` of parameters at a time with the optimizer's own step on the device,
+while the next chunk's state is fetched and the previous chunk's is written back. The arithmetic of
+each element is unchanged, so results are bitwise equal. The device holds the state of two chunks at most, and
+none between steps.
 
-The optimizer stays the user's own object: schedulers, clipping, accumulation, scalers, `zero_grad`,
-parameter groups that are added later and closures are as before. `state_dict` gives the state as it is, on
-the host; a plain optimizer loads it, and this one loads a plain one's. Whoever reads `optimizer.state`
-between steps waits until it has been written back. Optimizers that are not torch's own, and step hooks, are
-refused.
+The optimizer remains the user's own object: schedulers, clipping, accumulation, scalers, `zero_grad`,
+closures and parameter groups added later work as before. `state_dict` returns the state on the host; a plain
+optimizer can load it, and this one can load a plain one's. Code that reads `optimizer.state` between steps
+waits for pending copies. Third-party optimizers and step hooks are refused.
 
-Where `--host-memory` leaves no room, or on a CPU, the state may be in memory-mapped files (`file`),
-which the kernel writes to a disk as it needs memory. They are scratch: what has to outlive the process is
-saved with `state_dict`, as without them. On a CPU the optimizer updates the files' pages themselves.
+If `--host-memory` leaves no room, or on a CPU, the state may be in memory-mapped files (`file`), which the
+kernel writes to disk under memory pressure. They are scratch files: save the state with `state_dict`, as
+usual. On a CPU the optimizer updates the mapped pages directly.
 """
 
 from __future__ import annotations
@@ -29,21 +28,27 @@ from torchtrim.executor.places import optimizer_at
 from torchtrim.executor.registry import Handle, Option, Settings, all_or_none
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
-from torchtrim.step.edits import Block, Drop, Edit, Insert, joined
-from torchtrim.step.host import DISK, FILE, PINNED
+from torchtrim.step.edits import DISK, FILE, PINNED, Block, Drop, Edit, Insert, joined
 from torchtrim.step.links import stall_in_parts
-from torchtrim.step.optimizers import Seen, chunked, launches_seconds, rise, seen_of, without
+from torchtrim.step.optimizers import (
+    OptimizerCall,
+    chunked,
+    launches_seconds,
+    optimizer_calls,
+    rise,
+    without_temporaries,
+)
 from torchtrim.step.step import DEVICE, Step
 
 _PARTS = (4, 16, 64)
 _LEAST_BYTES = 1024
-"""Below that a tensor of the state is a count of steps, which stays."""
+"""Smaller state tensors are step counts, which stay on the device."""
 
 
 class OffloadOptimizer:
-    """`where` names optimizers (`AdamW`, a second one `AdamW#2`). `chunk_bytes`: of parameters, at a time.
+    """`where` names optimizers (`AdamW`, a second one `AdamW#2`).
 
-    `file`: in memory-mapped files.
+    `chunk_bytes`: bytes of parameters per chunk. `file`: use memory-mapped files.
     """
 
     name = "offload_optimizer"
@@ -51,18 +56,18 @@ class OffloadOptimizer:
     equivalence: Equivalence = "BITWISE"
 
     def options(self, step: Step) -> Sequence[Option]:
-        """Parts of several sizes, for every optimizer that has state on a device."""
+        """Return several chunk sizes for every optimizer with state on a device."""
         if step.profile is None or step.profile.device.startswith("cpu"):
             return []
         return self._options(step, ())
 
     def to_files(self, step: Step) -> Sequence[Option]:
-        """The same in memory-mapped files, also where the device is a CPU."""
+        """Return the same options with memory-mapped files, on a CPU too."""
         return self._options(step, (("file", True),))
 
     def _options(self, step: Step, more: Settings) -> Sequence[Option]:
         found = []
-        for name, calls in seen_of(step).items():
+        for name, calls in optimizer_calls(step).items():
             if any(_states(step, seen) for seen in calls):
                 total = max(sum(_sizes(step, seen)) for seen in calls)
                 spans = tuple(seen.span for seen in calls)
@@ -72,14 +77,14 @@ class OffloadOptimizer:
         return found
 
     def edits(self, step: Step, option: Option) -> Edit | None:
-        """State is gone but for two parts of it, while the optimizer steps."""
+        """Drop the state, except for two chunks during the optimizer's step."""
         settings = dict(option.settings)
         most, in_file = int(settings["chunk_bytes"]), bool(settings.get("file"))
-        calls = seen_of(step).get(option.where, [])
+        calls = optimizer_calls(step).get(option.where, [])
         return joined(_edit(step, seen, most, in_file) for seen in calls) if calls else None
 
     def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
-        """Move the state, and give the optimizers a `step` that fetches it. Raises `ApplyFailed`."""
+        """Move the state to the host and replace the optimizers' `step`. Raises `ApplyFailed`."""
         from torchtrim.techniques.offload_optimizer.host_state import HostState
 
         most = technique.options.get("chunk_bytes")
@@ -88,8 +93,8 @@ class OffloadOptimizer:
         def moved(where: str) -> HostState:
             if not isinstance(most, int) or most < 1:
                 raise ApplyFailed(
-                    f"`{where}`: offload_optimizer needs `chunk_bytes`, how many bytes of parameters are "
-                    f"updated at a time, and the plan has {most!r}. Plan again."
+                    f"`{where}`: offload_optimizer needs `chunk_bytes`, the bytes of parameters updated "
+                    f"at a time, but the plan has {most!r}. Plan again."
                 )
             return HostState(where, optimizer_at(roots, where), most, in_file=in_file)
 
@@ -99,7 +104,7 @@ class OffloadOptimizer:
 TECHNIQUE = OffloadOptimizer()
 
 
-def _edit(step: Step, seen: Seen, most: int, in_file: bool) -> Edit:
+def _edit(step: Step, seen: OptimizerCall, most: int, in_file: bool) -> Edit:
     assert step.profile is not None
     on_cpu = step.profile.device.startswith("cpu")
     sizes = _sizes(step, seen)
@@ -116,7 +121,7 @@ def _edit(step: Step, seen: Seen, most: int, in_file: bool) -> Edit:
     seconds += launches_seconds(step, seen, len(chunks))
     if on_cpu:
         two, seconds = 0, 2 * total / link + launches_seconds(step, seen, len(chunks))
-    edit = without(step, seen)
+    edit = without_temporaries(step, seen)
     return edit._replace(
         drops=(*edit.drops, *(d for number in states for d in _drops(step, number))),
         blocks=(Block(total, 0, len(step.tasks), FILE if in_file else PINNED),),
@@ -124,12 +129,11 @@ def _edit(step: Step, seen: Seen, most: int, in_file: bool) -> Edit:
     )
 
 
-def _states(step: Step, seen: Seen) -> list[int]:
-    """The tensors of the state that are worth it."""
+def _states(step: Step, seen: OptimizerCall) -> list[int]:
     return _of(step, seen, range(len(seen.step.updates)))
 
 
-def _of(step: Step, seen: Seen, chunk: Sequence[int]) -> list[int]:
+def _of(step: Step, seen: OptimizerCall, chunk: Sequence[int]) -> list[int]:
     states = (number for update in chunk for number in seen.step.updates[update].states)
     found = dict.fromkeys(states)
     return [
@@ -143,5 +147,5 @@ def _drops(step: Step, number: int) -> list[Drop]:
     return [Drop(number, hold) for hold in range(len(step.tensors[number].holds))]
 
 
-def _sizes(step: Step, seen: Seen) -> list[int]:
+def _sizes(step: Step, seen: OptimizerCall) -> list[int]:
     return [step.tensors[update.parameter].bytes for update in seen.step.updates]

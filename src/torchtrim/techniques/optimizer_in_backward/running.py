@@ -1,4 +1,4 @@
-"""Has one optimizer update each parameter in backward, as soon as its gradient is final."""
+"""Makes one optimizer update each parameter in backward, as soon as its gradient is final."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torchtrim.executor.stepping import Stepping, has_step_hooks
 
 
 class EarlyUpdates:
-    """An optimizer whose parameters are updated when their gradient was added to for the `added`-th time
-    since its last step; `step` updates the others.
+    """Updates each parameter after its gradient's `added`-th accumulation since the last step.
 
-    A backward that a step may not follow, and one while the optimizer has step hooks, leaves all updates to
-    `step`: that is the original's way. `revert` makes the optimizer what it was. Raises `ApplyFailed`, in
-    backward, `step` or `state_dict`, where the script does what would make the result another.
+    `step` updates the other parameters. A backward that a step may not follow leaves all updates to `step`,
+    as in the original, and so does one while the optimizer has step hooks. `revert` restores the optimizer.
+    Raises `ApplyFailed`, in backward, `step` or `state_dict`, if the script does anything that would change
+    the result.
     """
 
     def __init__(self, where: str, optimizer: torch.optim.Optimizer, added: int) -> None:
@@ -53,7 +53,7 @@ class EarlyUpdates:
                     )
 
     def revert(self) -> None:
-        """Make the optimizer what it was; what marks used gradients goes."""
+        """Restore the optimizer, and remove the placeholders of used gradients."""
         for hook in self._hooks:
             hook.remove()
         self._saved.remove()
@@ -61,15 +61,15 @@ class EarlyUpdates:
         self._take_marks()
 
     def check_settled(self) -> None:
-        """Raise `ApplyFailed` if parameters were updated and no `step` has come."""
+        """Raise `ApplyFailed` if parameters were updated and no `step` followed."""
         if self._used:
             raise self._refused(
-                f"{len(self._used)} parameters were updated in backward, and the program goes on without the "
-                "`step` that was to follow"
+                f"{len(self._used)} parameters were updated in backward, and the program continues without "
+                "the `step` that should follow"
             )
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        """A gradient was added to."""
+        """Count an accumulation of a gradient, and update its parameter after the last one."""
         if not self._is_early():
             return
         self._added[id(parameter)] += 1
@@ -78,13 +78,14 @@ class EarlyUpdates:
             return
         if count > self._needed:
             raise self._refused(
-                f"a gradient was added to {count} times before `step`, and the plan was made for "
+                f"a gradient was accumulated {count} times before `step`, but the plan was made for "
                 f"{self._needed}"
             )
         self._update(parameter)
 
     def _is_early(self) -> bool:
-        """Whether this backward may update parameters: it, and those before it since the last step."""
+        """Return True if this backward may update parameters, and so may those before it since the last
+        step."""
         backward = torch._C._current_graph_task_id()
         if backward != self._backward and not self._late:
             self._backward = backward
@@ -99,14 +100,14 @@ class EarlyUpdates:
         return not self._late
 
     def _why_late(self) -> str:
-        """Why this backward must not update parameters, empty if it may."""
+        """Return why this backward must not update parameters, or an empty string."""
         if has_step_hooks(self._optimizer):
             return "the optimizer has step hooks, which would see no gradients"
         follows = step_follows(self._optimizer)
         return "" if follows.sure else f"a `step` may not follow: {follows.why_not}"
 
     def _update(self, parameter: torch.Tensor) -> None:
-        """Run the optimizer's own step for one parameter, and let the gradient go."""
+        """Run the optimizer's own step for one parameter, and drop the gradient."""
         self._keep_order()
         optimizer, number = self._optimizer, self._groups[id(parameter)]
         whole = optimizer.param_groups
@@ -123,7 +124,7 @@ class EarlyUpdates:
         self._used.append(parameter)
 
     def _keep_order(self) -> None:
-        """Give the states the order that `step` would give them, before the first of them is made."""
+        """Put the states into the order that `step` would give them, before the first is created."""
         if self._placeholders or self._used:
             return
         state = self._optimizer.state
@@ -139,7 +140,7 @@ class EarlyUpdates:
         self._placeholders = []
 
     def _mark(self, parameter: torch.Tensor) -> Spent:
-        """The placeholder for its gradient; a parameter may have changed its type or device."""
+        """Return the placeholder of a gradient; the parameter may have changed its type or device."""
         mark = self._marks.get(id(parameter))
         if mark is None or (mark.dtype, mark.device) != (parameter.dtype, parameter.device):
             mark = self._marks[id(parameter)] = Spent(parameter, self._where)
@@ -147,24 +148,24 @@ class EarlyUpdates:
 
     @contextlib.contextmanager
     def _around(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """`step` runs: it passes over parameters updated already."""
+        """Make `step` skip the parameters that are already updated."""
         for number, settings in self._settings.items():
             if settings != _settings(optimizer.param_groups[number]):
                 raise self._refused(
                     "a parameter group's settings, such as the learning rate, were changed between backward "
-                    "and `step`, when parameters had been updated"
+                    "and `step`, after parameters had been updated"
                 )
         used = self._used
         self._check_marks()
         if used and has_step_hooks(optimizer):
             raise self._refused(
-                "the optimizer has come to have step hooks, which see no gradients of parameters that were "
-                "updated in backward"
+                "the optimizer now has step hooks, which see no gradients of parameters that were updated in "
+                "backward"
             )
         if not all(isinstance(parameter.grad, Spent) for parameter in used):
             raise self._refused(
-                "gradients were dropped or put in place between backward and `step`, when parameters had "
-                "been updated"
+                "gradients were dropped or replaced between backward and `step`, after parameters had been "
+                "updated"
             )
         self._take_marks()
         self._settings.clear()
@@ -180,11 +181,11 @@ class EarlyUpdates:
                     parameter.grad = self._mark(parameter)
 
     def _check_marks(self) -> None:
-        """Raise `ApplyFailed` in a second `step` on the same gradients: they are gone."""
+        """Raise `ApplyFailed` in a second `step` on the same gradients, which no longer exist."""
         used = set(map(id, self._used))
         for parameter in parameters_of(self._optimizer):
             if isinstance(parameter.grad, Spent) and id(parameter) not in used:
-                raise self._refused("`step` was called again with no backward in between")
+                raise self._refused("`step` was called again without a backward in between")
 
     def _take_marks(self) -> None:
         for parameter in parameters_of(self._optimizer):
@@ -193,15 +194,15 @@ class EarlyUpdates:
 
     def _refused(self, reason: str) -> ApplyFailed:
         error = ApplyFailed(
-            f"`{self._where}`: {reason}, so optimizer_in_backward would give another result. Take it out of "
-            "the plan, or plan again for a step that is like the others."
+            f"`{self._where}`: {reason}, so optimizer_in_backward would change the result. Remove it from "
+            "the plan, or plan again for a typical step."
         )
         note(error, self._where)
         return error
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's settings, those that are tensors as which tensor and how often it was written to."""
+    """Return a group's settings; a tensor is represented by its identity and version."""
     return {
         key: (id(value), value._version) if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
@@ -212,17 +213,17 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 def _refuse(where: str, optimizer: torch.optim.Optimizer) -> None:
     if any(parameter.layout is not torch.strided for parameter in parameters_of(optimizer)):
         raise ApplyFailed(
-            f"`{where}` has sparse parameters, which optimizer_in_backward does not take."
+            f"`{where}` has sparse parameters, which optimizer_in_backward does not support."
         )
     distributed = torch.distributed
     several = distributed.is_available() and distributed.is_initialized()
     if several and distributed.get_world_size() > 1:
         raise ApplyFailed(
-            f"`{where}`: gradients are exchanged between processes after backward has made them, so they are "
-            "not final when it has. Take optimizer_in_backward out of the plan."
+            f"`{where}`: gradients are exchanged between processes after backward has computed them, so "
+            "they are not final in backward. Remove optimizer_in_backward from the plan."
         )
     if not getattr(type(optimizer).step, "hooked", False):
         raise ApplyFailed(
-            f"`{where}`: the `step` of its class was replaced, so it cannot be run for one parameter. Leave "
-            "this optimizer out of the plan."
+            f"`{where}`: the `step` of its class was replaced, so it cannot run for one parameter. Remove "
+            "this optimizer from the plan."
         )

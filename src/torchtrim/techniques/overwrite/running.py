@@ -1,4 +1,4 @@
-"""Activation modules that write their result over their input, and back again."""
+"""Activation modules that write their result over their input, revertibly."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import nn
 from torchtrim.capture.code.side_effects import SideEffects, changed
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.block_state import say_once
-from torchtrim.executor.handles import Handle, Handles
 from torchtrim.executor.places import module_at
+from torchtrim.executor.registry import Handle, Handles
 from torchtrim.executor.swap import Swapped
 
 _SETTABLE = ("ReLU", "LeakyReLU")
@@ -23,7 +23,7 @@ _CLAMPS = ("ReLU6", "Hardtanh")
 
 
 def overwrite_places(roots: Mapping[str, nn.Module], where: Sequence[str]) -> Handle:
-    """Let the named modules overwrite their inputs. Raises `ApplyFailed`, the model as it was."""
+    """Let the named modules overwrite their inputs. On `ApplyFailed` the model is unchanged."""
     overwriting = Handles()
     try:
         for place in where:
@@ -35,14 +35,14 @@ def overwrite_places(roots: Mapping[str, nn.Module], where: Sequence[str]) -> Ha
 
 
 class Overwriting:
-    """One module that overwrites its input."""
+    """Handle of a module that overwrites its input."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._before = module, module.inplace
         module.inplace = True  # type: ignore[assignment]
 
     def revert(self) -> None:
-        """Make the module what it was."""
+        """Restore the module's own forward."""
         self._module.inplace = self._before
 
 
@@ -50,11 +50,11 @@ Count = tuple[int, ...]
 
 
 class Holders:
-    """Tells whether a tensor that a module is given is held by more than in its first calls.
+    """Detects inputs with more references than in the first calls from the same line of the program.
 
-    References are counted: to the tensor in Python, to the tensor in C++, and of tensors to its memory. They
-    are compared with the fewest seen at the same line of the program, since a line may hold its argument
-    itself. A hook, a list or a view that holds the tensor besides would see it overwritten.
+    Counts references to the tensor in Python, to the tensor in C++, and of tensors to its storage, and
+    compares them with the lowest counts seen at that line, which may hold its argument itself. A hook, a list
+    or a view that also holds the tensor would see it overwritten.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -63,11 +63,11 @@ class Holders:
         self._complete: set[int] = set()
 
     def is_replaced(self) -> bool:
-        """Whether the program has put a function of its own in the place of the module's."""
+        """Return True if the program has replaced the module's forward with a function of its own."""
         return changed(self._code)
 
     def are_more(self, tensor: torch.Tensor, count: int) -> bool:
-        """Whether more hold the tensor, of which the caller has counted `count` references."""
+        """Return True if the tensor has more references than expected. `count` is the caller's count."""
         *_, ours = place = _calling_line(sys._getframe(2))
         storage = tensor.untyped_storage()._cdata
         used: int = tensor._use_count()  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ class Holders:
 
 
 def _calling_line(frame: types.FrameType) -> tuple[types.CodeType, int, int]:
-    """The instruction of the program that calls a module, and how many frames of ours are in between."""
+    """Return the calling instruction of the program, and the number of our frames in between."""
     ours = 0
     while frame.f_back is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
@@ -107,9 +107,9 @@ def _overwriting(where: str, module: nn.Module) -> Handle:
 def _writing(
     where: str, module: nn.Module, forward: Callable[..., Any], holders: Holders
 ) -> Callable[..., Any]:
-    """A forward that overwrites its input, keeps no copy of it, and treats a view as any other tensor.
+    """Return a forward that overwrites its input, keeps no copy of it, and accepts views.
 
-    An input that others hold besides is left as it is.
+    An input with further references is left alone.
     """
     settable = type(module).__name__ in _SETTABLE
 
@@ -121,7 +121,7 @@ def _writing(
         if holders.are_more(input, sys.getrefcount(input)):
             say_once(
                 where,
-                "its input is held elsewhere too, by a hook or a name, so it is not overwritten.",
+                "its input is also referenced by a hook or a variable, so it is not overwritten.",
             )
             return _beside(module, forward, input)
         if not _is_graded(input) or (settable and not input._is_view()):
@@ -132,7 +132,6 @@ def _writing(
 
 
 def _beside(module: Any, forward: Callable[..., Any], input: torch.Tensor) -> Any:
-    """The result beside the input."""
     before, module.inplace = module.inplace, False
     try:
         return forward(input)
@@ -141,7 +140,7 @@ def _beside(module: Any, forward: Callable[..., Any], input: torch.Tensor) -> An
 
 
 def _is_traced() -> bool:
-    """Whether a compiler or a transform of `torch.func` sees the call."""
+    """Return True if a compiler or a `torch.func` transform traces the call."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
@@ -150,7 +149,7 @@ def _is_graded(input: torch.Tensor) -> bool:
 
 
 def _operators(module: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What writes the result over a tensor; what makes a gradient of the one that comes and the result."""
+    """Return the operator that overwrites a tensor, and the one that computes the input's gradient."""
     aten = torch.ops.aten
     if type(module).__name__ == "ReLU":
         return aten.relu_, lambda comes, made: aten.threshold_backward(comes, made, 0)
@@ -168,10 +167,10 @@ def _operators(module: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 class _Over(torch.autograd.Function):
-    """Backward can do with the result, which is within bounds, or positive, where the input is.
+    """An overwrite whose backward uses the result, which is inside the bounds exactly where the input is.
 
-    To write to a view, autograd would put its base's history together anew, and its backward would copy the
-    gradient twice. An alias has the view's memory and version, and none of its history.
+    If a view is written to, autograd rebuilds the history of its base, and its backward copies the gradient
+    twice. An alias shares the view's memory and version, but has no history.
     """
 
     @staticmethod

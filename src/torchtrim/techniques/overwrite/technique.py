@@ -1,16 +1,16 @@
 """Overwrite: an activation module writes its result over its input, in training too.
 
-Only where the input is dead the moment the result is there: nothing but the module's own backward, which can
-do with the result, reads it again, and no name holds it. It is OptNet's `inplace`
-(https://github.com/fmassa/optimize-net), decided by what a step was seen to do.
+Applies only where the input is dead as soon as the result exists: only the module's own backward reads it
+again, which can use the result instead, and no variable holds it. This is OptNet's `inplace`
+(https://github.com/fmassa/optimize-net), based on recorded lifetimes.
 
-PyTorch's ReLU6 and Hardtanh keep their input for backward, and a copy of it where they write over it. Their
-result does as well, since it is within the bounds where the input is: they overwrite, and keep no copy. Of
-the other modules with an `inplace`, Threshold does likewise and is rare, SiLU, Mish and Hardswish need their
-input, and ELU and its kin round otherwise.
+PyTorch's ReLU6 and Hardtanh save their input for backward, or a copy of it if they run in place. The result
+serves as well, since it is within the bounds exactly where the input is, so these modules overwrite without a
+copy. Threshold would work too, but is rare. SiLU, Mish and Hardswish need their input, and ELU and its
+relatives round differently.
 
-`nn.Linear` returns a view for tokens in three dimensions, and autograd's backward of an in-place write to a
-view copies the gradient twice. The write goes to an alias of the view instead, which copies nothing.
+`nn.Linear` returns a view for three-dimensional inputs, and autograd's backward of an in-place write to a
+view copies the gradient twice. Writing to an alias of the view avoids both copies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Operator, Profile, TensorUse
 from torchtrim.step.edits import Edit
 from torchtrim.step.index import recorded_index
-from torchtrim.step.step import Call, Span, Step
+from torchtrim.step.step import Span, Step, StepCall
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,7 +41,7 @@ class Overwrite:
     equivalence: Equivalence = "BITWISE"
 
     def options(self, step: Step) -> Sequence[Option]:
-        """Every activation module all of whose calls find their input dead."""
+        """Return every activation module whose input is dead after each of its calls."""
         if step.profile is None:
             return []
         inputs = _DeadInputs(step.profile)
@@ -52,17 +52,17 @@ class Overwrite:
         ]
 
     def edits(self, step: Step, option: Option) -> Edit:
-        """The first operator of each call writes over its input."""
+        """Overwrite the input in the first operator of each call."""
         return Edit(overwrites=tuple(span.first for span in option.spans))
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
-        """Let the named modules overwrite. Raises `ApplyFailed`, the model as it was."""
+        """Let the named modules overwrite their inputs. On `ApplyFailed` the model is unchanged."""
         from torchtrim.techniques.overwrite.running import overwrite_places
 
         return overwrite_places(roots, technique.where)
 
     def export(self) -> Plain:
-        """What lets modules overwrite by itself."""
+        """Return the function that applies the technique in exported code."""
         return Plain("torchtrim.techniques.overwrite.running", "overwrite_places")
 
 
@@ -70,20 +70,20 @@ TECHNIQUE = Overwrite()
 
 
 class _DeadInputs:
-    """Reads which operators find their input dead."""
+    """Finds operators whose input is dead."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._index = recorded_index(profile)
 
     def overwriting(self, module: int) -> tuple[Span, ...]:
-        """The module's calls, if each may overwrite its input; else ()."""
+        """Return the module's calls if each may overwrite its input, else ()."""
         calls = self._index.calls[module]
         may = not self._profile.modules[module].hooked and all(map(self._may_overwrite, calls))
         return tuple(call.span for call in calls) if may else ()
 
-    def _may_overwrite(self, call: Call) -> bool:
-        """Whether its operator's result, or the copy that it keeps, can be one with its input."""
+    def _may_overwrite(self, call: StepCall) -> bool:
+        """Return True if the result, or the copy that the operator saves, may share the input's memory."""
         first, last = call.span
         if last == first:
             return False
@@ -116,16 +116,16 @@ class _DeadInputs:
         )
 
     def _is_settled(self, storage: int, first: int, last: int) -> bool:
-        """Whether no operator of `first <= i < last` writes to a storage."""
+        """Return True if no operator `first <= i < last` writes to a storage."""
         return all(storage not in op.mutates for op in self._profile.operators[first:last])
 
-    def _left(self, storage: int, call: Call) -> int:
-        """When the last that reads a storage after a call is over."""
+    def _left(self, storage: int, call: StepCall) -> int:
+        """Return the end of the last task that reads a storage after a call."""
         readers = self._index.readers.get(storage, ())
         return max((reader + 1 for reader in readers), default=call.span.last)
 
-    def _is_dead(self, storage: int, call: Call) -> bool:
-        """Whether after the call only its own backward reads the storage, and lets go of it last."""
+    def _is_dead(self, storage: int, call: StepCall) -> bool:
+        """Return True if after the call only its own backward reads the storage, and releases it last."""
         first, last = call.span
         after = [reader for reader in self._index.readers.get(storage, ()) if reader >= last]
         own = all(self._profile.operators[reader].forward == first for reader in after)
@@ -134,7 +134,7 @@ class _DeadInputs:
 
 
 def _touch(others: Iterable[Operator], storage: int) -> bool:
-    """Whether operators read, make and write this storage alone; a detached result is one more view of it."""
+    """Return True if the operators touch no other storage. A detached result is one more view of it."""
     return all(
         {use.storage for use in (*op.inputs, *op.outputs)} | set(op.mutates) == {storage}
         for op in others

@@ -1,4 +1,4 @@
-"""BatchNorms that normalize each sample by itself, or by the statistics they have; and both by hand."""
+"""BatchNorms that normalize each sample on its own, or use their running statistics; and both by hand."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.failing import note
-from torchtrim.executor.half_precision import ByHand
-from torchtrim.executor.handles import Handle, Handles, all_or_none
+from torchtrim.executor.half_precision import ForwardByHand
+from torchtrim.executor.registry import Handle, Handles, all_or_none
 from torchtrim.executor.swap import Swapped
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 def replaced(where: str, module: nn.Module, to: str, groups: int) -> Handle:
-    """Give every BatchNorm inside a forward of that kind. Raises `ApplyFailed` where one cannot have it."""
+    """Give every BatchNorm inside such a forward. Raises `ApplyFailed` for one that does not support it."""
 
     def change(path: str) -> Handle:
         norm = module.get_submodule(path)
@@ -36,30 +36,30 @@ def replaced(where: str, module: nn.Module, to: str, groups: int) -> Handle:
 
 
 def replaced_by_hand(module: nn.Module, to: str, groups: int) -> Handle:
-    """The same with modules of `nn` that share the weights, called in each one's place."""
+    """Call modules of `nn` that share the weights in place of each BatchNorm."""
     handles = Handles()
     for path in _paths("", module):
         norm: Any = module.get_submodule(path)
-        handles.add(ByHand(norm, _written(norm, to, groups)))
+        handles.add(ForwardByHand(norm, _written(norm, to, groups)))
     return handles
 
 
 def _paths(where: str, module: nn.Module) -> list[str]:
     found = [path for path, inner in module.named_modules() if isinstance(inner, _BatchNorm)]
     if not found:
-        raise ApplyFailed(f"`{where}` has no BatchNorm, so there is none to replace. Plan again.")
+        raise ApplyFailed(f"`{where}` has no BatchNorm to replace. Plan again.")
     return found
 
 
 def groups_of(channels: int, to: str, groups: int) -> int:
-    """How many groups take the place of the batch."""
+    """Return the number of groups that replace the batch."""
     if to == "group":
         return math.gcd(groups, channels)
     return 1 if to == "layer" else channels
 
 
 def _own_norm(where: str, norm: Any, to: str, groups: int) -> Forward:
-    """A forward of that kind, with what the module holds when it is called."""
+    """Return such a forward, which uses the module's contents at the time of the call."""
     if isinstance(norm, nn.SyncBatchNorm) and to != "frozen":
         raise ApplyFailed(
             f"`{where}` is a SyncBatchNorm, which exchanges statistics between processes. Convert it back."
@@ -73,8 +73,8 @@ def _own_norm(where: str, norm: Any, to: str, groups: int) -> Forward:
 def _apart(where: str, norm: Any, groups: int, x: torch.Tensor) -> torch.Tensor:
     if x.dim() < 3 and x.shape[1] == groups:
         error = ApplyFailed(
-            f"`{where}` normalizes {tuple(x.shape)}, of which each group would be a single number, so "
-            'nothing would be left of it. Write `to = "layer"`, or fewer `groups`.'
+            f"`{where}` normalizes {tuple(x.shape)}, so each group would be a single number, which "
+            'normalizes to zero. Write `to = "layer"`, or fewer `groups`.'
         )
         note(error, where)
         raise error
@@ -92,13 +92,13 @@ def _check_statistics(where: str, norm: Any) -> None:
     seen = norm.num_batches_tracked
     if norm.running_mean is None or (seen is not None and not int(seen)):
         raise ApplyFailed(
-            f"`{where}` has no running statistics yet, so frozen it would normalize nothing. Train it first, "
-            'or write `to = "group"`.'
+            f"`{where}` has no running statistics yet, so it would not normalize when frozen. Train it "
+            'first, or write `to = "group"`.'
         )
 
 
 def _written(norm: Any, to: str, groups: int) -> Forward:
-    """What a person would put there."""
+    """Return the module's forward as a person would replace it."""
     if to == "frozen":
         return lambda x: functional.batch_norm(
             x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps

@@ -1,27 +1,28 @@
-"""Replace norm: BatchNorm becomes a norm that takes each sample by itself, so that the batch can be split.
+"""Replace norm: BatchNorm becomes a norm that treats each sample on its own, so that the batch can be split.
 
-BatchNorm in training takes mean and variance over all samples, so parts of the batch give another result,
-and small batches a poor one. `to` says what takes its place, with the weight and bias of the BatchNorm:
+BatchNorm in training computes mean and variance over all samples, so parts of the batch give another result,
+and small batches a poor one. `to` names the replacement, which keeps the weight and bias of the BatchNorm:
 
 * `group`: `nn.GroupNorm` with as many groups as the greatest common divisor of `groups` (32) and the
   channels.
-* `layer`: one group, as LayerNorm over channels and positions. `instance`: a group for each channel.
-* `frozen`: the running statistics, as they are, which are no longer updated: `eval()` for the norms alone.
+* `layer`: one group, like LayerNorm over channels and positions. `instance`: a group for each channel.
+* `frozen`: the current running statistics, which are no longer updated: `eval()` for the norms only.
 
-Weights are carried over, what they were trained with is not. A model that begins its training needs nothing
-but perhaps a lower learning rate for the first steps. One that is trained already has to be fine-tuned
-after `group`, `layer` or `instance` until its loss is what it was, since its activations get another scale;
-after `frozen` it need not, but the statistics have to be those of the data. Evaluation uses the same norm
-as training. Modules keep their class, parameters, buffers and `state_dict`; a checkpoint loads as BatchNorm
-without torchtrim, and is then another function, so write the replacement into the model once it is decided.
+Weights are kept, but they were trained with other statistics. A model at the start of its training needs at
+most a lower learning rate for the first steps. A trained model must be fine-tuned after `group`, `layer` or
+`instance` until its loss is back at its former value, since its activations get another scale; not so after
+`frozen`, if the statistics fit the data. Evaluation uses the same norm as training. Modules keep their class,
+parameters, buffers and `state_dict`; without torchtrim, a checkpoint loads as BatchNorm, which is then a
+different function, so write the replacement into the model once it is decided.
 
-It saves nothing by itself: `micro_batch` becomes possible. It is another function, and the certificate says
-AS ASKED. `where` names modules; every BatchNorm inside is replaced.
+It saves nothing on its own, but makes `micro_batch` possible. The step computes a different function, and the
+certificate says AS ASKED. `where` names modules; every BatchNorm inside is replaced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torchtrim.errors import ApplyFailed
@@ -29,16 +30,20 @@ from torchtrim.executor.places import module_at
 from torchtrim.executor.registry import Handle, Option, all_or_none
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
-from torchtrim.step.step import Span, Step
+from torchtrim.step.index import graded_roots
+from torchtrim.step.step import Step
 from torchtrim.techniques.micro_batch.found import takes_statistics
 
 TO = ("group", "layer", "instance", "frozen")
 _GROUPS = 32
+"""The default of the GroupNorm paper (Wu and He, 2018)."""
 
 
 class ReplaceNorm:
-    """`where` names modules. `to`: `group`, `layer`, `instance` or `frozen`; `groups`: of `group`, at
-    most."""
+    """`where` names modules.
+
+    `to`: `group`, `layer`, `instance` or `frozen`; `groups`: the most groups of `group`.
+    """
 
     name = "replace_norm"
     takes = ("to", "groups")
@@ -47,18 +52,19 @@ class ReplaceNorm:
     ways = 1
 
     def options(self, step: Step) -> Sequence[Option]:
-        """Each root in which statistics are taken over the batch, with every replacement."""
+        """Return each root that computes statistics over the batch, with every replacement."""
         return [
             Option(self.name, where, spans, None, (("to", to),))
             for to in TO
-            for where, spans in _roots(step).items()
+            for where, spans in graded_roots(step, partial(takes_statistics, step)).items()
         ]
 
     def edits(self, step: Step, option: Option) -> None:
-        """None: it saves nothing by itself."""
+        """Return None: it saves nothing on its own."""
 
     def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
-        """Give every BatchNorm inside another forward. Raises `ApplyFailed`, the model as it was."""
+        """Replace the forward of every BatchNorm inside. Raises `ApplyFailed` and leaves the model
+        unchanged."""
         from torchtrim.techniques.replace_norm.norms import replaced
 
         to, groups = _settings(technique)
@@ -67,7 +73,7 @@ class ReplaceNorm:
         )
 
     def by_hand(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
-        """`nn.GroupNorm` with the same weight and bias in each one's place, or `eval()`."""
+        """Put `nn.GroupNorm` with the same weight and bias in place of each norm, or call `eval()`."""
         from torchtrim.techniques.replace_norm.norms import replaced_by_hand
 
         to, groups = _settings(technique)
@@ -76,14 +82,14 @@ class ReplaceNorm:
         )
 
     def bars(self, technique: Technique) -> Collection[str]:
-        """Nothing."""
+        """Return no techniques."""
         return ()
 
     def advice(self, technique: Technique) -> str:
-        """What retraining it needs."""
+        """Return the fine-tuning it needs."""
         if technique.options.get("to") == "frozen":
-            return "statistics stay as they are: they have to be those of the data"
-        return "a model that is trained already has to be fine-tuned until its loss is what it was"
+            return "statistics are no longer updated: they must fit the data"
+        return "a trained model must be fine-tuned until its loss is back at its former value"
 
 
 TECHNIQUE = ReplaceNorm()
@@ -93,16 +99,7 @@ def _settings(technique: Technique) -> tuple[str, int]:
     to, groups = technique.options.get("to"), technique.options.get("groups", _GROUPS)
     if to not in TO or type(groups) is not int or groups < 1:
         raise ApplyFailed(
-            f"replace_norm has the option `to`, one of {', '.join(TO)}, and `groups`, 1 or more, and the "
+            f"replace_norm has the options `to`, one of {', '.join(TO)}, and `groups`, 1 or more; the "
             f'plan has {technique.options!r}. Write `to = "group"`.'
         )
     return str(to), groups
-
-
-def _roots(step: Step) -> dict[str, tuple[Span, ...]]:
-    found: dict[str, tuple[Span, ...]] = {}
-    for call in step.calls:
-        module = step.modules[call.module]
-        if module.parent < 0 and call.graded and takes_statistics(step, call.span):
-            found[module.path] = (*found.get(module.path, ()), call.span)
-    return found

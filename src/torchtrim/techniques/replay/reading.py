@@ -1,4 +1,4 @@
-"""Reads from a step which of its saved tensors could be made again, and from what."""
+"""Finds the saved tensors of a step that can be recomputed, with their inputs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from functools import cached_property
 from typing import NamedTuple
 
+from torchtrim.records.operator_names import role_of
 from torchtrim.records.profile import Profile
-from torchtrim.records.roles import role_of
 from torchtrim.step.index import index_of
 from torchtrim.step.step import DEVICE, Hold, Step
 from torchtrim.techniques.replay.table import (
@@ -24,11 +24,10 @@ _SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 _STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathered"))
 
 
-class Made(NamedTuple):
-    """A tensor that can be made again: by which tasks, the first of which allocates it, from which others.
+class Remake(NamedTuple):
+    """A tensor that can be recomputed: its tasks (the first allocates it) and its inputs.
 
-    `holds`: what autograd saved of it, with the hold's number. `elements`: of noise, which is kept as bits; 0
-    for all else.
+    `holds`: autograd's saves of it, by index. `elements`: for noise, which is kept as bits; otherwise 0.
     """
 
     tensor: int
@@ -39,42 +38,42 @@ class Made(NamedTuple):
 
     @property
     def savers(self) -> list[int]:
-        """The tasks that autograd saved it for."""
+        """Tasks that autograd saved it for."""
         return [hold.saver for _, hold in self.holds]
 
     @property
     def packed(self) -> int:
-        """The task before which autograd first saves it."""
+        """Task before which autograd first saves it."""
         return min(hold.packed for _, hold in self.holds) + 1
 
     @property
     def asked(self) -> int:
-        """The first task at which backward asks for it; -1 if it never does."""
+        """First backward task that reads it, or -1."""
         return min((hold.asked for _, hold in self.holds if hold.asked >= 0), default=-1)
 
     @property
     def until(self) -> int:
-        """When backward has left the last that asks for it."""
+        """End of the last backward task that reads it."""
         return max((hold.until for _, hold in self.holds if hold.asked >= 0), default=-1)
 
 
 class RemakeReader:
-    """Reads how tensors of a step are made again."""
+    """Finds out how tensors of a step can be recomputed."""
 
     def __init__(self, step: Step, profile: Profile) -> None:
         self.step = step
         self._profile = profile
-        self._known: dict[int, Made | None] = {}
+        self._known: dict[int, Remake | None] = {}
         self._writers = index_of(step).writers
 
     @cached_property
     def names(self) -> list[str]:
-        """The operators' names; empty for operators that are not torch's own."""
+        """Operator names; empty for operators that are not torch's own."""
         return [self._name(index) for index in range(len(self.step.tasks))]
 
     @cached_property
     def roles(self) -> list[str]:
-        """The operators' roles, as plans write them; empty for operators that are not torch's own."""
+        """Operator roles as in plans; empty for operators that are not torch's own."""
         return [role_of(name) for name in self.names]
 
     def _name(self, index: int) -> str:
@@ -85,14 +84,14 @@ class RemakeReader:
         overwrites = task.writes and not self._profile.operators[index].mutates
         return f"{name}_" if overwrites else name
 
-    def made(self, tensor: int) -> Made | None:
-        """How a tensor is made again; None if it cannot be."""
+    def made(self, tensor: int) -> Remake | None:
+        """Return how a tensor can be recomputed, or None."""
         if tensor not in self._known:
             self._known[tensor] = None
             self._known[tensor] = self._make(tensor)
         return self._known[tensor]
 
-    def _make(self, number: int) -> Made | None:
+    def _make(self, number: int) -> Remake | None:
         tensor = self.step.tensors[number]
         if tensor.birth < 0 or tensor.pool != DEVICE or tensor.kind in _STATE:
             return None
@@ -107,13 +106,13 @@ class RemakeReader:
             return None
         inputs = [n for task in tasks for n in self.step.tasks[task].reads if n != number]
         if all(map(self.is_state, inputs)):
-            return None  # a parameter's cast, which autocast keeps for its next use
-        return Made(number, tasks, tuple(dict.fromkeys(inputs)), holds)
+            return None  # autocast caches the casts of parameters
+        return Remake(number, tasks, tuple(dict.fromkeys(inputs)), holds)
 
     def _noise(
         self, number: int, tasks: tuple[int, ...], holds: tuple[tuple[int, Hold], ...]
-    ) -> Made | None:
-        """Noise of dropout, which is saved, dense, and of a multiple of eight elements."""
+    ) -> Remake | None:
+        """Recognize dropout noise that is saved, dense, and has a multiple of eight elements."""
         first, *rest = tasks
         names = [self.names[task] for task in rest]
         used = self._profile.operators[first].outputs[0]
@@ -124,7 +123,7 @@ class RemakeReader:
             return None
         if not all(self._writes_all(task, first) for task in rest):
             return None
-        return Made(number, tasks, (), holds, elements)
+        return Remake(number, tasks, (), holds, elements)
 
     def _may_write(self, writer: int, maker: int) -> bool:
         return self.names[writer] in WRITERS and self._writes_all(writer, maker)
@@ -139,7 +138,7 @@ class RemakeReader:
         return all(self._may_write(task, first) for task in rest)
 
     def _writes_all(self, writer: int, maker: int) -> bool:
-        """Whether an operator writes the whole of what another made, and that alone."""
+        """Return True if an operator overwrites the entire result of another and nothing else."""
         task, operators = self.step.tasks[writer], self._profile.operators
         if len(task.writes) != 1 or not operators[writer].outputs:
             return False
@@ -147,17 +146,17 @@ class RemakeReader:
         return (wrote.dtype, wrote.shape, wrote.strides) == (made.dtype, made.shape, made.strides)
 
     def is_state(self, tensor: int) -> bool:
-        """Whether it is there in backward whatever happens, or counts for none of the step's memory."""
+        """Return True if the tensor is always there in backward, or takes no memory of the step."""
         return self.step.tensors[tensor].kind in _STATE or self.step.tensors[tensor].pool != DEVICE
 
     def is_unchanged(self, tensor: int, task: int, until: int) -> bool:
-        """Whether nothing writes to an input from the task that reads it until that runs again."""
+        """Return True if nothing writes to an input between the task that reads it and its rerun."""
         return not any(
             task <= write < until
             for write in self._writers.get(tensor, ())
             if self.names[write] not in BATCH_NORMS
         )
 
-    def is_settled(self, made: Made, reader: int) -> bool:
-        """Whether a tensor is what it will be when a task reads it."""
+    def is_settled(self, made: Remake, reader: int) -> bool:
+        """Return True if a tensor has its final value when a task reads it."""
         return made.tasks[-1] < reader

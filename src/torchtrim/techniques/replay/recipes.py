@@ -1,23 +1,48 @@
-"""Recipes: how a tensor was made, from which it is made again."""
+"""Recipes that recompute dropped tensors."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from torchtrim.executor.failing import note
+from torchtrim.executor.ordinals import unnumbered
 from torchtrim.executor.saved_tensor_hooks import when_asked
-from torchtrim.techniques.replay.bits import packed, unpacked
+from torchtrim.techniques.replay.table import TYPES, is_dense
+
+_NINTHS = -0x7FBFDFEFF7FBFDFF
+"""0x8040201008040201 as a signed number. Multiplying eight bytes of 0 or 1, read as one number, by it gathers
+their bits in the highest byte, in reverse; multiplying a byte by it spreads the bits to the top of one byte
+each.
+"""
+_LOWEST = 0x0101010101010101  # The lowest bit of each of eight bytes.
+
+
+def packed(noise: torch.Tensor) -> torch.Tensor:
+    """Return one bit per element, in memory order, set if it is not zero. The noise must be dense, and its
+    size a multiple of eight.
+    """
+    truth = torch.as_strided(noise, (noise.numel(),), (1,), 0).to(torch.bool, copy=True)
+    words = truth.view(torch.int64)
+    return words.mul_(_NINTHS).bitwise_right_shift_(56).to(torch.uint8)
+
+
+def unpacked(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the bits as ones and zeros, in one dimension."""
+    words = bits.to(torch.int64)
+    words.mul_(_NINTHS).bitwise_right_shift_(7).bitwise_and_(_LOWEST)
+    return words.view(torch.uint8).to(dtype)
+
 
 SELF = object()
-"""Stands among the arguments of an operator that writes in place for the tensor that it writes."""
+"""Placeholder, among an in-place operator's arguments, for the tensor it writes."""
 
 
-class Kept:
-    """A tensor that is kept, and whether it is still what it was."""
+class KeptTensor:
+    """A kept tensor and its version."""
 
     __slots__ = ("_version", "tensor")
 
@@ -26,7 +51,7 @@ class Kept:
         self._version = version_of(tensor)
 
     def get(self) -> torch.Tensor:
-        """The tensor. Raises `RuntimeError` if it was written to since."""
+        """Return the tensor. Raises `RuntimeError` if it was written to since."""
         tensor = self.tensor
         if version_of(tensor) == self._version:
             return tensor
@@ -37,8 +62,8 @@ class Kept:
         )
 
 
-class Part(NamedTuple):
-    """A view of what a recipe makes, as operator or autograd saw it. `steps`: of the recipe, until then."""
+class RecipeView(NamedTuple):
+    """A view of a recipe's result, as an operator or autograd saw it after the first `steps` steps."""
 
     recipe: Recipe
     size: tuple[int, ...]
@@ -47,22 +72,22 @@ class Part(NamedTuple):
     steps: int
 
     def get(self) -> torch.Tensor:
-        """The view, of the tensor made again."""
+        """Return the view of the recomputed tensor."""
         return self.recipe.view(self)
 
 
-class Saved:
-    """What autograd keeps in place of a tensor. It is asked for once, unless the graph is retained."""
+class SavedRecipe:
+    """Autograd's substitute for a saved tensor. It is unpacked once, unless the graph is retained."""
 
     __slots__ = ("_part", "_waits")
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: RecipeView) -> None:
         self._part = part
         self._waits = True
         part.recipe.users += 1
 
     def get(self) -> torch.Tensor:
-        """The tensor, made again."""
+        """Return the recomputed tensor."""
         try:
             return self._part.get()
         finally:
@@ -75,8 +100,8 @@ class Saved:
             self._part.recipe.leave()
 
 
-class Step(NamedTuple):
-    """An operator that ran. Among its arguments are `Kept`, `Part` and `SELF`."""
+class RecipeStep(NamedTuple):
+    """A recorded operator. Its arguments contain `KeptTensor`, `RecipeView` and `SELF`."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -84,15 +109,15 @@ class Step(NamedTuple):
 
 
 class Recipe:
-    """How one storage was made: an operator that allocated it, and others that wrote to it in place.
+    """Steps that recompute one storage: an operator that allocates it, and in-place writes.
 
-    `users` are those that will ask for it: what autograd saved, and recipes that are made from it. Once made
-    again it is kept until the last of them has asked.
+    `users` counts pending readers: saved tensors, and recipes that depend on this one. The recomputed value
+    is kept until the last of them has read it.
     """
 
     __slots__ = ("_owes", "_value", "path", "pinned", "steps", "users")
 
-    def __init__(self, step: Step, path: str) -> None:
+    def __init__(self, step: RecipeStep, path: str) -> None:
         self.steps = [step]
         self.path = path
         self.users = 0
@@ -101,13 +126,13 @@ class Recipe:
         self._owes: list[Recipe] = []
         self._owe(step)
 
-    def add(self, step: Step) -> None:
-        """An operator has written to it."""
+    def add(self, step: RecipeStep) -> None:
+        """Append an in-place operator."""
         self.steps.append(step)
         self._owe(step)
 
-    def _owe(self, step: Step) -> None:
-        """It will ask for what a step is made from once."""
+    def _owe(self, step: RecipeStep) -> None:
+        """Register as a reader of the step's inputs."""
         for part in parts_among(step.args):
             part.recipe.users += 1
             self._owes.append(part.recipe)
@@ -119,8 +144,8 @@ class Recipe:
     def __del__(self) -> None:
         self._settle()
 
-    def view(self, part: Part) -> torch.Tensor:
-        """A view of what is made."""
+    def view(self, part: RecipeView) -> torch.Tensor:
+        """Return a view of the recomputed value."""
         if part.steps != len(self.steps):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
@@ -132,13 +157,13 @@ class Recipe:
         return torch.as_strided(value, part.size, part.stride, part.offset)
 
     def leave(self) -> None:
-        """One that would ask for it has, or never will."""
+        """Remove a reader that has read the value or never will."""
         self.users -= 1
         if self.users <= 0 and not self.pinned:
             self._value = None
 
     def pin(self) -> None:
-        """Make it now and keep it: what it is made from is about to change."""
+        """Recompute now and keep the value, because an input is about to change."""
         self._value = self._again()
         self.pinned = True
         self.steps = [NEVER for _ in self.steps]
@@ -167,9 +192,9 @@ class Recipe:
 
 
 class Noise(Recipe):
-    """Noise of dropout. It is drawn once; what is kept of it is a bit for each element.
+    """Dropout noise. It is drawn once and kept as one bit per element.
 
-    Its first two steps, which allocate and draw, never run again; those that scale it do.
+    The first two steps, which allocate and draw, never rerun; those that scale do.
     """
 
     __slots__ = ("_bits", "_dtype", "_size", "_stride")
@@ -181,11 +206,11 @@ class Noise(Recipe):
 
     @property
     def is_drawn(self) -> bool:
-        """Whether it has its values."""
+        """True once the noise has been drawn."""
         return len(self.steps) >= _DRAWN
 
     def keep(self, noise: torch.Tensor) -> None:
-        """Keep the bits of what was drawn; `noise` is a view of it."""
+        """Keep the drawn values as bits. `noise` is a view of them."""
         if self._bits is None:
             with as_first():
                 self._bits = packed(torch.as_strided(noise, self._size, self._stride, 0))
@@ -200,17 +225,17 @@ class Noise(Recipe):
 
 
 def _never() -> None:
-    raise AssertionError("a pinned value is never made again")
+    raise AssertionError("a pinned value is never recomputed")
 
 
-_DRAWN = 2
-NEVER = Step(_never, (), {})
-"""A step that is not to run again."""
+_DRAWN = 2  # The steps that allocate and draw.
+NEVER = RecipeStep(_never, (), {})
+"""A step that must not rerun."""
 
 
 @contextlib.contextmanager
 def as_first() -> Iterator[None]:
-    """As operators ran at first: below autograd and autocast, which have done their part."""
+    """Run operators as in forward: below autograd and autocast, which have already acted."""
     with (
         torch._C._AutoDispatchBelowAutograd(),
         torch._C._DisableAutocast(),
@@ -221,10 +246,10 @@ def as_first() -> Iterator[None]:
 
 
 def filled(value: Any, itself: torch.Tensor | None = None) -> Any:
-    """Arguments with the tensors in their places."""
+    """Substitute the tensors in recorded arguments."""
     if value is SELF:
         return itself
-    if isinstance(value, (Kept, Part)):
+    if isinstance(value, (KeptTensor, RecipeView)):
         return value.get()
     if type(value) in (list, tuple):
         return type(value)(filled(one, itself) for one in value)
@@ -233,9 +258,9 @@ def filled(value: Any, itself: torch.Tensor | None = None) -> Any:
     return value
 
 
-def parts_among(value: Any) -> Iterator[Part]:
-    """The parts of recipes among arguments."""
-    if isinstance(value, Part):
+def parts_among(value: Any) -> Iterator[RecipeView]:
+    """Yield the recipe results among arguments."""
+    if isinstance(value, RecipeView):
         yield value
     elif type(value) in (list, tuple):
         for one in value:
@@ -243,9 +268,69 @@ def parts_among(value: Any) -> Iterator[Part]:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to; -1 where that is not counted."""
+    """Return a tensor's version counter, or -1 if it has none."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+
+
+_STATISTICS, _TRAINS = 3, 5
+"""Indices of the running statistics and of `training` among the arguments of `native_batch_norm`."""
+_TYPES = tuple(getattr(torch, name) for name in TYPES)
+
+
+def without_writes(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Return arguments that keep a training batch norm from updating its running statistics.
+
+    The dtype of the statistics can select the kernel's compute type, so substitutes of the same type are
+    passed.
+    """
+    if not args[_TRAINS]:
+        return tuple(args)
+    x, weight, bias, *running = args[:_TRAINS]
+    others: list[Any] = [None, None]
+    if weight is None and bias is None:
+        with unnumbered():
+            others = [_another(one, x) for one in running]
+    return (*args[:_STATISTICS], *others, *args[_TRAINS:])
+
+
+def _another(running: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    return None if running is None or running.dtype == x.dtype else torch.ones_like(running)
+
+
+def with_statistics(
+    step: RecipeStep, args: Sequence[Any], result: Sequence[torch.Tensor]
+) -> RecipeStep:
+    """Return a step that reuses the result's statistics if that is exact, else the step itself."""
+    if not args[_TRAINS] or not _is_plain(args, result[1]):
+        return step
+    return RecipeStep(
+        _normalized, (*step.args[:_STATISTICS], KeptTensor(result[1]), KeptTensor(result[2])), {}
+    )
+
+
+def _is_plain(args: Sequence[Any], mean: torch.Tensor) -> bool:
+    """Return True if the kernel for dense inputs runs, in a single dtype."""
+    x, *channels = (one for one in args[:_TRAINS] if one is not None)
+    alike = all(one.is_contiguous() for one in channels) and all(
+        one.dtype == x.dtype for one in (*channels, mean)
+    )
+    dense = is_dense(tuple(x.shape), x.stride())
+    return alike and dense and x.dtype in _TYPES and x.device.type == "cpu"
+
+
+def _normalized(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    inverse: torch.Tensor,
+) -> torch.Tensor:
+    scale = inverse if weight is None else inverse * weight
+    ones = torch.ones_like(mean)
+    norm = torch.ops.aten.native_batch_norm.default
+    made: torch.Tensor = norm(x, scale, bias, mean, ones, False, 0.0, 0.0)[0]
+    return made

@@ -1,4 +1,4 @@
-"""Watches modules run: notes how planned tensors are made, and gives autograd recipes in their place."""
+"""Watches modules run, records how planned tensors are computed, and gives autograd recipes instead."""
 
 from __future__ import annotations
 
@@ -27,19 +27,31 @@ from torchtrim.executor.saved_tensor_hooks import (
     own,
 )
 from torchtrim.executor.swap import Swapped
-from torchtrim.records.roles import role_of
-from torchtrim.techniques.replay.normalized import with_statistics, without_writes
-from torchtrim.techniques.replay.places import Place, place_of
-from torchtrim.techniques.replay.recipes import NEVER, SELF, Kept, Noise, Part, Recipe, Saved, Step
+from torchtrim.records.operator_names import role_of
+from torchtrim.techniques.replay.places import ReplayPlace, place_of
+from torchtrim.techniques.replay.recipes import (
+    NEVER,
+    SELF,
+    KeptTensor,
+    Noise,
+    Recipe,
+    RecipeStep,
+    RecipeView,
+    SavedRecipe,
+    with_statistics,
+    without_writes,
+)
 from torchtrim.techniques.replay.table import BATCH_NORMS, DRAW, NOISE
 
 
 def watch(roots: Mapping[str, nn.Module], where: Sequence[str]) -> Handle:
-    """Watch the modules of these places. Raises `ApplyFailed`, the modules as they were."""
-    places: defaultdict[str, list[Place]] = defaultdict(list)
+    """Watch the modules of these places. If it raises `ApplyFailed`, the modules are unchanged."""
+    places: defaultdict[str, list[ReplayPlace]] = defaultdict(list)
     for place in map(place_of, where):
         places[place.path].append(place)
-    watcher = Watcher({run.name for several in places.values() for p in several for run in p.runs})
+    watcher = ReplayWatcher(
+        {run.name for several in places.values() for p in several for run in p.runs}
+    )
     handles = Handles()
     try:
         for path, several in places.items():
@@ -53,7 +65,7 @@ def watch(roots: Mapping[str, nn.Module], where: Sequence[str]) -> Handle:
 
 
 def _watched(
-    watcher: Watcher, places: list[Place], forward: Callable[..., Any]
+    watcher: ReplayWatcher, places: list[ReplayPlace], forward: Callable[..., Any]
 ) -> Callable[..., Any]:
     named = _by_name(places)
 
@@ -63,17 +75,17 @@ def _watched(
         if not watcher.may_watch():
             watcher.lost.tell(str(places[0]))
             return forward(*args, **kwargs)
-        call = _Call(named, str(places[0]))
+        call = _WatchedCall(named, str(places[0]))
         return watcher.run(call, functools.partial(forward, *args, **kwargs))
 
     return run
 
 
 Named = dict[str, dict[int, str]]
-"""The places of a module: by an operator's role, then by its ordinal among those of the role."""
+"""Places of a module, by operator role and ordinal."""
 
 
-def _by_name(places: Sequence[Place]) -> Named:
+def _by_name(places: Sequence[ReplayPlace]) -> Named:
     named: defaultdict[str, dict[int, str]] = defaultdict(dict)
     for place in places:
         for run in place.runs:
@@ -81,8 +93,8 @@ def _by_name(places: Sequence[Place]) -> Named:
     return dict(named)
 
 
-class _Call:
-    """A call of a module that is watched: how often each operator has run in it, and the notes about it."""
+class _WatchedCall:
+    """A watched module call: how often each operator has run in it, and its records."""
 
     def __init__(self, named: Named, where: str) -> None:
         self.counts = dict.fromkeys(named, 0)
@@ -92,46 +104,46 @@ class _Call:
         self.read: list[int] = []
 
 
-class _Found(NamedTuple):
-    """An operator that a plan names runs: in which call, and for which place."""
+class _PlannedOperator(NamedTuple):
+    """A named operator that is running: its call and its place."""
 
-    call: _Call
+    call: _WatchedCall
     place: str
 
 
-class _Noted(NamedTuple):
-    """How a storage was made, and the tensor's type and geometry.
+class _StorageRecord(NamedTuple):
+    """Record of how a storage was computed, with the tensor's dtype and geometry.
 
-    The weak reference keeps the storage's number from being another's.
+    The weak reference keeps the storage's address from being reused.
     """
 
     recipe: Recipe
     storage: StorageWeakRef
-    found: _Found
+    found: _PlannedOperator
     dtype: torch.dtype
     geometry: tuple[Any, ...]
 
 
 class _Kind(NamedTuple):
-    """An operator: its name and role if plans name its role, and the arguments that it writes."""
+    """An operator's name, its role if plans use it, and the arguments it writes."""
 
     name: str
     role: str
     writes: tuple[tuple[int, str], ...]
 
 
-class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """One for a plan. It is on while any of the planned modules runs.
+class ReplayWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode of a plan, active while any of its modules runs.
 
-    What it notes of a call it forgets with that; only what autograd saved then holds a recipe.
+    Records are dropped at the end of their call. After that only autograd's saved tensors hold recipes.
     """
 
     def __init__(self, roles: set[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._roles = roles
         self._kinds: dict[Any, _Kind] = {}
-        self._calls: list[_Call] = []
-        self._noted: dict[int, _Noted] = {}
+        self._calls: list[_WatchedCall] = []
+        self._noted: dict[int, _StorageRecord] = {}
         self._readers: dict[int, list[Recipe]] = {}
         self._outer: Hooks | None = None
         self._hooks = self._pack, _unpack
@@ -143,15 +155,15 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True: what the script compiles runs compiled."""
+        """Return True, so that functions compiled by the script stay compiled."""
         return True
 
     def may_watch(self) -> bool:
-        """Whether hooks would act: under those of others, such as a checkpoint's, these alone do."""
+        """Return True unless other saved-tensor hooks are active, such as a checkpoint's."""
         return not foreign()
 
-    def run(self, call: _Call, forward: Callable[[], Any]) -> Any:
-        """A call that is watched."""
+    def run(self, call: _WatchedCall, forward: Callable[[], Any]) -> Any:
+        """Run a call while watching it."""
         self._calls.append(call)
         try:
             if len(self._calls) > 1:
@@ -168,12 +180,12 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._forget(call)
 
     def _skip(self, counts: Counter[str]) -> None:
-        """Operators in whose place others ran have their numbers."""
+        """Advance the ordinals for operators that were substituted."""
         for call in self._calls:
             for name in call.counts:
                 call.counts[name] += counts[name]
 
-    def _forget(self, call: _Call) -> None:
+    def _forget(self, call: _WatchedCall) -> None:
         for storage in call.noted:
             self._noted.pop(storage, None)
         for storage in call.read:
@@ -214,8 +226,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = self._kinds[func] = _Kind(*((plain, role) if planned else ("", "")), writes)
         return kind
 
-    def _count(self, role: str) -> _Found | None:
-        """Count one more operator of a role; return what the plan says of it, if anything."""
+    def _count(self, role: str) -> _PlannedOperator | None:
+        """Count an operator of a role. Return what the plan says of it, if anything."""
         if torch._C._current_autograd_node() is not None or not is_numbered():
             return None
         found = None
@@ -225,23 +237,25 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 call.counts[role] = number + 1
                 place = call.named[role].get(number)
                 if place is not None and torch.is_grad_enabled():
-                    found = _Found(call, place)
+                    found = _PlannedOperator(call, place)
         return found
 
-    def _step(self, func: Any, args: Any, kwargs: Any, kind: _Kind, found: _Found) -> Step:
-        """What is kept to run an operator again."""
+    def _step(
+        self, func: Any, args: Any, kwargs: Any, kind: _Kind, found: _PlannedOperator
+    ) -> RecipeStep:
+        """Record what is needed to rerun an operator."""
         if kind.name == DRAW:
             return NEVER
         if kind.name in BATCH_NORMS:
             args = without_writes(args)
-        return Step(func, self._held(args, found), self._held(kwargs, found))
+        return RecipeStep(func, self._held(args, found), self._held(kwargs, found))
 
-    def _held(self, value: Any, found: _Found) -> Any:
-        """Arguments with what is kept in place of their tensors."""
+    def _held(self, value: Any, found: _PlannedOperator) -> Any:
+        """Replace tensors in arguments by the recipe's references to them."""
         if isinstance(value, torch.Tensor):
             noted = self._of(value)
             if noted is None or noted.found != found:
-                return Kept(value)
+                return KeptTensor(value)
             self._keep(noted.recipe, value)
             return _part(noted.recipe, value)
         if type(value) in (list, tuple):
@@ -251,29 +265,29 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
     def _keep(self, recipe: Recipe, value: torch.Tensor) -> None:
-        """Noise becomes bits before anything is made from it."""
+        """Pack noise before anything is computed from it."""
         if isinstance(recipe, Noise):
             with unnumbered():
                 recipe.keep(value)
 
-    def _read_by(self, recipe: Recipe, step: Step, found: _Found) -> None:
-        """A recipe rests on the tensors that a step keeps."""
+    def _read_by(self, recipe: Recipe, step: RecipeStep, found: _PlannedOperator) -> None:
+        """Make the recipe depend on the tensors that a step keeps."""
         for kept in _kept_among((step.args, step.kwargs)):
             storage = _number(kept.tensor)
             self._readers.setdefault(storage, []).append(recipe)
             found.call.read.append(storage)
 
-    def _note(self, result: Any, recipe: Recipe, found: _Found) -> None:
+    def _note(self, result: Any, recipe: Recipe, found: _PlannedOperator) -> None:
         if foreign():
             self.lost.tell(found.place)
         made = result[0] if isinstance(result, (tuple, list)) else result
         number = _number(made)
         weak = StorageWeakRef(made.untyped_storage())  # type: ignore[no-untyped-call]
-        self._noted[number] = _Noted(recipe, weak, found, made.dtype, _geometry(made))
+        self._noted[number] = _StorageRecord(recipe, weak, found, made.dtype, _geometry(made))
         found.call.noted.append(number)
 
-    def _of(self, tensor: torch.Tensor) -> _Noted | None:
-        """How the storage of a tensor was made; None if that is not known."""
+    def _of(self, tensor: torch.Tensor) -> _StorageRecord | None:
+        """Return the record of a tensor's storage, or None."""
         noted = self._noted.get(_number(tensor))
         if noted is not None and isinstance(noted.recipe, Noise) and not noted.recipe.is_drawn:
             return None
@@ -281,8 +295,10 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         return noted
 
-    def _write(self, func: Any, args: Any, kwargs: Any, kind: _Kind, found: _Found | None) -> Any:
-        """An operator that writes in place: as a step of a recipe, or the notes no longer hold."""
+    def _write(
+        self, func: Any, args: Any, kwargs: Any, kind: _Kind, found: _PlannedOperator | None
+    ) -> Any:
+        """Append an in-place write to the recipe, or invalidate the record."""
         if not self._noted and not self._readers:
             return func(*args, **kwargs)
         written = [
@@ -311,21 +327,21 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         noted = self._of(tensor) if self._noted and type(tensor) in _PLAIN else None
         if noted is not None:
             self._keep(noted.recipe, tensor)
-            return Saved(_part(noted.recipe, tensor))
+            return SavedRecipe(_part(noted.recipe, tensor))
         if self._outer is not None:
             pack, unpack = self._outer
             return Handed(unpack, pack(tensor))
         if tensor.grad_fn is None:
-            return Kept(tensor)
+            return KeptTensor(tensor)
         with torch._C._DisableTorchDispatch():
-            return Kept(tensor.detach())
+            return KeptTensor(tensor.detach())
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 @own
-def _unpack(saved: Saved | Kept | Handed) -> torch.Tensor:
+def _unpack(saved: SavedRecipe | KeptTensor | Handed) -> torch.Tensor:
     return saved.get()
 
 
@@ -334,8 +350,8 @@ def _is_own(kind: type) -> bool:
     return own.__torch_dispatch__ is not _disabled_torch_dispatch_impl
 
 
-def _may_add(noted: _Noted, found: _Found, written: list[Any]) -> bool:
-    """Whether a write to the whole of a tensor belongs to its recipe."""
+def _may_add(noted: _StorageRecord, found: _PlannedOperator, written: list[Any]) -> bool:
+    """Return True if a write to an entire tensor belongs to its recipe."""
     return noted.found == found and len(written) == 1 and noted.geometry == _geometry(written[0])
 
 
@@ -348,13 +364,13 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
-def _part(recipe: Recipe, tensor: torch.Tensor) -> Part:
+def _part(recipe: Recipe, tensor: torch.Tensor) -> RecipeView:
     size, stride, offset = _geometry(tensor)
-    return Part(recipe, size, stride, offset, len(recipe.steps))
+    return RecipeView(recipe, size, stride, offset, len(recipe.steps))
 
 
-def _kept_among(value: Any) -> Iterator[Kept]:
-    if isinstance(value, Kept):
+def _kept_among(value: Any) -> Iterator[KeptTensor]:
+    if isinstance(value, KeptTensor):
         yield value
     elif type(value) in (list, tuple):
         for one in value:

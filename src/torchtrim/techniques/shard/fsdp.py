@@ -19,15 +19,17 @@ from torchtrim.executor.gradient_sync import make_anew, refuse, without_reducer
 from torchtrim.executor.swap import Forward, Swapped
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_ADVICE = "Take shard out of the plan, or plan again."
+_ADVICE = "Remove shard from the plan, or plan again."
 _CONTAINERS = (list, tuple, dict, set)
 _PATIENCE_SECONDS = 60.0
+"""Arbitrary; ranks of one step seldom differ by as much."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
+"""Arbitrary; pauses between looks at the store start short and double up to the longest."""
 _APPLICATIONS = count()
-"""Every rank applies the same plans one after the other, so they agree on the number."""
+"""Every rank applies the same plans in the same order, so all agree on the number."""
 
 
-class Sharded:
+class ShardedReplica:
     """A `DistributedDataParallel` whose module is sharded over its ranks."""
 
     def __init__(self, where: str, module: Any, reshard: bool, patterns: tuple[str, ...]) -> None:
@@ -37,24 +39,24 @@ class Sharded:
         blocks = list(matching(self._inner, patterns) if patterns else repeated(self._inner))
         if patterns and not blocks:
             raise ApplyFailed(
-                f"`{where}`: no module with parameters matches the blocks {' '.join(patterns)!r}, which are "
-                f"patterns of paths below it, such as 'layers.*'. {_ADVICE}"
+                f"`{where}`: no module with parameters matches the blocks {' '.join(patterns)!r}, which "
+                f"must be patterns of paths below it, such as 'layers.*'. {_ADVICE}"
             )
-        _check(where, module, self._whole, [path for path, _ in blocks])
-        optimizers = _optimizers(self._whole.values())
-        _check_kept(where, module, self._whole, optimizers)
-        self._gathering = _Gathering(where, module.process_group)
-        self._marks = _Marks(self._inner)
+        _refuse_unsupported(where, module, self._whole, [path for path, _ in blocks])
+        optimizers = _optimizers_of(self._whole.values())
+        _refuse_kept_parameters(where, module, self._whole, optimizers)
+        self._gathering = _Gatherer(where, module.process_group)
+        self._marks = _FsdpState(self._inner)
         without_reducer(module)
         try:
             self._shard(blocks, reshard)
         except Exception as error:
             self._put_back()
             make_anew(module)
-            raise ApplyFailed(f"`{where}`: fully_shard says: {error}. {_ADVICE}") from error
+            raise ApplyFailed(f"`{where}`: fully_shard failed: {error}. {_ADVICE}") from error
         self._shards = dict(self._inner.named_parameters(remove_duplicate=False))
         shards = {id(one): self._shards[name] for name, one in self._whole.items()}
-        self._adopted = [_Adopted(one, shards, self._gathering) for one in optimizers]
+        self._adopted = [_ShardedOptimizer(one, shards, self._gathering) for one in optimizers]
         self._module_parameters = list(module._module_parameters)
         module._module_parameters[:] = [
             shards.get(id(one), one) for one in module._module_parameters
@@ -65,10 +67,10 @@ class Sharded:
         self._swapped = Swapped(module, self._without_reducer)
 
     def revert(self) -> None:
-        """Gather everything, and exchange gradients as before. All ranks have to."""
+        """Gather everything, and exchange gradients as before. All ranks must call it."""
         whole = {name: self._gathering.whole(one).detach() for name, one in self._shards.items()}
         parameters = {id(self._shards[name]): one for name, one in self._whole.items()}
-        updating = _optimizers(self._shards.values())
+        updating = _optimizers_of(self._shards.values())
         states = [self._gathering.states(one) for one in updating]
         self._swapped.revert()
         for hook in self._hooks:
@@ -79,7 +81,7 @@ class Sharded:
         for adopted in self._adopted:
             adopted.revert()
         for optimizer, state in zip(updating, states, strict=True):
-            _exchange(optimizer, parameters, state)
+            _replace_parameters(optimizer, parameters, state)
         self._module._module_parameters[:] = self._module_parameters
         make_anew(self._module)
 
@@ -95,14 +97,14 @@ class Sharded:
         fully_shard(self._inner, **options)
 
     def _put_back(self) -> None:
-        """The modules as they were, with the parameters that they had."""
+        """Restore the modules with their original parameters."""
         self._marks.erase()
         for name, parameter in self._whole.items():
             owner, _, last = name.rpartition(".")
             self._inner.get_submodule(owner)._parameters[last] = parameter
 
     def _without_reducer(self, _: Forward) -> Forward:
-        """What forward of `DistributedDataParallel` does beside the reducer's work."""
+        """Return a forward that does what `DistributedDataParallel` does, except for the reducer's work."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             module = self._module
@@ -119,38 +121,40 @@ class Sharded:
         return forward
 
     def _hooked(self, path: str, owner: Any) -> Iterator[Any]:
-        """Hooks by which a module with parameters saves and loads whole tensors, whoever asks it to."""
+        """Yield hooks that save and load whole tensors of a module with parameters, whoever calls it."""
         if not owner._parameters:
             return
         start = f"{path}." if path else ""
         shards = {name: self._shards.get(f"{start}{name}") for name in owner._parameters}
-        yield owner.register_state_dict_post_hook(lambda *given: self._gathers(*given))
-        yield owner.register_load_state_dict_pre_hook(partial(_splits, shards))
+        yield owner.register_state_dict_post_hook(lambda *given: self._gather_saved(*given))
+        yield owner.register_load_state_dict_pre_hook(partial(_split_loaded, shards))
 
-    def _gathers(self, module: nn.Module, state: Any, prefix: str, _: Any) -> None:
-        """Whole tensors in a `state_dict`."""
+    def _gather_saved(self, module: nn.Module, state: Any, prefix: str, _: Any) -> None:
+        """Put whole tensors into a `state_dict`."""
         self._gathering.meet("state_dict")
         for name in module._parameters:
             if f"{prefix}{name}" in state:
                 state[f"{prefix}{name}"] = self._gathering.whole(state[f"{prefix}{name}"])
 
 
-def _splits(shards: Mapping[str, Any], _: nn.Module, state: Any, prefix: str, *__: Any) -> None:
-    """The parts of whole tensors that are loaded."""
+def _split_loaded(
+    shards: Mapping[str, Any], _: nn.Module, state: Any, prefix: str, *__: Any
+) -> None:
+    """Replace whole tensors to be loaded by this rank's parts."""
     for name, shard in shards.items():
         if f"{prefix}{name}" in state:
             state[f"{prefix}{name}"] = _part(state[f"{prefix}{name}"], shard)
 
 
-class _Gathering:
-    """Makes whole tensors of the parts that ranks have."""
+class _Gatherer:
+    """Gathers whole tensors from the parts of all ranks."""
 
     def __init__(self, where: str, group: Any) -> None:
         self._where, self._group = where, group
         self._application, self._meetings = next(_APPLICATIONS), 0
 
     def states(self, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-        """The whole states of an optimizer's parameters, by their ids. All ranks have to ask."""
+        """Return the whole states of an optimizer's parameters, by their ids. All ranks must call it."""
         every = [one for group in optimizer.param_groups for one in group["params"]]
         return {
             id(one): _mapped(optimizer.state[one], self.whole)
@@ -159,11 +163,11 @@ class _Gathering:
         }
 
     def whole(self, value: Any) -> Any:
-        """The tensor of all parts; anything else as it is. All ranks have to ask."""
+        """Return the tensor of all parts, or any other value unchanged. All ranks must call it."""
         return value.full_tensor() if _is_part(value) else value
 
     def meet(self, what: str) -> None:
-        """Wait for the other ranks. Raises `ApplyFailed` where they do not come within a minute."""
+        """Wait for the other ranks. Raises `ApplyFailed` if they do not arrive within a minute."""
         distributed: Any = torch.distributed
         ranks = distributed.get_world_size(self._group)
         store = distributed.distributed_c10d._get_default_store()
@@ -176,19 +180,19 @@ class _Gathering:
             if time.monotonic() > deadline:
                 store.add(key, -1)
                 raise ApplyFailed(
-                    f"`{self._where}` is sharded: {what}() was called on {here} of {ranks} ranks, each has "
-                    f"a part of it. Call it on all of them, and save what it gives on one. {_ADVICE}"
+                    f"`{self._where}` is sharded: {what}() was called on {here} of {ranks} ranks, but each "
+                    f"has a part of it. Call it on all of them, and save the result on one. {_ADVICE}"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
         self._meetings += 1
 
 
-class _Adopted:
-    """An optimizer that updates the parts of what it was made for."""
+class _ShardedOptimizer:
+    """An optimizer that updates this rank's parts instead of whole parameters."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, shards: Mapping[int, Any], gathering: _Gathering
+        self, optimizer: torch.optim.Optimizer, shards: Mapping[int, Any], gathering: _Gatherer
     ) -> None:
         self._gathering = gathering
         states = {
@@ -196,25 +200,25 @@ class _Adopted:
             for one, state in optimizer.state.items()
             if id(one) in shards
         }
-        _exchange(optimizer, shards, states)
+        _replace_parameters(optimizer, shards, states)
         self._hooks = [
-            optimizer.register_state_dict_post_hook(self._gathers),
-            optimizer.register_load_state_dict_pre_hook(self._splits),
+            optimizer.register_state_dict_post_hook(self._gather_saved),
+            optimizer.register_load_state_dict_pre_hook(self._split_loaded),
         ]
 
     def revert(self) -> None:
-        """Save and load as it did."""
+        """Remove the hooks on saving and loading."""
         for hook in self._hooks:
             hook.remove()
 
-    def _gathers(self, optimizer: Any, saved: Any) -> Any:
+    def _gather_saved(self, optimizer: Any, saved: Any) -> Any:
         self._gathering.meet("state_dict")
         states = {
             key: _mapped(state, self._gathering.whole) for key, state in saved["state"].items()
         }
         return {**saved, "state": states}
 
-    def _splits(self, optimizer: Any, saved: Any) -> Any:
+    def _split_loaded(self, optimizer: Any, saved: Any) -> Any:
         numbers = [n for group in saved["param_groups"] for n in group["params"]]
         shards = [one for group in optimizer.param_groups for one in group["params"]]
         states = dict(saved["state"])
@@ -224,12 +228,13 @@ class _Adopted:
         return {**saved, "state": states}
 
 
-def _exchange(
+def _replace_parameters(
     optimizer: torch.optim.Optimizer,
     instead: Mapping[int, Any],
     states: Mapping[int, dict[str, Any]],
 ) -> None:
-    """Have an optimizer update other tensors, `instead` and with `states` by the ids of those now."""
+    """Make an optimizer update the tensors `instead`, with `states`; both are keyed by ids of the current
+    tensors."""
     for group in optimizer.param_groups:
         for one in group["params"]:
             if id(one) in instead:
@@ -239,14 +244,14 @@ def _exchange(
         group["params"][:] = [instead.get(id(one), one) for one in group["params"]]
 
 
-class _Marks:
-    """What `fully_shard` leaves on modules: classes, attributes and hooks."""
+class _FsdpState:
+    """Classes, attributes and hooks that `fully_shard` adds to modules."""
 
     def __init__(self, root: nn.Module) -> None:
         self._before = [(one, type(one), set(vars(one)), _hooks_of(one)) for one in root.modules()]
 
     def erase(self) -> None:
-        """Take off what came since."""
+        """Remove everything added since the construction."""
         from torch.distributed import _composable_state
 
         known: Any = getattr(_composable_state, "_module_state_mapping", {})
@@ -277,7 +282,7 @@ def _is_part(value: Any) -> bool:
 
 
 def _part(value: Any, shard: Any) -> Any:
-    """This rank's part of a tensor that has a shard's shape; anything else as it is."""
+    """Return this rank's part of a tensor with the shape of a shard, or any other value unchanged."""
     from torch.distributed.tensor import distribute_tensor
 
     if not isinstance(value, torch.Tensor) or _is_part(value) or not _is_part(shard):
@@ -288,8 +293,8 @@ def _part(value: Any, shard: Any) -> Any:
     return distribute_tensor(on_device, shard.device_mesh, shard.placements, src_data_rank=None)
 
 
-def _optimizers(parameters: Iterable[Any]) -> list[torch.optim.Optimizer]:
-    """Those that update any of the parameters, in an order that is the same on all ranks."""
+def _optimizers_of(parameters: Iterable[Any]) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that update any of the parameters, in the same order on all ranks."""
     numbers = {id(one): number for number, one in enumerate(parameters)}
     found = []
     for one in gc.get_objects():
@@ -300,13 +305,12 @@ def _optimizers(parameters: Iterable[Any]) -> list[torch.optim.Optimizer]:
     return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
-def _check(
+def _refuse_unsupported(
     where: str, module: Any, parameters: Mapping[str, nn.Parameter], blocks: list[str]
 ) -> None:
-    """Raises `ApplyFailed` for what cannot be sharded."""
     if ignored := sorted(module.parameters_to_ignore & parameters.keys()):
         raise ApplyFailed(
-            f"`{where}`: DistributedDataParallel is told to ignore {ignored[0]}, and fully_shard would not. "
+            f"`{where}`: DistributedDataParallel ignores {ignored[0]}, but fully_shard would not. "
             f"{_ADVICE}"
         )
     if any(one.grad is not None for one in parameters.values()):
@@ -315,19 +319,21 @@ def _check(
         raise ApplyFailed(f"`{where}` has parameters of several types. {_ADVICE}")
     if tied := split_parameter(parameters.items(), blocks):
         raise ApplyFailed(
-            f"`{where}`: {tied[0]} and {tied[1]} are one parameter, and would be sharded apart. Say with "
-            f"`blocks` which modules are sharded one by one. {_ADVICE}"
+            f"`{where}`: {tied[0]} and {tied[1]} are one parameter, but would be sharded separately. "
+            f"Name the modules to shard one by one in `blocks`. {_ADVICE}"
         )
 
 
-def _check_kept(
+def _refuse_kept_parameters(
     where: str,
     module: Any,
     parameters: Mapping[str, nn.Parameter],
     optimizers: list[torch.optim.Optimizer],
 ) -> None:
-    """Raises `ApplyFailed` where the script has a container with some of the parameters: they would be whole
-    there, and get no gradients."""
+    """Raise `ApplyFailed` if the script has a container with some of the parameters.
+
+    They would stay whole there, and get no gradients.
+    """
     ours = [
         parameters,
         module._module_parameters,
@@ -340,14 +346,14 @@ def _check_kept(
     for holder in gc.get_referrers(*wanted):
         if type(holder) in _CONTAINERS and id(holder) not in known:
             raise ApplyFailed(
-                f"`{where}`: the script keeps parameters in a {type(holder).__name__} of {len(holder)}, "
-                "besides the model and its optimizers, where they would stay whole. Ask the model for them "
-                f"when they are needed. {_ADVICE}"
+                f"`{where}`: the script keeps parameters in a {type(holder).__name__} of {len(holder)} "
+                "items, outside of the model and its optimizers. Parameters in it would stay whole. Get them "
+                f"from the model when they are needed. {_ADVICE}"
             )
 
 
 def split_parameter(parameters: Any, blocks: list[str]) -> tuple[str, str] | None:
-    """Two paths of one parameter that lie in two blocks, or in one and outside of all; None for none."""
+    """Return two paths of one parameter in different blocks, or inside and outside of a block, or None."""
     owners: dict[int, tuple[str, str]] = {}
     for path, parameter in parameters:
         owner = max((one for one in blocks if path.startswith(f"{one}.")), key=len, default="")
@@ -358,7 +364,7 @@ def split_parameter(parameters: Any, blocks: list[str]) -> tuple[str, str] | Non
 
 
 def matching(root: nn.Module, patterns: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules with parameters whose paths match a pattern."""
+    """Yield the modules with parameters whose paths match a pattern."""
     for path, module in root.named_modules():
         wanted = any(fnmatchcase(path.removeprefix("module."), pattern) for pattern in patterns)
         if path and wanted and any(True for _ in module.parameters()):
@@ -366,9 +372,9 @@ def matching(root: nn.Module, patterns: tuple[str, ...]) -> Iterator[tuple[str, 
 
 
 def repeated(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The blocks that a model repeats: what is most often of one class in its outermost lists of modules.
+    """Yield the blocks that a model repeats: the most frequent class in its outermost lists of modules.
 
-    Only what has parameters counts; a list with no two alike is looked into, as any other module is.
+    Only modules with parameters count. A list without two of a class is searched like any other module.
     """
     return _repeated(root, "")
 
@@ -377,7 +383,7 @@ def _repeated(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     children = [
         (f"{path}.{name}" if path else name, child) for name, child in module.named_children()
     ]
-    kind = _usual(module)
+    kind = _repeated_class(module)
     for where, child in children:
         if kind is not None and type(child) is kind:
             yield where, child
@@ -385,8 +391,7 @@ def _repeated(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _repeated(child, where)
 
 
-def _usual(module: nn.Module) -> type | None:
-    """The class that repeats in a list of modules; None where none does."""
+def _repeated_class(module: nn.Module) -> type | None:
     if not isinstance(module, _LISTS):
         return None
     owning = [type(one) for one in module.children() if any(True for _ in one.parameters())]

@@ -1,29 +1,29 @@
-"""Shard: FSDP2 in the place of `DistributedDataParallel`: each rank keeps a part of parameters and states.
+"""Shard: FSDP2 replaces `DistributedDataParallel`: each rank keeps a part of parameters and states.
 
 With `DistributedDataParallel` each rank holds every parameter, gradient and optimizer state. Here
-`fully_shard` splits them over the ranks, by the blocks that the model repeats and what is left in the root: a
-block's parameters are gathered before it runs and dropped afterwards, its gradients are added up over the
+`fully_shard` splits them over the ranks, by the repeated blocks of the model and the rest in the root: a
+block's parameters are gathered before it runs and freed afterwards, and its gradients are summed over the
 ranks into the part that each keeps. `reshard = false` keeps the gathered parameters until backward has used
 them: one gather less of each, for more memory. `blocks` are patterns of paths below the module, such as
-`layers.*`, separated by blanks, where it should not be those that repeat.
+`layers.*`, separated by blanks, to shard other blocks than the repeated ones.
 
-The module stays where it is, and so do its hooks, names and `no_sync`; it exchanges nothing any more.
-Optimizers get the parts in the place of the parameters that they were made for. Buffers are broadcast as
-before. `state_dict` of the model, of each of its modules and of the optimizers gives whole tensors and
-`load_state_dict` takes them, so files are the same; all ranks have to ask for it, since each has a part:
-where one asks alone, as in `if rank == 0: torch.save(model.state_dict(), ...)`, it raises after a minute and
-says so. The file of an optimizer that is made after the first forward has parts.
+The module stays in place, and so do its hooks, names and `no_sync`, but it no longer exchanges gradients.
+Optimizers get the parts instead of their parameters. Buffers are broadcast as before. `state_dict` of the
+model, of each of its modules and of the optimizers returns whole tensors, and `load_state_dict` accepts them,
+so files do not change. All ranks must call it, since each has a part: if only one does, as in `if rank == 0:
+torch.save(model.state_dict(), ...)`, it raises after a minute and says so. The file of an optimizer created
+after the first forward contains parts.
 
-On two ranks every sum is of two numbers, and a mean a halving: identical, bit for bit, where a step exchanges
-once and nothing adds up sharded tensors. On more ranks, after micro-batches that each exchange, with clipping
-by a norm, and with optimizers that use norms, such as LAMB, equal up to rounding: parts are added up first.
+On two ranks every sum has two terms, and a mean is a halving: identical, bit for bit, if a step exchanges
+once and nothing sums sharded tensors. On more ranks, after micro-batches that each exchange, with clipping by
+a norm, and with optimizers that use norms, such as LAMB, the results are equal up to rounding: parts are
+summed first.
 
-It exchanges half as much again, so it is tried where no other plan fits the budget, each way in a run of its
-own, and other techniques plan within what is left. Refused are a script that keeps parameters in a list of
-its own, gradients from before, communication hooks, parameters that have no part in the loss or that
-`DistributedDataParallel` has to ignore, and what `fully_shard` refuses. Mixed precision and parameters on
-the host are left to scripts that call `fully_shard`.
-`where` names modules in `DistributedDataParallel`.
+It exchanges half as much again, so it is tried only if no other plan fits the budget, each setting in a run
+of its own, and other techniques plan for the rest. It refuses a script that keeps parameters in a list of its
+own, gradients from before, communication hooks, parameters that do not contribute to the loss or that
+`DistributedDataParallel` ignores, and everything that `fully_shard` refuses. For mixed precision and
+parameters on the host, call `fully_shard` in the script. `where` names modules in `DistributedDataParallel`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,11 @@ _AFTER_BACKWARD = ("optimizer", "other")
 
 
 class Shard:
-    """`where` names modules in `DistributedDataParallel`. `reshard`: drop a block's parameters after its
-    forward. `blocks`: patterns of paths below the module, none for the blocks that repeat."""
+    """`where` names modules in `DistributedDataParallel`.
+
+    `reshard`: free a block's parameters after its forward. `blocks`: patterns of paths below the module, by
+    default the repeated blocks.
+    """
 
     name = "shard"
     takes = tuple(_OPTIONS)
@@ -57,7 +60,7 @@ class Shard:
     ways = 2
 
     def options(self, step: Step) -> Sequence[Option]:
-        """Each replica that uses all of its parameters, both ways."""
+        """Return each replica that uses all of its parameters, with both settings of `reshard`."""
         profile = step.profile
         if profile is None or profile.world < 2:
             return []
@@ -66,47 +69,46 @@ class Shard:
             Option(self.name, profile.modules[one.module].path, (), None, (("reshard", on),), less)
             for on in (True, False)
             for one in profile.replicas
-            if _whole(profile, one)
+            if _uses_all_parameters(profile, one)
         ]
 
     def edits(self, step: Step, option: Option) -> None:
-        """None: what it saves is measured."""
+        """Return None: the saving is measured by a run."""
 
     def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
         """Shard the named modules. Raises `ApplyFailed`."""
         from torchtrim.executor.gradient_sync import replica_at
-        from torchtrim.techniques.shard.fsdp import Sharded
+        from torchtrim.techniques.shard.fsdp import ShardedReplica
 
         for name, value in technique.options.items():
             if type(value) is not _OPTIONS.get(name):
                 raise ApplyFailed(
-                    "shard has the options `reshard`, true or false, and `blocks`, patterns of paths, and "
+                    "shard has the options `reshard`, true or false, and `blocks`, patterns of paths; "
                     f"the plan has {technique.options!r}."
                 )
         reshard = technique.options.get("reshard", True) is True
         blocks = tuple(str(technique.options.get("blocks", "")).split())
         return all_or_none(
             technique.where,
-            lambda where: Sharded(
+            lambda where: ShardedReplica(
                 where, replica_at(where, module_at(roots, where), self.name), reshard, blocks
             ),
         )
 
     def bars(self, technique: Technique) -> Collection[str]:
-        """What changes how `DistributedDataParallel` exchanges."""
+        """Return the techniques that change the exchange of `DistributedDataParallel`."""
         return ("data_parallel", "compress_gradients")
 
 
 TECHNIQUE = Shard()
 
 
-def _whole(profile: Profile, replica: Replica) -> bool:
-    """Whether it is a root all of whose parameters have a part in the loss."""
+def _uses_all_parameters(profile: Profile, replica: Replica) -> bool:
     return profile.modules[replica.module].parent < 0 and not replica.unused_bytes
 
 
 def _adds_up_alike(profile: Profile) -> bool:
-    """Whether no sum is of more than two numbers that another order could round otherwise."""
+    """Return True if no sum has more than two terms, which another order could round differently."""
     if ranks_of(profile) > 2 or rounds_of(profile).rounds > 1:
         return False
     held = {n for n, one in enumerate(profile.storages) if one.kind in _HELD}

@@ -1,4 +1,4 @@
-"""Runs a BatchNorm, and what follows it, in parts of the channels, and again in backward."""
+"""Runs a BatchNorm and the modules after it in parts of the channels, and again in backward."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
-from torchtrim.capture.hookless import HOOKS
+from torchtrim.capture.modules import HOOKS
 from torchtrim.errors import ApplyFailed
-from torchtrim.executor.autocast import casting
+from torchtrim.executor.autograd import casting, only_once
 from torchtrim.executor.chains import Range, Ranges, Run, one_by_one
-from torchtrim.executor.handles import Handle
-from torchtrim.executor.once import only_once
 from torchtrim.executor.ordinals import unnumbered
-from torchtrim.executor.places import Part
+from torchtrim.executor.places import ModulePart
+from torchtrim.executor.registry import Handle
 from torchtrim.executor.swap import Swapped, is_of_another
-from torchtrim.techniques.split_channels.layout import layout_of, spans_of
+from torchtrim.techniques.split_channels.places import layout_of, spans_of
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def split(where: str, part: Part, parts: int, *, overwrites: bool) -> Handle:
-    """Have a norm, or a range that begins with one, run in parts of the channels.
+def split(where: str, part: ModulePart, parts: int, *, overwrites: bool) -> Handle:
+    """Make a norm, or a range that begins with one, run in parts of the channels.
 
-    Raises `ApplyFailed` where the first module is no BatchNorm, or one has hooks.
+    Raises `ApplyFailed` if the first module is not a BatchNorm, or one has hooks.
     """
     modules = [part.module] if part.span is None else list(part.chain)[slice(*part.span)]
     norm = modules[0] if modules else None
@@ -40,7 +39,7 @@ def split(where: str, part: Part, parts: int, *, overwrites: bool) -> Handle:
         )
     if any(getattr(one, name) for top in modules for one in top.modules() for name in HOOKS):
         raise ApplyFailed(
-            f"`{where}` has hooks, which would see some channels at a time. Take it out of the plan."
+            f"`{where}` has hooks, which would see some channels at a time. Remove it from the plan."
         )
     channels = _Channels(norm, tuple(modules[1:]), parts, overwrites)
     if part.span is None:
@@ -57,17 +56,17 @@ class _Channels(NamedTuple):
     overwrites: bool
 
     def wrapped(self, forward: Run) -> Run:
-        """The norm's forward in parts."""
+        """Return the norm's forward in parts."""
         return forward if is_of_another(forward, self.norm) else partial(self.run, forward)
 
     def run(self, forward: Run, given: Any) -> Any:
-        """The result. `forward` runs all channels at once."""
+        """Return the result. `forward` runs all channels at once."""
         if not self._may_split(given):
             return forward(given)
         weight, bias = self.norm.weight, self.norm.bias
         if not any(one is not None and one.requires_grad for one in (given, weight, bias)):
             return forward(given)
-        return _Parts.apply(self, forward, given, weight, bias)  # type: ignore[no-untyped-call]
+        return _ChannelParts.apply(self, forward, given, weight, bias)  # type: ignore[no-untyped-call]
 
     def _may_split(self, given: Any) -> bool:
         plain = torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -77,7 +76,7 @@ class _Channels(NamedTuple):
         return several and _layout(given) is not None and given.shape[1] == self.norm.num_features
 
     def whole(self, forward: Run, given: Tensor) -> Tensor:
-        """The result without gradients; running statistics are written."""
+        """Return the result without gradients; running statistics are updated."""
         if not self.others:
             made: Tensor = forward(given)
             return made
@@ -87,7 +86,7 @@ class _Channels(NamedTuple):
             for span in self.spans(given):
                 statistics = [None if one is None else one[slice(*span)] for one in running]
                 owned = [_cut(one, span) for one in (self.norm.weight, self.norm.bias)]
-                some = _of(given, span)
+                some = _copy_of(given, span)
                 with as_before(span[0] == 0):
                     made = self.part(some, owned, statistics, momentum)
                 del some
@@ -105,7 +104,7 @@ class _Channels(NamedTuple):
         statistics: Sequence[Tensor | None],
         momentum: float,
     ) -> Tensor:
-        """The result of some channels."""
+        """Return the result of some channels."""
         (mean, variance), (weight, bias), eps = statistics, owned, self.norm.eps
         made = functional.batch_norm(
             given, mean, variance, weight, bias, training=True, momentum=momentum, eps=eps
@@ -114,23 +113,23 @@ class _Channels(NamedTuple):
         return result
 
     def spans(self, given: Tensor) -> tuple[tuple[int, int], ...]:
-        """Which channels are together."""
+        """Return the spans of channels that run together."""
         layout = layout_of(given.shape, given.stride())
         assert layout is not None
         return spans_of(given.shape[1], layout, self.parts)
 
     def _empty(self, made: Tensor, given: Tensor) -> Tensor:
-        """Where the parts' results go."""
+        """Return an empty tensor for the results of all parts."""
         shape = (made.shape[0], given.shape[1], *made.shape[2:])
         layout = _layout(made) or torch.contiguous_format
         return torch.empty(shape, dtype=made.dtype, device=made.device, memory_format=layout)
 
 
-class _Parts(torch.autograd.Function):
-    """A norm and what follows it; only its input is saved.
+class _ChannelParts(torch.autograd.Function):
+    """A norm and the modules after it; only its input is saved.
 
-    In backward the channels are together where the gradient does not lie as the result does: torch then sums
-    by loops that depend on all of them.
+    Backward runs all channels together if the gradient has another layout than the result: torch then sums
+    with loops that depend on all of them.
     """
 
     @staticmethod
@@ -165,7 +164,7 @@ class _Parts(torch.autograd.Function):
         whole_span = ((0, given.shape[1]),)
         as_made = _layout(gradient) is ctx.layout
         for span in channels.spans(given) if as_made else whole_span:
-            part, comes = _of(given, span), _of(gradient, span)
+            part, comes = _copy_of(given, span), _copy_of(gradient, span)
             inputs = [part, *(_cut(one, span) for one in owned)]
             with ctx.cast.again():
                 made = _gradients(channels, inputs, [one is not None for one in found], comes)
@@ -180,7 +179,7 @@ class _Parts(torch.autograd.Function):
 def _gradients(
     channels: _Channels, inputs: list[Any], wanted: Sequence[bool], comes: Tensor
 ) -> list[Tensor]:
-    """The wanted gradients of some channels: of what goes in, of weight and bias. `inputs` is emptied."""
+    """Return the requested gradients of some channels: of the input, weight and bias. Empties `inputs`."""
     asked = [one.requires_grad_() for one, want in zip(inputs, wanted, strict=True) if want]
     with torch.enable_grad():
         made = channels.part(inputs[0], inputs[1:], (None, None), 0.0)
@@ -193,7 +192,7 @@ def _gradients(
 def _counted(
     norm: nn.modules.batchnorm._BatchNorm,
 ) -> tuple[tuple[Tensor | None, Tensor | None], float]:
-    """Counts a batch as BatchNorm's forward does: its statistics, and how much of them the batch takes."""
+    """Count a batch as BatchNorm's forward does, and return its statistics and the momentum."""
     if not norm.track_running_stats:
         return (None, None), norm.momentum or 0.0
     seen = norm.num_batches_tracked
@@ -206,15 +205,15 @@ def _counted(
 
 
 def _layout(tensor: Tensor) -> torch.memory_format | None:
-    """The layout of all of it: contiguous, or channels last."""
+    """Return the memory format of a tensor: contiguous, or channels last."""
     found = layout_of(tensor.shape, tensor.stride())
     return (
         torch.contiguous_format if found == "contiguous" else _LAST[tensor.dim()] if found else None
     )
 
 
-def _of(tensor: Tensor, span: tuple[int, int]) -> Tensor:
-    """A copy of some channels in the layout of all; a view, if that is neither."""
+def _copy_of(tensor: Tensor, span: tuple[int, int]) -> Tensor:
+    """Return a copy of some channels in the layout of the whole, or a view if that is neither format."""
     some, layout = tensor[:, slice(*span)], _layout(tensor)
     return some if layout is None else some.clone(memory_format=layout)
 

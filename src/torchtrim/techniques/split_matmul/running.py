@@ -13,9 +13,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from torchtrim.errors import ApplyFailed
-from torchtrim.executor.autocast import casting
+from torchtrim.executor.autograd import casting, only_once
 from torchtrim.executor.failing import note
-from torchtrim.executor.once import only_once
 from torchtrim.executor.ordinals import unnumbered
 from torchtrim.executor.swap import Swapped, is_of_another
 
@@ -23,13 +22,13 @@ Forward = Callable[..., Any]
 
 
 def split(where: str, module: nn.Module, parts: int) -> Swapped:
-    """Give a module a forward in parts. Raises `ApplyFailed` for one whose rows could meet."""
+    """Give a module a forward in parts. Raises `ApplyFailed` for a module whose rows may interact."""
     for path, inner in module.named_modules():
         place = f"{where}.{path}".rstrip(".")
         if isinstance(inner, (_NormBase, nn.MultiheadAttention)):
-            raise _refused(place, f"is a {type(inner).__name__}, in which rows see each other")
+            raise _refused(place, f"is a {type(inner).__name__}, whose rows interact")
         if isinstance(inner, _DropoutNd) and inner.training and inner.p > 0:
-            raise _refused(place, "draws random numbers, which would be others in parts")
+            raise _refused(place, "draws random numbers, which would differ in parts")
         if inner._forward_hooks or inner._forward_pre_hooks:
             raise _refused(place, "has hooks, which would see a part at a time")
     return Swapped(module, lambda forward: _in_parts(where, module, forward, parts))
@@ -51,7 +50,7 @@ def _in_parts(where: str, module: nn.Module, forward: Forward, parts: int) -> Fo
         if not (given.requires_grad or owned):
             return forward(given)
         try:
-            return _Parts.apply(forward, parts, given, *owned)  # type: ignore[no-untyped-call]
+            return _RowParts.apply(forward, parts, given, *owned)  # type: ignore[no-untyped-call]
         except ApplyFailed as error:
             note(error, where)
             raise
@@ -64,8 +63,8 @@ def _may_split(given: Tensor, parts: int) -> bool:
     return plain and given.dim() > 1 and prod(given.shape[:-1]) >= parts
 
 
-class _Parts(torch.autograd.Function):
-    """A module's forward, a part of the rows at a time; only its input is saved."""
+class _RowParts(torch.autograd.Function):
+    """A module's forward, one part of the rows at a time; only its input is saved."""
 
     @staticmethod
     def forward(ctx: Any, forward: Forward, parts: int, given: Tensor, *owned: Tensor) -> Tensor:
@@ -80,7 +79,7 @@ class _Parts(torch.autograd.Function):
                     made = forward(part)
                 del part
                 if whole is None:
-                    whole = _whole(made, rows, last - first)
+                    whole = _empty_result(made, rows, last - first)
                 whole[first:last] = made.view(last - first, -1)
                 del made
             assert whole is not None
@@ -109,7 +108,7 @@ class _Parts(torch.autograd.Function):
 
 
 def _gradients(edge: GradientEdge, inputs: Sequence[Tensor], comes: Tensor) -> list[Tensor | None]:
-    """The gradients of a part; its result itself is not held meanwhile."""
+    """Return the gradients of a part, without holding its result."""
     return list(torch.autograd.grad(edge, inputs, comes, allow_unused=True))
 
 
@@ -119,7 +118,7 @@ def _put(place: Tensor, gradient: Tensor | None) -> None:
 
 
 def _add(sums: list[Tensor | None], found: list[Tensor | None]) -> None:
-    """Add a part's gradients of parameters, and let them go."""
+    """Add a part's gradients of parameters, and free them."""
     for number in range(len(sums)):
         one, known = found[number], sums[number]
         found[number] = None
@@ -127,17 +126,17 @@ def _add(sums: list[Tensor | None], found: list[Tensor | None]) -> None:
 
 
 def _rows(given: Tensor) -> Tensor:
-    """As many dimensions as it has, the rows all in the last but one."""
+    """Return a view with the same number of dimensions, and all rows in the last but one."""
     return given.reshape(*(1,) * (given.dim() - 2), -1, given.shape[-1])
 
 
-def _whole(made: Any, rows: Tensor, count: int) -> Tensor:
-    """Where the parts' results go."""
+def _empty_result(made: Any, rows: Tensor, count: int) -> Tensor:
     fits = isinstance(made, Tensor) and made.shape[:-1] == (*rows.shape[:-2], count)
     if not fits:
         raise ApplyFailed(
-            f"a module that split_matmul runs in parts gave {getattr(made, 'shape', type(made).__name__)} "
-            f"for {count} rows, so it does not treat each row by itself. Take it out of the plan."
+            f"a module that split_matmul runs in parts returned "
+            f"{getattr(made, 'shape', type(made).__name__)} for {count} rows, so its rows are not "
+            "independent. Remove it from the plan."
         )
     whole: Tensor = made.new_empty(rows.shape[-2], made.shape[-1])
     return whole

@@ -1,23 +1,24 @@
-"""Split matmul: a module that treats each row by itself runs some rows at a time.
+"""Split matmul: a module that treats each row independently runs some rows at a time.
 
-An MLP makes hidden states four times as wide as what goes in and comes out, keeps them and their activation
-for backward, and there makes the gradients of both: where a block is run again in backward that sets the
-peak, however many blocks there are. Here the module keeps its input alone. Forward goes through the rows in
-`parts` and writes each part's result into the whole; backward runs a part again, takes its gradients, and
-adds those of parameters up, so hidden states are there for one part at a time. It costs the forward a
-second time, as `recompute` does, and a few calls for each part.
+An MLP computes hidden states four times as wide as its input and output, keeps them and their activation for
+backward, and computes the gradients of both there: if a block is recomputed in backward, that sets the peak,
+however many blocks there are. Here the module keeps only its input. Forward runs over the rows in `parts` and
+writes each part's result into the whole; backward recomputes a part, computes its gradients, and accumulates
+those of parameters, so hidden states exist for one part at a time. It costs the forward a second time, as
+`recompute` does, and a few calls for each part.
 
-Each row of the result is that of the same row as before, but a product of fewer rows may add up in another
-order, and gradients of parameters are sums of the parts'. So it is planned where `--allow rounding` is given.
+Each row of the result is computed from the same row as before, but a product of fewer rows may add in another
+order, and gradients of parameters are sums over parts. So it is planned only with `--allow rounding`.
 
-It is for modules that were seen to take one tensor and give one, with nothing but products with their own
-parameters, pointwise operators and norms of rows in between: no random numbers, no BatchNorm, no hooks, no
-attention, whose rows see each other. Calls without gradients run as they are. `where` names modules.
+It supports modules that were seen to take one tensor and return one, with only products with their own
+parameters, pointwise operators and norms of rows in between: no random numbers, no BatchNorm, no hooks, and
+no attention, whose rows interact. Calls without gradients run unchanged. `where` names modules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 from torchtrim.errors import ApplyFailed
@@ -25,46 +26,49 @@ from torchtrim.executor.places import module_at
 from torchtrim.executor.registry import Handle, Option, all_or_none
 from torchtrim.executor.row_edits import edit_of
 from torchtrim.records.finding import Equivalence
+from torchtrim.records.operator_names import base_name
 from torchtrim.records.plan import Technique
-from torchtrim.step.edits import Edit, joined
-from torchtrim.step.step import Step
-from torchtrim.techniques.split_matmul.found import modules_of
+from torchtrim.records.profile import Operator, Profile, TensorUse
+from torchtrim.records.remembered import remembered
+from torchtrim.step.edits import Edit, joined_if_all
+from torchtrim.step.index import recorded_index
+from torchtrim.step.step import Span, Step, StepCall
 
 if TYPE_CHECKING:
     from torch import nn
 
 _PARTS = 8
+"""Arbitrary; with eight parts, hidden states take less than the input and output of an MLP."""
 
 
 class SplitMatmul:
-    """`where` names modules that treat each row by itself. `parts`: how many there are of the rows."""
+    """`where` names modules that treat each row independently. `parts`: the number of parts of the rows."""
 
     name = "split_matmul"
     takes = ("parts",)
     equivalence: Equivalence = "ROUNDING"
 
     def options(self, step: Step) -> Sequence[Option]:
-        """The modules that do so and are wider within than outside."""
+        """Return the modules with independent rows that are wider inside than outside."""
         return [
             Option(self.name, where, spans, None, (("parts", _PARTS),))
             for where, spans in modules_of(step).items()
         ]
 
     def edits(self, step: Step, option: Option) -> Edit | None:
-        """What is within a call is there for a part at a time."""
+        """Return the edit that keeps tensors within a call for one part at a time."""
         parts = int(dict(option.settings)["parts"])
-        edits = [edit_of(step, span, parts) for span in option.spans]
-        found = [edit for edit in edits if edit is not None]
-        return joined(found) if len(found) == len(edits) and found else None
+        return joined_if_all(edit_of(step, span, parts) for span in option.spans)
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
-        """Give the modules a forward that runs in parts. Raises `ApplyFailed`, the model as it was."""
+        """Give the modules a forward that runs in parts. Raises `ApplyFailed` and leaves the model
+        unchanged."""
         from torchtrim.techniques.split_matmul.running import split
 
         parts = technique.options.get("parts")
         if type(parts) is not int or parts < 2 or len(technique.options) != 1:
             raise ApplyFailed(
-                f"split_matmul has the option `parts`, 2 or more, and the plan has {technique.options!r}."
+                f"split_matmul has one option, `parts`, 2 or more; the plan has {technique.options!r}."
             )
         return all_or_none(
             technique.where, lambda where: split(where, module_at(roots, where), parts)
@@ -72,3 +76,113 @@ class SplitMatmul:
 
 
 TECHNIQUE = SplitMatmul()
+
+
+Places = dict[str, tuple[Span, ...]]
+
+_PRODUCTS = ("aten::mm", "aten::addmm")
+_OF_ROWS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("mm", "addmm", "linear", "view", "_unsafe_view", "reshape", "detach", "alias", "clone"),
+        *("gelu", "relu", "silu", "tanh", "sigmoid", "mish", "elu", "leaky_relu", "hardswish"),
+        *("hardtanh", "softplus", "mul", "add", "sub", "div", "pow", "neg", "exp", "square"),
+        *("relu_", "silu_", "mul_", "add_", "hardtanh_", "hardswish_", "leaky_relu_", "sqrt"),
+        *("rsqrt", "clamp", "clamp_min", "native_layer_norm", "_to_copy", "unsqueeze", "squeeze"),
+    )
+)
+_TURNS = ("aten::t", "aten::transpose", "aten::permute")
+
+
+def modules_of(step: Step) -> Places:
+    """Return such modules with the tasks of each call; the outermost of several with the same calls."""
+    return _modules_of(step.profile) if step.profile is not None else {}
+
+
+@remembered
+def _modules_of(profile: Profile) -> Places:
+    calls = recorded_index(profile).graded_calls
+    reader = _RowReader(profile)
+    found: Places = {}
+    for number, module in enumerate(profile.modules):
+        spans = tuple(call.span for call in calls[number])
+        if spans and spans not in found.values() and all(map(reader.by_rows, calls[number])):
+            found[module.path] = spans
+    return found
+
+
+class _RowReader:
+    """Determines if calls treat each row independently."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._once = [m.path for m in profile.modules if m.hooked or m.writes]
+
+    def by_rows(self, call: StepCall) -> bool:
+        """Return True if a call has one input and one output, its rows never interact, and a product is wider
+        than both."""
+        path = self._profile.modules[call.module].path
+        ops = self._profile.operators[call.span.first : call.span.last]
+        outer = {*call.inputs, *call.outputs}
+        if len(call.inputs) != 1 or len(call.outputs) != 1 or len(outer) != len(("in", "out")):
+            return False
+        if any(f"{one}.".startswith(f"{path}.") for one in self._once):
+            return False
+        given = _first_use(ops, call.inputs[0])
+        made = _first_use(ops, call.outputs[0])
+        if given is None or made is None or not made.shape:
+            return False
+        if len(given.shape) < 2 or not _is_contiguous(given):
+            return False
+        rows = prod(given.shape[:-1])
+        wide = max(
+            (use.shape[-1] for op in ops if _is_product(op) for use in op.outputs), default=0
+        )
+        return wide > max(given.shape[-1], made.shape[-1]) and all(
+            self._keeps_apart(op, rows, call) for op in ops
+        )
+
+    def _keeps_apart(self, op: Operator, rows: int, call: StepCall) -> bool:
+        name = base_name(op.name)
+        if op.random or op.phase != "forward":
+            return False
+        own = [use for use in (*op.inputs, *op.outputs) if not self._is_state(use)]
+        if name in _TURNS:
+            return not own
+        if name not in _OF_ROWS or any(self._is_outside(use, call) for use in own):
+            return False
+        if any(self._profile.storages[n].birth < call.span.first for n in op.mutates):
+            return False
+        if any(_rows(use) != rows for use in own):
+            return False
+        return name in _PRODUCTS or all(_rows(use) == 1 for use in op.inputs if self._is_state(use))
+
+    def _is_state(self, use: TensorUse) -> bool:
+        return self._profile.storages[use.storage].kind == "parameter"
+
+    def _is_outside(self, use: TensorUse, call: StepCall) -> bool:
+        """Return True for a tensor that is neither the input nor made within the call."""
+        birth = self._profile.storages[use.storage].birth
+        return use.storage not in call.inputs and not call.span.first <= birth < call.span.last
+
+
+def _is_product(op: Operator) -> bool:
+    return base_name(op.name) in _PRODUCTS
+
+
+def _rows(use: TensorUse) -> int:
+    return prod(use.shape[:-1])
+
+
+def _first_use(ops: tuple[Operator, ...] | list[Operator], storage: int) -> TensorUse | None:
+    uses = (use for op in ops for use in (*op.inputs, *op.outputs))
+    return next((use for use in uses if use.storage == storage), None)
+
+
+def _is_contiguous(use: TensorUse) -> bool:
+    step = 1
+    for size, stride in zip(reversed(use.shape), reversed(use.strides), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True

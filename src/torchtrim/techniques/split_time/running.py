@@ -1,31 +1,153 @@
-"""Runs a recurrent layer in pieces of time, and their gates again in backward."""
+"""Runs a recurrent layer in pieces of time, and recomputes their gates in backward.
+
+Cells get their gates as two products, `of_given` and `of_state`, of shape (batch, gates * width), with biases
+included, in the order of `torch.nn.LSTM` (input, forget, cell, output) and `torch.nn.GRU` (reset, update,
+new).
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchtrim.errors import ApplyFailed
-from torchtrim.executor.once import only_once
+from torchtrim.executor.autograd import only_once
 from torchtrim.executor.ordinals import Counting, passed, unnumbered
 from torchtrim.executor.swap import Swapped, is_of_another, is_swapped
-from torchtrim.techniques.split_time.cells import Cell, Gru, Lstm, State
-from torchtrim.techniques.split_time.found import PIECE
+from torchtrim.techniques.split_time.layers import PIECE
+
+
+class CellState(NamedTuple):
+    """The state passed from step to step, (batch, width) each; `cell` is None in a GRU."""
+
+    hidden: Tensor
+    cell: Tensor | None
+
+
+class CellGradients(NamedTuple):
+    """Gradients of the two products, and of the previous state without its part through `of_state`."""
+
+    of_given: Tensor
+    of_state: Tensor
+    before: CellState
+
+
+class RecurrentCell(Protocol):
+    """One kind of cell. `gates`: their number; `cells`: True if it has a cell state beside the hidden one."""
+
+    gates: int
+    cells: bool
+
+    def forward(self, of_given: Tensor, of_state: Tensor, before: CellState) -> CellState:
+        """Return the state after a step."""
+        ...
+
+    def backward(
+        self,
+        of_given: Tensor,
+        of_state: Tensor,
+        before: CellState,
+        after: CellState,
+        slope: CellState,
+    ) -> CellGradients:
+        """Return the gradients of a step; `after.hidden` is not read."""
+        ...
+
+
+class LstmCell:
+    """Hochreiter and Schmidhuber, Long short-term memory, 1997, with forget gates."""
+
+    gates = 4
+    cells = True
+
+    def forward(self, of_given: Tensor, of_state: Tensor, before: CellState) -> CellState:
+        """See `RecurrentCell`."""
+        assert before.cell is not None
+        enters, stays, new, leaves = (of_given + of_state).chunk(4, 1)
+        cell = stays.sigmoid() * before.cell + enters.sigmoid() * new.tanh()
+        return CellState(leaves.sigmoid() * cell.tanh(), cell)
+
+    def backward(
+        self,
+        of_given: Tensor,
+        of_state: Tensor,
+        before: CellState,
+        after: CellState,
+        slope: CellState,
+    ) -> CellGradients:
+        """See `RecurrentCell`."""
+        assert before.cell is not None
+        assert after.cell is not None
+        assert slope.cell is not None
+        sums = of_given + of_state
+        enters, stays, new, leaves = sums.chunk(4, 1)
+        for gate in (enters, stays, leaves):
+            gate.sigmoid_()
+        new.tanh_()
+        shown = after.cell.tanh()
+        cell = slope.cell + slope.hidden * leaves * (1 - shown * shown)
+        before_cell = cell * stays
+        leaves.copy_(slope.hidden * shown * leaves * (1 - leaves))
+        stays.copy_(cell * before.cell * stays * (1 - stays))
+        of_enters = cell * new * enters * (1 - enters)
+        new.copy_(cell * enters * (1 - new * new))
+        enters.copy_(of_enters)
+        return CellGradients(sums, sums, CellState(slope.hidden.new_zeros(()), before_cell))
+
+
+class GruCell:
+    """Cho et al., Learning phrase representations using RNN encoder-decoder, 2014, as cuDNN computes it."""
+
+    gates = 3
+    cells = False
+
+    def forward(self, of_given: Tensor, of_state: Tensor, before: CellState) -> CellState:
+        """See `RecurrentCell`."""
+        _, update, new, _ = self._gates(of_given, of_state)
+        return CellState(new + update * (before.hidden - new), None)
+
+    def backward(
+        self,
+        of_given: Tensor,
+        of_state: Tensor,
+        before: CellState,
+        after: CellState,
+        slope: CellState,
+    ) -> CellGradients:
+        """See `RecurrentCell`."""
+        reset, update, new, of_new = self._gates(of_given, of_state)
+        of_update = slope.hidden * (before.hidden - new) * update * (1 - update)
+        slope_new = slope.hidden * (1 - update) * (1 - new * new)
+        of_reset = slope_new * of_new * reset * (1 - reset)
+        given = torch.cat((of_reset, of_update, slope_new), 1)
+        state = torch.cat((of_reset, of_update, slope_new * reset), 1)
+        return CellGradients(given, state, CellState(slope.hidden * update, None))
+
+    @staticmethod
+    def _gates(of_given: Tensor, of_state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return reset, update and new gates, and the state's part of the new gate before its reset."""
+        width = of_given.shape[1] // 3
+        both = (of_given[:, : 2 * width] + of_state[:, : 2 * width]).sigmoid_()
+        reset, update = both.chunk(2, 1)
+        of_new = of_state[:, 2 * width :]
+        return reset, update, (of_given[:, 2 * width :] + reset * of_new).tanh_(), of_new
+
 
 Forward = Callable[..., Any]
 _FORWARDS = (nn.LSTM.forward, nn.GRU.forward)
 _SEQUENCE = 3
+"""Dimensions of a batch of sequences."""
 
 
 def split(where: str, module: nn.Module) -> Swapped:
     """Give an LSTM or GRU a forward in pieces of time. Raises `ApplyFailed` for another module."""
     if not isinstance(module, nn.LSTM | nn.GRU):
-        raise _refused(where, f"is a {type(module).__name__}, no LSTM and no GRU")
+        raise _refused(where, f"is a {type(module).__name__}, and neither an LSTM nor a GRU")
     if is_swapped(module):
         raise _refused(where, "is changed by another technique of the plan")
     if "forward" in module.__dict__ or type(module).forward not in _FORWARDS:
@@ -62,7 +184,7 @@ def _in_time(module: nn.LSTM | nn.GRU, forward: Forward) -> Forward:
 
 
 def _operators(module: nn.LSTM | nn.GRU, forward: Forward, given: Tensor, hx: Any) -> Counter[str]:
-    """How many the module's own forward runs, by name: for two samples as many as for all."""
+    """Return the operators of the module's own forward by name; two samples run as many as all do."""
     few = given[:2] if module.batch_first else given[:, :2]
     states = None if hx is None else pytree.tree_map(lambda one: one[:, :2], hx)
     with Counting() as counting:
@@ -79,12 +201,12 @@ def _is_ours(module: nn.LSTM | nn.GRU, given: Any) -> bool:
 
 
 def _layers(module: nn.LSTM | nn.GRU, given: Tensor, hx: Any) -> tuple[Tensor, Any]:
-    """All layers and directions. Shapes are those of the module's own forward."""
-    cell: Cell = Lstm() if isinstance(module, nn.LSTM) else Gru()
+    """Run all layers and directions, with the shapes of the module's own forward."""
+    cell: RecurrentCell = LstmCell() if isinstance(module, nn.LSTM) else GruCell()
     directions = 2 if module.bidirectional else 1
     x = given.transpose(0, 1) if module.batch_first else given
     firsts = _firsts(module, x, hx, directions)
-    ends: list[State] = []
+    ends: list[CellState] = []
     for layer in range(module.num_layers):
         outs = []
         for direction in range(directions):
@@ -92,7 +214,7 @@ def _layers(module: nn.LSTM | nn.GRU, given: Tensor, hx: Any) -> tuple[Tensor, A
             weights = _weights(module, layer, direction)
             out, *last = _Time.apply(cell, bool(direction), x, *first, *weights)  # type: ignore[no-untyped-call]
             outs.append(out)
-            ends.append(State(last[0], last[1] if cell.cells else None))
+            ends.append(CellState(last[0], last[1] if cell.cells else None))
         x = torch.cat(outs, 2) if directions > 1 else outs[0]
     hidden = torch.stack([one.hidden for one in ends])
     whole = x.transpose(0, 1) if module.batch_first else x
@@ -101,33 +223,34 @@ def _layers(module: nn.LSTM | nn.GRU, given: Tensor, hx: Any) -> tuple[Tensor, A
     return whole, (hidden, torch.stack([one.cell for one in ends if one.cell is not None]))
 
 
-def _firsts(module: nn.LSTM | nn.GRU, x: Tensor, hx: Any, directions: int) -> list[State]:
-    """The first state of each layer and direction, checked as the module's own forward does."""
+def _firsts(module: nn.LSTM | nn.GRU, x: Tensor, hx: Any, directions: int) -> list[CellState]:
+    """Return the first state of each layer and direction, checked as in the module's own forward."""
     count = module.num_layers * directions
     has_cells = isinstance(module, nn.LSTM)
     if hx is None:
         zeros = x.new_zeros(x.shape[1], module.hidden_size)
-        return [State(zeros, zeros if has_cells else None)] * count
+        return [CellState(zeros, zeros if has_cells else None)] * count
     module.check_forward_args(x.transpose(0, 1) if module.batch_first else x, hx, None)
     if not has_cells:
-        return [State(one, None) for one in hx.unbind(0)]
-    return [State(*one) for one in zip(hx[0].unbind(0), hx[1].unbind(0), strict=True)]
+        return [CellState(one, None) for one in hx.unbind(0)]
+    return [CellState(*one) for one in zip(hx[0].unbind(0), hx[1].unbind(0), strict=True)]
 
 
 def _weights(module: nn.RNNBase, layer: int, direction: int) -> list[Tensor | None]:
-    """Weights and biases of a layer in one direction, of what is given and of the state."""
+    """Return weights and biases of a layer in one direction, for the input and for the state."""
     suffix = f"_l{layer}{'_reverse' if direction else ''}"
     names = ["weight_ih", "weight_hh", "bias_ih", "bias_hh"]
     return [getattr(module, f"{name}{suffix}", None) for name in names]
 
 
 class _Time(torch.autograd.Function):
-    """One layer in one direction: x (time, batch, given) to states (time, batch, width) and the last."""
+    """One layer in one direction: x (time, batch, width of the input) to states (time, batch, width) and the
+    last one."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        cell: Cell,
+        cell: RecurrentCell,
         backwards: bool,
         x: Tensor,
         hidden: Tensor,
@@ -141,7 +264,7 @@ class _Time(torch.autograd.Function):
         steps, batch = x.shape[:2]
         out = x.new_empty(steps, batch, hidden.shape[1])
         cells = torch.empty_like(out) if cell.cells else None
-        state = State(hidden, first_cell)
+        state = CellState(hidden, first_cell)
         for piece in _pieces(steps, backwards):
             given = _product(_part(x, piece), of_x, bias_x).view(len(piece), batch, -1)
             for at, time in enumerate(piece):
@@ -166,7 +289,7 @@ class _Backward:
     """The gradients of one layer in one direction, summed over pieces of time."""
 
     def __init__(self, ctx: Any, comes: tuple[Tensor | None, ...]) -> None:
-        self._cell: Cell = ctx.cell
+        self._cell: RecurrentCell = ctx.cell
         self._backwards: bool = ctx.backwards
         self._wanted: tuple[bool, ...] = ctx.needs_input_grad[2:]
         self._x, self._hidden, self._first, self._out, self._cells, *self._weights = (
@@ -179,12 +302,12 @@ class _Backward:
             torch.zeros_like(one) if one is not None and wanted else None
             for one, wanted in zip(made[1:], self._wanted[3:], strict=True)
         ]
-        self._slope = State(
+        self._slope = CellState(
             self._zeros(comes[1]), self._zeros(comes[2]) if self._cell.cells else None
         )
 
     def run(self) -> tuple[Any, ...]:
-        """In the order of what `_Time.forward` takes."""
+        """Return the gradients in the order of the arguments of `_Time.forward`."""
         for piece in reversed(list(_pieces(self._x.shape[0], self._backwards))):
             self._through(piece)
         of_hidden = self._slope.hidden if self._wanted[1] else None
@@ -195,7 +318,7 @@ class _Backward:
         return torch.zeros_like(self._hidden) if comes is None else comes
 
     def _through(self, piece: list[int]) -> None:
-        """Gates of a piece again, its slopes from the last step to the first, and what these add."""
+        """Recompute the gates of a piece, its gradients from the last step to the first, and add these up."""
         of_x, of_h, bias_x, bias_h = self._weights
         batch = self._x.shape[1]
         part, before = _part(self._x, piece), self._before(self._out, self._hidden, piece)
@@ -205,12 +328,12 @@ class _Backward:
         if self._cells is not None:
             starts = self._before(self._cells, self._first, piece).view(len(piece), batch, -1)
         for at in reversed(range(len(piece))):
-            then = State(
+            then = CellState(
                 before[at * batch : (at + 1) * batch], starts[at] if starts is not None else None
             )
             slopes = self._slopes(given[at], state[at], then, piece[at])
             given[at], state[at] = slopes.of_given, slopes.of_state
-            self._slope = State(
+            self._slope = CellState(
                 torch.addmm(slopes.before.hidden, state[at], of_h), slopes.before.cell
             )
         self._add(part, before, given.view(-1, given.shape[2]), state.view(-1, state.shape[2]))
@@ -219,12 +342,12 @@ class _Backward:
             for at, time in enumerate(piece):
                 self._of_x[time] = made[at]
 
-    def _slopes(self, given: Tensor, state: Tensor, then: State, time: int) -> Any:
+    def _slopes(self, given: Tensor, state: Tensor, then: CellState, time: int) -> Any:
         hidden = self._slope.hidden
         if self._of_out is not None:
             hidden = hidden + self._of_out[time]
-        after = State(self._out[time], self._cells[time] if self._cells is not None else None)
-        return self._cell.backward(given, state, then, after, State(hidden, self._slope.cell))
+        after = CellState(self._out[time], self._cells[time] if self._cells is not None else None)
+        return self._cell.backward(given, state, then, after, CellState(hidden, self._slope.cell))
 
     def _add(self, part: Tensor, before: Tensor, given: Tensor, state: Tensor) -> None:
         """Add a piece's gradients of the weights and biases."""
@@ -239,7 +362,7 @@ class _Backward:
             bias_h.add_(state.sum(0))
 
     def _before(self, states: Tensor, first: Tensor, piece: list[int]) -> Tensor:
-        """The states before the steps of a piece, one below the other."""
+        """Return the states before the steps of a piece, concatenated along the batch."""
         back = 1 if self._backwards else -1
         times = [time + back for time in piece]
         known = [states[time] if 0 <= time < len(states) else first for time in times]
@@ -251,14 +374,14 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _pieces(steps: int, backwards: bool) -> Iterator[list[int]]:
-    """The times of each piece, in the order in which the layer goes through them."""
+    """Yield the times of each piece, in the layer's order."""
     times = list(range(steps))[:: -1 if backwards else 1]
     for first in range(0, steps, PIECE):
         yield times[first : first + PIECE]
 
 
 def _part(x: Tensor, piece: list[int]) -> Tensor:
-    """What is given at some times, one below the other."""
+    """Return the inputs at some times, concatenated along the batch."""
     return torch.cat([x[time] for time in piece])
 
 

@@ -1,20 +1,20 @@
-"""Split time: an LSTM or GRU runs a few time steps at a time, and keeps its states alone.
+"""Split time: an LSTM or GRU runs a few time steps at a time, and keeps only its states.
 
-As PyTorch runs them, a recurrent layer keeps the gates of every time step for backward, or a workspace of
-the library that computes it, and backward makes the slopes of all gates: each four times as wide as the
-states, beside copies of the weights in a layout of the library's own. That often sets the peak of a language
-model or a speech model. Here a layer is computed with plain products. It keeps what goes in, its states and
-nothing else; backward goes through time in pieces of a few steps, computes their gates again from the states
-before them, and adds the gradients of the weights up piece by piece.
+In PyTorch, a recurrent layer keeps the gates of every time step for backward, or a workspace of the library
+that computes it, and backward computes the gradients of all gates: each is four times as wide as the states,
+and there are copies of the weights in a layout of the library's own. That often sets the peak of a language
+model or a speech model. Here a layer is computed with plain matrix products. It keeps only its input and its
+states; backward runs through time in pieces of a few steps, recomputes their gates from the states before
+them, and accumulates the gradients of the weights piece by piece.
 
-The gates are the same functions of the same sums, but a product of fewer rows may add up in another order,
-and gradients of weights are sums over pieces. So it is planned where `--allow rounding` is given.
+The gates are the same functions of the same sums, but a product of fewer rows may add in another order, and
+gradients of weights are sums over pieces. So it is planned only with `--allow rounding`.
 
-It is for `nn.LSTM` and `nn.GRU` that are given one tensor of a batch and draw no random numbers. Calls with
-packed sequences, under autocast, without gradients, in a compiled model and of a replica of
-`nn.DataParallel` run as they are. An LSTM with projections, and dropout between layers, are refused. Its
-result is needed for its own backward, so what overwrites it, `out.relu_()`, raises, and it cannot be
-differentiated twice (`create_graph=True` raises). `where` names modules.
+It supports `nn.LSTM` and `nn.GRU` that take one batched tensor and draw no random numbers. Calls with packed
+sequences, under autocast, without gradients, in a compiled model and of a replica of `nn.DataParallel` run
+unchanged. An LSTM with projections, and dropout between layers, are refused. The output is needed for its own
+backward, so overwriting it, as in `out.relu_()`, raises, and it cannot be differentiated twice
+(`create_graph=True` raises). `where` names modules.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from torchtrim.executor.registry import Handle, Option, all_or_none
 from torchtrim.executor.row_edits import edit_of
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
-from torchtrim.step.edits import Block, Edit, Need, joined
+from torchtrim.step.edits import Block, Edit, Need, joined_if_all
 from torchtrim.step.step import Step
-from torchtrim.techniques.split_time.found import Recurrent, layers_of
+from torchtrim.techniques.split_time.layers import RecurrentCall, layers_of
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 _TURN_SECONDS = 1.1e-4
-"""Of a time step of one layer in one direction, forward and backward, where it is small."""
+"""Cost of a small time step of one layer in one direction, forward and backward."""
 
 
 class SplitTime:
@@ -47,39 +47,39 @@ class SplitTime:
     equivalence: Equivalence = "ROUNDING"
 
     def options(self, step: Step) -> Sequence[Option]:
-        """The recurrent layers that were given one tensor and drew nothing at random."""
+        """Return the recurrent layers that take one tensor and draw no random numbers."""
         return [
             Option(self.name, where, tuple(one.span for one in calls))
             for where, calls in layers_of(step).items()
         ]
 
     def edits(self, step: Step, option: Option) -> Edit | None:
-        """What is within a call is there for a few steps at a time, and the states of a cell are kept."""
+        """Return the edit that keeps gates for a few steps at a time, and the states of a cell throughout."""
         calls = layers_of(step).get(option.where, ())
-        edits = [edit for one in calls if (edit := _edit(step, one)) is not None]
-        return joined(edits) if len(edits) == len(calls) and edits else None
+        return joined_if_all(_edit(step, one) for one in calls)
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
-        """Give the modules a forward in pieces of time. Raises `ApplyFailed`, the model as it was."""
+        """Give the modules a forward in pieces of time. Raises `ApplyFailed` and leaves the model
+        unchanged."""
         from torchtrim.techniques.split_time.running import split
 
         if technique.options:
-            raise ApplyFailed(f"split_time has no options, and the plan has {technique.options!r}.")
+            raise ApplyFailed(f"split_time has no options, but the plan has {technique.options!r}.")
         return all_or_none(technique.where, lambda where: split(where, module_at(roots, where)))
 
 
 TECHNIQUE = SplitTime()
 
 
-def _more_seconds(step: Step, one: Recurrent) -> float:
-    """What its time steps take over the seconds of its own tasks, which they take at least."""
+def _more_seconds(step: Step, one: RecurrentCall) -> float:
+    """Return the time of its time steps beyond the seconds of its own tasks, which are their minimum."""
     now = range(*one.span)
     tasks = {*now, *(n for task in now for n in step.backward.get(task, ()))}
     own: float = sum(step.tasks[n].seconds for n in tasks)
     return max(0.0, one.turns * _TURN_SECONDS - own)
 
 
-def _edit(step: Step, one: Recurrent) -> Edit | None:
+def _edit(step: Step, one: RecurrentCall) -> Edit | None:
     edit = edit_of(step, one.span, 1, within=one.within, seconds=_more_seconds(step, one))
     if edit is None:
         return None

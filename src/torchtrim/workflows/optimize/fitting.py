@@ -8,38 +8,28 @@ from functools import partial
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
-from torchtrim.certify.as_asked import as_asked, asked_of, by_hand, limit_of
 from torchtrim.certify.certify import Contest
-from torchtrim.certify.ranks import certify_ranks
+from torchtrim.certify.variants import as_asked, asked_of, by_hand, certify_ranks, limit_of
 from torchtrim.core.units import format_bytes
 from torchtrim.errors import ApplyFailed, InfeasibleBudget, PlannedStepFailed, Unsupported
+from torchtrim.executor.apply import sha256_of
 from torchtrim.executor.export import exported
-from torchtrim.executor.fingerprint import sha256_of
+from torchtrim.executor.overheads import overheads
 from torchtrim.executor.registry import exportable, names, technique
 from torchtrim.planner.pins import KEEP
 from torchtrim.planner.planner import Planner
-from torchtrim.planner.several import Planners, Variant
-from torchtrim.records.allowance import EVERYTHING, allowance
+from torchtrim.planner.variants import Planners, Variant
 from torchtrim.records.budget import Budget, MemoryKind, MemoryLimit
 from torchtrim.records.certificate import Certificate
+from torchtrim.records.figures import Lever
 from torchtrim.records.finding import EQUIVALENCES
-from torchtrim.records.lever import Lever
 from torchtrim.records.plan import Plan
-from torchtrim.records.terms import BITWISE, Terms
+from torchtrim.records.terms import BITWISE, EVERYTHING, Terms, allowance
 from torchtrim.records.trial import Request, Trial
 from torchtrim.runner.script import Script, working_folder
 from torchtrim.runner.trials import Progress, Workload, run_trial
-from torchtrim.workflows.optimize.failures import (
-    NOTHING,
-    broken_in,
-    broken_technique,
-    failing_places,
-    failure_note,
-    nothing_helps,
-    of_techniques,
-    without_places,
-)
 from torchtrim.workflows.optimize.levers import (
     LEAST_SAVING,
     SHARD,
@@ -49,35 +39,35 @@ from torchtrim.workflows.optimize.levers import (
     refusals,
     with_shard,
 )
-from torchtrim.workflows.optimize.measured import (
+from torchtrim.workflows.optimize.trials import (
+    NOTHING,
     Choice,
-    check_named,
-    choices,
-    helped_by,
-    measured_names,
-    pinned_choice,
-    recorded,
-    semantic_names,
-    split_pins,
-)
-from torchtrim.workflows.optimize.original import (
-    longest_step,
-    recording,
-    uneven_note,
-    with_overheads,
-)
-from torchtrim.workflows.optimize.tried import (
     MeasuredPlan,
     PlanOutcome,
     TimedPlan,
+    broken_in,
+    broken_technique,
+    check_named,
+    choices,
+    failing_places,
+    failure_note,
+    helped_by,
     key_of,
     measured,
+    measured_names,
     note_on,
+    nothing_helps,
+    of_techniques,
     others,
+    pinned_choice,
     plans_below,
     quickest,
+    recorded,
+    semantic_names,
+    split_pins,
     suspects,
     well_used,
+    without_places,
 )
 
 _ROUNDS = 3
@@ -494,3 +484,45 @@ class Fitting:
             return run_trial(
                 self.workload, request, folder, lambda text: self._progress(f"{what}: {text}")
             )
+
+
+_DIFFERS = 1.02
+"""Peaks of steps that are alike differ by less: by what a logger keeps, or an allocator rounds."""
+
+
+def longest_step(trial: Trial) -> int | None:
+    """The step with the highest peak, where that is not the recorded one and clearly higher."""
+    peaks = _peaks(trial)
+    if trial.recorded not in peaks:
+        return None
+    longest = max(peaks, key=peaks.__getitem__)
+    return longest if peaks[longest] > _DIFFERS * peaks[trial.recorded] else None
+
+
+def recording(request: Request, step: int) -> Request:
+    """The request that records that step; as many are run, and one to be timed at least."""
+    return replace(request, warmup=step, steps=max(request.total - step - 1, 1))
+
+
+def uneven_note(trial: Trial) -> str:
+    """The note about it."""
+    peaks = [peak for peak in _peaks(trial).values() if peak]
+    return (
+        f"the steps differ in length: peaks from {format_bytes(min(peaks))} to "
+        f"{format_bytes(max(peaks))} in {len(peaks)} steps. Planned for the longest seen; the budget is on "
+        "the highest of all, and a longer one may still come"
+    )
+
+
+def _peaks(trial: Trial) -> dict[int, int]:
+    """Peaks of the measured steps, by number."""
+    first = trial.request.warmup
+    return {first + n: step.peak_bytes for n, step in enumerate(trial.steps[first:])}
+
+
+def with_overheads(trial: Trial) -> Trial:
+    """The trial with what running again takes besides on this machine, where that is what takes the time."""
+    if trial.profile is None or not trial.profile.device.startswith("cpu"):
+        return trial
+    profile = replace(trial.profile, overheads=overheads())
+    return replace(trial, profile=profile)

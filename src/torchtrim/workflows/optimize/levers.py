@@ -10,20 +10,20 @@ from torchtrim.core.isolation import isolated
 from torchtrim.errors import TorchtrimError
 from torchtrim.executor.registry import Measured, names, refusals_of, technique
 from torchtrim.planner.planner import Planner
-from torchtrim.planner.several import Planners
-from torchtrim.records.allowance import Allowance, words_for
+from torchtrim.planner.variants import Planners
 from torchtrim.records.budget import Budget
 from torchtrim.records.commands import path_argument
+from torchtrim.records.figures import Lever
 from torchtrim.records.finding import EQUIVALENCES, Equivalence
-from torchtrim.records.lever import Lever
 from torchtrim.records.plan import Plan, Technique
 from torchtrim.records.sharding import Sharding
+from torchtrim.records.terms import Allowance, words_for
 from torchtrim.records.trial import Request, Trial
 from torchtrim.runner.script import Script
 from torchtrim.runner.trials import Workload
 from torchtrim.step.from_profile import step_of
-from torchtrim.workflows.estimate.estimate import Estimate
-from torchtrim.workflows.optimize.measured import choices
+from torchtrim.workflows.estimate import Estimate
+from torchtrim.workflows.optimize.trials import choices
 
 # A plan or a lever that saves less of the peak is none.
 LEAST_SAVING = 0.005

@@ -18,10 +18,9 @@ from torchtrim.report.assemble import with_missed_budget, with_plan, with_planne
 from torchtrim.runner.script import Script
 from torchtrim.runner.trials import Progress, Workload
 from torchtrim.workflows.findings import ranks_of, report_of
-from torchtrim.workflows.fix.report import fixes_of, with_fixes
-from torchtrim.workflows.fix.rounds import Fixing
+from torchtrim.workflows.fix import Fixing, fixes_of, with_fixes
 from torchtrim.workflows.optimize.fitting import Fit, Fitting
-from torchtrim.workflows.optimize.tried import measured
+from torchtrim.workflows.optimize.trials import measured
 
 
 def optimize_report(

@@ -1,1 +1,0 @@
-"""Replays a recorded program without some of its syncs, and prices them."""

@@ -1,0 +1,185 @@
+"""Checks that read a tensor on the host: in linear algebra, in distributions, and assertions."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+
+from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, of_forms
+from torchtrim.rewriter.replace import atom, check_comments, replace, torch_of
+from torchtrim.source.facts import Facts, FixRefused, is_floating, is_tensor
+from torchtrim.source.source import SourceFile
+from torchtrim.source.transfers import is_single, read_of
+
+
+def _unchecked(name: str, doc: str, forms: Mapping[str, str], risk: str) -> Fix:
+    def write(match: Match, facts: Facts) -> Writing:
+        facts.need(f"`{match.text('A')[:60]}` is a tensor of floats", lambda v: is_floating(v.A))
+        return Writing(replace(match, forms[match.form]), risk=risk)
+
+    find = of_forms(lambda: fix, *forms)
+    fix = Fix(name=name, doc=doc, codes=("TT101",), equivalence="BITWISE", find=find, write=write)
+    return fix
+
+
+UNCHECKED_CHOLESKY = _unchecked(
+    "unchecked_cholesky",
+    """`torch.linalg.cholesky(a)` becomes `torch.linalg.cholesky_ex(a).L`.
+
+    Both compute the same; the first reads whether the matrix was positive definite, and raises if not. The
+    second leaves that on the device.
+
+    Applied only with `--unsafe-fixes`: for a matrix that is not positive definite it returns an invalid
+    factor, and raises no error.
+    """,
+    {
+        "torch.linalg.cholesky(A)": "torch.linalg.cholesky_ex(A).L",
+        "torch.linalg.cholesky(A, upper=U)": "torch.linalg.cholesky_ex(A, upper=U).L",
+    },
+    risk="a matrix that is not positive definite is no longer an error",
+)
+
+UNCHECKED_INVERSE = _unchecked(
+    "unchecked_inverse",
+    """`torch.linalg.inv(a)` becomes `torch.linalg.inv_ex(a).inverse`, and `solve(a, b)` `solve_ex(a,
+    b).result`.
+
+    Both compute the same; the first reads whether the matrix was singular, and raises if so. The second
+    leaves that on the device.
+
+    Applied only with `--unsafe-fixes`: for a singular matrix it returns infinities or NaN, and raises no
+    error.
+    """,
+    {
+        "torch.linalg.inv(A)": "torch.linalg.inv_ex(A).inverse",
+        "torch.inverse(A)": "torch.linalg.inv_ex(A).inverse",
+        "torch.linalg.solve(A, B)": "torch.linalg.solve_ex(A, B).result",
+    },
+    risk="a singular matrix is no longer an error",
+)
+
+
+_CHECKED_NAMES = """
+    Bernoulli Beta Binomial Categorical Cauchy Chi2 ContinuousBernoulli Dirichlet Exponential FisherSnedecor
+    Gamma Geometric Gumbel HalfCauchy HalfNormal Independent InverseGamma Kumaraswamy Laplace LogNormal
+    LogisticNormal LowRankMultivariateNormal MixtureSameFamily Multinomial MultivariateNormal
+    NegativeBinomial Normal OneHotCategorical
+    Pareto Poisson RelaxedBernoulli StudentT Uniform VonMises Weibull
+"""
+_CHECKED = frozenset(_CHECKED_NAMES.split())
+_UNVALIDATED_DISTRIBUTION_RISK = "parameters and values out of bounds are no longer detected"
+
+
+def _find_unvalidated_distribution(source: SourceFile) -> Iterator[Match]:
+    for node in source.at({(ast.Call, name) for name in _CHECKED}):
+        assert isinstance(node, ast.Call)
+        dotted = source.dotted(node.func) or ""
+        if dotted.startswith("torch.distributions.") and (node.args or node.keywords):
+            given = [*node.args, *(word.value for word in node.keywords)]
+            parts = {f"P{number}": one for number, one in enumerate(given)}
+            yield Match(fix=UNVALIDATED_DISTRIBUTION, source=source, node=node, parts=parts)
+
+
+def _write_unvalidated_distribution(match: Match, facts: Facts) -> Writing:
+    source, node = match.source, match.node
+    assert isinstance(node, ast.Call)
+    if any(word.arg in ("validate_args", None) for word in node.keywords):
+        raise FixRefused("it already sets `validate_args`, or may")
+    facts.need(
+        "one of its parameters is a tensor",
+        lambda v: any(is_tensor(getattr(v, part)) for part in match.parts if v.has(part)),
+    )
+    last = max(match.parts.values(), key=source.end)
+    at = source.end(last)
+    if source.text[at : source.end(node) - 1].strip(" \t\r\n,"):
+        raise FixRefused("its last argument is in parentheses or followed by a comment")
+    edits = (TextEdit(at, at, ", validate_args=False"),)
+    check_comments(source, edits)
+    return Writing(edits, risk=_UNVALIDATED_DISTRIBUTION_RISK)
+
+
+UNVALIDATED_DISTRIBUTION: Fix = Fix(
+    name="unvalidated_distribution",
+    doc="""`Normal(mean, std)` of `torch.distributions` gets `validate_args=False`.
+
+    A distribution checks its parameters in its constructor, and each value passed to `log_prob`: each check
+    reads the device. Samples, probabilities and gradients are the same without the checks.
+
+    Applied only with `--unsafe-fixes`: parameters and values out of bounds are no longer detected. Refused if
+    the call itself sets `validate_args`.
+    """,
+    codes=("TT101",),
+    equivalence="BITWISE",
+    find=_find_unvalidated_distribution,
+    write=_write_unvalidated_distribution,
+)
+
+
+_DEVICE_ASSERT_RISK = (
+    "if it fails, the error comes later, and the process cannot use the device afterwards"
+)
+_ASKING = frozenset(["all", "any", "isfinite", "isnan", "isinf", "allclose", "equal", "item"])
+
+
+def _find_device_assert(source: SourceFile) -> Iterator[Match]:
+    for node in source.at({(ast.Assert, "")}):
+        assert isinstance(node, ast.Assert)
+        test = _condition(node, source)
+        asked = ast.walk(node.test)
+        asks = any(isinstance(one, ast.Attribute) and one.attr in _ASKING for one in asked)
+        if asks and not isinstance(test, ast.BoolOp):
+            yield Match(fix=DEVICE_ASSERT, source=source, node=node, parts={"C": test})
+
+
+def _condition(node: ast.Assert, source: SourceFile) -> ast.expr:
+    """Return the asserted condition without a leading `not`, and as the tensor if it is a read."""
+    test = node.test.operand if _is_negated(node) else node.test  # type: ignore[attr-defined]
+    read = read_of(test, source)
+    return read.tensor if read is not None and read.cast in ("", "bool") else test
+
+
+def _is_negated(node: ast.Assert) -> bool:
+    return isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not)
+
+
+def _write_device_assert(match: Match, facts: Facts) -> Writing:
+    node, source = match.node, match.source
+    assert isinstance(node, ast.Assert)
+    facts.need(
+        f"`{match.text('C')[:60]}` is a one-element boolean tensor",
+        lambda v: is_single(v.C) and v.C.dtype == "bool",
+    )
+    message = ""
+    if node.msg is not None:
+        if not isinstance(node.msg, ast.Constant) or not isinstance(node.msg.value, str):
+            raise FixRefused(
+                "its message is computed on failure; the device accepts only a literal string"
+            )
+        message = f", {source.segment(node.msg)}"
+    torch, imports = torch_of(source)
+    test = match.text("C")
+    if _is_negated(node):
+        test = f"{atom(source, match.parts['C'])}.logical_not()"
+    text = f"{torch}._assert_async({test}{message})"
+    edits = (TextEdit(source.start(node), source.end(node), text), *imports)
+    check_comments(source, edits)
+    return Writing(edits, risk=_DEVICE_ASSERT_RISK)
+
+
+DEVICE_ASSERT: Fix = Fix(
+    name="device_assert",
+    doc="""`assert (a >= b).all(), "message"` becomes `torch._assert_async(...)`, which the device checks.
+
+    Applied only with `--unsafe-fixes`: if the assertion fails, the error comes later than the statement, at
+    the host's next wait, and on CUDA the process cannot use the device afterwards, so the error cannot be
+    caught. While it holds, the results are the same. Python's `-O` removes the original but not the
+    replacement.
+    """,
+    codes=("TT101",),
+    equivalence="BITWISE",
+    find=_find_device_assert,
+    write=_write_device_assert,
+)
+
+
+FIXES = (DEVICE_ASSERT, UNCHECKED_CHOLESKY, UNCHECKED_INVERSE, UNVALIDATED_DISTRIBUTION)

@@ -1,0 +1,209 @@
+"""Scalars that the host reads for arithmetic or a comparison that the device can do."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from torchtrim.records.probes import ObservedValue
+from torchtrim.rewriter.fix import Fix, Match, Writing, of_forms
+from torchtrim.rewriter.guarded import for_kinds_seen, for_names_seen, with_names
+from torchtrim.rewriter.reads import need_tensor_uses, with_companions
+from torchtrim.rewriter.replace import replace
+from torchtrim.source.facts import (
+    Facts,
+    FixRefused,
+    Values,
+    is_floating,
+    is_integral,
+    is_number,
+    is_tensor,
+    of_part,
+)
+from torchtrim.source.names import is_unshared, loads, only_reads_at
+from torchtrim.source.source import SourceFile
+from torchtrim.source.transfers import read_of
+
+_BOUNDS = {"max": "min", "min": "max"}
+_NO_TENSORS = (ast.Constant, ast.List, ast.Tuple, ast.ListComp, ast.JoinedStr, ast.Dict)
+_WIDE = ("float32", "float64")
+
+
+def _reads(source: SourceFile) -> Iterator[Match]:
+    for node in source.at({(ast.Call, "item"), (ast.Call, "float"), (ast.Call, "int")}):
+        read = read_of(node, source)
+        if read is None or read_of(source.parents[node], source) is not None:
+            continue
+        parts = {"N": read.tensor}
+        whole: ast.AST = source.parents[node]
+        if _is_bound(whole):
+            assert isinstance(whole, ast.Call)
+            parts["C"] = next(one for one in whole.args if one is not node)
+            if source.start(parts["C"]) < source.start(node):
+                parts["FIRST"] = parts["C"]
+        else:
+            whole = node
+        match = Match(fix=ARITHMETIC_READ, source=source, node=whole, parts=parts, form=read.cast)
+        if _only_arithmetic(match):
+            yield match
+
+
+def _is_bound(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        return False
+    return node.func.id in _BOUNDS and len(node.args) == 2 and not node.keywords
+
+
+def _only_arithmetic(match: Match) -> bool:
+    (found,) = with_companions(lambda _: iter([match]))(match.source)
+    others = [node for name, node in found.parts.items() if name.startswith("WITH")]
+    try:
+        need_tensor_uses(match, Facts(), "N")
+    except FixRefused:
+        return False
+    return bool(others) and not any(isinstance(one, _NO_TENSORS) for one in others)
+
+
+def _write_arithmetic_read(match: Match, facts: Facts) -> Writing:
+    source, tensor = match.source, match.parts["N"]
+    facts.need(
+        f"`{match.text('N')[:60]}` is a tensor of zero dimensions",
+        lambda v: is_tensor(v.N) and not v.N.shape and (is_floating(v.N) or is_integral(v.N)),
+    )
+    if match.form == "int":
+        facts.need(f"`{match.text('N')[:60]}` is an integer tensor", lambda v: is_integral(v.N))
+    if match.form == "bool":
+        raise FixRefused("`bool` changes its value. Compare with `!= 0`")
+    if not is_unshared(source, tensor, source.statement(match.node)):
+        raise FixRefused(f"`{match.text('N')[:60]}` may be written to afterwards. Use `.clone()`")
+    bounded = "C" in match.parts
+    need_tensor_uses(match, facts, "N")
+    for name in [part for part in match.parts if part.startswith("WITH")]:
+        facts.need(
+            f"`{match.text(name)[:60]}` keeps its type when combined with a tensor",
+            lambda v, name=name: _keeps(getattr(v, name), v.N, bounded=bounded),  # type: ignore[misc]
+            static=of_part(name, is_tensor),
+        )
+    graded = any(getattr(v, "N", None) and v.N.requires_grad for v in facts.executions)
+    text = "N.detach()" if graded or not facts.seen else "N"
+    edits = replace(match, _bounded(match, facts, text) if bounded else text)
+    return Writing(for_names_seen(match, facts, edits))
+
+
+def _bounded(match: Match, facts: Facts, text: str) -> str:
+    assert isinstance(match.node, ast.Call)
+    assert isinstance(match.node.func, ast.Name)
+    number = match.parts["C"]
+    facts.need(f"`{match.text('C')[:60]}` is a Python number", lambda v: is_number(v.C))
+    word = _BOUNDS[match.node.func.id]
+    if facts.holds(lambda v: is_integral(v.N) and v.N.dtype != "bool"):
+        value = number.value if isinstance(number, ast.Constant) else None
+        if type(value) is float and value.is_integer():
+            return f"{text}.clamp({word}={int(value)})"
+        facts.need(f"`{match.text('C')[:60]}` is an integer", lambda v: v.C.kind == "int")
+    elif "FIRST" in match.parts:
+        raise FixRefused(
+            "for NaN, `max` and `min` return the number if it comes first, and `clamp` returns NaN. "
+            "Write the tensor first if that does not matter"
+        )
+    else:
+        facts.need(
+            "the compared values have 32 or 64 bits",
+            lambda v: v.N.dtype in _WIDE or v.N.dtype == "int64",
+        )
+    return f"{text}.clamp({word}=C)"
+
+
+def _keeps(other: ObservedValue, number: ObservedValue, *, bounded: bool) -> bool:
+    """Return True if the other operand keeps its type and rounds the number as it would a Python number."""
+    if is_integral(number):
+        return other.dtype in _WIDE
+    if bounded or other.dtype not in _WIDE:
+        return other.dtype == number.dtype
+    return other.dtype == number.dtype or bool(other.shape) or other.dtype == "float64"
+
+
+def _find(source: SourceFile) -> Iterator[Match]:
+    return with_names(with_companions(_reads))(source)
+
+
+ARITHMETIC_READ: Fix = Fix(
+    name="arithmetic_read",
+    doc="""`loss / n.item()` divides by the tensor itself; `max(n.item(), 1)` there becomes `n.clamp(min=1)`.
+
+    A number that is only added to tensors of the same device, multiplied with them or divided into them does
+    not need to come to the host. The detached tensor replaces it where the result keeps its type: 16-bit
+    tensors only with a tensor of their own type, tensors of zero dimensions never with a wider one. A device
+    divides by a Python number as a multiplication by its reciprocal, so a quotient may differ in its last
+    bit.
+
+    Refused if the tensor may be written to after it was read. The replacement tests for the observed types
+    and ranks, which needs no sync; others are read as before.
+    """,
+    codes=("TT101",),
+    equivalence="ROUNDING",
+    find=_find,
+    write=_write_arithmetic_read,
+)
+
+
+_FORMS = {"max(A, B)": "torch.where(B > A, B, A)", "min(A, B)": "torch.where(B < A, B, A)"}
+
+
+def _write_compared_extreme(match: Match, facts: Facts) -> Writing:
+    source, node = match.source, match.node
+    assert isinstance(node, ast.Call)
+    if not isinstance(node.func, ast.Name) or source.imported.get(node.func.id):
+        raise FixRefused("it is not the Python builtin")
+    if loads(source.function(node), node.func.id) and node.func.id in source.bound(
+        source.function(node)
+    ):
+        raise FixRefused("it is not the Python builtin")
+    facts.need(
+        "both are tensors of zero dimensions, with one type and device",
+        _alike,
+        static=_known_statically,
+    )
+    facts.need("no gradient flows to them", _without_grad)
+    statement = source.statement(node)
+    kept = all(is_unshared(source, match.parts[part], statement) for part in "AB")
+    if not kept or not only_reads_at(source, node):
+        raise FixRefused(
+            "the result is one of the two tensors, and may be written to. Use `torch.maximum`"
+        )
+    return Writing(for_kinds_seen(match, facts, replace(match, _FORMS[match.form])))
+
+
+def _alike(values: Values) -> bool:
+    one, other = values.A, values.B
+    alike = (one.dtype, one.device) == (other.dtype, other.device)
+    return is_tensor(one, other) and one.shape == other.shape == () and alike
+
+
+def _known_statically(values: Values) -> bool:
+    return is_tensor(values.A, values.B) and values.A.shape == values.B.shape == ()
+
+
+def _without_grad(values: Values) -> bool:
+    return not values.grad or not (values.A.requires_grad or values.B.requires_grad)
+
+
+COMPARED_EXTREME: Fix = Fix(
+    name="compared_extreme",
+    doc="""Python's `max(a, b)` and `min(a, b)` of two tensors become `torch.where(b > a, b, a)`.
+
+    Python compares them and reads the answer. The device can choose by the same comparison, with the same
+    result for NaN. The replacement tests for the observed ranks and types, and keeps the original for others.
+
+    Needs tensors of zero dimensions, of one type and device, without gradients: the tensor that is not chosen
+    gets no gradient. Refused if the result, or either tensor, may be written to afterwards: Python returns
+    one of them, not a copy.
+    """,
+    codes=("TT101",),
+    equivalence="BITWISE",
+    find=of_forms(lambda: COMPARED_EXTREME, *_FORMS),
+    write=_write_compared_extreme,
+)
+
+
+FIXES = (ARITHMETIC_READ, COMPARED_EXTREME)

@@ -1,0 +1,361 @@
+"""Reads that can move out of a loop, and reads whose tensor can replace the number."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from dataclasses import replace as changed
+from functools import partial
+
+from torchtrim.records.probes import ObservedValue
+from torchtrim.rewriter.fix import Match
+from torchtrim.rewriter.replace import atom
+from torchtrim.source.facts import (
+    Facts,
+    FixRefused,
+    Values,
+    is_floating,
+    is_integral,
+    is_number,
+    is_tensor,
+    of_part,
+)
+from torchtrim.source.names import is_private, loads, parameters, stores
+from torchtrim.source.operations import is_pure
+from torchtrim.source.source import Function, Loop, SourceFile
+from torchtrim.source.transfers import Read, is_single, read_of
+
+_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div)
+_TRUTH_NAMES = """
+    eq ne lt le gt ge equal not_equal less less_equal greater greater_equal isnan isinf isfinite
+    logical_and logical_or logical_not logical_xor bool isclose
+"""
+_TRUTH = frozenset(_TRUTH_NAMES.split())
+_SWALLOWING = frozenset(("suppress", "raises", "assertRaises"))
+
+
+@dataclass(frozen=True)
+class Computed:
+    """An expression of reads and numbers such as `loss.item() * n`. `exact`: it divides by no number."""
+
+    reads: tuple[Read, ...]
+    numbers: tuple[ast.expr, ...]
+    exact: bool = True
+
+    @property
+    def parts(self) -> dict[str, ast.expr]:
+        """The parts to observe."""
+        found: dict[str, ast.expr] = {f"L{n}": read.tensor for n, read in enumerate(self.reads)}
+        return found | {f"K{n}": number for n, number in enumerate(self.numbers)}
+
+
+def computed_of(node: ast.expr, source: SourceFile) -> Computed | None:
+    """Return the reads and numbers of a sum, difference, product or quotient; None for another expression."""
+    found = list(_leaves(node, source))
+    reads = tuple(one for one in found if isinstance(one, Read))
+    numbers = tuple(one for one in found if not isinstance(one, Read) and is_pure(one, source))
+    if not reads or len(reads) + len(numbers) < len(found):
+        return None
+    if any(read_of(part, source) for number in numbers for part in ast.walk(number)):
+        return None
+    divided = [one for one in ast.walk(node) if isinstance(one, ast.Div)]
+    return Computed(reads, numbers, exact=not divided)
+
+
+def _leaves(node: ast.expr, source: SourceFile) -> Iterator[Read | ast.expr]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, _OPERATORS):
+        yield from _leaves(node.left, source)
+        if isinstance(node.op, ast.Div):
+            yield node.right
+        else:
+            yield from _leaves(node.right, source)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        yield from _leaves(node.operand, source)
+    else:
+        yield read_of(node, source) or node
+
+
+def need_reads(match: Match, facts: Facts, computed: Computed) -> None:
+    """Require tensors that can be computed with on their device, and Python numbers."""
+    for number, read in enumerate(computed.reads):
+        part = f"L{number}"
+        facts.need(
+            f"`{match.text(part)[:60]}` is a tensor of one number, on a device with 64-bit floats",
+            of_part(part, partial(_readable, cast=read.cast)),
+            static=of_part(part, is_tensor),
+        )
+        if facts.holds(of_part(part, lambda seen: seen.dtype == "int64")):
+            _need_count(match, facts, read, part)
+    for number in range(len(computed.numbers)):
+        facts.need(
+            f"`{match.text(f'K{number}')[:60]}` is a Python number",
+            of_part(f"K{number}", is_number),
+        )
+    facts.only("the device", lambda v: getattr(v, "L0").device, "")  # noqa: B009
+    if any(v for v in facts.executions if len({v_.device for v_ in _tensors(v, computed)}) > 1):
+        raise FixRefused("its tensors are on several devices")
+
+
+def _tensors(values: Values, computed: Computed) -> list[ObservedValue]:
+    return [
+        getattr(values, f"L{n}") for n in range(len(computed.reads)) if hasattr(values, f"L{n}")
+    ]
+
+
+def _readable(seen: ObservedValue, cast: str) -> bool:
+    fits = cast != "int" or is_integral(seen)
+    return (
+        is_single(seen)
+        and (is_floating(seen) or is_integral(seen))
+        and seen.device.startswith(("cpu", "cuda"))
+        and (fits if cast != "bool" else seen.dtype == "bool")
+    )
+
+
+def _need_count(match: Match, facts: Facts, read: Read, part: str) -> None:
+    """Require that each integer is a count: sums of 64-bit integers may overflow where Python's do not."""
+    if not is_count(read.tensor):
+        facts.leave_open(f"`{match.text(part)[:60]}` is a count, so that its sum does not overflow")
+
+
+def is_count(node: ast.expr) -> bool:
+    """Return True for a sum over booleans."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    if node.func.attr == "count_nonzero":
+        return True
+    args = (
+        node.args if isinstance(node.func.value, ast.Name) and node.func.value.id == "torch" else ()
+    )
+    inner = args[0] if args else node.func.value
+    return node.func.attr == "sum" and _is_truth(inner)
+
+
+def _is_truth(node: ast.expr) -> bool:
+    if isinstance(node, ast.Compare):
+        return True
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.op, ast.Invert) and _is_truth(node.operand)
+    if isinstance(node, ast.BinOp):
+        both = _is_truth(node.left) and _is_truth(node.right)
+        return both and isinstance(node.op, ast.BitAnd | ast.BitOr | ast.BitXor)
+    method = node.func if isinstance(node, ast.Call) else None
+    return isinstance(method, ast.Attribute) and method.attr in _TRUTH
+
+
+def gives_int(facts: Facts, computed: Computed) -> bool:
+    """Return True if the computed value is an `int` on the host."""
+    whole = all(facts.holds(of_part(f"L{n}", is_integral)) for n in range(len(computed.reads)))
+    whole &= all(
+        facts.holds(of_part(f"K{n}", lambda seen: seen.kind == "int"))
+        for n in range(len(computed.numbers))
+    )
+    return whole and computed.exact and all(read.cast != "float" for read in computed.reads)
+
+
+def on_device(
+    source: SourceFile, node: ast.expr, computed: Computed, facts: Facts, cast: str
+) -> str:
+    """Return the expression's text with cast, detached tensors in place of their reads."""
+    start, text = source.start(node), source.segment(node)
+    changes: list[tuple[ast.expr, str]] = []
+    for number, read in enumerate(computed.reads):
+        changes.append((read.node, atom(source, read.tensor) + _casts(facts, f"L{number}", cast)))
+    for part in ast.walk(node):
+        if (
+            isinstance(part, ast.BinOp)
+            and isinstance(part.op, ast.Div)
+            and not _is_nonzero(part.right)
+        ):
+            changes.append((part.right, f"(1 / {atom(source, part.right)})"))
+            between = source.text[source.end(part.left) : source.start(part.right)]
+            at = source.end(part.left) - start + between.index("/")
+            text = f"{text[:at]}*{text[at + 1 :]}"
+    for one, new in sorted(changes, key=lambda change: source.start(change[0]), reverse=True):
+        at, to = source.start(one) - start, source.end(one) - start
+        text = text[:at] + new + text[to:]
+    return text
+
+
+def _casts(facts: Facts, part: str, cast: str) -> str:
+    """Return the conversion of a tensor: nothing if it has the type already and needs no gradient."""
+    graded = "" if facts.holds(lambda v: is_integral(getattr(v, part))) else ".detach()"
+    kept = cast == ".long()" and facts.holds(lambda v: getattr(v, part).dtype == "int64")
+    return graded + ("" if kept else cast)
+
+
+def _is_nonzero(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and bool(node.value)
+
+
+def widest_loop(source: SourceFile, statement: ast.stmt, name: str) -> Loop:
+    """Return the outermost loop around the statement that ends before the name is used.
+
+    Raises `FixRefused` if code outside the function may see the name in the meantime.
+    """
+    function, loop = source.function(statement), source.loop(statement)
+    if loop is None:
+        raise FixRefused("it is not in a loop")
+    if isinstance(function, ast.Lambda) or not is_private(source, function, name):
+        raise FixRefused(f"an inner function, or `global`, may see `{name}` in the meantime")
+    if name in parameters(function):
+        raise FixRefused(f"`{name}` is an argument, so its initial value is unknown here")
+    used = [*loads(function, name), *stores(function, name)]
+    while (outer := source.loop(loop)) is not None:
+        own = {id(node) for node in ast.walk(loop)}
+        if any(id(use) not in own and _is_in(source, use, outer) for use in used):
+            break
+        loop = outer
+    if _may_go_on(source, loop):
+        raise FixRefused("a `try` around the loop may use it before the loop ends")
+    return loop
+
+
+def _is_in(source: SourceFile, node: ast.AST, outer: ast.AST) -> bool:
+    return any(one is outer for one in source.around(node))
+
+
+def _may_go_on(source: SourceFile, loop: ast.AST) -> bool:
+    for outer in source.around(loop):
+        if isinstance(outer, ast.Try):
+            return True
+        if isinstance(outer, ast.With | ast.AsyncWith) and any(map(_swallows, outer.items)):
+            return True
+        if isinstance(outer, Function):
+            return False
+    return False
+
+
+def _swallows(item: ast.withitem) -> bool:
+    call = item.context_expr
+    function = call.func if isinstance(call, ast.Call) else call
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return name in _SWALLOWING
+
+
+_ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div)
+_READS = ("float", "int", "bool")
+_WITH = "WITH"
+Find = Callable[[SourceFile], Iterator[Match]]
+
+
+def with_companions(find: Find, *, bounded: bool = False) -> Find:
+    """Add the operands that each match's value is combined with, as parts `WITH0`, `WITH1`, ...
+
+    `bounded` follows the value through `max(value, 1)`; see `bounds_of`.
+    """
+
+    def companions(source: SourceFile) -> Iterator[Match]:
+        for match in find(source):
+            found = _uses(source, match.node, 0, [] if bounded else None)
+            others = [use for use in found if isinstance(use, ast.expr)]
+            parts = {**match.parts, **{f"{_WITH}{n}": one for n, one in enumerate(others)}}
+            yield changed(match, parts=parts)
+
+    return companions
+
+
+def bounds_of(match: Match) -> list[ast.Call]:
+    """Return the calls `max(value, 1)` that the match's value passes through."""
+    bounds: list[ast.Call] = []
+    list(_uses(match.source, match.node, 0, bounds))
+    return bounds
+
+
+def need_tensor_uses(match: Match, facts: Facts, part: str, *, bounded: bool = False) -> None:
+    """Require that a tensor on the device of `part` can replace the match's number.
+
+    Each use must be arithmetic with a floating tensor there, which keeps the result's type, or a read that
+    accepts a tensor. Raises `FixRefused` with the first other use.
+    """
+    for use in _uses(match.source, match.node, 0, [] if bounded else None):
+        if isinstance(use, str):
+            raise FixRefused(
+                f"its value is needed as a Python number: {use}. Keep the read, but do it late or "
+                "together with others"
+            )
+    for name in match.parts:
+        if name.startswith(_WITH):
+            facts.need(
+                f"`{match.text(name)[:60]}` is a floating tensor on the same device",
+                lambda v, name=name: (
+                    is_floating(getattr(v, name))  # type: ignore[misc]
+                    and getattr(v, name).device == getattr(v, part).device
+                ),
+            )
+
+
+def need_wide_uses(match: Match, facts: Facts) -> None:
+    """Require float32 or float64 next to an integer: 16 bits would round it, or overflow."""
+    for name in match.parts:
+        if name.startswith(_WITH):
+            facts.need(
+                f"`{match.text(name)[:60]}` is of float32 or float64",
+                of_part(name, lambda seen: seen.dtype in ("float32", "float64")),
+            )
+
+
+def _uses(
+    source: SourceFile, node: ast.AST, depth: int, bounds: list[ast.Call] | None
+) -> Iterator[ast.expr | str]:
+    """Yield the operands that a value is combined with and, as text, each use that needs a number.
+
+    `bounds` collects the calls of `max` that the value passes through, or is None to refuse them.
+    """
+    outer = source.parents[node]
+    where = f"line {node.lineno}"  # type: ignore[attr-defined]
+    if depth > 8:
+        yield f"{where}, and more after it"
+    elif isinstance(outer, ast.BinOp) and isinstance(outer.op, _ARITHMETIC):
+        yield outer.left if outer.right is node else outer.right
+    elif isinstance(outer, ast.AugAssign) and isinstance(outer.op, _ARITHMETIC):
+        yield outer.target
+    elif isinstance(outer, ast.UnaryOp) and not isinstance(outer.op, ast.Not):
+        yield from _uses(source, outer, depth + 1, bounds)
+    elif isinstance(outer, ast.Call) and node in outer.args and _reads(outer):
+        return
+    elif bounds is not None and isinstance(outer, ast.Call) and _is_bound(source, outer, node):
+        bounds.append(outer)
+        yield from _uses(source, outer, depth + 1, bounds)
+    elif isinstance(outer, ast.Assign) and len(outer.targets) == 1:
+        yield from _uses_of_name(source, outer, depth, bounds)
+    else:
+        yield f"{where}, `{source.segment(outer)[:60]}`" if isinstance(outer, ast.expr) else where
+
+
+def _is_bound(source: SourceFile, call: ast.Call, node: ast.AST) -> bool:
+    if not isinstance(call.func, ast.Name) or call.func.id != "max" or call.keywords:
+        return False
+    if any(name == "max" for name in source.imported) or list(stores(source.tree, "max")):
+        return False
+    others = [one for one in call.args if one is not node]
+    return (
+        isinstance(node, ast.Name)
+        and len(call.args) == 2
+        and len(others) == 1
+        and isinstance(others[0], ast.Constant)
+        and type(others[0].value) is int
+    )
+
+
+def _reads(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Name) and call.func.id in _READS
+
+
+def _uses_of_name(
+    source: SourceFile, assigned: ast.Assign, depth: int, bounds: list[ast.Call] | None
+) -> Iterator[ast.expr | str]:
+    target = assigned.targets[0]
+    function = source.function(assigned)
+    if not isinstance(target, ast.Name) or not isinstance(function, Function):
+        yield f"line {assigned.lineno}, which takes it out of the function"
+        return
+    if len(list(stores(function, target.id))) > 1:
+        yield f"line {assigned.lineno}, which assigns it to a name with other values too"
+        return
+    for use in loads(function, target.id):
+        if source.function(use) is not function:
+            yield f"line {use.lineno}, in an inner function"
+        else:
+            yield from _uses(source, use, depth + 1, bounds)

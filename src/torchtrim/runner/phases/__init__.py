@@ -1,1 +1,0 @@
-"""What a session measures beside the recorded step: loaders, inputs, growth."""

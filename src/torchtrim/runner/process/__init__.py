@@ -1,1 +1,0 @@
-"""Processes of runs: started, forked from a warm one, watched, ended."""

@@ -1,1 +1,0 @@
-"""Global settings of a run: eager, in float64, uninitialized memory."""

@@ -1,0 +1,245 @@
+"""What a session measures and keeps of a step: its seconds, its peak, its operators; what it computed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtrim.capture.allocator import NOTHING, Allocator, Watched, allocator_for, own
+from torchtrim.capture.build import Setting
+from torchtrim.capture.modules import Modules
+from torchtrim.capture.recording import Recording, counted_device, tensors_in
+from torchtrim.capture.watch import Listener
+from torchtrim.core.clock import now
+from torchtrim.dispatch.places import Places
+from torchtrim.dispatch.storages import reachable_bytes, storage_bytes
+from torchtrim.evidence.evidence import Evidence, digest_of, has_bits, keep_value, kind_of
+from torchtrim.evidence.script_state import ScriptState
+from torchtrim.executor.apply import shards
+from torchtrim.records.profile import Profile
+from torchtrim.records.trial import Trial, TrialStep
+
+
+class StepClock:
+    """The seconds of a step without those that torchtrim takes itself."""
+
+    def __init__(self) -> None:
+        self._began = self._own = 0.0
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._own = 0.0
+        self._began = now()
+
+    @property
+    def seconds(self) -> float:
+        """The seconds until now."""
+        return max(now() - self._began - self._own, 0.0)
+
+    def aside(self, function: Callable[..., None], *args: Any) -> None:
+        """Call it as torchtrim's own doing: unrecorded, and not part of the step's time."""
+        begin = now()
+        with torch.utils._python_dispatch._disable_current_modes():
+            function(*args)
+        self._own += now() - begin
+
+
+class StepMeasure:
+    """Measures one step of a trial after another: by a recording, or by its peak alone.
+
+    `ours` gives the storages that torchtrim itself keeps: they are in no figure but the process's own.
+    """
+
+    def __init__(
+        self,
+        trial: Trial,
+        modules: Modules,
+        places: Places,
+        setting: Setting,
+        ours: Callable[[], Sequence[Any]],
+    ) -> None:
+        self.clock = StepClock()
+        self.recording: Recording | None = None
+        self.fallback: Profile | None = None
+        self._trial = trial
+        self._modules = modules
+        self._places = places
+        self._setting = setting
+        self._ours = ours
+        self._ours_bytes = self._alive = 0
+        self._watching: Allocator = allocator_for(setting.device)
+        self._watched: Watched | None = None
+        self._seconds = 0.0
+        self._idled = False
+        self._digests: list[str] = []
+        self._lines: list[tuple[str, int, bool]] = []
+
+    def settle(self, setting: Setting) -> None:
+        """Measure on the device that was not known until now."""
+        self._setting = setting
+        self._watching = allocator_for(setting.device)
+
+    @property
+    def running(self) -> Recording | None:
+        """The recording that listens, None where there is none."""
+        recording = self.recording
+        return recording if recording is not None and recording.running else None
+
+    def begin(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Begin to measure the next step."""
+        number, request = len(self._trial.steps), self._trial.request
+        if self._idled:
+            self._idled, self._alive = False, reachable_bytes()
+        ours = self._ours()
+        self._ours_bytes = storage_bytes(ours, counted_device(self._setting.device))
+        if number <= request.warmup or number == request.traced:
+            watching = self._watching if request.measured else None
+            self.recording = Recording(self._modules, self._places, self._setting, watching)
+            scan = request.measured and number == request.warmup
+            if number == request.traced:
+                self._digests, self._lines = [], []
+                self.recording.recorder.look = self._look
+            self.recording.begin(optimizers, scan=scan, ours=ours)
+        elif request.measured:
+            self._watching.start()
+        self._watched = None
+        self.clock.begin()
+
+    def idle(self) -> None:
+        """Stop measuring: what comes until the next step is evaluation."""
+        if self._watched is None:
+            self.stop()
+            self._idled = True
+
+    def stop(self) -> None:
+        """Stop measuring, unless that was done; `close` notes the step until here."""
+        if self._watched is not None:
+            return
+        self._seconds = self.clock.seconds
+        if self.recording is not None:
+            self.recording.pause()
+            self._watched = NOTHING
+        else:
+            self._watched = self._watching.stop() if self._trial.request.measured else NOTHING
+
+    def close(self, step: TrialStep, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """End the step's recording or watch, and note its time and its peak."""
+        step.seconds = self._seconds
+        recording, self.recording = self.recording, None
+        if recording is None:
+            self._note_peak(step, self._watched or NOTHING)
+            return
+        trial, number = self._trial, len(self._trial.steps)
+        if number == trial.request.traced:
+            trial.profile = recording.end(optimizers)
+            trial.digests, trial.lines = tuple(self._digests), tuple(self._lines)
+            return
+        if not trial.request.measured:
+            recording.abandon()
+            return
+        profile = recording.end(optimizers)
+        if number < trial.request.warmup:
+            self.fallback = profile
+            return
+        trial.profile, trial.recorded = profile, number
+        self._alive = recording.alive_bytes + self._ours_bytes
+        step.peak_bytes = profile.peak_bytes
+        step.reserved_bytes = profile.reserved_bytes
+
+    def _note_peak(self, step: TrialStep, watched: Watched) -> None:
+        before = self._alive if watched.before is None else watched.before
+        step.peak_bytes = before - self._ours_bytes + watched.peak if watched.peak else 0
+        step.reserved_bytes, step.left_bytes = watched.reserved, watched.end
+        self._alive += watched.end
+
+    def abandon(self) -> None:
+        """Stop a recording or a watch without its result."""
+        recording, self.recording = self.recording, None
+        if recording is not None:
+            recording.abandon()
+        self._watching.stop()
+
+    def _look(self, operator: Any, given: Any) -> None:
+        """Keep the user's line and a digest of what an operator gave; new memory holds anything."""
+        self._lines.append(self._places.users_line(sys._getframe(2)))
+        new = "empty" in str(operator)
+        with torch._C._DisableTorchDispatch(), torch.no_grad(), own():
+            found = [
+                kind_of(one) if new else digest_of(one)
+                for one in tensors_in(given)
+                if has_bits(one)
+            ]
+        self._digests.append(",".join(found))
+
+
+class ComparedSteps(Listener):
+    """Has the evidence of each step collected outside its time. What the recorded step does is not compared.
+
+    `trains`: a step is one of training; `folder`: where values are kept that the request asks for.
+    """
+
+    def __init__(
+        self,
+        trial: Trial,
+        modules: Modules,
+        clock: StepClock,
+        folder: Path | None,
+        script: ScriptState | None,
+        *,
+        trains: bool,
+    ) -> None:
+        self._trial = trial
+        self._clock = clock
+        self._folder = folder
+        keep = self._keep if trial.request.keep else None
+        looks = trial.request.traced >= 0
+        self.evidence = Evidence(modules, keep, graded=trains, looks=looks, script=script)
+        self.evidence.gathers = shards(trial.request.plan)
+
+    @property
+    def listens(self) -> bool:
+        """Whether there are steps to compare yet."""
+        trial = self._trial
+        return not trial.request.dry and len(trial.steps) < trial.request.total
+
+    @property
+    def _gathers(self) -> bool:
+        return len(self._trial.steps) != self._trial.request.warmup
+
+    def begins(self, name: str, root: nn.Module) -> None:
+        """Collect what a root holds before it runs for the first time."""
+        if self.listens:
+            self._clock.aside(self.evidence.begins, name, root)
+
+    def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
+        if self._gathers:
+            self.evidence.is_called(module, depth)
+        if depth == 0:
+            self._clock.aside(self.evidence.module_starts, module, args, kwargs, depth)
+
+    def module_ends(self, module: nn.Module, output: Any, depth: int) -> None:
+        if depth == 0 and self._gathers:
+            self._clock.aside(self.evidence.module_ends, module, output, depth)
+
+    def backward_starts(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        if self._gathers:
+            self._clock.aside(self.evidence.backward_starts, tensors)
+
+    def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._gathers:
+            self._clock.aside(self.evidence.optimizer_ends, optimizer)
+
+    def update_starts(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        if self._gathers:
+            self._clock.aside(self.evidence.update_starts, optimizer, parameter)
+
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+        label = f"{len(self._trial.steps)}/{name}"
+        keep = self._trial.request.keep
+        if self._folder is not None and label in keep:
+            keep_value(self._folder / f"kept-{keep.index(label)}", tensor)

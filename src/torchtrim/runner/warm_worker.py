@@ -1,0 +1,157 @@
+"""A process that has imported torch and forks for each trial, so that none imports it again.
+
+`python -m torchtrim.runner.warm_worker CONTROL LIFELINE`: both are file descriptors. It runs no
+operator and starts no thread; each fork is a process as `python -m ENTRY FOLDER LIFELINE` would be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+IMPORTED = ("torch", "torch._dynamo", "torchtrim.runner.worker")
+"""What each trial would import: an optimizer imports the second when it is made."""
+
+_LENGTH = 8
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+class RunOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """One run: `python -m entry folder`, with its output in a file."""
+
+    entry: str
+    folder: str
+    output: str
+    cwd: str
+    environment: dict[str, str]
+
+
+def send_order(control: socket.socket, order: RunOrder, channel: socket.socket) -> None:
+    """Ask for a run. Through the channel come its process number, its end, and its exit status."""
+    text = msgspec.json.encode(order)
+    socket.send_fds(control, [len(text).to_bytes(_LENGTH, "big")], [channel.fileno()])
+    control.sendall(text)
+
+
+def serve(control: socket.socket, lifeline: int) -> None:
+    """Fork for each order until the other end is closed."""
+    while (received := _next_order(control)) is not None:
+        order, channel = received
+        with channel:
+            if _fork() == 0:
+                control.close()
+                _look_after(order, channel, lifeline)
+        _bury()
+
+
+def _next_order(control: socket.socket) -> tuple[RunOrder, socket.socket] | None:
+    header, descriptors, _, _ = socket.recv_fds(control, _LENGTH, 1)
+    if not header:
+        return None
+    text = b""
+    length = int.from_bytes(header, "big")
+    while len(text) < length:
+        part = control.recv(length - len(text))
+        if not part:
+            return None
+        text += part
+    return msgspec.json.decode(text, type=RunOrder), socket.socket(fileno=descriptors[0])
+
+
+def _fork() -> int:
+    """Fork. Python warns of the threads of others, such as numpy's, which see to forks themselves."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def _bury() -> None:
+    """Those that look after a run leave their status when they end."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _look_after(order: RunOrder, channel: socket.socket, lifeline: int) -> NoReturn:
+    """Fork for the run, tell of its end, and kill its whole group when asked, or when nobody is there.
+
+    The run stays a zombie until then, so that its number is no other process's.
+    """
+    pid = _fork()
+    if pid == 0:
+        _become(order, channel, lifeline)
+    with contextlib.suppress(OSError):
+        descriptor = os.pidfd_open(pid)
+        ready, _, _ = select.select([channel.fileno(), descriptor], [], [])
+        if channel.fileno() not in ready:
+            channel.sendall(b"ended\n")
+            channel.recv(1)
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(OSError):
+        channel.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    os._exit(0)
+
+
+def _become(order: RunOrder, channel: socket.socket, lifeline: int) -> NoReturn:
+    """Be the run's process: a session, input, output, folder and environment of its own."""
+    try:
+        os.setsid()
+        channel.sendall(f"{os.getpid()}\n".encode())
+        channel.close()
+        _open_as(0, os.devnull, os.O_RDONLY)
+        _open_as(1, order.output, os.O_WRONLY)
+        os.dup2(1, 2)
+        os.chdir(order.cwd)
+        os.environ.clear()
+        os.environ.update(order.environment)
+        sys.argv = [sys.argv[0], order.folder, str(lifeline)]
+        importlib.import_module(order.entry).main()
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+def _open_as(number: int, path: str, flags: int) -> None:
+    opened = os.open(path, flags)
+    os.dup2(opened, number)
+    os.close(opened)
+
+
+def _import() -> None:
+    """Import what trials will. The empty folder that torch makes for its cache meanwhile is taken away."""
+    given = os.environ.get(_CACHE)
+    for name in IMPORTED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    if given is None and _CACHE in os.environ:
+        with contextlib.suppress(OSError):
+            Path(os.environ[_CACHE]).rmdir()
+
+
+def main() -> None:
+    """Import, then serve."""
+    control, lifeline = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    os.set_inheritable(lifeline, False)
+    _import()
+    gc.collect()
+    gc.freeze()
+    serve(control, lifeline)
+
+
+if __name__ == "__main__":
+    main()

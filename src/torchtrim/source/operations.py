@@ -1,0 +1,223 @@
+"""Tensor operations by name: pure ones, ones that raise for no value, views and new tensors."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+
+from torchtrim.source.source import SourceFile
+
+_VIEWS = """
+    as_strided chunk detach diagonal expand expand_as flatten movedim moveaxis mT mH T H narrow
+    permute real imag ravel reshape reshape_as select split split_with_sizes squeeze swapaxes
+    swapdims t tensor_split transpose unbind unflatten unfold unsqueeze view view_as
+    view_as_complex view_as_real contiguous to type type_as float double half bfloat16 int long
+    short bool byte cpu cuda
+"""
+_VALUES = """
+    abs absolute acos acosh add addbmm addcdiv addcmul addmm addmv addr all allclose amax amin
+    aminmax angle any arccos arcsin arctan arctan2 argmax argmin argsort argwhere asin asinh
+    atan atan2 atanh baddbmm bincount bitwise_and bitwise_not bitwise_or bitwise_xor bmm
+    bucketize ceil cholesky clamp clip clone conj copysign corrcoef cos cosh count_nonzero cov
+    cross cummax cummin cumprod cumsum deg2rad det diag diag_embed diagflat diff digamma dim
+    dist div divide dot dsplit element_size eq equal erf erfc erfinv exp exp2 expm1 fix flip
+    fliplr flipud floor floor_divide fmax fmin fmod frac frexp gather gcd ge greater
+    greater_equal gt heaviside histc hypot igamma index_add index_copy index_fill index_put
+    index_reduce index_select inner inverse is_complex is_contiguous is_floating_point
+    is_nonzero isclose isfinite isinf isnan isneginf isposinf isreal item kron kthvalue lcm
+    ldexp le lerp less less_equal lgamma log log10 log1p log2 log_softmax logaddexp logcumsumexp
+    logdet logical_and logical_not logical_or logical_xor logit logsumexp lt masked_fill
+    masked_scatter masked_select matmul matrix_exp matrix_power max maximum mean median min
+    minimum mm mode mul multiply mv nan_to_num nanmean nanmedian nanquantile nansum narrow_copy
+    ndimension ne neg negative new_empty new_full new_ones new_tensor new_zeros nextafter
+    nonzero nonzero_static norm not_equal numel numpy outer pow prod quantile rad2deg reciprocal
+    relu remainder renorm repeat repeat_interleave rot90 round roll rsqrt scatter scatter_add
+    scatter_reduce searchsorted sgn sigmoid sign signbit sin sinc sinh size slogdet softmax sort
+    sqrt square std stride sub subtract sum svd take take_along_dim tan tanh tile tolist topk
+    trace tril triu true_divide trunc unique unique_consecutive var vdot where xlogy sum_to_size
+    data_ptr get_device storage_offset dequantize
+"""
+
+VIEWS = frozenset(_VIEWS.split())
+"""Methods whose result may share the tensor's storage."""
+
+VALUES = frozenset(_VALUES.split())
+"""Methods that return a new value."""
+
+PURE = VIEWS | VALUES
+
+
+_BUILTINS = """
+    abs all any bool dict enumerate float int isinstance len list max min range reversed round set
+    sorted str sum tuple zip
+"""
+_DRAWING = """
+    rand randn randint randperm rand_like randn_like randint_like bernoulli multinomial normal poisson
+    dropout rrelu gumbel_softmax
+"""
+_PURE_BUILTINS = frozenset(_BUILTINS.split())
+_RANDOM = frozenset(_DRAWING.split())
+_SIMPLE = (ast.Name, ast.Attribute, ast.Constant, ast.UnaryOp, ast.unaryop, ast.expr_context)
+
+
+def is_simple(node: ast.AST) -> bool:
+    """Return True if the expression is cheap enough to write twice: a name, an attribute or a number."""
+    return all(isinstance(part, _SIMPLE) for part in ast.walk(node))
+
+
+def is_pure(node: ast.AST, source: SourceFile) -> bool:
+    """Return True if the expression only computes a value from names, operators and known functions of torch.
+
+    Calls of user functions, random draws and in-place changes are not pure.
+    """
+    return all(_pure_itself(part, source) for part in ast.walk(node))
+
+
+def _pure_itself(node: ast.AST, source: SourceFile) -> bool:
+    if isinstance(node, ast.Await | ast.Yield | ast.YieldFrom | ast.NamedExpr | ast.Lambda):
+        return False
+    return not isinstance(node, ast.Call) or _pure_call(node, source)
+
+
+def _pure_call(node: ast.Call, source: SourceFile) -> bool:
+    name = source.dotted(node.func)
+    if name is not None:
+        last = name.rpartition(".")[2]
+        return (
+            name.startswith(("torch.", "math."))
+            and not last.endswith("_")
+            and last not in _RANDOM
+            and not last[:1].isupper()
+            and not name.startswith(("torch.cuda.", "torch.distributed.", "torch.random."))
+        )
+    if isinstance(node.func, ast.Name):
+        return node.func.id in _PURE_BUILTINS
+    if isinstance(node.func, ast.Attribute):
+        itself = isinstance(node.func.value, ast.Name) and node.func.value.id in ("self", "cls")
+        return not itself and node.func.attr in PURE
+    return False
+
+
+_RAISING_NAMES = """
+    allclose argwhere bincount bucketize cholesky cpu cuda data_ptr det dequantize equal
+    floor_divide fmod frexp gather gcd get_device histc index_add index_copy index_fill
+    index_put index_reduce index_select inner inverse is_nonzero item kthvalue lcm logdet
+    masked_scatter masked_select matrix_power mode nanquantile nonzero nonzero_static numpy pow
+    quantile remainder repeat_interleave scatter scatter_add scatter_reduce searchsorted slogdet
+    storage_offset svd take take_along_dim to tolist unique unique_consecutive vdot
+"""
+_RAISING = frozenset(_RAISING_NAMES.split())
+_FUNCTIONS_NAMES = """
+    zeros_like ones_like full_like zeros ones full einsum stack cat concat where relu gelu silu
+    elu leaky_relu softplus logsigmoid softmax log_softmax normalize layer_norm linear mse_loss
+    l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy_with_logits cosine_similarity
+    scaled_dot_product_attention square
+"""
+_FUNCTIONS = frozenset(_FUNCTIONS_NAMES.split())
+_LABELLED = frozenset(("cross_entropy", "nll_loss"))
+_TOTAL = (VALUES | VIEWS | _FUNCTIONS | _LABELLED) - _RAISING
+_MAY_BE_THE_SAME = VIEWS | {"conj", "sum_to_size", "positive"}
+_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.MatMult, ast.BitAnd, ast.BitOr, ast.BitXor)
+_INERT = (ast.Name, ast.Attribute, ast.Constant, ast.Tuple, ast.List, ast.keyword, ast.Slice)
+_NODES = (*_INERT, ast.expr_context, ast.operator, ast.unaryop, ast.cmpop, ast.UnaryOp)
+
+
+def is_total(
+    node: ast.AST, source: SourceFile, is_guard: Callable[[ast.expr], bool] | None = None
+) -> bool:
+    """Return True if the expression gives a value whatever its tensors hold, so it may run where it did not.
+
+    It must not draw random numbers, synchronize, write in place or raise for a value. With `is_guard`, `a if
+    test else b` counts by `a` alone if the test is a guard.
+    """
+    if is_guard is not None and isinstance(node, ast.IfExp) and is_guard(node.test):
+        return is_total(node.body, source, is_guard)
+    parts = ast.iter_child_nodes(node)
+    return _total_itself(node, source) and all(is_total(one, source, is_guard) for one in parts)
+
+
+def labels_of(node: ast.AST, source: SourceFile) -> list[ast.expr]:
+    """Return the class labels that losses in the expression use: a loss raises for labels out of range.
+
+    Views of labels and `torch.where(mask, labels, ignored)` are stripped.
+    """
+    found = []
+    for part in ast.walk(node):
+        if isinstance(part, ast.Call) and _last(part, source) in _LABELLED:
+            words = {word.arg: word.value for word in part.keywords}
+            label = part.args[1] if len(part.args) > 1 else words.get("target", part)
+            found.append(_labels(label, words.get("ignore_index"), source))
+    return found
+
+
+def _labels(node: ast.expr, ignored: ast.expr | None, source: SourceFile) -> ast.expr:
+    if (
+        isinstance(node, ast.Call)
+        and source.dotted(node.func) == "torch.where"
+        and len(node.args) == 3
+    ):
+        other = ast.unparse(ignored) if ignored is not None else "-100"
+        if ast.unparse(node.args[2]) == other:
+            return _labels(node.args[1], ignored, source)
+    if (
+        isinstance(node, ast.Call)
+        and source.dotted(node.func) is None
+        and _last(node, source) in VIEWS
+    ):
+        assert isinstance(node.func, ast.Attribute)
+        return _labels(node.func.value, ignored, source)
+    return node
+
+
+def is_fresh(node: ast.AST, source: SourceFile) -> bool:
+    """Return True if the expression creates a tensor that no other name or view shares."""
+    if isinstance(node, ast.BinOp | ast.Compare):
+        return True
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.op, ast.USub | ast.Invert)
+    if not isinstance(node, ast.Call):
+        return False
+    last = _last(node, source)
+    if last in _MAY_BE_THE_SAME or any(word.arg in ("out", "inplace") for word in node.keywords):
+        return False
+    return last in VALUES | _FUNCTIONS | _LABELLED
+
+
+def _last(call: ast.Call, source: SourceFile) -> str:
+    """Return the name of the torch function or method that is called, or `""`."""
+    dotted = source.dotted(call.func)
+    if dotted is not None:
+        return dotted.rpartition(".")[2] if dotted.startswith("torch.") else ""
+    if not isinstance(call.func, ast.Attribute):
+        return ""
+    receiver = call.func.value
+    itself = isinstance(receiver, ast.Name) and receiver.id in ("self", "cls", "super")
+    return "" if itself else call.func.attr
+
+
+def _total_itself(node: ast.AST, source: SourceFile) -> bool:
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, _OPERATORS) or _is_square(node)
+    if isinstance(node, ast.Compare):
+        return len(node.ops) == 1 and not isinstance(
+            node.ops[0], ast.In | ast.NotIn | ast.Is | ast.IsNot
+        )
+    if isinstance(node, ast.Subscript):
+        return all(isinstance(part, _FIXED) for part in ast.walk(node.slice))
+    if isinstance(node, ast.Call):
+        words = {word.arg for word in node.keywords}
+        return _last(node, source) in _TOTAL and not words & {
+            "out",
+            "rounding_mode",
+            "inplace",
+            None,
+        }
+    return isinstance(node, _NODES) and not isinstance(getattr(node, "op", None), ast.Not)
+
+
+def _is_square(node: ast.BinOp) -> bool:
+    power = node.right.value if isinstance(node.right, ast.Constant) else None
+    return isinstance(node.op, ast.Pow) and isinstance(power, int) and power >= 0
+
+
+_FIXED = (ast.Constant, ast.Tuple, ast.Slice, ast.UnaryOp, ast.unaryop, ast.expr_context)

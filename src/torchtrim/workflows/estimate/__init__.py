@@ -1,1 +1,0 @@
-"""Peaks from dry runs, for one device or spread over many."""

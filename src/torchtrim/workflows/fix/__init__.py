@@ -1,1 +1,0 @@
-"""Fixes a script's source round by round, and proves the fixes."""

@@ -1,1 +1,0 @@
-"""Plans the memory of a live model, applies the plan, verifies it."""

@@ -1,1 +1,0 @@
-"""What grows in a stream, and whether its bounds change what it computes."""

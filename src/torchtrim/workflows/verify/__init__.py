@@ -1,1 +1,0 @@
-"""Whether a planned script, or another one, computes the same."""

@@ -1,0 +1,246 @@
+"""Fixes of reads in a loop that can wait until after it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fixes import proving
+from torchtrim.fixes.deferred_reads import ACCUMULATED_READ, APPENDED_READ
+from torchtrim.source.facts import FixRefused
+
+pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor")
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def make_accumulated(rng: random.Random) -> Iterator[proving.Inputs]:
+    dtype, width, graded = rng.choice(FLOATS), rng.randint(1, 4), rng.random() < 0.5
+    for draw in range(proving.DRAWS):
+        rows = rng.choice((0, 1, 3, 6)) if draw else rng.choice((1, 4))
+        x = proving.floating(rng, (rows, width), dtype, odd=rng.choice((0, 0.2)))
+        yield {"x": x.requires_grad_(graded), "n": rng.choice((1, 3, 7))}
+
+
+ACCUMULATED_BODIES = {
+    "mean": """
+    total = 0.0
+    for row in x:
+        loss = row.square().mean()
+        total += loss.item()
+        loss.data.zero_()  # changed afterwards
+    return total
+""",
+    "products": """
+    running_loss, seen = 0.0, 0
+    for row in x:
+        running_loss += float(row.sum()) * len(row) * 2
+        seen += 1
+    return running_loss / max(seen, 1)
+""",
+    "quotient": """
+    total = 0.0
+    for row in x:
+        total += row.mean().item() / n
+    return total
+""",
+    "starts as an integer": """
+    total = 0
+    for epoch in range(2):
+        for row in x:
+            total -= row.max().detach().cpu().item()
+    return [total]
+""",
+    "looked at within": """
+    total, seen = 0.0, []
+    for i, row in enumerate(x):
+        total += row.mean().item()
+        if i % 2 == 1:
+            seen.append(f"{total / 2:.3f} {total}")
+            total = 0.0
+    else:
+        seen.append(total)
+    return seen, total
+""",
+    "count": """
+    correct = 0
+    for row in x:
+        correct += (row > 0).sum().item()
+    return correct, n
+""",
+    "several epochs": """
+    out = []
+    for epoch in range(n):
+        total = 0.0
+        for row in x:
+            total += row.sum().item()
+        out.append(total)
+    return out
+""",
+}
+
+
+@pytest.mark.parametrize("body", ACCUMULATED_BODIES.values(), ids=ACCUMULATED_BODIES)
+def test_accumulated_read_is_sound(body: str) -> None:
+    code = f"import torch\ndef function(x, n):\n{body}"
+    proof = proving.prove(ACCUMULATED_READ, code, make_accumulated, structures=40)
+    assert proof.reaches(155), proof
+
+
+def test_integers_of_many_types_are_sound() -> None:
+    def of_integers(rng: random.Random) -> Iterator[proving.Inputs]:
+        dtype = rng.choice((torch.int8, torch.uint8, torch.int16, torch.int32, torch.bool))
+        for draw in range(proving.DRAWS):
+            x = proving.integral(rng, (rng.choice((0, 2, 5)) if draw else 3,), dtype, 0, 2)
+            yield {"x": x}
+
+    code = "def function(x):\n    n = 0\n    for v in x:\n        n += v.item()\n    return n\n"
+    assert proving.prove(ACCUMULATED_READ, code, of_integers, structures=40).reaches(160)
+
+
+def test_large_integers_are_not_sure_to_fit() -> None:
+    code = "def function(x):\n    n = 0\n    for v in x:\n        n += v.item()\n    return n\n"
+    rewrite = proving.fixed(ACCUMULATED_READ, code, {"x": torch.tensor([2**62, 2**62])})
+    assert not rewrite.safe
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("    for v in x:\n        self.total += v.item()\n", "read by other code"),
+        ("    for v in x:\n        n += v.item()\n    return n\n", "is an argument"),
+        (
+            "    t = n\n    for v in x:\n        t += v.item()\n    return t\n",
+            "does not start as a literal number",
+        ),
+        (
+            "    t = 0.0\n    f = lambda: t\n    for v in x:\n        t += v.item()\n    return t\n",
+            "an inner function",
+        ),
+        (
+            "    t = 0.0\n    try:\n        for v in x:\n            t += v.item()\n"
+            "    finally:\n        n = t\n"
+            "    return t\n",
+            "a `try` around",
+        ),
+        (
+            "    t = 0.0\n    for v in x:\n        t += v.item()\n        t *= 2\n    return t\n",
+            "changes `t` in the same loop",
+        ),
+        (
+            "    t = 0.0\n    for v in x:\n        t += v.item()\n    locals()\n    return t\n",
+            "in the meantime",
+        ),
+    ],
+)
+def test_accumulated_read_is_refused(body: str, reason: str) -> None:
+    class Owner:
+        total = 0.0
+
+    inputs = {"self": Owner(), "x": torch.randn(3), "n": 0.0}
+    with pytest.raises(FixRefused, match=reason):
+        proving.fixed(ACCUMULATED_READ, f"E = Exception\ndef function(self, x, n):\n{body}", inputs)
+
+
+def test_accumulated_read_waits_once() -> None:
+    code = f"def function(x, n):\n{ACCUMULATED_BODIES['mean']}"
+    assert proving.syncs_go(ACCUMULATED_READ, code, {"x": torch.randn(5, 2), "n": 1}) == (5, 1)
+
+
+TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+HEAD = "import torch\nimport numpy as np\ndef function(x, n):\n"
+
+
+def make_appended(rng: random.Random) -> Iterator[proving.Inputs]:
+    dtype, width, graded = rng.choice(TYPES), rng.randint(1, 4), rng.random() < 0.5
+    for draw in range(proving.DRAWS):
+        rows = rng.choice((0, 1, 3, 6)) if draw else rng.choice((1, 4))
+        x = proving.floating(rng, (rows, width), dtype, odd=rng.choice((0, 0.2)))
+        yield {"x": x.requires_grad_(graded), "n": rng.choice((1, 3))}
+
+
+APPENDED_BODIES = {
+    "losses": """
+    losses = []
+    for row in x:
+        loss = row.square().mean()
+        losses.append(loss.item())
+        loss.data.zero_()  # changed afterwards
+    return losses
+""",
+    "epochs": """
+    losses = [0.5]
+    same = losses[0]
+    for epoch in range(n):
+        for row in x:
+            losses.append(float(row.sum()))
+    return losses, sum(losses), same
+""",
+    "read between": """
+    history, means = list(), []
+    for epoch in range(n):
+        for row in x:
+            history.append(100.0 * row.mean().item() / 7)
+        means.append(np.mean(history) if len(history) else 0.0)
+    return history
+""",
+    "counts": """
+    counts = []
+    for row in x:
+        counts.append((row > 0).sum().item())
+        if len(row) > 3:
+            continue
+    return counts
+""",
+    "one element": """
+    losses = []
+    for row in x:
+        losses.append(row.sum(0, keepdim=True).item())
+    return losses
+""",
+}
+
+
+@pytest.mark.parametrize("body", APPENDED_BODIES.values(), ids=APPENDED_BODIES)
+def test_appended_read_is_sound(body: str) -> None:
+    proof = proving.prove(APPENDED_READ, HEAD + body, make_appended, structures=52)
+    assert proof.reaches(200), proof
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("    for v in x:\n        n.losses.append(v.item())\n", "read by other code"),
+        ("    for v in x:\n        n.append(v.item())\n    return n\n", "is an argument"),
+        (
+            "    t = n.get()\n    for v in x:\n        t.append(v.item())\n    return t\n",
+            "not created",
+        ),
+        (
+            "    t = []\n    n.all = t\n    for v in x:\n        t.append(v.item())\n",
+            "may keep `t`",
+        ),
+        (
+            "    t = []\n    for v in x:\n        t.append(v.item())\n        n.log(t)\n    return t\n",
+            "before the loop ends",
+        ),
+        ("    for v in x:\n        t = []\n        t.append(v.item())\n", "is reset"),
+        (
+            "    t = []\n    for _ in x:\n        for v in x:\n            t.append(v.item())\n"
+            "        n.all = t\n",
+            "may keep `t`",
+        ),
+    ],
+)
+def test_appended_read_is_refused(body: str, reason: str) -> None:
+    with pytest.raises(FixRefused, match=reason):
+        proving.fixed(
+            APPENDED_READ, f"def function(x, n):\n{body}", {"x": torch.randn(3), "n": None}
+        )
+
+
+def test_appended_read_waits_once() -> None:
+    inputs = {"x": torch.randn(5, 2), "n": 1}
+    assert proving.syncs_go(APPENDED_READ, HEAD + APPENDED_BODIES["losses"], inputs) == (5, 1)

@@ -1,0 +1,341 @@
+"""Fixes of assignments by a mask."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fixes import proving
+from torchtrim.fixes.masked_assignments import MASKED_ASSIGNMENT, MASKED_FILL
+from torchtrim.rewriter.edits import patch
+from torchtrim.source.facts import Facts, FixRefused
+from torchtrim.source.source import SourceFile
+
+FLOATS = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
+WHOLE = (torch.int64, torch.uint8, torch.bool, torch.int32)
+HEAD = "import torch\nimport torch.nn.functional as F\ndef function(x, y, mask, v):\n"
+
+
+def code_of(body: str) -> str:
+    return HEAD + "".join(f"    {line}\n" for line in body.splitlines())
+
+
+def filled(rng: random.Random, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    if dtype.is_floating_point:
+        return proving.floating(rng, size, dtype, odd=0.3)
+    return proving.integral(rng, size, dtype, 0, 3)
+
+
+def make_assignment(
+    rng: random.Random, dtypes: tuple[torch.dtype, ...] = FLOATS + WHOLE
+) -> Iterator[proving.Inputs]:
+    """A tensor with NaN and infinities all over, one like it, and a number or a row as the value."""
+    size = proving.shape(rng)
+    of_mask = size[: rng.randint(1, len(size))]
+    row = size[len(of_mask) :] if rng.random() < 0.6 else ()
+    dtype = rng.choice(dtypes)
+    graded = dtype.is_floating_point and rng.random() < 0.6
+    scaled = dtype.is_floating_point and rng.random() < 0.5
+    for _ in range(proving.DRAWS):
+        yield {
+            "x": filled(rng, size, dtype).requires_grad_(graded),
+            "y": filled(rng, size, dtype).requires_grad_(scaled),
+            "mask": proving.mask(rng, of_mask),
+            "v": filled(rng, row, dtype).requires_grad_(graded and scaled),
+        }
+
+
+def harmless(rng: random.Random) -> Iterator[proving.Inputs]:
+    """NaN and infinities only where the mask does not select."""
+    for draw in make_assignment(rng, FLOATS):
+        mask = draw["mask"]
+        for name in ("x", "y"):
+            tensor = draw[name].detach()
+            view = mask.reshape(mask.shape + (1,) * (tensor.dim() - mask.dim()))
+            size = torch.where(view & ~tensor.isfinite(), 1, tensor)
+            draw[name] = size.requires_grad_(draw[name].requires_grad)
+        yield draw
+
+
+def packed(rng: random.Random) -> Iterator[proving.Inputs]:
+    """A value with a row for each selected element; in the observed draw, not a single row."""
+    size = proving.shape(rng)
+    of_mask = size[: rng.randint(1, len(size))]
+    dtype = rng.choice(FLOATS + WHOLE)
+    graded = dtype.is_floating_point and rng.random() < 0.6
+    for _ in range(proving.DRAWS):
+        mask = proving.mask(rng, of_mask)
+        rows = (int(mask.sum()), *size[len(of_mask) :])
+        yield {
+            "x": filled(rng, size, dtype),
+            "y": filled(rng, size, dtype).requires_grad_(graded),
+            "mask": mask,
+            "v": filled(rng, rows, dtype).requires_grad_(graded),
+        }
+
+
+OF_ANY = [
+    "x = x.clone()\nold = x\nx[mask] = v",
+    "x = x + y\nview = x[..., :1]\nx[mask] = y[mask]\nx = x, view",
+    "x = x.clone()\nx[mask, ...] = v.clone()  # the token",
+    "x = [x.clone(), y]\nx[0][mask.bool()] = v.detach()",
+]
+OF_NUMBERS = [
+    "x = x.clone()\nx[mask] += v",
+    "x = x * y\nx[mask] *= y[mask]",
+    "x = x.clone()\nx[mask] = x[mask].clamp(min=0) + y[mask]",
+    "x = x * 1\nx[mask] /= y[mask].exp() + 1",
+    "x = x.clone()\nx[mask] = (y[mask] * v).sigmoid()",
+    "x = x.clone()\nx[mask] -= 2 * v",
+]
+OF_PACKED = [
+    "x = x.clone()\nx[mask] = v",
+    "x = x.clone()\nx[mask.bool()] = v.flip(0)",
+    "x = x + y\nx[mask] = v",
+]
+
+
+def prove(bodies: str, make: proving.Make, structures: int) -> proving.Proof:
+    proof = proving.prove(
+        MASKED_ASSIGNMENT, code_of(f"{bodies}\nreturn x"), make, structures=structures
+    )
+    assert not proof.unsafe, proof
+    return proof
+
+
+@pytest.mark.parametrize("body", OF_ANY)
+def test_a_number_a_row_or_a_selection(body: str) -> None:
+    assert prove(body, make_assignment, 35).reaches(130)
+
+
+@pytest.mark.parametrize("body", OF_NUMBERS)
+def test_computed_element_by_element(body: str) -> None:
+    assert prove(body, harmless, 24).reaches(88)
+
+
+@pytest.mark.parametrize("body", OF_PACKED)
+def test_rows_for_the_selected(body: str) -> None:
+    assert prove(body, packed, 40).reaches(100)
+
+
+MASK = torch.tensor([True, False, True])
+ROWS = {"x": torch.ones(3, 2), "y": torch.ones(3, 2), "mask": MASK, "v": torch.zeros(2)}
+
+
+def fixed(body: str, inputs: proving.Inputs) -> str:
+    rewrite = proving.fixed(MASKED_ASSIGNMENT, code_of(body), inputs)
+    assert rewrite.safe
+    return patch(rewrite.match.source, [rewrite]).text.removeprefix(HEAD)
+
+
+def test_what_is_written_reads_like_its_surroundings() -> None:
+    assert fixed("x[mask] = v  # the token", ROWS) == (
+        "    if (x.dim(), mask.dim(), v.dim()) == (2, 1, 1) and x.dtype == torch.float32 "
+        "and mask.dtype == torch.bool and v.dtype == torch.float32:\n"
+        "        x.copy_(torch.where(mask[..., None], v, x))\n"
+        "    else:\n"
+        "        x[mask] = v  # the token\n"
+    )
+    assert fixed("y = [x]\ny[-1][mask > 0] *= 2", ROWS) == (
+        "    y = [x]\n    target = y[-1]\n    kept = mask > 0\n"
+        "    if (target.dim(), kept.dim()) == (2, 1) and target.dtype == torch.float32:\n"
+        "        target.copy_(torch.where(kept[..., None], target * 2, target))\n"
+        "    else:\n"
+        "        y[-1][mask > 0] *= 2\n"
+    )
+    assert fixed("x[mask == 1] = F.relu(v)", {**ROWS, "v": torch.zeros(2, 2)}) == (
+        "    rows = F.relu(v)\n"
+        "    if (x.dim(), mask.dim(), rows.dim()) == (2, 1, 2) and x.dtype == torch.float32 "
+        "and rows.dtype == torch.float32 and rows.shape[0] != 1:\n"
+        "        x[torch.nonzero_static(mask == 1, size=len(rows)).unbind(1)] = rows\n"
+        "    else:\n"
+        "        x[mask == 1] = rows\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "value", "why"),
+    [
+        ("x[mask] = v", torch.zeros((), dtype=torch.float64), "has the type and device"),
+        ("x[mask] = v", torch.zeros(1, 2), "not a single row"),
+        ("x[mask] = v", 2.0, "does not wait"),
+        ("x[mask.nonzero()[:, 0]] = v", torch.zeros(()), "is a boolean mask"),
+        ("x.long()[mask] /= v", torch.zeros(()), "has the type and device"),
+        (
+            "y = [x]\ny[0][mask] = print(v) or v",
+            torch.zeros(()),
+            "Assign the value to a name first",
+        ),
+        ("try:\n    x[mask] = v\nexcept IndexError:\n    pass", torch.zeros(2, 2), "may catch"),
+        ("if x is not None: x[mask > 0] = v", torch.zeros(()), "Assign that part to a name first"),
+        (
+            "w = v.clone().requires_grad_()\nx[mask] *= w\nmask[0] = False",
+            torch.zeros(()),
+            "changes the mask",
+        ),
+    ],
+)
+def test_masked_assignment_is_refused(body: str, value: object, why: str) -> None:
+    with pytest.raises(FixRefused, match=why):
+        proving.fixed(MASKED_ASSIGNMENT, code_of(body), {**ROWS, "v": value})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "x[mask] = 0.0",
+        "x[0] = v",
+        "x[1:] = v",
+        "x[mask] //= v",
+        "x[mask] = y[mask] = v",
+        "x[:, mask] = v",
+    ],
+)
+def test_masked_assignment_ignores_other_code(body: str) -> None:
+    assert not list(MASKED_ASSIGNMENT.find(SourceFile("case.py", code_of(body))))
+
+
+def test_a_value_that_changes_the_tensor_needs_a_name() -> None:
+    with pytest.raises(FixRefused, match="Assign it to a name first"):
+        proving.fixed(MASKED_ASSIGNMENT, code_of("x[mask] = x.mul_(2)[0].clone()"), ROWS)
+
+
+def test_rows_are_added_too() -> None:
+    inputs = {**ROWS, "v": torch.ones(2, 2)}
+    proof = proving.prove(
+        MASKED_ASSIGNMENT,
+        code_of("x[mask] += v\nreturn x"),
+        lambda rng: iter([inputs]),
+        structures=1,
+    )
+    assert proof.agreed == 1
+
+
+def test_masked_assignment_is_not_safe_without_evidence() -> None:
+    (match,) = MASKED_ASSIGNMENT.find(SourceFile("case.py", code_of("x[x > 0] = v")))
+    assert not MASKED_ASSIGNMENT.rewrite(match, Facts()).safe
+
+
+def test_masked_assignment_without_evidence_a_mask_may_have_fewer_dimensions() -> None:
+    (match,) = MASKED_ASSIGNMENT.find(SourceFile("case.py", code_of("x[mask] = y[mask] * 2")))
+    with pytest.raises(FixRefused, match="the source does not show"):
+        MASKED_ASSIGNMENT.rewrite(match, Facts())
+
+
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        ("x[mask] = v", torch.zeros(2)),
+        ("x[mask] = v", torch.zeros(2, 2)),
+        ("x[mask] *= y[mask].exp()", torch.zeros(())),
+    ],
+)
+def test_masked_assignment_waits_no_more(body: str, value: torch.Tensor) -> None:
+    before, after = proving.syncs_go(
+        MASKED_ASSIGNMENT, code_of(f"{body}\nreturn x"), {**ROWS, "v": value}
+    )
+    assert before >= 1
+    assert after == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "grade"),
+    [
+        ("y[mask].exp()", "ROUNDING"),
+        ("torch.sigmoid(y[mask])", "ROUNDING"),
+        ("y[mask] ** 0.5", "ROUNDING"),
+        ("y[mask].softmax(-1)", "ROUNDING"),
+        ("y[mask] ** 2", "BITWISE"),
+        ("y[mask].clamp(min=0) * 3", "BITWISE"),
+    ],
+)
+def test_what_depends_on_its_place_is_up_to_rounding(value: str, grade: str) -> None:
+    rewrite = proving.fixed(MASKED_ASSIGNMENT, code_of(f"x[mask] = {value}\nreturn x"), ROWS)
+    assert rewrite.equivalence == grade
+
+
+def test_another_rank_keeps_the_original_assignment() -> None:
+    code = code_of("x = x.clone()\nx[mask] = v\nreturn x")
+    seen = {**ROWS, "x": torch.zeros(2, 3, 8), "mask": torch.ones(2, 3) > 0, "v": torch.ones(8)}
+    rewrite = proving.fixed(MASKED_ASSIGNMENT, code, seen)
+    after = patch(rewrite.match.source, [rewrite]).text
+    other = {
+        **ROWS,
+        "x": torch.zeros(4, 4, 8),
+        "mask": torch.tensor([True, False, False, False]),
+        "v": torch.ones(8),
+    }
+    assert not proving.raises(code, other)
+    assert proving.agree(rewrite, code, after, other)
+
+
+def test_what_is_kept_for_other_ranks_is_not_fixed_again() -> None:
+    code = code_of("x[mask] = v\nreturn x")
+    rewrite = proving.fixed(MASKED_ASSIGNMENT, code, ROWS)
+    after = patch(rewrite.match.source, [rewrite]).text
+    assert not MASKED_ASSIGNMENT.places(SourceFile("case.py", after))
+
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
+
+
+def make_fill(rng: random.Random) -> Iterator[proving.Inputs]:
+    size = proving.shape(rng)
+    dtype = rng.choice(DTYPES)
+    of_mask = size[: rng.randint(1, len(size))]
+    kind = rng.choice((torch.bool, torch.bool, torch.int64))
+    value = rng.choice((0, 1, True, 2.5, -1, float("nan"))) if dtype.is_floating_point else 1
+    for _ in range(proving.DRAWS):
+        if dtype.is_floating_point:
+            x = proving.floating(rng, size, dtype, odd=0.3)
+        else:
+            x = proving.integral(rng, size, dtype, 0, 4)
+        yield {"x": x, "mask": proving.mask(rng, of_mask).to(kind), "value": value}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x[mask.nonzero(as_tuple=True)] = value",
+        "x[torch.nonzero(mask, as_tuple=True)] = value",
+        "x[torch.where(mask)] = value",
+    ],
+)
+def test_masked_fill_is_sound(line: str) -> None:
+    code = f"import torch\ndef function(x, mask, value):\n    view = x\n    {line}\n    return x, view\n"
+    proof = proving.prove(MASKED_FILL, code, make_fill)
+    assert proof.reaches(990)
+    assert not proof.unsafe
+
+
+def test_gradients_pass_where_nothing_was_written() -> None:
+    def make_graded(rng: random.Random) -> Iterator[proving.Inputs]:
+        size = proving.shape(rng)
+        for _ in range(proving.DRAWS):
+            x = proving.floating(rng, size, torch.float32, odd=0.3).requires_grad_()
+            yield {"x": x, "mask": proving.mask(rng, size)}
+
+    code = "def function(x, mask):\n    y = x * 2\n    y[mask.nonzero(as_tuple=True)] = 0\n    return y\n"
+    assert proving.prove(MASKED_FILL, code, make_graded).reaches(1000)
+
+
+def test_a_mask_of_another_shape_is_refused() -> None:
+    code = "def function(x, mask):\n    x[mask.nonzero(as_tuple=True)] = 0\n    return x\n"
+
+    def make_larger(rng: random.Random) -> Iterator[proving.Inputs]:
+        yield {"x": torch.ones(5, 5), "mask": torch.ones(3, 3, dtype=torch.bool)}
+
+    proof = proving.prove(MASKED_FILL, code, make_larger, structures=1)
+    assert list(proof.refused) == [
+        "it requires that `mask` is a tensor whose shape starts that of `x`, which an observed run "
+        "contradicts"
+    ]
+
+
+def test_masked_fill_waits_no_more() -> None:
+    code = "def function(x, mask):\n    x[mask.nonzero(as_tuple=True)] = 0\n    return x\n"
+    inputs = {"x": torch.ones(4, 5), "mask": torch.ones(4, 5, dtype=torch.bool)}
+    assert proving.syncs_go(MASKED_FILL, code, inputs) == (2, 0)

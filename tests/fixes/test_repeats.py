@@ -1,0 +1,147 @@
+"""Fixes of repeats."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import draws
+from fixes import proving
+from torchtrim.fixes.repeats import KNOWN_REPEATS, REPEATED_LIST
+from torchtrim.rewriter.edits import patch
+from torchtrim.source.facts import Facts, FixRefused
+from torchtrim.source.source import SourceFile
+
+LIST_HEAD = "import torch\ndef function(lengths, size):\n"
+
+
+def code_of(body: str) -> str:
+    return LIST_HEAD + "".join(f"    {line}\n" for line in body.splitlines())
+
+
+def make_list(rng: random.Random) -> Iterator[proving.Inputs]:
+    """Lengths from none to all of a row."""
+    many, size = rng.choice((1, 2, 5)), rng.choice((0, 1, 6))
+    kind = rng.choice((torch.int64, torch.int32, torch.uint8))
+    for _ in range(proving.DRAWS):
+        yield {"lengths": proving.integral(rng, (many,), kind, 0, size + 1), "size": size}
+
+
+BODIES = [
+    "return torch.tensor([[False] * n + [True] * (size - n) for n in lengths], dtype=torch.bool)",
+    "return ~torch.tensor(\n    [[True] * k + [False] * (size - k) for k in lengths.clone()],\n"
+    "    dtype=torch.bool,\n    device=lengths.device,\n)",
+]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_repeated_list_agrees_where_lengths_are_in_range(body: str) -> None:
+    code = code_of(body)
+    for number in draws.some(range(125)):
+        cases = list(make_list(random.Random(number)))
+        rewrite = proving.fixed(REPEATED_LIST, code, cases[0])
+        assert "would make the original's rows longer" in rewrite.risk
+        assert not rewrite.open_needs
+        after = patch(rewrite.match.source, [rewrite]).text
+        for draw in cases:
+            assert proving.agree(rewrite, code, after, draw)
+
+
+LOOP = """mask = torch.Tensor([]).to(dtype=torch.bool)
+for i in range(len(lengths)):
+    mask = torch.cat(
+        [mask, torch.Tensor([False] * lengths[i] + [True] * (size - lengths[i])).to(dtype=torch.bool)]
+    )
+return mask"""
+
+
+@pytest.mark.parametrize(
+    ("body", "others", "why"),
+    [
+        (LOOP, {}, "all rows at once"),
+        (BODIES[0], {"lengths": [1, 2]}, "one-dimensional"),
+        (BODIES[0].replace("True", "2"), {}, "not True and False"),
+    ],
+)
+def test_repeated_list_is_refused(body: str, others: proving.Inputs, why: str) -> None:
+    with pytest.raises(FixRefused, match=why):
+        proving.fixed(
+            REPEATED_LIST, code_of(body), {"lengths": torch.tensor([1, 2]), "size": 3, **others}
+        )
+
+
+def test_repeated_list_is_not_safe_without_evidence() -> None:
+    (match,) = REPEATED_LIST.find(SourceFile("case.py", code_of(BODIES[0])))
+    assert not REPEATED_LIST.rewrite(match, Facts()).safe
+
+
+def test_repeated_list_waits_no_more() -> None:
+    inputs = {"lengths": torch.tensor([1, 2]), "size": 3}
+    body = BODIES[0].replace("torch.bool", "torch.bool, device=lengths.device")
+    before, after = proving.syncs_go(REPEATED_LIST, code_of(body), inputs)
+    assert before >= 4
+    assert after == 0
+
+
+def make_known(rng: random.Random) -> Iterator[proving.Inputs]:
+    rows, dtype = rng.randint(0, 4), rng.choice((torch.float32, torch.bfloat16, torch.int64))
+    for _ in range(proving.DRAWS):
+        x = proving.integral(rng, (rows, 2), torch.int64).to(dtype)
+        yield {"x": x, "n": [rng.choice((0, 1, 3)) for _ in range(rows)]}
+
+
+CALLS = (
+    "torch.repeat_interleave(x, repeats, dim=0)",
+    "x.repeat_interleave(\n        repeats,\n        dim=0,\n    )",
+    "torch.repeat_interleave(x * 2, repeats, dim=-2)",
+    "torch.repeat_interleave(torch.arange(len(x)), repeats)",
+)
+KNOWN_HEAD = """
+import torch
+def function(x, n):
+    counts = [one + 1 for one in n]
+    repeats = torch.tensor(counts, dtype=torch.long).to(x.device)
+"""
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_known_repeats_is_sound(call: str) -> None:
+    proof = proving.prove(
+        KNOWN_REPEATS,
+        f"{KNOWN_HEAD}    return {call}, sum(counts)\n",
+        make_known,
+        structures=64,
+    )
+    assert proof.reaches(256), proof
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "counts.append(1)",
+        "counts[0] += 1",
+        "repeats += 1",
+        "counts = [2 for _ in n]",
+        "work(counts)",
+        "repeats = repeats * 2",
+    ],
+)
+def test_counts_that_may_have_changed_are_refused(line: str) -> None:
+    code = f"def work(n):\n    pass\n{KNOWN_HEAD}    {line}\n    return x.repeat_interleave(repeats, dim=0)\n"
+    with pytest.raises(FixRefused, match="write `output_size=n`"):
+        proving.fixed(KNOWN_REPEATS, code, {"x": torch.ones(2, 2), "n": [1, 2]})
+
+
+def test_an_argument_is_refused() -> None:
+    code = "import torch\ndef function(x, counts):\n    return torch.repeat_interleave(x, counts)\n"
+    with pytest.raises(FixRefused, match="with n the sum of `counts`"):
+        proving.fixed(KNOWN_REPEATS, code, {"x": torch.ones(2), "counts": torch.tensor([1, 2])})
+
+
+def test_known_repeats_waits_no_more() -> None:
+    code = f"{KNOWN_HEAD}    return {CALLS[0]}\n"
+    before, after = proving.syncs_go(KNOWN_REPEATS, code, {"x": torch.ones(2, 2), "n": [1, 2]})
+    assert before - after == 2
