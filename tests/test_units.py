@@ -20,7 +20,7 @@ def test_amounts(text: str | int, amount: int) -> None:
 
 def test_a_share_is_of_the_whole() -> None:
     assert parse_bytes("60%", whole=1000) == 600
-    with pytest.raises(UsageError, match="share"):
+    with pytest.raises(UsageError, match="percentage"):
         parse_bytes("60%")
 
 
@@ -41,7 +41,7 @@ def test_what_is_no_amount(text: str | int) -> None:
 
 def test_a_share_is_checked_before_its_whole_is_known() -> None:
     check_bytes("60%", share=True)
-    with pytest.raises(UsageError, match="share"):
+    with pytest.raises(UsageError, match="percentage"):
         check_bytes("60%")
     check_bytes("0B", zero=True)
     with pytest.raises(UsageError):

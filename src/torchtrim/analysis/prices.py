@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from torchtrim.analysis.syncs import CODES, sync_numbers
-from torchtrim.costs.devices import Device, device_named
+from torchtrim.costs.devices import DeviceSpec, device_named
 from torchtrim.costs.syncs import PricedSyncs, price_syncs
 from torchtrim.records.files import without_collection
 from torchtrim.records.finding import Finding
@@ -65,7 +65,7 @@ def priced(
     return told, _waiting(device, model, sets)
 
 
-def _waiting(device: Device, model: PricedSyncs, sets: tuple[WaitSet, ...]) -> WaitCost:
+def _waiting(device: DeviceSpec, model: PricedSyncs, sets: tuple[WaitSet, ...]) -> WaitCost:
     return WaitCost(
         device=device.name,
         source="modelled",
@@ -103,6 +103,6 @@ def _order(
     return most, -finding.count_per_step, finding.code, finding.path, finding.line
 
 
-def device_of(profile: Profile) -> Device:
+def device_of(profile: Profile) -> DeviceSpec:
     """Return the device that a profile emulates."""
     return device_named(profile.device.partition(" ")[2] or _DEFAULT)

@@ -24,7 +24,7 @@ def folder() -> Path:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file atomically. Errors of the file system are ignored: the cache is optional."""
+    """Write a file atomically. Ignore errors of the file system, since the cache is optional."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         number, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
@@ -41,11 +41,11 @@ def compiler(**options: Any) -> Callable[[Any], Any]:
     numba: Any = import_module("numba")
 
     def compiled(function: Any) -> Any:
-        given = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = given or str(folder() / "numba")
+        before = numba.config.CACHE_DIR
+        numba.config.CACHE_DIR = before or str(folder() / "numba")
         try:
             return numba.njit(cache=True, **options)(function)
         finally:
-            numba.config.CACHE_DIR = given
+            numba.config.CACHE_DIR = before
 
     return compiled

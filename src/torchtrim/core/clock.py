@@ -14,11 +14,9 @@ _SCHEDULED = "/proc/thread-self/schedstat"
 
 
 class _Scheduled:
-    """The file that holds the queueing time of the thread that opens it (Linux only). `number` is -1
-    elsewhere.
+    """The file that holds the queueing time of the thread that opens it; `number` is -1 except on Linux.
 
-    The file is closed with its thread, unless the descriptor has been reused: a daemon closes all
-    descriptors.
+    The file is closed with its thread, unless a daemon has closed all descriptors and reused this one.
     """
 
     def __init__(self) -> None:
@@ -41,8 +39,8 @@ class _Scheduled:
 
 
 def _identity(number: int) -> tuple[int, int]:
-    found = os.fstat(number)
-    return found.st_dev, found.st_ino
+    status = os.fstat(number)
+    return status.st_dev, status.st_ino
 
 
 class _QueueLocal(threading.local):
@@ -84,9 +82,7 @@ def now() -> float:
 
 
 class Clock(NamedTuple):
-    """Functions that return seconds: wall time, time this thread worked, and CPU time of the process on all
-    cores.
-    """
+    """Functions that return seconds: wall time, time this thread worked, and CPU time of the process."""
 
     now: Callable[[], float]
     busy: Callable[[], float]

@@ -38,8 +38,12 @@ _known: dict[tuple[Kind, str], Failure] = {}
 _collectors: list[list[Failure]] = []
 
 
-class Isolated:
-    """A context manager that records unexpected exceptions of a part and suppresses them."""
+class isolated:  # noqa: N801, since it is used like a function, as `contextlib.suppress` is
+    """A context that runs a part, and records and suppresses the exceptions that it raises.
+
+    `TorchtrimError`, the types in `passes`, out-of-memory errors and broken pipes propagate. With
+    TORCHTRIM_DEBUG=1 everything does.
+    """
 
     def __init__(self, kind: Kind, name: str, passes: tuple[type[Exception], ...] = ()) -> None:
         self._part: tuple[Kind, str] = kind, name
@@ -54,15 +58,6 @@ class Isolated:
             return False
         note(Failure(*self._part, said_of(error)))
         return True
-
-
-def isolated(kind: Kind, name: str, passes: tuple[type[Exception], ...] = ()) -> Isolated:
-    """Return a context that runs a part and suppresses the exceptions it raises.
-
-    `TorchtrimError`, the types in `passes`, out-of-memory errors and broken pipes propagate. With
-    TORCHTRIM_DEBUG=1 everything does.
-    """
-    return Isolated(kind, name, passes)
 
 
 def debugging() -> bool:
@@ -88,28 +83,28 @@ def note(failure: Failure) -> None:
     elif failure[:2] not in _known:
         _known[failure[:2]] = failure
         with suppress(OSError, ValueError):
-            said = f"error: {failure}. {TO_REPORT}"
-            print("".join(c if c.isprintable() else "?" for c in said), file=sys.stderr, flush=True)
+            text = f"error: {failure}. {TO_REPORT}"
+            print("".join(c if c.isprintable() else "?" for c in text), file=sys.stderr, flush=True)
 
 
 @contextmanager
 def collected() -> Iterator[list[Failure]]:
     """Collect the failures of this block for the caller to record."""
-    found: list[Failure] = []
-    _collectors.append(found)
+    collector: list[Failure] = []
+    _collectors.append(collector)
     try:
-        yield found
+        yield collector
     finally:
         _collectors.pop()
 
 
 def failures(kind: Kind) -> tuple[Failure, ...]:
     """Return the failures of parts of this kind since the last `forget`."""
-    return tuple(one for one in _known.values() if one.kind == kind)
+    return tuple(failure for failure in _known.values() if failure.kind == kind)
 
 
 def forget() -> None:
-    """Clear the recorded failures. Each verb starts with none."""
+    """Clear the recorded failures, as each verb does at its start."""
     _known.clear()
 
 

@@ -7,20 +7,11 @@ from typing import NamedTuple
 
 from torchtrim.errors import UsageError
 
-_FACTORS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
-_MOST = 2**62
-_MOST_SHOWN = 60  # Arbitrary; what is quoted back fits a line of the terminal.
+_FACTORS = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgt", 1):
+    _FACTORS |= {f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power}
+_MOST = 2**62  # Bytes; half the range of a signed 64-bit integer leaves room for sums.
+_MOST_SHOWN = 60  # Arbitrary; a quotation of this length fits a line of the terminal.
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*", re.ASCII)
 
 
@@ -72,7 +63,6 @@ def check_bytes(text: str | int, *, share: bool = False, zero: bool = False) -> 
 
 
 def _read(text: object) -> tuple[float, str]:
-    """Return the number and its unit in lower case."""
     if isinstance(text, int) and not isinstance(text, bool):
         return float(max(min(text, 2 * _MOST), -1)), ""
     match = _AMOUNT.fullmatch(text) if isinstance(text, str) else None
@@ -90,6 +80,11 @@ def _shown(text: object) -> str:
     return shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Return `"1 finding"` or `"5 findings"`."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
 def format_bytes(amount: int | float) -> str:
     """Format `1536` as `"1.50 KiB"`. The sign is kept; amounts below 1 KiB are whole bytes."""
     if abs(amount) < 1024:
@@ -99,15 +94,16 @@ def format_bytes(amount: int | float) -> str:
         size, unit = size / 1024, larger
         if abs(size) < 1024:
             break
-    digits = 2 if abs(size) < 10 else 1 if abs(size) < 100 else 0
-    return f"{size:.{digits}f} {unit}"
+    return f"{_three_digits(size)} {unit}"
 
 
 def format_seconds(seconds: float) -> str:
     """Format `0.0123` as `"12.3 ms"`."""
-    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):
-        size = seconds * factor
-        if abs(size) >= 1 or unit == "us":
-            digits = 2 if abs(size) < 10 else 1 if abs(size) < 100 else 0
-            return f"{size:.{digits}f} {unit}"
-    raise AssertionError("unreachable")
+    if abs(seconds) >= 1:
+        return f"{_three_digits(seconds)} s"
+    factor, unit = (1e3, "ms") if abs(seconds * 1e3) >= 1 else (1e6, "us")
+    return f"{_three_digits(seconds * factor)} {unit}"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.{2 if abs(number) < 10 else 1 if abs(number) < 100 else 0}f}"

@@ -13,7 +13,7 @@ recorded; `replay` computes when activities start and when waiting calls return.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -38,10 +38,10 @@ class Does(IntEnum):
 class Activity(NamedTuple):
     """Work on a stream. It starts `ready` after its launch began, and `gap` after its stream is free.
 
-    `after` are activities of other streams that must have ended. `extra` is a delay that none of these
-    explains. An activity that overlapped its predecessor on the stream starts `overlap` after that one
-    started. A node of a graph starts `offset` after activity `anchor`. `floor` is the earliest time, for
-    work that waited for something launched before the trace began.
+    `after`: activities of other streams that end before it starts. `extra`: an unexplained delay. `overlap`:
+    its start after that of its predecessor on the stream, if the two overlapped. A node of a graph starts
+    `offset` after activity `anchor`. `floor`: the earliest time, for work that waited for something launched
+    before the trace began.
     """
 
     number: int
@@ -58,11 +58,11 @@ class Activity(NamedTuple):
 
 
 class ReplayStep(NamedTuple):
-    """A step of host thread `lane`: it begins `gap` after the thread's previous step and costs `cost`.
+    """A step of host thread `lane`: it begins `gap` after the thread's previous step and takes `cost`.
 
-    A wait returns `back` after all of `awaits` have ended; `outside` is the additional delay with causes
-    outside the trace. `site` is the step's site, and `without` the cost of the call once the wait is
-    removed. A hand-over starts the thread again `gap` after thread `of`.
+    A wait returns `back` after all of `awaits` have ended; `outside`: additional delay with causes outside
+    the trace. `without`: the cost of the call at `site` without the wait. A hand-over starts the thread again
+    `gap` after thread `of`.
     """
 
     does: Does
@@ -80,7 +80,7 @@ class ReplayStep(NamedTuple):
 
 @dataclass(kw_only=True)
 class ReplayProgram:
-    """Steps in order of their beginnings. `tails` is how long each thread went on after its last step."""
+    """Steps in order of their beginnings. `tails`: how long each thread continued after its last step."""
 
     steps: list[ReplayStep] = field(default_factory=list)
     lanes: int = 0
@@ -96,8 +96,7 @@ class ReplayProgram:
         return self.end - self.begin
 
 
-END = -2
-"""The site of the last interval, which ends without a sync."""
+END = -2  # the site of the last interval, which ends without a sync
 
 
 class Stretches(NamedTuple):
@@ -114,8 +113,7 @@ class Stretches(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Times in microseconds from the start: of each operator on the host and on the stream, and of each
-    sync.
+    """Times in microseconds from the start: of each operator on the host and on the stream, and of syncs.
 
     `device` is NaN for an operator that launches nothing.
     """
@@ -150,53 +148,47 @@ class OneStream:
 
     @cached_property
     def _recorded(self) -> Stretches:
-        return self._made(1.0, 1.0)
+        return self._scaled(1.0, 1.0)
 
     def stretches(self, host: float = 1.0, device: float = 1.0) -> Stretches:
         """Return the intervals, with the times of the host and the device scaled."""
         scaled = (host, device) != (1.0, 1.0)
-        return self._made(host, device) if scaled else self._recorded
+        return self._scaled(host, device) if scaled else self._recorded
 
-    def _made(self, host: float, device: float) -> Stretches:
-        found = Stretches(array("d"), array("d"), array("d"), array("q"))
+    def _scaled(self, host: float, device: float) -> Stretches:
+        columns = Stretches(array("d"), array("d"), array("d"), array("q"))
         first = 0
         for after, site in zip((*self.after, len(self.host) - 1), (*self.sites, END), strict=True):
-            went, kept, both = self._stretch(first, after + 1, host, device)
-            found.host.append(went)
-            found.device.append(kept)
-            found.both.append(both)
-            found.site.append(site)
+            part = slice(first, after + 1)
+            went, kept, both = 0.0, 0.0, _NEVER
+            for own, work in zip(self.host[part], self.device[part], strict=True):
+                if work:
+                    adds = self.gap + work * device
+                    kept += adds
+                    both = max(both + adds, went + self.launch + work * device)
+                went += own * host
+            for column, value in zip(columns[:3], (went, kept, both), strict=True):
+                column.append(value)
+            columns.site.append(site)
             first = after + 1
-        return found
-
-    def _stretch(
-        self, first: int, last: int, host: float, device: float
-    ) -> tuple[float, float, float]:
-        went, kept, both = 0.0, 0.0, _NEVER
-        for own, work in zip(self.host[first:last], self.device[first:last], strict=True):
-            if work:
-                adds = self.gap + work * device
-                kept += adds
-                both = max(both + adds, went + self.launch + work * device)
-            went += own * host
-        return went, kept, both
+        return columns
 
     def moments(self) -> Moments:
         """Compute when everything happens."""
-        found = Moments(array("d"), array("d"), array("d"), array("d"))
+        times = Moments(array("d"), array("d"), array("d"), array("d"))
         now, free, at = 0.0, _NEVER, 0
         for number, (own, work) in enumerate(zip(self.host, self.device, strict=True)):
             start = max(now + self.launch, free + self.gap) if work else float("nan")
-            found.host.append(now)
-            found.device.append(start)
+            times.host.append(now)
+            times.device.append(start)
             free = start + work if work else free
             now += own
             while at < len(self.after) and self.after[at] == number:
-                found.waits.append(now)
+                times.waits.append(now)
                 now = max(now, free + self.back)
-                found.until.append(now)
+                times.until.append(now)
                 at += 1
-        return found
+        return times
 
 
 _NEVER = float("-inf")
@@ -260,10 +252,10 @@ def _one_stream(program: OneStream, without: Set[int], host: float, device: floa
         now += went
         if site == END or site in without:
             continue
-        stands = free + back - now if free + back > now else 0.0
-        now += stands
+        wait = max(free + back - now, 0.0)
+        now += wait
         if site >= 0:
-            waited[site] = waited.get(site, 0.0) + stands
+            waited[site] = waited.get(site, 0.0) + wait
     return Replayed(max(now, free), waited)
 
 
@@ -279,22 +271,9 @@ class _Streams:
         self.start = [0.0] * program.activities
         self.end = [0.0] * program.activities
 
-    def give(self, activities: tuple[Activity, ...], now: float) -> None:
-        """Run the work of a launching call that begins now."""
+    def give(self, work: tuple[Activity, ...], now: float) -> None:
         device, tail, began, end = self.device, self.tail, self.began, self.end
-        for (
-            number,
-            stream,
-            seconds,
-            ready,
-            gap,
-            after,
-            extra,
-            over,
-            anchor,
-            offset,
-            floor,
-        ) in activities:
+        for number, stream, took, ready, gap, after, extra, over, anchor, offset, floor in work:
             if anchor >= 0:
                 at = self.start[anchor] + offset * device
             else:
@@ -308,7 +287,7 @@ class _Streams:
                 if extra or floor:
                     at = max(at + extra * device, floor * device)
             self.start[number] = began[stream] = at
-            end[number] = at = at + seconds * device
+            end[number] = at = at + took * device
             if at > tail[stream]:
                 tail[stream] = at
 
@@ -318,14 +297,14 @@ _FEWEST_REPLAYS = 16  # All pairs of five, the five alone, and all together.
 _PAIRS = 5  # Ten pairs; grown sets cover what longer lists of pairs would.
 _MOST_SETS = 5  # Arbitrary; as many rows as a report shows.
 _NOTHING_US = 0.5  # Below what a profiler's clock resolves: rounding of sums, no gain.
-_WORTH = 1.01  # A set that gains one per cent more than a smaller one says nothing new.
+_WORTH = 1.01  # A set that gains one per cent more than a smaller one adds no information.
 
 
 @dataclass(kw_only=True)
 class Prices:
     """Microseconds that the step gains: `alone` by site, `sets` with the largest gain first.
 
-    `unpriced` counts the sites not tried alone for lack of time.
+    `unpriced`: the number of sites not tried alone for lack of time.
     """
 
     base: Replayed
@@ -338,7 +317,7 @@ class Prices:
 def price(
     program: ReplayProgram | OneStream, sites: Sequence[int], *, apart: Sequence[int] = ()
 ) -> Prices:
-    """Price the sites, given with the longest wait first. Those in `apart` are priced only alone.
+    """Price the sites, sorted by falling wait, and those in `apart` only alone.
 
     Sets are all pairs of the five longest waits, sets that grow by the site that then gains most, and all
     sites together. The length of the program bounds the number of replays.
@@ -364,9 +343,18 @@ def price(
     for pair in combinations(sites[:_PAIRS], 2):
         if left > 0:
             saves(frozenset(pair))
-    _grow(list(alone.keys() & set(sites)), saves, together, lambda: left > 0)
-    wanted = frozenset(sites)
-    sets = {chosen: gain for chosen, gain in known.items() if chosen and chosen <= wanted}
+    grown: frozenset[int] = frozenset()
+    candidates = list(alone.keys() & set(sites))
+    while left > 0 and len(grown) < len(candidates) and saves(grown) * _WORTH < together:
+        tried = {}
+        for site in candidates:
+            if site not in grown and left > 0:
+                tried[site] = saves(grown | {site})
+        if not tried:
+            break
+        grown |= {max(tried, key=lambda site: (tried[site], -site))}
+    every = frozenset(sites)
+    sets = {chosen: gain for chosen, gain in known.items() if chosen and chosen <= every}
     return Prices(
         base=base,
         alone=alone,
@@ -374,24 +362,6 @@ def price(
         together=together,
         unpriced=len(sites) + len(apart) - len(alone),
     )
-
-
-def _grow(
-    sites: list[int],
-    saves: Callable[[frozenset[int]], float],
-    together: float,
-    may: Callable[[], bool],
-) -> None:
-    """Add the site that gains most, until the set gains as much as all sites."""
-    chosen: frozenset[int] = frozenset()
-    while may() and len(chosen) < len(sites) and saves(chosen) * _WORTH < together:
-        tried = {}
-        for site in sites:
-            if site not in chosen and may():
-                tried[site] = saves(chosen | {site})
-        if not tried:
-            return
-        chosen |= {max(tried, key=lambda site: (tried[site], -site))}
 
 
 def _ranked(sets: dict[frozenset[int], float]) -> list[tuple[frozenset[int], float]]:
@@ -406,17 +376,16 @@ def _ranked(sets: dict[frozenset[int], float]) -> list[tuple[frozenset[int], flo
     return ranked[:_MOST_SETS]
 
 
-_WAITS, _MOST, _LOADER = 0.10, 0.90, 0.25
+_WAITS, _MOST, _LOADER = 0.10, 0.90, 0.25  # Shares of the span; see `bound`.
 
 
 def bound(
     program: ReplayProgram | OneStream, *, gained: float, span: float, loading: float
 ) -> Bound:
-    """Return what bounds the step. `gained` is the gain of removing all syncs, in microseconds.
+    """Return the bound of the step. `gained`: the gain of removing all syncs, in microseconds.
 
-    `waits` if that is a tenth of the span; `device` or `host` if it alone, with the other infinitely fast,
-    takes nine tenths; `loader` if the device does not bound the step and a quarter is spent in the data
-    loader.
+    `waits` if that is a tenth of the span; `device` or `host` if either alone, with the other infinitely
+    fast, takes nine tenths; `loader` if the device is not the bound and the data loader takes a quarter.
     """
     if span <= 0:
         return "unknown"

@@ -1,9 +1,9 @@
 """Models the time of each operator of a profile on a named device, from its work and its bytes.
 
 The roofline of Williams, Waterman and Patterson (CACM 52(4), 2009): an operator takes as long as its
-arithmetic at the device's peak rate or its memory traffic at the peak bandwidth, whichever is longer. Real
-kernels reach only a part of either, so this is a lower bound; it is marked `modelled` wherever shown.
-Kernels and copies take at least as long as the smallest in the device's trace.
+arithmetic at the device's peak rate or its memory traffic at the peak bandwidth, whichever is longer, and at
+least as long as the smallest kernel or copy in the device's trace. Real kernels reach only a part of either,
+so this is a lower bound; reports mark it `modelled`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Literal
 
 from msgspec import Struct
 
-from torchtrim.costs.devices import Device
+from torchtrim.costs.devices import DeviceSpec
 from torchtrim.records.profile import Operator, Profile, TensorUse
 from torchtrim.records.remembered import remembered
 
-HOST_SECONDS = 5e-6
-"""Approximate host time of eager dispatch for a small operator; not measured for each."""
+HOST_SECONDS = (
+    5e-6  # Approximate time of eager dispatch for a small operator, not measured for each.
+)
 _KNOWN = 4096  # Arbitrary; more operators of different shapes than a large model has.
+# First decile of the copies between host and device in the B200 trace of `devices.py`; A100: 1 us.
 _COPY_SECONDS = 0.9e-6
-"""A tenth of the copies between host and device take no longer, in the B200 trace of `devices.py`; 1 us
-in the A100's."""
 _ITEM_BYTES = {"64": 8, "32": 4, "16": 2, "8": 1}
 _FREE = frozenset(
     ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")
@@ -43,24 +43,22 @@ class RooflineEstimate(Struct, frozen=True, kw_only=True):
 
 
 @remembered
-def estimate(profile: Profile, device: Device) -> RooflineEstimate:
+def estimate(profile: Profile, device: DeviceSpec) -> RooflineEstimate:
     """Estimate the seconds of each operator on the device and on the host.
 
-    The host takes 5 us for an operator in Python and the dispatcher, plus the time of the call if it
-    launches a kernel.
+    The host takes `HOST_SECONDS` for an operator, plus the time of the call if it launches a kernel.
     """
-    there = [not storage.device.startswith("cpu") for storage in profile.storages]
-    seconds = array("d", (_seconds(op, there, device) for op in profile.operators))
+    is_on_device = [not storage.device.startswith("cpu") for storage in profile.storages]
+    seconds = array("d", (_seconds(op, is_on_device, device) for op in profile.operators))
     busy = HOST_SECONDS + device.call
-    host = array("d", (busy if one else HOST_SECONDS for one in seconds))
+    host = array("d", (busy if kernel else HOST_SECONDS for kernel in seconds))
     return RooflineEstimate(device=device.name, device_seconds=seconds, host_seconds=host)
 
 
-def _seconds(op: Operator, there: Sequence[bool], device: Device) -> float:
-    """`there` is True for storages on the device."""
+def _seconds(op: Operator, is_on_device: Sequence[bool], device: DeviceSpec) -> float:
     name = base_name(op)
     uses = (*op.inputs, *op.outputs)
-    on_device = [use for use in uses if there[use.storage]]
+    on_device = [use for use in uses if is_on_device[use.storage]]
     if not on_device or _is_view(op, name):
         return 0.0
     sizes = [bytes_of(use) for use in on_device]
@@ -98,22 +96,21 @@ def _is_view(op: Operator, name: str) -> bool:
     """Return True if no kernel runs: the output is memory of an input, and nothing was written."""
     if name in _FREE:
         return True
-    came = {use.storage for use in op.inputs}
-    return bool(op.outputs) and not op.mutates and all(u.storage in came for u in op.outputs)
+    inputs = {use.storage for use in op.inputs}
+    return bool(op.outputs) and not op.mutates and all(u.storage in inputs for u in op.outputs)
 
 
 def flops(op: Operator) -> float:
     """Return the floating-point operations of an operator; a multiplication with an addition counts as two.
 
-    Matrix products, convolutions and attention by their shapes; all others one for each element read or
-    written, which memory traffic outweighs.
+    They follow from the shapes for matrix products, convolutions and attention. Other operators count one
+    for each element read or written, which memory traffic outweighs.
     """
-    count = _COUNTS.get(base_name(op))
-    matrices = [use.shape for use in op.inputs if use.shape]
-    if count is not None:
-        found = count(matrices, [use.shape for use in op.outputs if use.shape])
-        if found > 0:
-            return found
+    if (count := _COUNTS.get(base_name(op))) is not None:
+        inputs = [use.shape for use in op.inputs if use.shape]
+        operations = count(inputs, [use.shape for use in op.outputs if use.shape])
+        if operations > 0:
+            return operations
     return float(max((prod(use.shape) for use in (*op.inputs, *op.outputs)), default=0))
 
 
@@ -121,7 +118,7 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 def _product(inputs: Shapes, outputs: Shapes) -> float:
-    """For two matrices, or batches of them: twice the first's elements times the columns of the second."""
+    """Twice the elements of the first matrix, or batch of matrices, times the columns of the second."""
     pair = [shape for shape in inputs if len(shape) >= 2][-2:]
     return 2.0 * prod(pair[0]) * pair[1][-1] if len(pair) == 2 else 0.0
 
@@ -141,21 +138,20 @@ def _convolution_backward(inputs: Shapes, outputs: Shapes) -> float:
     if len(inputs) < 3:
         return 0.0
     each = 2.0 * prod(inputs[0]) * prod(inputs[2][1:])
-    wanted = sum(shape in (inputs[1], inputs[2]) for shape in outputs)
-    return each * max(1, min(2, wanted))
+    gradients = sum(shape in (inputs[1], inputs[2]) for shape in outputs)
+    return each * max(1, min(2, gradients))
 
 
 def _attention(inputs: Shapes, outputs: Shapes) -> float:
-    four = [shape for shape in inputs if len(shape) >= 3]
-    if len(four) < 3:
+    tensors = [shape for shape in inputs if len(shape) >= 3]
+    if len(tensors) < 3:
         return 0.0
-    query, key, value = four[:3]
+    query, key, value = tensors[:3]
     return 2.0 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
 def _attention_backward(inputs: Shapes, outputs: Shapes) -> float:
-    """Five products for the forward's two: the scores again, and the gradients of scores, query, key and
-    value."""
+    """Five products for the forward's two: scores again, and gradients of scores, query, key and value."""
     return 2.5 * _attention(inputs[1:], outputs)
 
 

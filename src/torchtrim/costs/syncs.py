@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Literal
 
 from msgspec import Struct
 
-from torchtrim.costs.devices import Device
+from torchtrim.costs.devices import DeviceSpec
 from torchtrim.costs.replay import NO_SITE, OneStream, bound, price, replay
 from torchtrim.costs.roofline import RooflineEstimate, estimate
 from torchtrim.records.profile import Profile
@@ -21,8 +20,7 @@ _GAP_US = 1.5  # Usual in public traces, as in traces/build.py.
 
 
 class ModelledWait(Struct, frozen=True, kw_only=True):
-    """A site that synchronizes. `syncs` are the numbers of its syncs in the profile; times in
-    milliseconds."""
+    """A site that synchronizes, with its syncs by number in the profile. Times are in milliseconds."""
 
     syncs: tuple[int, ...]
     wait_ms: float
@@ -43,7 +41,7 @@ class PricedSyncs(Struct, frozen=True, kw_only=True):
 
 
 def price_syncs(
-    profile: Profile, device: Device, sites: Sequence[Sequence[int]] | None = None
+    profile: Profile, device: DeviceSpec, sites: Sequence[Sequence[int]] | None = None
 ) -> PricedSyncs:
     """Price every sync of the profile on the device, alone and in sets.
 
@@ -77,19 +75,18 @@ def price_syncs(
 
 def _groups(profile: Profile) -> list[list[int]]:
     """Group syncs by calling line and row."""
-    found: dict[tuple[int, str], list[int]] = {}
+    groups: dict[tuple[int, str], list[int]] = {}
     for number, sync in enumerate(profile.syncs):
         if not sync.row.startswith(_RACES):
             place = sync.caller if sync.caller >= 0 else sync.place
-            found.setdefault((place, sync.row), []).append(number)
-    return list(found.values())
+            groups.setdefault((place, sync.row), []).append(number)
+    return list(groups.values())
 
 
 def one_stream(
-    profile: Profile, device: Device, times: RooflineEstimate, site_of: Sequence[int]
+    profile: Profile, device: DeviceSpec, times: RooflineEstimate, site_of: Sequence[int]
 ) -> OneStream:
-    """Model the step as one thread that launches on one stream. `site_of` has the site of each of its
-    syncs."""
+    """Model the step as one thread that launches on one stream. `site_of`: the site of each sync."""
     after, numbers = _after(profile)
     return OneStream(
         host=array("d", (seconds * _US for seconds in times.host_seconds)),
@@ -103,11 +100,8 @@ def one_stream(
 
 
 def _sites(profile: Profile, groups: Sequence[Sequence[int]]) -> list[int]:
-    found = [NO_SITE] * len(profile.syncs)
-    for site, numbers in enumerate(groups):
-        for number in numbers:
-            found[number] = site
-    return found
+    sites = {number: site for site, numbers in enumerate(groups) for number in numbers}
+    return [sites.get(number, NO_SITE) for number in range(len(profile.syncs))]
 
 
 def _after(profile: Profile) -> tuple[array[int], Sequence[int]]:
@@ -125,7 +119,5 @@ def _after(profile: Profile) -> tuple[array[int], Sequence[int]]:
         before = sync.operator if sync.operator >= 0 else max(before, first.get(sync.phase, 0))
         after.append(before)
         numbers.append(number)
-    if all(one <= next_ for one, next_ in pairwise(after)):
-        return after, numbers
     order = sorted(range(len(after)), key=after.__getitem__)
     return array("q", (after[i] for i in order)), array("q", (numbers[i] for i in order))

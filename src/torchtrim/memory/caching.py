@@ -12,6 +12,7 @@ Source: pytorch/pytorch, c10/cuda/CUDACachingAllocator.cpp (v2.13.0), without it
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from operator import itemgetter
 from typing import NamedTuple
 
 _MIB = 2**20
@@ -24,7 +25,7 @@ _STEP = 2 * _MIB
 
 
 class _CachedBlock:
-    """A piece of a segment. `before` and `after` are its neighbours."""
+    """A piece of a segment, and its neighbours."""
 
     __slots__ = ("address", "after", "before", "free", "pool", "size")
 
@@ -42,7 +43,10 @@ class _Free(NamedTuple):
 
     size: int
     address: int
-    block: _CachedBlock | None = None
+    block: _CachedBlock
+
+
+_ORDER = itemgetter(0, 1)
 
 
 class _Pool:
@@ -55,15 +59,14 @@ class _Pool:
         self.blocks: list[_Free] = []
 
     def take(self, size: int) -> _CachedBlock | None:
-        """Remove and return the smallest free block that fits."""
-        at = bisect_left(self.blocks, (size, -1))
+        at = bisect_left(self.blocks, (size, -1), key=_ORDER)
         return self.blocks.pop(at).block if at < len(self.blocks) else None
 
     def put(self, block: _CachedBlock) -> None:
-        insort(self.blocks, _Free(block.size, block.address, block), key=lambda one: one[:2])
+        insort(self.blocks, _Free(block.size, block.address, block), key=_ORDER)
 
     def remove(self, block: _CachedBlock) -> None:
-        del self.blocks[bisect_left(self.blocks, (block.size, block.address))]
+        del self.blocks[bisect_left(self.blocks, (block.size, block.address), key=_ORDER)]
 
 
 class CachingAllocator:
@@ -99,9 +102,8 @@ class CachingAllocator:
         return self._handles
 
     def free(self, handle: int) -> None:
-        """Free the block of a handle. A handle of zero bytes has none."""
-        block = self._blocks.pop(handle, None)
-        if block is None:
+        """Free the block of a handle, unless it has zero bytes."""
+        if (block := self._blocks.pop(handle, None)) is None:
             return
         self.frees += 1
         self.allocated -= block.size
@@ -111,23 +113,26 @@ class CachingAllocator:
     def empty_cache(self) -> None:
         """Release the segments that are entirely free."""
         for pool in self._pools.values():
-            whole = [one for one in pool.blocks if one.block and _is_segment(one.block)]
-            self.released += len(whole)
-            self.reserved -= sum(one.size for one in whole)
-            pool.blocks = [one for one in pool.blocks if one.block and not _is_segment(one.block)]
+            segments = [free for free in pool.blocks if _is_segment(free.block)]
+            self.released += len(segments)
+            self.reserved -= sum(free.size for free in segments)
+            pool.blocks = [free for free in pool.blocks if not _is_segment(free.block)]
 
     def split_bytes(self) -> int:
-        """Free bytes in segments that are partly in use."""
-        free = (one.block for pool in self._pools.values() for one in pool.blocks)
-        return sum(block.size for block in free if block is not None and not _is_segment(block))
+        """Return the free bytes in segments that are partly in use."""
+        free = (free for pool in self._pools.values() for free in pool.blocks)
+        return sum(size for size, _, block in free if not _is_segment(block))
 
     def reset_peaks(self) -> None:
         """Reset both peaks to the current values."""
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
     def _segment(self, pool: _Pool, size: int) -> _CachedBlock:
-        """Allocate a new segment as one block."""
-        block = _CachedBlock(pool, self._address, _segment_bytes(size))
+        if size <= _SMALL:
+            segment = _SMALL_SEGMENT
+        else:
+            segment = _LARGE_SEGMENT if size < _OWN_SEGMENT else -(-size // _STEP) * _STEP
+        block = _CachedBlock(pool, self._address, segment)
         self._address += block.size
         self.segments += 1
         self.reserved += block.size
@@ -149,7 +154,6 @@ class CachingAllocator:
         block.pool.put(other)
 
     def _merged(self, block: _CachedBlock) -> _CachedBlock:
-        """Merge a freed block with its free neighbours."""
         after, before = block.after, block.before
         if after is not None and after.free:
             block.pool.remove(after)
@@ -164,12 +168,6 @@ class CachingAllocator:
 def rounded(size: int) -> int:
     """Return the bytes that the allocator uses for a request."""
     return -(-size // _UNIT) * _UNIT
-
-
-def _segment_bytes(size: int) -> int:
-    if size <= _SMALL:
-        return _SMALL_SEGMENT
-    return _LARGE_SEGMENT if size < _OWN_SEGMENT else -(-size // _STEP) * _STEP
 
 
 def _join(block: _CachedBlock, after: _CachedBlock) -> None:

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from torchtrim.executor.registry import Option, edit_of, options_of
+from torchtrim.planner.pins import length
 from torchtrim.step.edits import Edit
 from torchtrim.step.rerun import rerun
 from torchtrim.step.step import Step
 
+# Results that selective checkpointing keeps since they are costly to recompute: torchtitan's policy.
 PRODUCTS = frozenset(
     f"aten::{name}"
     for name in (
@@ -20,11 +22,9 @@ PRODUCTS = frozenset(
         *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
     )
 )
-"""Results that selective checkpointing keeps since they are costly to recompute, as in torchtitan's
-policy."""
 _EACH, _SECOND = "each block checkpointed", "every second block checkpointed"
+# Share of the model's tasks to split. The rest is mainly the loss, which a person would split too.
 _NEARLY_ALL = 0.9
-"""Share of the model's tasks to split. The rest is mainly the loss, which a person would split too."""
 _NUMBERED = re.compile(r"(.+)\.(\d+)")
 
 
@@ -40,7 +40,7 @@ def by_hand(step: Step) -> Iterator[HandmadePlan]:
     """Yield the manual plans: each block checkpointed, also with its products kept; every second block; two
     halves.
 
-    A model without consecutive blocks has none to checkpoint, and a model that mixes samples has no halves.
+    Checkpoints need consecutive blocks, and halves a model that does not mix samples.
     """
     for name, options in checkpointed(options_of("recompute", step)).items():
         yield HandmadePlan(name, options, _again(step, options))
@@ -51,39 +51,34 @@ def by_hand(step: Step) -> Iterator[HandmadePlan]:
 
 
 def checkpointed(options: Iterable[Option]) -> dict[str, tuple[Option, ...]]:
-    """Return options of recompute by the name of the manual plan; empty for a model without consecutive
-    blocks."""
+    """Return options of recompute by the name of the manual plan, if the model has consecutive blocks."""
     blocks = _blocks(options)
     return {_EACH: blocks, _SECOND: blocks[::2]} if len(blocks) > 1 else {}
 
 
 def _again(step: Step, options: Iterable[Option], kept: frozenset[str] = frozenset()) -> list[Edit]:
-    every = (rerun(step, one.spans, kept, early_stop=True) for one in options)
+    every = (rerun(step, option.spans, kept, early_stop=True) for option in options)
     return [edit for edit in every if edit is not None]
 
 
 def _halves(step: Step) -> Iterator[HandmadePlan]:
     """Yield the plan that runs nearly the whole model in two parts of its batch."""
     halves = [o for o in options_of("micro_batch", step) if dict(o.settings) == {"parts": 2}]
-    whole = max((call.span.last - call.span.first for call in step.calls), default=0)
-    widest = max(halves, key=_tasks, default=None)
-    if widest is not None and _tasks(widest) >= _NEARLY_ALL * whole:
-        edit = edit_of(step, widest)
-        if edit is not None:
-            yield HandmadePlan("the batch in two halves", (widest,), [edit])
+    longest_call = max((length([call.span]) for call in step.calls), default=0)
+    widest = max(halves, key=lambda option: length(option.spans), default=None)
+    if widest is None or length(widest.spans) < _NEARLY_ALL * longest_call:
+        return
+    if (edit := edit_of(step, widest)) is not None:
+        yield HandmadePlan("the batch in two halves", (widest,), [edit])
 
 
 def _blocks(options: Iterable[Option]) -> tuple[Option, ...]:
     """Return the largest family of numbered modules, by the tasks of their calls, in order."""
     families: defaultdict[str, list[tuple[int, Option]]] = defaultdict(list)
     for option in options:
-        if found := _NUMBERED.fullmatch(option.where):
-            families[found[1]].append((int(found[2]), option))
+        if match := _NUMBERED.fullmatch(option.where):
+            families[match[1]].append((int(match[2]), option))
     largest = max(
-        families.values(), key=lambda family: sum(_tasks(one) for _, one in family), default=[]
+        families.values(), key=lambda family: sum(length(o.spans) for _, o in family), default=[]
     )
-    return tuple(option for _, option in sorted(largest, key=lambda one: one[0]))
-
-
-def _tasks(option: Option) -> int:
-    return sum(span.last - span.first for span in option.spans)
+    return tuple(option for _, option in sorted(largest, key=lambda numbered: numbered[0]))

@@ -13,21 +13,18 @@ from torchtrim.records.budget import Budget
 from torchtrim.records.estimate import EstimateReport, ModuleBytes
 from torchtrim.records.profile import Profile
 
-_LONGEST = 2**30
-"""No length above it is tried: far longer than any batch or sequence in use."""
+_LONGEST = 2**30  # no length above it is tried: far longer than any batch or sequence in use
+# Block sizes: programs often pad lengths to a multiple, or use another kernel for one.
 _BLOCKS = (2, 8, 16, 32, 64, 128, 256)
-"""Block sizes: programs often pad lengths to a multiple, or use another kernel for one."""
-_RESTARTS = 3
-"""Arbitrary; each dip of the peak costs a handful of dry runs to find."""
-_LEAST_SAVING = 0.01
-"""Arbitrary; a hundredth of the peak is within an estimate's error."""
+_RESTARTS = 3  # Arbitrary; each dip of the peak costs a handful of dry runs to find
+_LEAST_SAVING = 0.01  # Arbitrary; a hundredth of the peak is within an estimate's error
 
 
 class LargestLength(NamedTuple):
     """The largest length found to fit, or 0. `peak`: its peak. `next_peak`: the peak of the next length.
 
-    A peak is None if the length is 0 or does not run. `tried`: the longest length tried. `falls`: True if a
-    longer length was seen to need less than a shorter one.
+    A peak is None if the length is 0 or does not run. `tried`: the longest length tried. `falls`: True if the
+    peak of some longer length was lower.
     """
 
     length: int
@@ -59,19 +56,17 @@ def largest_length(
         if not _longer_fits(peak_of, budget, low, peaks):
             break
         low = _within(peak_of, budget, peaks)
-    told = [peaks[length] or 0 for length in sorted(peaks) if peaks[length] is not None]
-    falls = any(one > other for one, other in pairwise(told))
+    rising = [peak for _, peak in sorted(peaks.items()) if peak is not None]
+    falls = any(shorter > longer for shorter, longer in pairwise(rising))
     return LargestLength(
         low if peaks.get(low) else 0, peaks.get(low), peaks.get(low + 1), max(peaks), falls
     )
 
 
 def _within(peak_of: Callable[[int], int | None], budget: int, peaks: dict[int, int | None]) -> int:
-    """Return a length that fits, or is too short to run, while the next one does not fit.
-
-    The search starts at the largest known one.
-    """
-    low, high = _bracket(peaks, budget)
+    """Return a length that fits, or is too short to run, while the next one does not fit."""
+    low = max((length for length in peaks if _is_low(peaks, length, budget)), default=0)
+    high = min((length for length in peaks if length > low), default=_LONGEST + 1)
     while high - low > 1:
         tried = _next_length(peaks, low, high, budget)
         peaks[tried] = peak_of(tried)
@@ -79,14 +74,7 @@ def _within(peak_of: Callable[[int], int | None], budget: int, peaks: dict[int, 
     return low
 
 
-def _bracket(peaks: dict[int, int | None], budget: int) -> tuple[int, int]:
-    """Return the largest length known to fit, and the next one known not to."""
-    low = max((length for length in peaks if _is_low(peaks, length, budget)), default=0)
-    return low, min((length for length in peaks if length > low), default=_LONGEST + 1)
-
-
 def _is_low(peaks: dict[int, int | None], length: int, budget: int) -> bool:
-    """Return True if a length fits or is too short to run."""
     peak = peaks[length]
     if peak is None:
         running = [n for n, other in peaks.items() if other is not None]
@@ -99,8 +87,7 @@ def _longer_fits(
 ) -> bool:
     """Return True if a length fits although a shorter one does not.
 
-    It tries whole blocks, since programs pad to them or switch kernels there, and twice and four times the
-    length, since programs may begin to work in parts.
+    Programs pad to whole blocks or switch kernels there; at two or four times a length, some begin to chunk.
     """
     blocks = (-(-(low + 2) // size) * size for size in _BLOCKS)
     for length in dict.fromkeys((*blocks, 2 * low, 4 * low)):
@@ -134,18 +121,18 @@ def _next_length(peaks: dict[int, int | None], low: int, high: int, budget: int)
 
 
 def _nearest(peaks: dict[int, int | None], length: int) -> list[int]:
-    running = (one for one, peak in peaks.items() if peak is not None)
-    return sorted(running, key=lambda one: abs(one - length))[:2]
+    running = (known for known, peak in peaks.items() if peak is not None)
+    return sorted(running, key=lambda known: abs(known - length))[:2]
 
 
 def _crossing(peaks: dict[int, int | None], through: list[int], budget: int) -> int | None:
-    """Return where the line through two lengths reaches the budget, or None if it does not rise."""
+    """Return the length at which the line through two others meets the budget, or None if it falls."""
     if len(through) < 2:
         return None
-    one, other = through
-    at_one, at_other = peaks[one] or 0, peaks[other] or 0
-    slope = (at_other - at_one) / (other - one)
-    return int(one + (budget - at_one) / slope) if slope > 0 else None
+    first, second = through
+    peak = peaks[first] or 0
+    slope = ((peaks[second] or 0) - peak) / (second - first)
+    return int(first + (budget - peak) / slope) if slope > 0 else None
 
 
 def estimate_of(profile: Profile) -> EstimateReport:
@@ -174,11 +161,7 @@ def has_samples(profile: Profile, count: int) -> bool:
 
 
 def unused_bytes(profile: Profile) -> int:
-    """Return the bytes of unrelated tensors in the process.
-
-    They are older than the step, no operator reads them, and they belong to no model or optimizer of the
-    step.
-    """
+    """Return the bytes of tensors older than the step that no operator, model or optimizer of it uses."""
     used = {use.storage for op in profile.operators for use in (*op.inputs, *op.outputs)}
     return sum(
         storage.counted
@@ -188,8 +171,7 @@ def unused_bytes(profile: Profile) -> int:
 
 
 def _recomputed(profile: Profile) -> tuple[int | None, tuple[str, ...]]:
-    """Return the smallest peak within reach of recomputation, and its places, or None if it saves too
-    little."""
+    """Return the smallest peak that recomputation reaches, or None if it saves little, and its places."""
     if not any(op.phase == "backward" for op in profile.operators):
         return None, ()
     planner = Planner(

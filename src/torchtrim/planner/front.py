@@ -1,4 +1,4 @@
-"""The best choices found: no choice is both higher and slower than another. Also the interface of solvers."""
+"""The best choices found, none both higher and slower than another, and the interface of solvers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Front:
         if place and self.points[place - 1].seconds <= point.seconds:
             return False
         self.points = [
-            one
-            for one in self.points
-            if one.peak_bytes < point.peak_bytes or one.seconds < point.seconds
+            other
+            for other in self.points
+            if other.peak_bytes < point.peak_bytes or other.seconds < point.seconds
         ]
         insort(self.points, point)
         return True

@@ -15,13 +15,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from torchtrim.planner.problem import Problem
+from torchtrim.planner.problem import Problem, cliques
 from torchtrim.step.incremental import TensorTie, starts_of, ties_of
 from torchtrim.step.simulate import level, timeline
 from torchtrim.step.step import DEVICE, Tensor
 
-Terms = tuple[tuple[int, float], ...]
-"""Columns, each with its factor."""
+Terms = tuple[tuple[int, float], ...]  # columns, each with its factor
 
 
 class Constraint(NamedTuple):
@@ -33,7 +32,7 @@ class Constraint(NamedTuple):
 
 
 class PeakMoment(NamedTuple):
-    """`bytes` above those alive on entry to a stretch of tasks, plus the `terms` of columns that are 1."""
+    """Bytes above the level on entry to a stretch of tasks, plus the `terms` of columns that are 1."""
 
     stretch: int
     bytes: int
@@ -64,9 +63,9 @@ class Linear(NamedTuple):
         for changes in self.changes[: moment.stretch + 1]:
             for column, size in changes:
                 terms[column] += size
-        whole = sum(self.rises[: moment.stretch + 1]) + moment.bytes
-        held = tuple((column, size) for column, size in terms.items() if size)
-        return PeakMoment(moment.stretch, whole, held)
+        total = sum(self.rises[: moment.stretch + 1]) + moment.bytes
+        kept = tuple((column, size) for column, size in terms.items() if size)
+        return PeakMoment(moment.stretch, total, kept)
 
 
 def linear(problem: Problem) -> Linear:
@@ -106,8 +105,7 @@ class _LinearBuilder:
         )
 
     def _add_lives(self, tensor: Tensor, tie: TensorTie) -> None:
-        """Add a column for each part of a tensor's life that depends on options, and the constraints that set
-        it."""
+        """Add a column for each part of a tensor's life that depends on options, and its constraints."""
         drops: defaultdict[int, list[int]] = defaultdict(list)
         for option, hold in tie.drops:
             drops[hold].append(option)
@@ -131,7 +129,7 @@ class _LinearBuilder:
             before, begin = column, end
 
     def _change(self, first: int, last: int, size: int) -> None:
-        """Add bytes during `first <= task < last`, whatever is on."""
+        """Add bytes during `first <= task < last` in every choice."""
         begin, end = bisect_left(self._starts, first), bisect_left(self._starts, last)
         self._rise[begin] += size
         self._rise[end] -= size
@@ -145,22 +143,9 @@ class _LinearBuilder:
 
     def _add_clashes(self) -> None:
         """Add constraints that allow at most one of the options that claim a task."""
-        spans = sorted(
-            (span.first, span.last, option)
-            for option, edit in enumerate(self._edits)
-            for span in edit.claims
-        )
-        claimed: list[tuple[int, int]] = []
-        cliques: dict[frozenset[int], None] = {}
-        for first, last, option in spans:
-            claimed = [(end, other) for end, other in claimed if end > first]
-            claimed.append((last, option))
-            cliques[frozenset(other for _, other in claimed)] = None
-        for clique in cliques:
-            if len(clique) > 1:
-                self._rows.append(
-                    Constraint(-math.inf, 1.0, tuple((i, 1.0) for i in sorted(clique)))
-                )
+        for clique in cliques(self._edits):
+            terms = tuple((option, 1.0) for option in sorted(clique))
+            self._rows.append(Constraint(-math.inf, 1.0, terms))
 
     def _tops(self) -> Iterator[PeakMoment]:
         changes: defaultdict[int, dict[int, int]] = defaultdict(dict)

@@ -18,11 +18,9 @@ from torchtrim.step.edits import Edit
 from torchtrim.step.step import Span, Step
 
 KEEP = "keep"
-Patterns = Mapping[str, Sequence[str]]
-"""Patterns by their pin: `keep`, or the name of a technique."""
+Patterns = Mapping[str, Sequence[str]]  # patterns by their pin: `keep`, or the name of a technique
 Spans = tuple[Span, ...]
-_SHOWN = 6
-"""Arbitrary; the number of places that a message lists."""
+_SHOWN = 6  # Arbitrary; the number of places that a message lists
 _ONE = r"[^\[\]]"
 
 
@@ -47,12 +45,12 @@ class Pins:
         self._settings: dict[tuple[str, str], Settings] = {}
         for option, _ in options:
             self._settings.setdefault(_key(option), option.settings)
+        # Technique and place of each option that must be in every plan, with its pattern.
         self.forced = self._forced(patterns)
-        """Technique and place of each option that must be in every plan, with its pattern."""
         self._refuse_contradictions()
 
     def may(self, option: Option) -> bool:
-        """Return True if an option changes no place that is to be kept."""
+        """Return True if an option changes no place pinned by `keep`."""
         return not any(overlap(option.spans, kept.spans) for kept in self._kept)
 
     def demands(self, option: Option) -> bool:
@@ -62,21 +60,18 @@ class Pins:
 
     def missing(self, options: Iterable[Option]) -> list[str]:
         """Return the pinned places that these options lack."""
-        there = {_key(option) for option in options}
-        return [where for name, where in self.forced if (name, where) not in there]
+        present = set(map(_key, options))
+        return [where for name, where in self.forced if (name, where) not in present]
 
     def note(self) -> str:
         """Return a note on the pins; empty without pins."""
-        found: defaultdict[str, list[str]] = defaultdict(list)
-        for kept in self._kept:
-            found["unchanged"].append(kept.where)
-        for name, where in self.forced:
-            found[name].append(where)
-        said = "; ".join(f"{what} at {_listed(where)}" for what, where in found.items())
-        return f"pinned: {said}" if said else ""
+        places: defaultdict[str, list[str]] = defaultdict(list)
+        for name, where in (*(("unchanged", kept.where) for kept in self._kept), *self.forced):
+            places[name].append(where)
+        text = "; ".join(f"{name} at {_listed(where)}" for name, where in places.items())
+        return f"pinned: {text}" if text else ""
 
     def _matching(self, text: str) -> list[_KeepPin]:
-        """Return the places that a pattern of `keep` matches."""
         known: defaultdict[str, list[Span]] = defaultdict(list)
         for call in self._step.calls:
             known[self._step.modules[call.module].path].append(call.span)
@@ -84,20 +79,16 @@ class Pins:
         for option, _ in self._options:
             known.setdefault(option.where, list(option.spans))
         pattern = compile_pattern(text)
-        found = [
-            _KeepPin(where, text, tuple(spans))
-            for where, spans in known.items()
-            if pattern.fullmatch(where)
-        ]
-        if not found:
+        matches = [(where, spans) for where, spans in known.items() if pattern.fullmatch(where)]
+        if not matches:
             raise UsageError(
                 f"{KEEP} = [{text!r}] under [pins] matches no module that the step calls. "
                 f"Known places: {_most_similar(text, modules)}."
             )
-        return found
+        return [_KeepPin(where, text, tuple(spans)) for where, spans in matches]
 
     def _forced(self, patterns: Patterns) -> dict[tuple[str, str], str]:
-        found: dict[tuple[str, str], str] = {}
+        forced: dict[tuple[str, str], str] = {}
         for name, texts in patterns.items():
             if name == KEEP:
                 continue
@@ -109,24 +100,24 @@ class Pins:
             offered = [option for option, _ in self._options if option.technique == name]
             for text in texts:
                 for option in self._outermost(name, text, offered):
-                    found.setdefault(_key(option), text)
-        return found
+                    forced.setdefault(_key(option), text)
+        return forced
 
     def _outermost(self, name: str, text: str, offered: Sequence[Option]) -> list[Option]:
         """Return the options that a pattern matches, without those inside another of them."""
         pattern = compile_pattern(text)
-        named = [
+        matches = [
             option
             for option in offered
             if any(map(pattern.fullmatch, (option.where, *self._other_names(option))))
         ]
-        if not named:
+        if not matches:
             raise UsageError(self._no_match_error(name, text, offered))
-        found: list[Option] = []
-        for option in sorted(named, key=lambda one: -_length(one.spans)):
-            if not any(_all_inside(option.spans, other.spans) for other in found):
-                found.append(option)
-        return [option for option in named if option in found]
+        outer: list[Option] = []
+        for option in sorted(matches, key=lambda match: -length(match.spans)):
+            if not any(_all_inside(option.spans, other.spans) for other in outer):
+                outer.append(option)
+        return [option for option in matches if option in outer]
 
     def _other_names(self, option: Option) -> list[str]:
         """Return the modules with exactly the calls of an option; a plan names the outermost."""
@@ -135,34 +126,32 @@ class Pins:
             if call.graded and call.span.last > call.span.first:
                 spans[call.module].append(call.span)
         modules = self._step.modules
-        return [modules[n].path for n, found in spans.items() if tuple(found) == option.spans]
+        return [modules[n].path for n, calls in spans.items() if tuple(calls) == option.spans]
 
     def _no_match_error(self, name: str, text: str, offered: Sequence[Option]) -> str:
         pattern = compile_pattern(text)
-        there = [one.path for one in self._step.modules if pattern.fullmatch(one.path)]
-        places = [option.where for option in offered]
-        why = f"{name} saves nothing at {_listed(there)}" if there else "No such place"
-        can = (
-            f"It can be pinned at {_most_similar(text, places)}."
-            if places
-            else (f"{name} has no place in this step, or is not allowed; see --allow.")
-        )
-        return f"{name} = [{text!r}] under [pins] matches nothing. {why}. {can}"
+        modules = [mod.path for mod in self._step.modules if pattern.fullmatch(mod.path)]
+        why = f"{name} saves nothing at {_listed(modules)}" if modules else "No such place"
+        hint = f"{name} has no place in this step, or is not allowed; see --allow."
+        if offered:
+            places = [option.where for option in offered]
+            hint = f"It can be pinned at {_most_similar(text, places)}."
+        return f"{name} = [{text!r}] under [pins] matches nothing. {why}. {hint}"
 
     def _refuse_contradictions(self) -> None:
         demanded = [(option, edit) for option, edit in self._options if self.demands(option)]
         for number, (option, edit) in enumerate(demanded):
-            said = f"{option.technique} = [{self.forced[_key(option)]!r}]"
+            pin = f"{option.technique} = [{self.forced[_key(option)]!r}]"
             for kept in self._kept:
                 if overlap(option.spans, kept.spans):
                     raise UsageError(
-                        f"{said} under [pins] changes `{option.where}`, and {KEEP} = [{kept.pattern!r}] "
+                        f"{pin} under [pins] changes `{option.where}`, and {KEEP} = [{kept.pattern!r}] "
                         f"keeps `{kept.where}`, which runs inside or around it. Remove one of them."
                     )
             for other, more in demanded[:number]:
                 if overlap(edit.claims, more.claims):
                     raise UsageError(
-                        f"{said} under [pins] changes `{option.where}`, and {other.technique} = "
+                        f"{pin} under [pins] changes `{option.where}`, and {other.technique} = "
                         f"[{self.forced[_key(other)]!r}] changes `{other.where}`: one runs inside the "
                         "other, and a plan changes a place only once. Remove one of them."
                     )
@@ -190,14 +179,14 @@ def _all_inside(some: Spans, others: Spans) -> bool:
     return all(any(b.first <= a.first and a.last <= b.last for b in others) for a in some)
 
 
-def _length(spans: Spans) -> int:
+def length(spans: Iterable[Span]) -> int:
+    """Return the number of tasks in spans that do not overlap."""
     return sum(span.last - span.first for span in spans)
 
 
 def _most_similar(text: str, known: Sequence[str]) -> str:
-    """Return the names most similar to a pattern, followed by the others."""
     close = get_close_matches(text.replace("*", ""), known, _SHOWN, 0.5)
-    return _listed([*close, *(one for one in known if one not in close)])
+    return _listed([*close, *(name for name in known if name not in close)])
 
 
 def _listed(where: Collection[str]) -> str:

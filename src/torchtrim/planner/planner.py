@@ -5,7 +5,7 @@ Plans keep host memory within a budget of its own, in pinned memory or in files.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from torchtrim.errors import InfeasibleBudget, UsageError
 from torchtrim.executor.registry import Option, edit_of, in_files_of, options_of, settled, units
 from torchtrim.memory.packing.buffers import bytes_over_time
 from torchtrim.planner.by_hand import by_hand
-from torchtrim.planner.front import Answer, Front, Point, Solver
+from torchtrim.planner.front import Answer, Front, Point, Solution, Solver
 from torchtrim.planner.pins import Patterns, Pins, overlap
 from torchtrim.planner.plans import build_plan, equivalence_of, techniques_of
 from torchtrim.planner.problem import Chosen, Problem, least_seconds
@@ -33,19 +33,15 @@ from torchtrim.step.simulate import Outcome, level, simulate
 from torchtrim.step.step import Step
 
 _SOLVERS: tuple[Solver, ...] = (Exact(), Local())
-_LEAST_SECONDS = 1e-9
-"""Options that add less count as free; it is far below the cost of one launch."""
+_LEAST_SECONDS = 1e-9  # Options that add less count as free; far below the cost of one launch.
+# Seconds to look for the quickest choice: for a plan, and for one point of a frontier.
 _SEARCH, _GLANCE = 20.0, 2.5
-"""Seconds to look for the quickest choice: for a plan, and for one point of a frontier."""
+# Arbitrary; a choice this close to its bound, as a share of the bound, is reported as optimal.
 _OPTIMAL_SHARE = 1e-4
-"""Arbitrary; a choice this close to its bound, as a share of the bound, is reported as optimal."""
 
 
 class Choice(NamedTuple):
-    """Options, the outcome of the step with them, and a bound on quicker choices.
-
-    `bound_seconds`: the seconds that any choice as low adds at least.
-    """
+    """Options, the step's outcome with them, and a lower bound on the seconds that any choice as low adds."""
 
     options: tuple[Option, ...]
     outcome: Outcome
@@ -54,14 +50,13 @@ class Choice(NamedTuple):
 
 
 class _Subproblem(NamedTuple):
-    """A subset of the options, by their numbers in the whole problem, with the best choices from it."""
+    """A subset of a problem's options, by their numbers there, with the best choices from it."""
 
     numbers: list[int]
     problem: Problem
     front: Front
 
     def among_all(self, chosen: Chosen) -> Chosen:
-        """Return a choice by the numbers in the whole problem."""
         return tuple(self.numbers[number] for number in chosen)
 
 
@@ -69,13 +64,12 @@ class Planner:
     """Plans for one profile; `step_seconds` is the original's step without the recorder.
 
     Options that only overwrite their input cost nothing, and some options save time: every plan that changes
-    anything uses all of these. For an emulated device, options are chosen by their cost there, and the
-    predicted seconds are those of this machine.
+    anything uses all of these. For an emulated device, options are chosen by their cost on that device, but
+    the predicted seconds are for this machine.
 
     `exclude`: techniques, places, or places of one technique (`recompute:Net.a`) not to use. `allow`: the
-    least equal result. `pins`: requirements on every plan (`planner.pins`). `host_bytes`: host memory that
-    plans may use, or None for no limit. Raises `UsageError` for pins that match nothing or contradict each
-    other.
+    loosest equivalence. `pins`: requirements on every plan (`planner.pins`). `host_bytes`: a limit on host
+    memory. Raises `UsageError` for pins that match nothing or contradict each other.
     """
 
     def __init__(
@@ -96,8 +90,9 @@ class Planner:
         self._exclude = frozenset(exclude)
         self._allow = allow
         self._host_bytes = host_bytes
-        self._step = step_of(profile, step_seconds)
-        self._priced = _priced(self._step)
+        self._step = self._priced = step_of(profile, step_seconds)
+        if is_emulated(profile.device):
+            self._priced = on_device(self._step, device_of(profile))
         self._answers: dict[int, tuple[float, Answer]] = {}
         self._pins = pins or {}
         self.pinned = Pins(self._pins, self._priced, self._offered() if pins else ())
@@ -120,7 +115,7 @@ class Planner:
 
     @cached_property
     def floor(self) -> Choice:
-        """The choice with the smallest peak; the original step, unless a choice is smaller."""
+        """The choice with the smallest peak, possibly the original step."""
         if self._integer is not None:
             self._offer_lowest_of_exact()
             self._offer(self._integer.lowest(self._front.lowest.chosen))
@@ -144,8 +139,7 @@ class Planner:
         if choice is None and self.floor.outcome.peak_bytes <= budget.simulated:
             choice = self.floor
         if choice is None:
-            smallest = self.floor.outcome.peak_bytes + budget.bias
-            raise self.infeasible(budget.bytes, smallest)
+            raise self.infeasible(budget.bytes, self.floor.outcome.peak_bytes + budget.bias)
         return self._plan(choice, budget)
 
     def floor_plan(self, budget: Budget) -> Plan:
@@ -164,7 +158,6 @@ class Planner:
         )
 
     def _cost_of_pins(self, smallest: int) -> str:
-        """Return the smallest peak without the pins, as a sentence."""
         if not self._pins:
             return ""
         free = Planner(
@@ -179,11 +172,9 @@ class Planner:
         return f"Without [pins], {format_bytes(without)} would suffice. "
 
     def frontier(self, points: int = 8, *, bias: int = 0) -> tuple[FrontierPoint, ...]:
-        """Return the best plan for budgets from the original's peak to the smallest feasible, and the manual
-        plans.
+        """Return the best plans for budgets from the original's peak down to the floor, and manual plans.
 
-        A looser budget never gets a slower plan than a tighter one: the search covers all budgets before it
-        picks plans.
+        The search covers all budgets before it picks plans, so a looser budget never gets a slower plan.
         """
         low, high = self.floor.outcome.peak_bytes, self.simulated_original
         if self.pinned.forced:
@@ -191,18 +182,15 @@ class Planner:
         budgets = [high - (high - low) * step // points for step in range(points + 1)]
         for budget in budgets:
             self._within(budget, _GLANCE)
-        found = []
+        points_found = []
         for budget in budgets:
             choice = self._within(budget, _GLANCE) or self.floor
-            found.append(self._point(choice.outcome, choice.options, bias, budget))
-        return (*found, *self._by_hand(bias))
-
-    def _by_hand(self, bias: int) -> Iterator[FrontierPoint]:
-        """Yield the manual plans that save memory."""
+            points_found.append(self._point(choice.outcome, choice.options, bias, budget))
         for way in by_hand(self._priced):
             outcome = simulate(self._priced, way.edits)
-            if outcome.peak_bytes < self.simulated_original:
-                yield self._point(outcome, way.options, bias, outcome.peak_bytes, way.name)
+            if (peak := outcome.peak_bytes) < self.simulated_original:
+                points_found.append(self._point(outcome, way.options, bias, peak, way.name))
+        return tuple(points_found)
 
     def _point(
         self, outcome: Outcome, options: Iterable[Option], bias: int, budget: int, name: str = ""
@@ -221,32 +209,30 @@ class Planner:
         if index < 0:
             return "memory from before the step"
         op = self.profile.operators[index]
-        place = self.profile.place_of(index)
-        module = self.profile.module_of(index)
         what = self._inserted(choice) or op.name.rpartition(".")[0]
         parts = [f"{what} in the {op.phase}"]
-        if module:
+        if module := self.profile.module_of(index):
             parts.append(f"of {module}")
-        if place:
+        if place := self.profile.place_of(index):
             parts.append(f"({place.path}:{place.line})")
         return " ".join(parts)
 
     def _inserted(self, choice: Choice) -> str:
         """Return the inserted work just before the task of the peak, if that work sets the peak."""
         step, index = self._overwriting[0], choice.outcome.task
-        most, found = step.tasks[index].transient, ""
+        most, work = step.tasks[index].transient, ""
         for option in choice.options:
             edit = edit_of(step, option)
-            for one in edit.inserts if edit else ():
-                if one.at == index and level(one) > most:
-                    most, found = level(one), f"{option.technique} of {option.where}"
-        return found
+            for insert in edit.inserts if edit else ():
+                if insert.at == index and level(insert) > most:
+                    most, work = level(insert), f"{option.technique} of {option.where}"
+        return work
 
     @cached_property
     def _free(self) -> tuple[Option, ...]:
         """The options that cost nothing, since they only overwrite."""
-        found = self._edits(self._priced)
-        free = tuple(o for o, edit in found if edit.overwrites and self.pinned.may(o))
+        pairs = self._edits(self._priced)
+        free = tuple(o for o, edit in pairs if edit.overwrites and self.pinned.may(o))
         if not self.pinned.forced:
             return free
         left = [option for option, _ in self._edits(self._overwritten(self._priced, free))]
@@ -257,16 +243,16 @@ class Planner:
     @cached_property
     def _problem(self) -> Problem:
         """The options that cost time, in the step with all free overwrites."""
-        step, found = self._overwriting
-        claimed = [span for _, edit in self._forced for span in edit.claims]
+        step, pairs = self._overwriting
+        forced = [edit for _, edit in self._forced]
+        claimed = [span for edit in forced for span in edit.claims]
         costly = [
             (option, edit)
-            for option, edit in found
+            for option, edit in pairs
             if edit.seconds > _LEAST_SECONDS
             and self.pinned.may(option)
             and not overlap(edit.claims, claimed)
         ]
-        forced = [edit for _, edit in self._forced]
         return Problem(step, [o for o, _ in costly], [e for _, e in costly], forced)
 
     @cached_property
@@ -282,39 +268,37 @@ class Planner:
     @cached_property
     def _forced(self) -> list[tuple[Option, Edit]]:
         """The pinned options and those that save time, without those that only overwrite."""
-        found = [pair for pair in self._overwriting[1] if self._is_on(*pair)]
-        missing = self.pinned.missing((*self._free, *(option for option, _ in found)))
-        if missing:
+        forced = [
+            (option, edit)
+            for option, edit in self._overwriting[1]
+            if self.pinned.demands(option) or (edit.seconds < 0 and self.pinned.may(option))
+        ]
+        if missing := self.pinned.missing((*self._free, *(option for option, _ in forced))):
             raise UsageError(
                 f"`{missing[0]}` is pinned under [pins], which conflicts with another pin that lets an "
                 "activation overwrite its input. Remove one of them."
             )
-        return found
-
-    def _is_on(self, option: Option, edit: Edit) -> bool:
-        return self.pinned.demands(option) or (edit.seconds < 0 and self.pinned.may(option))
+        return forced
 
     def _overwritten(self, step: Step, free: Iterable[Option]) -> Step:
         edits = (edit_of(step, o) for o in free)
         return overwritten(step, (t for edit in edits if edit for t in edit.overwrites))
 
     @cached_property
-    def _solved(self) -> tuple[Front, bool]:
-        for solver in _SOLVERS:
-            solved = solver.solve(self._problem)
-            if solved is not None:
-                if not solved.optimal:
-                    self._offer_alone(solved.front)
-                return solved.front, solved.optimal
-        raise AssertionError("the local search takes any problem")
+    def _solved(self) -> Solution:
+        solution = _solve(self._problem)
+        if not solution.optimal:
+            self._offer_alone(solution.front)
+        return solution
 
     def _offer_alone(self, front: Front) -> None:
         """Add the choices from subsets of the options: more options must not make the best choice worse."""
-        for alone in (*map(self._alone, _by_offload(self._problem)), self._exact):
-            if alone is not None:
-                for point in alone.front.points:
-                    chosen = alone.among_all(point.chosen)
-                    front.add(Point(point.peak_bytes, point.seconds, chosen))
+        edits = self._problem.edits
+        offloads = [number for number, edit in enumerate(edits) if edit.trips]
+        others = [number for number, edit in enumerate(edits) if not edit.trips]
+        for alone in filter(None, (self._alone(offloads), self._alone(others), self._exact)):
+            for point in alone.front.points:
+                front.add(point._replace(chosen=alone.among_all(point.chosen)))
 
     def _offer_lowest_of_exact(self) -> None:
         """Add the smallest peak of the BITWISE options, which the search over all options may miss."""
@@ -322,40 +306,37 @@ class Planner:
             return
         integer = Integer(self._exact.problem)
         if integer.fits:
-            found = integer.lowest(self._exact.front.lowest.chosen)
-            if found.chosen is not None:
-                self._offer(found._replace(chosen=self._exact.among_all(found.chosen)))
+            answer = integer.lowest(self._exact.front.lowest.chosen)
+            if answer.chosen is not None:
+                self._offer(answer._replace(chosen=self._exact.among_all(answer.chosen)))
 
     @cached_property
     def _exact(self) -> _Subproblem | None:
         """The BITWISE options, if there are others."""
         options = enumerate(self._problem.options)
-        return self._alone([n for n, one in options if equivalence_of(one) == "BITWISE"])
+        return self._alone([n for n, option in options if equivalence_of(option) == "BITWISE"])
 
     def _alone(self, numbers: list[int]) -> _Subproblem | None:
         if not 0 < len(numbers) < len(self._problem.options):
             return None
         problem = self._problem.only(numbers)
-        solved = (solver.solve(problem) for solver in _SOLVERS)
-        return _Subproblem(numbers, problem, next(one for one in solved if one is not None).front)
+        return _Subproblem(numbers, problem, _solve(problem).front)
 
     @property
     def _front(self) -> Front:
-        return self._solved[0]
+        return self._solved.front
 
     def _edits(self, step: Step) -> list[tuple[Option, Edit]]:
-        """Return the allowed options of a step with their edits."""
-        found = []
+        pairs = []
         for name in self._allowed_names():
             for option in options_of(name, step):
                 places = {option.where, f"{name}:{option.where}"}
                 barred = not places.isdisjoint(self._exclude)
                 if barred or not _allowed(equivalence_of(option), self._allow):
                     continue
-                edit = edit_of(step, option)
-                if edit is not None:
-                    found.append((option, edit))
-        return found
+                if (edit := edit_of(step, option)) is not None:
+                    pairs.append((option, edit))
+        return pairs
 
     def _allowed_names(self) -> list[str]:
         known = units(self._exclude)
@@ -363,11 +344,11 @@ class Planner:
 
     def _offered(self) -> list[tuple[Option, Edit]]:
         """Return the options of the step with and without free overwrites."""
-        found = self._edits(self._priced)
-        free = [option for option, edit in found if edit.overwrites]
-        known = {(option.technique, option.where) for option, _ in found}
+        pairs = self._edits(self._priced)
+        free = [option for option, edit in pairs if edit.overwrites]
+        known = {(option.technique, option.where) for option, _ in pairs}
         more = self._edits(self._overwritten(self._priced, free))
-        return [*found, *(one for one in more if (one[0].technique, one[0].where) not in known)]
+        return [*pairs, *(pair for pair in more if (pair[0].technique, pair[0].where) not in known)]
 
     def _within(self, budget: int, seconds: float = _SEARCH) -> Choice | None:
         """Return the quickest choice whose simulated peak is within a budget, after a search of `seconds`."""
@@ -382,24 +363,20 @@ class Planner:
         proven = answer is not None and self._problem.is_additive
         bound = answer.bound if answer and proven else least_seconds(self._problem, budget)
         over = outcome.added_seconds - bound
-        optimal = self._solved[1] or over <= _OPTIMAL_SHARE * abs(bound)
+        optimal = self._solved.optimal or over <= _OPTIMAL_SHARE * abs(bound)
         forced = (option for option, _ in self._forced)
         return Choice((*self._free, *forced, *options), outcome, optimal, bound)
 
     @cached_property
     def _integer(self) -> Integer | None:
-        """The integer program that proves choices, or None if all were tried, it is too large, or has no
-        solver."""
-        if self._solved[1] or not Integer.installed():
+        """The integer program that proves choices, or None if it is needless, too large, or has no solver."""
+        if self._solved.optimal or not Integer.installed():
             return None
         integer = Integer(self._problem)
         return integer if integer.fits else None
 
     def _proof(self, budget: int, seconds: float) -> Answer | None:
-        """Return the integer program's answer for a budget.
-
-        Its choice joins the front, so that a looser budget never gets a slower choice.
-        """
+        """Return the integer program's answer for a budget, and add its choice to the front."""
         if self._integer is None:
             return None
         searched, answer = self._answers.get(budget, (0.0, None))
@@ -416,7 +393,7 @@ class Planner:
             self._front.add(Point(outcome.peak_bytes, outcome.added_seconds, answer.chosen))
 
     def _seconds(self, choice: Choice) -> tuple[float, float]:
-        """Return the seconds of a step on this machine with a choice, and a lower bound within its budget."""
+        """Return the seconds of a step on this machine with a choice, and a lower bound on them."""
         added, bound = choice.outcome.added_seconds, choice.bound_seconds
         if self._priced is not self._step:
             step = self._overwritten(self._step, self._free)
@@ -446,23 +423,13 @@ class Planner:
         )
 
 
-def _priced(step: Step) -> Step:
-    """Return the step with its costs on the target device, if that is an emulated one."""
-    assert step.profile is not None
-    if not is_emulated(step.profile.device):
-        return step
-    return on_device(step, device_of(step.profile))
+def _solve(problem: Problem) -> Solution:
+    solutions = (solver.solve(problem) for solver in _SOLVERS)
+    return next(solution for solution in solutions if solution is not None)
 
 
 def _allowed(equivalence: Equivalence, allow: Equivalence) -> bool:
     return EQUIVALENCES.index(equivalence) <= EQUIVALENCES.index(allow)
-
-
-def _by_offload(problem: Problem) -> tuple[list[int], list[int]]:
-    """Return the options that offload, and those that do not."""
-    count = range(len(problem.options))
-    offloads = [number for number in count if problem.edits[number].trips]
-    return offloads, [number for number in count if not problem.edits[number].trips]
 
 
 def _edits_of(step: Step, options: Iterable[Option]) -> list[Edit]:
@@ -473,19 +440,18 @@ def _edits_of(step: Step, options: Iterable[Option]) -> list[Edit]:
 Pair = tuple[Option, Edit]
 
 
-def within_host(step: Step, pairs: Sequence[Pair], host_bytes: int | None) -> list[Pair]:
-    """Return the options that fit into host memory together; None: no limit.
+def within_host(step: Step, pairs: Sequence[Pair], host_bytes: int) -> list[Pair]:
+    """Return the options that fit into host memory together; options without host memory always do.
 
-    Options that free the most bytes for the longest come first. Options without host memory always stay.
+    Options that free the most bytes for the longest come first.
     """
-    if host_bytes is None:
-        return list(pairs)
     taken: list[Block] = []
     admitted: set[int] = set()
     order = sorted(range(len(pairs)), key=lambda number: -_area(pairs[number][1]))
     for number in order:
         blocks = host_blocks(pairs[number][1])
-        if _highest(step, [*taken, *blocks]) <= host_bytes:
+        lives = [(block.bytes, block.first, block.last) for block in (*taken, *blocks)]
+        if max(bytes_over_time(len(step.tasks), lives), default=0) <= host_bytes:
             taken += blocks
             admitted.add(number)
     while host_peak(pairs[number][1] for number in admitted) > host_bytes:
@@ -499,20 +465,15 @@ def in_files(
     """Return the options that techniques can keep in files, for those that host memory did not admit."""
     kept = {option.where for option, _ in admitted}
     on_host = {option.where for option, edit in pairs if host_blocks(edit)}
-    found = []
+    pairs_in_files = []
     for name in names:
         for option in in_files_of(name, step):
             if option.where.removesuffix(" in file") in kept & on_host:
                 continue
             if (edit := edit_of(step, option)) is not None:
-                found.append((option, edit))
-    return found
+                pairs_in_files.append((option, edit))
+    return pairs_in_files
 
 
 def _area(edit: Edit) -> int:
     return sum(block.bytes * (block.last - block.first) for block in host_blocks(edit))
-
-
-def _highest(step: Step, blocks: Sequence[Block]) -> int:
-    lives = ((block.bytes, block.first, block.last) for block in blocks)
-    return max(bytes_over_time(len(step.tasks), lives), default=0)

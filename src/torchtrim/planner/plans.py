@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-import msgspec
-
 from torchtrim import __version__
 from torchtrim.executor.registry import Option, Settings, technique
 from torchtrim.planner.stages.calls import passes_in
@@ -32,6 +30,7 @@ def build_plan(
     pins: Mapping[str, Sequence[str]] | None = None,
     status: Status = "feasible",
     bound_seconds: float | None = None,
+    pipeline: Pipeline | None = None,
 ) -> Plan:
     """Build a plan. `source`: its profile, or the name of a live model.
 
@@ -50,6 +49,7 @@ def build_plan(
         pins={what: tuple(patterns) for what, patterns in (pins or {}).items()},
         status=status,
         bound_seconds=bound_seconds,
+        pipeline=pipeline,
     )
 
 
@@ -63,16 +63,15 @@ def pipeline_plan(
 ) -> Plan:
     """Return the plan of a pipeline, whose ranks should all stay within the budget."""
     seconds = pipeline.seconds * passes_in(profile, pipeline.root)
-    predicted = Prediction(peak_bytes=max(pipeline.peaks), step_seconds=seconds)
-    made = build_plan(
+    return build_plan(
         profile,
         fingerprint=fingerprint,
         techniques=(),
-        predicted=predicted,
+        predicted=Prediction(peak_bytes=max(pipeline.peaks), step_seconds=seconds),
         budget_bytes=budget_bytes,
         script_sha256=script_sha256,
+        pipeline=pipeline,
     )
-    return msgspec.structs.replace(made, pipeline=pipeline)
 
 
 def _within(script: str, project: str) -> str:
@@ -87,29 +86,23 @@ def equivalence_of(option: Option) -> Equivalence:
 
 
 def techniques_of(options: Iterable[Option]) -> tuple[Technique, ...]:
-    """Return the techniques of a plan: options of one technique with the same settings are grouped."""
+    """Return the techniques of a plan, with options of the same settings as one."""
     places: defaultdict[tuple[str, Settings, Equivalence], list[str]] = defaultdict(list)
     for option in options:
         places[option.technique, option.settings, equivalence_of(option)].append(option.where)
     return tuple(
-        Technique(
-            name=name,
-            where=tuple(where),
-            options=dict(settings),
-            equivalence=equivalence,
-        )
+        Technique(name=name, where=tuple(where), options=dict(settings), equivalence=equivalence)
         for (name, settings, equivalence), where in places.items()
     )
 
 
 def where_of(techniques: Iterable[Technique]) -> list[str]:
     """Return all places of a plan."""
-    return [where for one in techniques for where in one.where]
+    return [where for technique in techniques for where in technique.where]
 
 
 class CallOptions(NamedTuple):
-    """Allowed techniques for calls without gradients. `parts`: split the batch into this many for the first
-    layers."""
+    """Allowed techniques for calls without gradients. `parts`: parts of the batch for the first layers."""
 
     in_place: bool = True
     arena: bool = True
@@ -127,28 +120,25 @@ def plan_of_calls(
     script_sha256: str = "",
 ) -> Plan:
     """Return the plan that applies these options to calls of the roots in `fingerprint`."""
+    settings: dict[str, dict[str, Any]] = {"release": {"gradients": options.gradients_aside}}
+    if options.in_place:
+        settings["in_place"] = {}
+    if options.arena:
+        settings["arena"] = {}
+    if options.parts > 1:
+        settings["split_batch"] = {"parts": options.parts}
+    where = tuple(fingerprint)
     return build_plan(
         source,
         fingerprint=fingerprint,
         script_sha256=script_sha256,
         budget_bytes=budget.bytes,
         memory_kind=budget.kind,
-        techniques=_techniques(tuple(fingerprint), options),
+        techniques=tuple(
+            Technique(name=n, where=where, options=o, equivalence=technique(n).equivalence)
+            for n, o in settings.items()
+        ),
         predicted=predicted or Prediction(peak_bytes=0, step_seconds=0.0),
-    )
-
-
-def _techniques(where: tuple[str, ...], options: CallOptions) -> tuple[Technique, ...]:
-    wanted: dict[str, dict[str, Any]] = {"release": {"gradients": options.gradients_aside}}
-    if options.in_place:
-        wanted["in_place"] = {}
-    if options.arena:
-        wanted["arena"] = {}
-    if options.parts > 1:
-        wanted["split_batch"] = {"parts": options.parts}
-    return tuple(
-        Technique(name=each, where=where, options=given, equivalence=technique(each).equivalence)
-        for each, given in wanted.items()
     )
 
 
@@ -157,7 +147,7 @@ def rates_plan(
 ) -> Plan | None:
     """Return the plan of the learning rates for a larger batch, or None without techniques.
 
-    The user changes the batch in the script, so the plan contains neither the script's hash nor its shapes.
+    It omits the script's hash and shapes, since the user changes the batch in the script.
     """
     if not techniques:
         return None

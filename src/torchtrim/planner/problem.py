@@ -9,6 +9,7 @@ holds for the step.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -20,8 +21,7 @@ from torchtrim.step.links import added_seconds
 from torchtrim.step.simulate import Outcome, timeline
 from torchtrim.step.step import DEVICE, Step
 
-Chosen = tuple[int, ...]
-"""Numbers of options, in ascending order."""
+Chosen = tuple[int, ...]  # numbers of options, in ascending order
 
 
 class Effect(NamedTuple):
@@ -70,12 +70,10 @@ class Problem:
 
     def run(self, chosen: Chosen) -> Outcome:
         """Return the outcome of the step with these options."""
-        known = self._known.get(chosen)
-        if known is None:
+        if chosen not in self._known:
             added = self._added(chosen)
-            known = self._with(chosen).outcome._replace(added_seconds=added)
-            self._known[chosen] = known
-        return known
+            self._known[chosen] = self._with(chosen).outcome._replace(added_seconds=added)
+        return self._known[chosen]
 
     def _added(self, chosen: Chosen) -> float:
         """Return the seconds that options add together; on a shared link, copies await each other."""
@@ -86,8 +84,7 @@ class Problem:
 
     @cached_property
     def is_additive(self) -> bool:
-        """True if no choice can add less than the sum of its options: no option stalls on a copy when it is
-        alone."""
+        """True if no choice can add less than the sum of its options, since none stalls on a copy alone."""
         return not any(trip.alone for edit in (*self.edits, *self.forced) for trip in edit.trips)
 
     def peak_from(self, chosen: Chosen, task: int) -> int:
@@ -125,21 +122,11 @@ class Problem:
     @cached_property
     def clashes(self) -> list[frozenset[int]]:
         """For each option, the options whose claims overlap its own."""
-        found: list[set[int]] = [set() for _ in self.edits]
-        spans = sorted(
-            (span.first, span.last, number)
-            for number, edit in enumerate(self.edits)
-            for span in edit.claims
-        )
-        open_: list[tuple[int, int]] = []
-        for first, last, number in spans:
-            open_ = [(end, other) for end, other in open_ if end > first]
-            for _, other in open_:
-                if other != number:
-                    found[number].add(other)
-                    found[other].add(number)
-            open_.append((last, number))
-        return list(map(frozenset, found))
+        clashing: list[frozenset[int]] = [frozenset()] * len(self.edits)
+        for clique in cliques(self.edits):
+            for number in clique:
+                clashing[number] |= clique - {number}
+        return clashing
 
     @cached_property
     def effects(self) -> list[Effect]:
@@ -163,13 +150,26 @@ class Problem:
         return taken
 
 
+def cliques(edits: Sequence[Edit]) -> list[frozenset[int]]:
+    """Return the sets of edits, by number, that claim one task: at most one of each may be on."""
+    spans = sorted(
+        (span.first, span.last, number) for number, edit in enumerate(edits) for span in edit.claims
+    )
+    claimed: list[tuple[int, int]] = []
+    sets: dict[frozenset[int], None] = {}
+    for first, last, number in spans:
+        claimed = [*((end, other) for end, other in claimed if end > first), (last, number)]
+        sets[frozenset(other for _, other in claimed)] = None
+    return [clique for clique in sets if len(clique) > 1]
+
+
 def _effect(step: Step, edit: Edit) -> Effect:
-    gone: dict[int, set[int]] = {}
+    dropped: defaultdict[int, set[int]] = defaultdict(set)
     for drop in edit.drops:
-        gone.setdefault(drop.tensor, set()).add(drop.hold)
+        dropped[drop.tensor].add(drop.hold)
     needed = {need.tensor: need.until for need in edit.needs}
     frees, most = [], []
-    for number, holds in gone.items():
+    for number, holds in dropped.items():
         tensor = step.tensors[number]
         if tensor.pool != DEVICE or not tensor.bytes:
             continue
@@ -179,16 +179,15 @@ def _effect(step: Step, edit: Edit) -> Effect:
         saved = {place for place, hold in enumerate(tensor.holds) if hold.saver >= 0}
         most.append((tensor.end(holds | saved), tensor.death, tensor.bytes))
     for rise in edit.rises:
-        span = rise.task, rise.task + 1, step.tasks[rise.task].transient - rise.bytes
-        frees.append(span)
-        most.append(span)
+        freed = rise.task, rise.task + 1, step.tasks[rise.task].transient - rise.bytes
+        frees.append(freed)
+        most.append(freed)
     takes = [(b.first, b.last, b.bytes) for b in edit.blocks if b.pool == DEVICE]
     runs = tuple(insert.at for insert in edit.inserts)
     return Effect(tuple(frees), tuple(takes), runs, tuple(most))
 
 
-_TASKS = 64
-"""Arbitrary; a bound over fewer tasks is lower but never wrong, and quicker."""
+_TASKS = 64  # Arbitrary; a bound over fewer tasks is lower but never wrong, and quicker
 
 
 def least_seconds(problem: Problem, budget: int) -> float:
@@ -206,14 +205,13 @@ def _at(problem: Problem, task: int, excess: int) -> float:
     excess -= sum(_most(effect, task) for effect in problem.forced_effects)
     if excess <= 0:
         return 0.0
-    offers = []
-    for number, effect in enumerate(problem.effects):
-        freed = _most(effect, task)
-        if freed:
-            offers.append((problem.work_seconds[number] / freed, freed))
-    offers.sort()
+    offers = [
+        (seconds / freed, freed)
+        for seconds, effect in zip(problem.work_seconds, problem.effects, strict=True)
+        if (freed := _most(effect, task))
+    ]
     total = 0.0
-    for rate, freed in offers:
+    for rate, freed in sorted(offers):
         if freed >= excess:
             return total + rate * excess
         total += rate * freed

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -15,18 +16,13 @@ from torchtrim.records.plan import Plan, Technique
 from torchtrim.records.profile import Profile
 from torchtrim.records.report import FrontierPoint
 
+# A SEMANTIC plan is chosen if it takes at most this share of the time of a BITWISE or ROUNDING
+# plan. Measured times of two runs of one step differ by less.
 WORTH = 0.95
-"""A SEMANTIC plan is chosen if it takes at most this share of the time of a BITWISE or ROUNDING plan.
-
-Measured times of two runs of one step differ by less.
-"""
 
 
 class Variant(NamedTuple):
-    """A step as recorded with techniques.
-
-    `offset`: how much more its measured peak exceeds its simulated one than the original's does, in bytes.
-    """
+    """A step as recorded with techniques. `offset`: its bias minus the original's, in bytes."""
 
     techniques: tuple[Technique, ...]
     planner: Planner
@@ -74,33 +70,26 @@ class Planners:
 
     def plan(self, budget: Budget) -> Plan:
         """Return the quickest plan that is predicted to stay within the budget: see `Planner.plan`."""
-        found = list(self._fitting(budget))
-        if not found:
+        plans: list[tuple[float, Plan]] = []
+        for variant in self._variants:
+            with contextlib.suppress(InfeasibleBudget):
+                plan = variant.planner.plan(variant.budget(budget))
+                plans.append((_price(variant, plan), _with(variant, plan)))
+        if not plans:
             smallest = self.floor_plan(budget).predicted.peak_bytes
             raise self.infeasible(budget.bytes, smallest)
-        return min(found)[-1]
-
-    def _fitting(self, budget: Budget) -> Iterator[tuple[float, int, Plan]]:
-        """Yield the plan of each variant, after its sort keys: its price, then the order of variants."""
-        for number, one in enumerate(self._variants):
-            try:
-                made = one.planner.plan(one.budget(budget))
-            except InfeasibleBudget:
-                continue
-            yield _price(one, made), number, _with(one, made)
+        return min(plans, key=lambda priced: priced[0])[1]
 
     def floor_plan(self, budget: Budget) -> Plan:
         """Return the plan with the smallest peak found."""
         return min(
-            (_with(one, one.planner.floor_plan(one.budget(budget))) for one in self._variants),
+            (_with(v, v.planner.floor_plan(v.budget(budget))) for v in self._variants),
             key=lambda plan: (plan.predicted.peak_bytes, len(plan.techniques)),
         )
 
     def infeasible(self, budget: int, smallest: int) -> InfeasibleBudget:
         """Return the error that states the smallest budget that fits and the source of the smallest peak."""
-        lowest = min(
-            self._variants, key=lambda one: one.planner.floor.outcome.peak_bytes + one.offset
-        )
+        lowest = min(self._variants, key=lambda v: v.planner.floor.outcome.peak_bytes + v.offset)
         return lowest.planner.infeasible(budget, smallest)
 
     def frontier(self, points: int = 8, *, bias: int = 0) -> tuple[FrontierPoint, ...]:
@@ -114,6 +103,6 @@ def _with(variant: Variant, plan: Plan) -> Plan:
 
 def _price(variant: Variant, plan: Plan) -> float:
     """Return the seconds of a step on the target device."""
-    there, here = variant.planner.priced
-    seconds = there - here + plan.predicted.step_seconds
+    on_device, on_this_machine = variant.planner.priced
+    seconds = on_device - on_this_machine + plan.predicted.step_seconds
     return seconds / WORTH if variant.techniques else seconds

@@ -6,7 +6,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat, starmap
+from itertools import groupby, repeat, starmap
 from typing import overload
 
 from msgspec import Struct
@@ -14,7 +14,7 @@ from msgspec import Struct
 from torchtrim.analysis.prices import device_of
 from torchtrim.analysis.timeline import timeline
 from torchtrim.core.units import format_bytes, format_seconds
-from torchtrim.costs.devices import DEVICES, Device
+from torchtrim.costs.devices import DEVICES, DeviceSpec
 from torchtrim.costs.roofline import estimate
 from torchtrim.costs.syncs import one_stream
 from torchtrim.errors import ApplyFailed
@@ -22,7 +22,6 @@ from torchtrim.records.finding import Source
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.report import WaitCost
-from torchtrim.step.edits import Edit
 from torchtrim.step.from_profile import on_device, step_of
 from torchtrim.step.links import Traffic, traffic
 from torchtrim.step.step import DETACH, Step
@@ -125,19 +124,16 @@ def _measured(profile: Profile) -> _HostDeviceWaits:
         array("d", (op.start for op in profile.operators)),
         array("d", (op.seconds for op in profile.operators)),
     )
-    waits = [
-        LaneSpan(start=w.start, seconds=w.seconds, index=-1, name="loader") for w in profile.waits
-    ]
+    waits = [LaneSpan(w.start, w.seconds, -1, "loader") for w in profile.waits]
     waits += [
-        LaneSpan(start=at.start, seconds=at.seconds, index=at.index, name=sync.row)
+        LaneSpan(host[sync.operator].start, host[sync.operator].seconds, sync.operator, sync.row)
         for sync in profile.syncs
         if sync.operator >= 0 and not sync.row.startswith(_RACES)
-        for at in (host[sync.operator],)
     ]
     return host, [], sorted(waits, key=lambda span: span.start)
 
 
-def _modelled(profile: Profile, device: Device) -> _HostDeviceWaits:
+def _modelled(profile: Profile, device: DeviceSpec) -> _HostDeviceWaits:
     """Model the step as prices of waits do: one thread launches the operators, one stream runs them."""
     times = estimate(profile, device)
     program = one_stream(profile, device, times, range(len(profile.syncs)))
@@ -165,33 +161,24 @@ def _seconds(microseconds: Iterable[float]) -> array[float]:
 
 def _modules(profile: Profile, host: Sequence[LaneSpan]) -> list[list[LaneSpan]]:
     """Return a lane for each depth: the runs of consecutive operators inside one module of that depth."""
-    chains = _chains(profile)
-    depth = min(max(map(len, chains), default=0), _DEEPEST)
-    return [list(_runs(profile, host, chains, level)) for level in range(depth)]
-
-
-def _chains(profile: Profile) -> list[tuple[int, ...]]:
     chains: list[tuple[int, ...]] = []
     for i, module in enumerate(profile.modules):
         above = chains[module.parent] if module.parent >= 0 else ()
         chains.append((*above[:_DEEPEST], i))
-    return chains
+    depth = min(max(map(len, chains), default=0), _DEEPEST)
+    own = [chains[op.module] if op.module >= 0 else () for op in profile.operators]
+    return [list(_runs(host, own, level)) for level in range(depth)]
 
 
 def _runs(
-    profile: Profile, host: Sequence[LaneSpan], chains: Sequence[tuple[int, ...]], level: int
+    host: Sequence[LaneSpan], chains: Sequence[tuple[int, ...]], level: int
 ) -> Iterator[LaneSpan]:
-    running, start, end = -1, 0.0, 0.0
-    for op, span in zip(profile.operators, host, strict=True):
-        chain = chains[op.module] if op.module >= 0 else ()
-        module = chain[level] if level < len(chain) else -1
-        if module != running:
-            if running >= 0:
-                yield LaneSpan(start=start, seconds=end - start, index=running)
-            running, start = module, span.start
-        end = span.start + span.seconds
-    if running >= 0:
-        yield LaneSpan(start=start, seconds=end - start, index=running)
+    modules = (chain[level] if level < len(chain) else -1 for chain in chains)
+    for module, run in groupby(zip(modules, host, strict=True), key=lambda pair: pair[0]):
+        if module >= 0:
+            spans = [span for _, span in run]
+            start, end = spans[0].start, spans[-1].start + spans[-1].seconds
+            yield LaneSpan(start=start, seconds=end - start, index=module)
 
 
 def _highest(profile: Profile) -> list[tuple[int, int]]:
@@ -203,9 +190,6 @@ def _highest(profile: Profile) -> list[tuple[int, int]]:
         for first in range(0, len(high), stretch)
     )
     return [(i, high[i]) for i in highest]
-
-
-_NAME = "offload_activations"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,30 +223,28 @@ class CopyLanes:
 
 def copies_of(profile: Profile, techniques: Iterable[Technique]) -> CopyLanes | None:
     """Return the lanes of the planned step, or None if the plan copies nothing in the profile's step."""
-    where = [place for one in techniques if one.name == _NAME for place in one.where]
+    where = [
+        place for one in techniques if one.name == "offload_activations" for place in one.where
+    ]
     if not where or not profile.operators or not is_emulated(profile.device):
         return None
     step = on_device(step_of(profile), device_of(profile))
-    edits = [edit for place in where if (edit := _edit(step, place)) is not None]
-    found = traffic(step, edits)
+    edits = []
+    for place in where:
+        try:
+            saved, room = placed(place)
+        except ApplyFailed:
+            continue
+        edits.append(edit_of(step, saved, in_file=room.in_file))
+    found = traffic(step, [edit for edit in edits if edit is not None])
     return _lanes(step, found, device_of(profile).name) if found.copies else None
-
-
-def _edit(step: Step, where: str) -> Edit | None:
-    try:
-        place, room = placed(where)
-    except ApplyFailed:
-        return None
-    return edit_of(step, place, in_file=room.in_file)
 
 
 def _lanes(step: Step, found: Traffic, device: str) -> CopyLanes:
     tasks = [task for task, _ in found.delays]
     delays = [0.0, *(delay for _, delay in found.delays)]
     compute = [
-        LaneSpan(
-            start=start + delays[bisect_right(tasks, number)], seconds=task.seconds, index=number
-        )
+        LaneSpan(start + delays[bisect_right(tasks, number)], task.seconds, number)
         for number, (start, task) in enumerate(zip(step.clock, step.tasks, strict=False))
         if task.seconds and not task.name.startswith(DETACH)
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 from torchtrim.memory.packing import Buffer, Packing, pack
@@ -110,36 +111,30 @@ NOTHING = Edit()
 
 def joined(edits: Iterable[Edit]) -> Edit:
     """Return several edits as one."""
-    edits = tuple(edits)
-    return Edit(
-        drops=tuple(drop for edit in edits for drop in edit.drops),
-        needs=tuple(need for edit in edits for need in edit.needs),
-        blocks=tuple(block for edit in edits for block in edit.blocks),
-        inserts=tuple(insert for edit in edits for insert in edit.inserts),
-        rises=tuple(rise for edit in edits for rise in edit.rises),
-        claims=tuple(claim for edit in edits for claim in edit.claims),
-        overwrites=tuple(task for edit in edits for task in edit.overwrites),
-        trips=tuple(trip for edit in edits for trip in edit.trips),
-    )
+    return Edit._make(map(tuple, map(chain.from_iterable, zip(NOTHING, *edits, strict=True))))
+
+
+def drops_of(step: Step, numbers: Iterable[int]) -> tuple[Drop, ...]:
+    """Return the drops that end every hold of these tensors."""
+    return tuple(Drop(n, hold) for n in numbers for hold in range(len(step.tensors[n].holds)))
 
 
 def joined_if_all(edits: Iterable[Edit | None]) -> Edit | None:
     """Return several edits as one, or None without edits or if one is None."""
-    every = tuple(edits)
-    found = [edit for edit in every if edit is not None]
-    return joined(found) if found and len(found) == len(every) else None
+    parts = []
+    for edit in edits:
+        if edit is None:
+            return None
+        parts.append(edit)
+    return joined(parts) if parts else None
 
 
-ALIGNMENT = 256
-"""Alignment of offsets in a host block, in bytes; the same as that of CUDA's allocations."""
+ALIGNMENT = 256  # Bytes; offsets in a host block are aligned like CUDA's allocations.
 
 
-PINNED = "pinned"
-"""The pool of pinned host memory."""
-FILE = "file"
-"""The pool of memory-mapped files, which no budget limits."""
-DISK = 2e9
-"""Bytes per second to and from a file: the sustained write rate that makers of NVMe drives state."""
+PINNED = "pinned"  # the pool of pinned host memory
+FILE = "file"  # the pool of memory-mapped files, which no budget limits
+DISK = 2e9  # Bytes per second of a file: the sustained write rate that makers of NVMe drives state.
 
 
 def host_blocks(edit: Edit) -> list[Block]:
@@ -166,12 +161,11 @@ _COPY = "aten::clone"
 
 
 def overwritten(step: Step, tasks: Iterable[int]) -> Step:
-    """Return the step whose `tasks` write their result over their input; each reads and makes one tensor of
-    one size.
+    """Return the step whose `tasks` write their result over their input, two tensors of one size.
 
-    The two tensors become one, which keeps the number of the first and lives as long as either is held. A
-    task that clones a tensor just before the next task overwrites it disappears: the tensor that autograd
-    saved from the clone is then the result of the next task.
+    They become one, which keeps the number of the input and lives as long as either is held. A task that
+    clones a tensor just before the next task overwrites it disappears: the tensor that autograd saved from
+    the clone is then the result of the next task.
     """
     heirs: dict[int, int] = {}
     changed: dict[int, Task] = {}
@@ -183,7 +177,8 @@ def overwritten(step: Step, tasks: Iterable[int]) -> Step:
         heirs[made] = kept
         if task.name.startswith(_COPY):
             tensors[made] = _of_next(tensors[made], index + 1)
-        tensors[kept] = _joined(tensors[kept], tensors[made])
+        holds = (*tensors[kept].holds, *tensors[made].holds)
+        tensors[kept] = tensors[kept]._replace(kind=tensors[made].kind, holds=holds)
         tensors[made] = tensors[made]._replace(bytes=0, holds=(Hold(index + 1),))
         rise = max(task.transient - tensors[kept].bytes, 0)
         changed[index] = task._replace(writes=(kept,), transient=rise)
@@ -212,12 +207,6 @@ def _of_next(copy: Tensor, writer: int) -> Tensor:
     )
 
 
-def _joined(old: Tensor, new: Tensor) -> Tensor:
-    """Return a tensor that holds first the old contents, then the new. Autograd's saves of the old ones
-    end."""
-    return old._replace(kind=new.kind, holds=(*old.holds, *new.holds))
-
-
 def _task(task: Task, heirs: Mapping[int, int]) -> Task:
     return task._replace(
         reads=_of(task.reads, heirs), makes=_of(task.makes, heirs), writes=_of(task.writes, heirs)
@@ -225,8 +214,8 @@ def _task(task: Task, heirs: Mapping[int, int]) -> Task:
 
 
 def _call(call: StepCall, heirs: Mapping[int, int]) -> StepCall:
-    given, held = _of(call.inputs, heirs), _of(call.held, heirs)
-    return call._replace(inputs=given, outputs=_of(call.outputs, heirs), held=held)
+    inputs, held = _of(call.inputs, heirs), _of(call.held, heirs)
+    return call._replace(inputs=inputs, outputs=_of(call.outputs, heirs), held=held)
 
 
 def _of(numbers: tuple[int, ...], heirs: Mapping[int, int]) -> tuple[int, ...]:

@@ -19,8 +19,7 @@ from torchtrim.step.job import blocked_seconds
 from torchtrim.step.lanes import LaneTask, run_lanes
 from torchtrim.step.step import Step
 
-REDUCES = "allreduce"
-"""Name of the collective that sums gradients."""
+REDUCES = "allreduce"  # name of the collective that sums gradients
 _COLLECTIVES = "c10d::"
 
 
@@ -58,8 +57,8 @@ def exchange_of(step: Step, replica: Replica) -> GradientExchange:
     prefix = f"{profile.modules[replica.module].path}."
     buckets = {
         use.storage
-        for _, one in reduces_of(profile)
-        for use in profile.operators[one.operator].inputs
+        for _, reduce in reduces_of(profile)
+        for use in profile.operators[reduce.operator].inputs
     }
     gradients = {
         number
@@ -85,9 +84,9 @@ def exchange_of(step: Step, replica: Replica) -> GradientExchange:
 
 
 def after_exchange(step: Step, copy: int) -> int:
-    """Return the first task that no longer holds a gradient after task `copy` has copied it into its bucket.
+    """Return the first task after autograd frees a gradient that task `copy` copied into its bucket.
 
-    Autograd frees the gradient when the hook returns, which may have started the exchange of the bucket.
+    Autograd frees it when the hook returns, which may have started the exchange of the bucket.
     """
     following = copy + 1
     while following < len(step.tasks) and step.tasks[following].name.startswith(_COLLECTIVES):
@@ -99,13 +98,17 @@ def rounds_of(profile: Profile) -> Rounds:
     """Return the rounds of a step; more than one only if the step accumulates as many gradients."""
     gradients = sum(replica.gradient_bytes for replica in profile.replicas)
     exchanged = [*reduces_of(profile)]
-    total = sum(one.bytes for _, one in exchanged)
+    total = sum(reduce.bytes for _, reduce in exchanged)
     count = round(total / gradients) if gradients else 0
     if count < 2 or _most_added(profile) < count:
         return Rounds(min(count, 1), total, gradients, 0.0)
     blocked = blocked_seconds(profile)
-    needless = [*_without_last(exchanged, gradients)]
-    return Rounds(count, total, gradients, sum(blocked[number] for number in needless))
+    needless, left = 0.0, total - gradients
+    for number, reduce in exchanged:
+        if left > 0:
+            needless += blocked[number]
+            left -= reduce.bytes
+    return Rounds(count, total, gradients, needless)
 
 
 def accumulates_unexchanged(profile: Profile) -> bool:
@@ -115,37 +118,29 @@ def accumulates_unexchanged(profile: Profile) -> bool:
 
 def reduces_of(profile: Profile) -> Iterator[tuple[int, Collective]]:
     """Yield the sums over ranks that backward issues, with their numbers."""
-    for number, one in enumerate(profile.collectives):
-        if profile.operators[one.operator].phase == "backward" and one.name == REDUCES:
-            yield number, one
+    for number, collective in enumerate(profile.collectives):
+        phase = profile.operators[collective.operator].phase
+        if phase == "backward" and collective.name == REDUCES:
+            yield number, collective
 
 
 def ranks_of(profile: Profile) -> int:
     """Return how many ranks exchange gradients, or the size of the job if that is unknown."""
-    return max((one.ranks for _, one in reduces_of(profile)), default=0) or profile.world
+    return max((reduce.ranks for _, reduce in reduces_of(profile)), default=0) or profile.world
 
 
 def _most_added(profile: Profile) -> int:
-    """Return how often the step adds to a gradient, at most."""
+    """Return the most times that the step adds to a gradient."""
     steps = profile.optimizer_steps
     return max((update.added for step in steps for update in step.updates), default=0)
 
 
-def _without_last(exchanged: list[tuple[int, Collective]], gradients: int) -> Iterator[int]:
-    """Yield all exchanges before the last round."""
-    left = sum(one.bytes for _, one in exchanged) - gradients
-    for number, one in exchanged:
-        if left <= 0:
-            return
-        left -= one.bytes
-        yield number
-
-
 MIB = 2**20
+# Bucket sizes to compare, in bytes; 25 MiB is torch's default.
 BUCKET_CAPS = (1 * MIB, 4 * MIB, 16 * MIB, 25 * MIB, 64 * MIB, 256 * MIB)
-"""Bucket sizes to compare, in bytes; 25 MiB is torch's default."""
-LEAST_CAP_SAVING = 0.02
-"""Share of the step that another bucket size must save. Recorded times are no more precise than that."""
+LEAST_CAP_SAVING = (
+    0.02  # Share of a step that a bucket size must save; recorded times vary as much.
+)
 
 
 class ExchangeCost(NamedTuple):
@@ -194,15 +189,14 @@ class Overlap(NamedTuple):
     def _exposed(self, cap: int, first: int, width: float) -> float:
         buckets = in_buckets(self.gradients, cap, first, rebuilt=self.rebuilt)
         tasks = [
-            LaneTask(number, self.link.seconds(int(one.bytes * width)), earliest=one.seconds)
-            for number, one in enumerate(buckets)
+            LaneTask(number, self.link.seconds(int(bucket.bytes * width)), earliest=bucket.seconds)
+            for number, bucket in enumerate(buckets)
         ]
         last = max((end for _, end in run_lanes([tasks]).values()), default=0.0)
         return max(last - self.end, 0.0)
 
     def best_cap(self) -> tuple[int, float]:
-        """Return the bucket size with the least exposed time, and the seconds it saves; the current size if
-        none saves."""
+        """Return the bucket size with the least exposed time, possibly the current, and the saved seconds."""
         now = self.exposed_now()
         best = min(BUCKET_CAPS, key=self.exposed_seconds)
         saved = now - self.exposed_seconds(best)
@@ -225,7 +219,7 @@ def overlap_of(profile: Profile, replica: Replica) -> Overlap | None:
 
 def exchange_cost_of(profile: Profile) -> ExchangeCost | None:
     """Return the latency and time per byte of the recorded gradient exchanges, by least squares."""
-    known = [(one.bytes, one.seconds) for _, one in reduces_of(profile) if one.seconds is not None]
+    known = [(r.bytes, r.seconds) for _, r in reduces_of(profile) if r.seconds is not None]
     sizes, seconds = [size for size, _ in known], [took for _, took in known]
     if len(set(sizes)) < 2:
         return None
@@ -242,9 +236,8 @@ def in_buckets(
 ) -> list[ReadyGradient]:
     """Return when each bucket is full, in the order of exchange.
 
-    Buckets fill as in `DistributedDataParallel`: one is closed when it reaches `cap` bytes, or `first` for
-    the first one. If they are not `rebuilt`, the first bucket has the gradients that are ready last, and is
-    exchanged last.
+    Buckets fill as in `DistributedDataParallel`: up to `cap` bytes, or `first` for the first one. If they are
+    not `rebuilt`, the first bucket has the gradients that are ready last, and is exchanged last.
     """
     filled = list(_filled(gradients if rebuilt else gradients[::-1], cap, first))
     return filled if rebuilt else filled[::-1]
@@ -252,8 +245,8 @@ def in_buckets(
 
 def _filled(gradients: Sequence[ReadyGradient], cap: int, first: int) -> Iterator[ReadyGradient]:
     size, ready, limit = 0, 0.0, first
-    for one in gradients:
-        size, ready = size + one.bytes, max(ready, one.seconds)
+    for gradient in gradients:
+        size, ready = size + gradient.bytes, max(ready, gradient.seconds)
         if size >= limit:
             yield ReadyGradient(ready, size)
             size, ready, limit = 0, 0.0, cap

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from torchtrim.costs.devices import Device
+from torchtrim.costs.devices import DeviceSpec
 from torchtrim.costs.roofline import estimate
 from torchtrim.costs.syncs import price_syncs
 from torchtrim.records.profile import ALWAYS, Operator, Profile, SavedTensor, Storage
@@ -47,12 +47,12 @@ def step_of(profile: Profile, seconds: float | None = None) -> Step:
 
 
 def _overhead(profile: Profile) -> Overhead:
-    found, own = OVERHEAD, profile.overheads
-    if own is not None:
-        found = found._replace(
+    overhead = OVERHEAD
+    if (own := profile.overheads) is not None:
+        overhead = overhead._replace(
             task=own.operator, span=own.part, recipe=own.tensor, watched=own.watched
         )
-    return found if profile.device.startswith("cpu") else found._replace(random_state=0)
+    return overhead if profile.device.startswith("cpu") else overhead._replace(random_state=0)
 
 
 def _task(op: Operator) -> Task:
@@ -69,8 +69,6 @@ def _task(op: Operator) -> Task:
 
 
 class _Tensors:
-    """Reads the holds of each storage."""
-
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._operators = profile.operators
@@ -86,11 +84,10 @@ class _Tensors:
             for number in call.inputs:
                 self._called[number] = max(self._called[number], call.last)
         self._recorded: defaultdict[int, dict[int, SavedTensor]] = defaultdict(dict)
-        for one in profile.saved:
-            self._recorded[one.storage].setdefault(one.saver, one)
+        for save in profile.saved:
+            self._recorded[save.storage].setdefault(save.saver, save)
 
     def all(self) -> tuple[Tensor, ...]:
-        """Return every storage as a tensor of the step."""
         return tuple(
             Tensor(s.bytes, s.kind, s.pool, s.birth, self._holds(number, s))
             for number, s in enumerate(self._profile.storages)
@@ -105,49 +102,49 @@ class _Tensors:
         else:
             saved = self._inferred(readers, storage)
         others = [i + 1 for i in readers if self._operators[i].forward not in saved]
-        given = self._called[number] if saved else 0
-        rest = min(max((storage.birth + 1, storage.kept, given, *others)), storage.death)
+        called = self._called[number] if saved else 0
+        rest = min(max((storage.birth + 1, storage.kept, called, *others)), storage.death)
         return (Hold(rest), *saved.values())
 
     def _saved(self, number: int, storage: Storage) -> Iterator[tuple[int, Hold]]:
         """Yield the saves of autograd, which last until backward has left the node of the saver."""
-        for saver, one in self._recorded[number].items():
-            if saver < 0:
-                continue
-            leaves = self._last.get(saver, -1) + 1 if one.unpacked >= 0 else storage.death
-            until = min(max(leaves, one.unpacked + 1), storage.death)
-            yield saver, Hold(until, saver, one.packed, one.unpacked)
+        for saver, save in self._recorded[number].items():
+            if saver >= 0:
+                leaves = self._last.get(saver, -1) + 1 if save.unpacked >= 0 else storage.death
+                until = min(max(leaves, save.unpacked + 1), storage.death)
+                yield saver, Hold(until, saver, save.packed, save.unpacked)
 
     def _inferred(self, readers: list[int], storage: Storage) -> dict[int, Hold]:
         """Infer saves from backward: the forward operator saved the tensors that its gradient reads."""
-        found: dict[int, Hold] = {}
+        saves: dict[int, Hold] = {}
         for index in readers:
             op = self._operators[index]
             if op.phase in _BACKWARD and op.forward >= max(storage.birth, 0):
-                first = found[op.forward].asked if op.forward in found else index
+                first = saves[op.forward].asked if op.forward in saves else index
                 packed = max(op.forward - 1, storage.birth)
-                found[op.forward] = Hold(index + 1, op.forward, packed, first)
-        return found
+                saves[op.forward] = Hold(index + 1, op.forward, packed, first)
+        return saves
 
     def _holders(self, number: int, storage: Storage) -> list[int]:
         """Return the readers of a storage, and the operator after which it died as its last holder.
 
-        The latter is left out if Python is known to have dropped the storage earlier, and a graph that never
-        ran backward kept it.
+        The latter is omitted if Python dropped the storage earlier, and an unused graph kept it.
         """
         last = storage.death - 1
         unused = any(s.saver >= 0 and s.unpacked < 0 for s in self._recorded[number].values())
-        let_go = last <= storage.birth or (unused and 0 <= storage.kept <= last)
-        return [*self._readers[number], *([] if let_go else [last])]
+        if last <= storage.birth or (unused and 0 <= storage.kept <= last):
+            return self._readers[number]
+        return [*self._readers[number], last]
 
 
-_BOUND_BY_DEVICE = 0.9
-"""Arbitrary; a device that is busy for 90 % of the step sets its pace, apart from gaps between steps."""
+_BOUND_BY_DEVICE = (
+    0.9  # Arbitrary; a device this busy sets the pace, apart from gaps between steps.
+)
+# Overhead on a device-bound step: 20 us to enter a span. Launches are hidden behind kernels.
 _NO_OVERHEAD = Overhead(task=0.0, span=2e-5, random_state=0, recipe=0.0, watched=0.0)
-"""Overhead on a device-bound step: 20 us to enter a span. Launches are hidden behind kernels."""
 
 
-def on_device(step: Step, device: Device) -> Step:
+def on_device(step: Step, device: DeviceSpec) -> Step:
     """Return the step with the times of its tasks on a device, by the roofline.
 
     A device-bound step pays kernel time for recomputation; a host-bound one pays launch time. A step without
@@ -156,9 +153,9 @@ def on_device(step: Step, device: Device) -> Step:
     if step.profile is None:
         return step
     times = estimate(step.profile, device)
-    whole = price_syncs(step.profile, device, ())
-    by_device = whole.device_busy_ms >= _BOUND_BY_DEVICE * whole.step_ms
+    replay = price_syncs(step.profile, device, ())
+    by_device = replay.device_busy_ms >= _BOUND_BY_DEVICE * replay.step_ms
     seconds = times.device_seconds if by_device else times.host_seconds
     tasks = (t._replace(seconds=s) for t, s in zip(step.tasks, seconds, strict=True))
     overhead = _NO_OVERHEAD if by_device else step.overhead
-    return replace(step, tasks=tuple(tasks), seconds=whole.step_ms / 1e3, overhead=overhead)
+    return replace(step, tasks=tuple(tasks), seconds=replay.step_ms / 1e3, overhead=overhead)

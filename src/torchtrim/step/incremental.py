@@ -8,7 +8,7 @@ switch recomputes the sums of the few blocks that it touches.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from operator import add
@@ -20,33 +20,27 @@ from torchtrim.step.step import DEVICE, Step
 
 
 class TensorTie(NamedTuple):
-    """The (option, hold) pairs that drop holds of a tensor, the (option, task) pairs that need it, and the
-    options."""
+    """The (option, hold) pairs that drop holds of a tensor, and the (option, task) pairs that need it."""
 
     drops: list[tuple[int, int]]
     needs: list[tuple[int, int]]
-    options: set[int]
+
+    @property
+    def is_shared(self) -> bool:
+        """True if several options affect the tensor."""
+        return len({option for option, _ in (*self.drops, *self.needs)}) > 1
 
 
 def ties_of(step: Step, edits: Sequence[Edit]) -> dict[int, TensorTie]:
     """Return the ties of the device tensors that options affect."""
-    found: dict[int, TensorTie] = {}
-
-    def tie(number: int) -> TensorTie | None:
-        tensor = step.tensors[number]
-        counts = tensor.pool == DEVICE and tensor.bytes
-        return found.setdefault(number, TensorTie([], [], set())) if counts else None
-
+    ties: defaultdict[int, TensorTie] = defaultdict(lambda: TensorTie([], []))
     for option, edit in enumerate(edits):
         for drop in edit.drops:
-            if (one := tie(drop.tensor)) is not None:
-                one.drops.append((option, drop.hold))
-                one.options.add(option)
+            ties[drop.tensor].drops.append((option, drop.hold))
         for need in edit.needs:
-            if (one := tie(need.tensor)) is not None:
-                one.needs.append((option, need.until))
-                one.options.add(option)
-    return found
+            ties[need.tensor].needs.append((option, need.until))
+    tensors = step.tensors
+    return {n: tie for n, tie in ties.items() if tensors[n].pool == DEVICE and tensors[n].bytes}
 
 
 def starts_of(step: Step, edits: Sequence[Edit]) -> list[int]:
@@ -68,13 +62,12 @@ def starts_of(step: Step, edits: Sequence[Edit]) -> list[int]:
     return sorted(moment for moment in moments if 0 <= moment < count)
 
 
+# Arbitrary; a switch sums over blocks of this size, and the peak is the highest over all blocks.
 _BLOCK = 48
-"""Arbitrary; a switch sums over blocks of this size, and the peak is the highest over all blocks."""
 
 
 class _OptionDelta(NamedTuple):
-    """Effect of one option, whatever else is on: bytes by stretch, levels above them, and rises of own
-    tasks."""
+    """Effect of one option in any choice: bytes by stretch, levels above them, and rises of own tasks."""
 
     steps: tuple[tuple[int, int], ...]
     levels: tuple[tuple[int, int], ...]
@@ -93,11 +86,11 @@ class Simulation:
         self._starts = starts_of(step, edits)
         self._place = {task: place for place, task in enumerate(self._starts)}
         ties = ties_of(step, edits)
-        self._ties = {n: tie for n, tie in ties.items() if len(tie.options) > 1}
+        self._ties = {n: tie for n, tie in ties.items() if tie.is_shared}
         self._ends = {number: step.tensors[number].death for number in self._ties}
-        own = {n: tie for n, tie in ties.items() if len(tie.options) == 1}
-        self._changes = [self._change_of(i, edit, own) for i, edit in enumerate(edits)]
-        self._shared = [self._shared_of(edit) for edit in edits]
+        own = {n: tie for n, tie in ties.items() if not tie.is_shared}
+        self._changes = [self._change_of(edit, own) for edit in edits]
+        self._shared = [[n for n in self._numbers(edit) if n in self._ties] for edit in edits]
         self._build()
 
     def _build(self) -> None:
@@ -116,8 +109,7 @@ class Simulation:
             self._sum_up(block)
 
     def _sum_up(self, block: int) -> None:
-        """Recompute the change of bytes over a block, and its highest point above the bytes alive
-        before it."""
+        """Recompute the change of bytes over a block, and its highest point above the level before it."""
         first, last = block * _BLOCK, (block + 1) * _BLOCK
         running = list(accumulate(self._rise[first:last]))
         self._sums[block] = running[-1]
@@ -158,8 +150,7 @@ class Simulation:
         self._ends[tensor] = now
         size = self._step.tensors[tensor].bytes
         for at, change in ((old, size), (now, -size)):
-            place = self._place.get(at)
-            if place is not None:
+            if (place := self._place.get(at)) is not None:
                 self._rise[place] += change
                 touched.add(place // _BLOCK)
 
@@ -178,32 +169,29 @@ class Simulation:
         starts = accumulate(self._sums, initial=0)
         block = next(i for i, s in enumerate(map(add, starts, self._highs)) if s == peak)
         first = block * _BLOCK
-        level_ = sum(self._sums[:block])
+        now = sum(self._sums[:block])
         for place in range(first, min(first + _BLOCK, len(self._starts))):
-            level_ += self._rise[place]
-            if level_ + self._tops[place] == peak:
-                highest = self._tops[place] == self._over[place]
-                return Outcome(
-                    peak, self._where[place] if highest else self._starts[place], self.seconds
-                )
+            now += self._rise[place]
+            if now + self._tops[place] == peak:
+                tasks = self._where if self._tops[place] == self._over[place] else self._starts
+                return Outcome(peak, tasks[place], self.seconds)
         raise AssertionError("a block's highest is in the block")
 
     def peak_from(self, task: int) -> int:
         """Return the peak from the start of the stretch that contains a task."""
         place = max(bisect_right(self._starts, task) - 1, 0)
         first = place // _BLOCK
-        level_ = sum(self._sums[:first]) + sum(self._rise[first * _BLOCK : place])
+        now = sum(self._sums[:first]) + sum(self._rise[first * _BLOCK : place])
         rest = self._rise[place:]
-        return level_ + max(map(add, accumulate(rest), self._tops[place:]), default=0)
+        return now + max(map(add, accumulate(rest), self._tops[place:]), default=0)
 
     def _end(self, tensor: int) -> int:
-        drops, needs, _ = self._ties[tensor]
-        on = self.on
-        gone = {hold for option, hold in drops if option in on}
-        needed = (until for option, until in needs if option in on)
-        return self._step.tensors[tensor].end(gone, needed)
+        drops, needs = self._ties[tensor]
+        dropped = {hold for option, hold in drops if option in self.on}
+        needed = (until for option, until in needs if option in self.on)
+        return self._step.tensors[tensor].end(dropped, needed)
 
-    def _change_of(self, option: int, edit: Edit, own: Mapping[int, TensorTie]) -> _OptionDelta:
+    def _change_of(self, edit: Edit, own: Mapping[int, TensorTie]) -> _OptionDelta:
         steps: Counter[int] = Counter()
 
         def alive(first: int, last: int, size: int) -> None:
@@ -216,7 +204,7 @@ class Simulation:
                 alive(block.first, block.last, block.bytes)
         for number in self._numbers(edit):
             if number in own:
-                drops, needs, _ = own[number]
+                drops, needs = own[number]
                 tensor = self._step.tensors[number]
                 end = tensor.end({hold for _, hold in drops}, (u for _, u in needs))
                 alive(tensor.death, end, tensor.bytes)
@@ -229,12 +217,8 @@ class Simulation:
             (self._place[rise.task], rise.bytes - self._step.tasks[rise.task].transient)
             for rise in edit.rises
         )
-        return _OptionDelta(
-            tuple((at, n) for at, n in steps.items() if n), levels, rises, edit.seconds
-        )
-
-    def _shared_of(self, edit: Edit) -> tuple[int, ...]:
-        return tuple(number for number in self._numbers(edit) if number in self._ties)
+        changes = tuple((at, size) for at, size in steps.items() if size)
+        return _OptionDelta(changes, levels, rises, edit.seconds)
 
     @staticmethod
     def _numbers(edit: Edit) -> Iterable[int]:

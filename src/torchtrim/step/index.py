@@ -15,8 +15,7 @@ from torchtrim.step.step import Span, Step, StepCall, Task
 class StepIndex:
     """Tables of a step, each built on first access.
 
-    It refers to the parts of the step and not to the step itself, so that a remembered index does not keep
-    the step alive.
+    A remembered index must not keep the step alive, so it refers only to parts of the step.
     """
 
     def __init__(self, step: Step) -> None:
@@ -56,8 +55,7 @@ class StepIndex:
 
     @cached_property
     def runs_once(self) -> frozenset[int]:
-        """Modules that must not run more often than the program runs them, and the modules that contain
-        one."""
+        """Modules that must not run more often than the program runs them, and modules that contain one."""
         found: set[int] = set()
         for number, module in enumerate(self._modules):
             if module.runs_once:
@@ -94,9 +92,12 @@ class StepIndex:
         """
         children = self.children[call.module]
         inner = [
-            one for child in children for one in self.running_calls[child] if _is_in(one, call)
+            each
+            for child in children
+            for each in self.running_calls[child]
+            if call.span.first <= each.span.first and each.span.last <= call.span.last
         ]
-        inner.sort(key=lambda one: one.span)
+        inner.sort(key=lambda each: each.span)
         return tuple(inner) if len(inner) == len(children) else ()
 
     def _tasks_by_tensor(
@@ -133,7 +134,3 @@ def graded_roots(step: Step, fits: Callable[[Span], bool]) -> dict[str, tuple[Sp
 def joined_span(calls: tuple[StepCall, ...]) -> Span:
     """Return the span from the first of several consecutive calls to the last."""
     return Span(calls[0].span.first, calls[-1].span.last)
-
-
-def _is_in(inner: StepCall, outer: StepCall) -> bool:
-    return outer.span.first <= inner.span.first and inner.span.last <= outer.span.last

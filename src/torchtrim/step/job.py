@@ -1,5 +1,4 @@
-"""The steps of several ranks on one clock: their collectives, which rank came last, and which ranks
-waited."""
+"""The steps of several ranks on one clock: their collectives, the last rank, and the ranks that waited."""
 
 from __future__ import annotations
 
@@ -11,11 +10,11 @@ from typing import NamedTuple
 
 from torchtrim.records.profile import Collective, Profile
 
+# A backend's thread may note the end of a collective late: it may wait for the interpreter for 5 ms
+# and more.
 _LATE_SECONDS = 0.02
-"""A backend's thread may note the end of a collective late: it may wait for the interpreter for 5 ms and
-more."""
+# The limit of that delay as a share of the collective. Arbitrary; short collectives allow less.
 _LATE_SHARE = 0.05
-"""The limit of that delay as a share of the collective. Arbitrary; short collectives allow less."""
 _POINT_TO_POINT = ("send", "recv", "recv_any_source")
 
 
@@ -68,31 +67,29 @@ def job_of(profiles: Sequence[Profile]) -> Job:
     ordered = tuple(sorted(profiles, key=lambda profile: profile.rank))
     first = min(profile.clock for profile in ordered)
     begins = tuple(profile.clock - first for profile in ordered)
-    found = [*_exchanges(ordered, begins)]
-    return Job(ordered, begins, tuple(sorted(found, key=lambda one: one.parts[0].start)))
+    exchanges = sorted(_exchanges(ordered, begins), key=lambda one: one.parts[0].start)
+    return Job(ordered, begins, tuple(exchanges))
 
 
 def _exchanges(profiles: Sequence[Profile], begins: Sequence[float]) -> Iterator[JobCollective]:
-    """Match the collectives of a group by their order, which is the same on all ranks, up to the first
-    mismatch."""
+    """Match the collectives of a group by their order, the same on all ranks, up to the first mismatch."""
     members: defaultdict[str, list[list[tuple[Collective, RankCollective]]]] = defaultdict(list)
     for profile, begin in zip(profiles, begins, strict=True):
         own: defaultdict[str, list[tuple[Collective, RankCollective]]] = defaultdict(list)
-        for one, blocked in zip(profile.collectives, blocked_seconds(profile), strict=True):
-            if one.name not in _POINT_TO_POINT:
-                start = begin + one.start
-                end = start + (one.seconds or 0.0)
-                own[one.group].append(
-                    (one, RankCollective(profile.rank, one.operator, start, end, blocked))
-                )
+        for call, blocked in zip(profile.collectives, blocked_seconds(profile), strict=True):
+            if call.name not in _POINT_TO_POINT:
+                start = begin + call.start
+                end = start + (call.seconds or 0.0)
+                part = RankCollective(profile.rank, call.operator, start, end, blocked)
+                own[call.group].append((call, part))
         for group, parts in own.items():
             members[group].append(parts)
     for group, of_ranks in members.items():
         for together in zip(*of_ranks, strict=False):
-            names = {one.name for one, _ in together}
+            names = {call.name for call, _ in together}
             if len(names) > 1:
                 break
-            largest = max(one.bytes for one, _ in together)
+            largest = max(call.bytes for call, _ in together)
             yield JobCollective(names.pop(), group, largest, tuple(part for _, part in together))
 
 
@@ -100,24 +97,23 @@ def blocked_seconds(profile: Profile) -> list[float]:
     """Return, for each collective of a rank, how long the rank did nothing but await it.
 
     A rank waits between two operators if a collective ends there: from the end of the first operator, or from
-    the start of the collective. The end of a collective is noted by a thread of its backend, possibly after
-    the rank has continued.
+    the start of the collective. A thread of the backend notes that end, possibly after the rank continued.
     """
     gaps = [*_gaps(profile)]
     begins, ends = [begin for begin, _ in gaps], [end for _, end in gaps]
     spans = [
-        (one.start, one.start + (one.seconds or 0.0), number)
-        for number, one in enumerate(profile.collectives)
+        (call.start, call.start + (call.seconds or 0.0), number)
+        for number, call in enumerate(profile.collectives)
     ]
     blocked = [0.0] * len(spans)
     waited_until = 0.0
     for start, end, number in sorted(spans, key=lambda span: span[1]):
         late = min(_LATE_SECONDS, _LATE_SHARE * (end - start))
-        begun = max(start, waited_until)
-        there = gaps[bisect_left(ends, end - late) : bisect_right(begins, end)]
-        found = max((min(end, over) - max(gap, begun) for gap, over in there), default=0.0)
-        if found > 0:
-            blocked[number] = found
+        earliest = max(start, waited_until)
+        near = gaps[bisect_left(ends, end - late) : bisect_right(begins, end)]
+        waited = max((min(end, over) - max(gap, earliest) for gap, over in near), default=0.0)
+        if waited > 0:
+            blocked[number] = waited
             waited_until = end
     return blocked
 

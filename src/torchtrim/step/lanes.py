@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 
@@ -20,14 +20,14 @@ class LaneTask(NamedTuple):
     earliest: float = 0.0
 
 
-def run_lanes(lanes: Sequence[Sequence[LaneTask]]) -> dict[Hashable, tuple[float, float]]:
+def run_lanes(lanes: Iterable[Iterable[LaneTask]]) -> dict[Hashable, tuple[float, float]]:
     """Return the start and end of each task by its key, in seconds.
 
     Each lane runs its tasks in order. Raises `AssertionError` if tasks wait for each other forever.
     """
     times: dict[Hashable, tuple[float, float]] = {}
     queues = [deque(tasks) for tasks in lanes]
-    free = [0.0] * len(lanes)
+    free = [0.0] * len(queues)
     while any(queues):
         count = len(times)
         for lane, queue in enumerate(queues):

@@ -1,9 +1,9 @@
 """Trips to the host over one link: when each copy runs, the work that hides it, and the stalls.
 
 There is one lane in each direction. A copy begins when the copies queued before it on its lane are done, and
-a tensor comes back only after it has been copied out. When compute awaits a copy, the whole step pauses
-except for the link. So a stall for one copy gives other copies time. Since a stall delays all later tasks,
-`traffic` steps through the tasks itself instead of using `step.lanes`.
+a tensor is copied back only after it has been copied out. While compute awaits a copy, the step pauses but
+the link does not. Since a stall delays all later tasks, `traffic` steps through the tasks itself instead of
+using `step.lanes`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ Way = Literal["out", "home"]
 
 
 class LinkCopy(NamedTuple):
-    """A copy of a trip, in seconds from the start of the step with its edits.
-
-    `stall`: how long compute pauses for it.
-    """
+    """A copy of a trip, in seconds from the start of the step with its edits. Compute pauses for `stall`."""
 
     trip: int
     way: Way
@@ -65,22 +62,13 @@ def stall_in_parts(parts: Sequence[float], updates: Sequence[float]) -> float:
     `parts`: seconds of each part's copy in one direction. `updates`: seconds of each update. A part is
     fetched only after the part two before it is back on the host, so at most two are on the device.
     """
-    count = len(updates)
-    home = [
-        LaneTask(
-            ("home", n),
-            parts[n],
-            ((("out", n - 2), 0.0), (("update", n - 2), 0.0)) if n > 1 else (),
-        )
-        for n in range(count)
-    ]
-    compute = [
-        LaneTask(
-            ("update", n), updates[n], ((("home", n), 0.0), *([(("out", n - 1), 0.0)] if n else []))
-        )
-        for n in range(count)
-    ]
-    out = [LaneTask(("out", n), parts[n], ((("update", n), 0.0),)) for n in range(count)]
+    home, compute, out = [], [], []
+    for n, (part, update) in enumerate(zip(parts, updates, strict=True)):
+        two_before = ((("out", n - 2), 0.0), (("update", n - 2), 0.0)) if n > 1 else ()
+        one_before = ((("out", n - 1), 0.0),) if n else ()
+        home.append(LaneTask(("home", n), part, two_before))
+        compute.append(LaneTask(("update", n), update, ((("home", n), 0.0), *one_before)))
+        out.append(LaneTask(("out", n), part, ((("update", n), 0.0),)))
     end = max((end for _, end in run_lanes((home, compute, out)).values()), default=0.0)
     return end - sum(updates)
 
@@ -105,7 +93,6 @@ class _LinkSimulation:
         self._delay = 0.0
 
     def run(self) -> Traffic:
-        """Return the copies and delays of the whole step."""
         for task, kind, number in self._moments():
             if kind == _WORK:
                 self._later(task, self._inserts[number].seconds)
@@ -118,15 +105,15 @@ class _LinkSimulation:
 
     def _moments(self) -> list[tuple[int, int, int]]:
         last = len(self._clock) - 1
-        found = [(insert.at, _WORK, number) for number, insert in enumerate(self._inserts)]
+        moments = [(insert.at, _WORK, number) for number, insert in enumerate(self._inserts)]
         for number, trip in enumerate(self._trips):
-            found += [
+            moments += [
                 (trip.leaves, _OUT, number),
                 (trip.gone, _GONE, number),
                 (trip.back, _BACK, number),
                 (trip.asked, _ASKED, number),
             ]
-        return sorted((min(task, last), kind, number) for task, kind, number in found)
+        return sorted((min(task, last), kind, number) for task, kind, number in moments)
 
     def _queue(self, task: int, number: int, way: Way) -> None:
         self._later(task, self._trips[number].queueing)

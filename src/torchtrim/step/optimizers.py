@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 from torchtrim.records.operator_names import base_name
-from torchtrim.records.profile import Operator, OptimizerStep, Profile, Update
-from torchtrim.step.edits import Drop, Edit, Insert, Rise
+from torchtrim.records.profile import OptimizerStep, Profile, Update
+from torchtrim.step.edits import Edit, Insert, Rise, drops_of
 from torchtrim.step.step import DEVICE, Span, Step
 
+# Optimizers that update each element of each parameter independently.
 ONE_BY_ONE = frozenset(
     f"torch.optim.{stem.lower()}.{stem}"
     for stem in (
@@ -19,23 +20,21 @@ ONE_BY_ONE = frozenset(
         *("Adamax", "ASGD", "NAdam", "RAdam", "Rprop"),
     )
 )
-"""Optimizers that update each element of each parameter independently."""
 
 FOREACH = "foreach"
 _SHARED = -1
 _ON_LISTS = ("aten::_foreach_", "aten::_fused_")
+# Launch of one operator on a list of parameters; fits the times measured for `launches_seconds`.
 _SECONDS_AN_OPERATOR = 1e-5
-"""Launch of one operator on a list of parameters; fits the times measured for `launches_seconds`."""
+# Arbitrary; the fixed cost of splitting the parameter groups around one `step`.
 _SECONDS_A_STEP = 1e-5
-"""Arbitrary; the fixed cost of splitting the parameter groups around one `step`."""
 Chunks = tuple[tuple[int, ...], ...]
 
 
 class OptimizerCall(NamedTuple):
-    """One step of an optimizer within the program's step, with the tensors it allocates: tensor -> its
-    update.
+    """One call of an optimizer's `step`. `owners`: the tensors that it allocates, each with its update.
 
-    `style` is `foreach`, `fused` or `single`: whether an operator takes all parameters or one.
+    `style`: `foreach` or `fused` if an operator takes all parameters, `single` if it takes one.
     """
 
     step: OptimizerStep
@@ -53,15 +52,15 @@ def optimizer_calls(step: Step) -> dict[str, list[OptimizerCall]]:
     profile = step.profile
     if profile is None or (profile.world > 1 and not profile.replicas):
         return {}
-    found: dict[str, list[OptimizerCall]] = {}
+    calls: dict[str, list[OptimizerCall]] = {}
     refused: set[str] = set()
-    for one in profile.optimizer_steps:
-        seen = _optimizer_call(step, profile, one)
-        if seen is None:
-            refused.add(one.optimizer)
+    for recorded in profile.optimizer_steps:
+        call = _optimizer_call(step, profile, recorded)
+        if call is None:
+            refused.add(recorded.optimizer)
         else:
-            found.setdefault(one.optimizer, []).append(seen)
-    return {name: seen for name, seen in found.items() if name not in refused}
+            calls.setdefault(recorded.optimizer, []).append(call)
+    return {name: of_name for name, of_name in calls.items() if name not in refused}
 
 
 def chunked(updates: Sequence[Update], sizes: Sequence[int], most: int) -> Chunks:
@@ -83,54 +82,48 @@ def chunked(updates: Sequence[Update], sizes: Sequence[int], most: int) -> Chunk
     return tuple(chunks)
 
 
-def rise(step: Step, seen: OptimizerCall, updates: Collection[int]) -> int:
+def rise(step: Step, call: OptimizerCall, updates: Collection[int]) -> int:
     """Return the highest rise of memory while only these updates run, together."""
-    wanted = {*updates, _SHARED}
-    made: defaultdict[int, int] = defaultdict(int)
-    ends: defaultdict[int, int] = defaultdict(int)
-    for number, owner in seen.owners.items():
+    owners = {*updates, _SHARED}
+    allocated: Counter[int] = Counter()
+    freed: Counter[int] = Counter()
+    for number, owner in call.owners.items():
         tensor = step.tensors[number]
-        if owner in wanted and tensor.pool == DEVICE:
-            made[tensor.birth] += tensor.bytes
-            ends[tensor.death] += tensor.bytes
+        if owner in owners and tensor.pool == DEVICE:
+            allocated[tensor.birth] += tensor.bytes
+            freed[tensor.death] += tensor.bytes
     highest = level = 0
-    for task in range(*seen.span):
-        level -= ends.pop(task, 0)
-        highest = max(highest, level + made[task] + _workspace(step, task))
-        level += made[task]
+    for task in range(*call.span):
+        level += allocated[task] - freed[task]
+        highest = max(highest, level + _workspace(step, task))
     return highest
 
 
-def without_temporaries(step: Step, seen: OptimizerCall) -> Edit:
+def without_temporaries(step: Step, call: OptimizerCall) -> Edit:
     """Return the edit that removes all allocations of the optimizer step."""
     return Edit(
-        drops=tuple(
-            Drop(number, hold)
-            for number in seen.owners
-            for hold in range(len(step.tensors[number].holds))
-        ),
-        rises=tuple(Rise(task, 0) for task in range(*seen.span)),
-        claims=(seen.span,),
+        drops=drops_of(step, call.owners),
+        rises=tuple(Rise(task, 0) for task in range(*call.span)),
+        claims=(call.span,),
     )
 
 
-def in_chunks(step: Step, seen: OptimizerCall, chunks: Chunks) -> Edit | None:
+def in_chunks(step: Step, call: OptimizerCall, chunks: Chunks) -> Edit | None:
     """Return the edit that updates one chunk after the other, or None if that does not reduce allocations."""
-    highest = max((rise(step, seen, chunk) for chunk in chunks), default=0)
-    if highest >= rise(step, seen, range(len(seen.step.updates))):
+    highest = max((rise(step, call, chunk) for chunk in chunks), default=0)
+    if highest >= rise(step, call, range(len(call.step.updates))):
         return None
-    seconds = launches_seconds(step, seen, len(chunks))
-    insert = Insert(seen.span.first, seconds, highest)
-    return without_temporaries(step, seen)._replace(inserts=(insert,))
+    insert = Insert(call.span.first, launches_seconds(step, call, len(chunks)), highest)
+    return without_temporaries(step, call)._replace(inserts=(insert,))
 
 
-def launches_seconds(step: Step, seen: OptimizerCall, chunks: int) -> float:
+def launches_seconds(step: Step, call: OptimizerCall, chunks: int) -> float:
     """Return the seconds of launching the operators on parameter lists once per chunk.
 
     Measured on an AMD EPYC with parameters of 256 bytes: 23 us per chunk for SGD and 154 us for AdamW.
     """
-    groups = len({update.group for update in seen.step.updates})
-    names = (step.tasks[task].name for task in range(*seen.span))
+    groups = len({update.group for update in call.step.updates})
+    names = (step.tasks[task].name for task in range(*call.span))
     operators = sum(name.startswith(_ON_LISTS) for name in names) / groups
     return max(chunks - groups, 0) * operators * _SECONDS_AN_OPERATOR + _SECONDS_A_STEP
 
@@ -140,53 +133,43 @@ def _workspace(step: Step, task: int) -> int:
     return max(step.tasks[task].transient - made, 0)
 
 
-def _optimizer_call(step: Step, profile: Profile, one: OptimizerStep) -> OptimizerCall | None:
+def _optimizer_call(step: Step, profile: Profile, call: OptimizerStep) -> OptimizerCall | None:
     """Return the call with the owners of its allocations, or None if it does something unknown."""
-    span = range(one.first, one.last)
+    span = range(call.first, call.last)
     operators = [profile.operators[i] for i in span]
-    if one.type not in ONE_BY_ONE or one.hooked or not one.updates or not operators:
+    if call.type not in ONE_BY_ONE or call.hooked or not call.updates or not operators:
         return None
     if any(op.phase != "optimizer" for op in operators):
         return None
-    owners = _owners(profile, one)
-    if owners is None:
-        return None
+    owners = _owners(profile, call)
     made = {number for i in span for number in step.made_by[i]}
-    if any(step.tensors[number].death > one.last for number in made):
+    if owners is None or any(step.tensors[number].death > call.last for number in made):
         return None
-    style = _style(operators, len(one.updates))
-    return OptimizerCall(one, {number: owners.get(number, _SHARED) for number in made}, style)
-
-
-def _style(operators: Iterable[Operator], count: int) -> str:
     names = {base_name(op.name) for op in operators}
+    style = "single"
     if any(name.startswith("aten::_fused_") for name in names):
-        return "fused"
-    return FOREACH if any(name.startswith("aten::_foreach_") for name in names) else "single"
+        style = "fused"
+    elif any(name.startswith("aten::_foreach_") for name in names):
+        style = FOREACH
+    return OptimizerCall(call, {number: owners.get(number, _SHARED) for number in made}, style)
 
 
-def _owners(profile: Profile, one: OptimizerStep) -> dict[int, int] | None:
-    """Return each storage's update, or None if two updates share a storage."""
+def _owners(profile: Profile, call: OptimizerStep) -> dict[int, int] | None:
+    """Return each storage's update, or None if two updates share a storage.
+
+    An item of an output list belongs to the update of the same item of the input lists.
+    """
     owners: dict[int, int] = {}
-    for number, update in enumerate(one.updates):
+    for number, update in enumerate(call.updates):
         for storage in dict.fromkeys((update.parameter, update.gradient, *update.states)):
             if storage in owners:
                 return None
             owners[storage] = number
-    for index in range(one.first, one.last):
+    for index in range(call.first, call.last):
         op = profile.operators[index]
-        for storage, owner in _output_owners(op, owners):
-            if profile.storages[storage].birth == index:
-                owners[storage] = owner
+        inputs = [owners.get(use.storage, _SHARED) for use in op.inputs]
+        for place, use in enumerate(op.outputs):
+            if profile.storages[use.storage].birth == index:
+                of = inputs[place :: len(op.outputs)]
+                owners[use.storage] = next((n for n in of if n != _SHARED), _SHARED)
     return owners
-
-
-def _output_owners(op: Operator, owners: dict[int, int]) -> Iterator[tuple[int, int]]:
-    """Yield an operator's outputs with their updates: an item of a list belongs to the update of its
-    input."""
-    count = len(op.outputs)
-    inputs = [owners.get(use.storage, _SHARED) for use in op.inputs]
-    for place, use in enumerate(op.outputs):
-        of = inputs[place::count] if count > 1 else inputs
-        owner = next((number for number in of if number != _SHARED), _SHARED)
-        yield use.storage, owner

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from torchtrim.records.operator_names import base_name
 from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, joined
-from torchtrim.step.step import DEVICE, Span, Step
+from torchtrim.step.step import DEVICE, Hold, Span, Step
 
 _STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathered"))
 
@@ -33,48 +32,41 @@ def rerun(
     torch.utils.checkpoint does by default.
     """
     every = (_of_span(step, span, kept, early_stop) for span in spans)
-    found = [edit for edit in every if edit is not None]
-    return joined(found) if found else None
-
-
-class _SavedHold(NamedTuple):
-    """A tensor that autograd saved in a span: its hold, the tasks of packing and first unpacking, and its
-    end."""
-
-    tensor: int
-    hold: int
-    packed: int
-    asked: int
-    until: int
+    edits = [edit for edit in every if edit is not None]
+    return joined(edits) if edits else None
 
 
 def _of_span(step: Step, span: Span, kept: frozenset[str], early_stop: bool) -> Edit | None:
     stays = {i for i in range(*span) if kept and base_name(step.tasks[i].name) in kept}
     results = {number for i in stays for number in step.made_by[i]}
     saved = [
-        _SavedHold(tensor, hold, *_moments(step, tensor, hold))
-        for task in range(span.first, span.last)
-        for tensor, hold in step.saved[task]
+        (Drop(tensor, place), step.tensors[tensor].holds[place])
+        for task in range(*span)
+        for tensor, place in step.saved[task]
         if tensor not in results
     ]
-    asked = [one for one in saved if one.asked >= 0]
     if not saved:
         return None
-    if not asked:
+    unpacked = [hold for _, hold in saved if hold.asked >= 0]
+    if not unpacked:
         return _unused(step, span, saved)
-    begins = min(one.asked for one in asked)
-    ends = max(one.until for one in asked)
-    last = max(max(one.packed for one in saved) + 1, span.first) if early_stop else span.last
-    copies = _copies(saved, ends)
+    begins = min(hold.asked for hold in unpacked)
+    ends = max(hold.until for hold in unpacked)
+    last = span.last
+    if early_stop:
+        last = max(max(hold.packed for _, hold in saved) + 1, span.first)
     born = {number for task in range(span.first, last) for number in step.made_by[task]}
-    made = {number: until for number, until in copies.items() if number in born}
+    made: defaultdict[int, int] = defaultdict(int)  # the end of each rerun tensor
+    for drop, hold in saved:
+        if drop.tensor in born:  # a tensor never unpacked lasts until backward leaves the span
+            made[drop.tensor] = max(made[drop.tensor], min(hold.until, ends))
     blocks = [Block(step.tensors[number].bytes, begins, until) for number, until in made.items()]
     makes = sum(block.bytes for block in blocks)
     again = [i for i in range(span.first, last) if i not in stays]
     own, overhead = sum(step.tasks[i].seconds for i in again), step.overhead
     seconds = own + len(again) * overhead.task + overhead.span
     return Edit(
-        drops=tuple(Drop(one.tensor, one.hold) for one in saved),
+        drops=tuple(drop for drop, _ in saved),
         needs=(
             *(Need(number, ends) for number in _inputs(step, span)),
             *(Need(number, begins) for number in results),
@@ -85,30 +77,16 @@ def _of_span(step: Step, span: Span, kept: frozenset[str], early_stop: bool) -> 
     )
 
 
-def _unused(step: Step, span: Span, saved: Sequence[_SavedHold]) -> Edit:
+def _unused(step: Step, span: Span, saved: Sequence[tuple[Drop, Hold]]) -> Edit:
     """Return the edit for a span that backward never reaches: its inputs live as long as its graph."""
-    ends = max(one.until for one in saved)
+    ends = max(hold.until for _, hold in saved)
     return Edit(
-        drops=tuple(Drop(one.tensor, one.hold) for one in saved),
+        drops=tuple(drop for drop, _ in saved),
         needs=tuple(Need(number, ends) for number in _inputs(step, span)),
         blocks=(Block(_kept_bytes(step, range(*span)), span.first, ends),),
         inserts=(Insert(span.first, step.overhead.span, 0),),
         claims=(span,),
     )
-
-
-def _moments(step: Step, tensor: int, hold: int) -> tuple[int, int, int]:
-    found = step.tensors[tensor].holds[hold]
-    return found.packed, found.asked, found.until
-
-
-def _copies(saved: Iterable[_SavedHold], ends: int) -> dict[int, int]:
-    """Return the end of each rerun tensor; tensors that are never unpacked last until backward leaves the
-    span."""
-    until: defaultdict[int, int] = defaultdict(int)
-    for one in saved:
-        until[one.tensor] = max(until[one.tensor], min(one.until, ends))
-    return until
 
 
 def _inputs(step: Step, span: Span) -> list[int]:
@@ -117,11 +95,10 @@ def _inputs(step: Step, span: Span) -> list[int]:
     The rerun keeps them alive, and copies of mutated arguments too.
     """
     tasks = step.tasks[span.first : span.last]
-    found = dict.fromkeys(number for task in tasks for number in task.reads)
-    found |= dict.fromkeys(step.given.get(span, ()))
+    reads = (number for task in tasks for number in task.reads)
     return [
         number
-        for number in found
+        for number in dict.fromkeys((*reads, *step.given.get(span, ())))
         if step.tensors[number].birth < span.first
         and step.tensors[number].kind not in _STATE
         and step.tensors[number].pool == DEVICE

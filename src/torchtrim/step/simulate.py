@@ -29,8 +29,7 @@ class Outcome(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """Bytes of a pool: on entry to each task, and the highest while it or the work inserted before it
-    runs."""
+    """Bytes of a pool: on entry to each task, and the highest during it or the work inserted before it."""
 
     before: list[int]
     high: list[int]
@@ -41,8 +40,7 @@ def simulate(step: Step, edits: Iterable[Edit] = (), pool: str = DEVICE) -> Outc
     edits = tuple(edits)
     high = timeline(step, edits, pool).high
     peak = max(high, default=0)
-    added = added_seconds(step, edits)
-    return Outcome(peak, high.index(peak) if high else -1, added)
+    return Outcome(peak, high.index(peak) if high else -1, added_seconds(step, edits))
 
 
 def timeline(step: Step, edits: Sequence[Edit] = (), pool: str = DEVICE) -> Timeline:
@@ -68,8 +66,7 @@ def level(insert: Insert) -> int:
 
 
 def lives(step: Step, edits: Sequence[Edit] = (), pool: str = DEVICE) -> Iterable[Life]:
-    """Yield the life of each tensor of a pool with edits: its bytes are alive on entry to tasks `first <= i <
-    last`."""
+    """Yield the bytes of each tensor of a pool with edits, alive on entry to tasks `first <= i < last`."""
     ends = deaths(step, edits)
     for number, tensor in enumerate(step.tensors):
         if tensor.pool == pool:

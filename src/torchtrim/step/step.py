@@ -10,22 +10,21 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from torchtrim.records.profile import Operator, Profile
 
-DETACH = "aten::detach."
-"""Prefix of the names of `detach` operators."""
+DETACH = "aten::detach."  # prefix of the names of `detach` operators
+# The pool whose peak is the peak of the step: the memory of the device that runs it.
 DEVICE = "device"
-"""The pool whose peak is the peak of the step: the memory of the device that runs it."""
 
 
 class Hold(NamedTuple):
     """A reason to keep a tensor until task `until` begins.
 
-    `saver`: the task whose gradient needs the tensor, which autograd saved for it, or -1 for any other
-    reason. Autograd saved it after task `packed` had run, and backward first unpacks it when task `asked` is
-    next (-1: never).
+    `saver`: the task for whose gradient autograd saved the tensor, or -1. Autograd saved it after task
+    `packed` had run, and backward first unpacks it when task `asked` is next (-1: never).
     """
 
     until: int
@@ -48,9 +47,9 @@ class Tensor(NamedTuple):
         """The first task during which the tensor is no longer alive."""
         return max((hold.until for hold in self.holds), default=self.birth + 1)
 
-    def end(self, gone: Collection[int] = (), needed: Iterable[int] = ()) -> int:
-        """Return the death without the holds `gone`, if the tensor is needed until the tasks `needed`."""
-        kept = (hold.until for place, hold in enumerate(self.holds) if place not in gone)
+    def end(self, dropped: Collection[int] = (), needed: Iterable[int] = ()) -> int:
+        """Return the death without the `dropped` holds, if the tensor is needed until the tasks `needed`."""
+        kept = (hold.until for place, hold in enumerate(self.holds) if place not in dropped)
         return max((self.birth + 1, *kept, *needed))
 
 
@@ -129,8 +128,7 @@ class Overhead(NamedTuple):
     watched: float = 2.5e-5
 
 
-OVERHEAD = Overhead()
-"""The default overhead."""
+OVERHEAD = Overhead()  # the default overhead
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,23 +154,20 @@ class Step:
     @cached_property
     def backward(self) -> dict[int, tuple[int, ...]]:
         """For each forward task, the tasks that compute its gradient."""
-        found: dict[int, list[int]] = {}
+        backward: dict[int, tuple[int, ...]] = {}
         for number, task in enumerate(self.tasks):
             if task.of >= 0:
-                found.setdefault(task.of, []).append(number)
-        return {of: tuple(tasks) for of, tasks in found.items()}
+                backward[task.of] = (*backward.get(task.of, ()), number)
+        return backward
 
     @cached_property
     def clock(self) -> tuple[float, ...]:
         """The start of each task and the end of the last one, in seconds.
 
-        `detach` takes no time here: it does no work, and autograd runs it elsewhere if saved-tensor hooks are
-        on.
+        `detach` takes no time: it does no work, and saved-tensor hooks make autograd run it elsewhere.
         """
-        moments = [0.0]
-        for task in self.tasks:
-            moments.append(moments[-1] + (0.0 if task.name.startswith(DETACH) else task.seconds))
-        return tuple(moments)
+        seconds = (0.0 if task.name.startswith(DETACH) else task.seconds for task in self.tasks)
+        return tuple(accumulate(seconds, initial=0.0))
 
     @cached_property
     def made_by(self) -> tuple[tuple[int, ...], ...]:
@@ -186,10 +181,10 @@ class Step:
     @cached_property
     def given(self) -> dict[Span, tuple[int, ...]]:
         """The inputs of module calls by span, including tensors inside objects among the arguments."""
-        found: dict[Span, tuple[int, ...]] = {}
+        inputs: dict[Span, tuple[int, ...]] = {}
         for call in self.calls:
-            found[call.span] = (*found.get(call.span, ()), *call.inputs, *call.held)
-        return found
+            inputs[call.span] = (*inputs.get(call.span, ()), *call.inputs, *call.held)
+        return inputs
 
     @cached_property
     def saved(self) -> tuple[tuple[tuple[int, int], ...], ...]:

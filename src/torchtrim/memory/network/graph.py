@@ -103,7 +103,7 @@ def home_lives(graph: Graph, lives: Lives, homes: Sequence[int]) -> dict[int, tu
     return spans
 
 
-_AS_GOOD = 1.02  # Two per cent of the peak for fewer operators that run in parts. Arbitrary.
+_AS_GOOD = 1.02  # Arbitrary; 2 % of the peak are worth fewer operators that run in parts.
 
 
 class Cut(NamedTuple):
@@ -118,7 +118,7 @@ def best_cut(whole: Graph, part: Graph, order: Sequence[int], last: int) -> Cut:
     """Return the cut with the lowest peak, at most at `last`. Ties go to the earliest.
 
     `whole` and `part` are the same network on the whole batch and on a part of it. Results that cross the cut
-    are live while the parts run, and from then on to the end.
+    are live while the parts run and until the end.
     """
     carried = _carried(whole, order)
     homes = homes_of(part, order)
@@ -132,26 +132,14 @@ def best_cut(whole: Graph, part: Graph, order: Sequence[int], last: int) -> Cut:
     return next(cut for cut in cuts if cut.peak <= _AS_GOOD * least)
 
 
-def crossing(graph: Graph, order: Sequence[int], at: int) -> list[int]:
-    """Return the results and buffers that are born before a position and read from there on."""
-    lives = lives_of(graph, order)
-    return [
-        buffer
-        for buffer, (birth, death) in enumerate(zip(*lives, strict=True))
-        if 0 <= birth < at and (death > at or buffer in graph.results)
-    ]
-
-
 def _carried(graph: Graph, order: Sequence[int]) -> list[int]:
     past = len(order) + 1
-    return bytes_over_time(
-        past,
-        (
-            (graph.sizes[buffer], birth + 1, past if buffer in graph.results else death)
-            for buffer, (birth, death) in enumerate(zip(*lives_of(graph, order), strict=True))
-            if birth >= 0
-        ),
+    lives = (
+        (graph.sizes[buffer], birth + 1, past if buffer in graph.results else death)
+        for buffer, (birth, death) in enumerate(zip(*lives_of(graph, order), strict=True))
+        if birth >= 0
     )
+    return bytes_over_time(past, lives)
 
 
 def _rest(graph: Graph, order: Sequence[int]) -> list[int]:

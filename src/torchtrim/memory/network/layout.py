@@ -13,18 +13,16 @@ from torchtrim.memory.network.graph import Graph, bytes_alive, home_lives, homes
 from torchtrim.memory.packing import Buffer, pack
 from torchtrim.memory.packing.buffers import bytes_over_time
 
-Order = tuple[int, ...]
 _WIDTH = 16  # Arbitrary; a wider beam takes longer in proportion.
-_MOST_NODES = 3000
-"""Arbitrary: sets of operators are bits of one integer, so each step takes longer the larger the graph."""
+_MOST_NODES = 3000  # Arbitrary; operators are bits of one integer, so larger graphs take longer.
 
 
-def best_order(graph: Graph) -> Order:
+def best_order(graph: Graph) -> tuple[int, ...]:
     """Return the operator order with the lowest peak found, never worse than the order as written."""
-    found: list[Order] = [tuple(range(len(graph.nodes))), _by_branches(graph)]
+    orders: list[tuple[int, ...]] = [tuple(range(len(graph.nodes))), _by_branches(graph)]
     if len(graph.nodes) <= _MOST_NODES:
-        found.append(_Beam(graph).search())
-    return min(found, key=lambda order: peak_of(graph, order))
+        orders.append(_Beam(graph).search())
+    return min(orders, key=lambda order: peak_of(graph, order))
 
 
 def peak_of(graph: Graph, order: Sequence[int]) -> int:
@@ -44,8 +42,6 @@ class _BeamState(NamedTuple):
 
 
 class _Beam:
-    """Beam search over the set of operators that have run."""
-
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._needs = [sum(1 << n for n in set(node.needs)) for node in graph.nodes]
@@ -57,19 +53,23 @@ class _Beam:
             for buffer in set(node.reads):
                 self._readers[buffer] |= 1 << number
 
-    def search(self) -> Order:
-        """Return the order of the best final state."""
+    def search(self) -> tuple[int, ...]:
         ready = sum(1 << n for n, needs in enumerate(self._needs) if not needs)
         states = [_BeamState(0, 0, 0, ready, -1, None)]
         for _ in self._graph.nodes:
-            found: dict[int, _BeamState] = {}
+            best: dict[int, _BeamState] = {}
             for state in states:
                 for following in self._following(state):
-                    known = found.get(following.done)
+                    known = best.get(following.done)
                     if known is None or following[:2] < known[:2]:
-                        found[following.done] = following
-            states = sorted(found.values(), key=lambda state: state[:3])[:_WIDTH]
-        return tuple(_history(states[0]))
+                        best[following.done] = following
+            states = sorted(best.values(), key=lambda state: state[:3])[:_WIDTH]
+        order: list[int] = []
+        last: _BeamState | None = states[0]
+        while last is not None and last.last >= 0:
+            order.append(last.last)
+            last = last.before
+        return tuple(order[::-1])
 
     def _following(self, state: _BeamState) -> Iterator[_BeamState]:
         for number in _bits(state.ready):
@@ -103,22 +103,20 @@ def _bits(number: int) -> Iterator[int]:
         number ^= lowest
 
 
-def _history(state: _BeamState) -> list[int]:
-    order = []
-    at: _BeamState | None = state
-    while at is not None and at.last >= 0:
-        order.append(at.last)
-        at = at.before
-    return order[::-1]
-
-
-def _by_branches(graph: Graph) -> Order:
+def _by_branches(graph: Graph) -> tuple[int, ...]:
     """Order operators depth first from the last nodes, entering the branch with the highest peak first.
 
     For trees this is optimal if all results have the same size (Liu, "On the storage requirement in the
     out-of-core multifrontal method", 1986).
     """
-    weight = _peaks(graph)
+    weight: list[
+        int
+    ] = []  # the peak of each node's branch, run alone, minus what the branch leaves
+    for node in graph.nodes:
+        made = sum(graph.sizes[b] for b in node.makes)
+        read = sum(graph.sizes[b] for b in node.reads)
+        above = max((weight[n] for n in node.needs), default=0)
+        weight.append(max(above - made, read + node.own - made, 0))
     order: list[int] = []
     done = [False] * len(graph.nodes)
     for last in range(len(graph.nodes)):
@@ -138,21 +136,8 @@ def _by_branches(graph: Graph) -> Order:
     return tuple(order)
 
 
-def _peaks(graph: Graph) -> list[int]:
-    """Return, for each node, the peak of its branch minus what the branch leaves, as if it ran alone."""
-    weight: list[int] = []
-    for node in graph.nodes:
-        made = sum(graph.sizes[b] for b in node.makes)
-        read = sum(graph.sizes[b] for b in node.reads)
-        above = max((weight[n] for n in node.needs), default=0)
-        weight.append(max(above, read + node.own))
-        weight[-1] = max(weight[-1] - made, 0)
-    return weight
-
-
-ALIGNMENT = 64  # What PyTorch's CPU allocator aligns to (c10/core/alignment.h), a cache line.
-WORTH_AN_ARENA = 1.02
-"""An arena is a single allocation per call. It may cost up to 2 % more bytes."""
+ALIGNMENT = 64  # Of PyTorch's CPU allocator (c10/core/alignment.h), a cache line.
+WORTH_AN_ARENA = 1.02  # An arena, a single allocation per call, may cost up to 2 % more bytes.
 
 
 class Layout(NamedTuple):
@@ -184,20 +169,16 @@ def lay_out(graph: Graph, *, in_place: bool = True, arena: bool = True) -> Layou
     apart = _layout(graph, order, homes, frozenset())
     if not arena:
         return apart
-    together = _layout(graph, order, homes, _writable(graph, order, homes))
+    together = _layout(graph, order, homes, _writable(graph, homes))
     return together if together.peak <= WORTH_AN_ARENA * apart.peak else apart
 
 
-def _writable(graph: Graph, order: Sequence[int], homes: Sequence[int]) -> frozenset[int]:
+def _writable(graph: Graph, homes: Sequence[int]) -> frozenset[int]:
     """Return the homes that an operator can write to directly, except those that outlive the call."""
     outlive = {homes[buffer] for buffer in graph.results}
-    found = set()
-    for number in order:
-        node = graph.nodes[number]
-        for place, buffer in enumerate(node.makes):
-            if homes[buffer] == buffer and place == 0 and node.writes and graph.sizes[buffer]:
-                found.add(buffer)
-    return frozenset(found - outlive)
+    outputs = (node.makes[0] for node in graph.nodes if node.writes and node.makes)
+    written = (buffer for buffer in outputs if homes[buffer] == buffer and graph.sizes[buffer])
+    return frozenset(written) - outlive
 
 
 def _layout(
@@ -207,13 +188,17 @@ def _layout(
     packing = pack(
         [Buffer(home, *spans[home]) for home in sorted(inside)], alignment=ALIGNMENT, seconds=0
     )
-    alive = _apart(graph, order, spans, inside)
-    needed = [
-        now + _workspace(graph, number, homes, inside)
-        for number, now in zip(order, alive, strict=True)
-    ]
-    most = max(needed, default=0)
+    outside = (
+        (size, first, end) for home, (first, end, size) in spans.items() if home not in inside
+    )
+    alive = bytes_over_time(len(order), outside)
+    most = 0
+    for number, now in zip(order, alive, strict=True):
+        node = graph.nodes[number]
+        written = bool(node.makes) and homes[node.makes[0]] in inside
+        most = max(most, now + (node.workspace if written else node.own))
     room = {number: most - now for number, now in zip(order, alive, strict=True)}
+    bare = graph._replace(nodes=tuple(node._replace(own=0, workspace=0) for node in graph.nodes))
     return Layout(
         order=order,
         homes=homes,
@@ -221,30 +206,6 @@ def _layout(
         height=packing.height,
         peak=packing.height + most,
         outputs=packing.height + max(alive, default=0),
-        bound=_bound(graph, order, homes),
+        bound=max(bytes_alive(bare, order, homes), default=0),
         room=tuple(room[number] for number in range(len(order))),
     )
-
-
-def _apart(
-    graph: Graph,
-    order: Sequence[int],
-    spans: dict[int, tuple[int, int, int]],
-    inside: frozenset[int],
-) -> list[int]:
-    """Return the bytes outside the arena during each operator."""
-    outside = ((size, a, b) for home, (a, b, size) in spans.items() if home not in inside)
-    return bytes_over_time(len(order), outside)
-
-
-def _workspace(graph: Graph, number: int, homes: Sequence[int], inside: frozenset[int]) -> int:
-    """Return the workspace of an operator, which depends on who allocates its output."""
-    node = graph.nodes[number]
-    given = bool(node.makes) and homes[node.makes[0]] in inside
-    return node.workspace if given else node.own
-
-
-def _bound(graph: Graph, order: Sequence[int], homes: Sequence[int]) -> int:
-    """Return the most buffer bytes live at once."""
-    bare = graph._replace(nodes=tuple(node._replace(own=0, workspace=0) for node in graph.nodes))
-    return max(bytes_alive(bare, order, homes), default=0)

@@ -10,8 +10,8 @@ from math import gcd, lcm
 
 from torchtrim.errors import UsageError
 
+# Bytes, the first moment they are live, and the first moment they no longer are.
 Life = tuple[int, int, int]
-"""Bytes, the first moment they are live, and the first moment they no longer are."""
 
 
 def bytes_over_time(moments: int, lives: Iterable[Life]) -> list[int]:
@@ -25,7 +25,7 @@ def bytes_over_time(moments: int, lives: Iterable[Life]) -> list[int]:
     return list(accumulate(change))[:moments]
 
 
-_MOST = 1 << 58
+_MOST = 1 << 58  # Bytes; sums of offsets and sizes stay below `search.MANY`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,8 @@ class Buffer:
 class Packing:
     """Offsets such that buffers live at the same time do not overlap.
 
-    `offsets` maps ids to bytes, in input order. `height` is the end of the highest buffer, and `lower_bound`
-    the most bytes live at one moment. `optimal` means that no lower packing exists: the height meets the
-    bound, or the search was exhaustive.
+    `offsets`: bytes by id, in input order. `height`: the end of the highest buffer. `lower_bound`: the most
+    bytes live at one moment. `optimal`: the height meets the bound, or the search was exhaustive.
     """
 
     offsets: Mapping[str | int, int]
@@ -86,37 +85,30 @@ def check(
                 "returned by id, so ids must be unique."
             )
         seen.add(buffer.id)
-    _check_sum(sum(b.size + lcm(b.alignment, alignment) for b in buffers))
-
-
-def _check_one(buffer: Buffer, place: int) -> None:
-    for field in ("lower", "upper", "size", "alignment"):
-        value = getattr(buffer, field)
-        if type(value) is not int:
-            raise UsageError(
-                f"buffers[{place}] ({buffer.id!r}): {field} is {value!r}; it must be an integer."
-            )
-    if buffer.size < 0:
-        raise UsageError(
-            f"buffers[{place}] ({buffer.id!r}): size is {buffer.size}; it must be 0 or more."
-        )
-    if buffer.alignment < 1:
-        raise UsageError(
-            f"buffers[{place}] ({buffer.id!r}): alignment is {buffer.alignment}; it must be 1 "
-            "or more, such as 64."
-        )
-    if buffer.upper < buffer.lower:
-        raise UsageError(
-            f"buffers[{place}] ({buffer.id!r}) ends at {buffer.upper}, before it begins at "
-            f"{buffer.lower}. It is live from lower until just before upper."
-        )
-
-
-def _check_sum(total: int) -> None:
+    total = sum(b.size + lcm(b.alignment, alignment) for b in buffers)
     if total > _MOST:
         raise UsageError(
             f"the buffers have {total} bytes in total, but at most 2**58 can be packed. Give "
             "the sizes in a larger unit, such as the alignment."
+        )
+
+
+def _check_one(buffer: Buffer, place: int) -> None:
+    name = f"buffers[{place}] ({buffer.id!r})"
+    for field in ("lower", "upper", "size", "alignment"):
+        value = getattr(buffer, field)
+        if type(value) is not int:
+            raise UsageError(f"{name}: {field} is {value!r}; it must be an integer.")
+    if buffer.size < 0:
+        raise UsageError(f"{name}: size is {buffer.size}; it must be 0 or more.")
+    if buffer.alignment < 1:
+        raise UsageError(
+            f"{name}: alignment is {buffer.alignment}; it must be 1 or more, such as 64."
+        )
+    if buffer.upper < buffer.lower:
+        raise UsageError(
+            f"{name} ends at {buffer.upper}, before it begins at {buffer.lower}. It is live from "
+            "lower until just before upper."
         )
 
 
@@ -169,10 +161,8 @@ class PackingProblem:
 
     def height(self, offsets: Sequence[int]) -> int:
         """Return the end of the highest buffer, without its padding."""
-        return max(
-            (o + s - p for o, s, p in zip(offsets, self.size, self.padding, strict=True)),
-            default=0,
-        )
+        columns = zip(offsets, self.size, self.padding, strict=True)
+        return max((offset + size - padding for offset, size, padding in columns), default=0)
 
 
 def problem_of(buffers: Sequence[Buffer], alignment: int) -> PackingProblem:
@@ -182,7 +172,7 @@ def problem_of(buffers: Sequence[Buffer], alignment: int) -> PackingProblem:
     shared = gcd(*own)
     size = [-(-b.size // shared) * shared for b in buffers]
     padding = [s - b.size for s, b in zip(size, buffers, strict=True)]
-    load = _loads(lower, upper, size, sections)
+    load = bytes_over_time(sections, zip(size, lower, upper, strict=True))
     return PackingProblem(
         lower=lower,
         upper=upper,
@@ -210,18 +200,6 @@ def _sections(buffers: Sequence[Buffer]) -> tuple[list[int], list[int], int]:
     return lower, upper, section
 
 
-def _loads(lower: list[int], upper: list[int], size: list[int], sections: int) -> list[int]:
-    change = [0] * (sections + 1)
-    for low, high, bytes_ in zip(lower, upper, size, strict=True):
-        change[low] += bytes_
-        change[high] -= bytes_
-    total, loads = 0, []
-    for delta in change[:-1]:
-        total += delta
-        loads.append(total)
-    return loads
-
-
 def _bound(lower: list[int], upper: list[int], load: list[int], padding: list[int]) -> int:
     """Return the most bytes live at once. The highest buffer of a section needs no padding."""
     if not any(padding):
@@ -246,8 +224,8 @@ def _most_within(values: list[int], lower: list[int], upper: list[int]) -> list[
     while 2 ** len(tables) <= len(values):
         last, half = tables[-1], 2 ** (len(tables) - 1)
         tables.append([max(a, b) for a, b in zip(last, last[half:], strict=False)])
-    found = []
+    largest = []
     for low, high in zip(lower, upper, strict=True):
         level = (high - low).bit_length() - 1
-        found.append(max(tables[level][low], tables[level][high - 2**level]))
-    return found
+        largest.append(max(tables[level][low], tables[level][high - 2**level]))
+    return largest

@@ -13,7 +13,7 @@ from typing import Any
 from torchtrim.core.caches import compiler
 from torchtrim.memory.packing import greedy, search
 
-_CHOICES, _TRAIL = 64, 256
+_CHOICES, _TRAIL = 64, 256  # Arbitrary; entries per buffer. A full array ends the attempt.
 
 
 @dataclass(frozen=True, kw_only=True)

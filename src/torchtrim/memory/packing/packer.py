@@ -13,27 +13,6 @@ from torchtrim.memory.packing import greedy, search
 from torchtrim.memory.packing.buffers import Buffer, Packing, PackingProblem, check, problem_of
 from torchtrim.memory.packing.engine import LoopEngine, can_compile, compiled, plain
 
-
-class Effort:
-    """Remaining budget of a search, in units of equal duration. `pace` is units per second."""
-
-    def __init__(self, units: float, pace: float, deadline: float | None = None) -> None:
-        self._units = units
-        self._pace = pace
-        self._deadline = deadline
-
-    @property
-    def left(self) -> float:
-        """Units left before the budget or the deadline runs out."""
-        if self._deadline is None:
-            return self._units
-        return min(self._units, (self._deadline - time.monotonic()) * self._pace)
-
-    def spend(self, units: float) -> None:
-        """Subtract units from the budget."""
-        self._units -= units
-
-
 _QUANTA = (0.01, 0.02, 0.05, 0.1, 0.2)
 _NOISE = 0.1  # Arbitrary; one tenth reorders neighbours, and keeps the order as a whole.
 _FAMILIES = 4  # The four orders that `ranks` lists.
@@ -53,13 +32,10 @@ def ranks(problem: PackingProblem, number: int) -> list[int]:
     length = problem.lifetime
     if family == 2:
         length = [high - low for low, high in zip(problem.lower, problem.upper, strict=True)]
-    keys = [
-        (
-            -round(crowd / problem.floor / quantum),
-            -long * size**by_size * math.exp(chance.gauss(0, noise)),
-        )
-        for crowd, long, size in zip(problem.crowd, length, problem.size, strict=True)
-    ]
+    keys = []
+    for crowd, long, size in zip(problem.crowd, length, problem.size, strict=True):
+        weight = long * size**by_size * math.exp(chance.gauss(0, noise))
+        keys.append((-round(crowd / problem.floor / quantum), -weight))
     return sorted(range(problem.count), key=keys.__getitem__)
 
 
@@ -68,7 +44,7 @@ _HOISTING_SECONDS, _ROUNDS = 25.0, 100
 
 
 class Placing:
-    """Placement of a problem's buffers by greedy orders, which are remembered as starting points."""
+    """Placement of a problem's buffers by greedy orders, which become starting points."""
 
     def __init__(self, problem: PackingProblem, engine: LoopEngine) -> None:
         self._problem = problem
@@ -88,15 +64,11 @@ class Placing:
             yield offsets
 
     def hoisted(self, goal: int, deadline: float | None, *, endless: bool) -> Iterator[list[int]]:
-        """Yield offsets after moving buffers that end above the goal forward in the order.
-
-        Stops at the deadline or after a fixed effort; if `endless`, only at the deadline.
-        """
+        """Yield offsets from `hoisted`, up to the deadline or a fixed effort; `endless`: no fixed effort."""
         rounds = min(_ROUNDS, int(_HOISTING_SECONDS / self._each))
         for done, offsets in enumerate(hoisted(self._problem, self._starts, self._place, goal)):
             yield offsets
-            late = deadline is not None and time.monotonic() >= deadline
-            if late or (done + 1 >= rounds and not endless):
+            if _past(deadline) or (done + 1 >= rounds and not endless):
                 return
 
     def _place(self, order: Sequence[int], tightest: bool) -> list[int]:
@@ -119,13 +91,14 @@ def hoisted(
 
     A buffer that ends above the goal was placed after the low gaps were full. It moves forward by a random
     distance, and all buffers are placed again: squeaky wheel optimization (Joslin and Clements, JAIR 10,
-    1999). Several orders take turns, since which of them leads down is not known beforehand.
+    1999). Several orders take turns.
 
     starts: heights, with the orders and gap choices that led to them.
     place: returns offsets for an order and a gap choice.
     """
     chance = random.Random(0)
-    turns = [(order, tightest) for _, order, tightest in sorted(starts, key=_height)[:_ORDERS]]
+    lowest = sorted(starts, key=lambda start: start[0])[:_ORDERS]
+    turns = [(order, tightest) for _, order, tightest in lowest]
     placed = [place(*turn) for turn in turns]
     while True:
         for number, (order, tightest) in enumerate(turns):
@@ -135,10 +108,6 @@ def hoisted(
             yield placed[number]
 
 
-def _height(start: Start) -> int:
-    return start[0]
-
-
 def _forward(
     problem: PackingProblem,
     order: Sequence[int],
@@ -146,11 +115,10 @@ def _forward(
     goal: int,
     chance: random.Random,
 ) -> list[int]:
-    """Return the order with each buffer that ends above the goal moved forward."""
-    keys = [0.0] * problem.count
-    for at, b in enumerate(order):
-        high = offsets[b] + problem.size[b] > goal
-        keys[b] = at * chance.choice(_FORWARD) if high else float(at)
+    keys = {
+        b: at * chance.choice(_FORWARD) if offsets[b] + problem.size[b] > goal else float(at)
+        for at, b in enumerate(order)
+    }
     return sorted(order, key=keys.__getitem__)
 
 
@@ -175,10 +143,7 @@ class Placement:
 def improving(
     problem: PackingProblem, capacity: int | None, seconds: float | None
 ) -> Iterator[Placement]:
-    """Yield placements, each lower than the last; the final one may only add that it is proven.
-
-    A larger `seconds` extends the same search.
-    """
+    """Yield placements, each lower than the last or proven. A larger `seconds` extends the same search."""
     best: Placement | None = None
     goal = max(problem.lower_bound, capacity or 0)
     for layout in _tried(problem, goal, seconds):
@@ -202,8 +167,7 @@ def _tried(problem: PackingProblem, goal: int, seconds: float | None) -> Iterato
         if _past(deadline):
             return
         if _searchable(problem, units):
-            effort = Effort(units, engine().pace, deadline)
-            for lower in Descent(problem, engine(), effort, goal).run(best):
+            for lower in Descent(problem, engine(), units, deadline, goal).run(best):
                 best = lower
                 yield lower
 
@@ -256,11 +220,17 @@ class Descent:
     """
 
     def __init__(
-        self, problem: PackingProblem, engine: LoopEngine, effort: Effort, goal: int
+        self,
+        problem: PackingProblem,
+        engine: LoopEngine,
+        units: float,
+        deadline: float | None,
+        goal: int,
     ) -> None:
         self._problem = problem
         self._engine = engine
-        self._effort = effort
+        self._units = units
+        self._deadline = math.inf if deadline is None else deadline
         self._goal = goal
         self._work = engine.room(problem.count, len(problem.load))
         self._floor = problem.floor
@@ -274,28 +244,30 @@ class Descent:
             if best.height <= self._floor:
                 yield replace(best, proven=not any(self._problem.padding))
                 return
-            if self._effort.left <= 0:
+            if self._units_left <= 0:
                 return
             at_floor = turn % (_FEWER if turn < _EASY else 2) == 0
-            found = self._attempt(
-                self._floor if at_floor else self._target(best.height),
-                next(self._numbers[at_floor]),
-            )
+            capacity = self._floor if at_floor else self._target(best.height)
+            placement = self._attempt(capacity, next(self._numbers[at_floor]))
             if not at_floor:
-                self._adapt(found is not None)
-            if found is not None and found.height < best.height:
-                best = found
+                self._adapt(placement is not None)
+            if placement is not None and placement.height < best.height:
+                best = placement
                 yield best
+
+    @property
+    def _units_left(self) -> float:
+        return min(self._units, (self._deadline - time.monotonic()) * self._engine.pace)
 
     def _attempt(self, capacity: int, number: int) -> Placement | None:
         order = ranks(self._problem, number)
         rows = tuple(map(self._engine.array, rows_of(self._problem, order)))
-        limits = self._nodes(number), int(min(max(self._effort.left, 1), _LONG_EFFORT))
-        found = self._engine.search(rows, len(self._problem.load), capacity, limits, self._work)
-        self._effort.spend(int(self._work[8][search.SPENT]))
-        if found == search.EXHAUSTED:
+        limits = self._nodes(number), int(min(max(self._units_left, 1), _LONG_EFFORT))
+        result = self._engine.search(rows, len(self._problem.load), capacity, limits, self._work)
+        self._units -= int(self._work[8][search.SPENT])
+        if result == search.EXHAUSTED:
             self._floor = capacity + self._problem.step
-        if found != search.FOUND:
+        if result != search.FOUND:
             return None
         offsets = [0] * self._problem.count
         for index, buffer in enumerate(order):
@@ -309,7 +281,6 @@ class Descent:
         return enough * _LONGER if number % _LONG == _LONG - 1 else min(few, enough)
 
     def _adapt(self, found: bool) -> None:
-        """Descend in larger steps after a success, in smaller steps after repeated failures."""
         self._failed = 0 if found else self._failed + 1
         if found:
             self._share = min(0.5, 2 * self._share)
@@ -317,7 +288,6 @@ class Descent:
             self._share /= 2
 
     def _target(self, height: int) -> int:
-        """Return a multiple of the step between the floor and this height."""
         step = self._problem.step
         aim = height - max(step, int((height - self._floor) * self._share))
         if self._goal > self._problem.lower_bound:
@@ -347,8 +317,7 @@ def pack(
     """Give each buffer an offset so that buffers live at the same time do not overlap, with a low height.
 
     buffers: ids must be unique; lifetimes are half-open. A buffer without bytes or lifetime gets offset 0.
-    capacity: bytes available. The search stops once the height is within it; compare `height <= capacity` to
-    see if it is.
+    capacity: bytes available. The search stops when the height is within it, which is not guaranteed.
     alignment: offsets are multiples of it, in bytes, and of the buffer's own alignment.
     seconds: time to search after several greedy orders; 0 for the greedy orders alone. None searches with a
     fixed effort (seconds to a minute if the bound is not met) and is deterministic.

@@ -15,10 +15,9 @@ from __future__ import annotations
 from typing import Any
 
 FOUND, EXHAUSTED, GAVE_UP = 1, 0, -1
-BUFFER, NEXT, END, LOW, HIGH, PARENT, REST, AT, LAST, POOL, TRAIL = range(11)
+LOW, HIGH, PARENT, AT, LAST, REST, BUFFER, NEXT, END, POOL, TRAIL = range(11)
 FIELDS = 11  # Number of names above.
-SPLIT_LOW, SPLIT_HIGH, SPLIT_PARENT, SPLIT_AT, SPLIT_LAST, SPLIT_REST = range(6)
-SPLIT_FIELDS = 6  # Number of names above.
+SPLIT_FIELDS = 6  # A split has the first six.
 FREE, SPENT, NODES, TRAILED, SPLITS, TRUNCATED, LISTED = range(7)
 COUNTERS = 7  # Number of names above.
 MANY = 1 << 60
@@ -69,23 +68,16 @@ def _start(rows: Any, sections: int, work: Any) -> None:
         placed[j] = 0
         free[j] = j
     counters[FREE] = count
-    splits[SPLIT_LOW] = 0
-    splits[SPLIT_HIGH] = sections
-    splits[SPLIT_PARENT] = -1
-    splits[SPLIT_AT] = 0
-    splits[SPLIT_LAST] = -1
-    splits[SPLIT_REST] = -1
+    splits[LOW], splits[HIGH] = 0, sections
+    splits[PARENT] = splits[LAST] = splits[REST] = -1
+    splits[AT] = 0
     counters[SPLITS] = 1
 
 
 def _enter(frames: Any, splits: Any, depth: int, head: int, counters: Any) -> None:
     frame, split = depth * FIELDS, head * SPLIT_FIELDS
-    frames[frame + LOW] = splits[split + SPLIT_LOW]
-    frames[frame + HIGH] = splits[split + SPLIT_HIGH]
-    frames[frame + PARENT] = splits[split + SPLIT_PARENT]
-    frames[frame + AT] = splits[split + SPLIT_AT]
-    frames[frame + LAST] = splits[split + SPLIT_LAST]
-    frames[frame + REST] = splits[split + SPLIT_REST]
+    for field in range(SPLIT_FIELDS):
+        frames[frame + field] = splits[split + field]
     frames[frame + POOL] = counters[SPLITS]
     frames[frame + TRAIL] = counters[TRAILED]
     start = frames[frame - FIELDS + END] if depth > 0 else 0
@@ -94,7 +86,6 @@ def _enter(frames: Any, splits: Any, depth: int, head: int, counters: Any) -> No
 
 
 def _gather(rows: Any, work: Any, depth: int) -> None:
-    """List the unplaced buffers of this part, highest first, with the lowest offset of each."""
     lower, upper = rows[0], rows[1]
     free, listed, spots, frames, counters = work[2], work[3], work[11], work[6], work[8]
     low, high = frames[depth * FIELDS + LOW], frames[depth * FIELDS + HIGH]
@@ -159,38 +150,28 @@ def _remaining(rows: Any, work: Any, depth: int, capacity: int) -> int:
         for section in range(lower[j], upper[j]):
             total = load[section] + size[j]
             load[section] = total
-            if total > most:
-                most = total
-                if total > room:
-                    return -1
-            elif total > room:
+            if total > room:
                 return -1
+            most = max(most, total)
     return most
 
 
 def _branch(rows: Any, work: Any, depth: int, highest: int) -> None:
     """Push the candidates for placement, lowest offset and then lowest index first."""
     size, twin = rows[2], rows[4]
-    offsets, placed, listed, frames, counters, choices = (
-        work[0],
-        work[1],
-        work[3],
-        work[6],
-        work[8],
-        work[9],
-    )
+    offsets, placed, listed = work[0], work[1], work[3]
+    frames, counters, choices = work[6], work[8], work[9]
     frame = depth * FIELDS
     at, last, start = frames[frame + AT], frames[frame + LAST], frames[frame + NEXT]
     for i in range(counters[LISTED]):
-        j = listed[i]
-        highest = min(highest, offsets[j] + size[j] - 1)
+        highest = min(highest, offsets[listed[i]] + size[listed[i]] - 1)
     end = start
     for i in range(counters[LISTED] - 1, -1, -1):
         j = listed[i]
         value = offsets[j]
         if value < at or (value == at and j < last) or value > highest:
             continue
-        if twin[j] >= 0 and not placed[twin[j]]:
+        if twin[j] >= 0 and not placed[twin[j]]:  # equal buffers are placed in one order only
             continue
         if end >= len(choices):
             counters[TRUNCATED] = 1
@@ -209,15 +190,8 @@ def _branch(rows: Any, work: Any, depth: int, highest: int) -> None:
 def _place(rows: Any, work: Any, depth: int) -> bool:
     """Place the next candidate and raise the buffers that overlap it. Return False if the trail is full."""
     lower, upper, size, align = rows[0], rows[1], rows[2], rows[3]
-    offsets, placed, free, frames, counters, choices, trail = (
-        work[0],
-        work[1],
-        work[2],
-        work[6],
-        work[8],
-        work[9],
-        work[10],
-    )
+    offsets, placed, free, frames = work[0], work[1], work[2], work[6]
+    counters, choices, trail = work[8], work[9], work[10]
     frame = depth * FIELDS
     b = choices[frames[frame + NEXT]]
     frames[frame + NEXT] += 1
@@ -243,7 +217,6 @@ def _place(rows: Any, work: Any, depth: int) -> bool:
 
 
 def _undo(work: Any, depth: int, parent: int) -> None:
-    """Undo the placements from `parent` up to just before `depth`."""
     offsets, placed, frames, counters, trail = work[0], work[1], work[6], work[8], work[10]
     for level in range(parent, depth):
         placed[frames[level * FIELDS + BUFFER]] = 0
@@ -258,8 +231,8 @@ def _undo(work: Any, depth: int, parent: int) -> None:
 def _split(rows: Any, work: Any, depth: int) -> int:
     """Split this level where no unplaced buffer crosses. Return the first remaining part, or -1."""
     lower, upper = rows[0], rows[1]
-    free, crossing, frames, splits, counters = work[2], work[5], work[6], work[7], work[8]
-    filled = work[12]
+    free, crossing, frames, splits = work[2], work[5], work[6], work[7]
+    counters, filled = work[8], work[12]
     frame = depth * FIELDS
     low, high, b = frames[frame + LOW], frames[frame + HIGH], frames[frame + BUFFER]
     for section in range(low, high):
@@ -279,12 +252,9 @@ def _split(rows: Any, work: Any, depth: int) -> int:
         if alive == 0:
             if some:
                 split = counters[SPLITS] * SPLIT_FIELDS
-                splits[split + SPLIT_LOW] = start
-                splits[split + SPLIT_HIGH] = section + 1
-                splits[split + SPLIT_PARENT] = depth
-                splits[split + SPLIT_AT] = work[0][b]
-                splits[split + SPLIT_LAST] = b
-                splits[split + SPLIT_REST] = head
+                splits[split + LOW], splits[split + HIGH] = start, section + 1
+                splits[split + PARENT], splits[split + REST] = depth, head
+                splits[split + AT], splits[split + LAST] = work[0][b], b
                 head = counters[SPLITS]
                 counters[SPLITS] += 1
             start, some = section + 1, 0

@@ -30,9 +30,8 @@ class Table:
 def read(path: Path) -> Table:
     """Read a table with the columns id, lower, upper and size, in any order and among others.
 
-    An optional column alignment gives each buffer's alignment; an empty cell means 1.
-
-    Raises `UnreadableInput` with the line and the column.
+    An optional column alignment gives each buffer's alignment; an empty cell means 1. Raises
+    `UnreadableInput` with the line and the column.
     """
     lines = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
     try:
@@ -90,12 +89,12 @@ def _text(path: Path) -> str:
 def _places(columns: Sequence[str], path: Path) -> dict[str, int]:
     """Return the index of each required column."""
     for name in (*NEEDED, *_OPTIONAL):
-        found = columns.count(name)
-        if found > 1 or (not found and name in NEEDED):
-            has = ", ".join(map(_short, columns[:12])) or "none"
+        times = columns.count(name)
+        if times > 1 or (not times and name in NEEDED):
+            known = ", ".join(map(_short, columns[:12])) or "none"
             raise UnreadableInput(
-                f"{path}, line 1: column {name!r} {'is repeated' if found else 'is missing'} among: "
-                f"{has}. The first line names the columns; {', '.join(NEEDED)} are needed."
+                f"{path}, line 1: column {name!r} {'is repeated' if times else 'is missing'} among: "
+                f"{known}. The first line names the columns; {', '.join(NEEDED)} are needed."
             )
     return {name: columns.index(name) for name in (*NEEDED, "alignment") if name in columns}
 
@@ -119,10 +118,10 @@ def _buffer(row: Sequence[str], width: int, places: Mapping[str, int], where: st
 
 def _alignment(row: Sequence[str], places: Mapping[str, int], where: str) -> int:
     text = row[places["alignment"]] if "alignment" in places else ""
-    found = _whole(text, "alignment", where) if text.strip(" \t") else 1
-    if found < 1:
-        raise UnreadableInput(f"{where}: alignment is {found}; it must be 1 or more, or empty.")
-    return found
+    number = _whole(text, "alignment", where) if text.strip(" \t") else 1
+    if number < 1:
+        raise UnreadableInput(f"{where}: alignment is {number}; it must be 1 or more, or empty.")
+    return number
 
 
 def _whole(text: str, column: str, where: str) -> int:

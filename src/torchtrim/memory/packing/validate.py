@@ -26,8 +26,7 @@ def why_invalid(
         if name not in known:
             return f"there is an offset for {name!r}, but no such buffer"
     for buffer in buffers:
-        reason = _misplaced(buffer, offsets, capacity, alignment)
-        if reason is not None:
+        if (reason := _misplaced(buffer, offsets, capacity, alignment)) is not None:
             return reason
     return next(_clashes(buffers, offsets), None)
 
@@ -63,19 +62,17 @@ def _clashes(buffers: Iterable[Buffer], offsets: Mapping[str | int, int]) -> Ite
             del alive[at]
             continue
         for _, other in alive[max(at - 1, 0) : at + 1]:
-            clash = _clash(real[other], real[place], offsets)
-            if clash is not None:
+            if (clash := _clash(real[other], real[place], offsets)) is not None:
                 yield clash
         insort(alive, entry)
 
 
-def _clash(one: Buffer, other: Buffer, offsets: Mapping[str | int, int]) -> str | None:
-    low = max(offsets[one.id], offsets[other.id])
-    high = min(offsets[one.id] + one.size, offsets[other.id] + other.size)
+def _clash(a: Buffer, b: Buffer, offsets: Mapping[str | int, int]) -> str | None:
+    low = max(offsets[a.id], offsets[b.id])
+    high = min(offsets[a.id] + a.size, offsets[b.id] + b.size)
     if low >= high:
         return None
-    begin, end = max(one.lower, other.lower), min(one.upper, other.upper)
     return (
-        f"buffers {one.id!r} and {other.id!r} are both live from {begin} to {end} and share "
-        f"bytes {low} to {high}"
+        f"buffers {a.id!r} and {b.id!r} are both live from {max(a.lower, b.lower)} to "
+        f"{min(a.upper, b.upper)} and share bytes {low} to {high}"
     )

@@ -18,15 +18,12 @@ from torchtrim.planner.problem import Chosen, Problem
 if TYPE_CHECKING:
     from torchtrim.planner.solvers.moments import MomentMemory, MomentSearch
 
-_LOWEST = 5.0
-"""Arbitrary; seconds to search for the lowest peak."""
-_MOST_TERMS = 400_000
-"""Arbitrary; larger programs are not solved within the seconds of a search."""
+_LOWEST = 5.0  # Arbitrary; seconds to search for the lowest peak
+_MOST_TERMS = 400_000  # Arbitrary; larger programs are not solved within the seconds of a search
+# Arbitrary; how much slower than the bound, as a share of the step, a choice may be if the search
+# takes long.
 _NEAR = 2.5e-3
-"""Arbitrary; how much slower than the bound, as a share of the step, a choice may be if the search takes
-long."""
-_NEAR_UNITS = 4.0
-"""Arbitrary; the same for the lowest peak, in units of 1/4096 of the peak."""
+_NEAR_UNITS = 4.0  # Arbitrary; the same for the lowest peak, in units of 1/4096 of the peak
 
 
 class Integer:
@@ -56,18 +53,17 @@ class Integer:
         return sum(len(row.terms) for row in self._linear.rows) <= _MOST_TERMS
 
     def quickest(self, budget: int, start: Chosen | None = None, limit: float = math.inf) -> Answer:
-        """Return the choice within a budget that adds the least time, after a search of at most `limit`
-        seconds.
+        """Return the quickest choice within a budget, after a search of at most `limit` seconds.
 
         The bound is infinite if no choice is within the budget.
         """
         seconds = self._problem.seconds
         longest = max(map(abs, seconds), default=0.0) or 1.0
         near = _NEAR * self._problem.step.seconds / longest
-        costs = tuple(one / longest for one in seconds)
-        found = self._search(costs, budget, near, limit).run(start)
-        bound = self._problem.forced_seconds + max(found.bound, 0.0) * longest
-        return Answer(found.chosen, bound, found.proven)
+        costs = tuple(each / longest for each in seconds)
+        answer = self._search(costs, budget, near, limit).run(start)
+        bound = self._problem.forced_seconds + max(answer.bound, 0.0) * longest
+        return answer._replace(bound=bound)
 
     def lowest(self, start: Chosen | None = None) -> Answer:
         """Return the choice with the smallest peak."""

@@ -19,13 +19,11 @@ import numpy
 
 from torchtrim.core.clock import now
 from torchtrim.planner.front import Answer
-from torchtrim.planner.linear import Constraint, Linear, PeakMoment
+from torchtrim.planner.linear import Constraint, Linear
 from torchtrim.planner.problem import Chosen
 
-_GAP = 1e-6
-"""The tolerance of the solver, so a proven answer is optimal apart from rounding."""
-_PATIENCE = 4.0
-"""Wall time that a solver may take, as a multiple of its seconds, on a busy machine."""
+_GAP = 1e-6  # the tolerance of the solver, so a proven answer is optimal apart from rounding
+_PATIENCE = 4.0  # wall time that a solver may take, as a multiple of its seconds, on a busy machine
 
 
 @dataclass(frozen=True)
@@ -59,9 +57,9 @@ class ProgramAnswer(NamedTuple):
 def solve(
     program: IntegerProgram, seconds: float, start: Sequence[int] | None = None, enough: float = 0.0
 ) -> ProgramAnswer:
-    """Solve a program within some seconds, from the whole columns that are 1 in a `start`.
+    """Solve a program within some seconds. `start`: whole columns that are 1 in a known solution.
 
-    The search for the best goes on for `enough` seconds even if an answer near it is known.
+    The search for the best continues for `enough` seconds after it finds an answer near the bound.
     """
     highspy: Any = import_module("highspy")
     solver = highspy.Highs()
@@ -88,8 +86,7 @@ def solve(
 
 
 def _runs(highspy: Any, solver: Any) -> bool:
-    """Run the solver; after a failure, as with other threads of the user's, run it once more with new
-    threads."""
+    """Run the solver. If it fails, as it may beside the user's threads, run it again with new threads."""
     if solver.run() != highspy.HighsStatus.kError:
         return True
     highspy.Highs.resetGlobalScheduler(True)
@@ -145,12 +142,9 @@ def _highs_model(highspy: Any, program: IntegerProgram) -> Any:
 # The peak has this many units of bytes, and the solver treats values that differ by 1e-6 as equal.
 # Its rounding adds up, hence the slack; every choice is simulated before it counts.
 _UNITS = 4096
-_SLACK = 1e-4
-"""In units, see above."""
-_JOIN = 24
-"""Arbitrary; enough that few rounds are needed, few enough that the program stays small."""
-_ENOUGH = 1.0
-"""Arbitrary; seconds to look for the best choice when one near it is known."""
+_SLACK = 1e-4  # in units, see above
+_JOIN = 24  # Arbitrary; enough that few rounds are needed, few enough that the program stays small
+_ENOUGH = 1.0  # Arbitrary; seconds to look for the best choice when one near it is known
 _IMPOSSIBLE = Answer(None, math.inf, proven=True)
 
 
@@ -170,22 +164,19 @@ class MomentMemory:
         return levels[self._stretches] + self._bytes + self._moments.times(values)
 
     def worst(self, values: Any, limit: float, most: int, known: set[int]) -> list[int]:
-        """Return moments over a limit that are not `known`: the highest of each of about `most` parts of the
-        step."""
+        """Return moments over a limit, except `known` ones: the highest in each of about `most` parts."""
         high = self.of(values)
         high[list(known)] = -math.inf
         over = numpy.flatnonzero(high > limit)
         order = over[numpy.argsort(-high[over], kind="stable")]
         width = max(len(self._rises) // most, 1)
-        of_part: dict[int, int] = {}
+        highest: dict[int, int] = {}
         for moment in order.tolist():
-            of_part.setdefault(int(self._stretches[moment]) // width, moment)
-        return list(of_part.values())
+            highest.setdefault(int(self._stretches[moment]) // width, moment)
+        return list(highest.values())
 
 
 class _Sparse:
-    """A matrix with few terms per row."""
-
     def __init__(self, rows: Sequence[Sequence[tuple[int, float]]]) -> None:
         self._rows = len(rows)
         self._row = numpy.repeat(numpy.arange(len(rows)), [len(row) for row in rows])
@@ -200,9 +191,9 @@ class _Sparse:
 class MomentSearch:
     """One program, solved with more and more moments until its answer holds at all of them.
 
-    `limit`: a budget, or None to minimize the peak, which is then a column of its own. `near`: how far above
-    the bound the costs may be if the search takes long. `seconds`: the time limit. `fits`: returns True if a
-    choice is within the limit to the byte, since the solver treats nearly equal values as equal.
+    `limit`: a budget, or None to minimize the peak, which is then a column of its own. `near`: see
+    `IntegerProgram`. `seconds`: the time limit. `fits`: returns True if a choice is within the limit to the
+    byte, since the solver treats nearly equal values as equal.
     """
 
     def __init__(
@@ -242,14 +233,16 @@ class MomentSearch:
             if found.values is None:
                 break
             values = numpy.round(found.values[: self._model.columns])
-            chosen, over = self._chosen(values), self._over(found.values, values)
-            if over:
+            chosen = tuple(numpy.flatnonzero(values[: self._forced.start] > 0.5).tolist())
+            if over := self._over(found.values, values):
                 high = self._heights.of(values).max(initial=0.0)
                 if self._limit is None and high < lowest:
                     best, lowest = chosen, high
                 self._join(over)
             elif not self._fits(chosen):
-                self._rows.append(self._excluding(chosen))
+                on = {*chosen, *self._forced}
+                terms = tuple((i, 1.0 if i in on else -1.0) for i in range(self._model.options))
+                self._rows.append(Constraint(-math.inf, len(on) - 1.0, terms))
             elif found.proven or enough:
                 return Answer(chosen, self._bytes_or_costs, found.proven)
             else:
@@ -266,8 +259,7 @@ class MomentSearch:
         return range(self._model.options - self._model.forced, self._model.options)
 
     def _ask_in_fractions(self) -> bool:
-        """Add the moments that exceed the limit with fractions of options; return False if even fractions
-        cannot fit."""
+        """Add the moments that fractions of options cannot keep within the limit; False if none can fit."""
         while (left := self._until - now()) > 0:
             found = solve(self._program(whole=False), left)
             if found.infeasible:
@@ -282,22 +274,21 @@ class MomentSearch:
         return True
 
     def _over(self, found: Any, values: Any) -> list[int]:
-        """Return the moments of an answer that exceed the limit, or the peak that it claims."""
         limit = self._limit if self._limit is not None else found[-1] * self._unit
         return self._heights.worst(values, limit + 2 * _SLACK * self._unit, _JOIN, self._moments)
 
     def _join(self, moments: Sequence[int]) -> None:
+        """Add the rows that keep memory at these moments under the limit, in units."""
         for number in moments:
             self._moments.add(number)
-            self._rows.append(self._limit_row(self._model.at(self._model.moments[number])))
-
-    def _limit_row(self, moment: PeakMoment) -> Constraint:
-        """Return the row that keeps memory at a moment under the limit, in units."""
-        terms = tuple((column, size / self._unit) for column, size in moment.terms)
-        if self._limit is not None:
-            return Constraint(-math.inf, (self._limit - moment.bytes) / self._unit + _SLACK, terms)
-        peak = self._model.columns
-        return Constraint(-math.inf, -moment.bytes / self._unit, (*terms, (peak, -1.0)))
+            moment = self._model.at(self._model.moments[number])
+            terms = tuple((column, size / self._unit) for column, size in moment.terms)
+            most = -moment.bytes / self._unit
+            if self._limit is None:
+                terms = (*terms, (self._model.columns, -1.0))
+            else:
+                most = (self._limit - moment.bytes) / self._unit + _SLACK
+            self._rows.append(Constraint(-math.inf, most, terms))
 
     def _program(self, *, whole: bool) -> IntegerProgram:
         model = self._model
@@ -309,11 +300,3 @@ class MomentSearch:
         return IntegerProgram(
             lower, upper, costs, model.options if whole else 0, self._rows, self._near
         )
-
-    def _excluding(self, chosen: Chosen) -> Constraint:
-        on = {*chosen, *self._forced}
-        terms = tuple((i, 1.0 if i in on else -1.0) for i in range(self._model.options))
-        return Constraint(-math.inf, len(on) - 1.0, terms)
-
-    def _chosen(self, values: Any) -> Chosen:
-        return tuple(numpy.flatnonzero(values[: self._forced.start] > 0.5).tolist())

@@ -18,8 +18,7 @@ from torchtrim.planner.front import Front, Point, Solution
 from torchtrim.planner.problem import Chosen, Problem
 from torchtrim.step.simulate import Outcome
 
-_KEPT = 4
-"""Arbitrary; prefixes of a partition to keep in addition to the quickest."""
+_KEPT = 4  # Arbitrary; prefixes of a partition to keep in addition to the quickest
 
 
 class Chains:
@@ -39,10 +38,10 @@ class Chains:
     def partitions(self) -> list[Chosen]:
         """Return partitions of each chain, built from its start to its end.
 
-        Backward reaches the start last, so the cuts at the start determine the peak from there on, whatever
-        follows. Of each prefix, the few with the lowest peak and the quickest are kept.
+        Backward reaches the start last, so the cuts at the start alone determine the peak from there on. For
+        each prefix, the few partitions with the lowest peak and the quickest are kept.
         """
-        found: list[Chosen] = []
+        partitions: list[Chosen] = []
         for chain in dict.fromkeys(name for name, _, _ in self._ranges):
             ends = {(a, b): n for (name, a, b), n in self._ranges.items() if name == chain}
             cuts = sorted({cut for pair in ends for cut in pair})
@@ -53,11 +52,11 @@ class Chains:
                     if (begin, end) in ends:
                         paths += [(*path, ends[begin, end]) for path in kept[begin]]
                 kept[end] = self._best(paths, [n for (_, b), n in ends.items() if b == end])
-            found += kept[cuts[-1]]
-        return [tuple(sorted(path)) for path in dict.fromkeys(found)]
+            partitions += kept[cuts[-1]]
+        return [tuple(sorted(path)) for path in dict.fromkeys(partitions)]
 
     def _best(self, paths: list[Chosen], last: list[int]) -> list[Chosen]:
-        """Return the paths to keep; `last`: options that end where the paths do."""
+        """Return the paths to keep; `last`: options with the same end."""
         problem, several = self._problem, list(dict.fromkeys(paths))
         if not last:
             return several[:_KEPT]
@@ -76,32 +75,24 @@ class Chains:
             end, out = (after[0], {number, after[1]}) if after else (last, {number})
             if (chain, first, end) in self._ranges:
                 yield (have - out) | {self._ranges[chain, first, end]}
-            for cut, one in self._by_first.get((chain, first), ()):
+            for cut, head in self._by_first.get((chain, first), ()):
                 if (chain, cut, end) in self._ranges:
-                    yield (have - out) | {one, self._ranges[chain, cut, end]}
+                    yield (have - out) | {head, self._ranges[chain, cut, end]}
 
 
-_BUDGETS = 20
-"""Arbitrary; the front has about as many points between its lowest and the original."""
-_TRIES = 6000
-"""Arbitrary; bounds the search if simulation is quick."""
+_BUDGETS = 20  # Arbitrary; the front has about as many points between its lowest and the original
+_TRIES = 6000  # Arbitrary; bounds the search if simulation is quick
+# Arbitrary; simulated tasks, which bounds the search to seconds if steps are long.
 _WORK = 8_000_000
-"""Arbitrary; simulated tasks, which bounds the search to seconds if steps are long."""
-_FEW = 60
-"""Arbitrary; up to this number of options, all neighbors are simulated."""
-_NEAR = 10
-"""Arbitrary; with many options, only the ones that free most at the peak are tried."""
-_STARTS = 4
-"""Arbitrary; the starts share the tries."""
-_PRICES = 40
-"""Arbitrary; neighboring prices choose nearly the same options."""
-_PEAKS = 3
-"""Arbitrary; the peak seldom moves to a third place."""
-_LEAST_SECONDS = 1e-7
-"""Smaller differences are rounding errors of sums of seconds."""
+_FEW = 60  # Arbitrary; up to this number of options, all neighbors are simulated
+_NEAR = 10  # Arbitrary; with many options, only the ones that free most at the peak are tried
+_STARTS = 4  # Arbitrary; the starts share the tries
+_PRICES = 40  # Arbitrary; neighboring prices choose nearly the same options
+_PEAKS = 3  # Arbitrary; the peak seldom moves to a third place
+_LEAST_SECONDS = 1e-7  # smaller differences are rounding errors of sums of seconds
 _NONE: frozenset[int] = frozenset()
+# Saved seconds, the options to remove, and the options to add.
 _Exchange = tuple[float, frozenset[int], frozenset[int]]
-"""Saved seconds, the options to remove, and the options to add."""
 
 
 class Local:
@@ -125,12 +116,16 @@ class _Search:
 
     def run(self) -> Front:
         """Lower the peak, then make the choice for each budget quicker."""
-        whole = self._try(()).peak_bytes
+        unchanged = self._try(()).peak_bytes
         pools = self._pools()
         for pool in pools:
             self._pool, self._allowed = pool, frozenset(pool)
             self._left = self._tries // (2 * len(pools))
-            starts = [start for ranking in self._rankings() for start in self._prefixes(ranking)]
+            starts = [
+                tuple(sorted(ranking[:length]))
+                for ranking in self._rankings()
+                for length in sorted({len(ranking) * k // 8 for k in range(9)})
+            ]
             if pool is pools[0]:
                 starts += [*self._chains.partitions(), *self._by_hand()]
             self._descend_from(starts)
@@ -138,19 +133,18 @@ class _Search:
         self._try_prices()
         lowest = self._front.lowest.peak_bytes
         for number in range(_BUDGETS):
-            budget = lowest + (whole - lowest) * number // _BUDGETS
-            known = self._front.within(budget)
-            if known is not None:
+            budget = lowest + (unchanged - lowest) * number // _BUDGETS
+            if (known := self._front.within(budget)) is not None:
                 self._left = max(self._tries // (2 * _BUDGETS), 40)
                 self._quicken(known.chosen, budget)
         return self._front
 
     def _pools(self) -> list[Sequence[int]]:
-        """Return all options, then those of each technique alone, which are often near the best of all."""
         every = range(len(self._problem.options))
         names = dict.fromkeys(option.technique for option in self._problem.options)
         if len(names) == 1:
             return [every]
+        # The options of each technique alone are often near the best of all.
         of = [[i for i in every if self._problem.options[i].technique == name] for name in names]
         return [every, *of]
 
@@ -162,15 +156,15 @@ class _Search:
         """
         tasks = [self._try(()).task]
         for _ in range(_PEAKS):
-            freed = {i: self._freed(i, tasks) for i in self._pool}
-            found = [self._try(self._worthwhile(price, freed)) for price in self._prices(freed)]
-            moved = [one.task for one in found if one.task not in tasks]
+            freed = {
+                i: sum(self._problem.freed(i, task) for task in tasks) / len(tasks)
+                for i in self._pool
+            }
+            outcomes = [self._try(self._worthwhile(price, freed)) for price in self._prices(freed)]
+            moved = [outcome.task for outcome in outcomes if outcome.task not in tasks]
             if not moved:
                 return
             tasks.append(moved[len(moved) // 2])
-
-    def _freed(self, number: int, tasks: Sequence[int]) -> float:
-        return sum(self._problem.freed(number, task) for task in tasks) / len(tasks)
 
     def _prices(self, freed: Mapping[int, float]) -> list[float]:
         """Return rising prices in seconds per byte: no option pays at the first, and all do at the last."""
@@ -211,17 +205,12 @@ class _Search:
             orders.append(sorted((i for i in numbers if sizes[i] <= most), key=lambda i: -sizes[i]))
         return list(dict.fromkeys(tuple(problem.apart(order)) for order in orders))
 
-    def _prefixes(self, ranking: Chosen) -> Iterable[Chosen]:
-        lengths = sorted({len(ranking) * k // 8 for k in range(9)})
-        return [tuple(sorted(ranking[:length])) for length in lengths]
-
     def _by_hand(self) -> Iterator[Chosen]:
-        """Yield each block checkpointed, and every second one, so no choice is slower or higher than
-        these."""
-        options = self._problem.options
-        again = {one: number for number, one in enumerate(options) if one.technique == "recompute"}
+        """Yield each block checkpointed, and every second one, so no plan is worse than these."""
+        options = enumerate(self._problem.options)
+        again = {option: number for number, option in options if option.technique == "recompute"}
         for blocks in checkpointed(again).values():
-            yield tuple(self._problem.apart(sorted(again[one] for one in blocks)))
+            yield tuple(self._problem.apart(sorted(map(again.__getitem__, blocks))))
 
     def _descend_from(self, starts: Iterable[Chosen]) -> None:
         """Descend from the empty set and from the lowest of the starts."""
@@ -236,9 +225,9 @@ class _Search:
         while self._left > 0:
             now = self._try(chosen)
             lower = [
-                (_gain(now, then), other)
+                (saved / max(then.added_seconds - now.added_seconds, 1e-6), other)
                 for other in self._neighbours(chosen, now.task)
-                if (then := self._try(other)).peak_bytes < now.peak_bytes
+                if (saved := now.peak_bytes - (then := self._try(other)).peak_bytes) > 0
             ]
             if not lower:
                 return
@@ -286,36 +275,26 @@ class _Search:
 
     def _exchanges(self, have: frozenset[int]) -> list[_Exchange]:
         """Return exchanges of options that save time, the largest saving first."""
-        problem = self._problem
-        found = [(problem.seconds[i], frozenset((i,)), _NONE) for i in have]
+        problem, seconds = self._problem, self._problem.seconds
+        exchanges = [(seconds[i], frozenset((i,)), _NONE) for i in have]
         for number in {j for i in have for j in problem.clashes[i]} - have:
             out = have & problem.clashes[number]
-            saved = problem.sum(out) - problem.seconds[number]
-            found.append((saved, out, frozenset((number,))))
+            exchanges.append((problem.sum(out) - seconds[number], out, frozenset((number,))))
         for other in self._chains.recut(have):
             out, into = have - other, other - have
-            found.append((problem.sum(out) - problem.sum(into), out, into))
-        if len(problem.options) <= _FEW:
-            found += self._swaps(have)
-        return sorted((one for one in found if one[0] > _LEAST_SECONDS), key=lambda one: -one[0])
-
-    def _swaps(self, have: frozenset[int]) -> Iterator[_Exchange]:
-        """Yield exchanges of one option for a quicker one elsewhere."""
-        problem = self._problem
-        for i in have:
-            for j in range(len(problem.options)):
-                saved = problem.seconds[i] - problem.seconds[j]
-                if saved > 0 and j not in have and not problem.clashes[j] & have:
-                    yield saved, frozenset((i,)), frozenset((j,))
+            exchanges.append((problem.sum(out) - problem.sum(into), out, into))
+        if len(problem.options) <= _FEW:  # one option for a quicker one elsewhere
+            exchanges += (
+                (seconds[i] - seconds[j], frozenset((i,)), frozenset((j,)))
+                for i in have
+                for j in range(len(problem.options))
+                if seconds[i] > seconds[j] and j not in have and not problem.clashes[j] & have
+            )
+        worthwhile = (exchange for exchange in exchanges if exchange[0] > _LEAST_SECONDS)
+        return sorted(worthwhile, key=lambda exchange: -exchange[0])
 
 
-def _gain(now: Outcome, then: Outcome) -> float:
-    saved = now.peak_bytes - then.peak_bytes
-    return saved / max(then.added_seconds - now.added_seconds, 1e-6)
-
-
-_MOST = 2048
-"""Sets of eleven options without exclusions take a moment; larger problems are left to other solvers."""
+_MOST = 2048  # Sets of eleven options without exclusions, which take a moment to simulate.
 
 
 class Exact:
@@ -323,21 +302,13 @@ class Exact:
 
     def solve(self, problem: Problem) -> Solution | None:
         """Return all choices, or None if there are more than 2,048 sets."""
-        sets = _all(problem)
-        if sets is None:
-            return None
+        sets: list[Chosen] = [()]
+        for number, clashes in enumerate(problem.clashes):
+            sets += [(*chosen, number) for chosen in sets if clashes.isdisjoint(chosen)]
+            if len(sets) > _MOST:
+                return None
         front = Front()
         for chosen in sets:
             outcome = problem.run(chosen)
             front.add(Point(outcome.peak_bytes, outcome.added_seconds, chosen))
         return Solution(front, optimal=True)
-
-
-def _all(problem: Problem) -> list[Chosen] | None:
-    found: list[Chosen] = [()]
-    for number in range(len(problem.options)):
-        clashes = problem.clashes[number]
-        found += [(*chosen, number) for chosen in found if clashes.isdisjoint(chosen)]
-        if len(found) > _MOST:
-            return None
-    return found

@@ -14,8 +14,7 @@ from torchtrim.records.profile import Call, Profile
 
 
 class ForwardPass(NamedTuple):
-    """One forward pass of a model and its loss: operators `first <= i < last`; the model itself ends at
-    `returned`."""
+    """A forward pass of a model, operators `first <= i < returned`, and its loss, before `last`."""
 
     root: str
     call: Call
@@ -25,8 +24,7 @@ class ForwardPass(NamedTuple):
 
 
 class CallCut(NamedTuple):
-    """A place where a stage may begin: before this call of a module. `bytes`: size of the tensor that crosses
-    it."""
+    """A place where a stage may begin: before this call of a module. `bytes` cross it, in one tensor."""
 
     where: str
     operator: int
@@ -35,16 +33,14 @@ class CallCut(NamedTuple):
 
 
 class CutPlaces(NamedTuple):
-    """The places where a model may be cut, in order, and the reasons against others, the most frequent
-    first."""
+    """The places where a model may be cut, in order, and the most frequent reasons against others."""
 
     cuts: tuple[CallCut, ...]
     reasons: tuple[str, ...]
 
 
 def pass_of(profile: Profile) -> ForwardPass:
-    """Return the forward pass of the model with the most parameters. Raises `Unsupported` if no model
-    trains."""
+    """Return the forward pass of the largest model. Raises `Unsupported` if no model trains."""
     roots = [call for call in profile.calls if call.depth == 0 and call.graded]
     roots = [call for call in roots if call.first < call.last and _backward_after(profile, call)]
     if not roots:
@@ -52,7 +48,7 @@ def pass_of(profile: Profile) -> ForwardPass:
             "no model of the recorded step runs forward with gradients and then backward, so there is "
             "nothing to cut into stages. A pipeline needs a step of the form loss_fn(model(x), y)."
         )
-    call = max(roots, key=lambda one: (_weight(profile, one), -one.first))
+    call = max(roots, key=lambda root: (_weight(profile, root), -root.first))
     return ForwardPass(
         profile.modules[call.module].path,
         call,
@@ -64,9 +60,11 @@ def pass_of(profile: Profile) -> ForwardPass:
 
 def passes_in(profile: Profile, root: str) -> int:
     """Return how often a step runs the root forward and then backward: more than once if it accumulates."""
-    calls = (one for one in profile.calls if one.depth == 0 and one.graded)
-    own = [one for one in calls if profile.modules[one.module].path == root]
-    return sum(one.first < one.last and bool(_backward_after(profile, one)) for one in own)
+    return sum(
+        profile.modules[call.module].path == root and _backward_after(profile, call) > 0
+        for call in profile.calls
+        if call.depth == 0 and call.graded and call.first < call.last
+    )
 
 
 def _weight(profile: Profile, call: Call) -> int:
@@ -80,47 +78,35 @@ def _weight(profile: Profile, call: Call) -> int:
 
 def _backward_after(profile: Profile, call: Call) -> int:
     """Return the first operator of the backward that follows the call, or 0."""
-    for index in range(call.last, len(profile.operators)):
-        if profile.operators[index].phase == "backward":
-            return index
-    return 0
+    rest = range(call.last, len(profile.operators))
+    return next((index for index in rest if profile.operators[index].phase == "backward"), 0)
 
 
-def cuts_of(profile: Profile, made: ForwardPass) -> CutPlaces:
-    """Return where the model may be cut: a single tensor must connect the operators before and after the
-    place."""
-    finder = _CallFinder(profile, made)
-    found, reasons = [], Counter[str]()
+def cuts_of(profile: Profile, forward: ForwardPass) -> CutPlaces:
+    """Return the places where a single tensor connects the operators before and after."""
+    finder = _CallFinder(profile, forward)
+    cuts, reasons = [], Counter[str]()
     for call in finder.candidates():
         reason, size = finder.judged(call)
         if reason:
             reasons[reason] += 1
         else:
-            found.append(CallCut(finder.below(call), call.first, call.inputs[0], size))
-    return CutPlaces(tuple(found), tuple(reason for reason, _ in reasons.most_common()))
+            cuts.append(CallCut(finder.below(call), call.first, call.inputs[0], size))
+    return CutPlaces(tuple(cuts), tuple(reason for reason, _ in reasons.most_common()))
 
 
 class _CallFinder:
-    """Determines the tensors that cross each place of a forward pass."""
-
-    def __init__(self, profile: Profile, made: ForwardPass) -> None:
+    def __init__(self, profile: Profile, forward: ForwardPass) -> None:
         self._profile = profile
-        self._pass = made
+        self._pass = forward
         self._reads: defaultdict[int, list[int]] = defaultdict(list)
         self._made: dict[int, int] = {}
+        # Tensors that depend on parameters. Each stage recomputes the others itself.
         self._trained: set[int] = set()
-        self._names = {
-            number: one.name
-            for number, one in enumerate(profile.storages)
-            if one.kind == "parameter"
-        }
+        self._names = {n: s.name for n, s in enumerate(profile.storages) if s.kind == "parameter"}
         self._follow()
 
     def _follow(self) -> None:
-        """Find the readers of each tensor, and the tensors that depend on parameters.
-
-        Each stage recomputes the other tensors itself.
-        """
         for index in range(self._pass.first, self._pass.last):
             op = self._profile.operators[index]
             inputs = {use.storage for use in op.inputs}
@@ -129,7 +115,7 @@ class _CallFinder:
             for use in op.outputs:
                 if use.storage not in inputs:
                     self._made.setdefault(use.storage, index)
-                if any(one in self._trained or one in self._names for one in inputs):
+                if not (inputs.isdisjoint(self._trained) and inputs.isdisjoint(self._names)):
                     self._trained.add(use.storage)
         self._trained -= set(self._names)
         for number in self._pass.call.outputs:
@@ -141,12 +127,10 @@ class _CallFinder:
         self._crossing = self._counted()
 
     def below(self, call: Call) -> str:
-        """Return the module's path below the root."""
         return self._profile.modules[call.module].path.removeprefix(f"{self._pass.root}.")
 
     def candidates(self) -> Iterator[Call]:
-        """Yield the calls inside the model that begin after its first operator, the outermost if several
-        begin there."""
+        """Yield the calls inside the model that begin after its first operator, the outermost at each."""
         inside = [
             call
             for call in self._profile.calls
@@ -156,39 +140,33 @@ class _CallFinder:
         ]
         times = Counter(call.module for call in inside)
         begun: set[int] = set()
-        for call in sorted(inside, key=lambda one: (one.first, one.depth)):
+        for call in sorted(inside, key=lambda inner: (inner.first, inner.depth)):
             if call.first not in begun and times[call.module] == 1:
                 begun.add(call.first)
                 yield call
 
     def judged(self, call: Call) -> tuple[str, int]:
-        """Return the reason against a cut before the call, or an empty string, and how many bytes cross."""
         at, where = call.first, self.below(call)
         tied = next((n for n, first, last in self._tied if first < at <= last), None)
         if tied is not None:
             return f"{self._names[tied]} is used before it and after it (tied weights)", 0
-        given = call.inputs[0] if call.inputs else -1
-        crosses = self._crosses(given, at)
+        source = call.inputs[0] if call.inputs else -1
+        crosses = (
+            source in self._trained
+            and source in self._made
+            and self._made[source] < at <= max(self._reads[source], default=-1)
+        )
         if self._crossing[at - self._pass.first] > crosses:
             return "more than one tensor crosses it, such as a skip connection", 0
         if not crosses:
             return f"the input of {where} is not its first argument", 0
-        if any(read >= call.last for read in self._reads[given]):
+        if any(read >= call.last for read in self._reads[source]):
             return f"the input of {where} is used again after it, as in a residual block", 0
-        size = self._bytes_if_all_read(given, at)
+        size = self._bytes_if_all_read(source, at)
         return ("only a part of a tensor crosses it", 0) if size is None else ("", size)
 
-    def _crosses(self, number: int, at: int) -> bool:
-        """Return True if a tensor depends on parameters, is made before the operator, and is read from there
-        on."""
-        made, reads = self._made.get(number), self._reads.get(number)
-        if made is None or not reads or number not in self._trained:
-            return False
-        return made < at <= reads[-1]
-
     def _counted(self) -> list[int]:
-        """Return how many such tensors cross each operator of the pass, as a sum of bytes with one byte
-        each."""
+        """Return the number of tensors that cross each operator of the pass, as a sum of one byte each."""
         lives = [
             (1, made + 1 - self._pass.first, self._reads[n][-1] + 1 - self._pass.first)
             for n, made in self._made.items()

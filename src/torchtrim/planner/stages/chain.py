@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from torchtrim.errors import Unsupported
 from torchtrim.memory.packing.buffers import Life, bytes_over_time
 from torchtrim.planner.stages.calls import ForwardPass, cuts_of, pass_of
-from torchtrim.records.profile import Operator, Profile
+from torchtrim.records.profile import Profile
 from torchtrim.techniques.micro_batch.found import is_training_norm
 
 _OF_BATCH = ("activation", "temporary", "input")
+_BIRTH = itemgetter(1)
 
 
 class Segment(NamedTuple):
@@ -66,8 +68,7 @@ class Chain(NamedTuple):
 class ChainReader:
     """Reads chains for micro-batches of any size from one profile. Raises `Unsupported` with the reason.
 
-    `seconds`: the time of the step without a recorder. `times`: the time of each operator, if it differs from
-    the profile's, such as on another device.
+    `seconds`: the time of the step without a recorder. `times`: the time of each operator on another device.
     """
 
     def __init__(
@@ -77,14 +78,15 @@ class ChainReader:
         self._times = times or [op.seconds for op in profile.operators]
         self._pass = pass_of(profile)
         self._refuse()
-        found = cuts_of(profile, self._pass)
-        self.reasons = found.reasons
-        self._cuts = found.cuts
-        self._starts = (self._pass.first, *(cut.operator for cut in found.cuts))
+        self._cuts, self.reasons = cuts_of(profile, self._pass)
+        self._starts = (self._pass.first, *(cut.operator for cut in self._cuts))
         self._scale = 1.0 if times else _scale(profile, seconds)
         self._shortest_seconds = _shortest_seconds(profile, self._times)
-        self._homes = dict(self._attributed())
-        self._readers = self._first_readers()
+        self._homes = self._attributed()
+        self._readers: dict[int, int] = {}
+        for index in range(self._pass.first, self._pass.last):
+            for use in profile.operators[index].inputs:
+                self._readers.setdefault(use.storage, self._home(index))
         self._held_always = self._state_bytes()
         self._update_seconds = sum(
             seconds
@@ -92,9 +94,9 @@ class ChainReader:
             if op.phase == "optimizer"
         )
         self._grads_are_fresh = not any(
-            one.kind == "gradient" and one.birth < 0 for one in profile.storages
+            storage.kind == "gradient" and storage.birth < 0 for storage in profile.storages
         )
-        self._all_parameters = sum(one.bytes for one in profile.storages if one.kind == "parameter")
+        self._all_parameters = sum(s.bytes for s in profile.storages if s.kind == "parameter")
 
     @property
     def root(self) -> str:
@@ -103,7 +105,7 @@ class ChainReader:
 
     @property
     def batch(self) -> int:
-        """The samples in the model's input: the first size of its first tensor."""
+        """The samples in the model's input: the first dimension of its first tensor."""
         given = self._pass.call.inputs[:1]
         for index in range(self._pass.first, self._pass.last):
             for use in self._profile.operators[index].inputs:
@@ -113,8 +115,7 @@ class ChainReader:
 
     def _refuse(self) -> None:
         ops = self._profile.operators[self._pass.first : self._pass.last]
-        norm = next(filter(is_training_norm, ops), None)
-        if norm is not None:
+        if (norm := next(filter(is_training_norm, ops), None)) is not None:
             raise Unsupported(
                 f"{self.root} normalizes by the statistics of a batch ({norm.name}), and a pipeline runs "
                 "micro-batches, whose statistics differ: it would compute a different function. Use "
@@ -123,11 +124,11 @@ class ChainReader:
 
     def chain(self, share: float) -> Chain:
         """Return the chain for micro-batches of this share of the batch."""
-        begun = [("", 0), *((cut.where, cut.bytes) for cut in self._cuts)]
+        begins = [("", 0), *((cut.where, cut.bytes) for cut in self._cuts)]
         curves = _Curves(self._profile, self._pass, share)
         segments = tuple(
-            self._segment(number, where, int(given * share), share, curves)
-            for number, (where, given) in enumerate(begun)
+            self._segment(number, where, int(size * share), share, curves)
+            for number, (where, size) in enumerate(begins)
         )
         return Chain(self.root, segments, self.batch, share)
 
@@ -140,17 +141,16 @@ class ChainReader:
         parameters, state = self._held_always[number]
         waiting = self._waiting(number)
         fresh = self._grads_are_fresh
-        updates = self._update_seconds
         return Segment(
             where,
             forward,
             inputs,
             weights,
-            updates * self._scale * parameters / max(self._all_parameters, 1),
+            self._update_seconds * self._scale * parameters / max(self._all_parameters, 1),
             given,
             *curves.of(self._ops(number, "F"), [*self._ops(number, "I"), *self._ops(number, "W")]),
             sent=self._sent(number, share),
-            waiting=int(share * sum(self._profile.storages[one].bytes for one in waiting)),
+            waiting=int(share * sum(self._profile.storages[number].bytes for number in waiting)),
             split=curves.split(self._ops(number, "I"), waiting | self._waiting(number - 1)),
             gradients=parameters if fresh else 0,
             state=parameters + state + (0 if fresh else parameters),
@@ -167,120 +167,100 @@ class ChainReader:
         """
         inner = number < len(self._cuts)
         results = {self._cuts[number].storage} if inner else {*self._pass.call.outputs}
-        kept = (self._profile.storages[one] for one in results)
-        return sum(int(one.bytes * share) for one in kept if one.death <= self._pass.last)
+        storages = (self._profile.storages[number] for number in results)
+        return sum(int(s.bytes * share) for s in storages if s.death <= self._pass.last)
 
     def _home(self, operator: int) -> int:
         return max(bisect_right(self._starts, operator) - 1, 0)
 
-    def _attributed(self) -> Iterator[tuple[tuple[int, str], list[int]]]:
-        """Return the operators of each segment: forward, backward to the inputs and to the weights."""
-        found: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
-        for index in range(self._pass.first, self._pass.last):
-            found[self._home(index), "F"].append(index)
-        last = len(self._starts) - 1
-        for index, op in self._backwards():
-            if self._pass.first <= op.forward < self._pass.last:
-                last = self._home(op.forward)
-            found[last, "W" if self._is_of_weights(op) else "I"].append(index)
-        return iter(found.items())
+    def _attributed(self) -> dict[tuple[int, str], list[int]]:
+        """Return the operators of each segment: forward, backward to the inputs and to the weights.
 
-    def _backwards(self) -> Iterator[tuple[int, Operator]]:
-        """Yield the backward operators that follow the pass, up to another forward or an update."""
+        Backward ends before another forward or an update.
+        """
+        operators: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
+        for index in range(self._pass.first, self._pass.last):
+            operators[self._home(index), "F"].append(index)
+        last = len(self._starts) - 1
         for index in range(self._pass.last, len(self._profile.operators)):
             op = self._profile.operators[index]
             if op.phase not in ("backward", "recompute", "other"):
-                return
-            yield index, op
-
-    def _is_of_weights(self, op: Operator) -> bool:
-        kinds = {self._profile.storages[use.storage].kind for use in op.outputs}
-        return kinds == {"gradient"}
+                break
+            if self._pass.first <= op.forward < self._pass.last:
+                last = self._home(op.forward)
+            kinds = {self._profile.storages[use.storage].kind for use in op.outputs}
+            operators[last, "W" if kinds == {"gradient"} else "I"].append(index)
+        return operators
 
     def _seconds(self, index: int, share: float) -> float:
-        """Return the time of an operator on a part of the batch; a small one takes as long as other small
-        ones."""
+        """Return the time of an operator on a part of the batch, at least that of a small operator."""
         seconds = self._times[index]
         return self._scale * max(seconds * share, min(seconds, self._shortest_seconds))
-
-    def _first_readers(self) -> dict[int, int]:
-        found: dict[int, int] = {}
-        for index in range(self._pass.first, self._pass.last):
-            for use in self._profile.operators[index].inputs:
-                found.setdefault(use.storage, self._home(index))
-        return found
 
     def _state_bytes(self) -> dict[int, tuple[int, int]]:
         """Return the bytes of each segment's parameters, and of its buffers and optimizer states."""
         storages = self._profile.storages
-        found: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
-
-        def add(home: int, parameters: int, others: int) -> None:
-            found[home] = found[home][0] + parameters, found[home][1] + others
-
-        for storage, home in self._readers.items():
-            one = storages[storage]
-            add(home, one.bytes * (one.kind == "parameter"), one.bytes * (one.kind == "buffer"))
-        steps = (update for step in self._profile.optimizer_steps for update in step.updates)
-        states = {
-            (self._readers.get(one.parameter, -1), state) for one in steps for state in one.states
-        }
-        for home, state in states:
-            add(home, 0, storages[state].bytes)
-        return found
+        parameters: Counter[int] = Counter()
+        others: Counter[int] = Counter()
+        for number, home in self._readers.items():
+            if storages[number].kind == "parameter":
+                parameters[home] += storages[number].bytes
+            elif storages[number].kind == "buffer":
+                others[home] += storages[number].bytes
+        updates = (update for step in self._profile.optimizer_steps for update in step.updates)
+        for home, state in {
+            (self._readers.get(u.parameter, -1), s) for u in updates for s in u.states
+        }:
+            others[home] += storages[state].bytes
+        return {home: (parameters[home], others[home]) for home in range(len(self._starts))}
 
     def _waiting(self, number: int) -> set[int]:
-        """Return the gradients that backward to the inputs makes and backward to the weights reads, as
-        storages."""
+        """Return the storages that backward to the inputs makes and backward to the weights reads."""
         storages = self._profile.storages
-        found: set[int] = set()
+        reads: set[int] = set()
         for index in (*self._ops(number, "I"), *self._ops(number, "W")):
             op = self._profile.operators[index]
             if any(storages[use.storage].kind == "gradient" for use in op.outputs):
-                found |= {use.storage for use in op.inputs}
+                reads |= {use.storage for use in op.inputs}
         return {
-            one
-            for one in found
-            if storages[one].birth >= self._pass.last and storages[one].kind != "gradient"
+            read
+            for read in reads
+            if storages[read].birth >= self._pass.last and storages[read].kind != "gradient"
         }
 
 
 class _Curves:
-    """Bytes over the recorded pass, by segment, scaled to a micro-batch.
+    """Bytes over the recorded pass, by segment. Except gradients, they shrink with a micro-batch's share."""
 
-    A gradient keeps its size in a micro-batch; all else shrinks with the share of the batch.
-    """
-
-    def __init__(self, profile: Profile, made: ForwardPass, share: float) -> None:
+    def __init__(self, profile: Profile, forward: ForwardPass, share: float) -> None:
         self._operators, self._storages = profile.operators, profile.storages
-        self._turn = made.last
+        self._turn = forward.last
         self._share = share
-        given = set(made.call.inputs)
+        inputs = set(forward.call.inputs)
         lives: list[Life] = []
         gradients: list[Life] = []
-        for number, one in enumerate(profile.storages):
-            if not one.counted or one.birth < made.first or number in given:
+        for number, storage in enumerate(profile.storages):
+            if not storage.counted or storage.birth < forward.first or number in inputs:
                 continue
-            if one.kind in _OF_BATCH:
-                lives.append((int(one.bytes * share), one.birth, one.death))
+            if storage.kind in _OF_BATCH:
+                lives.append((int(storage.bytes * share), storage.birth, storage.death))
             else:
-                gradients.append((one.bytes, one.birth, one.death))
-        self._lives, self._gradients = _ByBirth(lives), _ByBirth(gradients)
+                gradients.append((storage.bytes, storage.birth, storage.death))
+        self._lives, self._gradients = sorted(lives, key=_BIRTH), sorted(gradients, key=_BIRTH)
 
     def of(self, forward: Sequence[int], backward: Sequence[int]) -> tuple[int, int, int, int]:
-        """Return the bytes held after forward, and the rise above them in forward, in backward, and in the
-        first one."""
+        """Return the bytes held after forward, and the peaks in forward, backward and the first backward."""
         if not forward:
             return 0, 0, 0, 0
         first, end = forward[0], forward[-1] + 1
-        own = self._lives.born(first, end)
+        own = _born(self._lives, first, end)
         held = sum(size for size, _, death in own if death > self._turn)
         rise = max(self._highest(own, first, end), held)
         if not backward:
             return held, rise, held, held
         low, high = min(backward), max(backward) + 1
-        own += self._lives.born(low, high)
-        new = self._gradients.born(low, high)
+        own += _born(self._lives, low, high)
+        new = _born(self._gradients, low, high)
         brief = [(size, birth, birth + 1) for size, birth, _ in new]
         back, stays = (self._highest(own + more, low, high) for more in (brief, new))
         return held, rise, max(back, held), max(stays, held)
@@ -290,19 +270,18 @@ class _Curves:
         if not inputs:
             return 0
         low, high = min(inputs), max(inputs) + 1
-        there = set(inputs)
+        operators = set(inputs)
         own = [
-            (int(one.bytes * self._share), one.birth, high if number in waiting else one.death)
-            for number, one in enumerate(self._storages)
-            if one.birth in there and one.counted and one.kind in _OF_BATCH
+            (int(s.bytes * self._share), s.birth, high if number in waiting else s.death)
+            for number, s in enumerate(self._storages)
+            if s.birth in operators and s.counted and s.kind in _OF_BATCH
         ]
-        return self._highest(own, low, high, there)
+        return self._highest(own, low, high, operators)
 
     def _highest(
         self, lives: Sequence[Life], first: int, end: int, at: Collection[int] | None = None
     ) -> int:
-        """Return the highest bytes in a span of operators, or during some of them, with their own
-        temporaries."""
+        """Return the highest bytes during a span of operators, or some of them, temporaries included."""
         moved = [(size, birth - first, death - first) for size, birth, death in lives]
         live = bytes_over_time(end - first, moved)
         before = bytes_over_time(end - first, ((size, at + 1, to) for size, at, to in moved))
@@ -315,20 +294,10 @@ class _Curves:
         )
 
 
-class _ByBirth:
-    """Lives, searchable by their start."""
-
-    def __init__(self, lives: Iterable[Life]) -> None:
-        self._lives = sorted(lives, key=_birth)
-
-    def born(self, first: int, end: int) -> list[Life]:
-        """Return the lives that begin at `first <= i < end`."""
-        low, high = (bisect_left(self._lives, at, key=_birth) for at in (first, end))
-        return self._lives[low:high]
-
-
-def _birth(life: Life) -> int:
-    return life[1]
+def _born(lives: list[Life], first: int, end: int) -> list[Life]:
+    """Return the lives, sorted by birth, that begin at `first <= i < end`."""
+    low, high = (bisect_left(lives, at, key=_BIRTH) for at in (first, end))
+    return lives[low:high]
 
 
 def _scale(profile: Profile, seconds: float) -> float:
@@ -338,7 +307,6 @@ def _scale(profile: Profile, seconds: float) -> float:
 
 def _shortest_seconds(profile: Profile, seconds: Sequence[float]) -> float:
     """Return the time of an operator that does next to nothing: the first decile of all times."""
-    phases = ("forward", "backward")
-    both = zip(profile.operators, seconds, strict=True)
-    times = sorted(one for op, one in both if op.phase in phases)
+    pairs = zip(profile.operators, seconds, strict=True)
+    times = sorted(time for op, time in pairs if op.phase in ("forward", "backward"))
     return times[len(times) // 10] if times else 0.0

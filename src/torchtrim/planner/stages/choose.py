@@ -36,14 +36,10 @@ from torchtrim.records.pipeline import (
 )
 
 Orders = Callable[[Schedule, int, int, int], Order | None]
-_MOST_MICROBATCHES = 64
-"""Arbitrary; the bubble of a pipeline is small long before."""
-_STAGES_A_RANK = (1, 2)
-"""Stages per rank: one, or two for the interleaved schedules."""
-_IMPROVED = 8
-"""Arbitrary; moving the cuts of each simulates hundreds of steps."""
-_SHORT = 2
-"""Arbitrary; candidates of each schedule on the shortlist."""
+_MOST_MICROBATCHES = 64  # Arbitrary; the bubble of a pipeline is small long before
+_STAGES_A_RANK = (1, 2)  # stages per rank: one, or two for the interleaved schedules
+_IMPROVED = 8  # Arbitrary; moving the cuts of each simulates hundreds of steps
+_SHORT = 2  # Arbitrary; candidates of each schedule on the shortlist
 
 
 class PipelineSettings(NamedTuple):
@@ -93,13 +89,13 @@ def choose(
     `chain_of` returns the model for micro-batches of a share of the batch. Raises `Unsupported` if the model
     has too few places to cut, and `InfeasibleBudget` if no candidate fits.
     """
-    found = list(_candidates(chain_of, ways, budget, orders))
-    if not found:
+    candidates = list(_candidates(chain_of, ways, budget, orders))
+    if not candidates:
         raise Unsupported(_no_pipeline(chain_of(1.0), ways))
-    found = _improved(found, chain_of, ways, budget)
-    fits = [one for one in found if budget is None or one.peak <= budget]
+    candidates = _improved(candidates, chain_of, ways, budget)
+    fits = [each for each in candidates if budget is None or each.peak <= budget]
     if not fits:
-        raise _infeasible(min(found, key=lambda one: one.peak))
+        raise _infeasible(min(candidates, key=lambda each: each.peak))
     return _chosen(fits, chain_of(1.0).root, ways)
 
 
@@ -107,28 +103,25 @@ def choose_clocked(
     chosen: PipelineChoice, clocks: Sequence[Sequence[StageSeconds]], ways: PipelineSettings
 ) -> PipelineChoice:
     """Choose again from the shortlist, with measured times for the actions of each candidate's stages."""
-    found = []
-    for one, clocked in zip(chosen.shortlist, clocks, strict=True):
-        stages = tuple(clocked_as(*both) for both in zip(one.stages, clocked, strict=True))
-        simulated = simulate_pipeline(stages, one.order, one.microbatches, ways.link)
-        found.append(one._replace(stages=stages, simulated=simulated))
-    return _chosen(found, chosen.pipeline.root, ways)
+    candidates = []
+    for candidate, clocked in zip(chosen.shortlist, clocks, strict=True):
+        stages = tuple(clocked_as(*pair) for pair in zip(candidate.stages, clocked, strict=True))
+        simulated = simulate_pipeline(stages, candidate.order, candidate.microbatches, ways.link)
+        candidates.append(candidate._replace(stages=stages, simulated=simulated))
+    return _chosen(candidates, chosen.pipeline.root, ways)
 
 
 def _chosen(fits: list[StageCandidate], root: str, ways: PipelineSettings) -> PipelineChoice:
-    fits = sorted(fits, key=lambda one: (one.simulated.seconds, one.peak))
+    fits = sorted(fits, key=lambda each: (each.simulated.seconds, each.peak))
     by_schedule: dict[Schedule, list[StageCandidate]] = {}
-    for one in fits:
-        by_schedule.setdefault(one.schedule, []).append(one)
+    for candidate in fits:
+        by_schedule.setdefault(candidate.schedule, []).append(candidate)
     others = tuple(several[0] for several in by_schedule.values())
-    few = (one for several in by_schedule.values() for one in _shortlist(several))
-    return PipelineChoice(fits[0], others, pipeline_of(root, fits[0], ways), tuple(few))
-
-
-def _shortlist(several: Sequence[StageCandidate]) -> list[StageCandidate]:
-    """Return the first few that differ in more than their cuts."""
-    found = {(one.microbatches, len(one.stages)): one for one in reversed(several)}
-    return sorted(found.values(), key=lambda one: one.simulated.seconds)[:_SHORT]
+    shortlist: list[StageCandidate] = []
+    for several in by_schedule.values():  # the quickest few that differ in more than their cuts
+        distinct = {(each.microbatches, len(each.stages)): each for each in reversed(several)}
+        shortlist += sorted(distinct.values(), key=lambda each: each.simulated.seconds)[:_SHORT]
+    return PipelineChoice(fits[0], others, pipeline_of(root, fits[0], ways), tuple(shortlist))
 
 
 def _candidates(
@@ -142,22 +135,16 @@ def _candidates(
                 count = each * ways.ranks
                 order = orders(schedule, ways.ranks, count, microbatches)
                 if order is not None and count <= len(chain.segments):
-                    cuts = _cut(chain, count, budget)
+                    cuts = _cut(chain.segments, count, budget)
                     yield _candidate(chain, schedule, microbatches, cuts, order, ways, budget)
 
 
 def _microbatches(batch: int, ways: PipelineSettings) -> list[int]:
-    """Return the numbers of micro-batches that divide the batch of a replica."""
     own = batch // ways.replicas
     if batch % ways.replicas:
         return []
     wanted = ways.microbatches or range(1, min(own, _MOST_MICROBATCHES) + 1)
     return [count for count in wanted if own and own % count == 0]
-
-
-@functools.lru_cache(maxsize=256)
-def _cut(chain: Chain, count: int, budget: int | None) -> Cuts:
-    return balanced_cuts(chain.segments, count, budget)
 
 
 def _candidate(
@@ -191,7 +178,7 @@ def _recomputed(
     again: list[int] = []
     for rank in range(len(order.ranks)):
         own = [stage for stage, home in enumerate(order.homes) if home == rank]
-        for stage in sorted(own, key=lambda one: -stages[one].held):
+        for stage in sorted(own, key=lambda number: -stages[number].held):
             if rank_peak(stages_of(chain, cuts, again), order, rank, microbatches) <= budget:
                 break
             again.append(stage)
@@ -199,39 +186,34 @@ def _recomputed(
 
 
 def _improved(
-    found: list[StageCandidate],
+    candidates: list[StageCandidate],
     chain_of: Callable[[float], Chain],
     ways: PipelineSettings,
     budget: int | None,
 ) -> list[StageCandidate]:
-    """Return the best few with their cuts moved while that makes the simulated step shorter."""
-
-    def rank(one: StageCandidate) -> tuple[bool, float]:
-        return (budget is not None and one.peak > budget, one.simulated.seconds)
-
-    found = sorted(found, key=rank)
+    """Return the candidates, and the best few with cuts that make the simulated step shorter."""
+    candidates = sorted(
+        candidates,
+        key=lambda each: (budget is not None and each.peak > budget, each.simulated.seconds),
+    )
     best = []
-    for one in found[:_IMPROVED]:
-        chain = chain_of(1 / (one.microbatches * ways.replicas))
+    for candidate in candidates[:_IMPROVED]:
+        schedule, count, order = candidate.schedule, candidate.microbatches, candidate.order
+        chain = chain_of(1 / (count * ways.replicas))
 
-        def price(cuts: Cuts, one: StageCandidate = one, chain: Chain = chain) -> float:
-            stages = stages_of(chain, cuts, one.again)
-            seconds = step_seconds(stages, one.order, ways.link)
-            return seconds + _excess_share(stages, one, budget) * 10 * seconds
+        def price(cuts: Cuts, candidate: StageCandidate = candidate, chain: Chain = chain) -> float:
+            order = candidate.order
+            stages = stages_of(chain, cuts, candidate.again)
+            seconds = step_seconds(stages, order, ways.link)
+            if budget is None:
+                return seconds
+            ranks = range(len(order.ranks))
+            peak = max(rank_peak(stages, order, rank, candidate.microbatches) for rank in ranks)
+            return seconds + max(0.0, peak / budget - 1) * 10 * seconds
 
-        cuts, _ = improved_cuts(one.cuts, len(chain.segments), price)
-        best.append(
-            _candidate(chain, one.schedule, one.microbatches, cuts, one.order, ways, budget)
-        )
-    return [*best, *found[_IMPROVED:], *found[:_IMPROVED]]
-
-
-def _excess_share(stages: Sequence[StageCost], one: StageCandidate, budget: int | None) -> float:
-    if budget is None:
-        return 0.0
-    ranks = range(len(one.order.ranks))
-    peak = max(rank_peak(stages, one.order, rank, one.microbatches) for rank in ranks)
-    return max(0.0, peak / budget - 1)
+        cuts, _ = improved_cuts(candidate.cuts, len(chain.segments), price)
+        best.append(_candidate(chain, schedule, count, cuts, order, ways, budget))
+    return [*best, *candidates[_IMPROVED:], *candidates[:_IMPROVED]]
 
 
 def pipeline_of(root: str, best: StageCandidate, ways: PipelineSettings) -> Pipeline:
@@ -287,22 +269,20 @@ def _infeasible(smallest: StageCandidate) -> InfeasibleBudget:
 
 
 Cuts = tuple[int, ...]
-_MOST = 600
-"""Arbitrary; simulated steps for one candidate, about a second."""
+_MOST = 600  # Arbitrary; simulated steps for one candidate, about a second
 
 
 def balanced_cuts(segments: Sequence[Segment], stages: int, most_bytes: int | None = None) -> Cuts:
-    """Return the cuts with the shortest longest stage, by dynamic programming: exact, in O(stages *
-    segments^2).
+    """Return the cuts with the shortest longest stage, by exact dynamic programming in O(stages * segments²).
 
     Among equals, the first stages are short. `most_bytes`: a limit on the parameters, gradients and optimizer
     state of a stage, dropped if no cuts satisfy it. There must be at least as many segments as stages.
     """
     assert 1 <= stages <= len(segments)
     seconds, states = [0.0], [0]
-    for one in segments:
-        seconds.append(seconds[-1] + one.seconds)
-        states.append(states[-1] + one.state + one.gradients)
+    for segment in segments:
+        seconds.append(seconds[-1] + segment.seconds)
+        states.append(states[-1] + segment.state + segment.gradients)
 
     def cost(first: int, last: int) -> float:
         over = most_bytes is not None and states[last] - states[first] > most_bytes
@@ -324,6 +304,9 @@ def balanced_cuts(segments: Sequence[Segment], stages: int, most_bytes: int | No
     return best[count][1]
 
 
+_cut = functools.lru_cache(maxsize=256)(balanced_cuts)
+
+
 def improved_cuts(cuts: Cuts, count: int, price: Callable[[Cuts], float]) -> tuple[Cuts, float]:
     """Move one or two cuts while that lowers the price; return the best cuts and their price.
 
@@ -339,19 +322,18 @@ def improved_cuts(cuts: Cuts, count: int, price: Callable[[Cuts], float]) -> tup
     best = _descend(cuts, count, price, known)
     while len(known) < _MOST:
         start = tuple(sorted(drawn.sample(range(1, count), len(cuts))))
-        best = min(best, _descend(start, count, price, known), key=lambda one: known[one])
+        best = min(best, _descend(start, count, price, known), key=known.__getitem__)
     return best, known[best]
 
 
 def _descend(
     cuts: Cuts, count: int, price: Callable[[Cuts], float], known: dict[Cuts, float]
 ) -> Cuts:
-    """Move to the best neighbor while there is a better one."""
     known.setdefault(cuts, price(cuts))
     while True:
         around = dict.fromkeys(_neighbours(cuts, count))
-        known.update((one, price(one)) for one in around if one not in known)
-        best = min((*around, cuts), key=lambda one: known[one])
+        known.update((near, price(near)) for near in around if near not in known)
+        best = min((*around, cuts), key=known.__getitem__)
         if known[best] >= known[cuts]:
             return cuts
         cuts = best
@@ -365,17 +347,12 @@ def _neighbours(cuts: Cuts, count: int) -> Iterator[Cuts]:
             if place != cut:
                 yield (*cuts[:at], place, *cuts[at + 1 :])
         for other in {at + 1, len(cuts) - 1 - at} - {at}:
-            if other < len(cuts):
-                yield from _pairs(cuts, count, at, other)
-
-
-def _pairs(cuts: Cuts, count: int, at: int, other: int) -> Iterator[Cuts]:
-    for one, two in product((-1, 1), repeat=2):
-        moved = list(cuts)
-        moved[at] += one
-        moved[other] += two
-        if all(low < high for low, high in pairwise((0, *moved, count))):
-            yield tuple(moved)
+            for one, two in product((-1, 1), repeat=2) if other < len(cuts) else ():
+                moved = list(cuts)
+                moved[at] += one
+                moved[other] += two
+                if all(low < high for low, high in pairwise((0, *moved, count))):
+                    yield tuple(moved)
 
 
 def all_cuts(count: int, stages: int) -> Iterator[Cuts]:

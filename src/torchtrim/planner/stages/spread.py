@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 from torchtrim.core.units import format_bytes
@@ -21,12 +21,10 @@ from torchtrim.planner.stages.timing import Link, StageCost, stage_of, step_seco
 from torchtrim.records.pipeline import Order, Schedule
 
 _SCHEDULE: Schedule = "1F1B"
-_MOST_MICROBATCHES = 512
-"""Arbitrary; bounds the layouts. The bubble is negligible long before."""
+_MOST_MICROBATCHES = 512  # Arbitrary; bounds the layouts. The bubble is negligible long before.
+# Arbitrary; instead of larger micro-batches, more of them are as quick and need less memory.
 _MOST_SAMPLES = 16
-"""Arbitrary; instead of larger micro-batches, more of them are as quick and need less memory."""
-_SIMULATED = 3
-"""Arbitrary; micro-batches for each stage that are simulated one by one, enough to fill the pipeline."""
+_SIMULATED = 3  # Arbitrary; micro-batches to simulate for each stage, enough to fill the pipeline.
 
 
 class Fabric(NamedTuple):
@@ -42,19 +40,19 @@ class Fabric(NamedTuple):
     latency: float = 2e-5
 
     def gathered(self, size: int, ranks: int, apart: int = 1) -> float:
-        """Return the seconds of an all-gather or reduce-scatter of `size` bytes over `ranks`, `apart` devices
-        from each other. Rings use all links of a node at once."""
+        """Return the seconds of an all-gather or reduce-scatter over `ranks`, spaced `apart` devices.
+
+        Rings use all links of a node at once.
+        """
         if ranks <= 1:
             return 0.0
         own = max(self.node // apart, 1)
-        inside = ranks <= own
-        rate = self.inside if inside else min(self.inside, self.between * own)
+        rate = self.inside if ranks <= own else min(self.inside, self.between * own)
         return self.latency + size * (ranks - 1) / ranks / rate
 
 
 class RankLayout(NamedTuple):
-    """How the devices share the work: `samples` in a micro-batch, and `microbatches` for each replica's
-    shard.
+    """A division of work among devices: `microbatches` of `samples` for each shard of each replica.
 
     `again`: segments are recomputed in backward. `reshard`: parameters are freed after each use and gathered
     for the next; otherwise they stay for the whole step.
@@ -84,8 +82,7 @@ class SimulatedLayout(NamedTuple):
 
 
 class _ShardedStage(NamedTuple):
-    """A stage of sharded segments: its cost as on one device, the constant bytes, the exposed seconds for
-    each micro-batch, and the seconds once per step."""
+    """A stage of sharded segments: its cost, exposed seconds a micro-batch and a step, constant bytes."""
 
     cost: StageCost
     exposed: float
@@ -116,35 +113,35 @@ def spread(
         segments = chain_of(samples / recorded).segments
         return 0, *balanced_cuts(segments, stages), len(segments)
 
-    found = []
+    simulated = []
     for layout in layouts or _layouts(devices, batch, len(chain_of(1.0).segments)):
         chain = chain_of(layout.samples / recorded)
         edges = edges_of(layout.samples, layout.stages)
-        one = _simulated(chain, edges, layout, fabric, orders)
-        found += [one] if one is not None else []
-    if not found:
+        if (result := _simulated(chain, edges, layout, fabric, orders)) is not None:
+            simulated.append(result)
+    if not simulated:
         raise Unsupported(
             f"a batch of {batch} samples cannot be divided evenly among {devices} devices. Use another batch."
         )
-    fits = [one for one in found if one.peak_bytes <= budget]
+    fits = [result for result in simulated if result.peak_bytes <= budget]
     if not fits:
-        least = min(found, key=lambda one: one.peak_bytes)
+        least = min(simulated, key=lambda result: result.peak_bytes)
         raise InfeasibleBudget(
             f"no layout of {devices} devices fits: the smallest peak of a device is "
             f"{format_bytes(least.peak_bytes)}, with {describe(least.layout)}. Use more devices or memory.",
             smallest_bytes=least.peak_bytes,
             set_by=describe(least.layout),
         )
-    return tuple(sorted(fits, key=lambda one: (one.seconds, one.peak_bytes)))
+    return tuple(sorted(fits, key=lambda result: (result.seconds, result.peak_bytes)))
 
 
-def describe(one: RankLayout) -> str:
+def describe(layout: RankLayout) -> str:
     """Return a description of the layout."""
-    again = ", recomputes" if one.again else ""
-    kept = "" if one.reshard or one.shards == 1 else ", parameters stay gathered"
+    again = ", recomputes" if layout.again else ""
+    kept = "" if layout.reshard or layout.shards == 1 else ", parameters stay gathered"
     return (
-        f"{one.stages} stages x {one.replicas} replicas x {one.shards} shards, {one.microbatches} "
-        f"micro-batches of {one.samples}{again}{kept}"
+        f"{layout.stages} stages x {layout.replicas} replicas x {layout.shards} shards, "
+        f"{layout.microbatches} micro-batches of {layout.samples}{again}{kept}"
     )
 
 
@@ -158,16 +155,14 @@ def _layouts(devices: int, batch: int, segments: int) -> Iterator[RankLayout]:
                 count = batch // ways // samples
                 if samples > _MOST_SAMPLES or count > _MOST_MICROBATCHES or count < stages:
                     continue
-                for again in (False, True):
-                    yield RankLayout(stages, ways // shards, shards, samples, count, again, True)
-                    if shards > 1:
-                        yield RankLayout(
-                            stages, ways // shards, shards, samples, count, again, False
-                        )
+                for again, reshard in product((False, True), (True, False)):
+                    if reshard or shards > 1:
+                        replicas = ways // shards
+                        yield RankLayout(stages, replicas, shards, samples, count, again, reshard)
 
 
 def _divisors(count: int) -> list[int]:
-    return [one for one in range(1, count + 1) if count % one == 0]
+    return [divisor for divisor in range(1, count + 1) if count % divisor == 0]
 
 
 def _simulated(
@@ -180,33 +175,31 @@ def _simulated(
     stages = [
         _stage(chain.segments, first, last, layout, fabric) for first, last in pairwise(edges)
     ]
-    costs = [one.cost for one in stages]
+    costs = [stage.cost for stage in stages]
     running = _running(costs, order, layout, fabric)
-    once = max(one.once + one.cost.update for one in stages)
-    seconds = running + once
-    mean = sum(one.cost.seconds for one in stages) * layout.microbatches / len(stages)
-    awaits = max(one.exposed * layout.microbatches + one.once for one in stages)
+    seconds = running + max(stage.once + stage.cost.update for stage in stages)
+    mean = sum(cost.seconds for cost in costs) * layout.microbatches / len(stages)
+    awaits = max(stage.exposed * layout.microbatches + stage.once for stage in stages)
     return SimulatedLayout(
         layout,
         seconds,
         max(0.0, 1 - mean / running),
         awaits / seconds if seconds else 0.0,
-        max(_peak(one, number, layout) for number, one in enumerate(stages)),
-        tuple(one.where for one in costs[1:]),
+        max(_peak(stage, number, layout) for number, stage in enumerate(stages)),
+        tuple(cost.where for cost in costs[1:]),
     )
 
 
 def _running(
     costs: Sequence[StageCost], order: Order | None, layout: RankLayout, fabric: Fabric
 ) -> float:
-    """Return the seconds until all micro-batches are done; in a full pipeline the longest stage sets the
-    pace."""
+    """Return the seconds of all micro-batches; in a full pipeline the longest stage sets the pace."""
     if layout.stages == 1 or order is None:
         return layout.microbatches * costs[0].seconds
     apart = layout.replicas * layout.shards >= fabric.node
     link = Link(fabric.latency, fabric.between if apart else fabric.inside)
     more = max(0, layout.microbatches - _SIMULATED * layout.stages)
-    return step_seconds(costs, order, link) + more * max(one.seconds for one in costs)
+    return step_seconds(costs, order, link) + more * max(cost.seconds for cost in costs)
 
 
 def _stage(
@@ -214,23 +207,21 @@ def _stage(
 ) -> _ShardedStage:
     own = segments[first:last]
     plain = stage_of(segments, first, last, again=False)
-    forwards = [one.forward for one in own]
-    again = [layout.again and (first + n + 1 < len(segments)) for n in range(len(own))]
+    forwards = [segment.forward for segment in own]
+    again = [layout.again and number < len(segments) for number in range(first + 1, last + 1)]
     backwards = [
-        one.inputs + one.weights + (one.forward if runs else 0.0)
-        for one, runs in zip(own, again, strict=True)
+        segment.inputs + segment.weights + (segment.forward if reruns else 0.0)
+        for segment, reruns in zip(own, again, strict=True)
     ]
-    gathers = [fabric.gathered(one.parameters, layout.shards) for one in own]
+    gathers = [fabric.gathered(segment.parameters, layout.shards) for segment in own]
     if layout.reshard:
         forward = _overlapped_seconds(forwards, gathers)
-        backward = _overlapped_seconds(
-            [*reversed(backwards)], [2 * one for one in reversed(gathers)]
-        )
+        backward = _overlapped_seconds(backwards[::-1], [2 * each for each in reversed(gathers)])
         once = 0.0
     else:
         forward, backward = sum(forwards), sum(backwards)
         once = _excess(sum(gathers), forward) + _excess(sum(gathers), backward)
-    size = sum(one.parameters for one in own) // layout.shards
+    size = sum(segment.parameters for segment in own) // layout.shards
     once += _excess(2 * fabric.gathered(size, layout.replicas, layout.shards), backward)
     held, rise, back = _activations(own, again, plain)
     cost = plain._replace(
@@ -262,31 +253,29 @@ def _activations(
     """Return the bytes that a micro-batch in flight holds, and the highest in forward and in backward."""
     if not any(again):
         return plain.held, plain.rise, max(plain.back, plain.first - plain.gradients)
-    sent = plain.held - sum(one.held for one in own)
+    sent = plain.held - sum(segment.held for segment in own)
     held = rise = back = 0
-    for one, runs in zip(own, again, strict=True):
-        stays = one.given if runs else one.held
-        rise = max(rise, held + one.rise)
-        back = max(back, held + max(one.back, one.rise))
-        held += stays
+    for segment, reruns in zip(own, again, strict=True):
+        rise = max(rise, held + segment.rise)
+        back = max(back, held + max(segment.back, segment.rise))
+        held += segment.given if reruns else segment.held
     return held + max(sent, 0), rise, max(back, rise)
 
 
 def _constant_bytes(own: Sequence[Segment], layout: RankLayout) -> int:
     """Return the constant bytes of a stage on one device: its shards, and gathered parameters."""
-    state = sum(one.state + one.gradients for one in own)
+    state = sum(segment.state + segment.gradients for segment in own)
     if layout.shards == 1:
         return state
-    sizes = [one.parameters for one in own]
+    sizes = [segment.parameters for segment in own]
     if not layout.reshard:
         return state // layout.shards + 2 * sum(sizes)
     two = max(a + b for a, b in pairwise([*sizes, 0]))
     return state // layout.shards + two + max(sizes)
 
 
-def _peak(one: _ShardedStage, number: int, layout: RankLayout) -> int:
-    """Return the highest bytes of a device that runs stage `number`."""
+def _peak(stage: _ShardedStage, number: int, layout: RankLayout) -> int:
     flights = min(layout.microbatches, layout.stages - number)
-    cost = one.cost
+    cost = stage.cost
     received = (cost.given if number else 0) + (cost.passed if layout.stages > 1 else 0)
-    return one.always + (flights - 1) * cost.held + max(cost.rise, cost.back) + flights * received
+    return stage.always + (flights - 1) * cost.held + max(cost.rise, cost.back) + flights * received

@@ -68,30 +68,30 @@ def stages_of(chain: Chain, cuts: Sequence[int], again: Sequence[int] = ()) -> l
 def stage_of(segments: Sequence[Segment], first: int, last: int, *, again: bool) -> StageCost:
     """Return the stage of segments `first <= i < last`."""
     own = segments[first:last]
-    forward = sum(one.forward for one in own)
-    inputs, weights = sum(one.inputs for one in own), sum(one.weights for one in own)
+    forward = sum(segment.forward for segment in own)
+    inputs, weights = (
+        sum(segment.inputs for segment in own),
+        sum(segment.weights for segment in own),
+    )
     held, rise, back, new = _stage_bytes(own)
     passed = segments[last].given if last < len(segments) else 0
-    if again:
-        held = passed
-    split = (inputs, weights) if first else (0.0, inputs + weights)
     return StageCost(
         where=own[0].where,
         forward=forward,
         backward=inputs + weights + (forward if again else 0.0),
-        inputs=split[0],
-        weights=split[1],
-        update=sum(one.update for one in own),
-        held=held,
+        inputs=inputs if first else 0.0,
+        weights=weights if first else inputs + weights,
+        update=sum(segment.update for segment in own),
+        held=passed if again else held,
         rise=rise,
         back=back,
         first=new,
-        waiting=sum(one.waiting for one in own) if first else 0,
+        waiting=sum(segment.waiting for segment in own) if first else 0,
         split=_inputs_rise(own) if first else 0,
         given=own[0].given,
         passed=passed,
-        gradients=sum(one.gradients for one in own),
-        state=sum(one.state for one in own),
+        gradients=sum(segment.gradients for segment in own),
+        state=sum(segment.state for segment in own),
         recompute=again,
     )
 
@@ -108,29 +108,26 @@ def clocked_as(cost: StageCost, clocked: StageSeconds) -> StageCost:
 
 def _inputs_rise(own: Sequence[Segment]) -> int:
     """Return the rise above the held bytes in backward to the inputs."""
-    most = waiting = 0
-    for number, one in reversed([*enumerate(own)]):
-        follows = own[number + 1].given if number + 1 < len(own) else 0
-        most = max(most, waiting + follows + one.split)
-        waiting += one.waiting
+    most = waiting = follows = 0
+    for segment in reversed(own):
+        most = max(most, waiting + follows + segment.split)
+        waiting += segment.waiting
+        follows = segment.given
     return max(most, waiting)
 
 
 def _stage_bytes(own: Sequence[Segment]) -> tuple[int, int, int, int]:
     """Return the held bytes, and the highest in forward, in backward, and in the first backward."""
     held = rise = back = new = 0
-    for number, one in enumerate(own):
-        follows = own[number + 1].given if number + 1 < len(own) else 0
-        grown = sum(later.gradients for later in own[number + 1 :])
-        rise = max(rise, held + one.rise)
-        back = max(back, held + one.back + follows)
-        new = max(new, held + one.first + follows + grown)
-        held += one.held
+    for number, segment in enumerate(own, 1):
+        follows = own[number].given if number < len(own) else 0
+        grown = sum(later.gradients for later in own[number:])
+        rise = max(rise, held + segment.rise)
+        back = max(back, held + segment.back + follows)
+        new = max(new, held + segment.first + follows + grown)
+        held += segment.held
     sent = own[-1].sent
     return held + sent, max(rise, held + sent), back + sent, new + sent
-
-
-_Key = tuple[str, int, int]
 
 
 class StageBar(NamedTuple):
@@ -183,48 +180,40 @@ def _schedule_bars(
     stages: Sequence[StageCost], order: Order, link: Link
 ) -> tuple[tuple[StageBar, ...], ...]:
     """Run each rank's actions in order, each after its inputs are ready."""
-    tasks = [
+    times = run_lanes(
         [_lane_task(action, stages, order, link) for action in actions] for actions in order.ranks
-    ]
-    times = run_lanes(tasks)
+    )
     return tuple(
         tuple(StageBar(action, *times[_key(action)]) for action in actions)
         for actions in order.ranks
     )
 
 
-def _key(action: Action) -> _Key:
+def _key(action: Action) -> tuple[str, int, int]:
     return ("I" if action.kind == "B" else action.kind), action.stage, action.batch
-
-
-def _seconds(action: Action, stage: StageCost) -> float:
-    return {
-        "F": stage.forward,
-        "B": stage.backward,
-        "I": stage.inputs,
-        "W": stage.weights,
-    }[action.kind]
 
 
 def _lane_task(action: Action, stages: Sequence[StageCost], order: Order, link: Link) -> LaneTask:
     kind, stage, batch = action
-    seconds = _seconds(action, stages[stage])
-    if kind == "W":
-        return LaneTask(_key(action), seconds, ((("I", stage, batch), 0.0),))
-    forward = kind == "F"
-    if forward and stage == 0:
-        return LaneTask(_key(action), seconds)
-    if not forward and stage == len(stages) - 1:
-        return LaneTask(_key(action), seconds, ((("F", stage, batch), 0.0),))
-    other = stage - 1 if forward else stage + 1
+    cost = stages[stage]
+    seconds = {"F": cost.forward, "B": cost.backward, "I": cost.inputs, "W": cost.weights}[kind]
+    if kind == "F":
+        if stage == 0:
+            return LaneTask(_key(action), seconds)
+        before, other = "F", stage - 1
+    elif kind == "W":
+        before, other = "I", stage
+    elif stage == len(stages) - 1:
+        before, other = "F", stage
+    else:
+        before, other = "I", stage + 1
     here = order.homes[stage] == order.homes[other]
     gap = 0.0 if here else link.seconds(stages[max(stage, other)].given)
-    return LaneTask(_key(action), seconds, ((("F" if forward else "I", other, batch), gap),))
+    return LaneTask(_key(action), seconds, (((before, other, batch), gap),))
 
 
 def in_flight(order: Order) -> tuple[int, ...]:
-    """Return the most micro-batches that each stage holds at once, from the end of forward to that of
-    backward."""
+    """Return the most micro-batches that each stage holds at once, from forward to backward."""
     most = [0] * len(order.homes)
     now = [0] * len(order.homes)
     for actions in order.ranks:
@@ -235,11 +224,10 @@ def in_flight(order: Order) -> tuple[int, ...]:
 
 
 def rank_peak(stages: Sequence[StageCost], order: Order, rank: int, batches: int) -> int:
-    """Return the highest bytes of a rank: its constant state, receive buffers, and its stages'
-    activations."""
+    """Return the highest bytes of a rank: constant state, receive buffers, and its stages' activations."""
     own = [stages[stage] for stage, home in enumerate(order.homes) if home == rank]
-    always = sum(one.state + batches * (one.given + one.passed) for one in own)
-    return always + step_rise(stages, order, rank)
+    constant = sum(cost.state + batches * (cost.given + cost.passed) for cost in own)
+    return constant + step_rise(stages, order, rank)
 
 
 def step_rise(stages: Sequence[StageCost], order: Order, rank: int) -> int:
@@ -257,37 +245,34 @@ def _levels(stages: Sequence[StageCost], order: Order, rank: int) -> Iterator[in
     now = 0
     grown: set[int] = set()
     for kind, stage, _ in order.ranks[rank]:
-        one = stages[stage]
+        cost = stages[stage]
         if kind == "F":
-            yield now + one.rise
-            now += one.held
+            yield now + cost.rise
+            now += cost.held
             if stage + 1 < len(stages) and order.homes[stage + 1] == rank:
-                now -= one.passed
+                now -= cost.passed
             continue
-        ends = kind in "BW"
-        waiting = one.waiting if kind == "W" else 0
-        new = ends and stage not in grown
-        yield now + _backward_rise(one, kind, stage, new)
+        new = kind != "I" and stage not in grown
+        yield now + _backward_rise(cost, kind, stage, new)
         if new:
             grown.add(stage)
-            now += one.gradients
-        if kind in "BI" and stage and order.homes[stage - 1] != rank:
-            now += one.given
+            now += cost.gradients
+        if kind != "W" and stage and order.homes[stage - 1] != rank:
+            now += cost.given
         if kind == "I":
-            now += one.waiting
-        elif ends:
-            now -= one.held + waiting - one.passed
+            now += cost.waiting
+        else:
+            now -= cost.held + (cost.waiting if kind == "W" else 0) - cost.passed
 
 
-def _backward_rise(one: StageCost, kind: str, stage: int, new: bool) -> int:
+def _backward_rise(cost: StageCost, kind: str, stage: int, new: bool) -> int:
     """Return the rise of a backward above the bytes held before it.
 
     Backward to the inputs frees nothing, and keeps tensors for backward to the weights; the first stage
     leaves everything to the latter.
     """
-    rises = (one.first if new else one.back) - one.held
-    if kind == "B" or (kind == "W" and not stage):
-        return rises
     if kind == "I":
-        return one.split
-    return max(0, one.gradients - one.held - one.waiting) if new else 0
+        return cost.split
+    if kind == "B" or stage == 0:
+        return (cost.first if new else cost.back) - cost.held
+    return max(0, cost.gradients - cost.held - cost.waiting) if new else 0
