@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import torchtrim
-from torchtrim.capture.count import count_call, count_kept
+from torchtrim.capture.count import count_call, count_resident
 
 
 def test_shared_storages_count_once() -> None:
@@ -13,7 +13,7 @@ def test_shared_storages_count_once() -> None:
     model = nn.Sequential(one, two)
     block = torch.zeros(100)
     one.weight.grad = block[:16].view(4, 4)
-    assert count_kept(model) == (64, 0, 400)
+    assert count_resident(model) == (64, 0, 400)
 
 
 def test_a_call_holds_what_is_alive_at_once() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from torchtrim.capture.recording import record_call
 from torchtrim.dispatch.storages import (
-    Kept,
+    PythonReferences,
     Storages,
     allocated_bytes,
     counts_tell,
@@ -284,7 +284,7 @@ def test_a_torch_that_counts_otherwise_tells_nothing(monkeypatch: pytest.MonkeyP
 @tells
 def test_many_objects_are_looked_at_in_turns() -> None:
     gone: list[int] = []
-    kept = Kept(gone.append)
+    kept = PythonReferences(gone.append)
     tensors = [torch.zeros(1) for _ in range(100)]
     for number, tensor in enumerate(tensors):
         kept.add(tensor, number)

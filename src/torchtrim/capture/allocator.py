@@ -12,14 +12,10 @@ import itertools
 import os
 import sys
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch._C._autograd import (
-    DeviceType,
-    _disable_profiler,
-    _enable_profiler,
-)
+from torch._C._autograd import DeviceType, _disable_profiler, _enable_profiler
 from torch._C._profiler import RecordScope
 from torch.autograd import profiler as autograd_profiler
 from torch.autograd import profiler_legacy
@@ -49,17 +45,23 @@ class Watched(NamedTuple):
 NOTHING = Watched(0, 0, [], None)
 
 
-class Allocator(Protocol):
-    """An allocator to watch for one step. `cuts_at_marks`: it measures transients of marked operators."""
+class Allocator:
+    """An allocator to watch for one step; this base watches none, as in a dry run.
 
-    cuts_at_marks: bool
+    `cuts_at_marks`: it measures the transients of marked operators.
+    """
 
-    def start(self) -> None: ...
+    cuts_at_marks = False
 
-    def stop(self) -> Watched: ...
+    def start(self) -> None:
+        """Begin to watch."""
+
+    def stop(self) -> Watched:
+        """End, and return the bytes."""
+        return NOTHING
 
 
-class CpuAllocator:
+class CpuAllocator(Allocator):
     """The CPU allocator, by the profiler's memory events.
 
     Frees are reported only for blocks whose allocation was, so watch the previous step as well. A process
@@ -108,28 +110,22 @@ class CpuAllocator:
         return _disable_profiler().events() if runs else None
 
     def stop(self) -> Watched:
-        """End; return zeros if the allocator was not watched."""
+        """End; return zeros if there was a reason not to begin."""
         events = self._end()
         if events is None:
             return NOTHING
         memory: list[tuple[int, int]] = []
-        marks: list[tuple[int, int]] = []
-        own: list[tuple[int, int]] = []
+        ranges: dict[str, list[tuple[int, int]]] = {MARK: [], _OWN: []}
         for event in events:
             name = event.name()
-            if name == "[memory]":
-                if event.device_type() == DeviceType.CPU:
-                    memory.append((event.start_ns(), event.nbytes()))
-            elif name == MARK:
-                marks.append((event.start_ns(), event.end_ns()))
-            elif name == _OWN:
-                own.append((event.start_ns(), event.end_ns()))
+            if name in ranges:
+                ranges[name].append((event.start_ns(), event.end_ns()))
+            elif name == "[memory]" and event.device_type() == DeviceType.CPU:
+                memory.append((event.start_ns(), event.nbytes()))
         memory.sort(key=lambda pair: pair[0])
-        marks.sort()
-        memory = _without(memory, sorted(own))
-        running = list(itertools.accumulate(size for _, size in memory))
-        peak = max(running, default=0)
-        return Watched(max(peak, 0), running[-1] if running else 0, _rises(memory, marks), None)
+        memory = _without(memory, sorted(ranges[_OWN]))
+        running = [0, *itertools.accumulate(size for _, size in memory)]
+        return Watched(max(running), running[-1], _rises(memory, sorted(ranges[MARK])), None)
 
 
 def own() -> Any:
@@ -138,7 +134,7 @@ def own() -> Any:
 
 
 def _without(memory: list[tuple[int, int]], own: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the events outside of torchtrim's own ranges. Both lists are sorted by time."""
+    """Return the events outside torchtrim's own ranges. Both lists are sorted by time."""
     starts = [begin for begin, _ in own]
 
     def outside(moment: int) -> bool:
@@ -164,10 +160,8 @@ def _rises(memory: list[tuple[int, int]], marks: list[tuple[int, int]]) -> list[
     return rises
 
 
-class CudaAllocator:
+class CudaAllocator(Allocator):
     """CUDA's caching allocator. The peak counter is reset at the start of each step."""
-
-    cuts_at_marks = False
 
     def __init__(self, device: int = 0) -> None:
         self._device = device
@@ -196,25 +190,12 @@ class CudaAllocator:
             torch.cuda.synchronize(self._device)
 
 
-class Unwatched:
-    """No allocator, as in a dry run."""
-
-    cuts_at_marks = False
-
-    def start(self) -> None:
-        """Do nothing."""
-
-    def stop(self) -> Watched:
-        """Return zeros."""
-        return NOTHING
-
-
 def allocator_for(device: str) -> Allocator:
     """Return the allocator of a device such as `"cpu"`, `"emulated"` or `"cuda:0"`."""
     if is_emulated(device):
         return CudaAllocator()
     if current_dry() is not None:
-        return Unwatched()
+        return Allocator()
     if device.startswith("cuda"):
         return CudaAllocator(torch.device(device).index or 0)
     return CpuAllocator()

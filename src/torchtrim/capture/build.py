@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Sequence
@@ -16,8 +17,9 @@ from torchtrim.capture.allocator import Watched, rss_bytes
 from torchtrim.capture.modules import Modules
 from torchtrim.capture.recorder import RawOperator, Recorder
 from torchtrim.capture.saved import Use, saved_tensors, type_name
+from torchtrim.dispatch.modes import full_name
 from torchtrim.dispatch.places import Spot, line_of
-from torchtrim.dispatch.storages import Life
+from torchtrim.dispatch.storages import StorageLife
 from torchtrim.records.profile import (
     Kind,
     LoaderWait,
@@ -32,6 +34,7 @@ from torchtrim.records.profile import (
 
 _BACKWARD = ("backward", "recompute")
 _OF_RANKS = ("c10d::_", "fsdp::")
+"""Collectives, and FSDP2's copies before and after them: of full gradients of a block, and buffers."""
 
 
 class Setting(NamedTuple):
@@ -75,7 +78,7 @@ def build(
         storages=_storages(recorder, operators),
         modules=modules.settled(),
         calls=recorder.calls,
-        places=places.records,
+        places=list(places.numbers),
         labels=recorder.labels,
         waits=list(waits),
         syncs=_syncs(recorder, operators, places, setting.device),
@@ -95,46 +98,32 @@ def _syncs(
     recorder: Recorder, operators: list[Operator], places: _PlaceTable, device: str
 ) -> list[Sync]:
     """Build the syncs; they have a duration only on a real device."""
-    measured = not is_emulated(device)
-    return [
-        Sync(
-            wait.sync.row, wait.sync.operator, op.phase, op.place, op.caller, _seconds(op, measured)
-        )
-        if (op := operators[wait.sync.operator] if wait.sync.operator >= 0 else None)
-        else Sync(
-            wait.sync.row,
-            -1,
-            wait.phase,
-            places.number(wait.spot),
-            places.number(wait.caller),
-            None,
-        )
-        for wait in recorder.waits
-    ]
-
-
-def _seconds(op: Operator, measured: bool) -> float | None:
-    return op.seconds if measured else None
+    syncs = []
+    for row, operator, phase, spot, caller in recorder.syncs:
+        if operator < 0:
+            site = places.number(spot), places.number(caller)
+            syncs.append(Sync(row, -1, phase, *site, None))
+        else:
+            op = operators[operator]
+            seconds = None if is_emulated(device) else op.seconds
+            syncs.append(Sync(row, operator, op.phase, op.place, op.caller, seconds))
+    return syncs
 
 
 class _PlaceTable:
     def __init__(self) -> None:
-        self.records: list[Place] = []
-        self._known: dict[Place, int] = {}
-        self._numbers: dict[tuple[int, int], int] = {}
+        self.numbers: dict[Place, int] = {}
+        self._known: dict[tuple[int, int], int] = {}
 
     def number(self, spot: Spot | None) -> int:
         if spot is None:
             return -1
         code, instruction = spot
-        known = self._numbers.get((id(code), instruction))
-        if known is None:
+        key = id(code), instruction
+        if key not in self._known:
             place = Place(code.co_filename, line_of(spot), code.co_qualname)
-            known = self._known.setdefault(place, len(self.records))
-            if known == len(self.records):
-                self.records.append(place)
-            self._numbers[(id(code), instruction)] = known
-        return known
+            self._known[key] = self.numbers.setdefault(place, len(self.numbers))
+        return self._known[key]
 
 
 def _tensor(use: Use) -> TensorUse:
@@ -144,7 +133,7 @@ def _tensor(use: Use) -> TensorUse:
 
 def _operator(op: RawOperator, places: _PlaceTable, transient: int, start_ns: int) -> Operator:
     return Operator(
-        name=name_of(op.func),
+        name=full_name(op.func),
         phase=op.phase,
         module=op.module,
         place=places.number(op.spot),
@@ -161,28 +150,16 @@ def _operator(op: RawOperator, places: _PlaceTable, transient: int, start_ns: in
     )
 
 
-def name_of(func: Any) -> str:
-    """Return an operator's name with its overload, such as `aten::add.Tensor`."""
-    name: str = func.name()
-    return name if "." in name else f"{name}.default"
-
-
-_RANDOM: dict[Any, bool] = {}
-
-
+@functools.cache
 def _is_random(func: Any) -> bool:
     """Return True for an operator tagged as random, or one that takes a generator."""
-    known = _RANDOM.get(func)
-    if known is None:
-        schema = getattr(func, "_schema", None)
-        known = _RANDOM[func] = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) or (
-            schema is not None and any("Generator" in str(a.type) for a in schema.arguments)
-        )
-    return known
+    arguments = getattr(getattr(func, "_schema", None), "arguments", ())
+    is_tagged = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+    return is_tagged or any("Generator" in str(argument.type) for argument in arguments)
 
 
 def _rank_and_world() -> tuple[int, int]:
-    """This process's number, and how many there are, where processes of torch work together."""
+    """Return this process's rank and the world size; `(0, 1)` without `torch.distributed`."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return 0, 1
@@ -190,7 +167,7 @@ def _rank_and_world() -> tuple[int, int]:
 
 
 def _transients(recorder: Recorder, watched: Watched) -> list[int]:
-    """How far memory rose inside each operator; at least by the outputs that it made."""
+    """Return the rise of memory inside each operator, at least the bytes of its outputs."""
     lives = recorder.storages.lives
     made = [
         sum(
@@ -209,9 +186,15 @@ def _transients(recorder: Recorder, watched: Watched) -> list[int]:
 
 def _storages(recorder: Recorder, operators: list[Operator]) -> list[Storage]:
     lives = recorder.storages.lives
-    for number in _of_all_ranks(operators):
-        lives[number].kind = lives[number].kind or "gathered"
-    readers = _phases_of_readers(operators, len(lives))
+    readers: list[set[str]] = [set() for _ in lives]
+    for op in operators:
+        if op.name.startswith(_OF_RANKS):
+            for use in (*op.inputs, *op.outputs):
+                lives[use.storage].kind = lives[use.storage].kind or "gathered"
+        # A backward operator counts as a reader only if it belongs to a forward operator.
+        if op.phase != "backward" or op.forward >= 0:
+            for use in op.inputs:
+                readers[use.storage].add(op.phase)
     last = len(operators)
     return [
         Storage(
@@ -228,28 +211,7 @@ def _storages(recorder: Recorder, operators: list[Operator]) -> list[Storage]:
     ]
 
 
-def _of_all_ranks(operators: list[Operator]) -> set[int]:
-    """Storages that collectives, and FSDP2's copies before and after them, read or write: whole gradients
-    of a block, and buffers."""
-    return {
-        use.storage
-        for op in operators
-        if op.name.startswith(_OF_RANKS)
-        for use in (*op.inputs, *op.outputs)
-    }
-
-
-def _phases_of_readers(operators: list[Operator], count: int) -> list[set[str]]:
-    """In which phases each storage is read; in backward by gradients of forward operators only."""
-    readers: list[set[str]] = [set() for _ in range(count)]
-    for op in operators:
-        if op.phase != "backward" or op.forward >= 0:
-            for use in op.inputs:
-                readers[use.storage].add(op.phase)
-    return readers
-
-
-def _kind(life: Life, operators: list[Operator], readers: set[str]) -> Kind:
+def _kind(life: StorageLife, operators: list[Operator], readers: set[str]) -> Kind:
     if life.kind:
         return cast(Kind, life.kind)
     if life.birth < 0 or not operators:
@@ -263,7 +225,7 @@ def _kind(life: Life, operators: list[Operator], readers: set[str]) -> Kind:
     return "temporary"
 
 
-OLDEST, NEWEST = (2, 11), (2, 15)
+OLDEST, NEWEST = (2, 11), (2, 15)  # of torch, that the tests have run with
 
 
 def untested(version: str) -> str | None:
@@ -275,10 +237,6 @@ def untested(version: str) -> str | None:
     than = "older" if here < OLDEST else "newer"
     return (
         f"torch {version} is {than} than the versions torchtrim was tested with "
-        f"({_words(OLDEST)} to {_words(NEWEST)}). What it records may be incomplete; the certificate still "
-        "compares every bit."
+        f"({OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}). The recording may be incomplete; the "
+        "certificate still compares every bit."
     )
-
-
-def _words(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"

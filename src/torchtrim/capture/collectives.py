@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from torchtrim.dispatch.modes import tensors_among
 from torchtrim.records.profile import Collective
 
 _PLAIN, _FUNCTIONAL = "c10d", "_c10d_functional"
-_WAITS = "wait_tensor"
 _PATIENCE_SECONDS = 5.0
 """Arbitrary: far longer than a backend thread takes to report, and shorter than a timeout."""
 
@@ -46,26 +45,28 @@ class Collectives:
 
     def ran(self, operator: int, func: Any, args: Any, result: Any, span: tuple[int, int]) -> None:
         """Record a collective that returned; it may still be in flight."""
-        if _WAITS in str(func):
-            self._waited(args, span[1])
+        if "wait_tensor" in str(func):
+            for tensor in tensors_among(args):
+                if (waited := self._open.pop(_key(tensor), None)) is not None:
+                    waited.end_ns = span[1]
             return
         group, ranks = _group_of(args)
         name = func.overloadpacket.__name__.strip("_")
-        seen = _Seen(name, operator, group, ranks, _bytes_of(args), span[0])
+        sizes = (sum(t.numel() * t.element_size() for t in tensors_among((one,))) for one in args)
+        seen = _Seen(name, operator, group, ranks, max(sizes, default=0), span[0])
         self._seen.append(seen)
         if func.namespace == _FUNCTIONAL:
-            self._open |= {_key(tensor): seen for tensor in _tensors((result,))}
+            self._open |= {_key(tensor): seen for tensor in tensors_among((result,))}
         else:
             _when_over(result, seen)
 
-    def _waited(self, args: Any, now: int) -> None:
-        for tensor in _tensors(args):
-            if (seen := self._open.pop(_key(tensor), None)) is not None:
-                seen.end_ns = now
-
     def records(self, start_ns: int) -> list[Collective]:
-        """Return the records, with times relative to the start of the step."""
-        self._settle()
+        """Wait for backend threads to finish and return the records, with times from the step's start on."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while any(one.tells and not one.end_ns for one in self._seen):
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.001)
         return [
             Collective(
                 seen.name,
@@ -79,18 +80,8 @@ class Collectives:
             for seen in self._seen
         ]
 
-    def _settle(self) -> None:
-        """Wait for backend threads to report the end of their work."""
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while time.monotonic() < deadline and any(
-            one.tells and not one.end_ns for one in self._seen
-        ):
-            time.sleep(0.001)
-
 
 def _when_over(result: Any, seen: _Seen) -> None:
-    """Note when the work is done, if the backend's work has a future."""
-
     def over(_: Any) -> None:
         seen.end_ns = time.perf_counter_ns()
 
@@ -109,24 +100,6 @@ def _group_of(args: Any) -> tuple[str, int]:
                 return str(group.group_name), int(group.size())
     named = [value for value in args if isinstance(value, str)]
     return (named[-1], 0) if named else ("", 0)
-
-
-def _bytes_of(args: Any) -> int:
-    return max(
-        (
-            sum(tensor.numel() * tensor.element_size() for tensor in _tensors((value,)))
-            for value in args
-        ),
-        default=0,
-    )
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -14,18 +15,18 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from torchtrim.capture.modules import without_hooks
 from torchtrim.capture.snapshot import Snapshot
-from torchtrim.dispatch.storages import Storages, parts_of
+from torchtrim.dispatch.storages import Storages, parts_of, storages_in
 
 
-class Called(NamedTuple):
+class CallBytes(NamedTuple):
     """Bytes that a call's operators allocate: the peak, and the total."""
 
-    most: int
-    made: int
+    peak: int
+    total: int
 
 
-class Kept(NamedTuple):
-    """Resident bytes of a model, each storage counted once."""
+class ResidentBytes(NamedTuple):
+    """Resident bytes of a model, with each storage counted once."""
 
     parameters: int
     buffers: int
@@ -39,11 +40,11 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
 
 
-def count_kept(model: nn.Module) -> Kept:
+def count_resident(model: nn.Module) -> ResidentBytes:
     """Count the bytes of parameters, buffers and gradients."""
     seen: set[int] = set()
     parameters = list(model.parameters())
-    return Kept(
+    return ResidentBytes(
         _bytes(parameters, seen),
         _bytes(model.buffers(), seen),
         _bytes((p.grad for p in parameters if p.grad is not None), seen),
@@ -51,17 +52,12 @@ def count_kept(model: nn.Module) -> Kept:
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    total = 0
-    for tensor in tensors:
-        for part in parts_of(tensor):
-            storage = part.untyped_storage()
-            if storage._cdata not in seen:
-                seen.add(storage._cdata)
-                total += storage.nbytes()
-    return total
+    new = {key: one for key, one in storages_in(tensors).items() if key not in seen}
+    seen.update(new)
+    return sum(storage.nbytes() for storage in new.values())
 
 
-def count_call(model: nn.Module, inputs: Any) -> Called:
+def count_call(model: nn.Module, inputs: Any) -> CallBytes:
     """Count the allocations of one call without gradients. The model is unchanged.
 
     If fake tensors do not work (data-dependent control flow), the model really runs.
@@ -78,12 +74,16 @@ def count_call(model: nn.Module, inputs: Any) -> Called:
             return _faked(model, inputs)
     except Exception:
         snapshot.restore()
-        return _counted(model, *arguments_of(inputs), snapshot=Snapshot([model], ()))
+        snapshot = Snapshot([model], ())
+        args, kwargs = arguments_of(inputs)
+        with torch.no_grad(), without_hooks(model):
+            before = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs))]
+            return _watched(lambda: model(*args, **kwargs), before)
     finally:
         snapshot.restore()
 
 
-def _faked(model: nn.Module, inputs: Any) -> Called:
+def _faked(model: nn.Module, inputs: Any) -> CallBytes:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         faked: dict[int, Any] = {}
 
@@ -94,38 +94,24 @@ def _faked(model: nn.Module, inputs: Any) -> Called:
                 faked[id(value)] = mode.from_tensor(value)
             return faked[id(value)]
 
-        named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        named |= dict(model.named_buffers(remove_duplicate=False))
-        state = {name: fake(tensor) for name, tensor in named.items()}
+        parameters = model.named_parameters(remove_duplicate=False)
+        named = (*parameters, *model.named_buffers(remove_duplicate=False))
+        state = {name: fake(tensor) for name, tensor in named}
         args, kwargs = pytree.tree_map(fake, arguments_of(inputs))
-
-        def call() -> Any:
-            return torch.func.functional_call(model, state, args, kwargs)
-
+        call = functools.partial(torch.func.functional_call, model, state, args, kwargs)
         return _watched(call, (*state.values(), *pytree.tree_leaves((args, kwargs))))
 
 
-def _counted(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], snapshot: Snapshot
-) -> Called:
-    try:
-        with torch.no_grad(), without_hooks(model):
-            before = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs))]
-            return _watched(lambda: model(*args, **kwargs), before)
-    finally:
-        snapshot.restore()
-
-
-def _watched(call: Callable[[], Any], before: Iterable[Any]) -> Called:
-    counter = Counter(before)
-    with counter:
+def _watched(call: Callable[[], Any], before: Iterable[Any]) -> CallBytes:
+    with Counter(before) as counter:
         result = call()
     del result
-    return Called(counter.storages.peak_bytes - counter.start, counter.made)
+    born = (life.bytes for life in counter.storages.lives if life.birth >= 0)
+    return CallBytes(counter.rise, sum(born))
 
 
 class _Faked(Storages):
-    """Storages of fake tensors, which report device `meta`, where storages would have no bytes."""
+    """Storages of fake tensors, counted as on the CPU: storages on device `meta` would have no bytes."""
 
     def _device(self, device: torch.device) -> str:
         return "cpu" if device.type == "meta" else super()._device(device)
@@ -148,11 +134,6 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def rise(self) -> int:
         """Peak rise of storages in bytes."""
         return max(0, self.storages.peak_bytes - self.start)
-
-    @property
-    def made(self) -> int:
-        """Bytes of all storages created."""
-        return sum(life.bytes for life in self.storages.lives if life.birth >= 0)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

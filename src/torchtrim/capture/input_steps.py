@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
+from msgspec.structs import replace
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtrim.core.clock import CLOCK, Clock
@@ -21,7 +22,7 @@ _LONGEST = 10.0
 _LIMIT = 4.0
 """Seconds for each phase. Arbitrary: short beside the run that was recorded."""
 _WANTED = 4
-"""Steps that give a median and a spread."""
+"""Steps. Arbitrary: enough for a median and a spread."""
 _LEAST = 2
 """The fewest steps with a spread."""
 _PATIENCE = 5.0
@@ -55,7 +56,7 @@ class Loaders:
         self._of[iterator] = ref(loader), self._made.get(loader, ("", 0))
 
     def loader(self, iterator: Any) -> Any:
-        """Return the loader of a loop, or None if it is gone or unknown."""
+        """Return the loader of a loop, or None if it is unknown or no longer exists."""
         known = self._of.get(iterator)
         return known[0]() if known is not None else None
 
@@ -69,8 +70,9 @@ class InputSteps:
     """Timer of a few steps with their loader, then of a few that reuse their last batches.
 
     Batches that workers prefetched while torchtrim was busy are used up first. `seconds` is the approximate
-    time of a step; if that is over ten seconds, no step is timed. A loader is reused only as often as earlier
-    steps used it, so a loop that evaluates still ends.
+    time of a step; if it is over ten seconds, no step is timed. A loader is reused only as often as earlier
+    steps used it, so a loop that evaluates still ends. `main` is the loop over the loader with the longest
+    waits, or None.
     """
 
     def __init__(self, seconds: float, clock: Clock = CLOCK) -> None:
@@ -84,7 +86,7 @@ class InputSteps:
         self._asked: Counter[int] = Counter()
         self._held: dict[int, Any] = {}
         self._waits: dict[int, float] = {}
-        self._main: Any = None
+        self.main: Any = None
         self._waited = self._began = self._worked = 0.0
         self._phase_began = clock.now()
         self._clean = True
@@ -113,32 +115,19 @@ class InputSteps:
         """End the running step."""
         took = self._clock.now() - self._began
         step = StepTime(took, self._waited, self._clock.cores() - self._worked)
-        if self.phase == "loading":
-            self._loaded(step)
-        elif self.phase == "ready" and self._clean:
-            self.ready.append(step)
-        if self._is_over():
-            self._turn()
-
-    def _loaded(self, step: StepTime) -> None:
-        if not self._asked and not self._usual:
+        if self.phase == "loading" and not self._asked and not self._usual:
             self.phase = "over"
             return
-        if self._clean:
-            self.loading.append(step)
-        for key, count in self._asked.items():
-            self._usual[key] = max(self._usual[key], count)
-
-    def _is_over(self) -> bool:
-        """Return True if this phase has enough steps, or has run out of time."""
+        if self.phase != "over" and self._clean:
+            (self.loading if self.phase == "loading" else self.ready).append(step)
+        if self.phase == "loading":
+            self._usual |= self._asked
         steps = self.loading if self.phase == "loading" else self.ready
         spent = self._clock.now() - self._phase_began
-        enough = len(steps) >= self.settings.ahead + _WANTED
-        return enough or (spent > _LIMIT and (len(steps) >= _LEAST or spent > 2 * _LIMIT))
-
-    def _turn(self) -> None:
-        self.phase = "ready" if self.phase == "loading" and self.loading else "over"
-        self._phase_began = self._clock.now()
+        is_slow = spent > _LIMIT and (len(steps) >= _LEAST or spent > 2 * _LIMIT)
+        if is_slow or len(steps) >= self.settings.ahead + _WANTED:
+            self.phase = "ready" if self.phase == "loading" and self.loading else "over"
+            self._phase_began = self._clock.now()
 
     def batch(self, iterator: Any, following: Callable[[Any], Any]) -> Any:
         """Return the loader's next batch, or the last one again in the `ready` phase."""
@@ -159,19 +148,14 @@ class InputSteps:
         self._kept[key], self._held[key] = batch, iterator._dataset
         self._waited += waited
         self._waits[key] = self._waits.get(key, 0.0) + waited
-        if self._main is None or self._waits[key] >= self._waits[id(self._main._dataset)]:
-            self._main = iterator
+        if self.main is None or self._waits[key] >= self._waits[id(self.main._dataset)]:
+            self.main = iterator
         return batch
 
     @property
-    def main(self) -> Any:
-        """The loop over the loader with the longest waits, or None."""
-        return self._main
-
-    @property
     def settings(self) -> LoaderSettings:
-        """That loader's settings."""
-        return settings_of(self._main) if self._main is not None else LoaderSettings()
+        """The settings of the main loop's loader."""
+        return settings_of(self.main) if self.main is not None else LoaderSettings()
 
     def batches(self) -> int:
         """Return the number of batches in a step."""
@@ -190,50 +174,35 @@ def cost_of(steps: InputSteps, loaders: Loaders, clock: Clock = CLOCK) -> Loader
     settings = steps.settings
     loading = settled(steps.loading, settings.ahead)
     ready = settled(steps.ready, settings.ahead)
-    ready_seconds = statistics.median(step.seconds for step in ready)
-    path, line = loaders.place(steps.main)
-    return LoaderCost(
-        step_seconds=_typical([step.seconds for step in loading], settings),
+    seconds = [[step.seconds for step in some] for some in (loading, ready)]
+    ready_seconds = statistics.median(seconds[1])
+    # Batches from workers arrive in bursts, which a median would hide.
+    typical = statistics.fmean if settings.workers else statistics.median
+    waited = typical([step.waited for step in loading])
+    return replace(
+        waited_cost(steps.main, typical(seconds[0]), waited, loaders, clock),
         ready_seconds=ready_seconds,
-        waited_seconds=_typical([step.waited for step in loading], settings),
-        spread_seconds=max(map(_spread, (loading, ready))),
+        spread_seconds=max(max(some) - min(some) for some in seconds),
         busy=statistics.median(step.busy for step in ready) / max(ready_seconds, 1e-9),
         batches=steps.batches(),
-        cores=cores_here(),
-        settings=settings,
-        parts=_parts(steps.main, clock),
-        free_bytes=free_bytes(),
-        path=path,
-        line=line,
     )
 
 
-def waited_cost(iterator: Any, step_seconds: float, waited: float, loaders: Loaders) -> LoaderCost:
+def waited_cost(
+    iterator: Any, step_seconds: float, waited: float, loaders: Loaders, clock: Clock = CLOCK
+) -> LoaderCost:
     """Return the cost of a loader if no step without it can be timed."""
     path, line = loaders.place(iterator)
+    with _disable_current_modes(), torch.no_grad():
+        parts = parts_of(BatchSource.of(iterator), clock)
     return LoaderCost(
         step_seconds=step_seconds,
         ready_seconds=None,
         waited_seconds=waited,
         cores=cores_here(),
         settings=settings_of(iterator),
-        parts=_parts(iterator, CLOCK),
+        parts=parts,
         free_bytes=free_bytes(),
         path=path,
         line=line,
     )
-
-
-def _typical(values: Sequence[float], settings: LoaderSettings) -> float:
-    """Return the median, or the mean with workers, whose batches arrive in bursts."""
-    return (statistics.fmean if settings.workers else statistics.median)(values)
-
-
-def _spread(steps: Sequence[StepTime]) -> float:
-    seconds = [step.seconds for step in steps]
-    return max(seconds) - min(seconds)
-
-
-def _parts(iterator: Any, clock: Clock) -> Any:
-    with _disable_current_modes(), torch.no_grad():
-        return parts_of(BatchSource.of(iterator), clock)

@@ -42,7 +42,7 @@ class Modules:
         return name
 
     def number(self, module: nn.Module) -> int:
-        """Return the module's number, or -1 if no root holds it."""
+        """Return the module's number, or -1 for a module outside all roots."""
         return self._numbers.get(id(module), -1)
 
     def live(self) -> Iterator[tuple[str, nn.Module]]:
@@ -55,15 +55,22 @@ class Modules:
         by FSDP2; tied ones once."""
         seen: set[int] = set()
         for name, root in self.roots.items():
-            for kind, path, tensor in _named_tensors(root):
-                if id(tensor) not in seen and not is_lazy(tensor):
-                    seen.add(id(tensor))
-                    yield kind, f"{name}.{path}", tensor
+            tables = {"parameter": root.named_parameters(), "buffer": root.named_buffers()}
+            for kind, table in {**tables, "gathered": gathered_parameters(root)}.items():
+                for path, tensor in table:
+                    if id(tensor) not in seen and not is_lazy(tensor):
+                        seen.add(id(tensor))
+                        yield kind, f"{name}.{path}", tensor
 
     def settled(self) -> list[Module]:
-        """Return the records, with the bytes of initialized lazy parameters and the modules' side effects."""
+        """Return the records, with the bytes of initialized lazy parameters and each module's first side
+        effect."""
         return [
-            replace(record, parameter_bytes=_parameter_bytes(module), writes=_writes(module))
+            replace(
+                record,
+                parameter_bytes=_parameter_bytes(module),
+                writes=next((str(write) for write in SideEffects([module]).writes), ""),
+            )
             for record, module in zip(self.records, self._kept, strict=True)
         ]
 
@@ -79,13 +86,7 @@ class Modules:
                 type=type(module).__name__,
                 parent=parent,
                 chain=type(module).forward is nn.Sequential.forward,
-                hooked=bool(
-                    module._forward_hooks
-                    or module._forward_pre_hooks
-                    or module._backward_hooks
-                    or module._backward_pre_hooks
-                    or module._compiled_call_impl
-                ),
+                hooked=any(getattr(module, name) for name in (*HOOKS, "_compiled_call_impl")),
                 parameter_bytes=_parameter_bytes(module),
             )
         )
@@ -96,20 +97,6 @@ class Modules:
             if path in self._paths:
                 return self._paths[path]
         return -1
-
-
-def _named_tensors(root: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    for path, parameter in root.named_parameters():
-        yield "parameter", path, parameter
-    for path, buffer in root.named_buffers():
-        yield "buffer", path, buffer
-    for path, tensor in gathered_parameters(root):
-        yield "gathered", path, tensor
-
-
-def _writes(module: nn.Module) -> str:
-    """Return the first side effect of a module's code, or an empty string."""
-    return next((str(write) for write in SideEffects([module]).writes), "")
 
 
 def _parameter_bytes(module: nn.Module) -> int:
@@ -144,16 +131,11 @@ def gathered_parameters(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     if fsdp is None or not hasattr(fsdp, "FSDPModule"):
         return
     for path, module in root.named_modules():
-        if isinstance(module, fsdp.FSDPModule):
-            for one in _parameters_of(module):
+        if not isinstance(module, fsdp.FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in (state._fsdp_param_group,) if groups is None else groups:
+            for one in group.fsdp_params if group is not None else ():
                 name = getattr(one, "_param_fqn", None) or f"{path}.{one._module_info.param_name}"
                 yield from ((name, tensor) for tensor in one.all_gather_outputs)
-
-
-def _parameters_of(module: Any) -> Iterator[Any]:
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [group] if (group := state._fsdp_param_group) is not None else []
-    for group in groups:
-        yield from group.fsdp_params

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -46,7 +47,7 @@ class OptimizerSteps:
         self._ready: dict[int, int] = {}
         self._added: Counter[int] = Counter()
         self._undo = contextlib.ExitStack()
-        self._ways: dict[int, dict[int, str]] = {}
+        self._skips: dict[int, dict[int, str]] = {}
         self._first = 0
         self._found: list[tuple[torch.optim.Optimizer, OptimizerStep, tuple[int, ...]]] = []
 
@@ -56,7 +57,8 @@ class OptimizerSteps:
             for parameter in parameters_of(optimizer):
                 if parameter.is_leaf and parameter.requires_grad:
                     hook = parameter.register_post_accumulate_grad_hook
-                    self._undo.callback(hook(self._adder(optimizer)).remove)  # type: ignore[no-untyped-call]
+                    adds = functools.partial(self._adds, optimizer)
+                    self._undo.callback(hook(adds).remove)  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """Remove the hooks."""
@@ -72,41 +74,31 @@ class OptimizerSteps:
         for parameter in parameters_of(optimizer):
             self._added.pop(id(parameter), None)
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        last = self._clock()
-        ways = self._ways.pop(id(optimizer), {})
-        skipped = next((why for why in ways.values() if why), "")
-        made = tuple(updates.values())
-        step = OptimizerStep("", kind, self._first, last, made, any(hooks), skipped)
+        hooked = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+        skipped = next(filter(None, self._skips.pop(id(optimizer), {}).values()), "")
+        values = tuple(updates.values())
+        step = OptimizerStep("", kind, self._first, self._clock(), values, hooked, skipped)
         self._found.append((optimizer, step, tuple(updates)))
 
     def named(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[OptimizerStep]:
         """Return the calls, with the optimizers' names."""
         names = dict(zip(map(id, optimizers), names_of(optimizers), strict=True))
-        return [
-            replace(step, optimizer=names[id(optimizer)], updates=self._settled(step, ids))
-            for optimizer, step, ids in self._found
-            if id(optimizer) in names
-        ]
-
-    def _settled(self, step: OptimizerStep, ids: tuple[int, ...]) -> tuple[Update, ...]:
-        """Note a gradient accumulated again after the last step as never ready: another model's backward may
-        reach these parameters."""
-        return tuple(
-            replace(update, ready=-1) if self._added[key] else update
-            for key, update in zip(ids, step.updates, strict=True)
-        )
-
-    def _adder(self, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:
-        def adds(parameter: torch.Tensor) -> None:
-            self._adds(optimizer, parameter)
-
-        return adds
+        calls = []
+        for optimizer, step, ids in self._found:
+            if (name := names.get(id(optimizer))) is not None:
+                # A gradient accumulated again after the last step is never ready: another model's
+                # backward may reach its parameter.
+                updates = tuple(
+                    replace(update, ready=-1) if self._added[key] else update
+                    for key, update in zip(ids, step.updates, strict=True)
+                )
+                calls.append(replace(step, optimizer=name, updates=updates))
+        return calls
 
     def _adds(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
-        ways = self._ways.setdefault(id(optimizer), {})
-        if (backward := torch._C._current_graph_task_id()) not in ways:
-            ways[backward] = step_follows(optimizer).why_not
+        skips = self._skips.setdefault(id(optimizer), {})
+        if (backward := torch._C._current_graph_task_id()) not in skips:
+            skips[backward] = step_follows(optimizer).why_not
         self._ready[id(parameter)] = self._clock()
         self._added[id(parameter)] += 1
 

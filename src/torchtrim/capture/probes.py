@@ -1,9 +1,8 @@
 """Probes the values of expressions in running user code, and runs files with replaced text.
 
-In the parsed tree, a probed expression is wrapped in a call that inspects its value and returns it. Line
-numbers do not change. No tensor is kept. Only boolean tensors are read, for the share of true elements, which
-neither the recorder nor the emulated device sees. Files on disk do not change, and tracebacks show their
-lines.
+A call that inspects a value and returns it wraps each probed expression in the parsed tree; line numbers and
+files do not change. Probes keep no tensor and read only boolean ones, for the share of true elements, unseen
+by the recorder and the emulated device.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ _MOST_TEXT = 200
 
 
 class _Pending:
-    """The values of an unfinished execution."""
-
     def __init__(self) -> None:
         self.values: dict[str, ObservedValue] = {}
         self.storages: list[int] = []
@@ -49,7 +46,7 @@ class Probes:
     def __init__(self, probes: Iterable[Probe]) -> None:
         self._probes = tuple(probes)
         self._keys = [(one.number, name) for one in self._probes for name in one.parts]
-        self._kept: dict[int, dict[bytes, Execution]] = {one.number: {} for one in self._probes}
+        self._known: dict[int, dict[bytes, Execution]] = {one.number: {} for one in self._probes}
         self._capped: set[int] = set()
         self._local = threading.local()
         self._threads: list[dict[int, _Pending]] = []
@@ -82,7 +79,7 @@ class Probes:
         return tuple(
             ProbeResult(
                 number=one.number,
-                executions=tuple(self._kept[one.number].values()),
+                executions=tuple(self._known[one.number].values()),
                 capped=one.number in self._capped,
             )
             for one in self._probes
@@ -100,23 +97,23 @@ class Probes:
         return value
 
     def _of_thread(self) -> dict[int, _Pending]:
-        if not hasattr(self._local, "pending"):
-            self._local.pending = {}
+        pending: dict[int, _Pending] | None = getattr(self._local, "pending", None)
+        if pending is None:
+            pending = self._local.pending = {}
             with self._lock:
-                self._threads.append(self._local.pending)
-        found: dict[int, _Pending] = self._local.pending
-        return found
+                self._threads.append(pending)
+        return pending
 
     def _close(self, number: int, pending: _Pending) -> None:
-        """Record an execution; equal ones are counted together."""
-        found = Execution(values=pending.values, grad=pending.grad)
-        key = msgspec.json.encode(found, order="sorted")
+        """Record an execution; equal ones share a record with a count."""
+        execution = Execution(values=pending.values, grad=pending.grad)
+        key = msgspec.json.encode(execution, order="sorted")
         with self._lock:
-            kept = self._kept[number]
-            if key in kept:
-                kept[key] = msgspec.structs.replace(kept[key], count=kept[key].count + 1)
-            elif len(kept) < _MOST_EXECUTIONS:
-                kept[key] = found
+            known = self._known[number]
+            if key in known:
+                known[key] = msgspec.structs.replace(known[key], count=known[key].count + 1)
+            elif len(known) < _MOST_EXECUTIONS:
+                known[key] = execution
             else:
                 self._capped.add(number)
 
@@ -126,21 +123,24 @@ class _Wrapper(ast.NodeTransformer):
         self._spots = spots
 
     def visit(self, node: ast.AST) -> Any:
-        found: Any = self.generic_visit(node)
-        if not isinstance(node, ast.expr) or not isinstance(
-            getattr(node, "ctx", ast.Load()), ast.Load
-        ):
-            return found
-        spot = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
-        for key in self._spots.get(spot, ()):  # type: ignore[arg-type]
+        wrapped: Any = self.generic_visit(node)
+        is_load = isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
+        if not is_load or not isinstance(node, ast.expr):
+            return wrapped
+        last = node.end_lineno or 0, node.end_col_offset or 0
+        for key in self._spots.get((node.lineno, node.col_offset, *last), ()):
             look = ast.Name(LOOK, ast.Load())
-            found = ast.copy_location(ast.Call(look, [ast.Constant(key), found], []), node)
-        return found
+            wrapped = ast.copy_location(ast.Call(look, [ast.Constant(key), wrapped], []), node)
+        return wrapped
 
 
 def _seen(value: Any, storages: list[int]) -> ObservedValue:
     if not isinstance(value, torch.Tensor):
-        return _plain(value)
+        kind = type(value).__name__
+        if isinstance(value, bool | int | float | str | type(None)):
+            return ObservedValue(kind=kind, value=repr(value)[:_MOST_TEXT])
+        shape = (len(value),) if isinstance(value, list | tuple) else ()
+        return ObservedValue(kind=kind, shape=shape)
     return ObservedValue(
         kind="tensor",
         dtype=str(value.dtype).removeprefix("torch."),
@@ -151,14 +151,6 @@ def _seen(value: Any, storages: list[int]) -> ObservedValue:
         storage=_storage(value, storages),
         share=_share(value),
     )
-
-
-def _plain(value: Any) -> ObservedValue:
-    kind = type(value).__name__
-    if isinstance(value, bool | int | float | str | type(None)):
-        return ObservedValue(kind=kind, value=repr(value)[:_MOST_TEXT])
-    shape = (len(value),) if isinstance(value, list | tuple) else ()
-    return ObservedValue(kind=kind, shape=shape)
 
 
 def _storage(tensor: torch.Tensor, storages: list[int]) -> int:
@@ -173,9 +165,8 @@ def _storage(tensor: torch.Tensor, storages: list[int]) -> int:
 
 def _share(tensor: torch.Tensor) -> float | None:
     """Return the share of true elements of a boolean tensor, to two digits."""
-    if tensor.dtype != torch.bool or tensor.layout != torch.strided or not tensor.numel():
-        return None
-    if tensor.device.type == "meta":
+    plain = tensor.layout == torch.strided and tensor.device.type != "meta"
+    if tensor.dtype != torch.bool or not plain or not tensor.numel():
         return None
     return round(float(tensor.sum()) / tensor.numel(), 2)
 
@@ -192,8 +183,7 @@ class Sources:
     def install(self) -> None:
         """Install the import hook."""
         for path, text in self._texts.items():
-            lines = text.splitlines(keepends=True)
-            linecache.cache[path] = (len(text), None, lines, path)
+            linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
         if self._files:
             sys.meta_path.insert(0, self._finder)
             self._probes.install()
@@ -205,9 +195,8 @@ class Sources:
     def code(self, path: str) -> CodeType:
         """Compile the file, with its replaced text and probes."""
         text = self._texts.get(path)
-        data: str | bytes = Path(path).read_bytes() if text is None else text
-        tree = self._probes.instrument(path, ast.parse(data, filename=path))
-        return compile(tree, path, "exec", dont_inherit=True)
+        tree = ast.parse(Path(path).read_bytes() if text is None else text, filename=path)
+        return compile(self._probes.instrument(path, tree), path, "exec", dont_inherit=True)
 
     def run(self, path: str) -> None:
         """Run a file as `__main__`, as `python` would."""

@@ -21,26 +21,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.capture.collectives import Collectives, is_collective
 from torchtrim.capture.saved import SavedTensors, Use
-from torchtrim.capture.waits import NOTHING, Asking, Origin, Ran, RawSync, waiting_here
+from torchtrim.capture.waits import NOTHING, Origin, Ran, SyncChecks, sync_detector
 from torchtrim.core.clock import queued_ns
 from torchtrim.dispatch.modes import (
+    call_operator,
     enter_below,
     fake_mode,
     has_own_dispatch,
     is_composite,
     leave,
     run_parts,
-    tensors_among,
+    written_arguments,
+    written_tensors,
 )
 from torchtrim.dispatch.places import ENGINE, Places, Spot, is_in_function, line_of
 from torchtrim.dispatch.storages import PLAIN, Storages, parts_of, reachable_tensors
-from torchtrim.dryrun.mode import Dry
 from torchtrim.dryrun.run import current as current_dry
 from torchtrim.emulator.device import current
 from torchtrim.records.profile import Call, Phase
 
 MARK = "torchtrim::operator"
 Cause = tuple[Phase, int, Spot | None, Spot | None, int]
+"""Phase, module, innermost line, the user's line, and the forward operator."""
 
 _SCALARS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 
@@ -53,8 +55,8 @@ class RawOperator(NamedTuple):
     module: int
     spot: Spot | None
     caller: Spot | None
-    label: int
     forward: int
+    label: int
     inputs: list[Use]
     outputs: list[Use]
     mutates: tuple[int, ...]
@@ -62,16 +64,17 @@ class RawOperator(NamedTuple):
     end_ns: int
 
 
-class RawWait(NamedTuple):
-    """A recorded host-device sync."""
+class RawSync(NamedTuple):
+    """A recorded host-device sync: its row in `syncs`, and its operator, or the call site of another call."""
 
-    sync: RawSync
-    phase: Phase
-    spot: Spot | None
-    caller: Spot | None
+    row: str
+    operator: int
+    phase: Phase = "other"
+    spot: Spot | None = None
+    caller: Spot | None = None
 
 
-class Failure(NamedTuple):
+class FailedOperator(NamedTuple):
     """The last operator that raised while recording."""
 
     operator: str
@@ -83,12 +86,12 @@ class Failure(NamedTuple):
 
 
 class _RecordedSchema(NamedTuple):
-    """Facts about an operator from its schema."""
+    """Facts about an operator from its schema. `parts` runs a composite operator in parts."""
 
     written: tuple[tuple[int, str], ...]
     is_label: bool
     lifts: bool
-    asking: Asking
+    checks: SyncChecks
     parts: Any
     exchanges: bool
 
@@ -100,7 +103,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     operator in a profiler range, so that allocator events can be assigned to operators
     (`capture.allocator`); `raised` holds the numbers of ranges whose operator raised. `look`, if given, is
     called with each operator's result, and with its arguments if it writes to them. `workspaces`: scratch
-    bytes of each operator in a dry run. Bytes are counted on `device`, or on all devices if it is empty.
+    bytes of each operator in a dry run. Count the bytes on `device`, or on all devices if it is empty.
     `saves`: read the tensors saved by autograd.
     """
 
@@ -119,7 +122,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phase: Phase = "other"
         self.module = -1
         self.recomputing = 0
-        self.failure: Failure | None = None
+        self.failure: FailedOperator | None = None
         self.raised: list[int] = []
         self.start_ns = 0
         self.end_ns = 0
@@ -135,13 +138,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._open_labels: list[int] = []
         self._known: dict[int, _RecordedSchema] = {}
         self._undo = contextlib.ExitStack()
-        self.waits: list[RawWait] = []
+        self.syncs: list[RawSync] = []
         self.collectives = Collectives()
         self.look: Callable[[Any, Any], None] | None = None
         self.workspaces: list[int] = []
         self._dry = current_dry()
-        self._call = self._emulation.accelerator.call if self._emulation is not None else _plainly
-        self._waiting = waiting_here(self._emulation, self._waited)
+        self._call = self._emulation.accelerator.call if self._emulation else call_operator
+        self._detector = sync_detector(self._emulation, self._synchronized)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -160,8 +163,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._watch_resizes()
         if self._saves:
             self._watch_engine()
-        if self._waiting is not None:
-            self._waiting.watch(self._undo)
+        if self._detector is not None:
+            self._detector.watch(self._undo)
         self._sequence = _get_sequence_nr()
         self.start_ns = time.perf_counter_ns()
         if self._emulation is not None:
@@ -200,8 +203,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         original = torch.autograd.graph._engine_run_backward
 
         def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            here = threading.get_ident() == self._thread and os.getpid() == self._pid
-            if not here:
+            if threading.get_ident() != self._thread or os.getpid() != self._pid:
                 return original(outputs, *args, **kwargs)
             self.saved.run_starts(outputs, len(self.operators))
             try:
@@ -213,15 +215,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             owner._engine_run_backward = run  # type: ignore[attr-defined]
             self._undo.callback(setattr, owner, "_engine_run_backward", original)
 
-    def _waited(self, sync: RawSync) -> None:
+    def _synchronized(self, row: str, operator: int) -> None:
         """Record a sync, with its call site if it is not an operator's."""
-        if threading.get_ident() != self._thread:
-            return
-        if sync.operator >= 0:
-            self.waits.append(RawWait(sync, "other", None, None))
-        else:
-            spot, caller = self._places.find(sys._getframe(1))
-            self.waits.append(RawWait(sync, self.phase, spot, caller))
+        if threading.get_ident() == self._thread:
+            site = (self.phase, *self._places.find(sys._getframe(1))) if operator < 0 else ()
+            self.syncs.append(RawSync(row, operator, *site))
 
     def track(self, tensors: Iterable[torch.Tensor]) -> None:
         """Register tensors that were alive before the step."""
@@ -246,8 +244,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (types and any(map(has_own_dispatch, types))) or self._elsewhere():
-            return self._passed_on(func, types, args, kwargs)
+        # Do not record in a forked process, or under a fake tensor mode entered since the start.
+        elsewhere = os.getpid() != self._pid or fake_mode() is not self._fake
+        if elsewhere or (types and any(map(has_own_dispatch, types))):
+            runs = elsewhere or any(issubclass(kind, FakeTensor) for kind in types)
+            return func(*args, **kwargs) if runs else NotImplemented
         known = self._known.get(id(func)) or self._know(func)
         if known.is_label:
             return self._label(func, args, kwargs)
@@ -260,33 +261,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kwargs:
             inputs += self._uses(kwargs.values(), before, "input")
         node: Any = _current_autograd_node()
-        phase, module, spot, caller, forward = self._cause(node, sys._getframe().f_back)
+        cause = self._cause(node, sys._getframe().f_back)
         result, begin, end = self._run(func, args, kwargs)
         with self._lock:
             index = len(self.operators)
             self.storages.clock = index + 1
-            mutates = self._mutated(known, args, kwargs) if known.written else ()
+            mutates = self._mutated(known.written, args, kwargs) if known.written else ()
             outputs = self._uses((result,), index)
             if node is None:
                 self.storages.keep(result)
             self.storages.note_peak()
             if self._dry is not None:
-                self._take_workspace(self._dry)
+                scratch = self._dry.take_workspace()
+                # An emulated device has other kernels, whose scratch is unknown.
+                self.workspaces.append(scratch if self._emulation is None else 0)
+            label = self._open_labels[-1] if self._open_labels else -1
             self.operators.append(
-                RawOperator(
-                    func,
-                    phase,
-                    module,
-                    spot,
-                    caller,
-                    self._open_labels[-1] if self._open_labels else -1,
-                    forward,
-                    inputs,
-                    outputs,
-                    mutates,
-                    begin,
-                    end,
-                )
+                RawOperator(func, *cause, label, inputs, outputs, mutates, begin, end)
             )
             self._own_nodes(index)
             if known.exchanges:
@@ -295,16 +286,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.look(func, (result, args, kwargs) if known.written else result)
             if node is not None:
                 self.saved.ran(node._sequence_nr(), index, inputs)
-        waiting, asking = self._waiting, known.asking
-        if waiting is not None and (asking.rows or asking.copies or waiting.listens(node)):
+        detector, checks = self._detector, known.checks
+        if detector is not None and (checks.rows or checks.copies or detector.listens(node)):
             ran = Ran(index, func, args, kwargs, result, known.written)
-            waiting.ran(ran, asking, node, self._origin)
+            detector.ran(ran, checks, node, self._origin)
         return result
-
-    def _take_workspace(self, dry: Dry) -> None:
-        """Record the scratch of a CPU kernel, 0 on an emulated device, whose kernels are unknown."""
-        size = dry.take_workspace()
-        self.workspaces.append(size if self._emulation is None else 0)
 
     def _origin(self, index: int, tensor: torch.Tensor) -> Origin:
         """Return how a tensor that an operator reads was created."""
@@ -321,19 +307,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Origin.LINE
 
     def _cause(self, node: Any, frame: FrameType | None) -> Cause:
-        """Return phase, module, innermost line, the user's line, and the forward operator."""
         if node is None:
             spot, caller = self._places.find(frame)
             return self.phase, self.module, spot, caller, -1
         forward = self.makers.get(node._sequence_nr(), -1)
         of = self.operators[forward] if forward >= 0 else None
-        asked = frame is not None and frame.f_code is not ENGINE
-        spot, caller = self._places.find(frame) if asked else (None, None)
-        if asked and (self.recomputing or (torch.is_grad_enabled() and not is_in_function(frame))):
+        from_python = frame is not None and frame.f_code is not ENGINE
+        spot, caller = self._places.find(frame) if from_python else (None, None)
+        reruns = self.recomputing or (torch.is_grad_enabled() and not is_in_function(frame))
+        if from_python and reruns:
             if of is not None and spot is None:
                 spot, caller = of.spot, of.caller
             return "recompute", self.module, spot, caller, -1
-        if asked and self.phase == "optimizer":
+        if from_python and self.phase == "optimizer":
             return "optimizer", self.module, spot, caller, -1
         if of is None:
             return "backward", self.module, spot, caller, -1
@@ -383,43 +369,39 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return uses
 
     def _uses_of_parts(self, tensor: torch.Tensor, birth: int, kind: str) -> list[Use]:
-        """Return the parts of a tensor subclass or of another layout."""
         uses: list[Use] = []
         with DisableTorchFunctionSubclass():
             for part in parts_of(tensor):
-                number = self.storages.see(part, birth, kind)
-                if number >= 0:
-                    shape, strides = _geometry(part)
-                    uses.append((number, part.dtype, shape, strides))
+                if (number := self.storages.see(part, birth, kind)) < 0:
+                    continue
+                try:
+                    uses.append((number, part.dtype, part.shape, part.stride()))
+                except RuntimeError:
+                    uses.append((number, part.dtype, (), ()))
         return uses
 
     def _know(self, func: Any) -> _RecordedSchema:
         known = self._known[id(func)] = _RecordedSchema(
-            _written_arguments(func),
+            written_arguments(func),
             getattr(func, "namespace", "") == "profiler",
             func is torch.ops.aten.lift_fresh.default,
-            self._waiting.asking(func) if self._waiting is not None else NOTHING,
+            self._detector.checks(func) if self._detector is not None else NOTHING,
             self._parts_of(func),
             is_collective(func),
         )
         return known
 
     def _parts_of(self, func: Any) -> Any:
-        """Return the function that runs a composite operator's parts, None for other operators."""
         if self._emulation is not None:
             return self._emulation.accelerator.parts_of(func)
         if not is_composite(func):
             return None
-        return lambda *args, **kwargs: run_parts(func, args, kwargs, _plainly)
+        return lambda *args, **kwargs: run_parts(func, args, kwargs)
 
-    def _mutated(self, known: _RecordedSchema, args: Any, kwargs: Any) -> tuple[int, ...]:
+    def _mutated(self, written: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
         """Return the storages that an operator wrote, and maybe resized."""
-        values = [
-            args[position] if position < len(args) else kwargs.get(name)
-            for position, name in known.written
-        ]
-        parts = (part for tensor in tensors_among(values) for part in parts_of(tensor))
-        numbers = dict.fromkeys(map(self.storages.settle, parts))
+        tensors = written_tensors(written, args, kwargs)
+        numbers = dict.fromkeys(self.storages.settle(p) for one in tensors for p in parts_of(one))
         numbers.pop(-1, None)
         return tuple(numbers)
 
@@ -430,17 +412,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._open_labels.pop()
         return func(*args, **kwargs)
 
-    def _elsewhere(self) -> bool:
-        """Return True in a forked process, or under a fake tensor mode entered since the start."""
-        return os.getpid() != self._pid or fake_mode() is not self._fake
-
-    def _passed_on(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Run without recording in a forked process or under fake tensors. The operators of a subclass are
-        dispatched again."""
-        if self._elsewhere() or any(issubclass(kind, FakeTensor) for kind in types):
-            return func(*args, **kwargs)
-        return NotImplemented
-
     def _fail(self, func: Any, args: Any, kwargs: Any, error: BaseException) -> None:
         if self._mark is not None:
             self.raised.append(len(self.operators) + len(self.raised))
@@ -449,13 +420,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for _, dtype, shape, _ in self._uses((*args, *kwargs.values()), -1)
         )
         spot, caller = self._places.find(sys._getframe(2))
-        self.failure = Failure(
+        self.failure = FailedOperator(
             str(func), shapes, self.phase, caller or spot, str(error), self.storages.live_bytes
         )
-
-
-def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs)
 
 
 def profiler_range(name: str) -> Any:
@@ -464,26 +431,10 @@ def profiler_range(name: str) -> Any:
 
 
 def _skip_in_dynamo(function: Any) -> None:
-    """Make dynamo skip a function and all its callees, without importing dynamo."""
+    """Make dynamo skip a function and its callees, without the seconds that importing dynamo takes."""
     skip = eval_frame._FrameAction.SKIP
     strategy = eval_frame._FrameExecStrategy(skip, skip)
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
 _skip_in_dynamo(Recorder.__torch_dispatch__)
-
-
-def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    try:
-        return tensor.shape, tensor.stride()
-    except RuntimeError:
-        return (), ()
-
-
-def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    schema = getattr(func, "_schema", None)
-    return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(schema.arguments if schema is not None else ())
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )

@@ -28,7 +28,8 @@ from torchtrim.records.profile import Call, LoaderWait, Phase, Profile, is_emula
 
 
 class _Running(NamedTuple):
-    """A running module call: the state to restore after it, and its first operator and inputs."""
+    """A running module call: the state to restore after it, its first operator, the storages of its tensor
+    arguments, and known storages held by its object arguments."""
 
     outer: int
     phase: Phase
@@ -39,8 +40,9 @@ class _Running(NamedTuple):
 
 
 COPIED_DEPTH = 8
+"""Levels of nested arguments that a recomputed block copies. Arbitrary: deep enough for nested outputs."""
 SHARED = (nn.Module, type, str, bytes, int, float, complex, type(None), torch.Generator)
-"""Nesting depth to which a recomputed block copies its arguments, and types it shares instead."""
+"""Types of arguments that a recomputed block shares instead of copying."""
 
 
 class Recording(Listener):
@@ -86,8 +88,8 @@ class Recording(Listener):
         self.recorder.track(p for optimizer in optimizers for p in parameters_of(optimizer))
         self.recorder.track(tensor for _, tensor in _states(optimizers))
         self.recorder.track(gradient for _, gradient in _gradients(self._modules, optimizers))
-        for label in _open_labels():
-            self.recorder.open_label(label)
+        for label in open_ranges():
+            self.recorder.open_label(label.name)
         if self._allocator is not None:
             self._allocator.start()
         self.recorder.start(scan=scan)
@@ -127,7 +129,12 @@ class Recording(Listener):
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
         recorder = self.recorder
         number = self._modules.number(module)
-        inputs, held = self._given((args, kwargs)) if depth >= 0 else ((), ())
+        inputs: tuple[int, ...] = ()
+        held: tuple[int, ...] = ()
+        if depth >= 0:
+            inputs, known = self._storages((args, kwargs), "input"), recorder.storages.number
+            behind = (known(p) for one in tensors_behind((args, kwargs)) for p in parts_of(one))
+            held = tuple(one for one in dict.fromkeys(behind) if one >= 0 and one not in inputs)
         self._stack.append(
             _Running(recorder.module, recorder.phase, len(recorder.operators), inputs, held, depth)
         )
@@ -151,9 +158,8 @@ class Recording(Listener):
             recorder.saved.read(tensors_in(output))
         if running.depth >= 0 and number >= 0:
             last = len(recorder.operators)
-            outputs = self._storages(output, "")
-            given, depth = (running.inputs, outputs, graded, running.held), running.depth
-            recorder.calls.append(Call(number, running.first, last, depth, *given))
+            arguments = running.inputs, self._storages(output, ""), graded, running.held
+            recorder.calls.append(Call(number, running.first, last, running.depth, *arguments))
 
     def backward_starts(self, tensors: tuple[torch.Tensor, ...]) -> None:
         self._phase_starts("backward")
@@ -200,22 +206,14 @@ class Recording(Listener):
                 break
             recorder.operators[i] = recorder.operators[i]._replace(phase="loader")
 
-    def _given(self, values: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the storages of tensor arguments, and known storages inside object arguments."""
-        inputs, number = self._storages(values, "input"), self.recorder.storages.number
-        behind = dict.fromkeys(number(p) for one in tensors_behind(values) for p in parts_of(one))
-        return inputs, tuple(one for one in behind if one >= 0 and one not in inputs)
-
     def _storages(self, values: Any, kind: str) -> tuple[int, ...]:
         """Return the storages of the tensors in a value; new ones get this `kind`."""
         storages = self.recorder.storages
         now = len(self.recorder.operators) - 1
-        numbers = [
-            storages.see(part, now, kind)
-            for tensor in tensors_in(values)
-            for part in parts_of(tensor)
-        ]
-        return tuple(dict.fromkeys(number for number in numbers if number >= 0))
+        parts = (part for tensor in tensors_in(values) for part in parts_of(tensor))
+        numbers = dict.fromkeys(storages.see(part, now, kind) for part in parts)
+        numbers.pop(-1, None)
+        return tuple(numbers)
 
     def _name(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Name all storages. Later names win: a module's parameter gets the module's name."""
@@ -233,22 +231,14 @@ class Recording(Listener):
 
 
 def counted_device(device: str) -> str:
-    """Return the device whose bytes are counted, empty for all."""
+    """Return the device to count bytes on, empty for all."""
     if is_emulated(device):
         return "cuda"
     return device if device.startswith("cuda") else ""
 
 
-def _open_labels() -> list[str]:
-    return [one.name for one in open_ranges()]
-
-
-def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested tuples, lists, mappings and dataclasses."""
-    return _tensors_in(values, {})
-
-
-def _tensors_in(values: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
+def tensors_in(values: Any, seen: dict[int, Any] | None = None) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested tuples, lists, mappings and dataclasses. `seen` is for the recursion."""
     if isinstance(values, torch.Tensor):
         yield values
         return
@@ -261,40 +251,35 @@ def _tensors_in(values: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
         inner = [getattr(values, name, None) for name in values.__dataclass_fields__]
     else:
         return
+    seen = {} if seen is None else seen
     if id(values) not in seen:
         seen[id(values)] = values
         for value in inner:
-            yield from _tensors_in(value, seen)
+            yield from tensors_in(value, seen)
 
 
-def tensors_behind(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in values and in the attributes of their objects: those a copy would keep."""
-    return _tensors_behind(values, {}, COPIED_DEPTH)
-
-
-def _tensors_behind(value: Any, seen: dict[int, Any], depth: int) -> Iterator[torch.Tensor]:
+def tensors_behind(
+    value: Any, seen: dict[int, Any] | None = None, depth: int = COPIED_DEPTH
+) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value and in the attributes of its objects, which a copy would keep alive."""
     if isinstance(value, torch.Tensor):
         yield value
         return
+    seen = {} if seen is None else seen
     if isinstance(value, SHARED) or callable(value) or id(value) in seen or not depth:
         return
     seen[id(value)] = value
-    if isinstance(value, Mapping):
-        inner: Iterable[Any] = list(value.values())
-    elif isinstance(value, (list, tuple)):
-        inner = value
-    else:
-        inner = list(getattr(value, "__dict__", {}).values())
-    for one in inner:
-        yield from _tensors_behind(one, seen, depth - 1)
+    if not isinstance(value, (list, tuple)):
+        items = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        value = list(items.values())
+    for inner in value:
+        yield from tensors_behind(inner, seen, depth - 1)
 
 
 def _gradients(
     modules: Modules, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    named = [
-        (name, tensor) for kind, name, tensor in modules.named_tensors() if kind == "parameter"
-    ]
+    named = [(name, one) for kind, name, one in modules.named_tensors() if kind == "parameter"]
     for name, parameter in (*_parameters(optimizers), *named):
         if parameter.grad is not None and not isinstance(parameter.grad, Spent):
             yield name, parameter.grad
@@ -316,6 +301,13 @@ def _states(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, 
                     yield f"{type(optimizer).__name__}.{number}.{key}", tensor
 
 
+class _CallRecording(Recording):
+    """A recording that registers each root module as it appears."""
+
+    def root_appears(self, root: nn.Module) -> None:
+        self._modules.add_root(root)
+
+
 Device = Literal["cpu", "emulated", "cuda"]
 _ONE_AT_A_TIME = threading.RLock()
 
@@ -329,17 +321,19 @@ def record_call(
 ) -> Profile:
     """Return the profile of one call, after `warmup` unrecorded calls.
 
-    `project` is the folder of the user's own source, by default the current one. Calls from several threads
-    are recorded one at a time.
+    `project` is the folder of the user's own source, by default the current one. Threads record one at a
+    time.
     """
     chosen = device or ("cuda" if torch.cuda.is_available() and current() is None else "emulated")
     setting = Setting(
         chosen, getattr(function, "__qualname__", "function"), str(project or Path.cwd())
     )
-    with _ONE_AT_A_TIME, _emulating(chosen):
+    emulates = chosen == "emulated" and current() is None
+    with _ONE_AT_A_TIME, emulate() if emulates else contextlib.nullcontext():
         for _ in range(warmup):
             function()
-        recording = _Recorded(Modules(), setting)
+        allocator = allocator_for(setting.device)
+        recording = _CallRecording(Modules(), Places(setting.project), setting, allocator)
         recording.begin(())
         try:
             with Watcher(recording, trains=False) as watcher:
@@ -348,18 +342,3 @@ def record_call(
             recording.abandon()
             raise
         return recording.end(watcher.optimizers)
-
-
-class _Recorded(Recording):
-    """A recording that registers each root module as it appears."""
-
-    def __init__(self, modules: Modules, setting: Setting) -> None:
-        super().__init__(modules, Places(setting.project), setting, allocator_for(setting.device))
-        self._roots = modules
-
-    def root_appears(self, root: nn.Module) -> None:
-        self._roots.add_root(root)
-
-
-def _emulating(device: str) -> contextlib.AbstractContextManager[Any]:
-    return emulate() if device == "emulated" and current() is None else contextlib.nullcontext()

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from msgspec.structs import replace
-from torch import nn
 
 from torchtrim.capture.modules import Modules
-from torchtrim.records.profile import Profile, Replica, Storage
+from torchtrim.records.profile import Profile, Replica
 
 
 class Replicas:
@@ -24,18 +23,23 @@ class Replicas:
     def look(self, modules: Modules) -> None:
         """Read the unused parameters of the step that ended."""
         for number, module in _wrappers(modules):
-            unused = _unused_bytes(module)
-            self._unused[number] = max(self._unused.get(number, 0), unused)
+            if module.find_unused_parameters:
+                with contextlib.suppress(RuntimeError, AttributeError):
+                    unused = module._get_ddp_logging_data().get("unused_parameter_size", 0)
+                    self._unused[number] = max(self._unused.get(number, 0), int(unused))
 
     def put_into(self, profile: Profile, modules: Modules) -> Profile:
-        """Return the profile with its DDP modules."""
-        found = [
-            _replica(number, module, self._unused.get(number, 0))
-            for number, module in _wrappers(modules)
-        ]
-        if not found:
+        """Return the profile with its DDP modules, and gradient buckets as `gathered`, not `input`."""
+        replicas = [_replica(n, module, self._unused.get(n, 0)) for n, module in _wrappers(modules)]
+        if not replicas:
             return profile
-        return replace(profile, replicas=found, storages=_with_buckets(profile))
+        operators = [profile.operators[one.operator] for one in profile.collectives]
+        buckets = {use.storage for op in operators if op.phase == "backward" for use in op.inputs}
+        storages = [
+            replace(one, kind="gathered") if number in buckets and one.kind == "input" else one
+            for number, one in enumerate(profile.storages)
+        ]
+        return replace(profile, replicas=replicas, storages=storages)
 
 
 def _wrappers(modules: Modules) -> Iterator[tuple[int, Any]]:
@@ -44,58 +48,23 @@ def _wrappers(modules: Modules) -> Iterator[tuple[int, Any]]:
         return
     for number, (_, module) in enumerate(modules.live()):
         wraps = isinstance(module, parallel.DistributedDataParallel)
-        if wraps and hasattr(module, "find_unused_parameters"):  # one that is sharded has none
+        if wraps and hasattr(module, "find_unused_parameters"):  # a sharded one lacks it
             yield number, module
 
 
-def _with_buckets(profile: Profile) -> list[Storage]:
-    """Return the storages with gradient buckets marked as `gathered`, not `input`."""
-    buckets = {
-        use.storage
-        for one in profile.collectives
-        if profile.operators[one.operator].phase == "backward"
-        for use in profile.operators[one.operator].inputs
-    }
-    return [
-        replace(one, kind="gathered") if number in buckets and one.kind == "input" else one
-        for number, one in enumerate(profile.storages)
-    ]
-
-
 def _replica(number: int, module: Any, unused: int) -> Replica:
+    ignored = getattr(module, "parameters_to_ignore", ())
+    exchanged = [p for name, p in module.module.named_parameters() if name not in ignored]
+    distributed: Any = torch.distributed
+    # The first bucket has torch's default size unless the script set one for all.
+    is_default = getattr(module, "bucket_bytes_cap_default", False)
     return Replica(
         module=number,
         bucket_bytes=int(getattr(module, "bucket_bytes_cap", 0)),
-        gradient_bytes=_bytes_of(_exchanged(module)),
+        gradient_bytes=sum(p.numel() * p.element_size() for p in exchanged if p.requires_grad),
         unused_bytes=unused,
         find_unused=bool(module.find_unused_parameters),
         static_graph=bool(module.static_graph),
         bucket_views=bool(module.gradient_as_bucket_view),
-        first_bytes=_first_bytes(module),
+        first_bytes=int(distributed._DEFAULT_FIRST_BUCKET_BYTES) if is_default else 0,
     )
-
-
-def _first_bytes(module: Any) -> int:
-    """Return the size of the first bucket: torch's default unless the script set one for all."""
-    own = getattr(module, "bucket_bytes_cap_default", False)
-    return int(torch.distributed._DEFAULT_FIRST_BUCKET_BYTES) if own else 0  # type: ignore[attr-defined]
-
-
-def _exchanged(module: Any) -> Iterator[nn.Parameter]:
-    ignored = getattr(module, "parameters_to_ignore", ())
-    for name, parameter in module.module.named_parameters():
-        if parameter.requires_grad and name not in ignored:
-            yield parameter
-
-
-def _unused_bytes(module: Any) -> int:
-    """Return the bytes of unused parameters in the previous step, from torch's DDP statistics."""
-    if not module.find_unused_parameters:
-        return 0
-    with contextlib.suppress(RuntimeError, AttributeError):
-        return int(module._get_ddp_logging_data().get("unused_parameter_size", 0))
-    return 0
-
-
-def _bytes_of(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(one.numel() * one.element_size() for one in parameters)

@@ -7,6 +7,7 @@ and in-place writes are no longer detected.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torchtrim.records.profile import Operator, SavedTensor
 
 _RAW = "_raw_saved_"
 _OPAQUE = ("CopySlices", "CppNode")
-_NO_NUMBER = 2**64 - 1
+_NO_NUMBER = 2**64 - 1  # UINT64_MAX, the sequence number of `AccumulateGrad` nodes
 Use = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
@@ -34,7 +35,7 @@ class RawSaved(NamedTuple):
     offset: int
 
 
-class Asked(NamedTuple):
+class _NodeRuns(NamedTuple):
     """Backward through a node: its first operator, and how often it ran, last in backward number `run`."""
 
     first: int
@@ -45,16 +46,16 @@ class Asked(NamedTuple):
 class SavedTensors:
     """The saved tensors of autograd nodes, and when backward unpacked them.
 
-    `opaque` nodes hide their saved tensors; these are inferred from what they read in backward.
+    `opaque` nodes hide their saved tensors, which are inferred from the tensors they read in backward.
     `functions` are nodes of the script's own `torch.autograd.Function`s, which save when forward returns.
     """
 
     def __init__(self, storages: Storages) -> None:
         self.found: list[RawSaved] = []
-        self.asked: dict[int, Asked] = {}
+        self.runs: dict[int, _NodeRuns] = {}
         self.opaque: set[int] = set()
         self.functions: set[int] = set()
-        self._runs = [0]
+        self._running = [0]
         self._starts = [0]
         self._storages = storages
         self._read: set[int] = set()
@@ -63,46 +64,50 @@ class SavedTensors:
     def run_starts(self, tensors: Iterable[Any], operators: int) -> None:
         """Begin a backward from these tensors, after `operators` operators."""
         self.read(tensors)
-        self._runs.append(len(self._starts))
+        self._running.append(len(self._starts))
         self._starts.append(operators)
 
     def run_ends(self) -> None:
         """End a backward."""
-        self._runs.pop()
+        self._running.pop()
 
     def ran(self, node: int, index: int, uses: Iterable[Use]) -> None:
         """Record an operator that backward ran for a node."""
-        run, asked = self._runs[-1], self.asked.get(node)
-        if asked is None:
-            self.asked[node] = Asked(index, run, 1)
-        elif asked.run != run:
-            self.asked[node] = Asked(asked.first, run, asked.times + 1)
+        run, before = self._running[-1], self.runs.get(node)
+        if before is None:
+            self.runs[node] = _NodeRuns(index, run, 1)
+        elif before.run != run:
+            self.runs[node] = _NodeRuns(before.first, run, before.times + 1)
         if node in self.opaque:
-            self._infer(node, self._starts[run], uses)
-
-    def _infer(self, node: int, start: int, uses: Iterable[Use]) -> None:
-        known = {saved.storage for saved in self.found if saved.node == node}
-        for storage, dtype, shape, strides in uses:
-            if storage not in known and self._storages.lives[storage].birth < start:
-                self.found.append(RawSaved(node, storage, dtype, shape, strides, 0))
+            known = {saved.storage for saved in self.found if saved.node == node}
+            for use in uses:
+                is_old = self._storages.lives[use[0]].birth < self._starts[run]
+                if is_old and use[0] not in known:
+                    self.found.append(RawSaved(node, *use, 0))
 
     def read(self, tensors: Iterable[Any]) -> None:
         """Read the new part of the graph behind these tensors or gradient edges."""
         with DisableTorchFunctionSubclass():
-            pending = [node for tensor in tensors if (node := _node_of(tensor)) is not None]
+            pending: list[Any] = [
+                one.grad_fn if isinstance(one, torch.Tensor) else getattr(one, "node", None)
+                for one in tensors
+            ]
             while pending:
                 node = pending.pop()
-                number = node._sequence_nr()
+                number = _NO_NUMBER if node is None else node._sequence_nr()
                 if number in self._read or number == _NO_NUMBER:
                     continue
                 self._read.add(number)
                 self._take(node, number)
-                pending += [before for before, _ in node.next_functions if before is not None]
+                pending += [before for before, _ in node.next_functions]
 
     def _take(self, node: Any, number: int) -> None:
         kind = type(node)
         if kind not in self._names:
-            self._names[kind] = _names_of(kind)
+            opaque = any(name in kind.__name__ for name in _OPAQUE)
+            self._names[kind] = (
+                None if opaque else tuple(n for n in dir(kind) if n.startswith(_RAW))
+            )
         names = self._names[kind]
         if names is None:
             self.opaque.add(number)
@@ -112,7 +117,7 @@ class SavedTensors:
         for name in names:
             try:
                 raw = getattr(node, name)
-            except RuntimeError:  # a Function's that backward has been through
+            except RuntimeError:  # backward has freed the Function's saved tensors
                 return
             for one in raw if isinstance(raw, (list, tuple)) else (raw,):
                 tensor = one.data if one is not None and one.unpack_hook is None else None
@@ -128,17 +133,6 @@ class SavedTensors:
                 self.found.append(RawSaved(node, storage, part.dtype, *geometry))
 
 
-def _node_of(tensor: Any) -> Any:
-    return tensor.grad_fn if isinstance(tensor, torch.Tensor) else getattr(tensor, "node", None)
-
-
-def _names_of(kind: type) -> tuple[str, ...] | None:
-    """Return a node class's attributes with saved tensors, or None for an opaque class."""
-    if any(name in kind.__name__ for name in _OPAQUE):
-        return None
-    return tuple(name for name in dir(kind) if name.startswith(_RAW))
-
-
 def saved_tensors(
     saved: SavedTensors,
     makers: dict[int, int],
@@ -150,22 +144,21 @@ def saved_tensors(
     latest: dict[int, int] = {}
     for one, at in zip(saved.found, packed, strict=True):
         latest[one.node] = max(latest.get(one.node, -1), at)
-    records = []
-    for one, at in zip(saved.found, packed, strict=True):
-        asked = saved.asked.get(one.node)
-        records.append(
-            SavedTensor(
-                storage=one.storage,
-                dtype=type_name(one.dtype),
-                shape=tuple(one.shape),
-                strides=tuple(one.strides),
-                offset=one.offset,
-                packed=latest[one.node] if one.node in saved.functions else at,
-                unpacked=asked.first if asked is not None else -1,
-                asked=asked.times if asked is not None else 0,
-                saver=makers.get(one.node, -1),
-            )
+    never = _NodeRuns(-1, 0, 0)
+    records = [
+        SavedTensor(
+            storage=one.storage,
+            dtype=type_name(one.dtype),
+            shape=tuple(one.shape),
+            strides=tuple(one.strides),
+            offset=one.offset,
+            packed=latest[one.node] if one.node in saved.functions else at,
+            unpacked=saved.runs.get(one.node, never).first,
+            asked=saved.runs.get(one.node, never).times,
+            saver=makers.get(one.node, -1),
         )
+        for one, at in zip(saved.found, packed, strict=True)
+    ]
     return sorted(records, key=lambda record: (record.packed, record.saver))
 
 
@@ -181,12 +174,7 @@ def _packed(
     return saver if saved.storage in operators[saver].mutates else saver - 1
 
 
-_TYPES: dict[torch.dtype, str] = {}
-
-
+@functools.cache
 def type_name(dtype: torch.dtype) -> str:
     """Return a dtype's name in records, such as `float32`."""
-    name = _TYPES.get(dtype)
-    if name is None:
-        name = _TYPES[dtype] = str(dtype).removeprefix("torch.")
-    return name
+    return str(dtype).removeprefix("torch.")

@@ -42,8 +42,10 @@ class Snapshot:
         self._tensors: dict[int, _KeptTensor] = {}
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._random = _random_state()
+        holders: list[Any] = [[m.parameters, m.buffers, m.tensors] for m in self._modules]
+        holders += [[one.groups, list(one.states.values())] for one in self._optimizers]
         with torch.no_grad():
-            for tensor in self._found():
+            for tensor in tensors_in(holders):
                 self._keep(tensor)
 
     def restore(self) -> None:
@@ -62,25 +64,16 @@ class Snapshot:
     def kept(self) -> list[Any]:
         """Return storages that only this snapshot keeps alive: its copies, and originals since replaced."""
         used = storages_in(_in_use(self._roots, [one.optimizer for one in self._optimizers]))
-        ours = {}
+        ours = storages_in(tensor for module in self._modules for tensor in module.every_tensor)
         for kept in self._tensors.values():
-            ours.update(storages_in([kept.memory]))
-            ours.update(kept.copied())
-        for module in self._modules:
-            ours.update(storages_in(module.every_tensor))
+            ours |= storages_in([kept.memory]) | kept.copied()
         return [storage for key, storage in ours.items() if key not in used]
-
-    def _found(self) -> Iterator[torch.Tensor]:
-        for module in self._modules:
-            yield from tensors_in([module.parameters, module.buffers, module.tensors])
-        for optimizer in self._optimizers:
-            yield from tensors_in([optimizer.groups, list(optimizer.states.values())])
 
     def _keep(self, tensor: torch.Tensor) -> None:
         if is_lazy(tensor):
             raise Unsupported(
-                "the model has lazy parameters that have no shape yet. "
-                "Run it once on a batch, then hand it over."
+                "the model has lazy parameters, whose shape is unknown until it runs. "
+                "Run it once on a batch first."
             )
         if id(tensor) in self._tensors:
             return
@@ -99,25 +92,19 @@ class _KeptTensor:
         self._strided = tensor.layout is torch.strided
         self._overlaps = self._strided and 0 in tensor.stride()
         source: Any = self.memory.untyped_storage() if self._overlaps else self.memory
-        self._value = _host_copy(source) if values else None
+        self._value: Any = _host_copy(source) if values else None
 
     def copied(self) -> dict[int, Any]:
-        """Return the storages of the copy."""
-        value: Any = self._value
-        if value is None or not self._overlaps:
-            return storages_in([] if value is None else [value])
-        return {value._cdata: value}
+        if self._value is None:
+            return {}
+        return {self._value._cdata: self._value} if self._overlaps else storages_in([self._value])
 
     def restore(self) -> None:
         tensor, memory = self._tensor, self.memory
         if tensor.dtype != memory.dtype or (self._strided and not tensor.is_set_to(memory)):
             tensor.data = memory
-        if self._value is None:
-            pass
-        elif self._overlaps:
-            memory.untyped_storage().copy_(self._value)
-        else:
-            tensor.copy_(self._value)
+        if self._value is not None:
+            (memory.untyped_storage() if self._overlaps else tensor).copy_(self._value)
         if tensor.is_leaf:
             tensor.requires_grad = self._requires_grad
 
@@ -167,7 +154,7 @@ class _KeptOptimizer:
 
 
 def _host_copy(source: Any) -> Any:
-    """Return a copy on the host; tensors and storages without memory stay where they are."""
+    """Return a copy on the host; meta tensors and storages stay on their device."""
     if source.device.type in ("cpu", "meta"):
         return source.clone()
     if isinstance(source, torch.UntypedStorage):
@@ -224,10 +211,8 @@ def _shallow(state: Any) -> Any:
 
 
 def _random_state() -> dict[str, Any]:
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "torch": bytes(torch.get_rng_state().tolist()),
-    }
+    torch_state = bytes(torch.get_rng_state().tolist())
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch_state}
     if "numpy" in sys.modules:
         state["numpy"] = sys.modules["numpy"].random.get_state()
     if torch.cuda.is_available():

@@ -11,8 +11,8 @@ import torch
 from torchtrim.emulator.device import current
 from torchtrim.errors import ApplyFailed
 
-Told = Callable[[torch.optim.Optimizer, torch.Tensor], None]
-_watching: list[tuple[Told, Told]] = []
+UpdateCallback = Callable[[torch.optim.Optimizer, torch.Tensor], None]
+_watching: list[tuple[UpdateCallback, UpdateCallback]] = []
 
 
 class Spent(torch.Tensor):
@@ -25,44 +25,42 @@ class Spent(torch.Tensor):
         """Create one for a parameter whose gradient the optimizer `where` has used."""
         emulation = current()
         tags = emulation.accelerator.tags if emulation is not None else None
-        on = tags is not None and tags.on_device(parameter)
-        made: Spent = torch.Tensor._make_wrapper_subclass(
+        emulated = tags is not None and tags.on_device(parameter)
+        spent: Spent = torch.Tensor._make_wrapper_subclass(
             cls,
             parameter.shape,
             dtype=parameter.dtype,
             layout=parameter.layout,
-            device=torch.device("cpu") if on else parameter.device,
+            device=torch.device("cpu") if emulated else parameter.device,
             storage_size=0,
         )
-        if tags is not None and on:
-            tags.put(made)
-        made.optimizer_name = where
-        return made
+        if tags is not None and emulated:
+            tags.put(spent)
+        spent.optimizer_name = where
+        return spent
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """Return no inner tensors."""
         return [], None
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """Name the optimizer instead of elements."""
         return f"<a gradient that {self.optimizer_name} used up in backward>"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse: the gradient is gone."""
+        """Raise: the optimizer has used the gradient."""
         error = ApplyFailed(
             f"`{func.name()}` reads or adds to a gradient after backward, but the plan's "
             "optimizer_in_backward has used it up: gradients that are clipped, scaled, logged or kept cannot "
-            "be used up early. Remove that technique from the plan, or what reads gradients from the "
-            "script."
+            "be used up early. Remove that technique from the plan, or the code that reads gradients from "
+            "the script."
         )
         error._torchtrim_place = _name((args, kwargs))  # type: ignore[attr-defined]
         raise error
 
 
-def watch_updates(starts: Told, ends: Told) -> Callable[[], None]:
+def watch_updates(starts: UpdateCallback, ends: UpdateCallback) -> Callable[[], None]:
     """Call `starts` before and `ends` after each update in backward; return a function that stops it."""
     pair = starts, ends
     _watching.append(pair)
@@ -84,7 +82,7 @@ def updating(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Itera
 def _name(values: Any) -> str:
     if isinstance(values, Spent):
         return values.optimizer_name
-    inner = values.values() if isinstance(values, dict) else values
-    if not isinstance(inner, (tuple, list)) and not isinstance(values, dict):
+    inner = list(values.values()) if isinstance(values, dict) else values
+    if not isinstance(inner, (tuple, list)):
         return ""
-    return next((found for one in inner if (found := _name(one))), "")
+    return next(filter(None, map(_name, inner)), "")

@@ -7,14 +7,14 @@ _PATIENCE = 16
 _LONG = 64
 """Segments. Arbitrary: bounds the recording while no cycle is known."""
 _KEPT = 512
-"""Segments. Arbitrary: several times the longest cycle that is looked for."""
+"""Segments. Arbitrary: several times the longest cycle that is recognized."""
 
 
 class Steps:
     """Detector of the top-level forwards that begin a new step.
 
-    The optimizer steps between two forwards are a segment; a step is the shortest cycle of segments in
-    which every optimizer steps. With one optimizer that is one segment, micro-batches included. A GAN
+    The optimizer steps between two forwards are a segment; a step is the shortest cycle of segments that
+    has steps of all optimizers. With one optimizer that is one segment, micro-batches included. A GAN
     that alternates two optimizers is recognized after three segments, so its first step spans two cycles.
     An optimizer that has not stepped in sixteen segments is ignored. After a segment that contradicts the
     cycle, it is learned again, each time from twice as many segments; until then a step is 64 segments.
@@ -43,25 +43,25 @@ class Steps:
         """Record a top-level forward; return True if it begins a new step."""
         if not self._segment:
             return False
-        self._remember()
-        if self._period and not self._repeats(self._period, self._period + 1):
-            self._period = 0
-            self._evidence = 2 * self._evidence or 2
-        if not self._period:
-            self._period = self._relearnt() if self._evidence else self._learnt()
-        over = self._since % self._period == 0 if self._period else self._is_long()
-        if over:
-            self._since = 0
-        return over
-
-    def _remember(self) -> None:
         self._history.append(tuple(self._segment))
         self._segment.clear()
         self._since += 1
         if len(self._history) > 2 * _KEPT:
             del self._history[:-_KEPT]
+        if self._period and not self._repeats(self._period, self._period + 1):
+            self._period = 0
+            self._evidence = 2 * self._evidence or 2
+        if not self._period:
+            self._period = self._relearned() if self._evidence else self._learned()
+        if self._period:
+            over = self._since % self._period == 0
+        else:
+            over = bool(self._evidence) and self._since >= _LONG
+        if over:
+            self._since = 0
+        return over
 
-    def _learnt(self) -> int:
+    def _learned(self) -> int:
         """Return the shortest period of all segments once it repeats, or 0."""
         count = len(self._history)
         waited = count >= _PATIENCE
@@ -72,13 +72,12 @@ class Steps:
                 return period
         return 0
 
-    def _relearnt(self) -> int:
+    def _relearned(self) -> int:
         """Return the shortest period of enough recent segments to be sure, or 0."""
         for period in range(1, len(self._history) // 2 + 1):
             length = period * max(2, -(-self._evidence // period))
-            if length > len(self._history):
-                continue
-            if self._repeats(period, length) and self._covers(period, len(self._seen)):
+            is_long = length <= len(self._history) and self._repeats(period, length)
+            if is_long and self._covers(period, len(self._seen)):
                 self._since = 0
                 return period
         return 0
@@ -92,6 +91,3 @@ class Steps:
         history, end = self._history, len(self._history)
         first = max(end - length, 0) + period
         return all(history[i] == history[i - period] for i in range(end - 1, first - 1, -1))
-
-    def _is_long(self) -> bool:
-        return bool(self._evidence) and self._since >= _LONG

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from torchtrim.capture.build import name_of
 from torchtrim.capture.recorder import Recorder
+from torchtrim.dispatch.modes import full_name
 from torchtrim.dispatch.places import Places
 from torchtrim.records.profile import Profile
 
 _LONGEST = 3.0
-"""Seconds. Arbitrary: for slower steps more of them would take too long."""
+"""Seconds. Arbitrary: recording more of slower steps would take too long."""
 _PATIENCE = 2.0
-"""Arbitrary: a step that takes twice as long as usual must be several."""
+"""Arbitrary: a step that takes twice as long as usual must be more than one."""
 
 Timed = list[tuple[str, float]]
 """A step's operators, each with its seconds."""
@@ -45,32 +45,33 @@ class Times:
 
     def late(self) -> bool:
         """Return True if the running step takes so long that it must be more than one."""
-        if self._recorder is None:
-            return False
-        return time.perf_counter() - self._began > _PATIENCE * self._seconds + 0.1
+        running = time.perf_counter() - self._began
+        return self._recorder is not None and running > _PATIENCE * self._seconds + 0.1
 
     def step_ends(self) -> None:
         """End the running step. If it was late, do not begin another."""
         if self.late():
             self._left = 0
-        recorder, self._recorder = self._recorder, None
-        if recorder is not None:
-            recorder.stop()
-            recorder.storages.forget()
+        if (recorder := self._stopped()) is not None:
             self.steps.append(
-                [(name_of(op.func), (op.end_ns - op.start_ns) / 1e9) for op in recorder.operators]
+                [(full_name(op.func), (op.end_ns - op.start_ns) / 1e9) for op in recorder.operators]
             )
 
     def abandon(self) -> None:
         """Drop the running step and begin no other."""
-        recorder, self._recorder, self._left = self._recorder, None, 0
+        self._left = 0
+        self._stopped()
+
+    def _stopped(self) -> Recorder | None:
+        recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.stop()
             recorder.storages.forget()
+        return recorder
 
 
 def with_times(profile: Profile, steps: Sequence[Timed]) -> Profile:
-    """Return the profile with median times, including those steps that ran the same operators in order."""
+    """Return the profile with median times over itself and the steps that ran the same operators."""
     names = [op.name for op in profile.operators]
     alike = [step for step in steps if [name for name, _ in step] == names]
     if not alike:

@@ -10,9 +10,9 @@ import itertools
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from torchtrim.capture.spent import watch_updates
 from torchtrim.capture.steps import Steps
 
 _EVALUATES = 3
-"""Arbitrary: forwards without gradients in a row that make an evaluation, not a look at one sample."""
+"""Forwards without gradients in a row. Arbitrary: fewer may be predictions for a few samples."""
 
 
 class Listener:
@@ -108,7 +108,7 @@ class Watcher:
         self.steps_by_hand = 0
         self._listener = listener
         self._trains = trains
-        self._made: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._created: list[ref[torch.optim.Optimizer]] = []
         self._announced = 0
         self._steps: Steps | None = None
         self._watches = False
@@ -127,12 +127,13 @@ class Watcher:
         if self.optimizers:
             self._steps = Steps(len(self.optimizers))
         self._replace(nn.Module, "__call__", self._watched_call)
-        self._replace(torch.optim.Optimizer, "__init__", self._watched_optimizer)
+        created = self._created
+        self._after_init(torch.optim.Optimizer, lambda one, *_, **__: created.append(ref(one)))
         self._replace(torch.autograd, "backward", self._watched_backward)
         self._replace(torch.autograd, "grad", self._counted_grad)
         self._replace(_BaseDataLoaderIter, "__next__", self._watched_next)
-        self._replace(_BaseDataLoaderIter, "__init__", self._watched_loop)
-        self._replace(DataLoader, "__init__", self._watched_loader)
+        self._after_init(_BaseDataLoaderIter, self._loop_begins)
+        self._after_init(DataLoader, lambda one, *_, **__: self._listener.loader_appears(one))
         self._undo.callback(watch_updates(self._update_starts, self._update_ends))
         self._undo.callback(register_optimizer_step_pre_hook(self._optimizer_starts).remove)
         self._undo.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
@@ -156,7 +157,7 @@ class Watcher:
         return self._steps is not None and self._steps.dirty
 
     def follow(self) -> None:
-        """Watch this process, a fork of the one watched before."""
+        """Watch this process, a fork of the one that `install` watched."""
         self._pid = os.getpid()
 
     @property
@@ -181,25 +182,47 @@ class Watcher:
         setattr(owner, name, ours)
         self._undo.callback(restore)
 
+    def _after_init(self, kind: Any, then: Callable[..., None]) -> None:
+        """Call `then` with the arguments of `__init__` after each instance is created here."""
+
+        def wrap(original: Any) -> Any:
+            @functools.wraps(original)
+            def init(*args: Any, **kwargs: Any) -> None:
+                original(*args, **kwargs)
+                if self._here():
+                    then(*args, **kwargs)
+
+            return init
+
+        self._replace(kind, "__init__", wrap)
+
+    def _loop_begins(self, iterator: Any, loader: Any) -> None:
+        if not self._loading:
+            self._listener.loader_begins(iterator, loader)
+
     def _here(self) -> bool:
-        watches = self._watches and not self._is_aside
-        return watches and threading.get_ident() == self._thread and os.getpid() == self._pid
+        if not self._watches or self._is_aside:
+            return False
+        return threading.get_ident() == self._thread and os.getpid() == self._pid
 
     def _is_elsewhere(self) -> bool:
         """Return True for a root call in another thread, which `forwards` does not count."""
-        other = threading.get_ident() != self._thread and os.getpid() == self._pid
-        if not other or not self._watches or self._is_aside or self._depth:
+        if threading.get_ident() == self._thread or os.getpid() != self._pid:
+            return False
+        if not self._watches or self._is_aside or self._depth:
             return False
         return _current_autograd_node() is None and (not self._trains or torch.is_grad_enabled())
 
     def _watched_call(self, original: Any) -> Any:
         watcher = self
 
-        # With stacks, torch's profiler takes the local `self` of what is `nn.Module.__call__` for the module.
+        # A torch profiler with stacks reads the module from the local `self` of `nn.Module.__call__`.
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             unwatched = not watcher._here() or watcher._loading
             watcher.elsewhere += watcher._is_elsewhere()
-            if unwatched or _is_traced() or isinstance(self, ScriptModule):
+            # A call that is traced, as by `torch.jit.trace`, is not part of a step.
+            traced = is_dynamo_compiling() or torch._C._get_tracing_state() is not None
+            if unwatched or traced or isinstance(self, ScriptModule):
                 return original(self, *args, **kwargs)
             if watcher._depth == 0 and _is_without_values(self.parameters()):
                 with watcher.aside():
@@ -260,16 +283,15 @@ class Watcher:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._here():
                 return original(tensors, *args, **kwargs)
-            one = isinstance(tensors, (torch.Tensor, GradientEdge))
-            several = (tensors,) if one else tuple(tensors)
-            if _is_without_values(each for each in several if isinstance(each, torch.Tensor)):
-                return original(several, *args, **kwargs)
+            is_one = isinstance(tensors, (torch.Tensor, GradientEdge))
+            roots = (tensors,) if is_one else tuple(tensors)
+            losses = tuple(each for each in roots if isinstance(each, torch.Tensor))
+            if _is_without_values(losses):
+                return original(roots, *args, **kwargs)
             self.backwards += 1
-            self._listener.backward_starts(
-                tuple(each for each in several if isinstance(each, torch.Tensor))
-            )
+            self._listener.backward_starts(losses)
             try:
-                return original(several, *args, **kwargs)
+                return original(roots, *args, **kwargs)
             finally:
                 self._listener.backward_ends()
                 if self._alone():
@@ -301,24 +323,6 @@ class Watcher:
 
         return following
 
-    def _watched_loop(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def begin(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-            original(iterator, loader, *args, **kwargs)
-            if self._here() and not self._loading:
-                self._listener.loader_begins(iterator, loader)
-
-        return begin
-
-    def _watched_loader(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def make(loader: Any, *args: Any, **kwargs: Any) -> None:
-            original(loader, *args, **kwargs)
-            if self._here():
-                self._listener.loader_appears(loader)
-
-        return make
-
     def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._here():
             return
@@ -344,8 +348,7 @@ class Watcher:
             self._listener.step_ends()
 
     def _alone(self) -> bool:
-        """Return True if no optimizer is known."""
-        return self._trains and not (self.optimizers or self._made)
+        return self._trains and not (self.optimizers or self._created)
 
     def _see_updates_by_hand(self) -> None:
         """Without an optimizer, count parameters that changed since backward as a step."""
@@ -363,21 +366,11 @@ class Watcher:
         self._steps.stepped(number)
         self._listener.optimizer_ends(optimizer)
 
-    def _watched_optimizer(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def begin(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
-            if self._here():
-                self._made.append(weakref.ref(optimizer))
-
-        return begin
-
     def _announce(self) -> None:
-        """Report newly created optimizers."""
-        for made in self._made:
-            if (optimizer := made()) is not None:
+        for created in self._created:
+            if (optimizer := created()) is not None:
                 self._number(optimizer)
-        self._made.clear()
+        self._created.clear()
         while self._announced < len(self.optimizers):
             self._announced += 1
             self._listener.optimizer_appears(self.optimizers[self._announced - 1])
@@ -391,14 +384,9 @@ class Watcher:
 
 
 def _is_without_values(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return True if the first is on the meta device, as when only FLOPs are counted."""
+    """Return True if the first tensor is on the meta device, as in a program that only counts FLOPs."""
     first = next(iter(tensors), None)
     return first is not None and first.device.type == "meta"
-
-
-def _is_traced() -> bool:
-    """Return True if the call is traced, as by `torch.jit.trace`, and not part of a step."""
-    return is_dynamo_compiling() or torch._C._get_tracing_state() is not None
 
 
 def _living_optimizers() -> int:
@@ -412,16 +400,16 @@ def _living_optimizers() -> int:
 
 
 _LOOKED_AT = 256
-"""Parameters that are sampled: a large model's first layers suffice."""
+"""Sampled parameters: a large model's first layers suffice."""
 _ELEMENTS = 64
-"""Elements sampled of each parameter, so that a sample takes under a millisecond."""
+"""Sampled elements of each parameter, so that a sample takes under a millisecond."""
 
 
 class ByHand:
     """Detector of parameter updates since the first reported backward, without an optimizer.
 
-    It samples a few elements of each parameter. An update changes nearly all; the rest, such as unused rows
-    of an embedding, does not matter.
+    It samples a few elements of each parameter. An update changes nearly all; others, such as unused rows of
+    an embedding, do not matter.
     """
 
     def __init__(self) -> None:
@@ -431,9 +419,14 @@ class ByHand:
         """Sample the parameters that have a gradient, unless there is a sample already."""
         if self._then:
             return
-        known = (p for root in roots for p in root.parameters() if _readable(p))
+        parameters = (
+            p
+            for root in roots
+            for p in root.parameters()
+            if p.layout is torch.strided and not p.is_meta and p.grad is not None
+        )
         with _unseen():
-            self._then = [(p, _some(p)) for p in itertools.islice(known, _LOOKED_AT)]
+            self._then = [(p, _some(p)) for p in itertools.islice(parameters, _LOOKED_AT)]
 
     def changed(self) -> bool:
         """Return True if any parameter changed, and drop the sample."""
@@ -450,11 +443,6 @@ class ByHand:
 def _unseen() -> Iterator[None]:
     with torch.no_grad(), _disable_current_modes(), own():
         yield
-
-
-def _readable(parameter: nn.Parameter) -> bool:
-    there = parameter.layout is torch.strided and not parameter.is_meta
-    return there and parameter.grad is not None
 
 
 def _some(parameter: nn.Parameter) -> bytes:

@@ -11,12 +11,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from torchtrim.capture.count import arguments_of
 from torchtrim.capture.recording import tensors_in
 from torchtrim.dispatch.storages import storages_in
 from torchtrim.dryrun.meta_tensors import blanks
 from torchtrim.errors import UsageError
 
-_NUMBERS = 2**22
+_NUMBERS = 2**22  # largest integer tensor with values in a dry run, as in `dryrun.oracle`
 _ON_HOST = ("cpu", "meta")
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -24,8 +25,8 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 class _Batched:
     """A workload with a batch, and a second one for odd steps, created on first use if not given.
 
-    A created second batch is on the host and moves to the first one's device for its steps. A program has
-    one batch at a time, so the unused one is not counted (`spare`).
+    A created second batch is on the host and moves to the first one's device for its steps. Programs hold
+    one batch at a time, so the unused one (`spare`) does not count.
     """
 
     def __init__(self, batch: Any, second: Any = None) -> None:
@@ -54,7 +55,15 @@ class _Batched:
         """Create the second batch if there is none."""
         if self._second is None:
             self._devices.clear()
-            self._second = _each(_rolled(self.batch), self._to_host)
+            samples = _samples_in(self.batch)
+
+            def rolled_on_host(tensor: torch.Tensor) -> torch.Tensor:
+                if _has_samples(tensor) and tensor.shape[0] == samples:
+                    tensor = tensor.roll(1, 0)
+                self._devices.append(tensor.device)
+                return tensor if tensor.device.type in _ON_HOST else tensor.cpu()
+
+            self._second = _each(self.batch, rolled_on_host)
 
     def turn(self, number: int) -> None:
         """Select the batch of step `number`."""
@@ -70,10 +79,6 @@ class _Batched:
         found = storages_in(tensors_in([self.batch, self._second]))
         return [storage for key, storage in found.items() if key not in used]
 
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._devices.append(tensor.device)
-        return tensor if tensor.device.type in _ON_HOST else tensor.cpu()
-
     def _on_devices(self) -> Any:
         """Return the created second batch, on the devices of the first."""
         if all(device.type in _ON_HOST for device in self._devices):
@@ -83,7 +88,10 @@ class _Batched:
 
     def _batch_of(self, number: int, dtype: torch.dtype | None) -> Any:
         self.turn(number)
-        return _cast(self._turn[1], dtype)
+        batch = self._turn[1]
+        if dtype is None:
+            return batch
+        return _each(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 class TrainStep(_Batched):
@@ -117,8 +125,7 @@ class TrainStep(_Batched):
 
     def step(self, number: int, dtype: torch.dtype | None = None) -> None:
         """Run step `number`: even steps use the batch, odd steps the second one."""
-        batch = self._batch_of(number, dtype)
-        loss = self._loss_fn(self.model, batch)
+        loss = self._loss_fn(self.model, self._batch_of(number, dtype))
         loss.backward()  # type: ignore[no-untyped-call]
         del loss
         (optimizer,) = self.optimizers
@@ -138,20 +145,14 @@ class Inference(_Batched):
 
     def step(self, number: int, dtype: torch.dtype | None = None) -> None:
         """Call the model: even numbers use the inputs, odd ones the inputs with samples rolled."""
-        inputs = self._batch_of(number, dtype)
+        args, kwargs = arguments_of(self._batch_of(number, dtype))
         with torch.no_grad():
-            if isinstance(inputs, Mapping):
-                self.model(**inputs)
-            elif isinstance(inputs, (tuple, list)):
-                self.model(*inputs)
-            else:
-                self.model(inputs)
+            self.model(*args, **kwargs)
 
 
 def batch_of(inputs: Any, size: int) -> Any:
-    """Return the inputs with `size` samples, as meta tensors of unknown values."""
-    sizes = [tensor.shape[0] for tensor in tensors_in(inputs) if _has_samples(tensor)]
-    now = max(set(sizes), key=sizes.count, default=0)
+    """Return the inputs with `size` samples and arbitrary values."""
+    now = _samples_in(inputs)
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:
         if not _has_samples(tensor) or tensor.shape[0] != now:
@@ -174,21 +175,14 @@ def _resized(tensor: torch.Tensor, dimension: int, length: int, wanted: int) -> 
     return tensor.index_select(dimension, torch.arange(wanted, device=tensor.device) % length)
 
 
-def _rolled(batch: Any) -> Any:
-    """Roll the samples of every tensor of the batch's length by one."""
+def _samples_in(batch: Any) -> int:
+    """Return the number of samples: the most frequent first dimension."""
     sizes = [tensor.shape[0] for tensor in tensors_in(batch) if _has_samples(tensor)]
-    size = max(set(sizes), key=sizes.count, default=0)
-    return _each(batch, lambda t: t.roll(1, 0) if _has_samples(t) and t.shape[0] == size else t)
+    return max(set(sizes), key=sizes.count, default=0)
 
 
 def _has_samples(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and tensor.dim() > 0
-
-
-def _cast(batch: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is None:
-        return batch
-    return _each(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def _each(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -67,8 +67,7 @@ def tell_read(tensor: torch.Tensor) -> None:
 
 def stream_number(stream: Any = None) -> int:
     """Return the id of a stream, by default the current one."""
-    chosen = torch.cuda.current_stream() if stream is None else stream
-    return int(chosen.stream_id)
+    return int((torch.cuda.current_stream() if stream is None else stream).stream_id)
 
 
 def watch_device(replace: Callable[[Any, str, Any], Any]) -> None:

@@ -37,22 +37,43 @@ def fake_mode() -> Any:
     return torch._C._get_dispatch_mode(_FAKE)
 
 
+def full_name(func: Any) -> str:
+    """Return an operator's name with its overload, such as `aten::add.Tensor`."""
+    name: str = func.name()
+    return name if "." in name else f"{name}.default"
+
+
 def is_composite(func: Any) -> bool:
     """Return True for a composite operator, which inference mode does not decompose."""
-    if not isinstance(func, OpOverload):
-        return False
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    name: str = func.name()  # type: ignore[no-untyped-call]
-    return has(name, COMPOSITE) and not has(name, "CPU")
+    return isinstance(func, OpOverload) and _has_only(func, COMPOSITE)
 
 
 def is_custom(func: Any) -> bool:
     """Return True for a custom operator with one kernel for all devices, composed of other operators."""
-    if not isinstance(func, OpOverload) or func.namespace in _TORCHS_OWN:
-        return False
+    own = isinstance(func, OpOverload) and func.namespace not in _TORCHS_OWN
+    return own and _has_only(func, CUSTOM.name)
+
+
+def _has_only(func: Any, key: str) -> bool:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    name: str = func.name()  # type: ignore[no-untyped-call]
-    return has(name, CUSTOM.name) and not has(name, "CPU")
+    return has(func.name(), key) and not has(func.name(), "CPU")
+
+
+def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return position and name of each argument that an operator writes, from its schema."""
+    schema = getattr(func, "_schema", None)
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments if schema is not None else ())
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def written_tensors(
+    written: Iterable[tuple[int, str]], args: Any, kwargs: Any
+) -> Iterator[torch.Tensor]:
+    """Yield the tensors passed for these arguments (see `written_arguments`)."""
+    return tensors_among(args[at] if at < len(args) else kwargs.get(name) for at, name in written)
 
 
 def has_own_dispatch(kind: type) -> bool:
@@ -61,14 +82,19 @@ def has_own_dispatch(kind: type) -> bool:
     return own.__torch_dispatch__ is not _disabled_torch_dispatch_impl
 
 
-def run_parts(func: Any, args: Any, kwargs: Any, whole: Callable[..., Any]) -> Any:
+def call_operator(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call the operator."""
+    return func(*args, **kwargs)
+
+
+def run_parts(func: Any, args: Any, kwargs: Any, nested: Callable[..., Any] = call_operator) -> Any:
     """Run the parts of a composite operator by its C++ kernel, not by a Python decomposition.
 
-    Composite operators have their own kernels for nested tensors, which `whole` runs.
+    `nested` runs the kernels that composite operators have for nested tensors.
     """
     if any(tensor.is_nested for tensor in tensors_among(args)):
         with torch._C._DisableTorchDispatch():
-            return whole(func, args, kwargs)
+            return nested(func, args, kwargs)
     return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
@@ -91,7 +117,7 @@ def enter_below(mode: TorchDispatchMode) -> None:
 
 
 def leave(mode: TorchDispatchMode) -> None:
-    """Exit a mode anywhere in the stack. Do nothing if it is not there."""
+    """Exit a mode anywhere in the stack, if it is in it."""
     if not any(one is mode for one in _get_current_dispatch_mode_stack()):
         return
     above = _popped_until(mode)

@@ -16,11 +16,11 @@ from torch.autograd import graph
 from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
-Owner = Literal["torch", "library", "user", "engine"]
+CodeOwner = Literal["torch", "library", "user", "engine"]
 Spot = tuple[CodeType, int]
 
 ENGINE: CodeType = graph._engine_run_backward.__code__
-"""The autograd engine's frame: no line below it called the operators above it."""
+"""The autograd engine's frame: lines below it did not call the operators above it."""
 
 _FUNCTION: CodeType = BackwardCFunction.apply.__code__
 _CHECKPOINT: CodeType = CheckpointFunction.backward.__code__
@@ -28,6 +28,8 @@ _TORCHTRIM = str(Path(__file__).parent.parent)
 _TORCH = str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _INSTALLED = ("site-packages", "dist-packages")
+_OWN_REFERENCES = 3
+"""To a frame's cached variables: the frame, `variables_of`, and the argument of `sys.getrefcount`."""
 
 
 class Places:
@@ -38,7 +40,7 @@ class Places:
 
     def __init__(self, project: str) -> None:
         self._project = project.rstrip("/\\")
-        self._owners: dict[int, Owner] = {id(ENGINE): "engine"}
+        self._owners: dict[int, CodeOwner] = {id(ENGINE): "engine"}
         self._kept: list[CodeType] = []
 
     def find(self, frame: FrameType | None) -> tuple[Spot | None, Spot | None]:
@@ -59,8 +61,8 @@ class Places:
         return library, None
 
     def users_line(self, frame: FrameType | None) -> tuple[str, int, bool]:
-        """Return path and number of the innermost project line, and True if no autograd engine is in between;
-        `("", 0, False)` if there is none."""
+        """Return path and number of the innermost project line, and True unless the autograd engine is in
+        between; `("", 0, False)` without such a line."""
         direct = True
         while frame is not None:
             direct &= frame.f_code is not ENGINE
@@ -81,13 +83,13 @@ class Places:
         """Return True if a call site is in an installed package other than torch."""
         return self._judge(spot[0]) == "library"
 
-    def _judge(self, code: CodeType) -> Owner:
+    def _judge(self, code: CodeType) -> CodeOwner:
         owner = self._owners[id(code)] = _owner(code.co_filename, self._project)
         self._kept.append(code)
         return owner
 
 
-def _owner(path: str, project: str) -> Owner:
+def _owner(path: str, project: str) -> CodeOwner:
     if path.startswith("<"):
         return "torch"
     path = str(Path(path).absolute())
@@ -128,12 +130,16 @@ def _lines(code: CodeType) -> dict[int, int]:
 
 
 def variables_of(frame: FrameType) -> dict[str, Any]:
-    """Return a frame's current variables. Before Python 3.13 a function's frame caches them in `f_locals`,
-    which keeps the values alive: clear that cache."""
-    seen = frame.f_locals
-    variables = dict(seen)
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        seen.clear()
+    """Return the variables of a running or suspended function without keeping them alive.
+
+    Before Python 3.13 the frame caches them in `f_locals`, which would keep alive values that the function
+    deletes later. Clear that cache unless the script also refers to it, through `locals()`.
+    """
+    cache = frame.f_locals
+    variables = dict(cache)
+    is_cached = sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if is_cached and sys.getrefcount(cache) <= _OWN_REFERENCES:
+        cache.clear()
     return variables
 
 

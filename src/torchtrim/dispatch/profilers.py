@@ -1,4 +1,4 @@
-"""Tells if the process's only profiler is in use, by the script or by torchtrim."""
+"""Checks if the script or torchtrim uses the process's only profiler."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def waits_to_start() -> bool:
 
 
 def _waits(thing: torch.profiler.profile | autograd_profiler.profile) -> bool:
-    """Return True if it is prepared. A disabled or half-constructed profiler lacks most attributes."""
+    # A disabled or half-constructed profiler lacks most attributes.
     if isinstance(thing, torch.profiler.profile):
         action = getattr(thing, "current_action", None)
         return action is torch.profiler.ProfilerAction.WARMUP

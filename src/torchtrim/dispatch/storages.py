@@ -8,6 +8,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,14 +20,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchtrim.records.profile import DEVICE_POOL
 
 _OWN_REFERENCES = 2
-"""The local variable of `is_kept`, and the argument of `sys.getrefcount`."""
+"""To a tensor: the local variable of `is_kept`, and the argument of `sys.getrefcount`."""
 
 _AT_ONCE = 32
-"""Objects checked for each operator: about 10 microseconds."""
+"""Objects checked at each operator: about 10 microseconds."""
 
 
-class Kept:
-    """The tensors that Python still keeps; `note` gets a storage's number when Python releases it."""
+class PythonReferences:
+    """The tensors that Python still refers to; `note` gets a storage's number once Python releases it."""
 
     def __init__(self, note: Callable[[int], None]) -> None:
         self._note = note
@@ -47,7 +48,7 @@ class Kept:
                 self._note(number)
 
     def end(self) -> None:
-        """Report all that is still kept, at the end of the step."""
+        """Report all others, at the end of the step."""
         for _, number in self._objects.values():
             self._note(number)
         self._objects.clear()
@@ -58,8 +59,8 @@ def is_kept(reference: weakref.ref[torch.Tensor]) -> bool:
     tensor: Any = reference()
     if tensor is None:
         return False
-    shared: bool = tensor._use_count() > 1
-    return sys.getrefcount(tensor) - _OWN_REFERENCES > shared
+    is_shared: bool = tensor._use_count() > 1
+    return sys.getrefcount(tensor) - _OWN_REFERENCES > is_shared
 
 
 @functools.cache
@@ -69,10 +70,10 @@ def counts_tell() -> bool:
     A weak reference is not enough: an object stays alive while autograd keeps its tensor. But torch holds one
     reference itself while C++ keeps the tensor."""
     with torch.inference_mode(False), torch.enable_grad(), torch._C._DisableTorchDispatch():
-        made = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True) * 2
-        saver, reference = made.sin(), weakref.ref(made)
+        tensor = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True) * 2
+        saver, reference = tensor.sin(), weakref.ref(tensor)
         while_kept = is_kept(reference)
-        del made
+        del tensor
         return while_kept and saver.requires_grad and not is_kept(reference)
 
 
@@ -87,32 +88,28 @@ _NO_STORAGE = (NotImplementedError, RuntimeError)
 
 
 class _StorageReference(weakref.ref[Any]):
-    """A weak reference with the number of its storage."""
-
     __slots__ = ("bytes", "key", "number")
     key: int
     number: int
     bytes: int
 
 
-class Life:
-    """One storage: `bytes`, and alive during operators `birth <= i < death`.
+@dataclass(slots=True, eq=False)
+class StorageLife:
+    """A storage of `bytes` bytes, alive during operators `birth <= i < death`.
 
-    `released`: the autograd engine freed it. `kept` and `pool` are as in `records.profile.Storage`.
+    `released`: the autograd engine freed it. For `kept` and `pool` see `records.profile.Storage`.
     """
 
-    __slots__ = ("birth", "bytes", "death", "device", "kept", "kind", "name", "pool", "released")
-
-    def __init__(self, size: int, birth: int, device: str, kind: str) -> None:
-        self.bytes = size
-        self.birth = birth
-        self.death = -1
-        self.device = device
-        self.kind = kind
-        self.name = ""
-        self.pool = DEVICE_POOL
-        self.kept = -1
-        self.released = False
+    bytes: int
+    birth: int
+    device: str
+    kind: str
+    death: int = -1
+    name: str = ""
+    pool: str = DEVICE_POOL
+    kept: int = -1
+    released: bool = False
 
 
 FILE = "file"
@@ -120,16 +117,16 @@ FILE = "file"
 
 
 class Storages:
-    """All storages seen; `lives` by number, live ones by the address of their C++ storage.
+    """All storages seen: `lives` by number, live ones by the address of their C++ storage.
 
-    `clock` is the number of the next operator. `live_bytes` and `peak_bytes` count the bytes on one device,
-    or on all if none is given. `is_pinned` tests a host tensor.
+    `clock` is the number of the next operator. `live_bytes` and `peak_bytes` count the bytes on `device`, by
+    default on all devices. `is_pinned` tests a host tensor.
     """
 
     def __init__(
         self, device: str = "", is_pinned: Callable[[Any], bool] = lambda _: False
     ) -> None:
-        self.lives: list[Life] = []
+        self.lives: list[StorageLife] = []
         self.clock = 0
         self.live_bytes = 0
         self.peak_bytes = 0
@@ -137,7 +134,7 @@ class Storages:
         self._is_pinned = is_pinned
         self._living: dict[int, _StorageReference] = {}
         self._devices: dict[torch.device, str] = {}
-        self._kept = Kept(self._kept_no_longer) if counts_tell() else None
+        self._python = PythonReferences(self._released) if counts_tell() else None
         self._on_death = self._died
 
     def see(self, tensor: torch.Tensor, birth: int, kind: str = "") -> int:
@@ -156,18 +153,18 @@ class Storages:
             life.pool = host if life.device == "cpu" else life.device
         return number
 
-    def keep(self, made: Any) -> None:
-        """Track how long Python keeps the tensors that an operator created."""
-        if self._kept is None:
+    def keep(self, result: Any) -> None:
+        """Track how long Python refers to the tensors that an operator returned."""
+        if self._python is None:
             return
-        for tensor in made if isinstance(made, tuple | list) else (made,):
+        for tensor in result if isinstance(result, tuple | list) else (result,):
             if type(tensor) in _SIMPLE and (number := self.number(tensor)) >= 0:
-                self._kept.add(tensor, number)
+                self._python.add(tensor, number)
 
     def sweep(self) -> None:
-        """Check which of those Python has released, before the next operator."""
-        if self._kept is not None:
-            self._kept.sweep(self.clock)
+        """Check which tensors Python has released, before the next operator."""
+        if self._python is not None:
+            self._python.sweep(self.clock)
 
     def resized(self, storage: Any) -> int:
         """Return the number of a storage, a new one if it was resized, or -1 if it was never seen."""
@@ -182,11 +179,8 @@ class Storages:
 
     def exclude(self, storage: Any) -> None:
         """Leave a storage uncounted until it dies: it belongs to torchtrim."""
-        known = self._living.get(storage._cdata)
-        if known is None:
-            watched = _StorageReference(storage, self._on_death)
-            watched.key, watched.number, watched.bytes = storage._cdata, -1, storage.nbytes()
-            self._living[watched.key] = watched
+        if storage._cdata not in self._living:
+            self._watch(storage, storage._cdata, -1)
 
     def settle(self, tensor: torch.Tensor) -> int:
         """Return the number of the storage of a tensor that was written and maybe resized, or -1."""
@@ -203,19 +197,19 @@ class Storages:
             return -1
         return known.number if known is not None else -1
 
-    def counts(self, life: Life) -> bool:
+    def counts(self, life: StorageLife) -> bool:
         """Return True if the storage is on the counted device; `"cuda"` matches any CUDA device."""
         return life.device != FILE and life.device.startswith(self._counted)
 
-    def counted_bytes(self, life: Life) -> int:
+    def counted_bytes(self, life: StorageLife) -> int:
         """Return the bytes of a storage, 0 if its device is not counted."""
         return life.bytes if self.counts(life) else 0
 
     def end(self) -> None:
-        """End the step: what is alive and kept stays so until its end."""
+        """End the step: live storages have lived until now."""
         self.note_peak()
-        if self._kept is not None:
-            self._kept.end()
+        if self._python is not None:
+            self._python.end()
 
     def note_peak(self) -> None:
         """Update the peak with the bytes alive now."""
@@ -223,28 +217,30 @@ class Storages:
             self.peak_bytes = self.live_bytes
 
     def forget(self) -> None:
-        """Stop watching; live storages stay without a death."""
+        """Stop watching: live storages get no death."""
         self._living.clear()
 
     def _begin(self, storage: Any, key: int, birth: int, kind: str) -> int:
         number = len(self.lives)
         device = FILE if storage.filename else self._device(storage.device)
-        watched = _StorageReference(storage, self._on_death)
-        watched.key, watched.number, watched.bytes = key, number, storage.nbytes()
-        life = Life(allocated_bytes(watched.bytes, device), birth, device, kind)
+        watched = self._watch(storage, key, number)
+        life = StorageLife(allocated_bytes(watched.bytes, device), birth, device, kind)
         self.lives.append(life)
-        self._living[key] = watched
         if self.counts(life):
             self.live_bytes += life.bytes
         return number
 
-    def _device(self, device: torch.device) -> str:
-        name = self._devices.get(device)
-        if name is None:
-            name = self._devices[device] = str(device)
-        return name
+    def _watch(self, storage: Any, key: int, number: int) -> _StorageReference:
+        watched = self._living[key] = _StorageReference(storage, self._on_death)
+        watched.key, watched.number, watched.bytes = key, number, storage.nbytes()
+        return watched
 
-    def _kept_no_longer(self, number: int) -> None:
+    def _device(self, device: torch.device) -> str:
+        if device not in self._devices:
+            self._devices[device] = str(device)
+        return self._devices[device]
+
+    def _released(self, number: int) -> None:
         self.lives[number].kept = self.clock
 
     def _end(self, number: int) -> None:
@@ -290,7 +286,7 @@ def parts_of(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
 
 
 def storages_in(tensors: Iterable[torch.Tensor]) -> dict[int, Any]:
-    """The storages of tensors, by the address of their C++ storage; what has none is passed over."""
+    """Return the storages of the tensors that have one, by the address of the C++ storage."""
     found = {}
     for tensor in tensors:
         for part in parts_of(tensor):

@@ -25,9 +25,9 @@ _PLAIN = (bool, int, str, bytes, complex, type(None))
 _MOST = 1000
 _DEEPEST = 4
 _MOST_PARTS = 20_000
-"""Arbitrary bounds on entries, depth and parts of a value, so that a step's evidence stays cheap."""
+"""Entries, depth and parts of a value. Arbitrary: bounds that keep a step's evidence cheap."""
 
-_LARGEST_ARRAY = 1 << 26
+_LARGEST_ARRAY = 1 << 26  # bytes of a numpy array to hash; larger ones compare by type and shape
 Opened = Callable[[Any], dict[str, Any] | None]
 
 
@@ -42,13 +42,16 @@ def attributes(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, 
         own = _OWN | _EXCHANGED if replica else _OWN
         for name, value in list(vars(module).items()):
             if name not in own and not callable(value) and not name.startswith(_OF_SHARDS):
-                yield from _values(f"{path}.{name}", value)
+                digest, tensors, _ = described(value)
+                yield f"{path}.{name}", digest
+                for number, tensor in enumerate(tensors):
+                    yield f"{path}.{name}.{number}", tensor
 
 
 class Described(NamedTuple):
     """A digest of a value, with placeholders for its tensors and floats, and the tensors themselves.
 
-    `is_plain`: it holds nothing but containers, tensors, numbers and strings.
+    `is_plain`: it holds only containers, tensors, numbers and strings.
     """
 
     digest: str
@@ -58,20 +61,10 @@ class Described(NamedTuple):
 
 def described(value: Any, opened: Opened = lambda _: None) -> Described:
     """Describe a value. `opened` returns an object's attributes, or None to compare it by type."""
-    writing = _Description(opened)
-    text = writing.of(value, _DEEPEST)
-    return Described(
-        hashlib.blake2b(text.encode(), digest_size=12).hexdigest(),
-        writing.tensors,
-        writing.is_plain,
-    )
-
-
-def _values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    digest, tensors, _ = described(value)
-    yield name, digest
-    for number, tensor in enumerate(tensors):
-        yield f"{name}.{number}", tensor
+    writer = _Description(opened)
+    text = writer.of(value, _DEEPEST).encode()
+    digest = hashlib.blake2b(text, digest_size=12).hexdigest()
+    return Described(digest, writer.tensors, writer.is_plain)
 
 
 class _Description:

@@ -22,6 +22,7 @@ from torchtrim.capture.allocator import own
 from torchtrim.capture.modules import Modules
 from torchtrim.capture.optimizers import parameters_of
 from torchtrim.capture.recording import tensors_in
+from torchtrim.capture.saved import type_name
 from torchtrim.capture.spent import Spent
 from torchtrim.capture.watch import Listener
 from torchtrim.dispatch.storages import parts_of
@@ -52,7 +53,7 @@ QUANTITIES = (
 
 _PLAIN = "plain "
 _DIGITS = 24
-"""96 bits: no collision among all tensors of all runs, at a third of the size of SHA-256."""
+"""96 bits: no collision among all tensors of all runs, at three eighths of the size of SHA-256."""
 
 _HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))
 
@@ -61,8 +62,8 @@ class Evidence(Listener):
     """Collector of a step's evidence. `keep` is called with the name and value of each tensor.
 
     `graded`: ignore outputs computed without gradients. `looks`: include the inputs of root modules.
-    `script`: include the script's other state. `gathers`: gather sharded tensors, since the plan shards what
-    the original holds whole.
+    `script`: include the script's other state. `gathers`: gather sharded tensors, for a plan that shards
+    tensors of the original.
     """
 
     def __init__(
@@ -109,17 +110,15 @@ class Evidence(Listener):
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
         if depth != 0 or (self._graded and not torch.is_grad_enabled()):
             return
-        tensors = list(tensors_in((args, kwargs)))
+        root, tensors = self._root_name(module), list(tensors_in((args, kwargs)))
         for number, tensor in enumerate(tensors):
             if tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-                self._inputs[f"{self._root_name(module)}.{number}"] = weakref.ref(tensor)
+                self._inputs[f"{root}.{number}"] = weakref.ref(tensor)
             if has_bits(tensor) and self._looks:
-                count = len(self.step.inputs)
-                self.step.inputs[f"{self._root_name(module)}.{number} ({count})"] = digest_of(
-                    tensor
-                )
+                name = f"{root}.{number} ({len(self.step.inputs)})"
+                self.step.inputs[name] = digest_of(tensor)
         inputs = tuple(map(kind_of, tensors))
-        call = RootCall(root=self._root_name(module), training=module.training, inputs=inputs)
+        call = RootCall(root=root, training=module.training, inputs=inputs)
         if call not in self.step.calls:
             self.step.calls.append(call)
 
@@ -172,32 +171,34 @@ class Evidence(Listener):
         names = self._names()
         for number, optimizer in enumerate(optimizers):
             for index, parameter in enumerate(parameters_of(optimizer)):
-                owner = names.get(id(parameter), str(index))
-                if id(parameter) not in names:
+                if (owner := names.get(id(parameter), "")) == "":
+                    owner = str(index)
                     self._see(f"parameter:optimizer{number}.{owner}", parameter)
-                self._state_of(optimizer.state.get(parameter, {}), f"{number}.{owner}")
-            self._settings_of(optimizer, number)
-        self._gradients_of_inputs()
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    name = f"optimizer state:{number}.{owner}.{key}"
+                    if isinstance(value, (int, float)):
+                        self.step.digests[name] = repr(value)
+                    for place, tensor in enumerate(tensors_in(value)):
+                        self._see(f"{name}.{place}", tensor)
+            for group, settings in enumerate(optimizer.param_groups):
+                for key, value in settings.items():
+                    if key not in _HOW and isinstance(value, (int, float, tuple, bool)):
+                        name = f"hyperparameter:{number}.group{group}.{key}"
+                        self.step.digests[name] = repr(value)
+        for name, known in self._inputs.items():
+            if (leaf := known()) is not None and leaf.grad is not None:
+                self._see(f"input gradient:{name}", leaf.grad)
         for name, value in attributes(self._modules.live()):
-            if isinstance(value, torch.Tensor):
-                self._see(f"attribute:{name}", value)
-            else:
-                self.step.digests[f"attribute:{name}"] = f"{_PLAIN}{value}"
+            self._see(f"attribute:{name}", value)
         if self._script is not None:
-            self._state_of_script(self._script)
+            for name, value in self._script.changes(sys._getframe()):
+                self._see(f"script state:{name}", value)
+            for name, value in self._script.generators.states(sys._getframe()):
+                self.step.digests[f"script generator:{name}"] = value
         for name, value in random_states():
             self.step.digests[f"random state:{name}"] = value
         for number, counts in self._called.items():
             self.step.digests[f"call:{self._modules.records[number].path}"] = repr(counts)
-
-    def _state_of_script(self, script: ScriptState) -> None:
-        for name, value in script.changes(sys._getframe(1)):
-            if isinstance(value, torch.Tensor):
-                self._see(f"script state:{name}", value)
-            else:
-                self.step.digests[f"script state:{name}"] = f"{_PLAIN}{value}"
-        for name, state in script.generators.states(sys._getframe(1)):
-            self.step.digests[f"script generator:{name}"] = state
 
     def round_trip(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Round-trip the `state_dict` of models and optimizers, and add it."""
@@ -212,26 +213,6 @@ class Evidence(Listener):
                 continue
             for key, tensor in _saved_tensors(saved):
                 self._see(f"checkpoint:{name}.{key}", tensor)
-
-    def _state_of(self, state: Mapping[Any, Any], owner: str) -> None:
-        for key, value in state.items():
-            if isinstance(value, (int, float)):
-                self.step.digests[f"optimizer state:{owner}.{key}"] = repr(value)
-            for number, tensor in enumerate(tensors_in(value)):
-                self._see(f"optimizer state:{owner}.{key}.{number}", tensor)
-
-    def _settings_of(self, optimizer: torch.optim.Optimizer, number: int) -> None:
-        """Add the hyperparameters of each parameter group."""
-        for group, settings in enumerate(optimizer.param_groups):
-            for key, value in settings.items():
-                if key not in _HOW and isinstance(value, (int, float, tuple, bool)):
-                    self.step.digests[f"hyperparameter:{number}.group{group}.{key}"] = repr(value)
-
-    def _gradients_of_inputs(self) -> None:
-        for name, known in self._inputs.items():
-            tensor = known()
-            if tensor is not None and tensor.grad is not None:
-                self._see(f"input gradient:{name}", tensor.grad)
 
     def _names(self) -> dict[int, str]:
         return {
@@ -248,23 +229,21 @@ class Evidence(Listener):
         count = self._counts[name] = self._counts.get(name, 0) + 1
         return name if count == 1 else f"{name} ({count})"
 
-    def _see(self, name: str, tensor: torch.Tensor) -> None:
-        if not has_bits(tensor):
-            return
-        with torch.no_grad(), own():
-            if self.gathers and isinstance(tensor, _distributed_tensor()):
-                tensor = tensor.full_tensor()
-            self.step.digests[name] = digest_of(tensor)
-            if self._keep is not None:
-                self._keep(name, tensor)
-
-
-def _distributed_tensor() -> Any:
-    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    def _see(self, name: str, value: Any) -> None:
+        """Add a tensor, or the digest of another value."""
+        if not isinstance(value, torch.Tensor):
+            self.step.digests[name] = f"{_PLAIN}{value}"
+        elif has_bits(value):
+            kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+            with torch.no_grad(), own():
+                if self.gathers and isinstance(value, kind):
+                    value = value.full_tensor()
+                self.step.digests[name] = digest_of(value)
+                if self._keep is not None:
+                    self._keep(name, value)
 
 
 def _own_hooks(hooks: Mapping[int, Any]) -> int:
-    """Count the hooks that are the script's own."""
     named = (getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks.values())
     return sum(not str(name).startswith("torchtrim.") for name in named)
 
@@ -279,8 +258,8 @@ def _saved_tensors(saved: Any, name: str = "") -> Iterator[tuple[str, torch.Tens
 
 
 def kind_of(tensor: torch.Tensor) -> str:
-    """`"float32[8, 3]"`."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    """Return dtype and shape, such as `float32[8, 3]`."""
+    return f"{type_name(tensor.dtype)}{list(tensor.shape)}"
 
 
 def has_bits(tensor: torch.Tensor) -> bool:
@@ -309,17 +288,16 @@ def bytes_of(tensor: torch.Tensor) -> bytes | memoryview:
     if type(wrapper).__module__.startswith("torch.distributed."):
         return b"".join(bytes(bytes_of(part)) for part in parts_of(tensor))
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    size = flat.numel() * flat.element_size()
-    if not size:
+    if not flat.nbytes:
         return b""
-    view = memoryview((ctypes.c_ubyte * size).from_address(flat.data_ptr()))
-    shared = flat.data_ptr() == tensor.data_ptr() if tensor.device.type == "cpu" else False
-    return view if shared else bytes(view)
+    view = memoryview((ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr()))
+    is_shared = tensor.device.type == "cpu" and flat.data_ptr() == tensor.data_ptr()
+    return view if is_shared else bytes(view)
 
 
 def keep_value(file: Path, tensor: torch.Tensor) -> None:
     """Write a value in the format of `certify.compare.load_kept`."""
-    header = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}\n".encode()
+    header = f"{type_name(tensor.dtype)} {list(tensor.shape)}\n".encode()
     write_atomically(file, header + bytes(bytes_of(tensor)))
 
 

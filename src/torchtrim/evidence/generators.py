@@ -12,7 +12,7 @@ import random
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import (
     FrameType,
     FunctionType,
@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from torchtrim.dispatch.places import Places
+from torchtrim.dispatch.places import Places, variables_of
 
 _NUMBERS = frozenset(
     (bool, int, float, complex, str, bytes, type(None), torch.Tensor, nn.Parameter)
@@ -38,7 +38,7 @@ _CLOSED = (sys.stdlib_module_names - _OPEN) | {"torchtrim", "numpy"}
 _MOST = 256
 _MOST_PARTS = 20_000
 _MOST_OF_A_KIND = 16
-"""Arbitrary bounds on entries, objects and instances of a class, so that a search stays cheap."""
+"""Entries, objects and instances of a class. Arbitrary: bounds that keep a search cheap."""
 
 Part = tuple[str, Any]
 
@@ -70,9 +70,8 @@ def text_of(state: Any) -> str:
 class Generators:
     """Finder of the script's random generators, used once a step.
 
-    A generator counts from its second step on, so one created anew in each step does not. Objects that no
-    variable refers to, such as the iterator of a `for` loop, are looked up once, and again when such a loop
-    ends.
+    A generator counts from its second step on, so one created anew in each step does not. It looks up
+    objects that no variable refers to, such as the iterator of a `for` loop, once and after such a loop ends.
     """
 
     def __init__(self, places: Places) -> None:
@@ -84,22 +83,18 @@ class Generators:
     def states(self, frame: FrameType | None) -> Iterator[tuple[str, str]]:
         """Yield name and state digest of each generator, such as `("main.loader.generator", ...)`."""
         known, self._known = self._known, {}
-        found = []
-        for name, value, state in self._found(frame):
-            self._known[id(value)] = value
-            if known.get(id(value)) is value:
-                digest = hashlib.blake2b(state.encode(), digest_size=12).hexdigest()
-                found.append((name, f"{type(value).__qualname__} {digest}"))
+        digests = []
+        held: dict[int, Any] = {}
+        for start in (scopes(self._places, frame), self._others()):
+            for name, value, state in self._walk(deque(start), held):
+                self._known[id(value)] = value
+                if known.get(id(value)) is value:
+                    digest = hashlib.blake2b(state.encode(), digest_size=12).hexdigest()
+                    digests.append((name, f"{type(value).__qualname__} {digest}"))
         seen: Counter[str] = Counter()
-        for name, digest in sorted(found):
+        for name, digest in sorted(digests):
             seen[name] += 1
             yield (name if seen[name] == 1 else f"{name} ({seen[name]})"), digest
-
-    def _found(self, frame: FrameType | None) -> Iterator[tuple[str, Any, str]]:
-        """Walk the objects that variables hold, then those looked up, each once."""
-        held: dict[int, Any] = {}
-        yield from self._walk(deque(scopes(self._places, frame)), held)
-        yield from self._walk(deque(self._others()), held)
 
     def _walk(self, waiting: deque[Part], held: dict[int, Any]) -> Iterator[tuple[str, Any, str]]:
         """Yield the generators below the queued objects, breadth first."""
@@ -137,7 +132,6 @@ class Generators:
                     yield kind, weakref.ref(value)
 
     def _parts(self, value: Any) -> Iterable[Part]:
-        """Return the children of an object, by name."""
         kind = type(value)
         if issubclass(kind, dict):
             return [(_key(key), one) for key, one in _some(value.items())]
@@ -145,46 +139,38 @@ class Generators:
             return [(str(number), one) for number, one in enumerate(_some(value))]
         if issubclass(kind, (set, frozenset)):
             return [("", one) for one in _some(value)]
-        opened = _OPENED.get(kind)
-        return opened(self, value) if opened is not None else self._of_object(value)
+        if kind is FunctionType:
+            return self._of_function(value)
+        if kind is MethodType:
+            return ("self", value.__self__), ("function", value.__func__)
+        if kind is functools.partial:
+            return ("function", value.func), ("args", value.args), ("keywords", value.keywords)
+        if kind is GeneratorType:
+            suspended = value.gi_frame is not None and not value.gi_running
+            is_users = suspended and self._is_code_of_user(value.gi_code)
+            return variables_of(value.gi_frame).items() if is_users else ()
+        return self._of_object(value)
 
     def _of_function(self, value: FunctionType) -> Iterable[Part]:
         if not self._is_code_of_user(value.__code__):
             return ()
-        names = value.__code__.co_freevars
-        cells = [
-            (name, cell.cell_contents)
-            for name, cell in zip(names, value.__closure__ or (), strict=False)
-        ]
+        contents = (cell.cell_contents for cell in value.__closure__ or ())
+        cells = zip(value.__code__.co_freevars, contents, strict=False)
         return [*cells, ("defaults", value.__defaults__), ("globals", value.__globals__)]
-
-    def _of_method(self, value: MethodType) -> Iterable[Part]:
-        return ("self", value.__self__), ("function", value.__func__)
-
-    def _of_partial(self, value: functools.partial[Any]) -> Iterable[Part]:
-        return ("function", value.func), ("args", value.args), ("keywords", value.keywords)
-
-    def _of_suspended(self, value: GeneratorType[Any, Any, Any]) -> Iterable[Part]:
-        frame = value.gi_frame
-        if frame is None or value.gi_running or not self._is_code_of_user(value.gi_code):
-            return ()
-        return locals_of(frame).items()
-
-    def _of_module(self, value: ModuleType) -> Iterable[Part]:
-        return vars(value).items() if self._is_file_of_user(value) else ()
 
     def _of_object(self, value: Any) -> Iterable[Part]:
         """Return an object's attributes without properties; of classes and modules only the script's own."""
         kind = type(value)
         if issubclass(kind, ModuleType):
-            return self._of_module(value)
+            return vars(value).items() if self._is_file_of_user(value) else ()
         if issubclass(kind, type):
             return vars(value).items() if self._is_users(value) else ()
         if issubclass(kind, nn.Module):
             own = [(name, one) for name, one in vars(value).items() if name not in _OF_MODULES]
             return [*value._modules.items(), *own]
         top = kind.__module__.partition(".")[0]
-        if top in _CLOSED or (top == "torch" and not _is_of_data(kind)):
+        of_torch = top == "torch" and not kind.__module__.startswith("torch.utils.data")
+        if top in _CLOSED or of_torch:
             return ()
         return [*_slots(value), *getattr(value, "__dict__", {}).items()]
 
@@ -205,18 +191,6 @@ class Generators:
 
     def _is_code_of_user(self, code: Any) -> bool:
         return self._places.is_users((code, 0))
-
-
-_OPENED: dict[type, Callable[[Generators, Any], Iterable[Part]]] = {
-    FunctionType: Generators._of_function,
-    MethodType: Generators._of_method,
-    functools.partial: Generators._of_partial,
-    GeneratorType: Generators._of_suspended,
-}
-
-
-def _is_of_data(kind: type) -> bool:
-    return kind.__module__.startswith("torch.utils.data")
 
 
 def _slots(value: Any) -> Iterator[Part]:
@@ -245,21 +219,8 @@ def scopes(places: Places, frame: FrameType | None) -> Iterator[tuple[str, dict[
             name = frame.f_code.co_name
             if name not in seen and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
                 seen.add(name)
-                yield name, locals_of(frame)
+                yield name, variables_of(frame)
             if module not in seen:
                 seen.add(module)
                 yield module, frame.f_globals
         frame = frame.f_back
-
-
-def locals_of(frame: FrameType) -> dict[str, Any]:
-    """Return the variables of a running or suspended function.
-
-    Before Python 3.13 the frame caches them in `f_locals`, which keeps their values alive. Clear that cache
-    unless the script also refers to it through `locals()`.
-    """
-    kept = frame.f_locals
-    found = dict(kept)
-    if sys.version_info < (3, 13) and sys.getrefcount(kept) <= 3:
-        kept.clear()
-    return found

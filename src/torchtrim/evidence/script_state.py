@@ -1,5 +1,5 @@
-"""Compares the script's state outside models and optimizers that persists from step to step: weight averages,
-counters, histories, in variables of running functions and the objects they hold."""
+"""Compares the script's own state from step to step: weight averages, counters, histories, in variables of
+running functions and the objects they hold."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from torchtrim.evidence.generators import Generators, scopes
 _PLAIN = (bool, int, str, bytes, type(None))
 _CONTAINERS = (dict, list, set, deque)
 _SMALL = 64 * 1024
-"""Tensors up to this size are always hashed, since writes through `.data` do not change the version."""
+"""Bytes of a tensor that is always hashed, since writes through `.data` do not change the version."""
 UNCHANGED = "unchanged"
 
 
@@ -29,19 +29,12 @@ Same = Callable[[Any, list[torch.Tensor]], bool]
 """Returns True if a value that holds these tensors is the one of the previous step."""
 
 
-class _Mark(NamedTuple):
-    """A tensor as seen in the previous step: the object and its version counter."""
-
-    tensor: weakref.ref[torch.Tensor]
-    version: int
-
-
 class ScriptState:
     """Reader of the script's variables. `number` returns -1 for modules compared here.
 
     A variable counts if it is an integer, a boolean or a string; or a container, object or tensor that is
     the same one as in the previous step. So values created anew in each step do not count, nor do bare
-    floats, which are mostly times. Nothing is kept alive that holds a graph or more than 64 KiB of tensors.
+    floats, which are mostly times. It does not keep alive graphs or more than 64 KiB of tensors.
     """
 
     def __init__(self, places: Places, number: Callable[[nn.Module], int]) -> None:
@@ -50,42 +43,38 @@ class ScriptState:
         self.generators = Generators(places)
         self._same: dict[str, Same] = {}
         self._texts: dict[str, str] = {}
-        self._marks: dict[str, _Mark] = {}
+        self._marks: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     def changes(self, frame: FrameType | None) -> Iterator[tuple[str, torch.Tensor | str]]:
         """Yield `(name, value)` of variables that already existed: a tensor, a digest, or `UNCHANGED`."""
         known, self._same = self._same, {}
         texts, self._texts = self._texts, {}
-        for name, value in list(self._stateful(frame)):
+        variables = [
+            (f"{scope}.{name}", value)
+            for scope, table in scopes(self._places, frame)
+            for name, value in list(table.items())
+            if isinstance(name, str) and not name.startswith("__")
+        ]
+        for name, value in variables:
             with contextlib.suppress(Exception):
+                is_plain = isinstance(value, (*_PLAIN, torch.Tensor)) or type(value) in _CONTAINERS
+                if not is_plain and self._opened(value) is None:
+                    continue
                 one = described(value, self._opened)
                 self._same[name] = _same_as(value, one)
                 self._texts[name] = one.digest
-                if name in known and known[name](value, one.tensors):
-                    yield name, UNCHANGED if texts[name] == one.digest else one.digest
-                    yield from self._tensors(name, one.tensors)
+                if name not in known or not known[name](value, one.tensors):
+                    continue
+                yield name, UNCHANGED if texts[name] == one.digest else one.digest
+                for number, tensor in enumerate(one.tensors):
+                    is_same = self._is_same(label := f"{name}.{number}", tensor)
+                    yield label, UNCHANGED if is_same and _bytes(tensor) > _SMALL else tensor
 
-    def _tensors(
-        self, name: str, tensors: list[torch.Tensor]
-    ) -> Iterator[tuple[str, torch.Tensor | str]]:
-        for number, tensor in enumerate(tensors):
-            label = f"{name}.{number}"
-            seen, mark = self._marks.get(label), _mark(tensor)
-            self._marks[label] = mark
-            is_same = seen is not None and seen.tensor() is tensor and seen.version == mark.version
-            yield label, UNCHANGED if is_same and _bytes(tensor) > _SMALL else tensor
-
-    def _stateful(self, frame: FrameType | None) -> Iterator[tuple[str, Any]]:
-        for scope, variables in scopes(self._places, frame):
-            for name, value in list(variables.items()):
-                with contextlib.suppress(Exception):
-                    if not name.startswith("__") and self._counts(value):
-                        yield f"{scope}.{name}", value
-
-    def _counts(self, value: Any) -> bool:
-        if isinstance(value, (*_PLAIN, torch.Tensor)) or type(value) in _CONTAINERS:
-            return True
-        return self._opened(value) is not None
+    def _is_same(self, label: str, tensor: torch.Tensor) -> bool:
+        """Return True for the same tensor as in the previous step, with the same version counter."""
+        known, version = self._marks.get(label), -1 if tensor.is_inference() else tensor._version
+        self._marks[label] = weakref.ref(tensor), version
+        return known is not None and known[0]() is tensor and known[1] == version
 
     def _opened(self, value: Any) -> dict[str, Any] | None:
         """Return an object's attributes if its class is the script's or has a `state_dict`, else None."""
@@ -95,20 +84,14 @@ class ScriptState:
         if isinstance(value, torch.optim.Optimizer):
             return {}
         if isinstance(value, nn.Module):
-            return _tensors_of(value) if self._number(value) < 0 else {}
+            tensors = (*value.named_parameters(), *value.named_buffers())
+            return dict[str, Any](tensors) if self._number(value) < 0 else {}
         if not hasattr(value, "__dict__"):
             return None
-        of_user = self._is_users(kind)
-        return vars(value) if of_user or callable(getattr(kind, "state_dict", None)) else None
-
-    def _is_users(self, kind: type) -> bool:
         methods = (one for one in vars(kind).values() if inspect.isfunction(one))
         code = next((one.__code__ for one in methods), None)
-        return code is not None and self._places.is_users((code, 0))
-
-
-def _tensors_of(module: nn.Module) -> dict[str, Any]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        is_users = code is not None and self._places.is_users((code, 0))
+        return vars(value) if is_users or callable(getattr(kind, "state_dict", None)) else None
 
 
 def _same_as(value: Any, one: Described) -> Same:
@@ -129,8 +112,3 @@ def _same_as(value: Any, one: Described) -> Same:
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _mark(tensor: torch.Tensor) -> _Mark:
-    version = -1 if tensor.is_inference() else tensor._version
-    return _Mark(weakref.ref(tensor), version)

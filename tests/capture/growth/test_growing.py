@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from torchtrim.capture.growth.records import Measured, measure_growth
+from torchtrim.capture.growth.records import MeasuredGrowth, measure_growth
 from torchtrim.errors import UsageError
 
 
@@ -45,7 +45,7 @@ class Model(nn.Module):
         return torch.tanh(self.layer(x))
 
 
-def stream(each: Any, frames: int = 30, model: Model | None = None) -> Measured:
+def stream(each: Any, frames: int = 30, model: Model | None = None) -> MeasuredGrowth:
     model = model or Model()
 
     def run() -> None:
@@ -56,7 +56,7 @@ def stream(each: Any, frames: int = 30, model: Model | None = None) -> Measured:
     return measure_growth(run)
 
 
-def names(measured: Measured) -> list[tuple[str, str]]:
+def names(measured: MeasuredGrowth) -> list[tuple[str, str]]:
     return [(one.kind, one.name) for one in measured.profile.growths]
 
 

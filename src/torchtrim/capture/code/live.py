@@ -10,34 +10,29 @@ import builtins
 import functools
 import inspect
 import linecache
-import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 
 UNKNOWN: Final = object()
-"""A value that cannot be known without running the program."""
+"""A value that only running the program would tell."""
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _TENSOR_VIEWS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 
 
-_OWN_REFERENCES = 3
-"""To the dict of a frame's variables: the frame's, the reader's, and that of the call that counts them."""
-
-
-class Value(NamedTuple):
+class Resolved(NamedTuple):
     """The value of an expression. `outlives`: the object exists before and after the call."""
 
     value: Any
     outlives: bool
 
 
-_LOCAL = Value(UNKNOWN, False)
+_LOCAL = Resolved(UNKNOWN, False)
 
 
 @functools.lru_cache(maxsize=256)
@@ -48,13 +43,12 @@ def _nodes(
         tree = ast.parse("".join(lines))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    found: dict[tuple[int, str], Any] = {}
+    functions: dict[tuple[int, str], Any] = {}
     for node in ast.walk(tree):
         if isinstance(node, _FUNCTIONS):
-            decorators = getattr(node, "decorator_list", ())
-            line = min([node.lineno, *(one.lineno for one in decorators)])
-            found.setdefault((line, getattr(node, "name", "<lambda>")), node)
-    return tree, found
+            lines_of = (one.lineno for one in (node, *getattr(node, "decorator_list", ())))
+            functions.setdefault((min(lines_of), getattr(node, "name", "<lambda>")), node)
+    return tree, functions
 
 
 def node_of(code: types.CodeType) -> FunctionNode | ast.Module | None:
@@ -80,10 +74,6 @@ def lookup(owner: Any, name: str) -> Any:
             if name in table:
                 return table[name]
     found = inspect.getattr_static(owner, name, UNKNOWN)
-    return _bound(found, owner)
-
-
-def _bound(found: Any, owner: Any) -> Any:
     if isinstance(found, staticmethod):
         return found.__func__
     if isinstance(found, classmethod):
@@ -93,21 +83,6 @@ def _bound(found: Any, owner: Any) -> Any:
     if isinstance(found, (property, types.GetSetDescriptorType, types.MemberDescriptorType)):
         return UNKNOWN
     return found
-
-
-def _locals_of(frame: types.FrameType) -> Mapping[str, Any]:
-    """Return a frame's local variables without keeping them alive.
-
-    Up to Python 3.12 the frame caches them in a dict, which would keep alive what the function deletes later.
-    A dict that the program itself holds, from `locals()`, is not cleared.
-    """
-    found = frame.f_locals
-    if not isinstance(found, dict) or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        return found
-    now = dict(found)
-    if sys.getrefcount(found) <= _OWN_REFERENCES:
-        found.clear()
-    return now
 
 
 def function_of(value: Any) -> tuple[types.FunctionType, tuple[Any, ...]] | None:
@@ -142,7 +117,7 @@ class Scope:
         names: Mapping[str, Any],
         *,
         closure: Mapping[str, Any] | None = None,
-        given: Mapping[str, Value] | None = None,
+        given: Mapping[str, Resolved] | None = None,
         seen: Callable[[Any, str, Any], None] = lambda *_: None,
         now: Mapping[str, Any] | None = None,
     ) -> None:
@@ -157,9 +132,7 @@ class Scope:
 
     @staticmethod
     def of(
-        function: types.FunctionType,
-        given: Mapping[str, Value],
-        seen: Callable[[Any, str, Any], None] = lambda *_: None,
+        function: types.FunctionType, seen: Callable[[Any, str, Any], None] = lambda *_: None
     ) -> Scope | None:
         """Return the scope of a function, or None without source."""
         node = node_of(function.__code__)
@@ -167,13 +140,7 @@ class Scope:
             return None
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
         closure = {name: content(cell) for name, cell in cells}
-        return Scope(node, function.__globals__, closure=closure, given=given, seen=seen)
-
-    @staticmethod
-    def of_frame(frame: types.FrameType) -> Scope | None:
-        """Return the scope of a running call, or None without source."""
-        node = node_of(frame.f_code)
-        return None if node is None else Scope(node, frame.f_globals, now=_locals_of(frame))
+        return Scope(node, function.__globals__, closure=closure, seen=seen)
 
     def bound(self, name: str, value: Any) -> Scope:
         """Return this scope with a name bound to a value."""
@@ -189,18 +156,16 @@ class Scope:
     @property
     def closes_over(self) -> frozenset[str]:
         """Return the names that the function declares `global` or `nonlocal`."""
-        declared = (
-            one for one in own_nodes(self.node) if isinstance(one, (ast.Global, ast.Nonlocal))
-        )
-        return frozenset(
-            name for one in declared for name in one.names if name not in self._assigned
-        )
+        nodes = own_nodes(self.node)
+        declared = (one for one in nodes if isinstance(one, (ast.Global, ast.Nonlocal)))
+        names = {name for one in declared for name in one.names}
+        return frozenset(names - self._assigned.keys())
 
     def is_local(self, name: str) -> bool:
         """Return True if the name is local to the function."""
         return name in self._assigned or name in self.given
 
-    def value(self, expression: ast.expr) -> Value:
+    def value(self, expression: ast.expr) -> Resolved:
         """Return the value of an expression, and whether it outlives the call."""
         if isinstance(expression, ast.Name):
             return self._name(expression.id)
@@ -211,7 +176,7 @@ class Scope:
         if isinstance(expression, ast.Call):
             return self._result(expression)
         if isinstance(expression, ast.Constant):
-            return Value(expression.value, False)
+            return Resolved(expression.value, False)
         if isinstance(expression, (ast.NamedExpr, ast.Starred)):
             return self.value(expression.value)
         if isinstance(expression, ast.IfExp):
@@ -220,20 +185,20 @@ class Scope:
             return _joined(map(self.value, expression.values))
         return _LOCAL
 
-    def _name(self, name: str) -> Value:
+    def _name(self, name: str) -> Resolved:
         if name in self._now:
-            return Value(self._now[name], True)
+            return Resolved(self._now[name], True)
         if name in self._assigned:
             return self._assigned_value(name)
         if name in self.given:
             return self.given[name]
         if name in self._closure:
-            return Value(self._closure[name], True)
+            return Resolved(self._closure[name], True)
         found = self._names.get(name, UNKNOWN)
         self._seen(self._names, name, found)
-        return Value(vars(builtins).get(name, UNKNOWN) if found is UNKNOWN else found, True)
+        return Resolved(vars(builtins).get(name, UNKNOWN) if found is UNKNOWN else found, True)
 
-    def _assigned_value(self, name: str) -> Value:
+    def _assigned_value(self, name: str) -> Resolved:
         """Return a local name's value if all assignments agree."""
         if name in self._busy:
             return _LOCAL
@@ -245,42 +210,40 @@ class Scope:
             ]
         finally:
             self._busy.discard(name)
-        if name in self.given:
-            values.append(self.given[name])
-        return _joined(values)
+        return _joined([*values, self.given[name]] if name in self.given else values)
 
-    def _part(self, source: ast.expr, part: int | None) -> Value:
+    def _part(self, source: ast.expr, part: int | None) -> Resolved:
         """Return the value of an expression's element; `part` is its index, None for any."""
         if isinstance(source, (ast.List, ast.Tuple)):
             every = list(map(self.value, source.elts))
             return every[part] if part is not None and part < len(every) else _joined(every)
-        whole = self.value(source)
-        if part is not None and type(whole.value) in (list, tuple) and part < len(whole.value):
-            return whole._replace(value=whole.value[part])
-        return whole._replace(value=UNKNOWN)
+        value, outlives = self.value(source)
+        if part is not None and type(value) in (list, tuple) and part < len(value):
+            return Resolved(value[part], outlives)
+        return Resolved(UNKNOWN, outlives)
 
-    def _attribute(self, expression: ast.Attribute) -> Value:
+    def _attribute(self, expression: ast.Attribute) -> Resolved:
         owner = self.value(expression.value)
         if owner.value is UNKNOWN:
             return owner
         found = lookup(owner.value, expression.attr)
         if owner.outlives:
             self._seen(owner.value, expression.attr, found)
-        return Value(found, owner.outlives)
+        return Resolved(found, owner.outlives)
 
-    def _element(self, expression: ast.Subscript) -> Value:
+    def _element(self, expression: ast.Subscript) -> Resolved:
         owner = self.value(expression.value)
         if isinstance(owner.value, torch.Tensor):
             return owner
         index = self.value(expression.slice).value
         if type(owner.value) in (list, tuple, dict) and isinstance(index, (int, str)):
             try:
-                return Value(owner.value[index], owner.outlives)
+                return Resolved(owner.value[index], owner.outlives)
             except (KeyError, IndexError, TypeError):
                 pass
-        return Value(UNKNOWN, owner.outlives)
+        return Resolved(UNKNOWN, owner.outlives)
 
-    def _result(self, call: ast.Call) -> Value:
+    def _result(self, call: ast.Call) -> Resolved:
         """Return a call's result: a view counts as its tensor; elements outlive if their container does."""
         if not isinstance(call.func, ast.Attribute):
             return self._built_in(call)
@@ -288,10 +251,9 @@ class Scope:
         if isinstance(owner.value, torch.Tensor):
             return owner if call.func.attr in _VIEWS else _LOCAL
         elements = owner.outlives and isinstance(owner.value, (list, tuple, dict, set))
-        return Value(UNKNOWN, elements)
+        return Resolved(UNKNOWN, elements)
 
-    def _built_in(self, call: ast.Call) -> Value:
-        """Resolve `getattr(x, "name")`, `enumerate`, `zip`, `reversed` and `iter`."""
+    def _built_in(self, call: ast.Call) -> Resolved:
         name = call.func.id if isinstance(call.func, ast.Name) else ""
         if name == "getattr" and len(call.args) >= 2 and isinstance(call.args[1], ast.Constant):
             return self._attribute(
@@ -317,12 +279,12 @@ def content(cell: types.CellType) -> Any:
         return UNKNOWN
 
 
-def _joined(values: Any) -> Value:
+def _joined(values: Iterable[Resolved]) -> Resolved:
     every = list(values)
     if not every:
         return _LOCAL
     same = all(one.value is every[0].value for one in every)
-    return Value(every[0].value if same else UNKNOWN, any(one.outlives for one in every))
+    return Resolved(every[0].value if same else UNKNOWN, any(one.outlives for one in every))
 
 
 Sources = dict[str, list[tuple[ast.expr, int | None]]]
@@ -333,25 +295,24 @@ _WHOLE = -1
 def _assignments(node: Any) -> Sources:
     """Return the expressions assigned to each name of a function, with the index of the assigned element:
     `_WHOLE`, or None if unknown."""
-    found: Sources = {}
+    assigned: Sources = {}
     if isinstance(node, ast.Module):
-        return found
+        return assigned
     outer = {name for one in own_nodes(node) if isinstance(one, ast.Global) for name in one.names}
     for one in own_nodes(node):
         for name in _bare_names(one):
-            found.setdefault(name, [])
+            assigned.setdefault(name, [])
         for target, source, whole in _targets(one):
             for name, part in _names(target, whole=whole):
-                found.setdefault(name, []).append((source, part))
-    return {name: sources for name, sources in found.items() if name not in outer}
+                assigned.setdefault(name, []).append((source, part))
+    return {name: sources for name, sources in assigned.items() if name not in outer}
 
 
 def _names(target: ast.expr, *, whole: bool) -> Iterator[tuple[str, int | None]]:
     """Yield the names in a target, each with the part of the value it gets."""
     elements = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
-    places = {id(one): index for index, one in enumerate(elements)} if whole else {}
-    if any(isinstance(one, ast.Starred) for one in elements):
-        places = {}
+    is_known = whole and not any(isinstance(one, ast.Starred) for one in elements)
+    places = {id(one): index for index, one in enumerate(elements)} if is_known else {}
     for inner in ast.walk(target):
         if isinstance(inner, ast.Name) and not isinstance(inner.ctx, ast.Load):
             yield inner.id, _WHOLE if whole and inner is target else places.get(id(inner))

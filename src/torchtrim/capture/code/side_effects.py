@@ -1,9 +1,8 @@
 """Finds side effects of a module's code: writes to lists, globals, files, other objects' attributes.
 
 Code with side effects must not run twice, as recomputation would. The search covers the source of `forward`,
-of hooks and of their callees, with names resolved to their current objects. A write in a branch that has not
-run yet counts too. A module's own buffers, tensors and attributes can be restored, so writes to those do not
-count.
+of hooks and of their callees, with names resolved to their current objects, and branches that have not run
+yet. Writes to a module's own buffers, tensors and attributes do not count, since they can be restored.
 """
 
 from __future__ import annotations
@@ -23,12 +22,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchtrim.capture.code.live import UNKNOWN, Scope, Value, content, function_of, own_nodes
+from torchtrim.capture.code.live import UNKNOWN, Resolved, Scope, content, function_of, own_nodes
 from torchtrim.core.isolation import debugging, said_of
 
 _DEPTH = 12
-"""Arbitrary: nested calls that are followed; deeper code counts as unread."""
+"""Nested calls. Arbitrary: deeper code is not read."""
 
+_SMALL = 16
+"""Elements. Arbitrary: programs keep their random generators in short lists."""
 _TRUSTED = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "torchtrim", "einops", "triton"}
 _ON_REQUEST = ("transformers.model_debugging_utils",)
 """Code reached by every model of a library, which writes only on the user's request."""
@@ -45,7 +46,7 @@ _WRITING_FUNCTIONS = """
 """
 _WRITE_TO_ARGUMENT = frozenset(_WRITING_FUNCTIONS.split())
 _CONTAINERS = (list, dict, set, bytearray, collections.deque, io.IOBase)
-_KEPT = (int, float, complex, str, bytes, bool, tuple, frozenset, type(None))
+_IMMUTABLE = (int, float, complex, str, bytes, bool, tuple, frozenset, type(None))
 _SAVES = frozenset(("save", "savez", "savetxt", "dump", "to_csv", "to_json", "savefig", "imsave"))
 
 
@@ -66,9 +67,8 @@ Reference = tuple[Mapping[str, Any], str, Any]
 class SideEffects:
     """Side effects of some modules' code, random generators it may use, and other modules it calls.
 
-    `reads` are the names of the attributes that it reads; `is_unread`: some code has no source.
-    `references` are the names through which it reaches code and state, with their values: the result is
-    stale once one of them changes.
+    `reads` are the names of the attributes that it reads; `is_unread`: some code has no source. `references`
+    are the names that lead to code and state, with their values: the result is stale once one changes.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -84,22 +84,18 @@ class SideEffects:
         for module in modules:
             self._add(module)
         for module in self.modules:
-            self._look_at_safely(module)
+            try:
+                self._look_at(module)
+            except Exception as error:
+                if debugging():
+                    raise
+                path = getattr(sys.modules.get(type(module).__module__), "__file__", None) or ""
+                self.writes.append(Write(f"cannot be read ({said_of(error)})", path, 0))
 
     def _add(self, module: nn.Module) -> None:
         if id(module) not in self._known:
             self._known.add(id(module))
             self.modules.append(module)
-
-    def _look_at_safely(self, module: nn.Module) -> None:
-        """Read a module; code that cannot be read counts as having side effects."""
-        try:
-            self._look_at(module)
-        except Exception as error:
-            if debugging():
-                raise
-            path = getattr(sys.modules.get(type(module).__module__), "__file__", None) or ""
-            self.writes.append(Write(f"cannot be read ({said_of(error)})", path, 0))
 
     def _look_at(self, module: nn.Module) -> None:
         for value in vars(module).values():
@@ -120,13 +116,10 @@ class SideEffects:
         )
         forward = vars(kind)["forward"]
         self._remember(vars(kind), "forward")
-        if isinstance(forward, types.FunctionType) and is_trusted(forward):
-            self._look_at_functional(forward)
-        else:
+        if not isinstance(forward, types.FunctionType) or not is_trusted(forward):
             self._call(types.MethodType(forward, module), 0)
-
-    def _look_at_functional(self, forward: types.FunctionType) -> None:
-        """Read the `torch.nn.functional` calls of torch's layers, which a program may patch."""
+            return
+        # Layers of torch call `torch.nn.functional`, which a program may patch.
         table = vars(torch.nn.functional)
         for name in set(forward.__code__.co_names) & table.keys():
             self._remember(table, name)
@@ -137,44 +130,31 @@ class SideEffects:
         self,
         called: Any,
         depth: int,
-        arguments: Sequence[Value] = (),
-        keywords: Mapping[str, Value] | None = None,
+        arguments: Sequence[Resolved] = (),
+        keywords: Iterable[tuple[str, Resolved]] = (),
     ) -> None:
-        """Read the function that a call of this object runs."""
-        found = function_of(called)
-        if found is None or depth > _DEPTH:
+        resolved = function_of(called)
+        if resolved is None or depth > _DEPTH:
             return
-        function, bound = found
+        function, bound = resolved
         if is_trusted(function):
-            self._look_through(function, depth)
+            # A library function may wrap the program's functions, as a decorator does.
+            for inner in map(content, function.__closure__ or ()):
+                if isinstance(inner, (types.FunctionType, types.MethodType)):
+                    self._call(inner, depth + 1)
             return
-        given = [*(Value(value, True) for value in bound), *arguments]
-        named = {**_partial_keywords(called), **(keywords or {})}
+        given = [*(Resolved(value, True) for value in bound), *arguments]
+        partial = called.keywords if isinstance(called, functools.partial) else {}
+        named = {name: Resolved(value, True) for name, value in partial.items()} | dict(keywords)
         key = (
             function.__code__,
             *((id(one.value), one.outlives) for one in given),
             *((name, id(one.value), one.outlives) for name, one in named.items()),
         )
-        if key not in self._done:
-            self._done.add(key)
-            self._look_into(function, given, named, depth)
-
-    def _look_through(self, function: types.FunctionType, depth: int) -> None:
-        """Read the program's functions that a library function wraps, such as a decorator."""
-        for cell in function.__closure__ or ():
-            inner = content(cell)
-            if isinstance(inner, (types.FunctionType, types.MethodType)):
-                self._call(inner, depth + 1)
-
-    def _look_into(
-        self,
-        function: types.FunctionType,
-        given: Sequence[Value],
-        named: Mapping[str, Value],
-        depth: int,
-    ) -> None:
-        scope = Scope.of(function, {}, self._refer)
-        if scope is None:
+        if key in self._done:
+            return
+        self._done.add(key)
+        if (scope := Scope.of(function, self._refer)) is None:
             self._take_from_bytecode(function.__code__)
             return
         scope.given.update(_defaults(function))
@@ -188,13 +168,11 @@ class SideEffects:
         globals_ = {
             one.argval for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL"
         }
+        site = code.co_filename, code.co_firstlineno
         for name in sorted(globals_ | (_WRITES & set(code.co_names))):
-            self.writes.append(
-                Write(f"may write (`{name}`)", code.co_filename, code.co_firstlineno)
-            )
+            self.writes.append(Write(f"may write (`{name}`)", *site))
 
     def _refer(self, table: Any, name: str, found: Any) -> None:
-        """Record a name looked up outside a function."""
         self._note_generators(found)
         names = table if isinstance(table, dict) else getattr(table, "__dict__", None)
         if isinstance(found, nn.Module) or names is None:
@@ -206,26 +184,18 @@ class SideEffects:
                 self._remember(one, name)
 
     def _remember(self, names: Mapping[str, Any], name: str) -> None:
-        """Record a name in a namespace, with its current value."""
         if (id(names), name) not in self._referred:
             self._referred.add((id(names), name))
             self.references.append((names, name, names.get(name, UNKNOWN)))
 
     def _note_generators(self, value: Any) -> None:
         """Record a random generator, or those in a small container."""
-        if isinstance(value, (list, tuple)) and len(value) <= 16:
-            for one in value:
-                self._note_generator(one)
-        elif isinstance(value, dict) and len(value) <= 16:
-            for one in value.values():
-                self._note_generator(one)
-        else:
-            self._note_generator(value)
-
-    def _note_generator(self, value: Any) -> None:
-        found = value if is_generator(value) else getattr(value, "__self__", None)
-        if is_generator(found) and not any(found is one for one in self.generators):
-            self.generators.append(found)
+        small = isinstance(value, (list, tuple, dict)) and len(value) <= _SMALL
+        inner = value.values() if isinstance(value, dict) else value
+        for one in inner if small else (value,):
+            generator = one if is_generator(one) else getattr(one, "__self__", None)
+            if is_generator(generator) and all(generator is not g for g in self.generators):
+                self.generators.append(generator)
 
 
 def changed(references: Iterable[Reference]) -> bool:
@@ -261,26 +231,17 @@ def is_trusted(thing: type | types.FunctionType) -> bool:
     return str(module).partition(".")[0] in _TRUSTED or module in _ON_REQUEST
 
 
-def _defaults(function: types.FunctionType) -> Iterator[tuple[str, Value]]:
+def _defaults(function: types.FunctionType) -> Iterator[tuple[str, Resolved]]:
     """Yield parameters whose default is a container, which all calls share."""
     code, defaults = function.__code__, function.__defaults__ or ()
     names = code.co_varnames[: code.co_argcount]
     positional = zip(reversed(names), reversed(defaults), strict=False)
     for name, value in (*positional, *(function.__kwdefaults__ or {}).items()):
         if isinstance(value, _CONTAINERS):
-            yield name, Value(value, True)
-
-
-def _partial_keywords(called: Any) -> dict[str, Value]:
-    """Return the keyword arguments of a `functools.partial`, which flattens nested ones."""
-    if not isinstance(called, functools.partial):
-        return {}
-    return {name: Value(value, True) for name, value in called.keywords.items()}
+            yield name, Resolved(value, True)
 
 
 class _SideEffectReader:
-    """A reader of one function's side effects and callees."""
-
     def __init__(self, effects: SideEffects, scope: Scope, path: str, depth: int) -> None:
         self._effects = effects
         self._scope = scope
@@ -290,13 +251,14 @@ class _SideEffectReader:
         self._outer, self._filled = scope.closes_over, _filled_once(self._nodes)
 
     def read(self) -> None:
-        """Visit every node of the function."""
         raising = _raising(self._scope.node)
         nodes = self._nodes
         assigned = {id(one.target) for one in nodes if isinstance(one, ast.AugAssign)}
         for node in nodes:
-            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-                self._rebound(node)
+            if not isinstance(node, ast.Name) or isinstance(node.ctx, ast.Load):
+                continue
+            if node.id in self._outer and node.id not in self._filled.get(id(node), ()):
+                self._wrote(f"assigns the outer name `{node.id}`", node)
         for node in nodes:
             if isinstance(node, (ast.Assign, ast.Delete)):
                 for target in node.targets:
@@ -307,7 +269,8 @@ class _SideEffectReader:
                 self._called(node, silent=node in raising)
             elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
                 self._scope.value(node)
-            if isinstance(node, ast.Attribute) and _is_read(node, assigned):
+            is_read = isinstance(getattr(node, "ctx", None), ast.Load) or id(node) in assigned
+            if isinstance(node, ast.Attribute) and is_read:
                 self._effects.reads.add(node.attr)
 
     def _wrote(self, does: str, node: Any) -> None:
@@ -327,12 +290,7 @@ class _SideEffectReader:
             name = ast.Name(id=target.id, ctx=ast.Load())
             self._written(name, target, node)
 
-    def _rebound(self, node: ast.Name) -> None:
-        if node.id in self._outer and node.id not in self._filled.get(id(node), ()):
-            self._wrote(f"assigns the outer name `{node.id}`", node)
-
     def _set_on(self, owner: ast.expr, target: ast.expr, node: Any) -> None:
-        """Handle a set attribute; a watched module's can be restored."""
         there = self._scope.value(owner)
         if not there.outlives or self._is_own(there.value):
             return
@@ -342,16 +300,13 @@ class _SideEffectReader:
             self._wrote(f"sets `{ast.unparse(target)}`", node)
 
     def _written(self, owner: ast.expr, target: ast.expr, node: Any) -> None:
-        """Handle an in-place write to the value of `owner`."""
         there = self._scope.value(owner)
-        if not there.outlives or isinstance(there.value, _KEPT) or self._is_own(there.value):
+        if not there.outlives or isinstance(there.value, _IMMUTABLE) or self._is_own(there.value):
             return
-        if ast.unparse(owner) in self._filled.get(id(target), ()):
-            return
-        self._wrote(f"writes to `{ast.unparse(target)}`", node)
+        if ast.unparse(owner) not in self._filled.get(id(target), ()):
+            self._wrote(f"writes to `{ast.unparse(target)}`", node)
 
     def _is_own(self, value: Any) -> bool:
-        """Return True for a watched module, or one of its tensors, which can be restored."""
         if isinstance(value, nn.Module):
             return id(value) in self._effects._known
         if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
@@ -363,24 +318,24 @@ class _SideEffectReader:
         )
 
     def _called(self, call: ast.Call, *, silent: bool) -> None:
-        name = (
-            call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-        )
         if isinstance(call.func, ast.Attribute):
+            name = call.func.attr
             self._method(call, call.func)
         else:
+            name = getattr(call.func, "id", "")
             self._named(call, name, silent=silent)
         for keyword in call.keywords:
             if keyword.arg == "out":
                 self._written(keyword.value, keyword.value, call)
         function = self._scope.value(call.func).value
         self._written_by_library(call, name, function)
-        if function is not UNKNOWN and not isinstance(function, (nn.Module, type)):
-            self._effects._call(
-                function, self._depth + 1, self._arguments(call), self._keywords(call)
-            )
-        elif isinstance(function, nn.Module):
+        if isinstance(function, nn.Module):
             self._effects._add(function)
+        elif function is not UNKNOWN and not isinstance(function, type):
+            value = self._scope.value
+            plain = itertools.takewhile(lambda one: not isinstance(one, ast.Starred), call.args)
+            keywords = [(one.arg, value(one.value)) for one in call.keywords if one.arg]
+            self._effects._call(function, self._depth + 1, [*map(value, plain)], keywords)
 
     def _written_by_library(self, call: ast.Call, name: str, function: Any) -> None:
         """Handle C functions: aliases of container methods, and functions that write to an argument."""
@@ -392,13 +347,6 @@ class _SideEffectReader:
             self._wrote(f"draws from `{ast.unparse(call.func)}`", call)
         elif name in _WRITE_TO_ARGUMENT and call.args:
             self._written(call.args[0], call.args[0], call)
-
-    def _arguments(self, call: ast.Call) -> list[Value]:
-        starred = next((n for n, one in enumerate(call.args) if isinstance(one, ast.Starred)), None)
-        return [self._scope.value(one) for one in call.args[:starred]]
-
-    def _keywords(self, call: ast.Call) -> dict[str, Value]:
-        return {one.arg: self._scope.value(one.value) for one in call.keywords if one.arg}
 
     def _method(self, call: ast.Call, func: ast.Attribute) -> None:
         there = self._scope.value(func.value)
@@ -439,30 +387,19 @@ class _SideEffectReader:
 
 
 def _filled_once(nodes: Sequence[ast.AST]) -> dict[int, set[str]]:
-    """Return the writes at each node that a test guards to happen once: `if x is None`, `if key not in x`."""
+    """Return the writes at each node that a test lets happen once: `if x is None`, `if key not in x`."""
     found: dict[int, set[str]] = {}
     for node in nodes:
-        test = getattr(node, "test", None)
-        if not isinstance(node, ast.If) or not isinstance(test, ast.Compare) or len(test.ops) != 1:
-            continue
-        other = test.comparators[0]
-        if (
-            isinstance(test.ops[0], ast.Is)
-            and isinstance(other, ast.Constant)
-            and other.value is None
-        ):
-            name = ast.unparse(test.left)
-        elif isinstance(test.ops[0], ast.NotIn):
-            name = ast.unparse(other)
-        else:
-            continue
+        match node:
+            case ast.If(test=ast.Compare(left, [ast.Is()], [ast.Constant(value=None)])):
+                name = ast.unparse(left)
+            case ast.If(test=ast.Compare(_, [ast.NotIn()], [container])):
+                name = ast.unparse(container)
+            case _:
+                continue
         for inner in itertools.chain.from_iterable(map(ast.walk, node.body)):
             found.setdefault(id(inner), set()).add(name)
     return found
-
-
-def _is_read(node: ast.Attribute, in_place: set[int]) -> bool:
-    return isinstance(node.ctx, ast.Load) or id(node) in in_place
 
 
 def _opens_for_writing(call: ast.Call) -> bool:

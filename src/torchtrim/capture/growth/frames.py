@@ -9,7 +9,7 @@ import sys
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,12 +29,12 @@ from torchtrim.capture.growth.lines import (
     of_coverage,
     weigh,
 )
-from torchtrim.capture.growth.owners import Owner, find_owners, roots_here
+from torchtrim.capture.growth.owners import NamePath, find_owners, roots_here
 from torchtrim.capture.growth.stream_frames import StreamFrames
 from torchtrim.capture.watch import Listener, Watcher
 from torchtrim.dispatch.modes import enter_below, leave, tensors_among
 from torchtrim.dispatch.places import Places, Spot
-from torchtrim.dispatch.storages import parts_of, reachable_tensors
+from torchtrim.dispatch.storages import reachable_tensors, storages_in
 from torchtrim.stream.growth import (
     SizeSample,
     keeps_growing,
@@ -45,7 +45,7 @@ from torchtrim.stream.growth import (
 )
 
 _MOST_TRACED = 8
-"""Containers followed at once. Arbitrary: tracing lines is slow, and a report names few."""
+"""Traced frames. Arbitrary: tracing lines is slow, and a report names few."""
 
 
 @dataclass(eq=False)
@@ -55,7 +55,7 @@ class Suspect:
     kind: str
     lengths: list[SizeSample]
     weights: dict[int, Weight] = field(default_factory=dict)
-    owner: Owner | None = None
+    owner: NamePath | None = None
 
     @property
     def last(self) -> Weight:
@@ -67,28 +67,17 @@ class Suspect:
 class Grown:
     """A growth: bytes and entries added per frame, its location, and the line that fills it."""
 
-    owner: Owner
+    owner: NamePath
     kind: str
     bytes: float
     entries: float
     filler: Filler | None
 
 
-@dataclass
-class _Slot:
-    """Bytes of the tensors created on one line, outside all suspects."""
-
-    maker: Maker
-    samples: Sequence[SizeSample]
-    owner: Owner
-    more: int
-    kind: str
-
-
 class Growing(Listener):
     """A listener to a stream of at most `frames` frames that inspects memory at some of them.
 
-    `ended` is called for each frame with its number and output, `done` when all are there.
+    It calls `ended` after each frame with the frame's number and output, and `done` after the last one.
     """
 
     def __init__(
@@ -114,8 +103,8 @@ class Growing(Listener):
         self._suspects: dict[int, Suspect] = {}
         self._held: dict[int, Any] = {}
         self._made: dict[int, dict[Maker, dict[int, int]]] = {}
-        self._slots: list[_Slot] = []
-        self._named: dict[Maker, tuple[Owner, int, str]] = {}
+        self._slots: list[Grown] = []
+        self._named: dict[Maker, tuple[NamePath, str]] = {}
         self._resident: dict[int, int] = {}
         self._traced = 0
         self._to_trace: dict[int, Any] = {}
@@ -140,12 +129,12 @@ class Growing(Listener):
 
     @property
     def first(self) -> int:
-        """The first frame for which growth is measured."""
+        """The first frame in the measurement of growth."""
         return self.frames // 3
 
     def grown(self) -> list[Grown]:
         """Return the growths, largest first."""
-        found = [*self._grown_containers(), *self._grown_slots()]
+        found = [*self._grown_containers(), *self._slots]
         return sorted(found, key=lambda one: (-one.bytes, one.owner.name))
 
     def frame_seconds(self) -> float:
@@ -160,7 +149,7 @@ class Growing(Listener):
     def _frame_ended(self, output: Any) -> None:
         now = time.perf_counter()
         self.frames += 1
-        tracing = bool(self._fillers.running)
+        tracing = bool(self._fillers.traced)
         if self._began and not tracing:
             self.seconds.append(now - self._began)
         with _disable_current_modes():
@@ -180,13 +169,12 @@ class Growing(Listener):
     def _look(self) -> None:
         self._drop_abandoned()
         self._resident[self.frames] = process_bytes()
-        found = self._scan()
+        self._held = self._scan()
         self._looked, growing = self.frames, self._growing()
-        for number, container in found.items():
+        for number, container in self._held.items():
             self._suspects[number].weights[self.frames] = weigh(container, growing)
-        self._made[self.frames] = self._alive.by_maker(())
-        self._name(found)
-        self._held = found
+        self._made[self.frames] = self._alive.by_maker()
+        self._name(self._held)
 
     def _scan(self) -> dict[int, Any]:
         """Update the suspects. Containers that shrank or vanished are dropped."""
@@ -212,27 +200,25 @@ class Growing(Listener):
         return found
 
     def _drop_abandoned(self) -> None:
-        """Release the suspects, and forget those that nothing else holds.
+        """Release the suspects, and forget those that the program has freed.
 
-        They are held between inspections, since the `id` of a replaced one could be reused.
+        `_held` keeps them alive between inspections, since Python could reuse the `id` of a freed one.
         """
-        held, self._held = self._held, {}
-        numbers = set(held)
-        held.clear()
+        numbers = set(self._held)
+        self._held.clear()
         gc.collect()
-        alive = set(map(id, gc.get_objects()))
-        for number in numbers - alive:
+        for number in numbers - set(map(id, gc.get_objects())):
             self._suspects.pop(number, None)
             self._before.pop(number, None)
 
     def _name(self, found: Mapping[int, Any]) -> None:
-        """Locate the growing containers while they exist, and find who fills them in the next frame."""
+        """Locate the growing containers while they exist, and trace the lines that fill them next."""
         self._slots = self._find_slots()
         unnamed = {n: s for n, s in self._growing().items() if s.owner is None}
         if unnamed:
             owners = find_owners(unnamed, roots_here(self._places, self.watcher.roots))
             for number, suspect in unnamed.items():
-                nameless = Owner(f"a {suspect.kind} that no name leads to", ())
+                nameless = NamePath(f"a {suspect.kind} that no name leads to", ())
                 suspect.owner = owners.get(number, nameless)
         unfilled = {n: found[n] for n in self._growing() if n not in self._fillers.found}
         if unfilled and self._traced < _MOST_TRACED:
@@ -263,53 +249,40 @@ class Growing(Listener):
             yield Grown(suspect.owner, suspect.kind, grew, entries, filler)
 
     def _maker_of(self, suspect: Suspect) -> Filler | None:
-        """Return the line that created most of its content."""
         held = suspect.last.storages
         made = self._made.get(max(suspect.weights), {})
         sums = {maker: sum(held.get(key, 0) for key in keys) for maker, keys in made.items()}
         best = max(sums, key=lambda one: sums[one], default=None)
         return _filler_of(best) if best is not None and sums[best] else None
 
-    def _grown_slots(self) -> Iterator[Grown]:
-        for slot in self._slots:
-            more = f" and {slot.more} more" if slot.more else ""
-            owner = slot.owner._replace(name=slot.owner.name + more)
-            yield Grown(owner, slot.kind, per_frame(slot.samples), 0.0, _filler_of(slot.maker))
-
-    def _find_slots(self) -> list[_Slot]:
+    def _find_slots(self) -> list[Grown]:
         """Find lines whose tensors hold more and more bytes outside growing containers."""
         grown = self._growing().values()
         frames = [f for f in sorted(self._made) if all(f in one.weights for one in grown)]
+        inside = {f: {key for one in grown for key in one.weights[f].storages} for f in frames}
         makers = self._made[frames[-1]] if frames else {}
-        found = []
+        steady = {}
         for maker in makers:
-            samples = [SizeSample(f, self._beside(f, maker, grown)) for f in frames]
-            steady = settled(samples)
-            if keeps_growing(steady):
-                found.append((maker, steady))
-        unnamed = {m: self._outside(makers[m], grown) for m, _ in found if m not in self._named}
-        self._named |= self._named_slots(unnamed)
-        return [_Slot(maker, samples, *self._named[maker]) for maker, samples in found]
-
-    def _beside(self, frame: int, maker: Maker, grown: Any) -> int:
-        held = self._made[frame].get(maker, {})
-        inside = {key for one in grown for key in one.weights[frame].storages}
-        return sum(size for key, size in held.items() if key not in inside)
-
-    def _outside(self, held: Mapping[int, int], grown: Any) -> set[int]:
-        return set(held) - {key for one in grown for key in one.last.storages}
-
-    def _named_slots(self, makers: Mapping[Maker, set[int]]) -> dict[Maker, tuple[Owner, int, str]]:
-        """Locate the tensors that hold these storages; return owner, further count and kind."""
-        if not makers:
-            return {}
-        tensors = _tensors_with(set().union(*makers.values()))
-        every = [id(tensor) for some in tensors.values() for tensor in some]
-        owners = find_owners(every, roots_here(self._places, self.watcher.roots)) if every else {}
-        return {maker: _owned(maker, held, tensors, owners) for maker, held in makers.items()}
+            samples = []
+            for frame in frames:
+                held = self._made[frame].get(maker, {})
+                outside = sum(size for key, size in held.items() if key not in inside[frame])
+                samples.append(SizeSample(frame, outside))
+            if keeps_growing(later := settled(samples)):
+                steady[maker] = later
+        unnamed = {m: makers[m].keys() - inside[frames[-1]] for m in steady if m not in self._named}
+        if unnamed:
+            tensors = _tensors_with(set().union(*unnamed.values()))
+            wanted = {id(tensor) for some in tensors.values() for tensor in some}
+            owners = find_owners(wanted, roots_here(self._places, self.watcher.roots))
+            for maker, storages in unnamed.items():
+                self._named[maker] = _owned(maker, storages, tensors, owners)
+        return [
+            Grown(*self._named[maker], per_frame(samples), 0.0, _filler_of(maker))
+            for maker, samples in steady.items()
+        ]
 
     def _own(self) -> set[int]:
-        """Return the ids of torchtrim's own containers."""
         found: set[int] = set()
         for ours in (self, self._alive, self._fillers, self._places, self.clock, self.watcher):
             found.update((id(vars(ours)), *map(id, vars(ours).values())))
@@ -322,23 +295,17 @@ class Growing(Listener):
 
 
 def _tensors_with(storages: set[int]) -> dict[int, list[torch.Tensor]]:
-    """Return the Python tensors with these storages, by storage."""
     found: dict[int, list[torch.Tensor]] = {}
     for tensor in reachable_tensors():
-        for part in parts_of(tensor):
-            try:
-                key = part.untyped_storage()._cdata
-            except (NotImplementedError, RuntimeError):
-                continue
-            if key in storages:
-                found.setdefault(key, []).append(tensor)
+        for key in storages_in([tensor]).keys() & storages:
+            found.setdefault(key, []).append(tensor)
     return found
 
 
 def _owned(
-    maker: Maker, held: set[int], tensors: Mapping[int, list[Any]], owners: Mapping[int, Owner]
-) -> tuple[Owner, int, str]:
-    """Return the owner of most of the storages; those without a named owner belong to autograd."""
+    maker: Maker, held: set[int], tensors: Mapping[int, list[Any]], owners: Mapping[int, NamePath]
+) -> tuple[NamePath, str]:
+    """Return the owner of most of the storages, and their kind. Without a name they belong to autograd."""
     known = [
         owner
         for key in held
@@ -346,10 +313,11 @@ def _owned(
     ]
     if known and 2 * len(known) >= len(held):
         first = min(known, key=lambda one: (len(one.name), one.name))
-        return first, len(known) - 1, "tensor"
+        more = f" and {len(known) - 1} more" if len(known) > 1 else ""
+        return first._replace(name=first.name + more), "tensor"
     if maker.graded:
-        return Owner("autograd's graph", ()), 0, "graph"
-    return Owner("tensors that no name leads to", ()), 0, "tensor"
+        return NamePath("autograd's graph", ()), "graph"
+    return NamePath("tensors that no name leads to", ()), "tensor"
 
 
 def _filler_of(maker: Maker) -> Filler | None:
@@ -368,8 +336,6 @@ class Maker(NamedTuple):
 
 
 class _MakerReference(weakref.ref[Any]):
-    """A weak reference to a storage, with its maker."""
-
     __slots__ = ("key", "maker")
     key: int
     maker: Maker
@@ -400,33 +366,21 @@ class Alive(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if os.getpid() == self._pid:
-            made = out if isinstance(out, tuple | list) else (out,)
-            for tensor in tensors_among(made):
-                for part in parts_of(tensor):
-                    self._see(part)
+            for key, storage in storages_in(tensors_among((out,))).items():
+                if key not in self._living:
+                    watched = _MakerReference(storage, self._on_death)
+                    spot, caller = self._places.find(sys._getframe().f_back)
+                    watched.key, watched.maker = key, Maker(spot, caller, torch.is_grad_enabled())
+                    self._living[key] = watched
         return out
 
-    def by_maker(self, leave_out: Collection[int]) -> dict[Maker, dict[int, int]]:
-        """Return the live storages with their bytes, by maker, except those in `leave_out`."""
+    def by_maker(self) -> dict[Maker, dict[int, int]]:
+        """Return the live storages with their bytes, by maker."""
         found: defaultdict[Maker, dict[int, int]] = defaultdict(dict)
         for key, watched in list(self._living.items()):
-            storage = watched()
-            if storage is not None and key not in leave_out:
+            if (storage := watched()) is not None:
                 found[watched.maker][key] = storage.nbytes()
         return dict(found)
-
-    def _see(self, tensor: torch.Tensor) -> None:
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
-            return
-        key = storage._cdata
-        if key in self._living:
-            return
-        watched = _MakerReference(storage, self._on_death)
-        spot, caller = self._places.find(sys._getframe().f_back)
-        watched.key, watched.maker = key, Maker(spot, caller, torch.is_grad_enabled())
-        self._living[key] = watched
 
     def _died(self, watched: _MakerReference) -> None:
         if self._living.get(watched.key) is watched:

@@ -8,7 +8,7 @@ import inspect
 import sys
 import types
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from torchtrim.dispatch.places import Places, line_of, variables_of
-from torchtrim.dispatch.storages import parts_of
+from torchtrim.dispatch.storages import storages_in
+from torchtrim.records.profile import Place
 
 _LRU = functools._lru_cache_wrapper
 CONTAINERS = (dict, list, set, deque, _LRU)
@@ -46,34 +47,24 @@ class Weight(NamedTuple):
 def containers() -> list[Any]:
     """Return all containers known to the garbage collector, without the dicts inside `lru_cache`s."""
     everything = gc.get_objects()
-    known: dict[type, bool] = {}
-    found: list[Any] = []
-    inner: set[int] = set()
-    for thing in everything:
-        kind = type(thing)
-        fits = known.get(kind)
-        if fits is None:
-            fits = known[kind] = issubclass(kind, CONTAINERS)
-        if fits:
-            found.append(thing)
-            if kind is _LRU:
-                inner.update(map(id, gc.get_referents(thing)))
-    return [thing for thing in found if id(thing) not in inner]
+    fits = {kind: issubclass(kind, CONTAINERS) for kind in set(map(type, everything))}
+    things = [thing for thing in everything if fits[type(thing)]]
+    inner = {id(one) for cache in things if type(cache) is _LRU for one in gc.get_referents(cache)}
+    return [thing for thing in things if id(thing) not in inner]
 
 
 def of_coverage() -> set[int]:
     """Return the ids of coverage.py's containers, which grow with executed lines, not with the stream."""
     if "coverage" not in sys.modules:
         return set()
-    everything = gc.get_objects()
-    waiting = [thing for thing in everything if str(type(thing).__module__).startswith("coverage.")]
-    found: set[int] = set()
+    waiting = [one for one in gc.get_objects() if str(type(one).__module__).startswith("coverage.")]
+    ids: set[int] = set()
     while waiting:
         for part in gc.get_referents(waiting.pop()):
-            if type(part) in (dict, list, set) and id(part) not in found:
-                found.add(id(part))
+            if type(part) in (dict, list, set) and id(part) not in ids:
+                ids.add(id(part))
                 waiting.append(part)
-    return found
+    return ids
 
 
 def length(container: Any) -> int:
@@ -85,7 +76,7 @@ def length(container: Any) -> int:
 
 
 def is_bounded(container: Any) -> bool:
-    """Return True if a container has a limit: `maxlen`, `maxsize`, or that of a function's cache."""
+    """Return True if a container has a limit: `maxlen`, `maxsize`, or the size of a function's cache."""
     if issubclass(type(container), _LRU):
         return container.cache_info().maxsize is not None
     if type(container) is deque:
@@ -114,7 +105,7 @@ def weigh(container: Any, leave_out: Collection[int]) -> Weight:
         thing = waiting.pop()
         python += _size(thing)
         if issubclass(type(thing), torch.Tensor):
-            storages.update(_storages(thing))
+            storages |= {key: one.nbytes() for key, one in storages_in([thing]).items()}
             continue
         for part in gc.get_referents(thing):
             if id(part) in seen or issubclass(type(part), _NOT_ENTERED) or id(part) in leave_out:
@@ -124,19 +115,10 @@ def weigh(container: Any, leave_out: Collection[int]) -> Weight:
     return Weight(python, storages)
 
 
-def _storages(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-    for part in parts_of(tensor):
-        try:
-            storage = part.untyped_storage()
-        except (NotImplementedError, RuntimeError):
-            continue
-        yield storage._cdata, storage.nbytes()
-
-
 def _size(thing: Any) -> int:
     try:
         return sys.getsizeof(thing)
-    except Exception:
+    except Exception:  # from a class's own `__sizeof__`
         return 0
 
 
@@ -159,7 +141,10 @@ class Filler(NamedTuple):
 
 
 class Fillers:
-    """A tracer of this thread's lines between `start` and `stop`. `found` is keyed by container id."""
+    """A tracer of this thread's lines between `start` and `stop`. `found` is keyed by container id.
+
+    `traced` are the frames with a trace function of ours, and the functions it replaced.
+    """
 
     def __init__(self, places: Places) -> None:
         self.found: dict[int, Filler] = {}
@@ -168,26 +153,19 @@ class Fillers:
         self._lengths: dict[int, int] = {}
         self._before: tuple[FrameType, int] | None = None
         self._outer: Any = None
-        self._traced: list[tuple[FrameType, Any]] = []
-
-    @property
-    def running(self) -> bool:
-        """True between `start` and `stop`."""
-        return bool(self._traced)
+        self.traced: list[tuple[FrameType, Any]] = []
 
     def start(self, containers: Mapping[int, Any]) -> None:
         """Watch these containers until all were filled or `stop` is called."""
         self._watched = dict(containers)
         self._lengths = {number: length(one) for number, one in containers.items()}
-        self._before = None
         self._outer = sys.gettrace()
-        frame: FrameType | None = sys._getframe(1)
+        self._before = _line_below(sys._getframe(1))
+        frame = self._before[0] if self._before is not None else None
         while frame is not None:
             if not _is_own(frame.f_code):
-                self._traced.append((frame, frame.f_trace))
+                self.traced.append((frame, frame.f_trace))
                 frame.f_trace = self._line
-                if self._before is None:
-                    self._before = (frame, frame.f_lineno)
             frame = frame.f_back
         sys.settrace(self._called)
 
@@ -197,29 +175,21 @@ class Fillers:
             self._look()
         if sys.gettrace() in (self._called, None):
             sys.settrace(self._outer)
-        for frame, trace in self._traced:
+        for frame, trace in self.traced:
             frame.f_trace = trace
             variables_of(frame)
-        self._traced.clear()
+        self.traced.clear()
         self._watched.clear()
         self._before = None
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not self._watched or _is_own(frame.f_code):
-            return None
-        return self._line(frame, event, argument)
+        return None if _is_own(frame.f_code) else self._line(frame, event, argument)
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not self._watched:
             return None
         self._look()
-        if event == "return":
-            outer = frame.f_back
-            while outer is not None and _is_own(outer.f_code):
-                outer = outer.f_back
-            self._before = (outer, outer.f_lineno) if outer is not None else None
-        else:
-            self._before = (frame, frame.f_lineno)
+        self._before = _line_below(frame.f_back if event == "return" else frame)
         return self._line
 
     def _look(self) -> None:
@@ -236,15 +206,31 @@ class Fillers:
         if self._places.is_users((frame.f_code, frame.f_lasti)):
             return Filler(here, None)
         library, user = self._places.find(frame.f_back)
-        caller = user if user is not None else library
-        if caller is None or not self._places.is_users(caller):
-            return Filler(here, None)
-        return Filler(here, line_at(caller))
+        caller = user or library
+        is_users = caller is not None and self._places.is_users(caller)
+        return Filler(here, line_at(caller) if caller is not None and is_users else None)
+
+
+def _line_below(frame: FrameType | None) -> tuple[FrameType, int] | None:
+    """Return the innermost frame outside torchtrim, and its line."""
+    while frame is not None and _is_own(frame.f_code):
+        frame = frame.f_back
+    return None if frame is None else (frame, frame.f_lineno)
 
 
 def line_at(spot: tuple[CodeType, int]) -> Line:
     """Return the source line of an instruction."""
     return Line(spot[0].co_filename, line_of(spot), spot[0].co_qualname)
+
+
+def number_of(places: list[Place], line: Line | None) -> int:
+    """Return a line's number in the table, adding it; -1 without a line."""
+    if line is None:
+        return -1
+    place = Place(*line)
+    if place not in places:
+        places.append(place)
+    return places.index(place)
 
 
 def _is_own(code: CodeType) -> bool:

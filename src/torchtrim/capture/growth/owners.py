@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import sys
+import traceback
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from torchtrim.capture.code.live import UNKNOWN, content
 from torchtrim.dispatch.places import Places, variables_of
 
 _LEAVES = (
@@ -31,8 +33,8 @@ _OWN = tuple(f"torchtrim.{room}" for room in _ROOMS)
 _PARTS_OF_MODULES = ("_modules", "_parameters", "_buffers")
 
 
-class Owner(NamedTuple):
-    """The expression that leads to an object, and the classes of the objects on the way."""
+class NamePath(NamedTuple):
+    """The expression that leads to an object, and the classes of the objects on the path."""
 
     name: str
     classes: tuple[str, ...]
@@ -44,9 +46,9 @@ class _Step(NamedTuple):
     part: str
 
 
-def find_owners(wanted: Iterable[int], roots: Iterable[tuple[str, Any]]) -> dict[int, Owner]:
-    """Return the owners of the objects with these ids, on the shortest path from the first possible root."""
-    missing, found = set(wanted), {}
+def find_owners(wanted: Iterable[int], roots: Iterable[tuple[str, Any]]) -> dict[int, NamePath]:
+    """Return the shortest path to each object with one of these ids, from the first root that leads to it."""
+    missing, paths = set(wanted), {}
     seen: set[int] = set()
     for name, root in roots:
         waiting = deque([_Step(root, None, name)])
@@ -54,23 +56,22 @@ def find_owners(wanted: Iterable[int], roots: Iterable[tuple[str, Any]]) -> dict
             step = waiting.popleft()
             if id(step.thing) in missing:
                 missing.discard(id(step.thing))
-                found[id(step.thing)] = _owner(step)
+                paths[id(step.thing)] = _path(step)
             for part, thing in _parts(step.thing):
-                if id(thing) in missing or (id(thing) not in seen and not _is_leaf(thing)):
+                is_leaf = _is(thing, _LEAVES) or _is_own(
+                    str(getattr(type(thing), "__module__", ""))
+                )
+                if id(thing) in missing or (id(thing) not in seen and not is_leaf):
                     seen.add(id(thing))
                     waiting.append(_Step(thing, step, part))
-    return found
+    return paths
 
 
 def roots_here(places: Places, modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
     """Yield the roots of names: variables of running functions, the user's first, modules, globals."""
-    frames: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    users = [one for one in reversed(frames) if places.is_users((one.f_code, one.f_lasti))]
-    others = [one for one in reversed(frames) if one not in users]
+    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))][::-1]
+    users = [one for one in frames if places.is_users((one.f_code, one.f_lasti))]
+    others = [one for one in frames if one not in users]
     for one in users:
         yield from _named(variables_of(one))
     for module in modules:
@@ -91,10 +92,6 @@ def _named(variables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _is_own(name: str) -> bool:
     return name.startswith(_OWN)
-
-
-def _is_leaf(thing: Any) -> bool:
-    return _is(thing, _LEAVES) or _is_own(str(getattr(type(thing), "__module__", "")))
 
 
 def _is(thing: Any, kinds: Any) -> bool:
@@ -121,7 +118,10 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
 def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
     if _is(thing, functools.partial):
         yield ".func", thing.func
-    for name, one in list(_variables(thing).items()):
+    variables = None
+    with contextlib.suppress(AttributeError):
+        variables = object.__getattribute__(thing, "__dict__")
+    for name, one in list(variables.items()) if type(variables) is dict else ():
         if name not in _PARTS_OF_MODULES:
             yield f".{name}", one
     for kind in type(thing).__mro__:
@@ -133,28 +133,11 @@ def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
                     yield f".{name}", descriptor.__get__(thing)
                 except AttributeError:
                     continue
-    yield from _bound_in(thing)
-
-
-def _variables(thing: Any) -> dict[str, Any]:
-    try:
-        found = object.__getattribute__(thing, "__dict__")
-    except AttributeError:
-        return {}
-    return found if type(found) is dict else {}
-
-
-def _bound_in(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the objects bound in functions and generators."""
     if _is(thing, types.MethodType):
         yield ".__self__", thing.__self__
     elif _is(thing, types.FunctionType):
-        names = thing.__code__.co_freevars
-        for name, cell in zip(names, thing.__closure__ or (), strict=False):
-            try:
-                yield f".{name}", cell.cell_contents
-            except ValueError:
-                continue
+        cells = zip(thing.__code__.co_freevars, map(content, thing.__closure__ or ()), strict=False)
+        yield from ((f".{name}", one) for name, one in cells if one is not UNKNOWN)
     elif _is(thing, types.GeneratorType) and thing.gi_frame is not None:
         yield from ((f".{name}", one) for name, one in variables_of(thing.gi_frame).items())
 
@@ -163,11 +146,9 @@ def _key(key: Any) -> str:
     return repr(key) if type(key) in (str, int, bytes) else type(key).__name__
 
 
-def _owner(step: _Step) -> Owner:
-    parts, classes = [], []
-    one: _Step | None = step
-    while one is not None:
-        parts.append(one.part)
-        classes.append(type(one.thing).__name__)
-        one = one.before
-    return Owner("".join(reversed(parts)), tuple(classes))
+def _path(step: _Step) -> NamePath:
+    steps = [step]
+    while (before := steps[-1].before) is not None:
+        steps.append(before)
+    classes = tuple(type(one.thing).__name__ for one in steps)
+    return NamePath("".join(one.part for one in reversed(steps)), classes)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from msgspec.structs import replace
 
 from torchtrim import __version__
-from torchtrim.capture.growth.frames import Growing, Grown
-from torchtrim.capture.growth.lines import Line
+from torchtrim.capture.growth.frames import Growing
+from torchtrim.capture.growth.lines import number_of
 from torchtrim.errors import UsageError
 from torchtrim.records.profile import Growth, Place, Profile
 from torchtrim.records.report import StreamReport
@@ -20,8 +21,8 @@ _ENDLESS = 1_000_000
 """Frames: more than any call streams, so the function decides when to end."""
 
 
-class Measured(NamedTuple):
-    """The growth of a stream: a profile with `growths`, and its figures."""
+class MeasuredGrowth(NamedTuple):
+    """A stream's growth: a profile with `growths`, and the stream's figures."""
 
     profile: Profile
     stream: StreamReport
@@ -29,8 +30,20 @@ class Measured(NamedTuple):
 
 def profile_of(growing: Growing, *, script: str, project: str) -> Profile:
     """Return the growths of a stream as a profile without operators."""
-    places = _LineTable()
-    growths = [_growth(one, places) for one in growing.grown() if round(one.bytes)]
+    places: list[Place] = []
+    growths = [
+        Growth(
+            name=one.owner.name,
+            kind=one.kind,
+            bytes=round(one.bytes),
+            entries=round(one.entries, 2),
+            adapter=adapter_for(one.owner.name, one.owner.classes),
+            place=number_of(places, one.filler and one.filler.place),
+            caller=number_of(places, one.filler and one.filler.caller),
+        )
+        for one in growing.grown()
+        if round(one.bytes)
+    ]
     return Profile(
         torchtrim=__version__,
         torch=str(torch.__version__),
@@ -46,7 +59,10 @@ def profile_of(growing: Growing, *, script: str, project: str) -> Profile:
         storages=[],
         modules=[],
         calls=[],
-        places=places.records,
+        places=[
+            one if one.path.startswith("<") else replace(one, path=str(Path(one.path).absolute()))
+            for one in places
+        ],
         labels=[],
         waits=[],
         growths=growths,
@@ -82,12 +98,12 @@ def measure_growth(
     *,
     frames_of: str | None = None,
     project: str | Path | None = None,
-) -> Measured:
+) -> MeasuredGrowth:
     """Call a function that streams some frames, and measure growth from frame to frame.
 
     A frame is a call of the first module called, or of `frames_of`: the class of a module, or a Python
-    function. Growth is measured over the last two thirds of the frames. It covers Python containers and
-    tensors; memory of other libraries is in `process_growth_bytes` only.
+    function. Growth is measured over the last two thirds of the frames, in Python containers and tensors;
+    only `process_growth_bytes` covers the memory of other libraries.
     Raises `UsageError` for fewer than 6 frames.
     """
     folder = str(project or Path.cwd())
@@ -97,32 +113,4 @@ def measure_growth(
     check_frames(growing)
     name = getattr(function, "__qualname__", "function")
     profile = profile_of(growing, script=name, project=folder)
-    return Measured(profile, stream_of(growing, profile))
-
-
-def _growth(one: Grown, places: _LineTable) -> Growth:
-    filler = one.filler
-    return Growth(
-        name=one.owner.name,
-        kind=one.kind,
-        bytes=round(one.bytes),
-        entries=round(one.entries, 2),
-        adapter=adapter_for(one.owner.name, one.owner.classes),
-        place=places.number(filler.place) if filler else -1,
-        caller=places.number(filler.caller) if filler and filler.caller else -1,
-    )
-
-
-class _LineTable:
-    """A table of distinct lines."""
-
-    def __init__(self) -> None:
-        self.records: list[Place] = []
-        self._numbers: dict[Line, int] = {}
-
-    def number(self, line: Line) -> int:
-        if line not in self._numbers:
-            self._numbers[line] = len(self.records)
-            path = line.path if line.path.startswith("<") else str(Path(line.path).absolute())
-            self.records.append(Place(path, line.line, line.function))
-        return self._numbers[line]
+    return MeasuredGrowth(profile, stream_of(growing, profile))

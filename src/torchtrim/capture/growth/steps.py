@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,12 +22,12 @@ from msgspec.structs import replace
 from torch import nn
 
 from torchtrim.capture.growth.lines import (
-    Filler,
     Fillers,
     containers,
     is_bounded,
     kind_of,
     length,
+    number_of,
     of_coverage,
     weigh,
 )
@@ -39,16 +39,16 @@ from torchtrim.records.profile import Growth, Place, Profile
 LEAST_LOOKS = 4
 """Fewer inspections would report caches and histories that are still filling up."""
 _MOST_NODES = 20_000
-"""Arbitrary: bounds an inspection; a graph of many steps is longer than a large model's."""
+"""Arbitrary: bounds an inspection. The graph of a large model's step has fewer."""
 
 _NODE_BYTES = 256
 """Approximate bytes of an autograd node with its edges; its saved tensors are in the peak."""
 
 
 @dataclass(eq=False)
-class _Suspect:
-    """A container: its length at each inspection, and its latest weights. `kind` is empty until it is
-    confirmed to be a single growing container."""
+class _LongerContainer:
+    """A container: its length at each inspection, and its latest weights. `kind` is empty until the last step
+    confirms that it is a single growing container."""
 
     lengths: list[int]
     weights: list[int] = field(default_factory=list)
@@ -58,10 +58,9 @@ class _Suspect:
 
 
 class StepGrowth:
-    """A detector called at the end of each of `steps` steps, and for one more. `modules`: the roots so far.
-    `follows`: the running step is traced by line.
+    """A detector of growth over `steps` steps and one traced step; a few steps are too few.
 
-    A few steps are not enough to detect growth.
+    `modules` returns the roots so far. `follows`: the running step is traced.
     """
 
     def __init__(
@@ -73,9 +72,9 @@ class StepGrowth:
         self._fillers = Fillers(places)
         self._looks = 0
         self._ended = 0
-        self._suspects: dict[int, _Suspect] = {}
+        self._suspects: dict[int, _LongerContainer] = {}
         self._followed: dict[int, tuple[Any, int]] = {}
-        self._asked = False
+        self._is_last = False
         self.follows = False
         self._depths: list[int] = []
         self._hangs_longest = ""
@@ -94,9 +93,9 @@ class StepGrowth:
     def next(self, *, always: bool = False) -> bool:
         """Begin the traced step. Return False if it is over, or if nothing seems to grow and `always` is
         not set."""
-        if self._asked or self._looks < LEAST_LOOKS:
+        if self._is_last or self._looks < LEAST_LOOKS:
             return False
-        self._asked = True
+        self._is_last = True
         things = {id(one): one for one in containers() if id(one) in self._suspects}
         owners = find_owners(things, roots_here(self._places, self._modules()))
         self._suspects = {n: s for n, s in self._suspects.items() if n in owners}
@@ -119,27 +118,23 @@ class StepGrowth:
                 suspect.kind, suspect.hangs = kind_of(thing), _holds_graph(thing)
 
     def _look_at_containers(self) -> None:
-        ours = of_coverage() | {
-            id(self._suspects),
-            id(vars(self)),
-            id(self._peaks),
-            id(self._depths),
-        }
+        longer: dict[int, _LongerContainer] = {}
+        ours = of_coverage()
+        ours |= set(map(id, (self._suspects, vars(self), self._peaks, self._depths, longer)))
         for suspect in self._suspects.values():
             ours |= {id(suspect.lengths), id(suspect.weights), id(vars(suspect))}
-        kept: dict[int, _Suspect] = {}
         for thing in containers():
-            if id(thing) in ours or thing is kept or is_bounded(thing):
+            if id(thing) in ours or is_bounded(thing):
                 continue
             known, now = self._suspects.get(id(thing)), length(thing)
             if self._looks == 1:
-                kept[id(thing)] = _Suspect([now])
+                longer[id(thing)] = _LongerContainer([now])
             elif known is not None and now > known.lengths[-1]:
                 known.lengths.append(now)
-                kept[id(thing)] = known
+                longer[id(thing)] = known
                 if self._looks > 2:
                     known.weights.append(weigh(thing, ()).bytes)
-        self._suspects = kept
+        self._suspects = longer
 
     def _look_at_graphs(self) -> None:
         """Measure the longest autograd graph; at the end, find its owner."""
@@ -174,8 +169,8 @@ class StepGrowth:
                 bytes=max(grew, self._peak_growth()) if suspect.hangs else grew,
                 entries=_each(suspect.lengths),
                 adapter="",
-                place=_number(places, filler, inner=True),
-                caller=_number(places, filler, inner=False),
+                place=number_of(places, filler and filler.place),
+                caller=number_of(places, filler and filler.caller),
             )
 
     def _of_graphs(self) -> Iterator[Growth]:
@@ -210,16 +205,12 @@ def _hangs(tensor: torch.Tensor) -> bool:
 
 
 def _holds_graph(container: Any) -> bool:
-    """Return True if the newest entries have an autograd graph."""
-    entries: Collection[Any] = container.values() if isinstance(container, dict) else ()
-    if isinstance(container, (list, set)):
-        entries = container
-    newest = list(entries)[-1:]
+    entries = container.values() if isinstance(container, dict) else container
+    newest = list(entries)[-1:] if isinstance(container, (dict, list, set)) else []
     return any(isinstance(one, torch.Tensor) and _hangs(one) for one in newest)
 
 
 def _nodes(tensor: torch.Tensor) -> int:
-    """Count the nodes of the graph behind a tensor, up to a bound."""
     seen: set[Any] = set()
     waiting: list[Any] = [tensor.grad_fn]
     while waiting and len(seen) < _MOST_NODES:
@@ -229,14 +220,3 @@ def _nodes(tensor: torch.Tensor) -> int:
         seen.add(node)
         waiting += [before for before, _ in node.next_functions]
     return len(seen)
-
-
-def _number(places: list[Place], filler: Filler | None, *, inner: bool) -> int:
-    """Return the number of a filler's line in the table, adding it; -1 without a filler."""
-    line = None if filler is None else filler.place if inner else filler.caller
-    if line is None:
-        return -1
-    place = Place(line.path, line.line, line.function)
-    if place not in places:
-        places.append(place)
-    return places.index(place)

@@ -56,16 +56,15 @@ class StreamFrames:
 
     def listen(self, ended: Callable[[Any], None]) -> None:
         """Call `ended` with each result of the function of that name."""
-        if self._name is None:
-            return
-        name, self._outer = self._name, sys.getprofile()
+        self._outer, name = sys.getprofile(), self._name
 
         def returned(frame: FrameType, event: str, result: Any) -> None:
             if event == "return" and frame.f_code.co_qualname == name:
                 self.calls[name] += 1
                 ended(result)
 
-        sys.setprofile(returned)
+        if name is not None:
+            sys.setprofile(returned)
 
     def stop(self) -> None:
         """Stop listening."""
@@ -74,9 +73,8 @@ class StreamFrames:
 
 
 def trackers_of(part: nn.Module) -> list[nn.Module]:
-    """Return the video predictors that hold this module, such as those of the `sam2` package.
-
-    Such models are never called themselves, only their submodules."""
+    """Return the video predictors that hold this module, such as `sam2`'s. Programs call only their
+    submodules."""
     return [
         thing
         for thing in gc.get_objects()
