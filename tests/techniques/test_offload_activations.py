@@ -306,7 +306,7 @@ def test_pinned_memory_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
         streams = mover.streams
         assert streams is mover.streams
     assert len(set(seen[1:])) == 1
-    assert mover.pinned_bytes == mover.store(in_file=False)._slab_bytes
+    assert mover.pinned_bytes == mover.stores[False]._slab_bytes
 
 
 def test_places_read_as_they_are_written() -> None:

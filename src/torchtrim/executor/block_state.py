@@ -1,4 +1,4 @@
-"""State that a block reads and writes besides its arguments, saved and restored so that it can be rerun.
+"""The state that a block reads and writes, apart from its arguments: saved, and restored for a rerun.
 
 The state consists of buffers, tensors and plain attributes of the block's modules, and the random number
 generators that its code reaches. A rerun starts from the state of the first run and leaves the current state
@@ -145,7 +145,7 @@ class BlockState:
             counts = vars(module).get("max_norm", own) is None
             for name, one in table.items():
                 if one is not None:
-                    yield Held(table, name, one, _version_of(one) if counts else None)
+                    yield Held(table, name, one, version_of(one) if counts else None)
 
 
 class Held(NamedTuple):
@@ -160,7 +160,7 @@ class Held(NamedTuple):
 def _written_among(held: Iterable[Held]) -> str:
     """Return the name of the first tensor written since, or an empty string."""
     for _, name, tensor, version in held:
-        if version is not None and _version_of(tensor) != version:
+        if version is not None and version_of(tensor) != version:
             return name
     return ""
 
@@ -177,7 +177,7 @@ class Before:
         self._held = list(state.parameters())
         self._new: list[Key] = []
         self._objects = _all_attributes(self._modules)
-        self._versions = {key: (tensor, _version_of(tensor)) for key, tensor in now.items()}
+        self._versions = {key: (tensor, version_of(tensor)) for key, tensor in now.items()}
         self._generators = [(one, _state_of(one)) for one in state.generators]
 
     def _copies(self, now: dict[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
@@ -191,8 +191,8 @@ class Before:
 
     def _table(self, key: Key) -> dict[str, Any]:
         """The table that holds a tensor, in the modules that ran: the block's may have changed."""
-        found: dict[str, Any] = getattr(self._modules[key.module], key.table)
-        return found
+        table: dict[str, Any] = getattr(self._modules[key.module], key.table)
+        return table
 
     def has_run(self) -> Left:
         """End the first run: drop state that it did not change and return what it changed.
@@ -205,7 +205,7 @@ class Before:
         wrote, drawn = self._changes(now) if self.tensors or self._generators else (set(), [])
         state.written.setdefault(self._mode, set()).update(wrote)
         self._held += [
-            Held(self._table(key), key.name, now[key], _version_of(now[key]))
+            Held(self._table(key), key.name, now[key], version_of(now[key]))
             for key in self.tensors.keys() - wrote
         ]
         self._new = [key for key in now.keys() - self.tensors.keys() if key.table == "_buffers"]
@@ -244,7 +244,9 @@ class Before:
         others = [one.table.get(one.name) for one in swapped]
         generators = [(one, _state_of(one)) for one, _ in self._generators]
         _put_attributes(self._modules, self._objects)
-        self._stand_in()
+        with _not_counted() if self.tensors else contextlib.nullcontext():
+            for key, value in self.tensors.items():
+                self._table(key)[key.name] = value.clone()
         for key in self._new:
             del self._table(key)[key.name]
         for held in swapped:
@@ -262,23 +264,12 @@ class Before:
                 self._table(key)[key.name] = tensor
             _put_attributes(self._modules, attributes)
 
-    def _stand_in(self) -> None:
-        """Replace the tensors that the first run wrote by copies of their previous values."""
-        with _not_counted() if self.tensors else contextlib.nullcontext():
-            for key, value in self.tensors.items():
-                self._table(key)[key.name] = value.clone()
-
     def _is_written(self, key: Key, now: torch.Tensor | None) -> bool:
         then, version = self._versions[key]
-        if (
-            now is not then
-            or _version_of(then) != version
-            or key in self._state.written.get(self._mode, ())
-        ):
+        known = now is not then or key in self._state.written.get(self._mode, ())
+        if known or version_of(then) != version:
             return True
-        if _shares(then):
-            return False
-        return not _are_equal(then, self.tensors[key])
+        return not (_shares(then) or _are_equal(then, self.tensors[key]))
 
     def _copied(self, key: Key) -> torch.Tensor:
         """Return the previous values in a separate tensor, on the device that the program sees."""
@@ -310,8 +301,9 @@ class Before:
             return
         for module, before in zip(self._modules, self._objects, strict=True):
             if not _same_objects(before, now := vars(module)):
-                for name in [name for name in before if before[name] is not now.get(name)]:
-                    if isinstance(before[name], torch.Tensor) and name not in self._state.reads:
+                for name, value in before.items():
+                    is_replaced = isinstance(value, torch.Tensor) and value is not now.get(name)
+                    if is_replaced and name not in self._state.reads:
                         before[name] = now.get(name)
 
 
@@ -327,12 +319,10 @@ def _all_attributes(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
 
 
 def _same_objects(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    """True if two tables hold the same objects."""
     return len(before) == len(now) and all(map(operator.is_, before.values(), now.values()))
 
 
 def _put_attributes(modules: Iterable[nn.Module], attributes: Iterable[dict[str, Any]]) -> None:
-    """Restore the modules' own attributes."""
     for module, before in zip(modules, attributes, strict=True):
         if not _same_objects(before, now := vars(module)):
             for name in [name for name in now if name not in before and name not in _OF_MODULES]:
@@ -366,8 +356,8 @@ def _shares(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and torch._C._is_cow_tensor(tensor)  # type: ignore[attr-defined]
 
 
-def _version_of(tensor: torch.Tensor) -> int:
-    """Autograd's version counter of the tensor, or 0 for inference tensors, which have none."""
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a tensor's version counter, or 0 for an inference tensor, which has none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -386,15 +376,14 @@ def _is_ours(hook: Any) -> bool:
 def _drawn_from(effects: SideEffects) -> list[Any]:
     """Generators that a block may draw from, except torch's default ones, which the checkpoint handles.
 
-    Code without readable source may also draw from those of `random` and numpy.
+    Code without readable source may also draw from the global generators of `random` and numpy.
     """
-    found = list(effects.generators)
+    generators = list(effects.generators)
     if effects.is_unread:
-        found.append(random.getstate.__self__)  # type: ignore[attr-defined]
-        numpy = sys.modules.get("numpy.random")
-        found += [] if numpy is None else [numpy.get_state.__self__]
-    default = torch.default_generator
-    return [one for one in found if one is not default]
+        generators.append(random.getstate.__self__)  # type: ignore[attr-defined]
+        if (numpy := sys.modules.get("numpy.random")) is not None:
+            generators.append(numpy.get_state.__self__)
+    return [one for one in generators if one is not torch.default_generator]
 
 
 def _state_of(generator: Any) -> Any:
@@ -402,15 +391,17 @@ def _state_of(generator: Any) -> Any:
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
-    return generator.get_state(legacy=False) if _is_old(generator) else _bits(generator).state
+    if hasattr(
+        generator, "get_state"
+    ):  # A numpy.random.RandomState, with more state than its bits.
+        return generator.get_state(legacy=False)
+    return _bits(generator).state
 
 
 def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
+    if isinstance(generator, random.Random):
         generator.setstate(state)
-    elif _is_old(generator):
+    elif hasattr(generator, "set_state"):
         generator.set_state(state)
     else:
         _bits(generator).state = state
@@ -421,13 +412,7 @@ def _bits(generator: Any) -> Any:
     return getattr(generator, "bit_generator", generator)
 
 
-def _is_old(generator: Any) -> bool:
-    """True for a `numpy.random.RandomState`, whose state is more than its bits."""
-    return hasattr(generator, "get_state")
-
-
 def _same_state(one: Any, other: Any) -> bool:
-    """True if two states of a generator are equal."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):

@@ -26,7 +26,8 @@ class Ranges:
     """One technique's ranges of a Sequential. Raises `ApplyFailed` if they overlap other ranges."""
 
     def __init__(self, chain: nn.Sequential, ranges: Sequence[Range]) -> None:
-        self._table = _table_of(chain)
+        known = getattr(_owner(chain), _TABLE, None)
+        self._table = known if isinstance(known, _Table) and known.ranges else _Table(chain)
         self._own = tuple(ranges)
         self._table.add(self._own)
 
@@ -40,19 +41,13 @@ class _Table:
 
     def __init__(self, chain: nn.Sequential) -> None:
         self._chain = chain
-        self._ranges: list[Range] = []
+        self.ranges: list[Range] = []
         self._swapped: Swapped | None = None
 
-    @property
-    def is_used(self) -> bool:
-        """True if it has any ranges."""
-        return bool(self._ranges)
-
     def add(self, ranges: Sequence[Range]) -> None:
-        """Add the ranges of one technique."""
-        found = sorted([*self._ranges, *ranges], key=lambda one: one.first)
+        every = sorted([*self.ranges, *ranges], key=lambda one: one.first)
         position = 0
-        for first, last, _ in found:
+        for first, last, _ in every:
             if not position <= first < last <= len(self._chain):
                 raise ApplyFailed(
                     f"the range [{first}:{last}] overlaps another or leaves a Sequential of "
@@ -60,24 +55,22 @@ class _Table:
                 )
             position = last
         if self._swapped is None:
-            self._swapped = Swapped(self._chain, self._wrapped)
+            self._swapped = Swapped(
+                self._chain, lambda run: run if is_of_another(run, self._chain) else self.forward
+            )
             setattr(_owner(self._chain), _TABLE, self)
-        self._ranges = found
+        self.ranges = every
 
     def remove(self, ranges: Sequence[Range]) -> None:
         """Remove ranges. Restores the Sequential with the last of them."""
-        self._ranges = [one for one in self._ranges if not any(one is own for own in ranges)]
-        if not self._ranges and self._swapped is not None:
+        self.ranges = [one for one in self.ranges if not any(one is own for own in ranges)]
+        if not self.ranges and self._swapped is not None:
             self._swapped.revert()
 
-    def _wrapped(self, forward: Run) -> Run:
-        return forward if is_of_another(forward, self._chain) else self.forward
-
     def forward(self, value: Any) -> Any:
-        """Run the children in order, those of a range together."""
         children = list(self._chain)
         position = 0
-        for first, last, run in self._ranges:
+        for first, last, run in self.ranges:
             value = one_by_one(children[position:first], value)
             inner = children[first:last]
             value = run(lambda value, inner=inner: one_by_one(inner, value), value)
@@ -90,11 +83,6 @@ def one_by_one(modules: Sequence[nn.Module], value: Any) -> Any:
     for module in modules:
         value = module(value)
     return value
-
-
-def _table_of(chain: nn.Sequential) -> _Table:
-    known = getattr(_owner(chain), _TABLE, None)
-    return known if isinstance(known, _Table) and known.is_used else _Table(chain)
 
 
 def _owner(chain: nn.Sequential) -> Any:

@@ -53,7 +53,7 @@ def exported(plan: Plan, said: str) -> str:
     plains = [(one, _plain(one)) for one in plan.techniques]
     bundle = _Bundle()
     for plain in (*_ALWAYS, *(plain for _, plain in plains)):
-        bundle.add(plain)
+        bundle.add(*plain)
     calls = [_call(one, plain) for one, plain in plains]
     parts = [
         f'"""{said}"""',
@@ -112,21 +112,19 @@ class _File:
     def _read(self, node: ast.stmt, *, is_title: bool) -> None:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             self._import(node)
-        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            return
+        text = "\n".join(self._lines[self._done : node.end_lineno]).strip("\n")
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             for inner in node.body:
                 if isinstance(inner, (ast.Import, ast.ImportFrom)):
                     self._import(inner)
-        elif isinstance(node, ast.Expr):
-            if not is_title:
-                last = self.pieces.pop()
-                self.pieces.append(last._replace(text=f"{last.text}\n{self._text(node)}"))
-        else:
+        elif not isinstance(node, ast.Expr):
             uses = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
             makes = frozenset(_made(node))
-            self.pieces.append(_Piece(self._text(node), makes, frozenset(uses - makes)))
-
-    def _text(self, node: ast.stmt) -> str:
-        return "\n".join(self._lines[self._done : node.end_lineno]).strip("\n")
+            self.pieces.append(_Piece(text, makes, frozenset(uses - makes)))
+        elif not is_title:
+            last = self.pieces.pop()
+            self.pieces.append(last._replace(text=f"{last.text}\n{text}"))
 
     def _import(self, node: ast.Import | ast.ImportFrom) -> None:
         home = node.module or "" if isinstance(node, ast.ImportFrom) else ""
@@ -147,11 +145,7 @@ class _Bundle:
         self._needs: defaultdict[str, set[str]] = defaultdict(set)
         self._wanted: dict[str, set[str]] = {}
 
-    def add(self, plain: Plain) -> None:
-        """Add everything that a function needs."""
-        self._want(plain.module, plain.function)
-
-    def _want(self, module: str, name: str) -> None:
+    def add(self, module: str, name: str) -> None:
         if name in self._wanted.setdefault(module, set()):
             return
         self._wanted[module].add(name)
@@ -169,33 +163,27 @@ class _Bundle:
             assert name == "ApplyFailed", f"{file.module} raises {name}, which is not exported"
         elif home is not None:
             self._needs[file.module].add(home)
-            self._want(home, name)
+            self.add(home, name)
         elif any(name in piece.makes for piece in file.pieces) or name in file.outside:
-            self._want(file.module, name)
+            self.add(file.module, name)
 
     def imports(self) -> Iterator[str]:
-        """Yield the imports from Python and torch."""
-        found: defaultdict[str, set[str]] = defaultdict(set)
+        imports: defaultdict[str, set[str]] = defaultdict(set)
         for module, names in self._wanted.items():
             outside = self._files[module].outside
             for name in names & outside.keys():
                 home, named = outside[name]
-                found[home].add(named)
-        found["torch"].add("nn")
-        yield from (f"import {named}" for named in sorted(found.pop("", ())))
-        yield from (
-            f"from {home} import {', '.join(sorted(found[home]))}" for home in sorted(found)
-        )
-
-    def _in_order(self) -> Iterable[str]:
-        """Files in dependency order, independent of Python's hash seed."""
-        needs = {module: sorted(self._needs[module]) for module in sorted(self._files)}
-        return TopologicalSorter(needs).static_order()
+                imports[home].add(named)
+        imports["torch"].add("nn")
+        yield from (f"import {named}" for named in sorted(imports.pop("", ())))
+        for home, several in sorted(imports.items()):
+            yield f"from {home} import {', '.join(sorted(several))}"
 
     def pieces(self) -> Iterator[str]:
-        """Yield the texts in dependency order."""
+        """Yield the texts in dependency order, independent of Python's hash seed."""
         known: dict[str, str] = {}
-        for module in self._in_order():
+        needs = {module: sorted(self._needs[module]) for module in sorted(self._files)}
+        for module in TopologicalSorter(needs).static_order():
             for piece in self._files[module].pieces:
                 if not piece.makes & self._wanted[module]:
                     continue

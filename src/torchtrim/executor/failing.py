@@ -27,28 +27,19 @@ def note(error: BaseException, where: str) -> None:
             setattr(error, _KEY, where)
 
 
-def ran_again(where: str) -> None:
-    """Record the last place that was rerun: checkpoint compares saved tensors only after the rerun."""
-    _last_again[0] = where
+def tell(where: str, error: BaseException | None) -> None:
+    """Handle an exception that passes through a rerun place, or, with None, the end of its run.
 
-
-class FailingPlace:
-    """A changed place that reports its events (see `techniques.recompute.rerun.SilentListener`)."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-
-    def failed(self, error: BaseException) -> None:
-        """Handle an exception that passes through the place."""
-        note(error, self._where)
-
-    def has_run(self) -> None:
-        """Handle the end of a run or rerun."""
-        ran_again(self._where)
+    Records the last place that ran: checkpoint compares saved tensors only after the rerun.
+    """
+    if error is None:
+        _last_again[0] = where
+    else:
+        note(error, where)
 
 
 def place_of(error: BaseException) -> str:
-    """Return the place at which the error occurred, or an empty string if unknown."""
+    """Return the place of the error, or an empty string if unknown."""
     seen: set[int] = set()
     step: BaseException | None = error
     while step is not None and id(step) not in seen:

@@ -122,12 +122,11 @@ class StaticGraph:
         if not torch.is_grad_enabled():
             return
         if not module.require_backward_grad_sync:
-            error = ApplyFailed(
-                f"`{self._where}`: its first forward is inside no_sync(), and a static graph finds unused "
-                f"parameters in the first gradient synchronization. {_ADVICE}"
+            raise _failed(
+                self._where,
+                "its first forward is inside no_sync(), and a static graph finds unused parameters in the "
+                "first gradient synchronization.",
             )
-            note(error, self._where)
-            raise error
         self._hook.remove()
 
 
@@ -160,7 +159,12 @@ class Accumulating:
             return
         version = sum(parameter._version for parameter in module._module_parameters)
         if self._forwards % self._count and version != self._version:
-            raise self._fewer()
+            raise _failed(
+                self._where,
+                f"parameters changed after {self._forwards % self._count} micro-batches, and the plan was "
+                f"made for {self._count} per step: the last update used gradients that were not "
+                "synchronized.",
+            )
         self._version = version
         self._forwards += 1
         module.require_backward_grad_sync = self._forwards % self._count == 0
@@ -168,14 +172,11 @@ class Accumulating:
     def _ended(self, module: Any, _: Any, __: Any) -> None:
         module.require_backward_grad_sync = True
 
-    def _fewer(self) -> ApplyFailed:
-        error = ApplyFailed(
-            f"`{self._where}`: parameters changed after {self._forwards % self._count} micro-batches, and "
-            f"the plan was made for {self._count} per step: the last update used gradients that were not "
-            f"synchronized. {_ADVICE}"
-        )
-        note(error, self._where)
-        return error
+
+def _failed(where: str, why: str) -> ApplyFailed:
+    error = ApplyFailed(f"`{where}`: {why} {_ADVICE}")
+    note(error, where)
+    return error
 
 
 class Compressed:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,26 +18,17 @@ from torchtrim.executor.swap import Swapped
 Forward = Callable[..., Any]
 
 
-class Lowering(Protocol):
-    """A callable that runs a forward in another precision."""
-
-    def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Return the forward's result."""
-        ...
-
-
-def lowered(module: nn.Module, lowering: Lowering) -> Handle:
+def lowered(module: nn.Module, lowering: Forward) -> Handle:
     """Run the module's forward through `lowering` when gradients are enabled."""
-    return Swapped(module, functools.partial(_graded, lowering))
 
+    def wrap(forward: Forward) -> Forward:
+        return lambda *args, **kwargs: (
+            lowering(forward, *args, **kwargs)
+            if torch.is_grad_enabled()
+            else forward(*args, **kwargs)
+        )
 
-def _graded(lowering: Lowering, forward: Forward) -> Forward:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return lowering(forward, *args, **kwargs)
-
-    return run
+    return Swapped(module, wrap)
 
 
 class AutocastForward:
@@ -54,13 +44,12 @@ class AutocastForward:
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Run `forward` under autocast."""
         with torch.autocast(self._device, dtype=self._dtype):
-            made = forward(*args, **kwargs)
-        return tree_map(self._widened, made)
+            result = forward(*args, **kwargs)
+        return tree_map(self._widened, result)
 
     def _widened(self, leaf: Any) -> Any:
-        return (
-            leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype == self._dtype else leaf
-        )
+        is_half = isinstance(leaf, torch.Tensor) and leaf.dtype is self._dtype
+        return leaf.float() if is_half else leaf
 
 
 class NarrowSaved:
@@ -91,14 +80,13 @@ class _HalfStorage:
         self.wide: StorageWeakRef | None = None
 
     def widened(self) -> torch.UntypedStorage:
-        """Return the storage in float32."""
-        there = None
+        wide = None
         if self.wide is not None and not _is_gone(self.wide):
-            there = torch.UntypedStorage._new_with_weak_ptr(self.wide.cdata)
-        if there is None:
-            there = self.narrow.float().untyped_storage()
-            self.wide = _weak(there)
-        return there
+            wide = torch.UntypedStorage._new_with_weak_ptr(self.wide.cdata)
+        if wide is None:
+            wide = self.narrow.float().untyped_storage()
+            self.wide = _weak(wide)
+        return wide
 
 
 def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
@@ -111,15 +99,12 @@ def _is_gone(storage: StorageWeakRef) -> bool:
 
 
 class _HalfView:
-    """A view of a storage in half precision."""
-
     def __init__(self, kept: _HalfStorage, like: torch.Tensor) -> None:
         self.kept = kept
         self.view = like.storage_offset(), like.shape, like.stride()
         self.device = like.device
 
     def tensor(self) -> torch.Tensor:
-        """Return the view in float32."""
         empty = torch.empty(0, dtype=torch.float32, device=self.device)
         return empty.set_(self.kept.widened(), *self.view)
 
@@ -133,23 +118,18 @@ class _SavedTensors:
         self._known: dict[int, _HalfStorage] = {}
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _HalfView:
-        """Return the object to save instead of a tensor."""
         if not _may_narrow(tensor, self._exempt):
             return tensor
         storage = tensor.untyped_storage()
         known = self._known.get(storage._cdata)
         if known is None or _is_gone(known.of) or known.version != tensor._version:
-            known = _HalfStorage(self._narrowed(storage, tensor), _weak(storage), tensor._version)
+            count = storage.nbytes() // tensor.element_size()
+            narrow = tensor.detach().as_strided((count,), (1,), 0).to(self._dtype)
+            known = _HalfStorage(narrow, _weak(storage), tensor._version)
             self._known[storage._cdata] = known
         return _HalfView(known, tensor)
 
-    def _narrowed(self, storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
-        """Return the whole storage in half precision."""
-        count = storage.nbytes() // like.element_size()
-        return like.detach().as_strided((count,), (1,), 0).to(self._dtype)
-
     def unpack(self, kept: torch.Tensor | _HalfView) -> torch.Tensor:
-        """Return the saved tensor."""
         return kept.tensor() if isinstance(kept, _HalfView) else kept
 
 
@@ -174,12 +154,11 @@ def autocast_by_hand(module: nn.Module, dtype: str) -> Handle:
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        enabled = torch.is_grad_enabled()
-        with torch.autocast(device, dtype=half, enabled=enabled) if enabled else _nothing():
-            made = forward(*args, **kwargs)
-        if not enabled:
-            return made
-        return tree_map(lambda x: x.float() if getattr(x, "dtype", None) is half else x, made)
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        with torch.autocast(device, dtype=half):
+            result = forward(*args, **kwargs)
+        return tree_map(lambda x: x.float() if getattr(x, "dtype", None) is half else x, result)
 
     return ForwardByHand(module, run)
 
@@ -205,17 +184,13 @@ def narrow_by_hand(module: nn.Module, dtype: str) -> Handle:
     return ForwardByHand(module, run)
 
 
-def _nothing() -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext()
-
-
 def _may_narrow(tensor: torch.Tensor, exempt: set[int]) -> bool:
     """True for a plain strided float32 tensor whose storage is not exempt."""
-    if tensor.dtype is not torch.float32 or type(tensor) is not torch.Tensor:
-        return False
-    if tensor.layout is not torch.strided or tensor.numel() < 2:
-        return False
-    return tensor.untyped_storage()._cdata not in exempt
+    return (
+        (tensor.dtype, type(tensor), tensor.layout) == (torch.float32, torch.Tensor, torch.strided)
+        and tensor.numel() > 1
+        and tensor.untyped_storage()._cdata not in exempt
+    )
 
 
 def _storages_of(module: nn.Module, *given: Any) -> set[int]:

@@ -1,7 +1,7 @@
 """Memory-mapped temporary files, which the kernel can write to disk and which vanish with the process.
 
-A file is unlinked as soon as it is mapped, so it disappears however the process ends. A process killed before
-that leaves an unlocked file, which the next process removes.
+A file is unlinked right after its mapping, so it disappears with the process, however that ends. A process
+killed in between leaves an unlocked file, which the next process removes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _SUFFIX = ".scratch"
 
 
 def folder() -> Path:
-    """Return the folder in which the files are created."""
+    """Return the folder of the files."""
     return Path(os.environ.get(FOLDER) or caches.folder() / "scratch")
 
 
 def mapped(size: int) -> torch.Tensor:
     """Return `size` bytes mapped to a new file that lives as long as the tensor.
 
-    Raises `ApplyFailed` if there is no room or the file cannot be written.
+    Raises `ApplyFailed` if the disk is full or the file cannot be written.
     """
     where = folder()
     try:

@@ -1,7 +1,7 @@
 """Count operators as the original program runs them, for the ordinals in plans.
 
 A technique that runs a module in parts, or probes it first, runs other operators. Those get no ordinals; the
-program's own operators are counted as if they had run. So a plan's ordinals name the same operators whatever
+program's own operators still count. So a plan's ordinals name the same operators whatever
 other techniques it contains.
 """
 
@@ -11,7 +11,6 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,11 +42,7 @@ def unnumbered() -> Iterator[AsBefore]:
     """Exclude a technique's operators from ordinals. Yields a context manager that can include them again."""
     before = _thread.depth
     with _at(before + 1):
-        yield partial(_as_before, before)
-
-
-def _as_before(before: int, own: bool) -> contextlib.AbstractContextManager[None]:
-    return _at(before if own else _thread.depth)
+        yield lambda own: _at(before if own else _thread.depth)
 
 
 @contextlib.contextmanager

@@ -23,11 +23,7 @@ from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Overheads
 
 _ROUNDS = 25  # Arbitrary: enough for a stable minimum.
-_PARTS, _FEW, _MANY = (
-    10,
-    1,
-    11,
-)  # Arbitrary: ten operators apart, to separate blocks from operators.
+_PARTS, _FEW, _MANY = 10, 1, 11  # Arbitrary: ten operators apart, to tell blocks from operators.
 _GELUS = 60  # Arbitrary: enough tensors to exceed the timer's noise.
 
 
@@ -39,8 +35,7 @@ def overheads() -> Overheads | None:
     except RuntimeError:
         return measured()  # The user has no home folder.
     except (OSError, msgspec.DecodeError):
-        found = measured()
-        if found is not None:
+        if (found := measured()) is not None:
             write(path, msgspec.json.encode(found))
         return found
 
@@ -73,14 +68,11 @@ def _measured() -> Overheads | None:
 
 
 def _path() -> Path:
-    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    name = f"{platform.node()}-python{version}-torch{torch.__version__}.json"
-    return folder() / "overheads" / name
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}-torch{torch.__version__}"
+    return folder() / "overheads" / f"{platform.node()}-{version}.json"
 
 
 class _Sigmoids(nn.Module):
-    """A block of `count` operators."""
-
     def __init__(self, count: int) -> None:
         super().__init__()
         self.count = count

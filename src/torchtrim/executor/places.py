@@ -1,4 +1,4 @@
-"""Look up modules and optimizers by the places in a plan."""
+"""Look up modules and optimizers by the places in a plan, and refuse its options."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torchtrim.errors import ApplyFailed
+from torchtrim.records.plan import Technique
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,13 +61,20 @@ def part_at(roots: Mapping[str, nn.Module], where: str) -> ModulePart:
 
 def optimizer_at(roots: Mapping[str, Any], where: str) -> Optimizer:
     """Return the optimizer of that name. Raises `ApplyFailed` if there is none."""
-    found = roots.get(where)
-    if not hasattr(found, "param_groups"):
+    optimizer = roots.get(where)
+    if not hasattr(optimizer, "param_groups"):
         raise ApplyFailed(
             f"the plan names the optimizer `{where}`, but there is none of that name; this script has "
             f"{', '.join(roots)}. Plan again for this script."
         )
-    return cast("Optimizer", found)
+    return cast("Optimizer", optimizer)
+
+
+def wrong_options(technique: Technique, takes: str) -> ApplyFailed:
+    """Return the error for a plan with other options than the technique `takes`, in words."""
+    return ApplyFailed(
+        f"{technique.name} has {takes}; the plan has {dict(technique.options)!r}. Correct it, or plan again."
+    )
 
 
 def root_of(where: str) -> str:

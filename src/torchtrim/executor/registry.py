@@ -6,7 +6,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from torchtrim.core.isolation import isolated
 from torchtrim.errors import ApplyFailed, UsageError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     Root = nn.Module | Optimizer
-    """A module called at top level or an optimizer, to which a plan is applied by name."""
+    """A module called at top level, or an optimizer. Plans name it."""
 
 
 class Handle(Protocol):
@@ -45,8 +45,7 @@ class Handles:
     def check_settled(self) -> None:
         """Raise `ApplyFailed` if a technique has made updates whose `step` has not been called yet."""
         for handle in self._handles:
-            check = getattr(handle, "check_settled", None)
-            if check is not None:
+            if (check := getattr(handle, "check_settled", None)) is not None:
                 check()
 
     def revert(self) -> None:
@@ -55,33 +54,30 @@ class Handles:
             self._handles.pop().revert()
 
 
-def _changed(place: str, change: Callable[[str], Handle]) -> Handle:
-    try:
-        return change(place)
-    except ApplyFailed as error:
-        note(error, place)
-        raise
-
-
 def all_or_none(places: Iterable[str], change: Callable[[str], Handle]) -> Handle:
     """Change each place. If one fails, revert all and raise its error, annotated with the place, so that
     planning can exclude it."""
-    handles = Handles()
+    handles, place = Handles(), ""
     try:
         for place in places:
-            handles.add(_changed(place, change))
-    except BaseException:
+            handles.add(change(place))
+    except BaseException as error:
+        if isinstance(error, ApplyFailed):
+            note(error, place)
         handles.revert()
         raise
     return handles
 
 
 _HOME = "torchtrim.techniques"
+Result = TypeVar("Result")
 Settings = tuple[tuple[str, str | int | float | bool], ...]
+Roots = Mapping[str, Any]
+"""Modules called at top level and optimizers, by name."""
 
 
 class Option(NamedTuple):
-    """A place at which a technique can save.
+    """A place where a technique can save.
 
     `where` is the place as written in a plan. `spans`: the tasks of each forward call of the place.
     `cut`: path and bounds, for a range of a Sequential. `settings`: further settings of the plan.
@@ -106,14 +102,14 @@ class TechniqueUnit(Protocol):
     equivalence: Equivalence
 
     def options(self, step: Step) -> Sequence[Option]:
-        """Return the places of this step at which the technique can save."""
+        """Return the places of this step where the technique can save."""
         ...
 
     def edits(self, step: Step, option: Option) -> Edit | None:
         """Return the option's edit of the step, or None if it saves nothing."""
         ...
 
-    def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
+    def apply(self, roots: Roots, technique: Technique) -> Handle:
         """Change the places in `technique.where`. Raises `ApplyFailed` and leaves the model unchanged."""
         ...
 
@@ -157,26 +153,30 @@ class Exportable(Protocol):
 
 
 @runtime_checkable
-class Measured(Protocol):
+class MeasuredTechnique(TechniqueUnit, Protocol):
     """A technique whose saving is measured by a run, not simulated.
 
     Its `edits` are None: the planner gets a step recorded with the technique applied. `helps`: the techniques
     that it enables. `ways`: a plan may choose among the first `ways` settings; the others must be pinned.
     """
 
-    helps: tuple[str, ...]
-    ways: int
+    helps: tuple[str, ...] = ()
+    ways: int = 1
+
+    def edits(self, step: Step, option: Option) -> None:
+        """Return None: the saving is measured by a run."""
+        return None
 
     def bars(self, technique: Technique) -> Collection[str]:
-        """Return the techniques that cannot be combined with this one."""
-        ...
+        """Return the techniques that cannot be combined with this one, by default none."""
+        return ()
 
 
 @runtime_checkable
-class Replaces(Measured, Protocol):
+class Replaces(MeasuredTechnique, Protocol):
     """A SEMANTIC technique, which changes the function that the step computes."""
 
-    def by_hand(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
+    def by_hand(self, roots: Roots, technique: Technique) -> Handle:
         """Make the same replacement by hand-written code, as the certificate's reference."""
         ...
 
@@ -229,19 +229,23 @@ def _unit(name: str) -> TechniqueUnit:
 def units(exclude: Collection[str] = ()) -> dict[str, TechniqueUnit]:
     """Return the techniques by name, without excluded ones and ones that cannot be imported."""
     found = {}
-    for name in names():
-        if name not in exclude:
-            with isolated("technique", name):
-                found[name] = technique(name)
+    for name in (name for name in names() if name not in exclude):
+        with isolated("technique", name):
+            found[name] = technique(name)
     return found
+
+
+def _isolated(name: str, default: Result, ask: Callable[[TechniqueUnit], Result]) -> Result:
+    """Ask a technique. Return the default if it fails."""
+    result = default
+    with isolated("technique", name):
+        result = ask(technique(name))
+    return result
 
 
 def options_of(name: str, step: Step) -> list[Option]:
-    """Return the places of this step at which a technique can save, or none if it fails."""
-    found: list[Option] = []
-    with isolated("technique", name):
-        found = list(technique(name).options(step))
-    return found
+    """Return the places of this step where a technique can save, or an empty list if it fails."""
+    return _isolated(name, [], lambda unit: list(unit.options(step)))
 
 
 def edit_of(step: Step, option: Option) -> Edit | None:
@@ -253,30 +257,24 @@ def edit_of(step: Step, option: Option) -> Edit | None:
 
 
 def in_files_of(name: str, step: Step) -> list[Option]:
-    """Return a technique's options that use files, or none if it fails."""
-    found: list[Option] = []
-    with isolated("technique", name):
-        unit = technique(name)
-        found = list(unit.to_files(step)) if isinstance(unit, ToFiles) else []
-    return found
+    """Return a technique's options that use files, or an empty list if it fails."""
+    return _isolated(
+        name, [], lambda unit: list(unit.to_files(step)) if isinstance(unit, ToFiles) else []
+    )
 
 
 def settled(step: Step, one: Technique) -> Technique:
     """Return a technique with its settings adjusted to all its places."""
-    found = one
-    with isolated("technique", one.name):
-        unit = technique(one.name)
-        found = unit.settled(step, one) if isinstance(unit, Settles) else one
-    return found
+    return _isolated(
+        one.name, one, lambda unit: unit.settled(step, one) if isinstance(unit, Settles) else one
+    )
 
 
 def refusals_of(name: str, step: Step) -> list[str]:
     """Return a technique's explanations of places where it could save but is not used."""
-    found: list[str] = []
-    with isolated("technique", name):
-        unit = technique(name)
-        found = list(unit.refusals(step)) if isinstance(unit, Refuses) else []
-    return found
+    return _isolated(
+        name, [], lambda unit: list(unit.refusals(step)) if isinstance(unit, Refuses) else []
+    )
 
 
 def page(name: str) -> str:
@@ -288,8 +286,7 @@ def page(name: str) -> str:
 
 def names() -> list[str]:
     """Return the names of all techniques: the files and folders of `torchtrim.techniques`."""
-    folders = importlib.import_module(_HOME).__path__
-    return [one.name for one in pkgutil.iter_modules(folders)]
+    return [one.name for one in pkgutil.iter_modules(importlib.import_module(_HOME).__path__)]
 
 
 def exportable() -> list[str]:

@@ -1,4 +1,4 @@
-"""Edits of a step in which a call runs in parts, split by rows or channels."""
+"""Edits of a step that run a call in parts, split by rows or channels."""
 
 from __future__ import annotations
 
@@ -25,17 +25,15 @@ def edit_of(
 
     `copies`: each part copies its share of the input. `over`: the input's gradient overwrites the input.
     `within`: rise of memory in bytes within a part, forward and backward, if known without the tasks.
-    `seconds`: time of the parts besides the rerun forward, if known.
+    `seconds`: time of the parts in addition to the rerun forward, if known.
     """
-    change = _PartsEdit(step, span, parts, copies=copies, over=over, within=within)
-    change.seconds = parts * _PART_SECONDS if seconds is None else seconds
-    return change.edit() if change.later else None
+    change = _SplitCallEdit(step, span, parts, copies=copies, over=over, within=within)
+    seconds = parts * _PART_SECONDS if seconds is None else seconds
+    return change.edit(seconds) if change.later else None
 
 
-class _PartsEdit:
-    """Builds the edit. `later`: the call's backward tasks. `seconds`: overhead of the parts."""
-
-    seconds = 0.0
+class _SplitCallEdit:
+    """Builds the edit. `later`: the call's backward tasks."""
 
     def __init__(
         self,
@@ -61,17 +59,18 @@ class _PartsEdit:
         self._results = [n for n in made if n in kept and step.tensors[n].birth in self._now]
         self._gradients = [n for n in made if n in kept and step.tensors[n].birth in self.later]
 
-    def edit(self) -> Edit:
-        """Return the edit."""
-        step, span = self._step, self._span
-        begin = self.later[0]
+    def edit(self, seconds: float) -> Edit:
+        """Return the edit. `seconds`: overhead of the parts."""
+        step, span, begin = self._step, self._span, self.later[0]
         blocks = tuple(
             Block(step.tensors[n].bytes, begin, step.tensors[n].birth + 1) for n in self._whole
         )
-        seconds = sum(step.tasks[task].seconds for task in self._now)
-        seconds += self.seconds
+        seconds += sum(step.tasks[task].seconds for task in self._now)
         return Edit(
-            drops=(*self._all_of(self._gone), *self._saved()),
+            drops=(
+                *(Drop(n, i) for n in self._gone for i in range(len(step.tensors[n].holds))),
+                *self._saved(),
+            ),
             needs=tuple(Need(number, self._read_until()) for number in self._inputs()),
             blocks=blocks,
             inserts=(
@@ -96,26 +95,16 @@ class _PartsEdit:
         made = (self._step.tensors[n].birth for n in self._gradients if n not in self._whole)
         return max(made, default=self.later[0]) + 1
 
-    def _all_of(self, numbers: Iterable[int]) -> list[Drop]:
-        tensors = self._step.tensors
-        return [Drop(n, place) for n in numbers for place in range(len(tensors[n].holds))]
-
     def _saved(self) -> list[Drop]:
         """Saved tensors that stay otherwise: the input, and sometimes the result."""
-        gone = {*self._gone}
-        return [
-            Drop(*one) for task in self._now for one in self._step.saved[task] if one[0] not in gone
-        ]
+        dropped, saved = {*self._gone}, self._step.saved
+        return [Drop(*one) for task in self._now for one in saved[task] if one[0] not in dropped]
 
     def _inputs(self) -> list[int]:
         """The inputs, the only tensors kept for backward."""
-        step = self._step
-        read = dict.fromkeys(n for task in self._now for n in step.tasks[task].reads)
-        return [
-            n
-            for n in read
-            if step.tensors[n].birth < self._span.first and step.tensors[n].kind != "parameter"
-        ]
+        step, first = self._step, self._span.first
+        read = {n: step.tensors[n] for task in self._now for n in step.tasks[task].reads}
+        return [n for n, one in read.items() if one.birth < first and one.kind != "parameter"]
 
     def _forward(self) -> int:
         """Bytes of the result and of one part's temporaries."""
@@ -146,10 +135,8 @@ class _PartsEdit:
 
     def _again(self, *, saves: bool) -> int:
         """The largest rise of memory during the forward of a part."""
-        rises = (
-            self._level(task, (), saves=saves) + self._step.tasks[task].transient
-            for task in self._now
-        )
+        tasks = self._step.tasks
+        rises = (self._level(i, (), saves=saves) + tasks[i].transient for i in self._now)
         return max(rises) // self._parts
 
     def _copied(self) -> int:
@@ -172,6 +159,5 @@ class _PartsEdit:
         return sum(self._step.tensors[n].bytes for n in self._step.made_by[task] if n in numbers)
 
     def _bytes(self, numbers: Iterable[int]) -> int:
-        return sum(
-            self._step.tensors[n].bytes for n in numbers if self._step.tensors[n].pool == DEVICE
-        )
+        tensors = (self._step.tensors[n] for n in numbers)
+        return sum(one.bytes for one in tensors if one.pool == DEVICE)

@@ -19,48 +19,64 @@ Around = Callable[[torch.optim.Optimizer], contextlib.AbstractContextManager[Non
 Group = dict[str, Any]
 
 
-class Stepping:
-    """Runs each step of an optimizer inside a context, except steps with a closure.
+class _ReplacedStep:
+    """A replaced `step`, which stays after `revert` and only forwards calls if others wrapped it."""
 
-    A scheduler may wrap `step` before or after. A wrapped step stays after `revert` and only forwards calls.
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, run: Callable[..., Any], step: Callable[..., Any]
+    ) -> None:
+        self._optimizer = optimizer
+        self._run: Callable[..., Any] | None = run
+        method: Any = types.MethodType(step, optimizer)
+        before = optimizer.__dict__.get("step")
+        method.__func__.put = method, before, lambda: self._run is not None
+        optimizer.__dict__["step"] = method
+
+    def revert(self) -> None:
+        """Restore the optimizer: remove replaced steps that are off, outermost first."""
+        self._run = None
+        own = self._optimizer.__dict__
+        while (top := own.get("step")) is not None:
+            step, before, is_on = getattr(top, "put", (None, None, None))
+            if step is not top or is_on is None or is_on():
+                return
+            if before is None:
+                del own["step"]
+            else:
+                own["step"] = before
+
+
+class Stepping(_ReplacedStep):
+    """Runs each step of an optimizer inside a context, except steps with a closure, which computes gradients.
+
+    A scheduler may wrap `step` before or after.
     """
 
     def __init__(self, where: str, optimizer: torch.optim.Optimizer, around: Around) -> None:
         refuse(where, optimizer)
-        self._optimizer = optimizer
-        self._around: Around | None = around
         inner = optimizer.step
         function: Any = getattr(inner, "__func__", inner)
-        bound = inner if function is inner else None
 
         @functools.wraps(function)
         def step(self_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            run = bound if bound is not None else functools.partial(function, self_)
-            if self._around is None or _has_closure(args, kwargs):
+            run = inner if function is inner else functools.partial(function, self_)
+            if self._run is None or any(map(callable, (*args, *kwargs.values()))):
                 return run(*args, **kwargs)
-            with self._around(self_):
+            with self._run(self_):
                 return run(*args, **kwargs)
 
-        put_on(optimizer, types.MethodType(step, optimizer), lambda: self._around is not None)
-
-    def revert(self) -> None:
-        """Restore the optimizer."""
-        self._around = None
-        take_off(self._optimizer)
+        super().__init__(optimizer, around, step)
 
 
-class OwnStep:
+class OwnStep(_ReplacedStep):
     """Replaces the step of an optimizer by `run(original_step)`.
 
-    A closure runs first, so the original step is called without it. A wrapper of the step stays after
-    `revert` and only forwards calls.
+    A closure runs first, so the original step is called without it.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], Any]], None]
     ) -> None:
-        self._optimizer = optimizer
-        self._run: Callable[[Callable[[], Any]], None] | None = run
         inner: Any = optimizer.step
 
         @functools.wraps(getattr(inner, "__func__", inner))
@@ -74,35 +90,7 @@ class OwnStep:
             self._run(inner)
             return loss
 
-        put_on(optimizer, types.MethodType(step, optimizer), lambda: self._run is not None)
-
-    def revert(self) -> None:
-        """Restore the optimizer."""
-        self._run = None
-        take_off(self._optimizer)
-
-
-def put_on(optimizer: torch.optim.Optimizer, step: Any, is_on: Callable[[], bool]) -> None:
-    """Set the optimizer's `step` to that method while `is_on()` is true."""
-    step.__func__.put = step, optimizer.__dict__.get("step"), is_on
-    optimizer.__dict__["step"] = step
-
-
-def take_off(optimizer: torch.optim.Optimizer) -> None:
-    """Remove replaced steps that are off, outermost first. Steps wrapped by others stay."""
-    while (top := optimizer.__dict__.get("step")) is not None:
-        step, before, is_on = getattr(top, "put", (None, None, None))
-        if step is not top or is_on is None or is_on():
-            return
-        if before is None:
-            del optimizer.__dict__["step"]
-        else:
-            optimizer.__dict__["step"] = before
-
-
-def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if a closure is passed, which computes gradients inside the step."""
-    return any(callable(value) for value in (*args, *kwargs.values()))
+        super().__init__(optimizer, run, step)
 
 
 def run_in_chunks(most: int) -> Around:
@@ -136,20 +124,32 @@ def run_fused(where: str, optimizer: torch.optim.Optimizer) -> Around:
             "update. Plan again without --allow rounding."
         )
 
-    @contextlib.contextmanager
-    def around(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        groups = optimizer.param_groups
-        before = [(group["fused"], group["foreach"]) for group in groups]
-        _counts_to_devices(optimizer)
-        for group in groups:
-            group["fused"], group["foreach"] = True, False
-        try:
-            yield
-        finally:
-            for group, (fused, foreach) in zip(groups, before, strict=True):
-                group["fused"], group["foreach"] = fused, foreach
+    def around(optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
+        for parameter in parameters_of(
+            optimizer
+        ):  # A fused kernel reads step counts on the device.
+            count = optimizer.state.get(parameter, {}).get("step")
+            if isinstance(count, torch.Tensor) and count.device != parameter.device:
+                optimizer.state[parameter]["step"] = count.to(parameter.device)
+        return _with_settings(optimizer, lambda _: {"fused": True, "foreach": False})
 
     return around
+
+
+@contextlib.contextmanager
+def _with_settings(
+    optimizer: torch.optim.Optimizer, settings: Callable[[Group], Group]
+) -> Iterator[None]:
+    """Change settings of each parameter group, and restore them at the end."""
+    changes = [(group, settings(group)) for group in optimizer.param_groups]
+    before = [(group, {name: group[name] for name in change}) for group, change in changes]
+    for group, change in changes:
+        group.update(change)
+    try:
+        yield
+    finally:
+        for group, change in before:
+            group.update(change)
 
 
 def cut(group: Group, most: int) -> list[Group]:
@@ -166,14 +166,6 @@ def cut(group: Group, most: int) -> list[Group]:
         parts[-1].append(parameter)
         total += size
     return [{**group, "params": part} for part in parts]
-
-
-def _counts_to_devices(optimizer: torch.optim.Optimizer) -> None:
-    """Move step counts to the parameters' devices, where a fused kernel reads them."""
-    for parameter in parameters_of(optimizer):
-        count = optimizer.state.get(parameter, {}).get("step")
-        if isinstance(count, torch.Tensor) and count.device != parameter.device:
-            optimizer.state[parameter]["step"] = count.to(parameter.device)
 
 
 def refuse(where: str, optimizer: torch.optim.Optimizer) -> None:
@@ -193,13 +185,8 @@ def refuse(where: str, optimizer: torch.optim.Optimizer) -> None:
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """True if the program has step hooks on this optimizer or on all optimizers."""
-    everywhere = (
-        *_global_optimizer_pre_hooks.values(),
-        *_global_optimizer_post_hooks.values(),
-    )
-    if any(
-        not str(getattr(hook, "__module__", "")).startswith("torchtrim.") for hook in everywhere
-    ):
+    hooks = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
+    if any(not str(getattr(hook, "__module__", "")).startswith("torchtrim.") for hook in hooks):
         return True
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
@@ -208,20 +195,11 @@ def run_scaled(factor: float, warmup: int) -> Around:
     """During `step`, scale the learning rates by `factor`, reached after a warm-up."""
     steps = 0
 
-    @contextlib.contextmanager
-    def around(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def around(optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
         nonlocal steps
         steps += 1
         times = factor_at(steps, factor, warmup)
-        groups = list(optimizer.param_groups)
-        rates = [group["lr"] for group in groups]
-        for group in groups:
-            group["lr"] = group["lr"] * times
-        try:
-            yield
-        finally:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
+        return _with_settings(optimizer, lambda group: {"lr": group["lr"] * times})
 
     return around
 

@@ -40,8 +40,7 @@ class Swapped:
             )
         self._module = module
         self._switch = _Switch()
-        own = module.__dict__.get("forward")
-        if own is not None:
+        if (own := module.__dict__.get("forward")) is not None:
             module.__dict__["forward"] = _over(own, wrap, self._switch)
         else:
             module.__class__ = _subclass(type(module), wrap, self._switch)
@@ -72,7 +71,6 @@ class _Switch:
     is_on = True
 
     def is_used(self) -> bool:
-        """True if a call now runs the replacement."""
         traced = torch._C._get_tracing_state() is not None or _symbolic_trace._is_fx_tracing_flag
         return self.is_on and not traced
 
@@ -91,8 +89,7 @@ def _over(own: Forward, wrap: Callable[[Forward], Forward], switch: _Switch) -> 
 
 def _take_off(module: nn.Module) -> bool:
     """Remove the outermost replacement if it is ours and reverted."""
-    own = module.__dict__.get("forward")
-    if own is not None:
+    if (own := module.__dict__.get("forward")) is not None:
         forward, switch, under = getattr(own, _SWAPPED, (None, None, None))
         if forward is not own or switch is None or switch.is_on:
             return False
@@ -109,8 +106,8 @@ def _take_off(module: nn.Module) -> bool:
 def _for_scripts(forward: Any, original: Any) -> Forward:
     """Return a forward that TorchScript compiles from the original's source and globals."""
     names = getattr(inspect.unwrap(original), "__globals__", forward.__globals__)
-    made = types.FunctionType(forward.__code__, names, "forward", None, forward.__closure__)
-    return functools.wraps(original)(made)
+    copied = types.FunctionType(forward.__code__, names, "forward", None, forward.__closure__)
+    return functools.wraps(original)(copied)
 
 
 def _subclass(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchtrim.executor.network.capture import capture
 from torchtrim.executor.network.captured import Captured
 from torchtrim.executor.network.out_variants import way_of
-from torchtrim.executor.network.program import Program, Switches, graph_of, tensors_of
+from torchtrim.executor.network.program import NetworkProgram, Switches, graph_of, tensors_of
 
 
 class Call(nn.Module):
@@ -107,7 +107,7 @@ def test_every_bit_is_as_it_gives_by_itself(name: str) -> None:
     captured, inputs, wanted = captured_of(name)
     with torch.no_grad():
         for switches in (Switches(), Switches(in_place=False), Switches(arena=False)):
-            (got,) = Program(captured, switches).run(list(inputs), {})
+            (got,) = NetworkProgram(captured, switches).run(list(inputs), {})
             assert got.dtype == wanted.dtype
             assert torch.equal(got.nan_to_num(9), wanted.nan_to_num(9))
             assert torch.equal(torch.signbit(got), torch.signbit(wanted))
@@ -145,7 +145,7 @@ def test_a_product_of_rows_out_of_order(trains: bool, bias: bool, batch: int) ->
     x = torch.randn(batch, 49, 64)
     with torch.no_grad():
         captured, wanted = capture(model, (x,), {}), model(x)
-        program = Program(captured, Switches())
+        program = NetworkProgram(captured, Switches())
         (got,) = program.run([x], tensors_of(model, captured))
         assert torch.equal(got, wanted)
         assert all(node.writes for node in program.graph.nodes if "linear" in node.name)

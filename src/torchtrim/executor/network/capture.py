@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torchtrim.capture.modules import HOOKS, without_hooks
 from torchtrim.capture.snapshot import Snapshot
 from torchtrim.errors import TorchtrimError, Unsupported
-from torchtrim.executor.network.captured import Captured, From, Op, Ref, Source, Value
+from torchtrim.executor.network.captured import Captured, From, NetworkValue, Op, Ref, Source
 
 _KINDS: dict[InputKind, From] = {
     InputKind.USER_INPUT: "input",
@@ -42,13 +42,13 @@ class Reader(fx.Interpreter):
     def __init__(self, program: ExportedProgram) -> None:
         super().__init__(program.graph_module)
         self._program = program
-        self._values: list[Value] = []
+        self._values: list[NetworkValue] = []
         self._numbers: dict[fx.Node, tuple[int, ...]] = {}
         self._memories: dict[int, int] = {}
         self._bytes: list[int] = []
         self._alive: list[Any] = []
         self._ops: list[Op] = []
-        self._producers: dict[int, int] = {}
+        self._are_ours: list[bool] = []
 
     def read(self) -> Captured:
         """Read the graph. Raises `Unsupported` for nodes that cannot be planned."""
@@ -61,16 +61,17 @@ class Reader(fx.Interpreter):
         sources = self._sources()
         (output,) = (node for node in nodes if node.op == "output")
         returned = list(zip(signature.output_specs, output.args[0], strict=True))
-        by_key = {source.key: source for source in sources}
-        by_name = {spec.arg.name: s for spec, s in zip(self._kept_specs(), sources, strict=True)}
+        specs = zip(signature.input_specs, sources, strict=True)
+        written: dict[OutputKind, dict[Any, Source]] = {
+            OutputKind.BUFFER_MUTATION: {source.key: source for source in sources},
+            OutputKind.USER_INPUT_MUTATION: {spec.arg.name: source for spec, source in specs},
+        }
         results, updates = [], []
         for spec, node in returned:
             if spec.kind is OutputKind.USER_OUTPUT:
                 results.append(self._ref(node))
-            elif spec.kind is OutputKind.BUFFER_MUTATION:
-                updates.append((by_key[spec.target], self._ref(node).value))
-            elif spec.kind is OutputKind.USER_INPUT_MUTATION:
-                updates.append((by_name[spec.target], self._ref(node).value))
+            elif spec.kind in written:
+                updates.append((written[spec.kind][spec.target], self._ref(node).value))
             else:
                 raise Unsupported(f"its graph returns a {spec.kind.name}")
         return Captured(
@@ -78,7 +79,11 @@ class Reader(fx.Interpreter):
             values=tuple(self._values),
             memories=tuple(self._bytes),
             sources=tuple(sources),
-            constants=self._constants(),
+            constants={
+                name: value
+                for name, value in self._program.constants.items()
+                if isinstance(value, torch.Tensor)
+            },
             results=tuple(results),
             returns=self._program.call_spec.out_spec,
             updates=tuple(updates),
@@ -115,8 +120,9 @@ class Reader(fx.Interpreter):
             raise Unsupported(f"`{node.target}` writes into its arguments")
         outputs = tuple(self._number(part, ours=True) for part in parts)
         self._numbers[node] = outputs
-        args, kwargs = self._with_refs(node.args), self._with_refs(node.kwargs)
-        inputs = tuple(x.value for x in _leaves((args, kwargs)) if isinstance(x, Ref))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._ref)
+        leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, Ref))
+        inputs = tuple(x.value for x in leaves if isinstance(x, Ref))
         stack = node.meta.get("nn_module_stack") or {}
         path = list(stack.values())[-1][0] if stack else ""
         self._ops.append(Op(node.target, args, kwargs, inputs, outputs, single, path))
@@ -128,26 +134,22 @@ class Reader(fx.Interpreter):
         if any(not isinstance(n, int) for n in (*tensor.shape, *tensor.stride())):
             raise Unsupported("a shape in it depends on values")
         storage = tensor.untyped_storage()
-        memory = self._memories.get(storage._cdata)
-        if memory is None:
-            memory = self._memories[storage._cdata] = len(self._bytes)
+        memory = self._memories.setdefault(storage._cdata, len(self._bytes))
+        if memory == len(self._bytes):
             self._bytes.append(int(storage.nbytes()))
-            self._producers[memory] = ours
+            self._are_ours.append(ours)
         self._values.append(
-            Value(
+            NetworkValue(
                 tuple(tensor.shape),
                 tuple(tensor.stride()),
                 int(tensor.storage_offset()),
                 tensor.dtype,
                 tensor.device,
                 memory,
-                bool(self._producers[memory]),
+                self._are_ours[memory],
             )
         )
         return len(self._values) - 1
-
-    def _with_refs(self, arguments: Any) -> Any:
-        return fx.map_arg(arguments, self._ref)
 
     def _ref(self, node: Any) -> Any:
         if not isinstance(node, fx.Node):
@@ -157,13 +159,10 @@ class Reader(fx.Interpreter):
             raise Unsupported(f"`{node.name}` is not a tensor, and is known only at run time")
         return Ref(number)
 
-    def _kept_specs(self) -> list[Any]:
-        return list(self._program.graph_signature.input_specs)
-
     def _sources(self) -> list[Source]:
         nodes = [node for node in self._program.graph.nodes if node.op == "placeholder"]
         found, leaf = [], 0
-        for spec, node in zip(self._kept_specs(), nodes, strict=True):
+        for spec, node in zip(self._program.graph_signature.input_specs, nodes, strict=True):
             kind = _KINDS.get(spec.kind)
             if kind is None:
                 raise Unsupported(f"its graph takes a {spec.kind.name}")
@@ -172,17 +171,6 @@ class Reader(fx.Interpreter):
                 key, leaf = leaf, leaf + 1
             found.append(Source(kind, key, self._numbers[node][0]))
         return found
-
-    def _constants(self) -> dict[str, torch.Tensor]:
-        return {
-            name: value
-            for name, value in self._program.constants.items()
-            if isinstance(value, torch.Tensor)
-        }
-
-
-def _leaves(arguments: Any) -> list[Any]:
-    return pytree.tree_leaves(arguments, is_leaf=lambda x: isinstance(x, Ref))
 
 
 _NUMPY = importlib.util.find_spec("numpy") is not None
@@ -202,7 +190,13 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     before, drawn = _whole_state(module), _random_state()
     snapshot = Snapshot([module], (), values=False)
     try:
-        with _undisturbed(), without_hooks(module), _watching(module) as states:
+        with (
+            warnings.catch_warnings(action="ignore"),
+            _disable_current_modes(),
+            torch.no_grad(),
+            without_hooks(module),
+            _watching(module) as states,
+        ):
             program = torch.export.export(module, args, dict(kwargs), strict=False)
             program = program.run_decompositions({})
         if any(state != before for state in states):
@@ -227,7 +221,6 @@ def _check(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     for path, inner in module.named_modules():
         if path and any(getattr(inner, name, None) for name in HOOKS):
             raise Unsupported(f"`{path}` has hooks, which would no longer run")
-    for path, inner in module.named_modules():
         if takes_fused_path(inner):
             raise Unsupported(
                 f"`{path or type(inner).__name__}` takes a fused path in eval that torch.export does "
@@ -235,10 +228,11 @@ def _check(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             )
     if any(getattr(modules_of_torch, name, None) for name in _GLOBAL_HOOKS):
         raise Unsupported("there are hooks for all modules, which would no longer run")
-    for leaf in pytree.tree_leaves((args, dict(kwargs))):
-        if isinstance(leaf, torch.Tensor) and type(leaf) not in (torch.Tensor, nn.Parameter):
+    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    for leaf in (leaf for leaf in leaves if isinstance(leaf, torch.Tensor)):
+        if type(leaf) not in (torch.Tensor, nn.Parameter):
             raise Unsupported(f"an input is a {type(leaf).__name__}, which is a tensor subclass")
-        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+        if leaf.layout is not torch.strided:
             raise Unsupported(f"an input is not dense but {leaf.layout}")
 
 
@@ -282,30 +276,15 @@ def _attributes(module: nn.Module) -> Hashable:
     return tuple(
         (name, value)
         for name, value in vars(module).items()
-        if name not in _OF_TORCH and (isinstance(value, _PLAIN) or _plain_tuple(value))
+        if name not in _OF_TORCH
+        and all(isinstance(x, _PLAIN) for x in (value if type(value) is tuple else (value,)))
     )
-
-
-def _plain_tuple(value: object) -> bool:
-    return type(value) is tuple and all(isinstance(part, _PLAIN) for part in value)
 
 
 def _random_state() -> Hashable:
     """Return the states of Python's and numpy's generators. torch.export imports numpy anyway."""
     drawn: Any = importlib.import_module("numpy.random").get_state() if _NUMPY else None
     return random.getstate(), None if drawn is None else (bytes(drawn[1]), *drawn[2:])
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Disable gradients, warnings and modes."""
-    with (
-        warnings.catch_warnings(),
-        _disable_current_modes(),
-        torch.no_grad(),
-    ):
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _first_line(error: BaseException) -> str:

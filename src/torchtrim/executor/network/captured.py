@@ -16,7 +16,7 @@ class Ref(NamedTuple):
     value: int
 
 
-class Value(NamedTuple):
+class NetworkValue(NamedTuple):
     """A tensor: its geometry, and its memory. Strides are in elements.
 
     `memory` numbers the memory, which views share. `ours` is true if the network allocates it, so that it
@@ -68,7 +68,7 @@ class Captured(NamedTuple):
     """
 
     ops: tuple[Op, ...]
-    values: tuple[Value, ...]
+    values: tuple[NetworkValue, ...]
     memories: tuple[int, ...]
     sources: tuple[Source, ...]
     constants: dict[str, torch.Tensor]

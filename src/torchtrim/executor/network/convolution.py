@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchtrim.executor.network.captured import Op, Ref, Value
+from torchtrim.executor.network.captured import NetworkValue, Op, Ref
 
 aten = torch.ops.aten
-_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_DEFAULTS: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+"""The arguments from the fourth on."""
 _DIMENSIONS = {aten.conv2d.default: 2, aten.conv3d.default: 3}
 
 
@@ -41,7 +42,7 @@ class Convolution(NamedTuple):
         return str(chosen).rpartition(".")[2]
 
 
-def convolution_of(op: Op, values: tuple[Value, ...]) -> Convolution | None:
+def convolution_of(op: Op, values: tuple[NetworkValue, ...]) -> Convolution | None:
     """Return the convolution of an operator on a CPU batch, or None for other operators."""
     dimensions = _DIMENSIONS.get(op.target)
     x = op.args[0] if op.args else None
@@ -50,29 +51,23 @@ def convolution_of(op: Op, values: tuple[Value, ...]) -> Convolution | None:
     value = values[x.value]
     if value.device.type != "cpu" or len(value.shape) != dimensions + 2 or not value.shape[0]:
         return None
-    given = dict(zip(_NAMES, op.args, strict=False))
-    return Convolution(
-        _each(given.get("stride", 1), dimensions),
-        _each(given.get("padding", 0), dimensions),
-        _each(given.get("dilation", 1), dimensions),
-        int(given.get("groups", 1)),
-    )
+    named = _DEFAULTS | dict(zip(_DEFAULTS, op.args[3:], strict=False))
+    sizes = {name: _each(named[name], dimensions) for name in ("stride", "padding", "dilation")}
+    return Convolution(**sizes, groups=int(named["groups"]))
 
 
-def _each(given: Any, dimensions: int) -> list[int]:
-    numbers = list(given) if isinstance(given, (list, tuple)) else [given]
+def _each(argument: Any, dimensions: int) -> list[int]:
+    numbers = list(argument) if isinstance(argument, (list, tuple)) else [argument]
     return numbers * dimensions if len(numbers) == 1 else numbers
 
 
-def workspace_of(op: Op, values: tuple[Value, ...], samples: int, kernel: str) -> int:
-    """Return the bytes that a convolution of some samples allocates besides its result.
+def workspace_of(op: Op, values: tuple[NetworkValue, ...], samples: int, kernel: str) -> int:
+    """Return the bytes that a convolution of some samples allocates on top of its result.
 
     Derived from allocator events. oneDNN: the larger of the reordered result and the reordered input and
     weight. Matrix product: the unfolded input, unless the kernel has one element.
     """
-    first, second = op.inputs[:2]
-    x, weight = values[first], values[second]
-    out = values[op.outputs[0]]
+    x, weight, out = (values[v] for v in (*op.inputs[:2], op.outputs[0]))
     inside, result = (-(-v.bytes * samples // v.shape[0]) for v in (x, out))
     if kernel.startswith("Slow"):
         area, columns = math.prod(weight.shape[2:]), math.prod(out.shape[2:])
@@ -80,7 +75,7 @@ def workspace_of(op: Op, values: tuple[Value, ...], samples: int, kernel: str) -
     return max(inside + weight.bytes, result)
 
 
-def planned_kernel(found: Convolution, op: Op, values: tuple[Value, ...], batch: int) -> str:
+def planned_kernel(found: Convolution, op: Op, values: tuple[NetworkValue, ...], batch: int) -> str:
     """Return the kernel for such a batch, selected on expanded tensors of one element."""
     x, weight, *rest = (
         torch.zeros((), dtype=values[a.value].dtype, device="cpu").expand(values[a.value].shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from torchtrim.dispatch.modes import is_composite
-from torchtrim.executor.network.captured import Op, Ref, Value
+from torchtrim.executor.network.captured import NetworkValue, Op, Ref
 from torchtrim.executor.network.convolution import (
     Convolution,
     convolution_of,
@@ -34,7 +35,7 @@ _INDEX_BYTES = 8  # An index is an int64.
 class OutVariant(NamedTuple):
     """An out-variant. `over`: it may overwrite an argument of the same geometry.
 
-    `workspace`: bytes allocated besides the result. `own`: the same if the operator allocates its own
+    `workspace`: bytes allocated on top of the result. `own`: the same if the operator allocates its own
     result. `always`: use it in any case, since the plain operator allocates more.
     """
 
@@ -45,7 +46,12 @@ class OutVariant(NamedTuple):
     always: bool = False
 
 
-def way_of(op: Op, values: tuple[Value, ...], most: int, whole: float = 1.0) -> OutVariant | None:
+_Way = Callable[[Op, tuple[NetworkValue, ...], int], OutVariant | None]
+
+
+def way_of(
+    op: Op, values: tuple[NetworkValue, ...], most: int, whole: float = 1.0
+) -> OutVariant | None:
     """Return the operator's out-variant, or None.
 
     `most`: the largest bytes of a slice of more than one sample. `whole`: the size of the whole batch
@@ -58,30 +64,26 @@ def way_of(op: Op, values: tuple[Value, ...], most: int, whole: float = 1.0) -> 
     if convolution is not None:
         return _convolution(convolution, op, values, most, whole)
     special = _SPECIAL.get(op.target)
-    if special is not None:
-        found = special(op, values, most)
-        if found is not None:
-            return found
-    composite = is_composite(op.target)
-    overload = None if composite else out_of(op.target, values[op.outputs[0]].device.type)
-    if overload is not None:
+    if special is not None and (variant := special(op, values, most)) is not None:
+        return variant
+    device = values[op.outputs[0]].device.type
+    if not is_composite(op.target) and (overload := out_of(op.target, device)) is not None:
         return OutVariant(_to_out(overload), over=torch.Tag.pointwise in op.target.tags)
     return _sliced(op, values, most)
 
 
 def out_of(target: OpOverload, device: str) -> OpOverload | None:
     """Return the `out=` overload with the same arguments that has its own kernel on the device."""
-    key = _KEYS.get(device)
+    key, has = _KEYS.get(device), torch._C._dispatch_has_kernel_for_dispatch_key
     wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
     packet = target._overloadpacket
     for name in packet.overloads():  # type: ignore[no-untyped-call]
         candidate = getattr(packet, name)
         arguments = candidate._schema.arguments
         outs = [a for a in arguments if a.is_out]
-        if len(outs) == 1 and [(a.name, str(a.type)) for a in arguments if not a.is_out] == wanted:
-            has = torch._C._dispatch_has_kernel_for_dispatch_key
-            if key is not None and has(candidate.name(), key):
-                return candidate  # type: ignore[no-any-return]
+        same = [(a.name, str(a.type)) for a in arguments if not a.is_out] == wanted
+        if len(outs) == 1 and same and key is not None and has(candidate.name(), key):
+            return candidate  # type: ignore[no-any-return]
     return None
 
 
@@ -94,15 +96,13 @@ def _to_out(overload: OpOverload) -> Write:
     return write
 
 
-def _argument(op: Op, values: tuple[Value, ...], number: int) -> Value | None:
+def _argument(op: Op, values: tuple[NetworkValue, ...], number: int) -> NetworkValue | None:
     """Return an argument of the operator if it is a tensor."""
-    if number >= len(op.args) or not isinstance(op.args[number], Ref):
-        return None
-    found: Ref = op.args[number]
-    return values[found.value]
+    argument = op.args[number] if number < len(op.args) else None
+    return values[argument.value] if isinstance(argument, Ref) else None
 
 
-def _contiguous(value: Value) -> bool:
+def _contiguous(value: NetworkValue) -> bool:
     expected = 1
     for size, stride in zip(reversed(value.shape), reversed(value.strides), strict=True):
         if size != 1 and stride != expected:
@@ -111,7 +111,7 @@ def _contiguous(value: Value) -> bool:
     return True
 
 
-def _copy(op: Op, values: tuple[Value, ...], _most: int) -> OutVariant | None:
+def _copy(op: Op, values: tuple[NetworkValue, ...], _most: int) -> OutVariant | None:
     """`clone` and casts. Nothing to do if the place is the argument's own."""
 
     def write(args: tuple[Any, ...], _kwargs: dict[str, Any], place: Tensor) -> None:
@@ -121,16 +121,12 @@ def _copy(op: Op, values: tuple[Value, ...], _most: int) -> OutVariant | None:
     return OutVariant(write, over=True) if _argument(op, values, 0) is not None else None
 
 
-def _relu(op: Op, values: tuple[Value, ...], _most: int) -> OutVariant | None:
+def _relu(args: tuple[Any, ...], _kwargs: dict[str, Any], place: Tensor) -> None:
     """`relu` is `clamp_min` with zero, as in torch's source, which has an `out=`."""
-
-    def write(args: tuple[Any, ...], _kwargs: dict[str, Any], place: Tensor) -> None:
-        aten.clamp_min.out(args[0], 0, out=place)
-
-    return OutVariant(write, over=True)
+    aten.clamp_min.out(args[0], 0, out=place)
 
 
-def _linear(op: Op, values: tuple[Value, ...], _most: int) -> OutVariant | None:
+def _linear(op: Op, values: tuple[NetworkValue, ...], _most: int) -> OutVariant | None:
     """Compute like torch: one product that includes the bias, or a product of rows and then the bias.
 
     Rows of a non-contiguous input are copied first. Under a dispatch mode, such as a recorder's, torch
@@ -172,7 +168,7 @@ def _by_rows(x: Tensor, weight: Tensor) -> bool:
     return weight.requires_grad or whole
 
 
-def _norm(op: Op, values: tuple[Value, ...], _most: int) -> OutVariant | None:
+def _norm(op: Op, values: tuple[NetworkValue, ...], _most: int) -> OutVariant | None:
     """BatchNorm with running statistics: one multiplication and addition per element."""
 
     def write(args: tuple[Any, ...], _kwargs: dict[str, Any], place: Tensor) -> None:
@@ -187,19 +183,18 @@ def _norm(op: Op, values: tuple[Value, ...], _most: int) -> OutVariant | None:
     return OutVariant(write, over=x.device.type == "cpu" and _contiguous(x))
 
 
-def _softmax(kernel: OpOverload) -> Callable[[Op, tuple[Value, ...], int], OutVariant | None]:
-    def found(op: Op, values: tuple[Value, ...], _most: int) -> OutVariant | None:
-        def write(args: tuple[Any, ...], _kwargs: dict[str, Any], place: Tensor) -> None:
-            kernel(args[0], args[1], False, out=place)
+def _softmax(
+    kernel: OpOverload, op: Op, values: tuple[NetworkValue, ...], _most: int
+) -> OutVariant | None:
+    def write(args: tuple[Any, ...], _kwargs: dict[str, Any], place: Tensor) -> None:
+        kernel(args[0], args[1], False, out=place)
 
-        x = _argument(op, values, 0)
-        same = x is not None and x.dtype == values[op.outputs[0]].dtype
-        return OutVariant(write) if same and len(op.args) == 2 and not op.kwargs else None
-
-    return found
+    x = _argument(op, values, 0)
+    same = x is not None and x.dtype == values[op.outputs[0]].dtype
+    return OutVariant(write) if same and len(op.args) == 2 and not op.kwargs else None
 
 
-def _pool(op: Op, values: tuple[Value, ...], most: int) -> OutVariant | None:
+def _pool(op: Op, values: tuple[NetworkValue, ...], most: int) -> OutVariant | None:
     """Max pooling by rows of samples and channels, which share the memory for indices.
 
     torch's own operator allocates indices of eight bytes per element and discards them.
@@ -229,7 +224,7 @@ def _pool(op: Op, values: tuple[Value, ...], most: int) -> OutVariant | None:
 
 
 def _convolution(
-    found: Convolution, op: Op, values: tuple[Value, ...], most: int, whole: float
+    found: Convolution, op: Op, values: tuple[NetworkValue, ...], most: int, whole: float
 ) -> OutVariant:
     """Run some samples at a time. Their result needs extra memory unless the kernel has `out=`."""
     samples = values[op.inputs[0]].shape[0]
@@ -250,24 +245,19 @@ def _convolution(
     return OutVariant(write, workspace=needs(step), own=own, always=needs(step) < own or whole != 1)
 
 
-def _scatter(
-    view: Callable[..., Tensor],
-) -> Callable[[Op, tuple[Value, ...], int], OutVariant | None]:
+def _scatter(view: Callable[..., Tensor]) -> OutVariant:
     """The functional form of assignments such as `x[:, ::2] = y`: a copy of `x` with a part replaced."""
 
-    def found(op: Op, values: tuple[Value, ...], _most: int) -> OutVariant | None:
-        def write(args: tuple[Any, ...], kwargs: dict[str, Any], place: Tensor) -> None:
-            whole, part, *where = args
-            if place is not whole:
-                place.copy_(whole)
-            view(place, *where, **kwargs).copy_(part)
+    def write(args: tuple[Any, ...], kwargs: dict[str, Any], place: Tensor) -> None:
+        whole, part, *where = args
+        if place is not whole:
+            place.copy_(whole)
+        view(place, *where, **kwargs).copy_(part)
 
-        return OutVariant(write, over=True)
-
-    return found
+    return OutVariant(write, over=True)
 
 
-def _pad(op: Op, values: tuple[Value, ...], _most: int) -> OutVariant | None:
+def _pad(op: Op, values: tuple[NetworkValue, ...], _most: int) -> OutVariant | None:
     """Constant padding: fill the result, then copy the inside."""
     names = ("mode", "value") if op.target is aten.pad.default else ("value",)
     options = dict(zip(names, op.args[2:], strict=False)) | op.kwargs
@@ -287,85 +277,72 @@ def _pad(op: Op, values: tuple[Value, ...], _most: int) -> OutVariant | None:
     return OutVariant(write)
 
 
-_SPECIAL: dict[OpOverload, Callable[[Op, tuple[Value, ...], int], OutVariant | None]] = {
+_SPECIAL: dict[OpOverload, _Way] = {
     aten.clone.default: _copy,
     aten._to_copy.default: _copy,
     aten.to.dtype: _copy,
     aten.contiguous.default: _copy,
-    aten.relu.default: _relu,
+    aten.relu.default: lambda *_: OutVariant(_relu, over=True),
     aten.linear.default: _linear,
     aten._native_batch_norm_legit_no_training.default: _norm,
-    aten.softmax.int: _softmax(aten._softmax.out),
-    aten.log_softmax.int: _softmax(aten._log_softmax.out),
+    aten.softmax.int: partial(_softmax, aten._softmax.out),
+    aten.log_softmax.int: partial(_softmax, aten._log_softmax.out),
     aten.max_pool2d.default: _pool,
     aten.pad.default: _pad,
     aten.constant_pad_nd.default: _pad,
-    aten.slice_scatter.default: _scatter(aten.slice.Tensor),
-    aten.select_scatter.default: _scatter(aten.select.int),
+    aten.slice_scatter.default: lambda *_: _scatter(aten.slice.Tensor),
+    aten.select_scatter.default: lambda *_: _scatter(aten.select.int),
 }
 
-SAMPLEWISE: dict[OpOverload, tuple[int, ...]] = {
-    aten.conv1d.default: (0,),
-    aten.conv2d.default: (0,),
-    aten.conv3d.default: (0,),
-    aten.conv1d.padding: (0,),
-    aten.conv2d.padding: (0,),
-    aten.conv3d.padding: (0,),
-    aten.conv_transpose1d.default: (0,),
-    aten.conv_transpose2d.input: (0,),
-    aten.conv_transpose3d.input: (0,),
-    aten.max_pool3d.default: (0,),
-    aten.avg_pool1d.default: (0,),
-    aten.adaptive_avg_pool1d.default: (0,),
-    aten.adaptive_avg_pool2d.default: (0,),
-    aten.adaptive_avg_pool3d.default: (0,),
-    aten.group_norm.default: (0,),
-    aten.scaled_dot_product_attention.default: (0, 1, 2),
+_CONVOLUTIONS = {
+    aten.conv1d.default: 3,
+    aten.conv2d.default: 4,
+    aten.conv3d.default: 5,
+    aten.conv1d.padding: 3,
+    aten.conv2d.padding: 4,
+    aten.conv3d.padding: 5,
+    aten.conv_transpose1d.default: 3,
+    aten.conv_transpose2d.input: 4,
+    aten.conv_transpose3d.input: 5,
 }
-"""Operators with independent samples in the first dimension of these arguments."""
+_SAMPLEWISE: dict[OpOverload, int | None] = {
+    **_CONVOLUTIONS,
+    aten.max_pool3d.default: 5,
+    aten.avg_pool1d.default: 3,
+    aten.adaptive_avg_pool1d.default: 3,
+    aten.adaptive_avg_pool2d.default: 4,
+    aten.adaptive_avg_pool3d.default: 5,
+    aten.scaled_dot_product_attention.default: 4,
+    aten.group_norm.default: None,
+}
+"""Operators with independent samples in the first dimension, with the number of dimensions of a batch.
 
-_CONVOLUTIONS = frozenset(target for target in SAMPLEWISE if "conv" in target._schema.name)
+An unbatched input of a convolution has channels there.
+"""
 _SAME_KERNEL = 16  # Samples from which torch selects the same convolution kernel as for more.
 
-_DIMENSIONS = {
-    aten.conv1d: 3,
-    aten.conv2d: 4,
-    aten.conv3d: 5,
-    aten.conv_transpose1d: 3,
-    aten.conv_transpose2d: 4,
-    aten.conv_transpose3d: 5,
-    aten.max_pool3d: 5,
-    aten.avg_pool1d: 3,
-    aten.adaptive_avg_pool1d: 3,
-    aten.adaptive_avg_pool2d: 4,
-    aten.adaptive_avg_pool3d: 5,
-    aten.scaled_dot_product_attention: 4,
-}
 
-
-def samples_apart(op: Op, values: tuple[Value, ...]) -> tuple[int, ...]:
-    """Return the arguments that can be split along their first dimension, none if samples interact.
-
-    An unbatched input of a convolution has channels there.
-    """
-    which = SAMPLEWISE.get(op.target, ())
-    dimensions = _DIMENSIONS.get(op.target._overloadpacket)
-    given = [_argument(op, values, number) for number in which]
-    if any(x is None or (dimensions and len(x.shape) != dimensions) for x in given):
+def samples_apart(op: Op, values: tuple[NetworkValue, ...]) -> tuple[int, ...]:
+    """Return the arguments that can be split along their first dimension, none if samples interact."""
+    if op.target not in _SAMPLEWISE:
         return ()
-    if op.target is aten.scaled_dot_product_attention.default and not _plain_attention(op, given):
+    is_attention = op.target is aten.scaled_dot_product_attention.default
+    which = (0, 1, 2) if is_attention else (0,)
+    arguments = [_argument(op, values, number) for number in which]
+    dimensions = _SAMPLEWISE[op.target]
+    if any(x is None or (dimensions and len(x.shape) != dimensions) for x in arguments):
         return ()
-    return which
+    return () if is_attention and not _plain_attention(op, arguments) else which
 
 
-def _plain_attention(op: Op, given: list[Value | None]) -> bool:
+def _plain_attention(op: Op, arguments: list[NetworkValue | None]) -> bool:
     """True without mask and dropout, and with equal numbers of samples."""
     options = dict(zip(("attn_mask", "dropout_p"), op.args[3:5], strict=False)) | op.kwargs
-    lengths = {x.shape[0] for x in given if x is not None}
+    lengths = {x.shape[0] for x in arguments if x is not None}
     return options.get("attn_mask") is None and not options.get("dropout_p") and len(lengths) == 1
 
 
-def _sliced(op: Op, values: tuple[Value, ...], most: int) -> OutVariant | None:
+def _sliced(op: Op, values: tuple[NetworkValue, ...], most: int) -> OutVariant | None:
     """Run some samples at a time and copy each slice to its place.
 
     Convolutions need slices large enough for torch to select the same kernel as for the whole batch.

@@ -11,16 +11,16 @@ from torch import Tensor
 from torch._ops import OpOverloadPacket
 
 from torchtrim.errors import Unsupported
-from torchtrim.executor.network.captured import Captured, Op, Ref, Source, Value
+from torchtrim.executor.network.captured import Captured, NetworkValue, Op, Ref, Source
 from torchtrim.executor.network.out_variants import samples_apart
-from torchtrim.executor.network.program import Program, Switches, graph_of
+from torchtrim.executor.network.program import NetworkProgram, Switches, fresh, graph_of
 from torchtrim.memory.network import best_cut
 from torchtrim.memory.network.graph import home_lives, lives_of
 from torchtrim.records.network_graph import GraphMemory, GraphOperator, NetworkGraph, Section
 
 aten = torch.ops.aten
 Dims = dict[int, int | None]
-_Rule = Callable[[Op, tuple[Value, ...], Dims], bool]
+_Rule = Callable[[Op, tuple[NetworkValue, ...], Dims], bool]
 
 
 class BatchDim(NamedTuple):
@@ -30,25 +30,23 @@ class BatchDim(NamedTuple):
     each: int
 
 
-def along_batch(
-    whole: Captured, part: Captured, sizes: tuple[int, int]
-) -> list[BatchDim | None] | None:
-    """Return each value's batch dimension (None for values without), or None if the networks differ."""
+def along_batch(whole: Captured, part: Captured, sizes: tuple[int, int]) -> list[BatchDim | None]:
+    """Return each value's batch dimension or None. Raises `Unsupported` if the networks differ."""
+    differ = Unsupported(f"its network for {sizes[1]} samples differs from that for {sizes[0]}")
     if len(whole.ops) != len(part.ops) or len(whole.values) != len(part.values):
-        return None
+        raise differ
     for one, other in zip(whole.ops, part.ops, strict=True):
         if one.target is not other.target or one.inputs != other.inputs:
-            return None
-    found: list[BatchDim | None] = []
-    for value, smaller in zip(whole.values, part.values, strict=True):
-        grown = _grown(value, smaller, sizes)
-        if grown is None:
-            return None
-        found.append(grown or None)
-    return found
+            raise differ
+    grown = [_grown(*pair, sizes) for pair in zip(whole.values, part.values, strict=True)]
+    if None in grown:
+        raise differ
+    return [dimension or None for dimension in grown]
 
 
-def _grown(value: Value, smaller: Value, sizes: tuple[int, int]) -> BatchDim | tuple[()] | None:
+def _grown(
+    value: NetworkValue, smaller: NetworkValue, sizes: tuple[int, int]
+) -> BatchDim | tuple[()] | None:
     """Return the dimension that grew with the batch, () if none did, or None for any other change."""
     if len(value.shape) != len(smaller.shape):
         return None
@@ -62,9 +60,11 @@ def _grown(value: Value, smaller: Value, sizes: tuple[int, int]) -> BatchDim | t
     return BatchDim(dimension, large // batch)
 
 
-def keeps_apart(op: Op, values: tuple[Value, ...], along: Sequence[BatchDim | None]) -> bool:
+def keeps_apart(op: Op, values: tuple[NetworkValue, ...], along: Sequence[BatchDim | None]) -> bool:
     """True if the operator's samples are independent."""
-    dims: Dims = {v: _dimension(along[v]) for v in (*op.inputs, *op.outputs) if v >= 0}
+    dims: Dims = {
+        v: (place := along[v]) and place.dimension for v in (*op.inputs, *op.outputs) if v >= 0
+    }
     with_samples = [v for v in op.inputs if dims[v] is not None]
     random = torch.Tag.nondeterministic_seeded in op.target.tags
     if random or any(v >= 0 and dims[v] is None and values[v].bytes for v in op.outputs):
@@ -74,28 +74,23 @@ def keeps_apart(op: Op, values: tuple[Value, ...], along: Sequence[BatchDim | No
         return not grows or op.target._overloadpacket in _EVEN
     if torch.Tag.pointwise in op.target.tags:
         return _aligned(op, values, dims)
-    rule = _RULES.get(op.target._overloadpacket, _by_table)
-    return rule(op, values, dims)
+    return _RULES.get(op.target._overloadpacket, _by_table)(op, values, dims)
 
 
-def _dimension(along: BatchDim | None) -> int | None:
-    return along.dimension if along is not None else None
-
-
-def _aligned(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
+def _aligned(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
     """True if broadcasting aligns samples: they have the same dimension, counted from the last."""
     places = {dim - len(values[v].shape) for v, dim in dims.items() if dim is not None}
     return len(places) == 1
 
 
-def _by_table(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
+def _by_table(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
     which = samples_apart(op, values)
     cut = [op.args[number].value for number in which]
     others = [v for v in op.inputs if v not in cut]
     return bool(which) and all(dims[v] == 0 for v in cut) and all(dims[v] is None for v in others)
 
 
-def _first(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
+def _first(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
     """True if only the first argument has samples, in its first dimension."""
     return _only_first(op, dims) and dims[op.args[0].value] == 0
 
@@ -106,18 +101,17 @@ def _only_first(op: Op, dims: Dims) -> bool:
     )
 
 
-def _not_last(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
+def _not_last(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
     """True for a product with a matrix if samples are rows."""
     first = op.args[0].value
     return _only_first(op, dims) and dims[first] != len(values[first].shape) - 1
 
 
-def _addmm(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
-    added, rows, matrix = (argument.value for argument in op.args[:3])
-    return dims[added] is None and dims[rows] == 0 and dims[matrix] is None
+def _addmm(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
+    return [dims[argument.value] for argument in op.args[:3]] == [None, 0, None]
 
 
-def _matmul(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
+def _matmul(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
     one, other = (argument.value for argument in op.args[:2])
     if dims[other] is None:
         return dims[one] != len(values[one].shape) - 1
@@ -125,117 +119,78 @@ def _matmul(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
     return same and dims[one] == dims[other] == 0
 
 
-def _viewed(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
+def _viewed(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
     """True if a view keeps the number of elements before and after the batch dimension."""
     (source, *_), out = op.inputs, op.outputs[0]
     before, after = dims[source], dims[out]
     if before is None or after is None:
         return False
-    ahead = math.prod(values[source].shape[:before])
-    return ahead == math.prod(values[out].shape[:after])
-
-
-def _moved(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
-    """Permuted, added or removed dimensions: find the batch dimension by its size."""
-    return True
+    return math.prod(values[source].shape[:before]) == math.prod(values[out].shape[:after])
 
 
 def _elsewhere(position: int, name: str, default: Any = None) -> _Rule:
     """Return a check that the dimensions named by an argument exclude the batch dimension."""
 
-    def rule(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
+    def rule(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
         sources = [v for v in op.inputs if dims[v] is not None]
-        given = op.args[position] if len(op.args) > position else op.kwargs.get(name, default)
-        if given is None:
+        named = op.args[position] if len(op.args) > position else op.kwargs.get(name, default)
+        if named is None or len({dims[v] for v in sources}) != 1:
             return False
-        named = given if isinstance(given, (list, tuple)) else [given]
-        return (
-            all(dims[v] not in {d % max(len(values[v].shape), 1) for d in named} for v in sources)
-            and len({dims[v] for v in sources}) == 1
+        named = named if isinstance(named, (list, tuple)) else [named]
+        return all(
+            dims[v] not in {d % max(len(values[v].shape), 1) for d in named} for v in sources
         )
 
     return rule
 
 
-def _layer_norm(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
+def _layer_norm(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
     first, normed = op.args[0].value, len(op.args[1])
     dim = dims[first]
     return _only_first(op, dims) and dim is not None and dim < len(values[first].shape) - normed
 
 
-def _padded(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
+def _padded(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
     first = op.args[0].value
-    dim = dims[first]
-    return dim is not None and dim < len(values[first].shape) - len(op.args[1]) // 2
+    dim, padded = dims[first], len(op.args[1]) // 2
+    return dim is not None and dim < len(values[first].shape) - padded
 
 
 def _pooled(dimensions: int) -> _Rule:
     """Return a check that the input is batched; in an unbatched one channels come first."""
 
-    def rule(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
+    def rule(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
         return len(values[op.args[0].value].shape) == dimensions and _first(op, values, dims)
 
     return rule
 
 
-def _embedding(op: Op, values: tuple[Value, ...], dims: Dims) -> bool:
-    return dims[op.args[0].value] is None
-
-
-_SAME = (aten.clone, aten.alias, aten.detach, aten._to_copy, aten.to, aten.contiguous)
-_VIEWS = (aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten)
-_MOVES = (aten.permute, aten.transpose, aten.t, aten.unsqueeze, aten.squeeze, aten.expand)
-_REDUCED = (
-    aten.mean,
-    aten.sum,
-    aten.amax,
-    aten.amin,
-    aten.prod,
-    aten.logsumexp,
-    aten.any,
-    aten.all,
-)
-_RESIZED = (
-    aten.upsample_nearest2d,
-    aten.upsample_bilinear2d,
-    aten.upsample_bicubic2d,
-    aten.pixel_shuffle,
-    aten.pixel_unshuffle,
-)
-
 _EVEN = frozenset((aten.zeros, aten.ones, aten.full, aten.expand))
 """Factories, whose samples are all equal."""
+_SAME = (aten.clone, aten.alias, aten.detach, aten._to_copy, aten.to, aten.contiguous)
+_MOVES = (aten.permute, aten.transpose, aten.t, aten.unsqueeze, aten.squeeze, aten.expand)
+_VIEWS = (aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten)
+_REDUCED = ("mean", "sum", "amax", "amin", "prod", "logsumexp", "any", "all", "narrow")
+_SOFTMAX = ("softmax", "log_softmax", "_softmax", "_log_softmax")
+_RESIZED = ("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d")
+_SHUFFLED = ("pixel_shuffle", "pixel_unshuffle")
+_POOLED = ("max_pool2d", "avg_pool2d", "max_pool2d_with_indices")
 
 _RULES: dict[OpOverloadPacket, _Rule] = {
-    **dict.fromkeys((*_SAME, *_MOVES), _moved),
+    # Permuted, added or removed dimensions: `along_batch` found the batch dimension by its size.
+    **dict.fromkeys((*_SAME, *_MOVES), lambda *_: True),
     **dict.fromkeys(_VIEWS, _viewed),
-    **dict.fromkeys(_REDUCED, _elsewhere(1, "dim")),
-    **dict.fromkeys(_RESIZED, _pooled(4)),
-    aten.select: _elsewhere(1, "dim", 0),
-    aten.slice: _elsewhere(1, "dim", 0),
-    aten.narrow: _elsewhere(1, "dim"),
-    aten.split: _elsewhere(2, "dim", 0),
-    aten.split_with_sizes: _elsewhere(2, "dim", 0),
-    aten.chunk: _elsewhere(2, "dim", 0),
-    aten.unbind: _elsewhere(1, "dim", 0),
-    aten.cat: _elsewhere(1, "dim", 0),
-    aten.softmax: _elsewhere(1, "dim"),
-    aten.log_softmax: _elsewhere(1, "dim"),
-    aten._softmax: _elsewhere(1, "dim"),
-    aten._log_softmax: _elsewhere(1, "dim"),
+    **{getattr(aten, name): _elsewhere(1, "dim") for name in (*_REDUCED, *_SOFTMAX)},
+    **{getattr(aten, name): _pooled(4) for name in (*_RESIZED, *_SHUFFLED, *_POOLED)},
+    **dict.fromkeys((aten.select, aten.slice, aten.unbind, aten.cat), _elsewhere(1, "dim", 0)),
+    **dict.fromkeys((aten.split, aten.split_with_sizes, aten.chunk), _elsewhere(2, "dim", 0)),
+    **dict.fromkeys((aten.linear, aten.mm), _not_last),
+    **dict.fromkeys((aten.matmul, aten.bmm), _matmul),
+    **dict.fromkeys((aten.pad, aten.constant_pad_nd), _padded),
     aten.layer_norm: _layer_norm,
     aten._native_batch_norm_legit_no_training: _first,
-    aten.linear: _not_last,
-    aten.mm: _not_last,
     aten.addmm: _addmm,
-    aten.matmul: _matmul,
-    aten.bmm: _matmul,
-    aten.max_pool2d: _pooled(4),
-    aten.avg_pool2d: _pooled(4),
-    aten.max_pool2d_with_indices: _pooled(4),
-    aten.pad: _padded,
-    aten.constant_pad_nd: _padded,
-    aten.embedding: _embedding,
+    aten.embedding: lambda op, values, dims: dims[op.args[0].value] is None,
 }
 
 
@@ -246,12 +201,12 @@ class CutValue(NamedTuple):
     """A value that crosses the cut, and its batch dimension, or None."""
 
     number: int
-    value: Value
+    value: NetworkValue
     along: BatchDim | None
 
 
 class PartsProgram:
-    """A network that runs in parts. Calls share nothing, like those of `Program`.
+    """A network that runs in parts. Calls share nothing, like those of `NetworkProgram`.
 
     `parts`: samples in each part. `position`: the number of operators that run in parts, out of `of`.
     """
@@ -268,29 +223,32 @@ class PartsProgram:
         self._batch, self._batched = batch_of(inputs)
         self.parts = _sizes(self._batch, parts)
         few = {size: recapture(self._part(inputs, 0, size)) for size in set(self.parts)}
-        along = self._along(few)
-        self.graph, self.buffers, _ = graph_of(captured)
-        self.order = Program(captured, switches).layout.order
+        for size, network in few.items():
+            along = along_batch(captured, network, (self._batch, size))
+        order = NetworkProgram(captured, switches).layout.order
         cut = best_cut(
-            self.graph,
+            graph_of(captured)[0],
             graph_of(few[self.parts[0]], self._batch / self.parts[0])[0],
-            self.order,
-            _last_apart(captured, self.order, along),
+            order,
+            _last_apart(captured, order, along),
         )
         if not cut.position:
             raise Unsupported(
                 "running its first operators on parts of the batch would not reduce memory"
             )
-        self.position, self.of = cut.position, len(self.order)
-        first, rest = self.order[: cut.position], self.order[cut.position :]
+        self.position, self.of = cut.position, len(order)
+        first, rest = order[: cut.position], order[cut.position :]
         self._carried = _carried(captured, first, rest, along)
-        self._first = {
-            size: Program(
-                _beginning(network, first, self._carried), switches, whole=self._batch / size
-            )
+        results = tuple(Ref(one.number) for one in self._carried)
+        beginnings = {
+            size: network._replace(ops=tuple(network.ops[n] for n in first), results=results)
             for size, network in few.items()
         }
-        self._rest = Program(_ending(captured, rest, self._carried, len(inputs)), switches)
+        self._first = {
+            size: NetworkProgram(network, switches, whole=self._batch / size)
+            for size, network in beginnings.items()
+        }
+        self._rest = NetworkProgram(_ending(captured, rest, self._carried, len(inputs)), switches)
 
     @property
     def peak_bytes(self) -> int:
@@ -309,12 +267,12 @@ class PartsProgram:
         return self._kept + first + self._rest.made_bytes
 
     @property
-    def both(self) -> tuple[Program, Program]:
+    def both(self) -> tuple[NetworkProgram, NetworkProgram]:
         """The programs of the largest part and of the rest."""
         return self._first[max(self.parts)], self._rest
 
     @property
-    def _programs(self) -> list[Program]:
+    def _programs(self) -> list[NetworkProgram]:
         return [*self._first.values(), self._rest]
 
     @property
@@ -322,13 +280,16 @@ class PartsProgram:
         return sum(carried.value.bytes for carried in self._carried)
 
     def run(self, inputs: Sequence[Any], tensors: Mapping[str, Tensor]) -> list[Any]:
-        """Return the results, flat, like `Program.run`."""
-        whole = [_empty(carried.value) for carried in self._carried]
+        """Return the results, flat, like `NetworkProgram.run`."""
+        values = [carried.value for carried in self._carried]
+        whole = [fresh(value._replace(strides=_dense(value))) for value in values]
         at = 0
         for size in self.parts:
             results = self._first[size].run(self._part(inputs, at, size), tensors)
             for place, result, carried in zip(whole, results, self._carried, strict=True):
-                _put(place, result, carried.along, at, size)
+                if (along := carried.along) is not None:
+                    place = place.narrow(along.dimension, at * along.each, size * along.each)
+                place.copy_(result)
             del results
             at += size
         return self._rest.run([*inputs, *whole], tensors)
@@ -339,15 +300,8 @@ class PartsProgram:
             for number, leaf in enumerate(inputs)
         ]
 
-    def _along(self, few: Mapping[int, Captured]) -> list[BatchDim | None]:
-        for size, network in few.items():
-            found = along_batch(self.captured, network, (self._batch, size))
-            if found is None:
-                raise Unsupported(
-                    f"its network for {size} samples differs from that for {self._batch}"
-                )
-        assert found is not None
-        return found
+
+PlannedProgram = NetworkProgram | PartsProgram
 
 
 def batch_of(inputs: Sequence[Any]) -> tuple[int, frozenset[int]]:
@@ -393,14 +347,6 @@ def _carried(
     )
 
 
-def _beginning(network: Captured, first: Sequence[int], carried: Sequence[CutValue]) -> Captured:
-    """Return the network of the first operators, which returns the carried values."""
-    return network._replace(
-        ops=tuple(network.ops[number] for number in first),
-        results=tuple(Ref(one.number) for one in carried),
-    )
-
-
 def _ending(
     network: Captured, rest: Sequence[int], carried: Sequence[CutValue], inputs: int
 ) -> Captured:
@@ -422,11 +368,7 @@ def _ending(
     )
 
 
-def _empty(value: Value) -> Tensor:
-    return torch.empty_strided(value.shape, _dense(value), dtype=value.dtype, device=value.device)
-
-
-def _dense(value: Value) -> tuple[int, ...]:
+def _dense(value: NetworkValue) -> tuple[int, ...]:
     """Return dense strides in the value's order of dimensions."""
     order = sorted(range(len(value.shape)), key=lambda d: (value.strides[d], -d))
     expected, strides = 1, [0] * len(value.shape)
@@ -436,15 +378,9 @@ def _dense(value: Value) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _put(place: Tensor, result: Any, along: BatchDim | None, at: int, size: int) -> None:
-    if along is not None:
-        place = place.narrow(along.dimension, at * along.each, size * along.each)
-    place.copy_(result)
-
-
-def graph_record(model: str, program: Program | PartsProgram) -> NetworkGraph:
+def graph_record(model: str, program: PlannedProgram) -> NetworkGraph:
     """Return the operators in order of execution, and the memory that values share."""
-    if isinstance(program, Program):
+    if isinstance(program, NetworkProgram):
         return NetworkGraph(model=model, sections=(_section(program, "the whole batch"),))
     first, rest = program.both
     batch, most = sum(program.parts), max(program.parts)
@@ -454,7 +390,7 @@ def graph_record(model: str, program: Program | PartsProgram) -> NetworkGraph:
     return NetworkGraph(model=model, sections=tuple(sections))
 
 
-def _section(program: Program, title: str) -> Section:
+def _section(program: NetworkProgram, title: str) -> Section:
     layout, graph = program.layout, program.graph
     spans = home_lives(graph, lives_of(graph, layout.order), layout.homes)
     numbers = {home: number for number, home in enumerate(spans)}
@@ -466,8 +402,7 @@ def _section(program: Program, title: str) -> Section:
     operators = []
     for number in layout.order:
         op, node = program.captured.ops[number], graph.nodes[number]
-        shown = next((v for v in op.outputs if v >= 0), None)
-        value = program.captured.values[shown] if shown is not None else None
+        value = next((program.captured.values[v] for v in op.outputs if v >= 0), None)
         operators.append(
             GraphOperator(
                 name=op.target.name().removeprefix("aten::"),

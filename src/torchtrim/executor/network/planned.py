@@ -23,21 +23,11 @@ from torch.utils import _pytree as pytree
 from torchtrim.errors import TorchtrimError, Unsupported
 from torchtrim.executor.network.capture import capture, plain_state
 from torchtrim.executor.network.captured import Captured
-from torchtrim.executor.network.parts import PartsProgram
-from torchtrim.executor.network.program import Program, Switches, tensors_of
+from torchtrim.executor.network.parts import PartsProgram, PlannedProgram
+from torchtrim.executor.network.program import NetworkProgram, Switches, tensors_of
 from torchtrim.executor.swap import Swapped
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-
-
-def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the call's arguments, flat, in torch.export's order."""
-    return pytree.tree_flatten((args, kwargs))
-
-
-def signature_of(leaves: list[Any], spec: pytree.TreeSpec) -> Hashable:
-    """Return the geometry of tensors and the values of other inputs. Raises `Unsupported` for objects."""
-    return spec, tuple(_of_leaf(leaf) for leaf in leaves), _autocast_key()
 
 
 def _of_leaf(leaf: Any) -> Hashable:
@@ -48,13 +38,6 @@ def _of_leaf(leaf: Any) -> Hashable:
     if isinstance(leaf, _PLAIN):
         return type(leaf), leaf
     raise Unsupported(f"an argument is a {type(leaf).__name__}, an arbitrary object")
-
-
-def _autocast_key() -> Hashable:
-    return tuple(
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        for kind in ("cpu", "cuda")
-    )
 
 
 MOST_PLANS = 64  # Arbitrary: bounds the memory for plans of a module called with ever new sizes.
@@ -82,7 +65,7 @@ class Planned:
         self._module = module
         self._inside = inside
         self._on: dict[str, Mapping[str, Any]] = {}
-        self._plans: OrderedDict[Hashable, Program | PartsProgram | None] = OrderedDict()
+        self._plans: OrderedDict[Hashable, PlannedProgram | None] = OrderedDict()
         self._swapped: Swapped | None = None
         self._children: dict[str, Planned] = {}
         self._thread = threading.get_ident()
@@ -105,7 +88,9 @@ class Planned:
         """Switch a technique on."""
         with _ONE_CAPTURE:
             if self._swapped is None:
-                self._swapped = Swapped(self._module, self._wrap)
+                self._swapped = Swapped(
+                    self._module, lambda run: functools.partial(self._call, run)
+                )
             self._on[technique] = options
             self._plans.clear()
             for child in self._children.values():
@@ -124,9 +109,9 @@ class Planned:
                 self._swapped = None
                 self._children.clear()
 
-    def program(self, *args: Any, **kwargs: Any) -> Program | PartsProgram | None:
+    def program(self, *args: Any, **kwargs: Any) -> PlannedProgram | None:
         """Return the plan for such a call, or None, with the reason in `notes`."""
-        return self._program(*leaves_of(args, kwargs))
+        return self._program(*pytree.tree_flatten((args, kwargs)))
 
     @property
     def peak_bytes(self) -> int | None:
@@ -142,14 +127,14 @@ class Planned:
             for name, reason in self.notes.items()
         )
 
-    def _wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.partial(self._call, forward)
-
     def _call(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._passes():
+        is_capturing = getattr(_CAPTURING, "now", False) or torch.compiler.is_compiling()
+        if self._module.training or not self._on or is_capturing:
             return forward(*args, **kwargs)
-        leaves, spec = leaves_of(args, kwargs)
-        if torch.is_grad_enabled() and (self._inside or _want_gradients(leaves)):
+        leaves, spec = pytree.tree_flatten((args, kwargs))  # In torch.export's order.
+        if torch.is_grad_enabled() and (
+            self._inside or any(isinstance(one, Tensor) and one.requires_grad for one in leaves)
+        ):
             return forward(*args, **kwargs)
         with torch.no_grad():
             program = self._program(leaves, spec)
@@ -160,13 +145,7 @@ class Planned:
                 results = program.run(leaves, tensors)
             return pytree.tree_unflatten(results, program.captured.returns)
 
-    def _passes(self) -> bool:
-        """True if the original forward must run."""
-        if self._module.training or not self._on or getattr(_CAPTURING, "now", False):
-            return True
-        return torch.compiler.is_compiling()
-
-    def _program(self, leaves: list[Any], spec: pytree.TreeSpec) -> Program | PartsProgram | None:
+    def _program(self, leaves: list[Any], spec: pytree.TreeSpec) -> PlannedProgram | None:
         try:
             key = self._key(leaves, spec)
         except Unsupported as error:
@@ -186,39 +165,39 @@ class Planned:
 
     def _made(
         self, key: Hashable, leaves: list[Any], spec: pytree.TreeSpec
-    ) -> Program | PartsProgram | None:
+    ) -> PlannedProgram | None:
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         captured = captured_of(self._module, key, args, kwargs)
         if isinstance(captured, str):
             self._cannot(captured)
             self._plan_children()
             return None
-        return self._planned(captured, leaves, spec)
-
-    def _planned(
-        self, captured: Captured, leaves: list[Any], spec: pytree.TreeSpec
-    ) -> Program | PartsProgram:
-        on = self._on
-        switches = Switches("release" in on, "in_place" in on, "arena" in on)
-        parts = int(on.get("split_batch", {}).get("parts", 1))
+        switches = Switches(*(name in self._on for name in Switches._fields))
+        parts = int(self._on.get("split_batch", {}).get("parts", 1))
         if parts < 2:
-            return Program(captured, switches)
+            return NetworkProgram(captured, switches)
 
         def recapture(part: Sequence[Any]) -> Captured:
             args, kwargs = pytree.tree_unflatten(part, spec)
-            found = captured_of(self._module, self._key(list(part), spec), args, kwargs)
-            if isinstance(found, str):
-                raise Unsupported(found)
-            return found
+            network = captured_of(self._module, self._key(part, spec), args, kwargs)
+            if isinstance(network, str):
+                raise Unsupported(network)
+            return network
 
         try:
             return PartsProgram(captured, leaves, parts, switches, recapture)
         except Unsupported as error:
             self.notes["split_batch"] = str(error)
-            return Program(captured, switches)
+            return NetworkProgram(captured, switches)
 
-    def _key(self, leaves: list[Any], spec: pytree.TreeSpec) -> Hashable:
-        return signature_of(leaves, spec), plain_state(self._module), _devices(self._module)
+    def _key(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Hashable:
+        """Return the geometry of tensors and the values of other inputs, the modules' state and autocast.
+
+        Raises `Unsupported` for arbitrary objects.
+        """
+        parameters = ((p.device, p.dtype, tuple(p.shape)) for p in self._module.parameters())
+        inputs = spec, tuple(map(_of_leaf, leaves)), _autocast()
+        return inputs, plain_state(self._module), tuple(parameters)
 
     def _cannot(self, reason: str) -> None:
         self.notes[type(self._module).__name__] = reason
@@ -253,11 +232,9 @@ def captured_of(
     """Return the module's graph for a call, or the reason for its absence. Cached while the module lives."""
     known = _CAPTURED.setdefault(module, OrderedDict())
     if key not in known:
-        context = contextvars.copy_context()
+        run = contextvars.copy_context().run
         with ThreadPoolExecutor(1) as pool:
-            known[key] = pool.submit(
-                context.run, _captured, module, args, kwargs, _autocast()
-            ).result()
+            known[key] = pool.submit(run, _captured, module, args, kwargs, _autocast()).result()
         while len(known) > MOST_PLANS:
             known.popitem(last=False)
     return known[key]
@@ -282,31 +259,19 @@ def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
-def _want_gradients(leaves: list[Any]) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-
-
-def _devices(module: nn.Module) -> Hashable:
-    return tuple((p.device, p.dtype, tuple(p.shape)) for p in module.parameters())
-
-
 def _callable_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield callable children, also in lists of modules, but not torch's own layers (single operators)."""
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _callable_children(child, f"{path}.")
-        elif next(child.children(), None) is not None or not _of_torch(child):
+        elif [*child.children()] or not type(child).__module__.startswith("torch.nn.modules"):
             yield path, child
-
-
-def _of_torch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.modules")
 
 
 @contextlib.contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Disable autocast, whose casts are part of the graph."""
+    """Disable autocast: its casts are part of the graph."""
     with contextlib.ExitStack() as stack:
         for kind, _ in _autocast():
             stack.enter_context(torch.autocast(kind, enabled=False))

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchtrim.errors import Unsupported
-from torchtrim.executor.network.captured import Captured, Op, Ref, Source, Value
+from torchtrim.executor.network.captured import Captured, NetworkValue, Op, Ref, Source
 from torchtrim.executor.network.out_variants import OutVariant, way_of
 from torchtrim.memory.network import Graph, Layout, Node, lay_out
 from torchtrim.memory.network.graph import bytes_alive, homes_of
 
 _SHARE_OF_A_SLICE = 256  # Arbitrary: a slice takes little memory next to the peak.
-_LEAST_SLICE = 64 * 2**10
+_LEAST_SLICE = 64 * 2**10  # Arbitrary: smaller slices cost more time than they save memory.
 Env = list[Any]
 Step = Callable[[Env, Tensor | None], None]
 
@@ -29,7 +29,7 @@ class Switches(NamedTuple):
     arena: bool = True
 
 
-class Program:
+class NetworkProgram:
     """A planned network. Calls share nothing, so any number of threads may run it.
 
     Each call allocates its own arena and frees it at the end. Results are outside of the arena.
@@ -40,7 +40,11 @@ class Program:
         self.graph, self.buffers, ways = graph_of(captured, whole)
         self.layout = lay_out(self.graph, in_place=switches.in_place, arena=switches.arena)
         ways = _with_room(captured, self.graph, self.layout, ways, whole)
-        self._steps = _steps(captured, self, ways, switches.release)
+        dead = _dead_values(captured, self.layout.order)
+        self._steps = [
+            (_step(self, number, ways[number]), tuple(values) if switches.release else ())
+            for number, values in zip(self.layout.order, dead, strict=True)
+        ]
         some = next((value for value in captured.values if value.ours), None)
         self._device = some.device if some is not None else torch.device("cpu")
 
@@ -67,10 +71,12 @@ class Program:
             env[source.value] = _value_of(source, inputs, tensors)
         height = self.layout.height
         arena = torch.empty(height, dtype=torch.uint8, device=self._device) if height else None
-        for step in self._steps:
+        for step, dead in self._steps:
             step(env, arena)
-        for source, value in self.captured.updates:
-            _value_of(source, inputs, tensors).copy_(env[value])
+            for value in dead:
+                env[value] = None
+        for source, updated in self.captured.updates:
+            _value_of(source, inputs, tensors).copy_(env[updated])
         return [env[r.value] if isinstance(r, Ref) else r for r in self.captured.results]
 
 
@@ -86,8 +92,8 @@ def graph_of(
     `whole`: the size of the whole batch relative to this part.
     """
     values = captured.values
-    kept = {v.memory for v in values if v.ours}
-    buffers = {memory: number for number, memory in enumerate(sorted(kept))}
+    ours = sorted({v.memory for v in values if v.ours})
+    buffers = {memory: number for number, memory in enumerate(ours)}
     sizes = tuple(captured.memories[memory] for memory in buffers)
     last = [r.value for r in captured.results if isinstance(r, Ref)]
     last += [value for _, value in captured.updates]
@@ -158,86 +164,66 @@ def _nodes(
     return tuple(nodes)
 
 
-def _overwritable(op: Op, values: tuple[Value, ...], buffers: dict[int, int]) -> tuple[int, ...]:
+def _overwritable(
+    op: Op, values: tuple[NetworkValue, ...], buffers: dict[int, int]
+) -> tuple[int, ...]:
     """Return the buffers of arguments that have the result's geometry and no other alias."""
     out = values[op.outputs[0]]
-    found = []
-    for value in op.inputs:
-        same = [values[v] for v in op.inputs if values[v].memory == values[value].memory]
-        if values[value].ours and all(_geometry(one) == _geometry(out) for one in same):
-            found.append(buffers[values[value].memory])
-    return tuple(dict.fromkeys(found))
+    inputs = dict.fromkeys(values[v] for v in op.inputs)
+    other = {one.memory for one in inputs if one._replace(memory=out.memory, ours=out.ours) != out}
+    memories = dict.fromkeys(one.memory for one in inputs if one.ours)
+    return tuple(buffers[memory] for memory in memories if memory not in other)
 
 
-def _geometry(value: Value) -> tuple[object, ...]:
-    return value.shape, value.strides, value.offset, value.dtype, value.device
-
-
-def _steps(
-    captured: Captured, program: Program, ways: Sequence[OutVariant | None], release: bool
-) -> list[Step]:
-    """Return a function for each operator, in the order of the plan."""
-    layout, steps = program.layout, []
-    dead = _dead_values(captured, layout) if release else [()] * len(layout.order)
-    for position, number in enumerate(layout.order):
-        op, way, node = captured.ops[number], ways[number], program.graph.nodes[number]
-        steps.append(_step(captured, program, op, node, way))
-        if dead[position]:
-            steps.append(_forget(dead[position]))
-    return steps
-
-
-def _dead_values(captured: Captured, layout: Layout) -> list[tuple[int, ...]]:
+def _dead_values(captured: Captured, order: Sequence[int]) -> list[list[int]]:
     """Return the values that no operator reads after each position."""
     last: dict[int, int] = {}
-    for position, number in enumerate(layout.order):
+    for position, number in enumerate(order):
         op = captured.ops[number]
         last.update(dict.fromkeys((*op.inputs, *(v for v in op.outputs if v >= 0)), position))
     kept = {r.value for r in captured.results if isinstance(r, Ref)}
     kept |= {value for _, value in captured.updates}
-    dead: list[list[int]] = [[] for _ in layout.order]
+    dead: list[list[int]] = [[] for _ in order]
     for value, position in last.items():
         if value not in kept:
             dead[position].append(value)
-    return [tuple(values) for values in dead]
+    return dead
 
 
-def _forget(values: tuple[int, ...]) -> Step:
-    def step(env: Env, _arena: Tensor | None) -> None:
-        for value in values:
-            env[value] = None
+def _step(program: NetworkProgram, number: int, way: OutVariant | None) -> Step:
+    op = program.captured.ops[number]
+    args, kwargs = _filler(op.args), _filler(op.kwargs)
+    place = _place(program, op, program.graph.nodes[number], way)
+    if way is None or place is None:
+        return _allocating(op, args, kwargs)
+    write, out = way.write, op.outputs[0]
+
+    def step(env: Env, arena: Tensor | None) -> None:
+        there = place(env, arena)
+        write(args(env), kwargs(env), there)
+        env[out] = there
 
     return step
 
 
-def _step(captured: Captured, program: Program, op: Op, node: Node, way: OutVariant | None) -> Step:
-    layout = program.layout
-    args, kwargs = _filler(op.args), _filler(op.kwargs)
+def _place(
+    program: NetworkProgram, op: Op, node: Node, way: OutVariant | None
+) -> Callable[[Env, Tensor | None], Tensor] | None:
+    """Return a function that returns the result's place, or None if the operator allocates it."""
     if way is None or not node.makes:
-        return _allocating(op, args, kwargs)
-    home, out = layout.homes[node.makes[0]], op.outputs[0]
-    value = captured.values[out]
+        return None
+    layout, values, buffers = program.layout, program.captured.values, program.buffers
+    value, home = values[op.outputs[0]], layout.homes[node.makes[0]]
     if home != node.makes[0]:
-        taken = _taken_over(captured, program, op, home)
-        return _writing(way, args, kwargs, out, lambda env, _: env[taken])
+        own = (v for v in op.inputs if values[v].ours)
+        taken = next(v for v in own if layout.homes[buffers[values[v].memory]] == home)
+        return lambda env, _: env[taken]
     if home in layout.offsets:
-        at = layout.offsets[home] // value.dtype.itemsize
-        return _writing(way, args, kwargs, out, _view_into(value, at))
-    if way.always:
-        return _writing(way, args, kwargs, out, lambda _env, _arena: _fresh(value))
-    return _allocating(op, args, kwargs)
+        return _view_into(value, layout.offsets[home] // value.dtype.itemsize)
+    return (lambda _env, _arena: fresh(value)) if way.always else None
 
 
-def _taken_over(captured: Captured, program: Program, op: Op, home: int) -> int:
-    """Return the argument that the result overwrites."""
-    values, homes = captured.values, program.layout.homes
-    for value in op.inputs:
-        if values[value].ours and homes[program.buffers[values[value].memory]] == home:
-            return value
-    raise AssertionError("an operator overwrites a value that it does not read")
-
-
-def _view_into(value: Value, at: int) -> Callable[[Env, Tensor | None], Tensor]:
+def _view_into(value: NetworkValue, at: int) -> Callable[[Env, Tensor | None], Tensor]:
     def place(_env: Env, arena: Tensor | None) -> Tensor:
         assert arena is not None
         empty = torch.empty(0, dtype=value.dtype, device=value.device)
@@ -246,23 +232,9 @@ def _view_into(value: Value, at: int) -> Callable[[Env, Tensor | None], Tensor]:
     return place
 
 
-def _fresh(value: Value) -> Tensor:
+def fresh(value: NetworkValue) -> Tensor:
+    """Allocate a value."""
     return torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device=value.device)
-
-
-def _writing(
-    way: OutVariant,
-    args: Callable[[Env], Any],
-    kwargs: Callable[[Env], Any],
-    out: int,
-    place: Callable[[Env, Tensor | None], Tensor],
-) -> Step:
-    def step(env: Env, arena: Tensor | None) -> None:
-        there = place(env, arena)
-        way.write(args(env), kwargs(env), there)
-        env[out] = there
-
-    return step
 
 
 def _allocating(op: Op, args: Callable[[Env], Any], kwargs: Callable[[Env], Any]) -> Step:
@@ -284,19 +256,16 @@ def _allocating(op: Op, args: Callable[[Env], Any], kwargs: Callable[[Env], Any]
 
 
 def _filler(arguments: Any) -> Callable[[Env], Any]:
-    """Return a function that inserts values into the arguments."""
     leaves, spec = pytree.tree_flatten(arguments, is_leaf=lambda x: isinstance(x, Ref))
     if not any(isinstance(leaf, Ref) for leaf in leaves):
         return lambda _: arguments
-    if isinstance(arguments, tuple) and not any(map(_nested, arguments)):
+    if isinstance(arguments, tuple) and all(
+        isinstance(x, Ref) or not isinstance(x, (list, tuple, dict)) for x in arguments
+    ):
         return lambda env: tuple(env[x.value] if isinstance(x, Ref) else x for x in leaves)
     return lambda env: pytree.tree_unflatten(
         [env[x.value] if isinstance(x, Ref) else x for x in leaves], spec
     )
-
-
-def _nested(argument: Any) -> bool:
-    return isinstance(argument, (list, tuple, dict)) and not isinstance(argument, Ref)
 
 
 def tensors_of(module: nn.Module, captured: Captured) -> dict[str, Tensor]:
@@ -311,12 +280,8 @@ def tensors_of(module: nn.Module, captured: Captured) -> dict[str, Tensor]:
         name = str(source.key)
         tensor = captured.constants.get(name) if source.kind == "constant" else _named(module, name)
         value = captured.values[source.value]
-        same = tensor is not None and tuple(tensor.shape) == value.shape
-        if (
-            tensor is None
-            or not same
-            or (tensor.dtype, tensor.device) != (value.dtype, value.device)
-        ):
+        known = value.shape, value.dtype, value.device
+        if tensor is None or (tuple(tensor.shape), tensor.dtype, tensor.device) != known:
             raise Unsupported(f"`{name}` has changed since the network was captured")
         found[name] = tensor
     return found
@@ -325,5 +290,5 @@ def tensors_of(module: nn.Module, captured: Captured) -> dict[str, Tensor]:
 def _named(module: nn.Module, name: str) -> Tensor | None:
     path, _, last = name.rpartition(".")
     owner = module.get_submodule(path)
-    found = owner._parameters.get(last)
-    return found if found is not None else owner._buffers.get(last)
+    parameter = owner._parameters.get(last)
+    return parameter if parameter is not None else owner._buffers.get(last)

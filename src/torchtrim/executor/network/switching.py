@@ -17,7 +17,7 @@ from torchtrim.executor.places import module_at
 from torchtrim.executor.registry import Handles
 from torchtrim.records.plan import Technique
 
-_AT_ONCE = 64 * 2**20
+_AT_ONCE = 64 * 2**20  # Arbitrary: bytes copied at once, large enough for the disk's full speed.
 
 
 class _Place(NamedTuple):
@@ -48,7 +48,7 @@ class Aside:
 
     def __init__(self, module: nn.Module) -> None:
         self._file: IO[bytes] = tempfile.TemporaryFile(prefix="torchtrim-")  # noqa: SIM115
-        self._closed = weakref.finalize(self, self._file.close)
+        weakref.finalize(self, self._file.close)
         self._blocks: list[_Block] = []
         self._places: list[_Place] = []
         numbers: dict[int, int] = {}
@@ -94,16 +94,9 @@ class Aside:
         if number is None:
             number = numbers[storage._cdata] = len(self._blocks)
             self._blocks.append(self._save(storage))
-        self._places.append(
-            _Place(
-                parameter,
-                number,
-                gradient.shape,
-                gradient.stride(),
-                int(gradient.storage_offset()),
-                gradient.dtype,
-            )
-        )
+        at = int(gradient.storage_offset())
+        geometry = gradient.shape, gradient.stride(), at, gradient.dtype
+        self._places.append(_Place(parameter, number, *geometry))
 
     def _save(self, storage: torch.UntypedStorage) -> _Block:
         size, at = storage.nbytes(), self._file.seek(0, 2)
@@ -135,14 +128,14 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
 
 def switch_on(roots: Mapping[str, nn.Module], technique: Technique) -> Handles:
     """Switch the technique on. Raises `ApplyFailed` for an unknown place and leaves the modules unchanged."""
-    switched = Handles()
+    handles = Handles()
     try:
         for where in technique.where:
             module = module_at(roots, where)
-            switched.add(Planned.of(module).switch_on(technique.name, technique.options))
+            handles.add(Planned.of(module).switch_on(technique.name, technique.options))
             if technique.options.get("gradients"):
-                switched.add(Aside(module))
+                handles.add(Aside(module))
     except BaseException:
-        switched.revert()
+        handles.revert()
         raise
-    return switched
+    return handles

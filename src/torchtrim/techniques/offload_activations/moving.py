@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchtrim.executor.mapped_files import mapped
-from torchtrim.executor.saved_tensor_hooks import when_asked
+from torchtrim.executor.saved_tensors import when_asked
 from torchtrim.techniques.offload_activations.places import Room
 
 
@@ -51,16 +51,12 @@ class StorageMover:
 
     def __init__(self, slab_bytes: int = 0, file_bytes: int = 0) -> None:
         self._streams: tuple[Any, Any] | None = None
-        self._stores = _Store(slab_bytes, _pinned), _Store(file_bytes, mapped)
+        self.stores = _Store(slab_bytes, _pinned), _Store(file_bytes, mapped)
 
     @property
     def pinned_bytes(self) -> int:
         """Bytes of pinned memory allocated."""
-        return self._stores[0].bytes
-
-    def store(self, *, in_file: bool) -> _Store:
-        """Return the allocator of pinned memory or of the file."""
-        return self._stores[in_file]
+        return self.stores[False].bytes
 
     @property
     def streams(self) -> tuple[Any, Any]:
@@ -82,7 +78,6 @@ class _Store:
         self.bytes = 0
 
     def take(self, size: int, offsets: Sequence[int] = ()) -> Loan:
-        """Allocate host memory."""
         for offset in offsets:
             if offset + size <= self._slab_bytes and (loan := self._lent(offset, size)) is not None:
                 return loan
@@ -101,20 +96,20 @@ class _Store:
     def _lent(self, first: int, size: int) -> Loan | None:
         """Lend a range of the slab, or return None if part of it is in use."""
         last = first + size
-        met = [one for one in self._ranges if one.first < last and first < one.last]
-        if any(one.is_lent for one in met):
+        overlapping = [one for one in self._ranges if one.first < last and first < one.last]
+        if any(one.is_lent for one in overlapping):
             return None
         if self._slab is None:
             self._slab = self._make(self._slab_bytes)
-        over = [one for one in met if first <= one.first and one.last <= last]
+        over = [one for one in overlapping if first <= one.first and one.last <= last]
         self._ranges = [one for one in self._ranges if one not in over]
         self._ranges.append(_Range(first, last))
-        return Loan(self._slab[first:last], self._awaited(met), self._ranges[-1])
+        return Loan(self._slab[first:last], self._awaited(overlapping), self._ranges[-1])
 
     @staticmethod
-    def _awaited(met: Sequence[_Range]) -> list[Any]:
+    def _awaited(ranges: Sequence[_Range]) -> list[Any]:
         """Return the events to wait for before the ranges are overwritten."""
-        return [one.after for one in met]
+        return [one.after for one in ranges]
 
     def _make(self, size: int) -> torch.Tensor:
         self.bytes += size
@@ -140,7 +135,7 @@ class MovedStorage:
         self._device = device
         self._here: torch.Tensor | None = _bytes_of(storage, device)
         self._arrived: Any = None
-        self._store = mover.store(in_file=room.in_file)
+        self._store = mover.stores[room.in_file]
         self._loan = self._store.take(storage.nbytes(), room.offsets)
         self._host = self._loan.memory
         self._saved = self._copied_out(self._here)
@@ -164,7 +159,7 @@ class MovedStorage:
 
     def _copied_out(self, here: torch.Tensor) -> Any:
         """Copy to the host, and return the event, or None if the copy is complete."""
-        if not self._has_streams:
+        if self._device.type != "cuda":
             self._host.copy_(here)
             return None
         out, _ = self._mover.streams
@@ -177,7 +172,7 @@ class MovedStorage:
 
     def _copied_home(self, buffer: torch.Tensor) -> Any:
         """Copy back to the device, and return the event, or None if the copy is complete."""
-        if not self._has_streams:
+        if self._device.type != "cuda":
             buffer.copy_(self._host)
             return None
         _, home = self._mover.streams
@@ -186,10 +181,6 @@ class MovedStorage:
         with torch.cuda.stream(home):
             buffer.copy_(self._host, non_blocking=True)
         return home.record_event()
-
-    @property
-    def _has_streams(self) -> bool:
-        return self._device.type == "cuda"
 
     @staticmethod
     def _await(event: Any) -> None:
@@ -235,5 +226,5 @@ class MovedStorage:
 
 
 def _bytes_of(storage: Any, device: torch.device) -> torch.Tensor:
-    whole = torch.empty(0, dtype=torch.uint8, device=device)
-    return whole.set_(storage, 0, (storage.nbytes(),), (1,))
+    empty = torch.empty(0, dtype=torch.uint8, device=device)
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))

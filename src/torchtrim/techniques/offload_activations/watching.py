@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtrim.executor.failing import note
-from torchtrim.executor.ordinals import counting, is_numbered, unnumbered
+from torchtrim.dispatch.modes import tensors_among
+from torchtrim.executor.ordinals import is_numbered, unnumbered
 from torchtrim.executor.places import module_at
-from torchtrim.executor.registry import Handle, Handles
-from torchtrim.executor.saved_tensor_hooks import Lost, chains, foreign, on_top
-from torchtrim.executor.swap import Swapped
-from torchtrim.records.operator_names import role_of
+from torchtrim.executor.registry import Handle, all_or_none
+from torchtrim.executor.saved_tensors import (
+    PLAIN,
+    OperatorKind,
+    Saved,
+    SavedTensorWatcher,
+    detached,
+    storage_number,
+)
 from torchtrim.techniques.offload_activations.moving import MovedStorage, StorageMover, View
 from torchtrim.techniques.offload_activations.places import UNSEEN, OffloadPlace, Room, placed
 from torchtrim.techniques.replay.places import OperatorOrdinal
-
-_PLAIN = (torch.Tensor, nn.Parameter)
-
 
 Rooms = dict[OffloadPlace, Room]
 
@@ -35,29 +35,13 @@ def watch(roots: Mapping[str, nn.Module], where: Sequence[str], mover: StorageMo
     places: defaultdict[str, Rooms] = defaultdict(dict)
     for place, room in map(placed, where):
         places[place.root][place] = room
-    handles = Handles()
-    try:
-        for root, several in places.items():
-            watcher = OffloadWatcher(several, mover)
-            handles.add(Swapped(module_at(roots, root), functools.partial(_watched, watcher)))
-    except BaseException as error:
-        note(error, str(next(iter(several))))
-        handles.revert()
-        raise
-    return handles
+    rooms = {str(next(iter(several))): several for several in places.values()}
 
+    def change(first: str) -> Handle:
+        root = module_at(roots, next(iter(rooms[first])).root)
+        return OffloadWatcher(rooms[first], mover).watch(root, first, _RootCall)
 
-def _watched(watcher: OffloadWatcher, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or watcher.is_on:
-            return forward(*args, **kwargs)
-        if foreign():
-            watcher.lost.tell(watcher.where)
-        if on_top() is not None:
-            return forward(*args, **kwargs)
-        return watcher.run(functools.partial(forward, *args, **kwargs))
-
-    return run
+    return all_or_none(rooms, change)
 
 
 class _PlannedStorage(NamedTuple):
@@ -78,16 +62,12 @@ class _RootCall:
         self.leaving: defaultdict[OperatorOrdinal, list[MovedStorage]] = defaultdict(list)
         self.coming: defaultdict[OperatorOrdinal, PendingFetches] = defaultdict(PendingFetches)
 
-    def skip(self, counts: Counter[str]) -> None:
-        """Advance the ordinals for operators that were substituted."""
-        for name in counts.elements():
-            self.runs(name)
-
     def runs(self, name: str) -> OperatorOrdinal:
-        """Count an operator, and free what was waiting for it."""
+        """Count an operator, and free the storages that leave when it starts."""
         run = OperatorOrdinal(name, self.counts[name])
         self.counts[name] += 1
-        _release(self.leaving.pop(run, ()))
+        for moved in self.leaving.pop(run, ()):
+            moved.release()
         return run
 
 
@@ -113,11 +93,9 @@ class PendingFetches:
 
 
 class SavedOffload(NamedTuple):
-    """Autograd's substitute for a saved tensor: the tensor, or its moved storage. Reading it starts other
-    fetches.
-    """
+    """Autograd's substitute: the tensor, or its moved storage and view. Reading it starts other fetches."""
 
-    tensor: torch.Tensor | None
+    kept: torch.Tensor | None
     moved: MovedStorage | None
     view: View | None
     coming: PendingFetches | None
@@ -128,115 +106,76 @@ class SavedOffload(NamedTuple):
             self.coming.begin(id(self))
         if self.moved is not None and self.view is not None:
             return self.moved.get(self.view, id(self))
-        assert self.tensor is not None
-        return self.tensor
+        assert self.kept is not None
+        return self.kept
 
 
-class OffloadWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode for one root of a plan, active during its forward."""
+class OffloadWatcher(SavedTensorWatcher[_RootCall]):
+    """Watcher of one root of a plan."""
 
-    def __init__(self, places: Rooms, mover: StorageMover) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, rooms: Rooms, mover: StorageMover) -> None:
+        super().__init__("offload_activations", None, detached, nests=False)
         self._mover = mover
         self._made: defaultdict[OperatorOrdinal, list[OffloadPlace]] = defaultdict(list)
-        for place in places:
+        for place in rooms:
             self._made[place.made].append(place)
-        self._triggers = {place.trigger for place in places}
-        self._ranks = {place: rank for rank, place in enumerate(places)}
-        self._rooms = places
-        self.where = str(next(iter(places)))
-        self._call: _RootCall | None = None
-        self._known: dict[Any, tuple[str, tuple[int, ...]]] = {}
-        self._hooks = self._pack, chains(_unpack)
-        self.lost = Lost("offload_activations")
+        self._triggers = {place.trigger for place in rooms}
+        self._ranks = {place: rank for rank, place in enumerate(rooms)}
+        self._rooms = rooms
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
+    def skip(self, counts: Counter[str]) -> None:
+        """Advance the ordinals for operators that were substituted."""
+        for name in counts.elements():
+            self.calls[-1].runs(name)
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True, so that functions compiled by the script stay compiled."""
-        return True
+    def end(self, call: _RootCall) -> None:
+        """Free the storages that leave at the end of a call."""
+        for several in call.leaving.values():
+            for moved in several:
+                moved.release()
+        call.moved.clear()
+        call.noted.clear()
 
-    @property
-    def is_on(self) -> bool:
-        """True during a watched call."""
-        return self._call is not None
-
-    def run(self, forward: Callable[[], Any]) -> Any:
-        """Run a call while watching it."""
-        call = self._call = _RootCall()
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(*self._hooks), counting(call.skip), self:
-                return forward()
-        except Exception as error:
-            note(error, self.where)
-            raise
-        finally:
-            self._call = None
-            for several in call.leaving.values():
-                _release(several)
-            call.moved.clear()
-            call.noted.clear()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, call = kwargs or {}, self._call
-        if types and any(kind not in _PLAIN for kind in types):
-            return NotImplemented
-        if call is None or torch._C._current_autograd_node() is not None:
+    def operator(self, kind: OperatorKind, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator, and note the tensors that the plan moves."""
+        if torch._C._current_autograd_node() is not None:
             return func(*args, **kwargs)
-        name, written = self._known.get(func) or self._know(func)
-        run = call.runs(name) if is_numbered() else None
-        for position in written:
-            self._settle(call, args[position] if position < len(args) else None)
+        call = self.calls[-1]
+        run = call.runs(kind.role) if kind.role and is_numbered() else None
+        if kind.writes:
+            self._settle(call, kind.written(args, kwargs))
         result = func(*args, **kwargs)
         if run is not None:
-            self._made_by(run, result, call)
+            if run.name not in UNSEEN:
+                call.last = run
+            for place in self._made.get(run, ()) if torch.is_grad_enabled() else ():
+                self._note(call, place, result)
         return result
 
-    def _made_by(self, run: OperatorOrdinal, result: Any, call: _RootCall) -> None:
-        if run.name not in UNSEEN:
-            call.last = run
-        for place in self._made.get(run, ()) if torch.is_grad_enabled() else ():
-            self._note(call, place, result)
-
-    def _know(self, func: Any) -> tuple[str, tuple[int, ...]]:
-        namespace, _, name = str(func).partition(".")
-        written = tuple(
-            position
-            for position, argument in enumerate(func._schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        )
-        role = role_of(name.partition(".")[0]) if namespace == "aten" else ""
-        known = self._known[func] = (role, written)
-        return known
-
-    def _settle(self, call: _RootCall, value: Any) -> None:
+    def _settle(self, call: _RootCall, written: list[Any]) -> None:
         """Wait for copies of storages that are about to be written in place."""
-        for tensor in _tensors_among(value):
-            number = _number(tensor)
+        for tensor in tensors_among(written):
+            number = storage_number(tensor)
             for (storage, _), moved in call.moved.items():
                 if storage == number:
                     moved.release()
 
     def _note(self, call: _RootCall, place: OffloadPlace, result: Any) -> None:
-        if foreign():
-            self.lost.tell(str(place))
-        results = list(_tensors_among(result))
+        self.warn_if_foreign(str(place))
+        results = list(tensors_among([result]))
         if place.result < len(results):
             storage = results[place.result].untyped_storage()
             weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             call.noted[storage._cdata] = _PlannedStorage(place, weak)
 
-    def _pack(self, tensor: torch.Tensor) -> SavedOffload:
-        call = self._call
-        if call is None:
-            return SavedOffload(_apart(tensor), None, None, None)
+    def pack(self, tensor: torch.Tensor) -> Saved | torch.Tensor:
+        """Start to move a planned tensor, and note the fetches that start when backward reads it."""
+        call = self.calls[-1]
         coming = call.coming[call.last] if call.last in self._triggers else None
-        noted = call.noted.get(_number(tensor)) if type(tensor) in _PLAIN else None
+        noted = call.noted.get(storage_number(tensor)) if type(tensor) in PLAIN else None
         if noted is None or not self._moves(noted.place, tensor):
-            return SavedOffload(_apart(tensor), None, None, coming)
+            kept = detached(tensor)
+            return kept if coming is None else SavedOffload(kept, None, None, coming)
         moved = self._moved(call, noted.place, tensor)
         moved.packs += 1
         view = View(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
@@ -249,7 +188,7 @@ class OffloadWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _moved(self, call: _RootCall, place: OffloadPlace, tensor: torch.Tensor) -> MovedStorage:
         """Start to move the storage's current values to the host."""
-        key = _number(tensor), tensor._version
+        key = storage_number(tensor), tensor._version
         moved = call.moved.get(key)
         if moved is None:
             with torch.no_grad(), unnumbered():
@@ -259,32 +198,3 @@ class OffloadWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call.leaving[place.until].append(moved)
             call.coming[place.trigger].add(self._ranks[place], moved)
         return moved
-
-
-def _unpack(saved: SavedOffload) -> torch.Tensor:
-    return saved.get()
-
-
-def _release(several: Sequence[MovedStorage]) -> None:
-    for moved in several:
-        moved.release()
-
-
-def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """Detach the tensor from its graph, which would otherwise hold itself."""
-    if tensor.grad_fn is None:
-        return tensor
-    with torch._C._DisableTorchDispatch():
-        return tensor.detach()
-
-
-def _number(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _tensors_among(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors_among(one)

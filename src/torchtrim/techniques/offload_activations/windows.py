@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping
 from functools import cached_property
 from typing import NamedTuple
 
@@ -43,11 +42,9 @@ from torchtrim.techniques.replay.places import OperatorOrdinal
 from torchtrim.techniques.replay.reading import RemakeReader
 
 _STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathered", "input"))
-_LEAST_SHARE = 0.002
-"""Tensors below 0.2 % of the peak are not worth two copies."""
+_LEAST_SHARE = 0.002  # Tensors below 0.2 % of the peak are not worth two copies.
 _LEAST_BYTES = 16_384  # Arbitrary: below this the latency of a copy dominates its transfer.
-_SECONDS_A_COPY = 2e-5
-"""Host time to queue a copy with its events, twice a kernel launch on most devices."""
+_SECONDS_A_COPY = 2e-5  # To queue a copy with its events: two kernel launches on most devices.
 
 
 class OffloadCandidate(NamedTuple):
@@ -67,8 +64,10 @@ def windows_of(step: Step) -> dict[OffloadPlace, tuple[Span, ...]]:
     if profile is None or not profile.saved_known:
         return {}
     planner = reading_of(step)
-    places = (planner.places(call) for call in planner.first_calls())
-    return {place: planner.spans(place) for found in places for place in found}
+    roots = dict.fromkeys(module.path for module in step.modules if module.parent < 0)
+    first_calls = [call for root in roots for call in planner.calls(root)[:1]]
+    places = [place for call in first_calls for place in planner.places(call)]
+    return {place: planner.spans(place) for place in places}
 
 
 def edit_of(step: Step, place: OffloadPlace, *, in_file: bool = False) -> Edit | None:
@@ -77,9 +76,8 @@ def edit_of(step: Step, place: OffloadPlace, *, in_file: bool = False) -> Edit |
         return None
     planner = reading_of(step)
     edits = [planner.edit(call, place, in_file) for call in planner.calls(place.root)]
-    if not edits or None in edits:
-        return None
-    return joined(edit for edit in edits if edit is not None)
+    known = [edit for edit in edits if edit is not None]
+    return joined(known) if known and len(known) == len(edits) else None
 
 
 @remembered
@@ -102,44 +100,33 @@ class _Reading:
     def calls(self, root: str) -> list[StepCall]:
         """Return the calls of a root that saved something for backward."""
         modules = self._step.modules
-        return [
-            call
-            for call in self._step.calls
-            if call.graded and modules[call.module].parent < 0 and modules[call.module].path == root
-        ]
-
-    def first_calls(self) -> list[StepCall]:
-        """Return the first call of each root."""
-        modules = self._step.modules
-        roots = dict.fromkeys(m.path for m in modules if m.parent < 0)
-        return [calls[0] for root in roots if (calls := self.calls(root))]
+        numbers = {n for n, one in enumerate(modules) if one.parent < 0 and one.path == root}
+        return [call for call in self._step.calls if call.graded and call.module in numbers]
 
     def spans(self, place: OffloadPlace) -> tuple[Span, ...]:
-        """Return the tasks that make the named tensor."""
         tasks = (self._task(call, place.made) for call in self.calls(place.root))
         return tuple(Span(task, task + 1) for task in tasks if task is not None)
 
     def places(self, call: StepCall) -> list[OffloadPlace]:
         """Return the places of a call, in order of backward's reads."""
-        found = self._candidates(call)
-        gone = self._outwards(call, found)
-        back = self._homewards(call, found)
-        places = []
-        for one in sorted(found, key=lambda one: one.asked):
-            until, trigger = gone[one.tensor], back[one.tensor]
-            if trigger is not None and until < self._asked(call)[trigger]:
-                places.append(self._place(call, one, until, trigger))
-        return places
+        numbers = range(len(self._step.tensors))
+        candidates = [one for n in numbers if (one := self._candidate(call, n)) is not None]
+        until = self._outwards(call, sorted(candidates, key=lambda one: (one.packed, one.tensor)))
+        triggers, asked = self._homewards(call, candidates), self._all_asked.get(call.span, {})
+        return [
+            self._place(call, one, until[one.tensor], trigger)
+            for one in sorted(candidates, key=lambda one: (one.asked, one.packed, one.tensor))
+            if (trigger := triggers[one.tensor]) is not None and until[one.tensor] < asked[trigger]
+        ]
 
     def edit(self, call: StepCall, place: OffloadPlace, in_file: bool) -> Edit | None:
-        """Return the edit of a place in one call."""
         tensor = self._made(call, place)
         one = self._candidate(call, tensor) if tensor is not None else None
         until = call.span.last if place.until == END else self._task(call, place.until)
         trigger = self._task(call, place.trigger)
         if one is None or until is None or trigger is None:
             return None
-        back = min(self._asked(call).get(trigger, one.asked), one.asked)
+        back = min(self._all_asked.get(call.span, {}).get(trigger, one.asked), one.asked)
         if not one.packed < until < back:
             return None
         claims = () if place.result else (self._step.tensors[one.tensor].birth,)
@@ -177,85 +164,62 @@ class _Reading:
         home = max(seconds - (self._clock[one.asked] - self._clock[back]), 0.0)
         return Trip(size, seconds, leaves, until, back, one.asked, _SECONDS_A_COPY, out + home)
 
-    def _candidates(self, call: StepCall) -> list[OffloadCandidate]:
-        """Return the tensors worth offloading, in the order of their saves."""
-        numbers = range(len(self._step.tensors))
-        found = [one for number in numbers if (one := self._candidate(call, number)) is not None]
-        return sorted(found, key=lambda one: (one.packed, one.tensor))
-
     def _candidate(self, call: StepCall, number: int) -> OffloadCandidate | None:
+        """Return a tensor of a call if it is worth offloading."""
         tensor = self._step.tensors[number]
         if tensor.bytes < self._least or tensor.pool != DEVICE or tensor.kind in _STATE:
             return None
-        if not call.span.first <= tensor.birth < call.span.last:
+        inside, names = range(*call.span), self._reader.names
+        if tensor.birth not in inside or names[tensor.birth] in UNSEEN:
             return None
-        holds = [(place, hold) for place, hold in enumerate(tensor.holds) if hold.saver >= 0]
-        asked = [hold.asked for _, hold in holds if hold.asked >= 0]
-        within = all(call.span.first <= hold.saver < call.span.last for _, hold in holds)
-        if not asked or not within:
+        holds = {place: hold for place, hold in enumerate(tensor.holds) if hold.saver >= 0}
+        asked = [hold.asked for hold in holds.values() if hold.asked >= 0]
+        if not asked or any(hold.saver not in inside for hold in holds.values()):
             return None
-        packed = min(hold.packed for _, hold in holds)
-        if (
-            max(self._writers.get(number, ()), default=-1) > packed
-            or self._reader.names[tensor.birth] in UNSEEN
-        ):
+        packed = min(hold.packed for hold in holds.values())
+        if max(self._writers.get(number, ()), default=-1) > packed:
             return None
-        return OffloadCandidate(
-            number,
-            tuple(place for place, _ in holds),
-            max(packed, tensor.birth),
-            min(asked),
-            max(hold.until for _, hold in holds),
-        )
+        until = max(hold.until for hold in holds.values())
+        return OffloadCandidate(number, tuple(holds), max(packed, tensor.birth), min(asked), until)
 
-    def _outwards(self, call: StepCall, found: list[OffloadCandidate]) -> dict[int, int]:
-        """Return when each may be freed: after the link has copied it and all before it."""
-        free, gone = 0.0, {}
-        for one in found:
-            start = max(free, self._clock[one.packed + 1])
-            free = start + self._step.tensors[one.tensor].bytes / self._link
-            used = max(
-                (h.until for h in self._step.tensors[one.tensor].holds if h.saver < 0), default=0
-            )
-            done = max(bisect_left(self._clock, free), one.packed + 2, min(used, call.span.last))
-            gone[one.tensor] = self._named_from(call, done)
-        return gone
+    def _outwards(self, call: StepCall, candidates: list[OffloadCandidate]) -> dict[int, int]:
+        """Return when to free each, after the link has copied it and all before it.
 
-    def _named_from(self, call: StepCall, task: int) -> int:
-        """Return the first task from `task` on that a plan can name, or the end of the call."""
-        names = self._reader.names
-        return next(
-            (i for i in range(task, call.span.last) if names[i] not in UNSEEN), call.span.last
-        )
-
-    def _homewards(self, call: StepCall, found: list[OffloadCandidate]) -> dict[int, int | None]:
-        """Return the task whose saved tensors trigger each fetch: the last that leaves time for its copy and
-        for those of later reads.
+        That is the first task that a plan can name, or the end of the call.
         """
-        asked = self._asked(call)
+        free, until, last, names = 0.0, {}, call.span.last, self._reader.names
+        for one in candidates:
+            tensor = self._step.tensors[one.tensor]
+            free = max(free, self._clock[one.packed + 1]) + tensor.bytes / self._link
+            used = max((hold.until for hold in tensor.holds if hold.saver < 0), default=0)
+            done = max(bisect_left(self._clock, free), one.packed + 2, min(used, last))
+            named = (i for i in range(done, last) if names[i] not in UNSEEN)
+            until[one.tensor] = next(named, last)
+        return until
+
+    def _homewards(
+        self, call: StepCall, candidates: list[OffloadCandidate]
+    ) -> dict[int, int | None]:
+        """Return the task whose saved tensors trigger each fetch: the last that leaves time for its copy and
+        for the copies of later reads.
+        """
+        asked = self._all_asked.get(call.span, {})
         by_time = sorted(asked, key=asked.__getitem__)
         moments = [self._clock[asked[task]] for task in by_time]
         due, back = float("inf"), {}
-        for one in sorted(found, key=lambda one: -one.asked):
-            due = (
-                min(due, self._clock[one.asked]) - self._step.tensors[one.tensor].bytes / self._link
-            )
+        for one in sorted(candidates, key=lambda one: (-one.asked, one.packed, one.tensor)):
+            seconds = self._step.tensors[one.tensor].bytes / self._link
+            due = min(due, self._clock[one.asked]) - seconds
             place = bisect_left(moments, due)
             if place == len(moments) or moments[place] > due:
                 place -= 1
             back[one.tensor] = by_time[max(place, 0)] if by_time else None
         return back
 
-    def _asked(self, call: StepCall) -> dict[int, int]:
-        """Return, for tasks that autograd saved tensors for, when backward first reads these."""
-        return self._asked_of(call.span)
-
-    def _asked_of(self, span: Span) -> dict[int, int]:
-        return self._all_asked.get(span, {})
-
     @cached_property
     def _all_asked(self) -> dict[Span, dict[int, int]]:
-        found: dict[Span, dict[int, int]] = {}
+        """By call, for tasks that autograd saved tensors for: when backward first reads these."""
+        asked: dict[Span, dict[int, int]] = {}
         spans = [c.span for c in self._step.calls if self._step.modules[c.module].parent < 0]
         names = self._reader.names
         for saved in self._profile.saved:
@@ -264,23 +228,20 @@ class _Reading:
                 while packed >= span.first and names[packed] in UNSEEN:
                     packed -= 1
                 if span.first <= packed and saved.saver < span.last and saved.unpacked >= 0:
-                    moments = found.setdefault(span, {})
-                    known = moments.get(packed, saved.unpacked)
-                    moments[packed] = min(known, saved.unpacked)
-        return found
+                    moments = asked.setdefault(span, {})
+                    moments[packed] = min(moments.get(packed, saved.unpacked), saved.unpacked)
+        return asked
 
     def _place(
         self, call: StepCall, one: OffloadCandidate, until: int, trigger: int
     ) -> OffloadPlace:
-        task = self._step.tensors[one.tensor].birth
-        made = self._step.tasks[task].makes
-        result = made.index(one.tensor) if one.tensor in made else 0
-        gone = END if until >= call.span.last else self._run(call, until)
-        root = self._step.modules[call.module].path
-        return OffloadPlace(root, self._run(call, task), result, gone, self._run(call, trigger))
+        task, root = self._step.tensors[one.tensor].birth, self._step.modules[call.module].path
+        results = self._step.tasks[task].makes
+        result = results.index(one.tensor) if one.tensor in results else 0
+        freed = END if until >= call.span.last else self._run(call, until)
+        return OffloadPlace(root, self._run(call, task), result, freed, self._run(call, trigger))
 
     def _made(self, call: StepCall, place: OffloadPlace) -> int | None:
-        """Return the tensor that a place names."""
         task = self._task(call, place.made)
         made = self._step.tasks[task].makes if task is not None else ()
         number = made[place.result] if place.result < len(made) else None
@@ -288,11 +249,12 @@ class _Reading:
 
     @cached_property
     def _among(self) -> dict[str, list[int]]:
-        found: defaultdict[str, list[int]] = defaultdict(list)
+        """Forward tasks by role."""
+        tasks: defaultdict[str, list[int]] = defaultdict(list)
         for index, name in enumerate(self._reader.roles):
             if self._step.tasks[index].phase == "forward":
-                found[name].append(index)
-        return dict(found)
+                tasks[name].append(index)
+        return dict(tasks)
 
     def _run(self, call: StepCall, task: int) -> OperatorOrdinal:
         name = self._reader.roles[task]
@@ -300,11 +262,9 @@ class _Reading:
         return OperatorOrdinal(name, bisect_left(among, task) - bisect_left(among, call.span.first))
 
     def _task(self, call: StepCall, run: OperatorOrdinal) -> int | None:
-        """Return the task of a call that a plan names."""
         among = self._among.get(run.name, [])
         number = bisect_left(among, call.span.first) + run.ordinal
-        inside = number < len(among) and among[number] < call.span.last
-        return among[number] if inside else None
+        return next((task for task in among[number : number + 1] if task < call.span.last), None)
 
 
 SLAB_BYTES, FILE_BYTES = "slab_bytes", "file_bytes"
@@ -312,31 +272,23 @@ SLAB_BYTES, FILE_BYTES = "slab_bytes", "file_bytes"
 
 def laid_out(step: Step, technique: Technique) -> Technique:
     """Add the slab sizes to the technique, and to each place its offsets, one per call."""
-    found = [placed(where) for where in technique.where]
+    where = [placed(one) for one in technique.where]
     rooms: dict[OffloadPlace, Room] = {}
     options = dict(technique.options)
     for in_file, name in ((False, SLAB_BYTES), (True, FILE_BYTES)):
-        places = [place for place, room in found if room.in_file == in_file]
-        height, offsets = _packed(step, places, in_file=in_file)
-        rooms |= {place: Room(tuple(offsets[place]), in_file) for place in places}
-        if height:
-            options[name] = height
-    where = tuple(written(place, rooms[place]) for place, _ in found)
-    return msgspec.structs.replace(technique, where=where, options=options)
-
-
-def _packed(
-    step: Step, places: list[OffloadPlace], *, in_file: bool
-) -> tuple[int, Mapping[OffloadPlace, dict[int, None]]]:
-    """Return the height of a slab, and the offsets of each place in it."""
-    blocks, owners = [], []
-    for place in places:
-        edit = edit_of(step, place, in_file=in_file)
-        for block in host_blocks(edit) if edit is not None else ():
-            blocks.append(block)
-            owners.append(place)
-    packing = packed(blocks)
-    offsets: defaultdict[OffloadPlace, dict[int, None]] = defaultdict(dict)
-    for number, place in enumerate(owners):
-        offsets[place][packing.offsets[number]] = None
-    return packing.height, offsets
+        blocks, owners = [], []
+        offsets: dict[OffloadPlace, dict[int, None]] = {}
+        for place in (place for place, room in where if room.in_file == in_file):
+            offsets[place] = {}
+            edit = edit_of(step, place, in_file=in_file)
+            for block in host_blocks(edit) if edit is not None else ():
+                blocks.append(block)
+                owners.append(place)
+        packing = packed(blocks)
+        for number, place in enumerate(owners):
+            offsets[place][packing.offsets[number]] = None
+        rooms |= {place: Room(tuple(several), in_file) for place, several in offsets.items()}
+        if packing.height:
+            options[name] = packing.height
+    texts = tuple(written(place, rooms[place]) for place, _ in where)
+    return msgspec.structs.replace(technique, where=texts, options=options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 import types
@@ -24,14 +25,18 @@ _CLAMPS = ("ReLU6", "Hardtanh")
 
 def overwrite_places(roots: Mapping[str, nn.Module], where: Sequence[str]) -> Handle:
     """Let the named modules overwrite their inputs. On `ApplyFailed` the model is unchanged."""
-    overwriting = Handles()
+    handles = Handles()
     try:
         for place in where:
-            overwriting.add(_overwriting(place, _activation(roots, place)))
+            module = _activation(roots, place)
+            if type(module).__name__ in _SETTABLE:
+                handles.add(Overwriting(module))
+            wrap = functools.partial(_writing, place, module, Holders(module))
+            handles.add(Swapped(module, wrap))
     except BaseException:
-        overwriting.revert()
+        handles.revert()
         raise
-    return overwriting
+    return handles
 
 
 class Overwriting:
@@ -72,13 +77,12 @@ class Holders:
         storage = tensor.untyped_storage()._cdata
         used: int = tensor._use_count()  # type: ignore[attr-defined]
         now = count, used, torch._C._storage_Use_Count(storage)
-        fewest = self._fewest.get(place)
-        if fewest is None:
-            if ours in self._complete:
-                return True
-            fewest = now
-        else:
+        if (fewest := self._fewest.get(place)) is not None:
             self._complete.add(ours)
+        elif ours in self._complete:
+            return True
+        else:
+            fewest = now
         self._fewest[place] = tuple(map(min, fewest, now))
         return any(map(operator.gt, now, fewest))
 
@@ -95,17 +99,8 @@ def _calling_line(frame: types.FrameType) -> tuple[types.CodeType, int, int]:
     return frame.f_code, frame.f_lasti, ours
 
 
-def _overwriting(where: str, module: nn.Module) -> Handle:
-    handles = Handles()
-    if type(module).__name__ in _SETTABLE:
-        handles.add(Overwriting(module))
-    holders = Holders(module)
-    handles.add(Swapped(module, lambda forward: _writing(where, module, forward, holders)))
-    return handles
-
-
 def _writing(
-    where: str, module: nn.Module, forward: Callable[..., Any], holders: Holders
+    where: str, module: nn.Module, holders: Holders, forward: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Return a forward that overwrites its input, keeps no copy of it, and accepts views.
 
@@ -114,17 +109,17 @@ def _writing(
     settable = type(module).__name__ in _SETTABLE
 
     def run(input: torch.Tensor) -> Any:
-        if _is_traced() or not isinstance(input, torch.Tensor):
+        traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        if traced or not isinstance(input, torch.Tensor):
             return forward(input)
         if holders.is_replaced():
             return _beside(module, forward, input)
         if holders.are_more(input, sys.getrefcount(input)):
-            say_once(
-                where,
-                "its input is also referenced by a hook or a variable, so it is not overwritten.",
-            )
+            held = "its input is also referenced by a hook or a variable, so it is not overwritten."
+            say_once(where, held)
             return _beside(module, forward, input)
-        if not _is_graded(input) or (settable and not input._is_view()):
+        graded = torch.is_grad_enabled() and input.requires_grad
+        if not graded or (settable and not input._is_view()):
             return forward(input)
         return _Over.apply(input, *_operators(module))  # type: ignore[no-untyped-call]
 
@@ -137,15 +132,6 @@ def _beside(module: Any, forward: Callable[..., Any], input: torch.Tensor) -> An
         return forward(input)
     finally:
         module.inplace = before
-
-
-def _is_traced() -> bool:
-    """Return True if a compiler or a `torch.func` transform traces the call."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-
-
-def _is_graded(input: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and input.requires_grad
 
 
 def _operators(module: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -187,7 +173,7 @@ class _Over(torch.autograd.Function):
         with (
             torch._C._AutoDispatchBelowAutograd(),
             torch.enable_grad(),
-        ):  # as any operator of forward
+        ):  # Like operators of forward.
             write(result)
         ctx.save_for_backward(result)
         return result
@@ -199,8 +185,7 @@ class _Over(torch.autograd.Function):
 
 
 def _activation(roots: Mapping[str, nn.Module], where: str) -> nn.Module:
-    module = module_at(roots, where)
-    can = sorted((*_SETTABLE, *_CLAMPS))
+    module, can = module_at(roots, where), sorted((*_SETTABLE, *_CLAMPS))
     if type(module).__name__ not in can or not hasattr(module, "inplace"):
         raise ApplyFailed(
             f"`{where}` is a {type(module).__name__}, which cannot overwrite its input; "

@@ -70,8 +70,6 @@ TECHNIQUE = Overwrite()
 
 
 class _DeadInputs:
-    """Finds operators whose input is dead."""
-
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._index = recorded_index(profile)
@@ -95,11 +93,11 @@ class _DeadInputs:
             return False
         if self._profile.modules[call.module].type not in _CLAMPS:
             return _touch(others, made.storage) and self._is_dead(read.storage, call)
+        kept, saved = made.storage, read.storage
         if op.name.startswith("aten::clone"):
-            kept, saved = read.storage, made.storage
-        else:
-            kept, saved = made.storage, read.storage
-        settled = self._is_settled(kept, last, self._left(saved, call))
+            kept, saved = saved, kept
+        later = self._profile.operators[last : self._left(saved, call)]
+        settled = all(kept not in op.mutates for op in later)
         return settled and _touch(others, kept) and self._is_dead(saved, call)
 
     def _is_alike(self, read: TensorUse, made: TensorUse) -> bool:
@@ -108,16 +106,9 @@ class _DeadInputs:
         return alike and old.bytes == new.bytes
 
     def _is_computed(self, storage: int) -> bool:
-        found = self._profile.storages[storage]
-        return (
-            found.birth >= 0
-            and found.kind in _COMPUTED
-            and storage not in self._index.hooked_tensors
-        )
-
-    def _is_settled(self, storage: int, first: int, last: int) -> bool:
-        """Return True if no operator `first <= i < last` writes to a storage."""
-        return all(storage not in op.mutates for op in self._profile.operators[first:last])
+        one = self._profile.storages[storage]
+        computed = one.birth >= 0 and one.kind in _COMPUTED
+        return computed and storage not in self._index.hooked_tensors
 
     def _left(self, storage: int, call: StepCall) -> int:
         """Return the end of the last task that reads a storage after a call."""
@@ -134,7 +125,7 @@ class _DeadInputs:
 
 
 def _touch(others: Iterable[Operator], storage: int) -> bool:
-    """Return True if the operators touch no other storage. A detached result is one more view of it."""
+    """Return True if the operators touch no other storage. A detached result is another view of it."""
     return all(
         {use.storage for use in (*op.inputs, *op.outputs)} | set(op.mutates) == {storage}
         for op in others

@@ -13,7 +13,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,57 +26,36 @@ from torchtrim.executor.places import Span, part_at
 from torchtrim.executor.registry import Handle, Handles
 from torchtrim.executor.swap import Swapped
 
-
-class RunListener(Protocol):
-    """Listener for the runs of a part."""
-
-    def failed(self, error: BaseException) -> None:
-        """Called when an exception leaves the part."""
-        ...
-
-    def has_run(self) -> None:
-        """Called after the first run and after each rerun."""
-        ...
+Telling = Callable[[str, BaseException | None], None]
+"""Called with a place and the exception that leaves it, and with None at the end of each run and rerun."""
 
 
-class SilentListener:
-    """A listener that does nothing."""
-
-    def __init__(self, where: str) -> None: ...
-
-    def failed(self, error: BaseException) -> None:
-        """Ignore the exception."""
-
-    def has_run(self) -> None:
-        """Ignore the run."""
-
-
-Telling = Callable[[str], RunListener]
+def _tell_nobody(where: str, error: BaseException | None) -> None: ...
 
 
 def rerun_places(
-    roots: Mapping[str, nn.Module], where: Sequence[str], telling: Telling = SilentListener
+    roots: Mapping[str, nn.Module], where: Sequence[str], telling: Telling = _tell_nobody
 ) -> Handle:
     """Make modules and ranges of Sequentials rerun in backward, each on its own."""
     whole, ranges = _by_path(roots, where)
-    swapped, at = Handles(), ""
+    handles, at = Handles(), ""
     try:
         for at, module in whole:
-            swapped.add(rerun_whole(module, at, telling(at)))
+            handles.add(Swapped(module, _whole(Rerun(at, [module], telling))))
         for at, chain, spans in ranges:
-            swapped.add(_rerun_ranges(spans, chain, at, telling))
+            blocks = [Rerun(f"{at}[{a}:{b}]", list(chain)[a:b], telling) for a, b in spans]
+            runs = [functools.partial(_run, block) for block in blocks]
+            own = [Range(*span, run) for span, run in zip(spans, runs, strict=True)]
+            handles.add(Ranges(chain, own))
     except BaseException as error:
-        telling(at).failed(error)
-        swapped.revert()
+        telling(at, error)
+        handles.revert()
         raise
-    return swapped
+    return handles
 
 
-def rerun_whole(module: nn.Module, where: str, listener: RunListener | None = None) -> Swapped:
-    """Make a module rerun as a whole. `listener` is notified of its runs."""
-    return Swapped(
-        module, functools.partial(_whole, Rerun(where, [module], listener or SilentListener(where)))
-    )
+def _whole(block: Rerun) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return lambda forward: functools.partial(_run, block, forward)
 
 
 def _by_path(
@@ -95,32 +74,11 @@ def _by_path(
     return whole, list(ranges.values())
 
 
-def _rerun_ranges(
-    ranges: Sequence[Span], chain: nn.Sequential, where: str, telling: Telling
-) -> Ranges:
-    """Return the ranges of a chain, each with the state of its modules."""
-    found = []
-    for first, last in ranges:
-        at = f"{where}[{first}:{last}]"
-        block = Rerun(at, list(chain)[first:last], telling(at))
-        found.append(Range(first, last, functools.partial(_range, block)))
-    return Ranges(chain, found)
-
-
-def _whole(block: Rerun, forward: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.partial(_run, forward, block)
-
-
-def _range(block: Rerun, forward: Callable[..., Any], value: Any) -> Any:
-    return _run(forward, block, value)
-
-
-def _run(function: Callable[..., Any], block: Rerun, *args: Any, **kwargs: Any) -> Any:
+def _run(block: Rerun, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled() or block.is_off():
         return function(*args, **kwargs)
-    twice = _RepeatableCall(function, args, kwargs, block.listener)
     return checkpoint(
-        twice,
+        _RepeatableCall(block, function, args, kwargs),
         *tensors_in((args, kwargs)),
         use_reentrant=False,
         preserve_rng_state=True,
@@ -138,12 +96,12 @@ class _RepeatableCall:
 
     def __init__(
         self,
+        block: Rerun,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        listener: RunListener,
     ) -> None:
-        self._listener = listener
+        self._block = block
         self._function = function
         self._now: tuple[Any, Any] | None = (args, kwargs)
         self._then = as_they_are((args, kwargs))
@@ -154,10 +112,10 @@ class _RepeatableCall:
         try:
             return self._function(*args, **kwargs)
         except Exception as error:
-            self._listener.failed(error)
+            self._block.telling(self._block.where, error)
             raise
         finally:
-            self._listener.has_run()
+            self._block.telling(self._block.where, None)
 
 
 class _ReusableContext(contextlib.AbstractContextManager[None]):
@@ -175,16 +133,16 @@ class _ReusableContext(contextlib.AbstractContextManager[None]):
 
 
 class Rerun:
-    """A block that reruns: its state, and the listener for its runs."""
+    """A block that reruns, and its state."""
 
-    def __init__(self, where: str, modules: Sequence[nn.Module], listener: RunListener) -> None:
-        self.listener = listener
+    def __init__(self, where: str, modules: Sequence[nn.Module], telling: Telling) -> None:
+        self.where = where
+        self.telling = telling
         self._state = BlockState(modules, where)
 
     def is_off(self) -> bool:
         """Return True if the block may no longer rerun; warn the first time."""
-        why = self._state.why_once()
-        if why:
+        if why := self._state.why_once():
             self._state.says_once(why)
         return bool(why)
 
@@ -226,40 +184,22 @@ def _fresh(value: Any, known: dict[int, Any], depth: int) -> Any:
 def _copied(value: Any, known: dict[int, Any], depth: int) -> Any:
     if isinstance(value, tuple):
         items = [_fresh(item, known, depth) for item in value]
-        same = all(a is b for a, b in zip(items, value, strict=True))
-        return value if same else _tuple_like(value, items)
-    if isinstance(value, (list, dict)):
-        return _container(value, known, depth)
-    return _object(value, known, depth) if isinstance(_attributes(value), dict) else value
-
-
-def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> Any:
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-
-
-def _container(value: Any, known: dict[int, Any], depth: int) -> Any:
+        if all(a is b for a, b in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    is_container = isinstance(value, (list, dict))
+    if not is_container and (
+        callable(value) or not isinstance(getattr(value, "__dict__", None), dict)
+    ):
+        return value
     try:
         twin = copy.copy(value)
         if isinstance(value, list):
             twin[:] = [_fresh(item, known, depth) for item in value]
         else:
-            for key, item in value.items():
-                twin[key] = _fresh(item, known, depth)
+            own, copies = (value, twin) if is_container else (vars(value), vars(twin))
+            for key, item in own.items():
+                copies[key] = _fresh(item, known, depth)
     except Exception:
         return value
     return twin
-
-
-def _object(value: Any, known: dict[int, Any], depth: int) -> Any:
-    try:
-        twin = copy.copy(value)
-        for name, item in vars(value).items():
-            vars(twin)[name] = _fresh(item, known, depth)
-    except Exception:
-        return value
-    return twin
-
-
-def _attributes(value: Any) -> Any:
-    """Return an object's own attributes. Functions and the like have no state."""
-    return None if callable(value) else getattr(value, "__dict__", None)

@@ -1,6 +1,6 @@
 """Recompute: drop the saved tensors of a block, and rerun the block in backward.
 
-The method is that of Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), selected per block
+The method is from Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), selected per block
 here; `techniques.recompute.rerun` implements it.
 """
 
@@ -35,11 +35,11 @@ class Recompute:
 
     def refusals(self, step: Step) -> Iterator[str]:
         """Return messages about modules whose code must not rerun, grouped by line."""
-        found: dict[str, list[str]] = {}
+        writers: dict[str, list[str]] = {}
         for module in step.modules:
             if module.writes:
-                found.setdefault(module.writes, []).append(module.path)
-        for writes, paths in found.items():
+                writers.setdefault(module.writes, []).append(module.path)
+        for writes, paths in writers.items():
             more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
             yield (
                 f"recompute cannot apply to `{paths[0]}`{more}: {writes}, and a rerun would repeat "
@@ -52,10 +52,10 @@ class Recompute:
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
         """Make the named modules rerun in backward."""
-        from torchtrim.executor.failing import FailingPlace
+        from torchtrim.executor.failing import tell
         from torchtrim.techniques.recompute.rerun import rerun_places
 
-        return rerun_places(roots, technique.where, FailingPlace)
+        return rerun_places(roots, technique.where, tell)
 
     def export(self) -> Plain:
         """Return the function that applies the technique in exported code."""
@@ -101,17 +101,13 @@ class _BlockFinder:
     def __init__(self, step: Step) -> None:
         self._step = step
         self._index = index_of(step)
-        self._saved = self._saved_by_birth()
+        saved = [0] * len(step.tasks)
+        for tensor in step.tensors:
+            if tensor.kind == "activation" and tensor.birth >= 0 and tensor.pool == DEVICE:
+                saved[tensor.birth] += tensor.bytes
+        self._saved = list(accumulate(saved, initial=0))  # By the task that allocates them.
         self._backward = [max(step.backward.get(i, (-1,))) for i in range(len(step.tasks))]
         self._least = simulate(step).peak_bytes * _LEAST_SHARE
-
-    def _saved_by_birth(self) -> list[int]:
-        """Cumulative bytes of activations by the task that allocates them."""
-        born = [0] * len(self._step.tasks)
-        for tensor in self._step.tensors:
-            if tensor.kind == "activation" and tensor.birth >= 0 and tensor.pool == DEVICE:
-                born[tensor.birth] += tensor.bytes
-        return list(accumulate(born, initial=0))
 
     def whole(self, module: StepModule, calls: Sequence[StepCall]) -> Iterator[ModuleBlock]:
         """Yield the module itself if it saves enough."""
@@ -140,11 +136,9 @@ class _BlockFinder:
                     yield ModuleBlock(where, spans, cut)
 
     def _may_cut(self, steps: Sequence[Sequence[StepCall]], index: int) -> bool:
-        """Return True at the ends of a chain, and where its value is kept for backward anyway."""
-        if index in (0, len(steps[0])):
-            return True
+        """Return True at the ends of a chain, and if backward needs the value there anyway."""
         tensors = self._step.tensors
-        return all(
+        return index in (0, len(steps[0])) or all(
             any(tensors[n].kind == "activation" for n in step[index - 1].outputs) for step in steps
         )
 
@@ -163,7 +157,7 @@ class _BlockFinder:
 
 
 def _thin(cuts: list[int]) -> list[int]:
-    """Return at most sixteen of the cuts, evenly spaced."""
+    """Return at most `_MOST_CUTS` of the cuts, evenly spaced."""
     if len(cuts) <= _MOST_CUTS:
         return cuts
     last = len(cuts) - 1

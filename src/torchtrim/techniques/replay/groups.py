@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchtrim.records.remembered import remembered
@@ -14,10 +14,8 @@ from torchtrim.step.step import Span, Step, StepCall
 from torchtrim.techniques.replay.places import OperatorOrdinal, ReplayPlace
 from torchtrim.techniques.replay.reading import Remake, RemakeReader
 
-_LEAST_SHARE = 0.001
-"""Tensors below a thousandth of the peak are not worth a recipe: a hundred of them are a tenth."""
-_LEAST_BYTES = 16_384
-"""Below this the recipe, a few Python objects, is no longer small beside the tensor."""
+_LEAST_SHARE = 0.001  # Smaller tensors are not worth a recipe: a hundred are a tenth of the peak.
+_LEAST_BYTES = 16_384  # Smaller tensors are not much larger than a recipe, a few Python objects.
 _MOST_MEMBERS = 8  # Arbitrary: larger groups approach recompute of the whole module.
 _DEEPEST = 3  # Arbitrary: deeper chains cost more reruns for each saved byte.
 
@@ -89,7 +87,7 @@ class _GroupFinder:
 
     def groups(self) -> dict[str, Group]:
         """Return the groups whose place is valid in every call of its module."""
-        found: defaultdict[ReplayPlace, list[GroupCall]] = defaultdict(list)
+        groups: defaultdict[ReplayPlace, list[GroupCall]] = defaultdict(list)
         sets: dict[frozenset[int], tuple[tuple[Remake, ...], StepCall]] = {}
         wanted: defaultdict[StepCall, set[int]] = defaultdict(set)
         for target, members in self._sets():
@@ -99,15 +97,15 @@ class _GroupFinder:
                 wanted[call].add(target)
         for members, call in sets.values():
             group = GroupCall(members, call, len(wanted[call]))
-            found[self._place(group)].append(group)
+            first = call.span.first
+            runs = tuple(self._run(task, first) for task in group.tasks)
+            groups[ReplayPlace(self._step.modules[call.module].path, runs)].append(group)
+        calls = index_of(self._step).calls
         return {
             str(place): Group(tuple(several))
-            for place, several in found.items()
-            if len(several) == self._graded_calls(several[0].call.module)
+            for place, several in groups.items()
+            if len(several) == sum(call.graded for call in calls[several[0].call.module])
         }
-
-    def _graded_calls(self, module: int) -> int:
-        return sum(call.graded for call in index_of(self._step).calls[module])
 
     def _sets(self) -> Iterator[tuple[int, tuple[Remake, ...]]]:
         """Yield sets for each saved tensor: alone, with one of its inputs, with all of them, and further
@@ -124,18 +122,12 @@ class _GroupFinder:
                 more = self._remakeable_inputs(members)
                 if not more:
                     break
-                if len(more) > 1:
-                    yield from ((number, _in_order(one)) for one in self._with_each(members, more))
+                # One input alone, such as noise, can be cheaper than all.
+                for one, made in more.items() if len(more) > 1 else ():
+                    several = {**members, one: made}
+                    if self._add_missing(several):
+                        yield number, _in_order(several)
                 members = {**members, **more}
-
-    def _with_each(
-        self, members: dict[int, Remake], more: dict[int, Remake]
-    ) -> Iterator[dict[int, Remake]]:
-        """Yield the members plus one of their inputs: noise, for example, is cheaper than the rest."""
-        for number, made in more.items():
-            several = {**members, number: made}
-            if self._add_missing(several):
-                yield several
 
     def _worth(self, number: int) -> Remake | None:
         if self._step.tensors[number].bytes < self._least:
@@ -145,20 +137,27 @@ class _GroupFinder:
 
     def _add_missing(self, members: dict[int, Remake]) -> bool:
         """Add inputs of members that are freed by then. Return True if all members can be recomputed."""
-        waiting, until = list(members.values()), _last(members.values())
+        waiting = list(members.values())
+        until = max(
+            made.until for made in waiting
+        )  # The last backward task that needs one of these.
         while waiting:
             made = waiting.pop()
             for number, task in self._reads(made):
-                gone = number not in members and not self._is_kept(number, until)
-                if gone and (more := self._reader.made(number)) is not None:
+                kept = self._reader.is_state(number) or self._step.tensors[number].death >= until
+                is_freed = number not in members and not kept
+                if is_freed and (more := self._reader.made(number)) is not None:
                     members[number] = more
                     waiting.append(more)
-                if not self._keeps_value(number, task, members, until):
+                # An input must have its original value at the rerun.
+                if number in members:
+                    if members[number].tasks[-1] >= task:
+                        return False
+                elif not self._reader.is_unchanged(number, task, until):
                     return False
         return len(members) <= _MOST_MEMBERS
 
     def _remakeable_inputs(self, members: dict[int, Remake]) -> dict[int, Remake]:
-        """Return the inputs of members that can be recomputed too."""
         inputs = {n for made in members.values() for n in made.inputs if n not in members}
         return {n: made for n in sorted(inputs) if (made := self._reader.made(n)) is not None}
 
@@ -169,30 +168,14 @@ class _GroupFinder:
                 if number in made.inputs:
                     yield number, task
 
-    def _is_kept(self, number: int, until: int) -> bool:
-        return self._reader.is_state(number) or self._step.tensors[number].death >= until
-
-    def _keeps_value(self, number: int, task: int, members: dict[int, Remake], until: int) -> bool:
-        """Return True if an input has its original value at the rerun."""
-        if number in members:
-            return self._reader.is_settled(members[number], task)
-        return self._reader.is_unchanged(number, task, until)
-
     def _call_of(self, members: tuple[Remake, ...]) -> StepCall | None:
         """Return the innermost call that creates and saves the members, or None."""
         every = [task for made in members for task in (*made.tasks, *made.savers)]
         first, last = min(every), max(every)
-        call = self._innermost.get(first)
-        while call is not None and not self._holds(call, last):
+        call, modules = self._innermost.get(first), self._step.modules
+        while call is not None and (last >= call.span.last or modules[call.module].hooked):
             call = self._outer.get(call)
         return call
-
-    def _holds(self, call: StepCall, last: int) -> bool:
-        return last < call.span.last and not self._step.modules[call.module].hooked
-
-    def _place(self, group: GroupCall) -> ReplayPlace:
-        runs = (self._run(task, group.call.span.first) for task in group.tasks)
-        return ReplayPlace(self._step.modules[group.call.module].path, tuple(runs))
 
     def _run(self, task: int, first: int) -> OperatorOrdinal:
         """Return the task's role, and its ordinal among tasks of that role since `first`."""
@@ -203,8 +186,3 @@ class _GroupFinder:
 
 def _in_order(members: dict[int, Remake]) -> tuple[Remake, ...]:
     return tuple(sorted(members.values(), key=lambda made: made.tasks[0]))
-
-
-def _last(members: Iterable[Remake]) -> int:
-    """Return the end of the last backward task that needs one of these."""
-    return max(made.until for made in members)

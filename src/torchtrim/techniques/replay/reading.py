@@ -69,7 +69,7 @@ class RemakeReader:
     @cached_property
     def names(self) -> list[str]:
         """Operator names; empty for operators that are not torch's own."""
-        return [self._name(index) for index in range(len(self.step.tasks))]
+        return [*map(self._name, range(len(self.step.tasks)))]
 
     @cached_property
     def roles(self) -> list[str]:
@@ -119,23 +119,19 @@ class RemakeReader:
         elements = math.prod(used.shape)
         dense = elements * _SIZES.get(used.dtype, 0) == self.step.tensors[number].bytes
         fits = holds and names[:1] == [DRAW] and dense and elements % 8 == 0
-        if not fits or not SCALES.issuperset(names[1:]):
-            return None
-        if not all(self._writes_all(task, first) for task in rest):
+        scaled = fits and SCALES.issuperset(names[1:])
+        if not scaled or not all(self._writes_all(task, first) for task in rest):
             return None
         return Remake(number, tasks, (), holds, elements)
-
-    def _may_write(self, writer: int, maker: int) -> bool:
-        return self.names[writer] in WRITERS and self._writes_all(writer, maker)
 
     def _may_run(self, number: int, tasks: tuple[int, ...]) -> bool:
         first, *rest = tasks
         makes = self.step.tasks[first].makes
-        if self.names[first] not in MAKERS or not makes or makes[0] != number:
+        if self.names[first] not in MAKERS or makes[:1] != (number,):
             return False
         if any(self.step.tasks[task].phase != "forward" for task in tasks):
             return False
-        return all(self._may_write(task, first) for task in rest)
+        return all(self.names[w] in WRITERS and self._writes_all(w, first) for w in rest)
 
     def _writes_all(self, writer: int, maker: int) -> bool:
         """Return True if an operator overwrites the entire result of another and nothing else."""
@@ -156,7 +152,3 @@ class RemakeReader:
             for write in self._writers.get(tensor, ())
             if self.names[write] not in BATCH_NORMS
         )
-
-    def is_settled(self, made: Remake, reader: int) -> bool:
-        """Return True if a tensor has its final value when a task reads it."""
-        return made.tasks[-1] < reader

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from torchtrim.executor.failing import note
 from torchtrim.executor.ordinals import unnumbered
-from torchtrim.executor.saved_tensor_hooks import when_asked
+from torchtrim.executor.saved_tensors import detached, geometry_of, when_asked
 from torchtrim.techniques.replay.table import TYPES, is_dense
 
 _NINTHS = -0x7FBFDFEFF7FBFDFF
@@ -48,18 +48,23 @@ class KeptTensor:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self._version = version_of(tensor)
+        self._version = 0 if tensor.is_inference() else tensor._version
 
     def get(self) -> torch.Tensor:
         """Return the tensor. Raises `RuntimeError` if it was written to since."""
         tensor = self.tensor
-        if version_of(tensor) == self._version:
+        if tensor.is_inference() or tensor._version == self._version:
             return tensor
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: a tensor of shape {list(tensor.shape)} is at version {version_of(tensor)}; "
+            f"operation: a tensor of shape {list(tensor.shape)} is at version {tensor._version}; "
             f"expected version {self._version} instead."
         )
+
+    @classmethod
+    def detached(cls, tensor: torch.Tensor) -> KeptTensor:
+        """Keep a saved tensor without its graph."""
+        return cls(detached(tensor))
 
 
 class RecipeView(NamedTuple):
@@ -132,17 +137,16 @@ class Recipe:
         self._owe(step)
 
     def _owe(self, step: RecipeStep) -> None:
-        """Register as a reader of the step's inputs."""
-        for part in parts_among(step.args):
-            part.recipe.users += 1
-            self._owes.append(part.recipe)
+        for part in recorded_among((step.args, step.kwargs)):
+            if isinstance(part, RecipeView):
+                part.recipe.users += 1
+                self._owes.append(part.recipe)
 
     def _settle(self) -> None:
         while self._owes:
             self._owes.pop().leave()
 
-    def __del__(self) -> None:
-        self._settle()
+    __del__ = _settle
 
     def view(self, part: RecipeView) -> torch.Tensor:
         """Return a view of the recomputed value."""
@@ -152,7 +156,7 @@ class Recipe:
                 "operation after it was saved."
             )
         value = self._again()
-        if (part.size, part.stride, part.offset) == _geometry(value):
+        if (part.size, part.stride, part.offset) == geometry_of(value):
             return value
         return torch.as_strided(value, part.size, part.stride, part.offset)
 
@@ -183,10 +187,8 @@ class Recipe:
 
     def _run(self) -> torch.Tensor:
         first, *writes = self.steps
-        made = first.func(*filled(first.args), **filled(first.kwargs))
-        value: torch.Tensor = made[0] if isinstance(made, (tuple, list)) else made
-        for step in writes:
-            step.func(*filled(step.args, value), **filled(step.kwargs))
+        results = first.func(*filled(first.args), **filled(first.kwargs))
+        value = _written(results[0] if isinstance(results, (tuple, list)) else results, writes)
         self._settle()
         return value
 
@@ -218,10 +220,14 @@ class Noise(Recipe):
     def _run(self) -> torch.Tensor:
         assert self._bits is not None
         flat = unpacked(self._bits, self._dtype)
-        value = torch.as_strided(flat, self._size, self._stride)
-        for step in self.steps[_DRAWN:]:
-            step.func(*filled(step.args, value), **filled(step.kwargs))
-        return value
+        return _written(torch.as_strided(flat, self._size, self._stride), self.steps[_DRAWN:])
+
+
+def _written(value: torch.Tensor, steps: Iterable[RecipeStep]) -> torch.Tensor:
+    """Run the in-place steps of a recipe."""
+    for step in steps:
+        step.func(*filled(step.args, value), **filled(step.kwargs))
+    return value
 
 
 def _never() -> None:
@@ -258,22 +264,15 @@ def filled(value: Any, itself: torch.Tensor | None = None) -> Any:
     return value
 
 
-def parts_among(value: Any) -> Iterator[RecipeView]:
-    """Yield the recipe results among arguments."""
-    if isinstance(value, RecipeView):
+def recorded_among(value: Any) -> Iterator[KeptTensor | RecipeView]:
+    """Yield the recorded tensors among arguments."""
+    if isinstance(value, (KeptTensor, RecipeView)):
         yield value
     elif type(value) in (list, tuple):
         for one in value:
-            yield from parts_among(one)
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return a tensor's version counter, or -1 if it has none."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+            yield from recorded_among(one)
+    elif type(value) is dict:
+        yield from recorded_among(tuple(value.values()))
 
 
 _STATISTICS, _TRAINS = 3, 5
@@ -293,33 +292,31 @@ def without_writes(args: Sequence[Any]) -> tuple[Any, ...]:
     others: list[Any] = [None, None]
     if weight is None and bias is None:
         with unnumbered():
-            others = [_another(one, x) for one in running]
+            others = [
+                None if one is None or one.dtype == x.dtype else torch.ones_like(one)
+                for one in running
+            ]
     return (*args[:_STATISTICS], *others, *args[_TRAINS:])
-
-
-def _another(running: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    return None if running is None or running.dtype == x.dtype else torch.ones_like(running)
 
 
 def with_statistics(
     step: RecipeStep, args: Sequence[Any], result: Sequence[torch.Tensor]
 ) -> RecipeStep:
     """Return a step that reuses the result's statistics if that is exact, else the step itself."""
-    if not args[_TRAINS] or not _is_plain(args, result[1]):
-        return step
-    return RecipeStep(
-        _normalized, (*step.args[:_STATISTICS], KeptTensor(result[1]), KeptTensor(result[2])), {}
-    )
-
-
-def _is_plain(args: Sequence[Any], mean: torch.Tensor) -> bool:
-    """Return True if the kernel for dense inputs runs, in a single dtype."""
+    mean, inverse = result[1:3]
     x, *channels = (one for one in args[:_TRAINS] if one is not None)
-    alike = all(one.is_contiguous() for one in channels) and all(
-        one.dtype == x.dtype for one in (*channels, mean)
+    # Exact if the kernel for dense inputs runs, in a single dtype.
+    exact = (
+        args[_TRAINS]
+        and all(one.is_contiguous() and one.dtype == x.dtype for one in channels)
+        and mean.dtype == x.dtype
+        and is_dense(tuple(x.shape), x.stride())
+        and (x.dtype in _TYPES and x.device.type == "cpu")
     )
-    dense = is_dense(tuple(x.shape), x.stride())
-    return alike and dense and x.dtype in _TYPES and x.device.type == "cpu"
+    if not exact:
+        return step
+    kept = KeptTensor(mean), KeptTensor(inverse)
+    return RecipeStep(_normalized, (*step.args[:_STATISTICS], *kept), {})
 
 
 def _normalized(
@@ -332,5 +329,5 @@ def _normalized(
     scale = inverse if weight is None else inverse * weight
     ones = torch.ones_like(mean)
     norm = torch.ops.aten.native_batch_norm.default
-    made: torch.Tensor = norm(x, scale, bias, mean, ones, False, 0.0, 0.0)[0]
-    return made
+    result: torch.Tensor = norm(x, scale, bias, mean, ones, False, 0.0, 0.0)[0]
+    return result

@@ -94,7 +94,7 @@ class _Recomputation(NamedTuple):
 
 def edit_of(step: Step, group: GroupCall) -> Edit:
     """Return the edit of one call: drop the members, recompute them at first use, hold them to the last."""
-    again = _moments(group.members)
+    again, span = _moments(group.members), group.call.span
     by_moment: defaultdict[int, list[_Recomputation]] = defaultdict(list)
     for one in again:
         by_moment[one.at].append(one)
@@ -114,29 +114,23 @@ def edit_of(step: Step, group: GroupCall) -> Edit:
         inserts=(
             *inserts,
             *(_packing(step, one.made) for one in noise),
-            Insert(group.call.span.first, _watching(step, group), 0),
+            Insert(span.first, (span.last - span.first) * step.overhead.watched / group.sharing, 0),
         ),
         claims=tuple(Span(task, task + 1) for task in sorted({*group.tasks, *group.savers})),
     )
 
 
-def _watching(step: Step, group: GroupCall) -> float:
-    """Return this group's share of the time to watch the call."""
-    operators = group.call.span.last - group.call.span.first
-    return operators * step.overhead.watched / group.sharing
-
-
 def _moments(members: tuple[Remake, ...]) -> list[_Recomputation]:
     """Find when each member is recomputed: at its first use by backward or by another member."""
-    found: dict[int, _Recomputation] = {}
+    moments: dict[int, _Recomputation] = {}
     for made in reversed(members):
-        users = [one for one in found.values() if made.tensor in one.made.inputs]
+        users = [one for one in moments.values() if made.tensor in one.made.inputs]
         asked = [one.at for one in users] + ([made.asked] if made.asked >= 0 else [])
         if asked:
             until = max((made.until, *(one.at for one in users)))
             kept = max((made.until, *(one.kept for one in users)))
-            found[made.tensor] = _Recomputation(made, min(asked), until, kept)
-    return [found[made.tensor] for made in members if made.tensor in found]
+            moments[made.tensor] = _Recomputation(made, min(asked), until, kept)
+    return [moments[made.tensor] for made in members if made.tensor in moments]
 
 
 def _needs(step: Step, again: list[_Recomputation]) -> list[Need]:
@@ -150,25 +144,15 @@ def _needs(step: Step, again: list[_Recomputation]) -> list[Need]:
     return [Need(number, until) for number, until in until.items()]
 
 
-class _OperatorRerun(NamedTuple):
-    """A rerun of an operator: its rise in memory, and True in `first` if it allocates the result."""
-
-    rise: int
-    seconds: float
-    first: bool
-
-
-def _runs(step: Step, made: Remake) -> Iterator[_OperatorRerun]:
+def _runs(step: Step, made: Remake) -> Iterator[tuple[int, float]]:
+    """Yield the rise in memory and the seconds of each rerun. The first allocates the result."""
     tasks = made.tasks
     if made.elements:
         size = step.tensors[made.tensor].bytes
-        seconds = step.tasks[tasks[1]].seconds * _UNPACKING
-        yield _OperatorRerun(size + made.elements, seconds, first=True)
+        yield size + made.elements, step.tasks[tasks[1]].seconds * _UNPACKING
         tasks = tasks[2:]
     for task in tasks:
-        found = step.tasks[task]
-        seconds = found.seconds * _share(step, task)
-        yield _OperatorRerun(found.transient, seconds, task == made.tasks[0])
+        yield step.tasks[task].transient, step.tasks[task].seconds * _share(step, task)
 
 
 def _share(step: Step, task: int) -> float:
@@ -193,10 +177,10 @@ def _insert(step: Step, at: int, several: list[_Recomputation]) -> Insert:
     level, rise, seconds = 0, 0, 0.0
     for one in several:
         size = step.tensors[one.made.tensor].bytes
-        for run in _runs(step, one.made):
-            rise = max(rise, level + run.rise)
-            level += size if run.first else 0
-            seconds += run.seconds + step.overhead.task
+        for number, (transient, duration) in enumerate(_runs(step, one.made)):
+            rise = max(rise, level + transient)
+            level += size if number == 0 else 0
+            seconds += duration + step.overhead.task
         done = (here[n] for n, user in last.items() if user is one and here[n].until <= at)
         level -= sum(step.tensors[each.made.tensor].bytes for each in done)
     makes = sum(step.tensors[n].bytes for n, one in here.items() if one.until > at)

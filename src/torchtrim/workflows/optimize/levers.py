@@ -1,4 +1,4 @@
-"""What each technique would reach of a step's peak, alone; of a job of several ranks, sharding too."""
+"""Levers: the peak that each technique would reach alone, and sharding in a job of several ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from torchtrim.core.isolation import isolated
 from torchtrim.errors import TorchtrimError
-from torchtrim.executor.registry import Measured, names, refusals_of, technique
+from torchtrim.executor.registry import MeasuredTechnique, names, refusals_of, technique
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.variants import Planners
 from torchtrim.records.budget import Budget
@@ -25,45 +25,40 @@ from torchtrim.step.from_profile import step_of
 from torchtrim.workflows.estimate import Estimate
 from torchtrim.workflows.optimize.trials import choices
 
-# A plan or a lever that saves less of the peak is none.
-LEAST_SAVING = 0.005
+LEAST_SAVING = 0.005  # of the peak; a smaller saving is within the noise of an allocator
 _RANK = EQUIVALENCES.index
 
 
 SHARD = "shard"
-_EQUIVALENCE: Equivalence = "ROUNDING"
 
 
-class Reached:
-    """What the plan that needs least was measured to need; `used` is its figure of that kind of memory."""
-
-    def __init__(self, techniques: Sequence[Technique], used: int, seconds: float) -> None:
-        self.names = tuple(dict.fromkeys(one.name for one in techniques))
-        self.lever = Lever(
-            technique=" + ".join(self.names),
-            equivalence=_least([one.equivalence for one in techniques]),
-            peak_bytes=used,
-            step_seconds=seconds,
-            source="measured",
-        )
+def reached(techniques: Sequence[Technique], used: int, seconds: float) -> Lever:
+    """Return the lever of a measured plan; `used` is its figure of the budget's kind of memory."""
+    return Lever(
+        technique=" + ".join(dict.fromkeys(one.name for one in techniques)),
+        equivalence=_least([one.equivalence for one in techniques]),
+        peak_bytes=used,
+        step_seconds=seconds,
+        source="measured",
+    )
 
 
 def levers_of(
     planner_of: Callable[[str], Planner | Planners],
     whole: Budget,
-    reached: Reached,
+    lowest: Lever,
     exclude: Collection[str],
     allow: Allowance,
     known: Callable[[Plan], int | None],
 ) -> tuple[Lever, ...]:
-    """The smallest peak of each technique that lowers it, and of those of the plan together: quickest first.
+    """Return the smallest peak of each technique that lowers the peak, quickest first.
 
-    `planner_of` plans with one technique alone, and one that it cannot plan is left out; `whole` is the
-    original's own figure. `known` is what a plan was measured to need, None for one that was not run.
+    `planner_of` returns a planner of one technique alone, or raises. `whole`: the original's own figure;
+    `lowest`: the lever of the plan that needs least; `known` returns the figure of a plan that was run.
     """
-    found = [reached.lever] if reached.names else []
+    found = [lowest] if lowest.technique else []
     for name in names():
-        if name in exclude or reached.names == (name,):
+        if name in exclude or name == lowest.technique:
             continue
         with isolated("technique", name), suppress(TorchtrimError):
             planner = planner_of(name)
@@ -77,7 +72,7 @@ def levers_of(
 
 
 def refusals(original: Trial, exclude: Collection[str]) -> tuple[str, ...]:
-    """What techniques say of the places at which they would save and are not used."""
+    """Return the techniques' reasons for places they would save at but cannot."""
     assert original.profile is not None
     step = step_of(original.profile, original.seconds)
     known = (name for name in names() if name not in exclude)
@@ -85,11 +80,11 @@ def refusals(original: Trial, exclude: Collection[str]) -> tuple[str, ...]:
 
 
 def _lever(name: str, plan: Plan, allow: Allowance, measured: int | None) -> Lever:
-    """What a plan with one technique reaches, as it was measured if it was."""
+    """Return the lever of a plan with one technique, by measurement if there is one."""
     equivalence = _least([one.equivalence for one in plan.techniques])
     used = tuple(dict.fromkeys(one.name for one in plan.techniques))
     several = len(used) > 1
-    ran = measured is not None or (isinstance(technique(name), Measured) and not several)
+    ran = measured is not None or (isinstance(technique(name), MeasuredTechnique) and not several)
     return Lever(
         technique=" + ".join(used) if several else name,
         equivalence=equivalence,
@@ -101,12 +96,11 @@ def _lever(name: str, plan: Plan, allow: Allowance, measured: int | None) -> Lev
 
 
 def _least(equivalences: Sequence[Equivalence]) -> Equivalence:
-    """The least equal of several."""
     return max(equivalences, key=_RANK, default="BITWISE")
 
 
 def may_shard(original: Trial, allowed: Allowance, exclude: Collection[str]) -> bool:
-    """Whether it is a job whose ranks each hold a whole model, and `shard` may split it."""
+    """Return True for a job whose ranks each hold a whole model that `shard` may split."""
     if SHARD in exclude or not original.ranks:
         return False
     return bool(choices(original, (SHARD,), (), allowed))
@@ -115,46 +109,38 @@ def may_shard(original: Trial, allowed: Allowance, exclude: Collection[str]) -> 
 def with_shard(
     levers: tuple[Lever, ...], workload: Workload, original: Trial, whole: int
 ) -> tuple[Lever, ...]:
-    """The levers, and what sharding alone would need where none of them says so."""
+    """Add the lever of sharding alone, if the levers lack it."""
     if any(one.technique == SHARD for one in levers):
         return levers
     return levers + sharded_lever(workload, original, whole)
 
 
 def sharded_lever(workload: Workload, original: Trial, whole: int) -> tuple[Lever, ...]:
-    """What FSDP2 would need on each rank of a job with `DistributedDataParallel`, from a dry run of one.
+    """Return the lever of FSDP2 on each rank of a job with `DistributedDataParallel`, by a dry run.
 
-    None where there is no such job, where the dry run fails, or where it would save nothing of `whole`
-    bytes. The ranks' sums are added in another order: equal up to rounding.
+    Empty for other jobs, if the dry run fails, or if sharding needs at least `whole` bytes.
     """
-    profile = original.profile
-    if not isinstance(workload, Script) or profile is None or not profile.replicas:
-        return ()
-    ranks = len(original.ranks)
-    if ranks < 2:
+    profile, ranks = original.profile, len(original.ranks)
+    if not isinstance(workload, Script) or profile is None or not profile.replicas or ranks < 2:
         return ()
     request = Request(steps=0, dry=True, ranks=ranks, sharding=Sharding())
     alone = workload._replace(processes=1, only=-1)
     try:
-        found = Estimate(alone, device=alone.device, request=request)
+        peak = Estimate(alone, device=alone.device, request=request).peak_bytes
     except TorchtrimError:
         return ()
-    if found.peak_bytes >= whole:
-        return ()
-    return (
-        Lever(
-            technique=SHARD,
-            equivalence=_EQUIVALENCE,
-            peak_bytes=found.peak_bytes,
-            step_seconds=0.0,
-            needs=f"fully_shard in the script: {_command(workload, ranks)}",
-            source="simulated",
-        ),
+    lever = Lever(
+        technique=SHARD,
+        equivalence="ROUNDING",  # the ranks' sums are added in another order
+        peak_bytes=peak,
+        step_seconds=0.0,
+        needs=f"fully_shard in the script: {_command(workload, ranks)}",
+        source="simulated",
     )
+    return (lever,) if peak < whole else ()
 
 
 def _command(script: Script, ranks: int) -> str:
-    """The command that says more."""
     target = ["-m", script.target] if script.module else [path_argument(script.target)]
     device = ["--device", script.device] if script.device else []
     words = ["torchtrim", "estimate", *target, *device, "--ranks", str(ranks), "--fsdp"]

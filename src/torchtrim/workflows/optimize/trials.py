@@ -1,14 +1,15 @@
-"""Plans that are run for a budget: what they were measured to need, and which others to try.
+"""Plans to run for a budget: their measured figures, and the other plans to try.
 
-Predicted times rest on what single operators took, so of plans that are predicted alike another may be
-quicker than the first. Before a budget is refused, plans without techniques that saved less than predicted
-are tried, and each technique alone.
+Predicted times are sums of single operators' times, so a plan may be quicker than another with the same
+prediction. Before a budget is refused, plans without techniques that saved less than predicted are tried,
+and each technique alone.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -24,7 +25,14 @@ from torchtrim.errors import (
     UsageError,
 )
 from torchtrim.executor.failing import defective
-from torchtrim.executor.registry import Measured, Option, names, options_of, technique, units
+from torchtrim.executor.registry import (
+    MeasuredTechnique,
+    Option,
+    names,
+    options_of,
+    technique,
+    units,
+)
 from torchtrim.planner.pins import Patterns, compile_pattern
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.plans import techniques_of
@@ -37,35 +45,24 @@ from torchtrim.records.terms import Allowance, words_for
 from torchtrim.records.trial import Trial
 from torchtrim.step.from_profile import step_of
 
-WORTH = 0.97
-"""Of the first plan's time: measured times of two runs of one step differ by less, when nothing disturbs."""
-_TIGHTER = (0.97, 0.93, 0.88)
+_WORTH = 0.97  # of the first plan's time: undisturbed runs of one step differ by less
+_TIGHTER = (0.97, 0.93, 0.88)  # of the budget: arbitrary, near enough to cost little more time
 _ALONE = ("recompute", "replay")
-_WELL_USED = 0.9
-_HELD = 0.01
-"""A plan that is measured within so much of its prediction says nothing against its techniques."""
+_WELL_USED = 0.9  # of the budget: planning again for the rest saves little time
+_NEAR = 0.02  # of the budget: a smaller error of the prediction leaves the plan nearly the same
+_HELD = 0.01  # of the prediction: the allocator's rounding is smaller
 
 
 class MeasuredPlan(NamedTuple):
-    """A plan that was run, and what it used of the memory that the budget is on; None for the original."""
+    """A plan that was run, and its figure of the budget's kind of memory. No plan for the original."""
 
     plan: Plan | None
     trial: Trial | None
     used: int
 
-    @classmethod
-    def unchanged(cls, used: int) -> MeasuredPlan:
-        """The original, which changes nothing."""
-        return cls(None, None, used)
-
-
-def key_of(plan: Plan, kind: MemoryKind) -> tuple[str, MemoryKind]:
-    """What tells a plan that was run from others."""
-    return repr(plan.techniques), kind
-
 
 def measured(trial: Trial, kind: MemoryKind) -> int:
-    """The trial's figure of that kind of memory. Raises `Unsupported` where it was not measured."""
+    """Return the trial's figure of a kind of memory. Raises `Unsupported` if it was not measured."""
     figure = {
         "allocated": trial.peak_bytes,
         "reserved": max((step.reserved_bytes or 0 for step in trial.steps), default=0),
@@ -80,7 +77,7 @@ def measured(trial: Trial, kind: MemoryKind) -> int:
 
 
 class TimedPlan(NamedTuple):
-    """A plan that was run within the budget."""
+    """Plan with its trial within the budget."""
 
     plan: Plan
     trial: Trial
@@ -92,9 +89,9 @@ def others(
     budget: Budget,
     most: int,
 ) -> list[Plan]:
-    """Up to `most` plans apart from these, those first that are predicted to be quickest.
+    """Return up to `most` further plans, in the order of their predicted times.
 
-    `planner_of` gives the planner of one technique alone, or of all for the empty name.
+    `planner_of` returns the planner of one technique alone, or of all for the empty name.
     """
     found: list[Plan] = []
     for plan in _planned(planner_of, budget):
@@ -104,7 +101,7 @@ def others(
 
 
 def _planned(planner_of: Callable[[str], Planner | Planners], budget: Budget) -> Iterator[Plan]:
-    """For tighter budgets too: more that is made again may take less time."""
+    """Yield plans, for tighter budgets too: more recomputation may take less time."""
     tries = [("", int(share * budget.bytes)) for share in _TIGHTER]
     for name, most in (*tries, *((alone, budget.bytes) for alone in _ALONE)):
         try:
@@ -116,76 +113,61 @@ def _planned(planner_of: Callable[[str], Planner | Planners], budget: Budget) ->
 def quickest(
     first: TimedPlan, plans: Iterable[Plan], run: Callable[[Plan], Trial | None]
 ) -> tuple[TimedPlan, str]:
-    """The quickest of the first and the others that `run` within the budget, and a note on them."""
+    """Return the quickest of the first and the others that `run` within the budget, and a note."""
     best, seconds = first, [first.trial.seconds]
     for plan in plans:
-        trial = _survives(plan, run)
+        trial = None
+        with suppress(PlannedStepFailed):
+            trial = run(plan)
         if trial is None:
             continue
         seconds.append(trial.seconds)
-        if trial.seconds < WORTH * first.trial.seconds and trial.seconds < best.trial.seconds:
+        if trial.seconds < _WORTH * first.trial.seconds and trial.seconds < best.trial.seconds:
             best = TimedPlan(plan, trial)
     if len(seconds) == 1:
-        return best, "no other plan for the budget was found to run beside the first"
-    taken = f"number {seconds.index(best.trial.seconds) + 1} is taken"
+        return best, "no other plan for the budget ran"
+    number = seconds.index(best.trial.seconds) + 1
     times = ", ".join(f"{1e3 * one:.1f}" for one in seconds)
-    return best, f"{len(seconds)} plans were run, at {times} ms a step: {taken}"
-
-
-def _survives(plan: Plan, run: Callable[[Plan], Trial | None]) -> Trial | None:
-    try:
-        return run(plan)
-    except PlannedStepFailed:
-        return None
+    return best, f"{len(seconds)} plans were run, at {times} ms a step; number {number} was chosen"
 
 
 class PlanOutcome(NamedTuple):
-    """A plan that was run: what it used, and what the simulation alone had predicted."""
+    """A plan that was run: its measured figure, and the simulation's prediction."""
 
     plan: Plan
     used: int
     simulated: int
 
-    @property
-    def held(self) -> bool:
-        """Whether it needed no more than was predicted."""
-        return self.used <= (1 + _HELD) * self.simulated
-
 
 def suspects(outcomes: Iterable[PlanOutcome]) -> list[frozenset[str]]:
-    """The techniques to plan without: each one of plans that needed more than predicted, then all of them.
+    """Return the techniques to plan without: each one of plans that needed more than predicted, then all.
 
-    A technique of a plan that held is none.
+    The techniques of a plan that held its prediction are above suspicion.
     """
     held, missed = set[str](), set[str]()
     for one in outcomes:
-        (held if one.held else missed).update(unit.name for unit in one.plan.techniques)
+        holds = one.used <= (1 + _HELD) * one.simulated
+        (held if holds else missed).update(unit.name for unit in one.plan.techniques)
     blamed = sorted(missed - held)
     alone = [frozenset((name,)) for name in blamed]
     return [*alone, frozenset(blamed)] if len(blamed) > 1 else alone
 
 
-def note_on(blamed: Iterable[frozenset[str]]) -> str:
-    """What a person is told of them."""
-    named = sorted(frozenset().union(*blamed))
-    return f"{' and '.join(named)} saved less than predicted, so plans without were tried too"
-
-
 def plans_below(
     planners: Iterable[Planner | Planners], budget: Budget, allowed: Allowance
-) -> Iterator[Plan]:
-    """Each planner's plan for the budget, or that with its smallest peak; none that is not allowed.
+) -> list[Plan]:
+    """Return each planner's plan for the budget, or with its smallest peak, if allowed.
 
-    Those that fit come first, then those with the smallest peaks.
+    Plans that fit come first, then plans by their peaks.
     """
-    plans = [_plan_of(planner, budget) for planner in planners]
-    plans = [
-        one
-        for one in plans
-        if one.techniques
-        and all(allowed.holds(unit.equivalence, unit.name) for unit in one.techniques)
+    plans = (_plan_of(planner, budget) for planner in planners)
+    permitted = [
+        plan
+        for plan in plans
+        if plan.techniques
+        and all(allowed.holds(unit.equivalence, unit.name) for unit in plan.techniques)
     ]
-    yield from sorted(plans, key=lambda one: max(one.predicted.peak_bytes, budget.bytes))
+    return sorted(permitted, key=lambda plan: max(plan.predicted.peak_bytes, budget.bytes))
 
 
 def _plan_of(planner: Planner | Planners, budget: Budget) -> Plan:
@@ -196,8 +178,8 @@ def _plan_of(planner: Planner | Planners, budget: Budget) -> Plan:
 
 
 def well_used(used: int, error: int, budget: int) -> bool:
-    """Whether a plan that used so much, by an error beside its prediction, leaves little of the budget."""
-    return used <= budget and (used >= _WELL_USED * budget or error > -0.02 * budget)
+    """Return True for a plan that leaves little of the budget. `error`: measured minus predicted bytes."""
+    return used <= budget and (used >= _WELL_USED * budget or error > -_NEAR * budget)
 
 
 Choice = tuple[Technique, ...]
@@ -212,44 +194,43 @@ class Recorded(NamedTuple):
     @property
     def barred(self) -> set[str]:
         """The techniques that cannot be in a plan with these."""
-        return {name for one in self.techniques for name in unit_of(one.name).bars(one)}
+        return {name for one in self.techniques for name in _unit_of(one.name).bars(one)}
 
 
-def unit_of(name: str) -> Measured:
-    """The technique of that name that is measured."""
+def _unit_of(name: str) -> MeasuredTechnique:
     unit = technique(name)
-    assert isinstance(unit, Measured)
+    assert isinstance(unit, MeasuredTechnique)
     return unit
 
 
 def helped_by(name: str) -> tuple[str, ...]:
-    """The techniques that one makes possible."""
+    """Return the techniques that one makes possible."""
     unit = technique(name)
-    return unit.helps if isinstance(unit, Measured) else ()
+    return unit.helps if isinstance(unit, MeasuredTechnique) else ()
 
 
 def semantic_names() -> list[str]:
-    """The techniques that make another function."""
+    """Return the techniques that change the function."""
     return [name for name, unit in units().items() if unit.equivalence == "SEMANTIC"]
 
 
 def measured_names() -> list[str]:
-    """All techniques that are measured; those that keep the function are tried where nothing else fits."""
-    return [name for name, unit in units().items() if isinstance(unit, Measured)]
+    """Return the techniques whose saving is measured; any that keep the function are tried last."""
+    return [name for name, unit in units().items() if isinstance(unit, MeasuredTechnique)]
 
 
 def check_named(allowed: Allowance) -> None:
-    """Raises `UsageError` where a technique is named that does not exist, or makes no other function."""
+    """Raise `UsageError` for the name of an unknown technique, or one that keeps the function."""
     known = semantic_names()
     for name in sorted((allowed.named or frozenset()) - {*known}):
-        what = "keeps the function" if name in names() else "is no technique"
+        what = "keeps the function" if name in names() else "is not a technique"
         raise UsageError(
             f"--allow semantic={name}: {name} {what}. These make another function: {', '.join(known)}."
         )
 
 
 def split_pins(pins: Patterns) -> tuple[Patterns, Patterns]:
-    """The pins of techniques whose saving is computed, and of those of which it is measured."""
+    """Split pins into those of simulated and those of measured techniques."""
     known = {*measured_names()}
     return (
         {what: texts for what, texts in pins.items() if what not in known},
@@ -258,7 +239,7 @@ def split_pins(pins: Patterns) -> tuple[Patterns, Patterns]:
 
 
 def pinned_choice(original: Trial, pins: Patterns, allowed: Allowance) -> Choice:
-    """What the pins demand. Raises `UsageError` for one that matches nothing or is not allowed."""
+    """Return the techniques of pins. Raises `UsageError` for a pin without a match, or not allowed."""
     found: list[Option] = []
     for name, texts in pins.items():
         _check_allowed(technique(name).equivalence, name, allowed)
@@ -266,11 +247,10 @@ def pinned_choice(original: Trial, pins: Patterns, allowed: Allowance) -> Choice
         for text in texts:
             named = [one for one in offered if compile_pattern(text).fullmatch(one.where)]
             if not named:
-                can = (
-                    ", ".join(dict.fromkeys(one.where for one in offered)) or "nowhere in this step"
-                )
+                places = ", ".join(dict.fromkeys(one.where for one in offered))
                 raise UsageError(
-                    f"{name} = [{text!r}] under [pins] matches nothing. It can be pinned at: {can}."
+                    f"{name} = [{text!r}] under [pins] matches nothing. It can be pinned at: "
+                    f"{places or 'nowhere in this step'}."
                 )
             first = {one.where: one for one in reversed(named)}
             found += [one for one in named if first[one.where] is one and one not in found]
@@ -291,11 +271,11 @@ def _check_allowed(equivalence: Equivalence, name: str, allowed: Allowance) -> N
 def choices(
     original: Trial, names: Collection[str], dropped: Collection[str], allowed: Allowance
 ) -> list[Choice]:
-    """The ways of each technique that are allowed and tried by themselves: others are for a person to pin."""
+    """Return the allowed ways of each technique to try without a pin."""
     found: list[Choice] = []
     for name in names:
         options = [one for one in _options(original, name) if not _is_dropped(one, dropped)]
-        ways = techniques_of(options)[: unit_of(name).ways]
+        ways = techniques_of(options)[: _unit_of(name).ways]
         found += [(one,) for one in ways if allowed.holds(one.equivalence, name)]
     return found
 
@@ -306,20 +286,22 @@ def recorded(
     run: Callable[[Choice], Trial],
     failed: Callable[[str], None],
 ) -> Iterator[Recorded]:
-    """The trials that are wanted, and those of the lowest of each technique together. `failed` hears of
-    others."""
+    """Yield the trial of each choice, and of the best choices of all techniques together.
+
+    `failed` is called with a note on each choice that fails.
+    """
     lowest: dict[str, Recorded] = {}
     for choice in wanted:
-        found = _recorded(choice, run, failed)
-        if found is None:
+        trial = _recorded(choice, run, failed)
+        if trial is None:
             continue
-        yield found
+        yield trial
         if len(choice) == 1:
             known = lowest.get(choice[0].name)
-            if known is None or found.trial.peak_bytes < known.trial.peak_bytes:
-                lowest[choice[0].name] = found
+            if known is None or trial.trial.peak_bytes < known.trial.peak_bytes:
+                lowest[choice[0].name] = trial
     saving = [one for one in lowest.values() if one.trial.peak_bytes < original.peak_bytes]
-    together = tuple(one for found in saving for one in found.techniques)
+    together = tuple(technique for one in saving for technique in one.techniques)
     barred = {name for one in saving for name in one.barred}
     if len(together) > 1 and barred.isdisjoint(one.name for one in together):
         several = _recorded(together, run, failed)
@@ -352,18 +334,18 @@ def _is_dropped(option: Option, dropped: Collection[str]) -> bool:
 
 _REFUSED = "ApplyFailed: "
 _RANGE = re.compile(r"(?P<path>.+)\[(?P<first>\d+):(?P<last>\d+)\]")
-NOTHING = "nothing that is allowed lowers the peak, so the plan changes nothing"
+NOTHING = "no allowed technique lowers the peak, so the plan changes nothing"
 
 
 def broken_in(error: Exception) -> str:
-    """The technique with a defect that kept a plan from being applied; empty for other failures."""
+    """Return the technique with a defect that kept a plan from being applied; empty for other failures."""
     return defective(getattr(error, "place", ""))
 
 
 def broken_technique(error: Exception) -> set[str]:
-    """The technique that could not be applied by a defect of its own, which is noted; else none.
+    """Return the technique that failed by a defect of its own, and note the defect; empty otherwise.
 
-    With TORCHTRIM_DEBUG=1 the error is raised.
+    With TORCHTRIM_DEBUG=1 raise the error.
     """
     name = broken_in(error)
     if name and debugging():
@@ -375,7 +357,7 @@ def broken_technique(error: Exception) -> set[str]:
 
 
 def failing_places(error: PlannedStepFailed, plan: Plan, run: Callable[[Plan], Trial]) -> set[str]:
-    """The places to drop: the one that the error names, else the half of the plan that fails alone."""
+    """Return the places to drop: the error's own place, or the half of the plan that fails alone."""
     places = [where for one in plan.techniques for where in one.where]
     if error.place in places:
         return {error.place}
@@ -397,8 +379,10 @@ def of_techniques(
     *,
     last: bool,
 ) -> set[str]:
-    """The places; those of optimizers, and those that a technique refuses, with the technique, since another
-    may do there. `last`: with all that the techniques there do anywhere, since no more rounds are left."""
+    """Qualify the places of optimizers and of refusals with the technique, since another may succeed there.
+
+    `last`: add the whole techniques, since no more rounds are left.
+    """
     optimizers = (
         {one.optimizer for one in profile.optimizer_steps} if profile is not None else set()
     )
@@ -408,16 +392,8 @@ def of_techniques(
     return (set(places) - own) | named | (techniques if last else set())
 
 
-def failure_note(error: PlannedStepFailed, dropped: Collection[str]) -> str:
-    """The note about it."""
-    return (
-        f"a planned step failed, which the original does not, and was planned again without "
-        f"{', '.join(sorted(dropped))}: {str(error).splitlines()[0]}"
-    )
-
-
 def without_places(profile: Profile, places: Collection[str]) -> Profile:
-    """The profile in which nothing can be planned at these places, nor at what is around them."""
+    """Return the profile without plannable modules at these places or around them."""
     if not places:
         return profile
     barred = {number for place in places for number in _modules_at(profile, place)}
@@ -437,7 +413,7 @@ def _only(plan: Plan, places: Collection[str]) -> Plan:
 
 
 def _modules_at(profile: Profile, place: str) -> list[int]:
-    """The module of that path, or the children of a range of a chain."""
+    """Return the module of a path, or the children of a range of a chain."""
     numbers = {module.path: number for number, module in enumerate(profile.modules)}
     match = _RANGE.fullmatch(place)
     if match is None:
@@ -448,10 +424,10 @@ def _modules_at(profile: Profile, place: str) -> list[int]:
 
 
 def nothing_helps(budget: int, whole: int, set_by: str) -> InfeasibleBudget:
-    """Return the error of a budget for which no plan saves anything."""
+    """Return the error of a budget that no plan comes nearer to."""
     return InfeasibleBudget(
-        f"{NOTHING}: the peak stays at {format_bytes(whole)} ({whole} bytes), set by {set_by}, and "
-        f"{format_bytes(budget)} are wanted. Make the batch smaller, or look at what the peak is made of.",
+        f"{NOTHING}: the peak stays at {format_bytes(whole)} ({whole} bytes), set by {set_by}, and the "
+        f"budget is {format_bytes(budget)}. Make the batch smaller, or look at the tensors at the peak.",
         smallest_bytes=whole,
         set_by=set_by,
     )

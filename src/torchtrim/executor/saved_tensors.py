@@ -1,0 +1,213 @@
+"""The engine of techniques that substitute saved tensors: each is kept, recomputed or fetched.
+
+A dispatch mode follows the operators of watched modules, and saved-tensor hooks give autograd substitutes.
+Autograd runs only the innermost hooks, so a watcher passes other tensors on to the watcher around it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import nn
+from torch._C import _disabled_torch_dispatch_impl
+from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtrim.executor.failing import note
+from torchtrim.executor.ordinals import counting
+from torchtrim.executor.registry import Handle
+from torchtrim.executor.swap import Swapped
+from torchtrim.records.operator_names import role_of
+
+PLAIN = (torch.Tensor, nn.Parameter)
+"""Types of tensors that watchers may substitute."""
+CallT = TypeVar("CallT")
+
+
+class Saved(Protocol):
+    """Autograd's substitute for a saved tensor."""
+
+    def get(self) -> torch.Tensor:
+        """Return the tensor."""
+        ...
+
+
+Keep = Callable[[torch.Tensor], Saved | torch.Tensor]
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """Detach a saved tensor from its graph, which would otherwise hold itself."""
+    if tensor.grad_fn is None:
+        return tensor
+    with torch._C._DisableTorchDispatch():
+        return tensor.detach()
+
+
+class OperatorKind(NamedTuple):
+    """An operator: its name, its role if plans use it, and the arguments it writes."""
+
+    name: str
+    role: str
+    writes: tuple[tuple[int, str], ...]
+
+    def written(self, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+        """Return the arguments of a call that the operator writes."""
+        return [args[i] if i < len(args) else kwargs.get(name) for i, name in self.writes]
+
+
+class SavedTensorWatcher(TorchDispatchMode, Generic[CallT]):  # type: ignore[no-untyped-call]
+    """Dispatch mode and saved-tensor hooks of a technique, active while any of its modules runs.
+
+    `roles`: the operator roles it counts, or None for all. `kept`: makes the substitutes of other tensors.
+    `nests`: False if only outermost calls outside of other watchers are watched. Under other hooks, such as
+    a checkpoint's, nothing is watched.
+    """
+
+    def __init__(
+        self, technique: str, roles: Collection[str] | None, kept: Keep, *, nests: bool
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._technique = technique
+        self._roles = roles
+        self._nests = nests
+        self._kinds: dict[Any, OperatorKind] = {}
+        self._has_warned = False
+        self._hooks = self.pack, _unpack
+        self.keep = self._kept = kept
+        self.calls: list[CallT] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True, so that functions compiled by the script stay compiled."""
+        return True
+
+    @abstractmethod
+    def operator(self, kind: OperatorKind, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator."""
+
+    @abstractmethod
+    def pack(self, tensor: torch.Tensor) -> Saved | torch.Tensor:
+        """Return the plan's substitute for a saved tensor, or else `self.keep(tensor)`."""
+
+    @abstractmethod
+    def skip(self, counts: Counter[str]) -> None:
+        """Advance the ordinals for operators that were substituted."""
+
+    @abstractmethod
+    def end(self, call: CallT) -> None:
+        """Drop the records of a call that has ended."""
+
+    def watch(self, module: nn.Module, where: str, new_call: Callable[[], CallT]) -> Handle:
+        """Watch the calls of a module."""
+        return Swapped(module, lambda run: functools.partial(self._run, where, new_call, run))
+
+    def warn_if_foreign(self, where: str) -> bool:
+        """Return True, and warn once, if the script's own hooks hide saved tensors at this place."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is None or top[1] is _unpack:
+            return False
+        if not self._has_warned:
+            self._has_warned = True
+            print(
+                f"torchtrim: {where} runs under hooks on saved tensors that the script has set "
+                f"(saved_tensors_hooks, save_on_cpu or a checkpoint), so {self._technique} saves nothing "
+                "there, and the peak may pass the plan's budget. The results are not affected. Plan again "
+                "with these hooks on from the first step, or remove them.",
+                file=sys.stderr,
+                flush=True,
+            )
+        return True
+
+    def _run(
+        self,
+        where: str,
+        new_call: Callable[[], CallT],
+        forward: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        is_inner = bool(self.calls)
+        if not torch.is_grad_enabled() or (is_inner and not self._nests):
+            return forward(*args, **kwargs)
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if self.warn_if_foreign(where) or (top is not None and not self._nests):
+            return forward(*args, **kwargs)
+        self.calls.append(call := new_call())
+        try:
+            if is_inner:
+                return forward(*args, **kwargs)
+            self.keep = self._kept if top is None else top[0]
+            with torch.autograd.graph.saved_tensors_hooks(*self._hooks), counting(self.skip), self:
+                return forward(*args, **kwargs)
+        except Exception as error:
+            note(error, where)
+            raise
+        finally:
+            self.calls.pop()
+            self.end(call)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(map(_dispatches, types)):
+            return NotImplemented
+        kind = self._kinds.get(func) or self._know(func)
+        return self.operator(kind, func, args, kwargs or {})
+
+    def _know(self, func: Any) -> OperatorKind:
+        namespace, _, name = str(func).partition(".")
+        name = name.partition(".")[0] if namespace == "aten" else ""
+        role = role_of(name)
+        writes = tuple(
+            (position, argument.name)
+            for position, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+        is_counted = self._roles is None or role in self._roles
+        kind = self._kinds[func] = OperatorKind(name, role if is_counted else "", writes)
+        return kind
+
+
+def _unpack(saved: Saved | torch.Tensor) -> torch.Tensor:
+    return saved if isinstance(saved, torch.Tensor) else saved.get()
+
+
+def _dispatches(kind: Any) -> bool:
+    return kind.__torch_dispatch__ is not _disabled_torch_dispatch_impl
+
+
+def storage_number(tensor: torch.Tensor) -> int:
+    """Return a number that identifies a live storage."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def geometry_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Return a tensor's shape, strides and offset in its storage."""
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+
+
+def when_asked(then: Callable[[], None]) -> None:
+    """Call `then` after the last unpack of a saved tensor.
+
+    That is now, or at the end of the backward of a Python function, which unpacks all its tensors at each
+    access to `saved_tensors`.
+    """
+    node: Any = torch._C._current_autograd_node()
+    if not isinstance(node, BackwardCFunction):
+        then()
+        return
+
+    def ended(*_: Any) -> None:
+        handle.remove()
+        then()
+
+    handle = node.register_hook(ended)
