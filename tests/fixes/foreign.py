@@ -12,9 +12,7 @@ Inputs = dict[str, Any]
 
 
 def foreign(rng: random.Random, inputs: Inputs) -> Inputs:
-    """Return the inputs with other ranks, all alike, and other types, all alike or only one; flags
-    flipped.
-    """
+    """Return the inputs with other ranks and types, of all or only one, and flags flipped."""
     turned = rng.random() < 0.5
     changed = {
         name: not value if isinstance(value, bool) and turned else value

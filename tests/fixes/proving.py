@@ -12,12 +12,13 @@ import copy
 import math
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 
 import draws
@@ -25,8 +26,8 @@ import torchtrim
 from fixes.foreign import Inputs, foreign
 from torchtrim.capture.probes import Probes
 from torchtrim.rewriter.edits import patch
-from torchtrim.rewriter.fix import Fix, Rewrite
-from torchtrim.source.facts import Facts, FixRefused
+from torchtrim.rewriter.fix import Fix, Match, Rewrite
+from torchtrim.source.facts import Facts, FixRefused, StaticValue
 from torchtrim.source.source import SourceFile
 
 DRAWS = 4
@@ -54,8 +55,8 @@ class Proof:
     strange: int = 0
     foreign: int = 0
     all_drawn: bool = True
-    refused: dict[str, int] = field(default_factory=dict)
-    unsafe: dict[str, int] = field(default_factory=dict)
+    refused: Counter[str] = field(default_factory=Counter)
+    unsafe: Counter[str] = field(default_factory=Counter)
 
     def reaches(self, agreed: int) -> bool:
         """Return True if enough cases of all structures agreed; if few were drawn, if any did."""
@@ -95,14 +96,12 @@ def prove(
         try:
             rewrite = fixed(fix, code, cases[0])
         except FixRefused as error:
-            reason = str(error)
-            proof.refused[reason] = proof.refused.get(reason, 0) + len(cases)
+            proof.refused[str(error)] += len(cases)
             continue
         if not rewrite.safe and not suggested:
-            reason = rewrite.risk or rewrite.open_needs[0]
-            proof.unsafe[reason] = proof.unsafe.get(reason, 0) + len(cases)
+            proof.unsafe[rewrite.risk or rewrite.open_needs[0]] += len(cases)
             continue
-        after = patch(rewrite.match.source, [rewrite]).text
+        after = text_of(rewrite)
         for draw in cases:
             accepted = agree(rewrite, code, after, draw)
             proof.agreed += accepted
@@ -126,7 +125,7 @@ def writings(
         except FixRefused:
             continue
         if rewrite.safe or suggested:
-            yield rewrite, patch(rewrite.match.source, [rewrite]).text, evidence
+            yield rewrite, text_of(rewrite), evidence
 
 
 def _foreign_that_agree(
@@ -186,10 +185,36 @@ def is_error(result: Any) -> bool:
     return isinstance(result, type) and issubclass(result, Exception)
 
 
+def code_of(head: str, body: str) -> str:
+    """Return a function: its head, and the lines of its body."""
+    return head + "".join(f"    {line}\n" for line in body.splitlines())
+
+
+def matches(fix: Fix, code: str) -> list[Match]:
+    """Return the places in the code that the fix matches."""
+    return list(fix.find(SourceFile("case.py", code)))
+
+
+def unseen(fix: Fix, code: str, **static: StaticValue) -> Rewrite:
+    """Return the fix of the only matching place in the code, without a run."""
+    (match,) = matches(fix, code)
+    return fix.rewrite(match, Facts(static=static))
+
+
+def refuses(fix: Fix, code: str, inputs: Inputs, reason: str) -> None:
+    """Check that the fix of the code is refused, by the evidence of one run, for a reason."""
+    with pytest.raises(FixRefused, match=reason):
+        fixed(fix, code, inputs)
+
+
+def text_of(rewrite: Rewrite) -> str:
+    """Return the code after the fix."""
+    return patch(rewrite.match.source, [rewrite]).text
+
+
 def fixed(fix: Fix, code: str, inputs: Inputs) -> Rewrite:
     """Return the fix of the only matching place in the code, by the evidence of one run."""
-    source = SourceFile("case.py", code)
-    (match,) = fix.find(source)
+    (match,) = matches(fix, code)
     probes = Probes([match.probe(0)])
     probes.install()
     try:
@@ -207,9 +232,7 @@ def compiled(text: str) -> Any:
 
 
 def waits(code: str, inputs: Inputs) -> int:
-    """Count how often `function`, and backward from its result, wait on an emulated device that has its
-    tensors.
-    """
+    """Count the waits of `function`, and of backward from its result, with its tensors on a device."""
     space: dict[str, Any] = {}
     exec(compiled(code), space)
     there: Inputs = {}
@@ -234,7 +257,7 @@ def _on_device(value: Any) -> Any:
 def syncs_go(fix: Fix, code: str, inputs: Inputs) -> tuple[int, int]:
     """Count how often the code waits before and after the fix."""
     rewrite = fixed(fix, code, inputs)
-    return waits(code, inputs), waits(patch(rewrite.match.source, [rewrite]).text, inputs)
+    return waits(code, inputs), waits(text_of(rewrite), inputs)
 
 
 def run(code: Any, inputs: Inputs) -> Run:
@@ -270,7 +293,7 @@ def agree(rewrite: Rewrite, before: str, after: str, inputs: Inputs) -> bool:
     one = run(compiled(before), inputs)
     what = _difference(rewrite, one, after, inputs)
     if what and rewrite.equivalence != "BITWISE":
-        wide = _widened(inputs)
+        wide = {name: _wide(value) for name, value in inputs.items()}
         what = _difference(rewrite, run(compiled(before), wide), after, wide)
     if what and rewrite.equivalence != "BITWISE":
         what = _difference(rewrite, one, after, inputs, _largest(inputs))
@@ -286,9 +309,7 @@ def _largest(inputs: Inputs) -> float:
 
 
 def _difference(rewrite: Rewrite, one: Run, after: str, inputs: Inputs, terms: float = 0.0) -> str:
-    """Describe where the fix differs from the original's run, or return `""`. `terms`: the size of the
-    summands.
-    """
+    """Describe where the fix differs from the original's run, or return `""`. `terms`: the summands' size."""
     other = run(compiled(after), inputs)
     what = f"{rewrite.match.fix.name}\n{after}\n{inputs}\nbefore {one[0]}\nafter {other[0]}"
     exact = rewrite.equivalence == "BITWISE"
@@ -306,11 +327,6 @@ def _difference(rewrite: Rewrite, one: Run, after: str, inputs: Inputs, terms: f
     return ""
 
 
-def _widened(inputs: Inputs) -> Inputs:
-    """Return the inputs with their floats in float64."""
-    return {name: _wide(value) for name, value in inputs.items()}
-
-
 def _wide(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return value.detach().double().requires_grad_(value.requires_grad)
@@ -318,9 +334,7 @@ def _wide(value: Any) -> Any:
 
 
 def same(one: Any, other: Any, *, exact: bool, terms: float = 0.0) -> bool:
-    """Return True if two results agree in type, shape and values; NaN equals NaN, and zeros of either
-    sign are equal.
-    """
+    """Return True if two results agree in type, shape and values; NaN equals NaN, and 0.0 equals -0.0."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return _same_tensor(one.detach(), other.detach(), exact=exact, terms=terms)
     if isinstance(one, list | tuple):
@@ -330,9 +344,8 @@ def same(one: Any, other: Any, *, exact: bool, terms: float = 0.0) -> bool:
             and all(same(a, b, exact=exact, terms=terms) for a, b in zip(one, other, strict=True))
         )
     if isinstance(one, dict) and isinstance(other, dict):
-        return list(one) == list(other) and same(
-            list(one.values()), list(other.values()), exact=exact, terms=terms
-        )
+        values = list(one.values()), list(other.values())
+        return list(one) == list(other) and same(*values, exact=exact, terms=terms)
     if type(one) is not type(other):
         return False
     near = not exact and isinstance(one, float) and isinstance(other, float)
@@ -396,13 +409,14 @@ def floating(
     rng: random.Random, size: tuple[int, ...], dtype: torch.dtype, *, odd: float = 0.0
 ) -> torch.Tensor:
     """Draw random numbers; a share of them NaN or infinite. Strided, now and then."""
-    full = torch.randn(
-        strided(rng, size), generator=torch.Generator().manual_seed(rng.randrange(2**31))
-    ).to(dtype)
+    full = torch.randn(strided(rng, size), generator=_generator(rng)).to(dtype)
     for value in (float("nan"), float("inf"), float("-inf"), 0.0, -0.0):
-        hit = torch.rand(full.shape, generator=torch.Generator().manual_seed(rng.randrange(2**31)))
-        full[hit < odd / 5] = value
+        full[torch.rand(full.shape, generator=_generator(rng)) < odd / 5] = value
     return _narrowed(full, size)
+
+
+def _generator(rng: random.Random) -> torch.Generator:
+    return torch.Generator().manual_seed(rng.randrange(2**31))
 
 
 def integral(

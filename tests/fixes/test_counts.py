@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
 from fixes import proving
 from torchtrim.fixes.counts import COUNTED_VALUES, DISTINCT_COUNT, MASKED_COUNT
-from torchtrim.rewriter.edits import patch
-from torchtrim.source.facts import Facts, FixRefused
-from torchtrim.source.source import SourceFile
 
 COUNTED_HEAD = "import torch\ndef function(x, w, k):\n"
 COUNTED_WHOLE = (torch.int64, torch.int32, torch.uint8)
@@ -48,7 +46,7 @@ def test_counted_values_agrees_where_all_values_are_below(line: str) -> None:
         assert "would make the original's result longer" in rewrite.risk
         assert not rewrite.safe
         assert not rewrite.open_needs
-        after = patch(rewrite.match.source, [rewrite]).text
+        after = proving.text_of(rewrite)
         for draw in draws:
             assert proving.agree(rewrite, code, after, draw)
 
@@ -78,26 +76,21 @@ def test_counted_values_agrees_where_all_values_are_below(line: str) -> None:
 )
 def test_counted_values_is_refused(line: str, others: proving.Inputs, why: str) -> None:
     inputs = {"x": torch.tensor([0, 2, 2]), "w": torch.ones(3), "k": 4, **others}
-    with pytest.raises(FixRefused, match=why):
-        proving.fixed(COUNTED_VALUES, counted_code(line), inputs)
+    proving.refuses(COUNTED_VALUES, counted_code(line), inputs, why)
 
 
 def test_counted_values_waits_no_more() -> None:
     inputs = {"x": torch.tensor([0, 2, 2]), "w": torch.ones(3), "k": 4}
     assert proving.syncs_go(
         COUNTED_VALUES, counted_code("return torch.bincount(x, minlength=k)"), inputs
-    ) == (
-        2,
-        0,
-    )
+    ) == (2, 0)
 
 
 DISTINCT_WHOLE = (torch.int64, torch.int32, torch.uint8, torch.int8, torch.bool)
 DISTINCT_HEAD = "import torch\nfrom torch import unique\ndef function(x, y, c):\n"
 
 
-def distinct_code(body: str) -> str:
-    return DISTINCT_HEAD + "".join(f"    {line}\n" for line in body.splitlines())
+distinct_code = partial(proving.code_of, DISTINCT_HEAD)
 
 
 def make_distinct(rng: random.Random) -> Iterator[proving.Inputs]:
@@ -152,8 +145,7 @@ def distinct_inputs(**others: object) -> proving.Inputs:
     ],
 )
 def test_distinct_count_is_refused(body: str, others: proving.Inputs, why: str) -> None:
-    with pytest.raises(FixRefused, match=why):
-        proving.fixed(DISTINCT_COUNT, distinct_code(body), distinct_inputs(**others))
+    proving.refuses(DISTINCT_COUNT, distinct_code(body), distinct_inputs(**others), why)
 
 
 def test_what_is_computed_is_computed_once() -> None:
@@ -162,7 +154,7 @@ def test_what_is_computed_is_computed_once() -> None:
         distinct_code("return (torch.unique(x.abs() + 1) != c).sum()"),
         distinct_inputs(),
     )
-    assert patch(rewrite.match.source, [rewrite]).text.removeprefix(DISTINCT_HEAD) == (
+    assert proving.text_of(rewrite).removeprefix(DISTINCT_HEAD) == (
         "    if (x.dim(), x.dtype) == (1, torch.int64):\n"
         "        values = x.abs() + 1\n"
         "        return (values.flatten().sort().values.diff() != 0).sum() + (values.numel() > 0)"
@@ -172,8 +164,7 @@ def test_what_is_computed_is_computed_once() -> None:
 
 
 def test_distinct_count_is_not_safe_without_evidence() -> None:
-    (match,) = DISTINCT_COUNT.find(SourceFile("case.py", distinct_code(DISTINCT_BODIES[0])))
-    assert not DISTINCT_COUNT.rewrite(match, Facts()).safe
+    assert not proving.unseen(DISTINCT_COUNT, distinct_code(DISTINCT_BODIES[0])).safe
 
 
 @pytest.mark.parametrize(
@@ -188,8 +179,7 @@ def test_distinct_count_waits_no_more(body: str) -> None:
 MASKED_HEAD = "import torch\ndef function(x, y, mask, least):\n"
 
 
-def masked_code(body: str) -> str:
-    return MASKED_HEAD + "".join(f"    {line}\n" for line in body.splitlines())
+masked_code = partial(proving.code_of, MASKED_HEAD)
 
 
 def make_masked(rng: random.Random) -> Iterator[proving.Inputs]:
@@ -224,8 +214,7 @@ MASKED_BODIES = [
 
 @pytest.mark.parametrize("body", MASKED_BODIES)
 def test_masked_count_is_sound(body: str) -> None:
-    proof = proving.prove(MASKED_COUNT, masked_code(body), make_masked, structures=40)
-    assert proof.reaches(160), proof
+    assert proving.prove(MASKED_COUNT, masked_code(body), make_masked, structures=40).reaches(160)
 
 
 def masked_inputs(**others: object) -> proving.Inputs:
@@ -240,7 +229,7 @@ def masked_inputs(**others: object) -> proving.Inputs:
 
 def fixed(body: str, **others: object) -> str:
     rewrite = proving.fixed(MASKED_COUNT, masked_code(body), masked_inputs(**others))
-    return patch(rewrite.match.source, [rewrite]).text.removeprefix(MASKED_HEAD)
+    return proving.text_of(rewrite).removeprefix(MASKED_HEAD)
 
 
 def test_what_is_written() -> None:
@@ -285,13 +274,11 @@ def test_what_is_written() -> None:
     ],
 )
 def test_masked_count_is_refused(body: str, others: proving.Inputs, why: str) -> None:
-    with pytest.raises(FixRefused, match=why):
-        proving.fixed(MASKED_COUNT, masked_code(body), masked_inputs(**others))
+    proving.refuses(MASKED_COUNT, masked_code(body), masked_inputs(**others), why)
 
 
 def test_masked_count_is_not_safe_without_evidence() -> None:
-    (match,) = MASKED_COUNT.find(SourceFile("case.py", masked_code("return y / len(x[mask])")))
-    assert not MASKED_COUNT.rewrite(match, Facts()).safe
+    assert not proving.unseen(MASKED_COUNT, masked_code("return y / len(x[mask])")).safe
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.deferred_reads import ACCUMULATED_READ, APPENDED_READ
-from torchtrim.source.facts import FixRefused
 
 pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -85,8 +84,7 @@ ACCUMULATED_BODIES = {
 @pytest.mark.parametrize("body", ACCUMULATED_BODIES.values(), ids=ACCUMULATED_BODIES)
 def test_accumulated_read_is_sound(body: str) -> None:
     code = f"import torch\ndef function(x, n):\n{body}"
-    proof = proving.prove(ACCUMULATED_READ, code, make_accumulated, structures=40)
-    assert proof.reaches(155), proof
+    assert proving.prove(ACCUMULATED_READ, code, make_accumulated, structures=40).reaches(155)
 
 
 def test_integers_of_many_types_are_sound() -> None:
@@ -109,30 +107,19 @@ def test_large_integers_are_not_sure_to_fit() -> None:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("    for v in x:\n        self.total += v.item()\n", "read by other code"),
-        ("    for v in x:\n        n += v.item()\n    return n\n", "is an argument"),
+        ("for v in x:\n    self.total += v.item()", "read by other code"),
+        ("for v in x:\n    n += v.item()\nreturn n", "is an argument"),
+        ("t = n\nfor v in x:\n    t += v.item()\nreturn t", "does not start as a literal number"),
+        ("t = 0.0\nf = lambda: t\nfor v in x:\n    t += v.item()\nreturn t", "an inner function"),
         (
-            "    t = n\n    for v in x:\n        t += v.item()\n    return t\n",
-            "does not start as a literal number",
-        ),
-        (
-            "    t = 0.0\n    f = lambda: t\n    for v in x:\n        t += v.item()\n    return t\n",
-            "an inner function",
-        ),
-        (
-            "    t = 0.0\n    try:\n        for v in x:\n            t += v.item()\n"
-            "    finally:\n        n = t\n"
-            "    return t\n",
+            "t = 0.0\ntry:\n    for v in x:\n        t += v.item()\nfinally:\n    n = t\nreturn t",
             "a `try` around",
         ),
         (
-            "    t = 0.0\n    for v in x:\n        t += v.item()\n        t *= 2\n    return t\n",
+            "t = 0.0\nfor v in x:\n    t += v.item()\n    t *= 2\nreturn t",
             "changes `t` in the same loop",
         ),
-        (
-            "    t = 0.0\n    for v in x:\n        t += v.item()\n    locals()\n    return t\n",
-            "in the meantime",
-        ),
+        ("t = 0.0\nfor v in x:\n    t += v.item()\nlocals()\nreturn t", "in the meantime"),
     ],
 )
 def test_accumulated_read_is_refused(body: str, reason: str) -> None:
@@ -140,8 +127,12 @@ def test_accumulated_read_is_refused(body: str, reason: str) -> None:
         total = 0.0
 
     inputs = {"self": Owner(), "x": torch.randn(3), "n": 0.0}
-    with pytest.raises(FixRefused, match=reason):
-        proving.fixed(ACCUMULATED_READ, f"E = Exception\ndef function(self, x, n):\n{body}", inputs)
+    proving.refuses(
+        ACCUMULATED_READ,
+        proving.code_of("E = Exception\ndef function(self, x, n):\n", body),
+        inputs,
+        reason,
+    )
 
 
 def test_accumulated_read_waits_once() -> None:
@@ -205,40 +196,34 @@ APPENDED_BODIES = {
 
 @pytest.mark.parametrize("body", APPENDED_BODIES.values(), ids=APPENDED_BODIES)
 def test_appended_read_is_sound(body: str) -> None:
-    proof = proving.prove(APPENDED_READ, HEAD + body, make_appended, structures=52)
-    assert proof.reaches(200), proof
+    assert proving.prove(APPENDED_READ, HEAD + body, make_appended, structures=52).reaches(200)
 
 
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("    for v in x:\n        n.losses.append(v.item())\n", "read by other code"),
-        ("    for v in x:\n        n.append(v.item())\n    return n\n", "is an argument"),
+        ("for v in x:\n    n.losses.append(v.item())", "read by other code"),
+        ("for v in x:\n    n.append(v.item())\nreturn n", "is an argument"),
+        ("t = n.get()\nfor v in x:\n    t.append(v.item())\nreturn t", "not created"),
+        ("t = []\nn.all = t\nfor v in x:\n    t.append(v.item())", "may keep `t`"),
         (
-            "    t = n.get()\n    for v in x:\n        t.append(v.item())\n    return t\n",
-            "not created",
-        ),
-        (
-            "    t = []\n    n.all = t\n    for v in x:\n        t.append(v.item())\n",
-            "may keep `t`",
-        ),
-        (
-            "    t = []\n    for v in x:\n        t.append(v.item())\n        n.log(t)\n    return t\n",
+            "t = []\nfor v in x:\n    t.append(v.item())\n    n.log(t)\nreturn t",
             "before the loop ends",
         ),
-        ("    for v in x:\n        t = []\n        t.append(v.item())\n", "is reset"),
+        ("for v in x:\n    t = []\n    t.append(v.item())", "is reset"),
         (
-            "    t = []\n    for _ in x:\n        for v in x:\n            t.append(v.item())\n"
-            "        n.all = t\n",
+            "t = []\nfor _ in x:\n    for v in x:\n        t.append(v.item())\n    n.all = t",
             "may keep `t`",
         ),
     ],
 )
 def test_appended_read_is_refused(body: str, reason: str) -> None:
-    with pytest.raises(FixRefused, match=reason):
-        proving.fixed(
-            APPENDED_READ, f"def function(x, n):\n{body}", {"x": torch.randn(3), "n": None}
-        )
+    proving.refuses(
+        APPENDED_READ,
+        proving.code_of("def function(x, n):\n", body),
+        {"x": torch.randn(3), "n": None},
+        reason,
+    )
 
 
 def test_appended_read_waits_once() -> None:

@@ -11,7 +11,6 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.device_branch import FIX
-from torchtrim.rewriter.edits import patch
 from torchtrim.rewriter.fix import Rewrite
 from torchtrim.source.facts import Facts, FixRefused, NoTensor, StaticValue
 from torchtrim.source.source import SourceFile
@@ -65,7 +64,7 @@ def test_it_keeps_comments_and_waits_no_more() -> None:
         "labels": torch.tensor([0, 1, 2, -1, 0]),
     }
     rewrite = proving.fixed(FIX, SEGMENTATION, inputs)
-    after = patch(rewrite.match.source, [rewrite]).text
+    after = proving.text_of(rewrite)
     assert "# too few classes to learn from" in after
     assert "# what is not labelled" in after
     assert proving.syncs_go(FIX, SEGMENTATION, inputs) == (1, 0)
@@ -92,8 +91,7 @@ def test_a_way_that_was_made_for_the_ranks_that_were_seen_is_chosen_on_the_devic
     assert proving.prove(FIX, GUARDED, of_segmentation, structures=70).reaches(275)
     inputs = {"scores": torch.randn(5, 3), "labels": torch.tensor([0, 1, 2, -1, 0])}
     assert proving.syncs_go(FIX, GUARDED, inputs) == (1, 0)
-    with pytest.raises(FixRefused, match="observed ranks"):
-        proving.fixed(FIX, GUARDED.replace("== (2, 1)", "== (3, 1)"), inputs)
+    proving.refuses(FIX, GUARDED.replace("== (2, 1)", "== (3, 1)"), inputs, "observed ranks")
 
 
 def make(rng: random.Random) -> Iterator[proving.Inputs]:
@@ -142,8 +140,7 @@ BODIES = {
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 def test_it_is_sound(body: str) -> None:
     code = f"import torch\ndef function(x, limit):\n{body}"
-    proof = proving.prove(FIX, code, make, structures=60)
-    assert proof.reaches(230), proof
+    assert proving.prove(FIX, code, make, structures=60).reaches(230)
 
 
 def test_a_gradient_to_another_tensor_makes_it_unsafe() -> None:
@@ -166,23 +163,19 @@ def function(g, eps):
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("    return x if x.sum() > 0 else x * 2\n", "would create a copy"),
-        ("    if x.sum() > 0:\n        x = x * 2\n    return x\n", "would create a copy"),
-        ("    return x.sum() if x.sum() > 0 else 0.0\n", "a Python number"),
-        ("    return x.sum() if x.sum() > 0 else x * 2\n", "later code may depend on which"),
-        ("    return x * 3 if x > 0 else x * 2\n", "not a tensor of zero dimensions"),
-        (
-            "    if float(x.sum()) == 0:\n        return x * 3\n    return x * 2\n",
-            "on the host before",
-        ),
-        ("    return x * 3 if x.sum().item() > 0 else x * 2\n", "so that the device can choose"),
-        ("    return x * 3 if x.ndim > 0 else x * 2\n", "not a tensor"),
+        ("return x if x.sum() > 0 else x * 2", "would create a copy"),
+        ("if x.sum() > 0:\n    x = x * 2\nreturn x", "would create a copy"),
+        ("return x.sum() if x.sum() > 0 else 0.0", "a Python number"),
+        ("return x.sum() if x.sum() > 0 else x * 2", "later code may depend on which"),
+        ("return x * 3 if x > 0 else x * 2", "not a tensor of zero dimensions"),
+        ("if float(x.sum()) == 0:\n    return x * 3\nreturn x * 2", "on the host before"),
+        ("return x * 3 if x.sum().item() > 0 else x * 2", "so that the device can choose"),
+        ("return x * 3 if x.ndim > 0 else x * 2", "not a tensor"),
     ],
 )
 def test_it_is_refused(body: str, reason: str) -> None:
     x = torch.randn(1) if "x > 0" in body else torch.randn(2, 3)
-    with pytest.raises(FixRefused, match=reason):
-        proving.fixed(FIX, f"def function(x):\n{body}", {"x": x})
+    proving.refuses(FIX, proving.code_of("def function(x):\n", body), {"x": x}, reason)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +193,7 @@ def test_it_is_refused(body: str, reason: str) -> None:
 def test_what_may_do_more_is_no_match(way: str) -> None:
     head = "import torch\nimport torch.nn.functional as F\ndef f(x, i):\n"
     code = f"{head}    return {way} if x.sum() > 0 else x * 2\n"
-    assert not list(FIX.find(SourceFile("case.py", code)))
+    assert not proving.matches(FIX, code)
 
 
 def test_without_evidence_it_is_open() -> None:
@@ -267,10 +260,9 @@ def test_what_the_host_decides_is_not_given_to_the_device(condition: str, form: 
     code = f"import torch\ndef function(x, t, flag, n):\n{body}"
     for flag in (False, True):
         inputs = {"x": torch.ones(3), "t": torch.tensor(1.0), "flag": flag, "n": int(flag)}
-        with pytest.raises(
-            FixRefused, match=r"Python value|on the host|no run has reached|side effect"
-        ):
-            proving.fixed(FIX, code, inputs)
+        proving.refuses(
+            FIX, code, inputs, r"Python value|on the host|no run has reached|side effect"
+        )
 
 
 def test_the_example_has_a_place_for_it() -> None:
@@ -298,14 +290,14 @@ INTEGERS = (
 def test_another_type_or_rank_chooses_as_before(seen: torch.Tensor, other: torch.Tensor) -> None:
     code = f"import torch\ndef function(t):\n{INTEGERS}"
     rewrite = proving.fixed(FIX, code, {"t": seen})
-    assert proving.agree(rewrite, code, patch(rewrite.match.source, [rewrite]).text, {"t": other})
+    assert proving.agree(rewrite, code, proving.text_of(rewrite), {"t": other})
 
 
 def test_shapes_that_no_longer_agree_choose_as_before() -> None:
     code = "import torch\ndef function(x, y):\n    return (x * 2 if x.sum() + y.sum() > 0 else y * 3) + 1\n"
     rewrite = proving.fixed(FIX, code, {"x": torch.ones(3, 4), "y": torch.ones(3, 4)})
     assert rewrite.safe
-    after = patch(rewrite.match.source, [rewrite]).text
+    after = proving.text_of(rewrite)
     for x in (torch.ones(3, 4), -torch.ones(3, 4)):
         assert proving.agree(rewrite, code, after, {"x": x, "y": torch.ones(3, 1)})
 
@@ -334,7 +326,7 @@ def function(scores, labels):
     }
     rewrite = proving.fixed(FIX, code, inputs)
     assert rewrite.safe
-    assert proving.agree(rewrite, code, patch(rewrite.match.source, [rewrite]).text, inputs)
+    assert proving.agree(rewrite, code, proving.text_of(rewrite), inputs)
     assert proving.syncs_go(FIX, code, inputs) == (1, 0)
 
 
@@ -359,7 +351,7 @@ def test_a_value_of_python_in_another_run_chooses_as_before(
     code = f"import torch\ndef function(x, t, u, flag):\n    {body}\n    return y + 1\n"
     seen = {"x": torch.ones(3), "t": torch.tensor(1.0), "u": torch.tensor(2.0), "flag": True}
     rewrite = proving.fixed(FIX, code, seen)
-    after = patch(rewrite.match.source, [rewrite]).text
+    after = proving.text_of(rewrite)
     assert proving.agree(rewrite, code, after, seen)
     for names in (others, *({name: value} for name, value in others.items())):
         if not proving.raises(code, {**seen, **names}):
@@ -374,15 +366,19 @@ def work(x):
 def function(x, t, flag):
     return (x * 2 if {condition} else x * 3) + 1
 """
-    with pytest.raises(FixRefused, match="Assign it to a name before"):
-        proving.fixed(FIX, code, {"x": torch.ones(3), "t": torch.tensor(1.0), "flag": True})
+    proving.refuses(
+        FIX,
+        code,
+        {"x": torch.ones(3), "t": torch.tensor(1.0), "flag": True},
+        "Assign it to a name before",
+    )
 
 
 HEAD = "import torch\ndef function(x, m):\n"
 
 
 def _unseen(code: str) -> Rewrite:
-    (match,) = FIX.find(SourceFile("case.py", code))
+    (match,) = proving.matches(FIX, code)
     tensors = {part: StaticValue(kind="tensor") for part in match.parts}
     return FIX.rewrite(match, Facts(static=tensors))
 
@@ -390,19 +386,19 @@ def _unseen(code: str) -> Rewrite:
 @pytest.mark.parametrize(
     "body",
     [
-        "    if x.sum() == 0:\n        return torch.ones_like(x, dtype=torch.float32)\n    return x / m\n",
-        "    return torch.ones_like(x) if x.sum() == 0 else x * 0.5\n",
-        "    return (x * m if m.sum() > 0 else torch.zeros_like(x)) + 1\n",
-        "    if x.sum() > 0:\n        y = x @ m\n    else:\n        y = x * 2\n    return y\n",
-        "    y = x * 2\n    if y.sum() > 0:\n        y = y / m\n    return y\n",
-        "    if x.sum() > 0:\n        z = x @ m\n        return x * 2\n    return x * 3\n",
-        "    return x.float() * 2 if x.sum() > 0 else x * 3\n",
-        "    return x.view(2, 3) * 2 if x.sum() > 0 else x * 3\n",
+        "if x.sum() == 0:\n    return torch.ones_like(x, dtype=torch.float32)\nreturn x / m",
+        "return torch.ones_like(x) if x.sum() == 0 else x * 0.5",
+        "return (x * m if m.sum() > 0 else torch.zeros_like(x)) + 1",
+        "if x.sum() > 0:\n    y = x @ m\nelse:\n    y = x * 2\nreturn y",
+        "y = x * 2\nif y.sum() > 0:\n    y = y / m\nreturn y",
+        "if x.sum() > 0:\n    z = x @ m\n    return x * 2\nreturn x * 3",
+        "return x.float() * 2 if x.sum() > 0 else x * 3",
+        "return x.view(2, 3) * 2 if x.sum() > 0 else x * 3",
     ],
 )
 def test_ways_that_may_differ_are_refused(body: str) -> None:
     with pytest.raises(FixRefused, match="the source does not show that both branches"):
-        _unseen(HEAD + body)
+        _unseen(proving.code_of(HEAD, body))
 
 
 def test_products_of_tensors_are_refused_for_their_gradient() -> None:
@@ -417,7 +413,7 @@ def test_ways_that_agree_are_written_and_compute_the_same(
 ) -> None:
     code = f"{HEAD}    return {ways[0]} if x.sum() > 0 else {ways[1]}\n"
     rewrite = _unseen(code)
-    after = patch(rewrite.match.source, [rewrite]).text
+    after = proving.text_of(rewrite)
     assert "torch.where(" in after
     for dtype in (torch.float32, torch.float16, torch.int64):
         x = torch.full((3,), value, dtype=dtype).requires_grad_(dtype.is_floating_point)

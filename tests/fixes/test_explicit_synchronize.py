@@ -12,7 +12,6 @@ from fixes import proving
 from torchtrim.fixes.explicit_synchronize import FIX
 from torchtrim.rewriter.edits import patch
 from torchtrim.source.facts import Facts, FixRefused
-from torchtrim.source.source import SourceFile
 
 
 def make(rng: random.Random) -> Iterator[proving.Inputs]:
@@ -46,8 +45,7 @@ BODIES = {
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 def test_it_is_sound(body: str) -> None:
     head = "import torch\nfrom torch.cuda import synchronize as sync\ndef function(x):\n"
-    proof = proving.prove(FIX, head + body, make, structures=64)
-    assert proof.reaches(256), proof
+    assert proving.prove(FIX, head + body, make, structures=64).reaches(256)
 
 
 @pytest.mark.parametrize(
@@ -62,14 +60,13 @@ def test_it_is_sound(body: str) -> None:
 )
 def test_it_is_refused(line: str, reason: str) -> None:
     code = f"import torch\ndef f(x, s, dist):\n    torch.cuda.synchronize()\n    {line}\n"
-    (match,) = FIX.find(SourceFile("case.py", code))
     with pytest.raises(FixRefused, match=reason):
-        FIX.rewrite(match, Facts())
+        proving.unseen(FIX, code)
 
 
 def test_the_line_goes_and_the_wait_with_it() -> None:
     code = "import torch\ndef function(x):\n    y = x * 2\n    torch.cuda.synchronize()\n    return y\n"
-    (match,) = FIX.find(SourceFile("case.py", code))
+    (match,) = proving.matches(FIX, code)
     rewrite = FIX.rewrite(match, Facts())
     patched = patch(match.source, [rewrite])
     assert patched.text == "import torch\ndef function(x):\n    y = x * 2\n    return y\n"

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
 from fixes import proving
 from torchtrim.fixes.indexing import INDEX_ASSIGNMENT, ROW_BY_INDEX
-from torchtrim.rewriter.edits import patch
 from torchtrim.source.facts import Facts, FixRefused, NoTensor, StaticValue
-from torchtrim.source.source import SourceFile
 from torchtrim.syncs.lookup import is_from
 
 DTYPES = (
@@ -30,8 +29,7 @@ pytestmark = pytest.mark.skipif(
 HEAD = "import torch\ndef function(x, i, j, value):\n"
 
 
-def code_of(body: str) -> str:
-    return HEAD + "".join(f"    {line}\n" for line in body.splitlines())
+code_of = partial(proving.code_of, HEAD)
 
 
 def make_assignment(rng: random.Random) -> Iterator[proving.Inputs]:
@@ -69,8 +67,9 @@ ASSIGNMENT_BODIES = [
 
 @pytest.mark.parametrize("body", ASSIGNMENT_BODIES)
 def test_index_assignment_is_sound(body: str) -> None:
-    proof = proving.prove(INDEX_ASSIGNMENT, code_of(body), make_assignment, structures=50)
-    assert proof.reaches(200), proof
+    assert proving.prove(INDEX_ASSIGNMENT, code_of(body), make_assignment, structures=50).reaches(
+        200
+    )
 
 
 def one(rng: random.Random) -> Iterator[proving.Inputs]:
@@ -81,8 +80,7 @@ def one(rng: random.Random) -> Iterator[proving.Inputs]:
 @pytest.mark.parametrize("index", ["i", "i, j", "j, i % 1", "..., i % 1"])
 def test_an_index_of_no_dimensions(index: str) -> None:
     body = f"x = x.clone()\nx[{index}] = value\nreturn x"
-    proof = proving.prove(INDEX_ASSIGNMENT, code_of(body), one, structures=25)
-    assert proof.reaches(100), proof
+    assert proving.prove(INDEX_ASSIGNMENT, code_of(body), one, structures=25).reaches(100)
 
 
 def inputs(**others: object) -> proving.Inputs:
@@ -97,15 +95,15 @@ def inputs(**others: object) -> proving.Inputs:
 
 def test_index_assignment_what_is_written() -> None:
     rewrite = proving.fixed(INDEX_ASSIGNMENT, code_of("x[i] = value  # none"), inputs())
-    assert patch(rewrite.match.source, [rewrite]).text.endswith(
+    assert proving.text_of(rewrite).endswith(
         "    x[i] = x.new_full((), value) if x.dtype == torch.float32 else value  # none\n"
     )
     rewrite = proving.fixed(INDEX_ASSIGNMENT, code_of("x[i] = 0"), inputs(i=torch.tensor(1)))
-    assert patch(rewrite.match.source, [rewrite]).text.endswith(
+    assert proving.text_of(rewrite).endswith(
         "    x[i[None] if i.dtype == torch.int64 else i] = x.new_full((), 0)\n"
     )
     rewrite = proving.fixed(INDEX_ASSIGNMENT, code_of("y = [x]\ny[0][i, j] = 0"), inputs())
-    assert patch(rewrite.match.source, [rewrite]).text.endswith(
+    assert proving.text_of(rewrite).endswith(
         "    target = y[0]\n    target[i, j] = target.new_full((), 0)\n"
     )
 
@@ -124,8 +122,7 @@ def test_index_assignment_what_is_written() -> None:
     ],
 )
 def test_index_assignment_is_refused(body: str, others: proving.Inputs, why: str) -> None:
-    with pytest.raises(FixRefused, match=why):
-        proving.fixed(INDEX_ASSIGNMENT, code_of(body), inputs(**others))
+    proving.refuses(INDEX_ASSIGNMENT, code_of(body), inputs(**others), why)
 
 
 @pytest.mark.parametrize(
@@ -140,12 +137,12 @@ def test_index_assignment_is_refused(body: str, others: proving.Inputs, why: str
     ],
 )
 def test_index_assignment_ignores_other_code(body: str) -> None:
-    assert not list(INDEX_ASSIGNMENT.find(SourceFile("case.py", code_of(body))))
+    assert not proving.matches(INDEX_ASSIGNMENT, code_of(body))
 
 
 def test_index_assignment_is_not_safe_without_evidence() -> None:
     tensor, number = StaticValue(kind="tensor"), StaticValue(kind=NoTensor("plain"))
-    (match,) = INDEX_ASSIGNMENT.find(SourceFile("case.py", code_of("x[i] = float(value)")))
+    (match,) = proving.matches(INDEX_ASSIGNMENT, code_of("x[i] = float(value)"))
     assert not INDEX_ASSIGNMENT.rewrite(match, Facts(static={"X": tensor, "V": number})).safe
     for static in ({}, {"X": tensor, "V": tensor}, {"X": number, "V": number}):
         with pytest.raises(FixRefused, match="source"):
@@ -154,7 +151,7 @@ def test_index_assignment_is_not_safe_without_evidence() -> None:
 
 @pytest.mark.parametrize("value", ["value", "None", "[0, 1]", "value.T"])
 def test_what_may_be_no_number_is_refused_without_evidence(value: str) -> None:
-    (match,) = INDEX_ASSIGNMENT.find(SourceFile("case.py", code_of(f"x[i] = {value}")))
+    (match,) = proving.matches(INDEX_ASSIGNMENT, code_of(f"x[i] = {value}"))
     static = {"X": StaticValue(kind="tensor"), "V": StaticValue(kind=NoTensor("plain"))}
     with pytest.raises(FixRefused, match="source"):
         INDEX_ASSIGNMENT.rewrite(match, Facts(static=static))
@@ -189,8 +186,7 @@ def test_row_by_index_is_the_same_and_never_safe(body: str) -> None:
     code = f"def function(table, t, x):\n    {body}\n"
     if body.endswith("[0]]"):
         code = f"def function(table, t, x):\n    t = t + 0\n    {body.replace('t[None][0]', 't')}\n"
-    proof = proving.prove(ROW_BY_INDEX, code, make_row, structures=65, suggested=True)
-    assert proof.reaches(260), proof
+    assert proving.prove(ROW_BY_INDEX, code, make_row, structures=65, suggested=True).reaches(260)
     assert not proving.prove(ROW_BY_INDEX, code, make_row, structures=2).agreed
 
 
@@ -204,8 +200,7 @@ def test_row_by_index_is_the_same_and_never_safe(body: str) -> None:
 )
 def test_row_by_index_is_refused(body: str, reason: str) -> None:
     inputs = {"table": torch.ones(3), "t": torch.tensor(1), "n": 2}
-    with pytest.raises(FixRefused, match=reason):
-        proving.fixed(ROW_BY_INDEX, f"def function(table, t, n):\n    {body}\n", inputs)
+    proving.refuses(ROW_BY_INDEX, f"def function(table, t, n):\n    {body}\n", inputs, reason)
 
 
 @pytest.mark.parametrize("read", ["t.item()", "t"])

@@ -11,7 +11,7 @@ import torch
 from fixes import proving
 from torchtrim.fixes.loop_reads import INVARIANT_READ, ITERATED_READ
 from torchtrim.linter.text import fixed_text
-from torchtrim.source.facts import Facts, FixRefused, StaticValue
+from torchtrim.source.facts import Facts, StaticValue
 from torchtrim.source.source import SourceFile
 
 INVARIANT_TYPES = (torch.float32, torch.bfloat16, torch.int64, torch.int32)
@@ -86,36 +86,36 @@ INVARIANT_BODIES = {
 
 @pytest.mark.parametrize("body", INVARIANT_BODIES.values(), ids=INVARIANT_BODIES)
 def test_invariant_read_is_sound(body: str) -> None:
-    proof = proving.prove(INVARIANT_READ, HEAD + body, make_invariant, structures=44)
-    assert proof.reaches(176), proof
+    assert proving.prove(INVARIANT_READ, HEAD + body, make_invariant, structures=44).reaches(176)
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        "    for i in range(n):\n        work(x[i].tolist())\n        x[i] = 3\n",
-        "    for i in range(n):\n        work(x, i)\n        n = y.sum().item()\n",
-        "    for i in range(n):\n        y.add_(1)\n        work(y.sum().item())\n",
-        "    z = y[0]\n    for i in range(n):\n        z += 1\n        work(y.sum().item())\n",
+        "for i in range(n):\n    work(x[i].tolist())\n    x[i] = 3",
+        "for i in range(n):\n    work(x, i)\n    n = y.sum().item()",
+        "for i in range(n):\n    y.add_(1)\n    work(y.sum().item())",
+        "z = y[0]\nfor i in range(n):\n    z += 1\n    work(y.sum().item())",
     ],
 )
 def test_what_may_be_written_to_is_not_safe(body: str) -> None:
     inputs = next(make_invariant(random.Random(1)))
-    rewrite = proving.fixed(INVARIANT_READ, HEAD + body, inputs)
+    rewrite = proving.fixed(INVARIANT_READ, proving.code_of(HEAD, body), inputs)
     assert "might write to" in rewrite.risk
 
 
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("    for i in range(n):\n        work(x.tolist())\n", "list of lists"),
-        ("    for i in [slice(0, 2)]:\n        work(y[i].tolist())\n", "Python integer"),
-        ("    while n and x.sum().item() < 0:\n        n -= 1\n", "decides whether and when"),
+        ("for i in range(n):\n    work(x.tolist())", "list of lists"),
+        ("for i in [slice(0, 2)]:\n    work(y[i].tolist())", "Python integer"),
+        ("while n and x.sum().item() < 0:\n    n -= 1", "decides whether and when"),
     ],
 )
 def test_invariant_read_is_refused(body: str, reason: str) -> None:
-    with pytest.raises(FixRefused, match=reason):
-        proving.fixed(INVARIANT_READ, HEAD + body, next(make_invariant(random.Random(1))))
+    proving.refuses(
+        INVARIANT_READ, proving.code_of(HEAD, body), next(make_invariant(random.Random(1))), reason
+    )
 
 
 def test_what_the_loop_binds_is_no_match() -> None:
@@ -127,7 +127,7 @@ def test_what_the_loop_binds_is_no_match() -> None:
 
 
 def test_invariant_read_without_evidence_it_is_open() -> None:
-    (match,) = INVARIANT_READ.find(SourceFile("case.py", HEAD + INVARIANT_BODIES["rows"]))
+    (match,) = proving.matches(INVARIANT_READ, HEAD + INVARIANT_BODIES["rows"])
     assert not INVARIANT_READ.rewrite(match, Facts(static={"X": StaticValue(kind="tensor")})).safe
 
 
@@ -205,38 +205,35 @@ ITERATED_BODIES = {
 
 @pytest.mark.parametrize("body", ITERATED_BODIES.values(), ids=ITERATED_BODIES)
 def test_iterated_read_is_sound(body: str) -> None:
-    proof = proving.prove(ITERATED_READ, f"def function(x):\n{body}", make_iterated, structures=44)
-    assert proof.reaches(176), proof
+    assert proving.prove(
+        ITERATED_READ, f"def function(x):\n{body}", make_iterated, structures=44
+    ).reaches(176)
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        "    return [v for v in x]\n",
-        "    return [v * 2 for v in x]\n",
-        "    return [(v.item(), v.grad_fn) for v in x]\n",
-        "    return [v.item() for v in zip(x, x)]\n",
+        "return [v for v in x]",
+        "return [v * 2 for v in x]",
+        "return [(v.item(), v.grad_fn) for v in x]",
+        "return [v.item() for v in zip(x, x)]",
     ],
 )
 def test_what_uses_the_tensors_is_no_match(body: str) -> None:
-    assert not list(ITERATED_READ.find(SourceFile("case.py", f"def f(x):\n{body}")))
+    assert not proving.matches(ITERATED_READ, proving.code_of("def f(x):\n", body))
 
 
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("    return [int(v) for v in x]\n", "tensor of one dimension"),
-        (
-            "    for v in x:\n        print(v.item(), end='')\n    return v\n",
-            "used as a tensor after the loop",
-        ),
-        ("    return list(w for w in (v.item() for v in x.flatten()))\n", "maybe later"),
+        ("return [int(v) for v in x]", "tensor of one dimension"),
+        ("for v in x:\n    print(v.item(), end='')\nreturn v", "used as a tensor after the loop"),
+        ("return list(w for w in (v.item() for v in x.flatten()))", "maybe later"),
     ],
 )
 def test_iterated_read_is_refused(body: str, reason: str) -> None:
     inputs = {"x": torch.ones(1, 1) if "int(v)" in body else torch.ones(2)}
-    with pytest.raises(FixRefused, match=reason):
-        proving.fixed(ITERATED_READ, f"def function(x):\n{body}", inputs)
+    proving.refuses(ITERATED_READ, proving.code_of("def function(x):\n", body), inputs, reason)
 
 
 def test_a_function_that_might_write_makes_it_unsafe() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
 from fixes import proving
 from torchtrim.fixes.masked_assignments import MASKED_ASSIGNMENT, MASKED_FILL
-from torchtrim.rewriter.edits import patch
-from torchtrim.source.facts import Facts, FixRefused
+from torchtrim.source.facts import FixRefused
 from torchtrim.source.source import SourceFile
 
 FLOATS = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -19,8 +19,7 @@ WHOLE = (torch.int64, torch.uint8, torch.bool, torch.int32)
 HEAD = "import torch\nimport torch.nn.functional as F\ndef function(x, y, mask, v):\n"
 
 
-def code_of(body: str) -> str:
-    return HEAD + "".join(f"    {line}\n" for line in body.splitlines())
+code_of = partial(proving.code_of, HEAD)
 
 
 def filled(rng: random.Random, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -128,7 +127,7 @@ ROWS = {"x": torch.ones(3, 2), "y": torch.ones(3, 2), "mask": MASK, "v": torch.z
 def fixed(body: str, inputs: proving.Inputs) -> str:
     rewrite = proving.fixed(MASKED_ASSIGNMENT, code_of(body), inputs)
     assert rewrite.safe
-    return patch(rewrite.match.source, [rewrite]).text.removeprefix(HEAD)
+    return proving.text_of(rewrite).removeprefix(HEAD)
 
 
 def test_what_is_written_reads_like_its_surroundings() -> None:
@@ -179,8 +178,7 @@ def test_what_is_written_reads_like_its_surroundings() -> None:
     ],
 )
 def test_masked_assignment_is_refused(body: str, value: object, why: str) -> None:
-    with pytest.raises(FixRefused, match=why):
-        proving.fixed(MASKED_ASSIGNMENT, code_of(body), {**ROWS, "v": value})
+    proving.refuses(MASKED_ASSIGNMENT, code_of(body), {**ROWS, "v": value}, why)
 
 
 @pytest.mark.parametrize(
@@ -195,12 +193,16 @@ def test_masked_assignment_is_refused(body: str, value: object, why: str) -> Non
     ],
 )
 def test_masked_assignment_ignores_other_code(body: str) -> None:
-    assert not list(MASKED_ASSIGNMENT.find(SourceFile("case.py", code_of(body))))
+    assert not proving.matches(MASKED_ASSIGNMENT, code_of(body))
 
 
 def test_a_value_that_changes_the_tensor_needs_a_name() -> None:
-    with pytest.raises(FixRefused, match="Assign it to a name first"):
-        proving.fixed(MASKED_ASSIGNMENT, code_of("x[mask] = x.mul_(2)[0].clone()"), ROWS)
+    proving.refuses(
+        MASKED_ASSIGNMENT,
+        code_of("x[mask] = x.mul_(2)[0].clone()"),
+        ROWS,
+        "Assign it to a name first",
+    )
 
 
 def test_rows_are_added_too() -> None:
@@ -215,14 +217,12 @@ def test_rows_are_added_too() -> None:
 
 
 def test_masked_assignment_is_not_safe_without_evidence() -> None:
-    (match,) = MASKED_ASSIGNMENT.find(SourceFile("case.py", code_of("x[x > 0] = v")))
-    assert not MASKED_ASSIGNMENT.rewrite(match, Facts()).safe
+    assert not proving.unseen(MASKED_ASSIGNMENT, code_of("x[x > 0] = v")).safe
 
 
 def test_masked_assignment_without_evidence_a_mask_may_have_fewer_dimensions() -> None:
-    (match,) = MASKED_ASSIGNMENT.find(SourceFile("case.py", code_of("x[mask] = y[mask] * 2")))
     with pytest.raises(FixRefused, match="the source does not show"):
-        MASKED_ASSIGNMENT.rewrite(match, Facts())
+        proving.unseen(MASKED_ASSIGNMENT, code_of("x[mask] = y[mask] * 2"))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_another_rank_keeps_the_original_assignment() -> None:
     code = code_of("x = x.clone()\nx[mask] = v\nreturn x")
     seen = {**ROWS, "x": torch.zeros(2, 3, 8), "mask": torch.ones(2, 3) > 0, "v": torch.ones(8)}
     rewrite = proving.fixed(MASKED_ASSIGNMENT, code, seen)
-    after = patch(rewrite.match.source, [rewrite]).text
+    after = proving.text_of(rewrite)
     other = {
         **ROWS,
         "x": torch.zeros(4, 4, 8),
@@ -275,7 +275,7 @@ def test_another_rank_keeps_the_original_assignment() -> None:
 def test_what_is_kept_for_other_ranks_is_not_fixed_again() -> None:
     code = code_of("x[mask] = v\nreturn x")
     rewrite = proving.fixed(MASKED_ASSIGNMENT, code, ROWS)
-    after = patch(rewrite.match.source, [rewrite]).text
+    after = proving.text_of(rewrite)
     assert not MASKED_ASSIGNMENT.places(SourceFile("case.py", after))
 
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
 from fixes import proving
 from torchtrim.fixes.padding_mask import FIX
-from torchtrim.rewriter.edits import patch
-from torchtrim.source.facts import Facts, FixRefused
-from torchtrim.source.source import SourceFile
 
 HEAD = "import torch\ndef function(mask, lengths, value, rows):\n"
 
 
-def code_of(body: str) -> str:
-    return HEAD + "".join(f"    {line}\n" for line in body.splitlines())
+code_of = partial(proving.code_of, HEAD)
 
 
 def make(rng: random.Random) -> Iterator[proving.Inputs]:
@@ -49,8 +46,7 @@ BODIES = [
 
 @pytest.mark.parametrize("body", BODIES)
 def test_it_is_sound(body: str) -> None:
-    proof = proving.prove(FIX, code_of(body), make, structures=50)
-    assert proof.reaches(200), proof
+    assert proving.prove(FIX, code_of(body), make, structures=50).reaches(200)
 
 
 def test_some_rows() -> None:
@@ -60,8 +56,7 @@ def test_some_rows() -> None:
             yield {**draw, "rows": rng.choice((0, -1, len(draw["lengths"])))}
 
     body = "for i in range(rows):\n    mask[i, : lengths[i]] = value\nreturn mask"
-    proof = proving.prove(FIX, code_of(body), started, structures=30)
-    assert proof.reaches(240), proof
+    assert proving.prove(FIX, code_of(body), started, structures=30).reaches(240)
 
 
 def inputs(**others: object) -> proving.Inputs:
@@ -71,7 +66,7 @@ def inputs(**others: object) -> proving.Inputs:
 
 def test_what_is_written() -> None:
     rewrite = proving.fixed(FIX, code_of(BODIES[1]), inputs())
-    assert patch(rewrite.match.source, [rewrite]).text.removeprefix(HEAD) == (
+    assert proving.text_of(rewrite).removeprefix(HEAD) == (
         "    if (mask.dim(), lengths.dim()) == (2, 1) and mask.dtype == torch.bool "
         "and lengths.dtype == torch.int64:\n"
         "        positions = torch.arange(mask.shape[1], device=mask.device)\n"
@@ -106,8 +101,7 @@ LOOP = "for i, n in enumerate(lengths):\n    mask[i, :n] = "
     ],
 )
 def test_refused(body: str, others: proving.Inputs, why: str) -> None:
-    with pytest.raises(FixRefused, match=why):
-        proving.fixed(FIX, code_of(body), inputs(**others))
+    proving.refuses(FIX, code_of(body), inputs(**others), why)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +115,7 @@ def test_refused(body: str, others: proving.Inputs, why: str) -> None:
     ],
 )
 def test_not_its_business(body: str) -> None:
-    assert not list(FIX.find(SourceFile("case.py", code_of(body))))
+    assert not proving.matches(FIX, code_of(body))
 
 
 def test_a_loop_that_never_ran_is_not_safe() -> None:
@@ -130,8 +124,7 @@ def test_a_loop_that_never_ran_is_not_safe() -> None:
 
 
 def test_without_evidence_it_is_not_safe() -> None:
-    (match,) = FIX.find(SourceFile("case.py", code_of(f"{LOOP}value")))
-    assert not FIX.rewrite(match, Facts()).safe
+    assert not proving.unseen(FIX, code_of(f"{LOOP}value")).safe
 
 
 @pytest.mark.parametrize("body", [f"{LOOP}value\nreturn mask", BODIES[1]])

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
 from fixes import proving
 from torchtrim.fixes.partition import FIX
-from torchtrim.rewriter.edits import patch
-from torchtrim.source.facts import Facts, FixRefused
-from torchtrim.source.source import SourceFile
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
 HEAD = "import torch\ndef function(x, y, mask, other):\n"
 
 
-def code_of(body: str) -> str:
-    return HEAD + "".join(f"    {line}\n" for line in body.splitlines())
+code_of = partial(proving.code_of, HEAD)
 
 
 def make(rng: random.Random) -> Iterator[proving.Inputs]:
@@ -56,8 +53,7 @@ BODIES = [
 
 @pytest.mark.parametrize("body", BODIES)
 def test_it_is_sound(body: str) -> None:
-    proof = proving.prove(FIX, code_of(body), make, structures=45)
-    assert proof.reaches(180), proof
+    assert proving.prove(FIX, code_of(body), make, structures=45).reaches(180)
 
 
 MASK = torch.tensor([True, False, True])
@@ -69,7 +65,7 @@ def inputs(**others: object) -> proving.Inputs:
 
 def test_what_is_written() -> None:
     rewrite = proving.fixed(FIX, code_of(BODIES[0]), inputs())
-    assert patch(rewrite.match.source, [rewrite]).text.removeprefix(HEAD) == (
+    assert proving.text_of(rewrite).removeprefix(HEAD) == (
         "    return (\n"
         "        x[torch.argsort((~mask).byte(), stable=True)]\n"
         "        if (x.dim(), mask.dim()) == (2, 1) and x.dtype == torch.float32 "
@@ -89,8 +85,7 @@ def test_what_is_written() -> None:
     ],
 )
 def test_refused(body: str, others: proving.Inputs, why: str) -> None:
-    with pytest.raises(FixRefused, match=why):
-        proving.fixed(FIX, code_of(body), inputs(**others))
+    proving.refuses(FIX, code_of(body), inputs(**others), why)
 
 
 @pytest.mark.parametrize(
@@ -104,12 +99,11 @@ def test_refused(body: str, others: proving.Inputs, why: str) -> None:
     ],
 )
 def test_not_its_business(body: str) -> None:
-    assert not list(FIX.find(SourceFile("case.py", code_of(body))))
+    assert not proving.matches(FIX, code_of(body))
 
 
 def test_without_evidence_it_is_not_safe() -> None:
-    (match,) = FIX.find(SourceFile("case.py", code_of(BODIES[0])))
-    assert not FIX.rewrite(match, Facts()).safe
+    assert not proving.unseen(FIX, code_of(BODIES[0])).safe
 
 
 def test_it_waits_no_more() -> None:

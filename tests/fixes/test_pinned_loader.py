@@ -10,7 +10,7 @@ import pytest
 from fixes import proving
 from torchtrim.fixes.pinned_loader import FIX
 from torchtrim.rewriter.edits import compatible, patch
-from torchtrim.source.facts import Facts, FixRefused
+from torchtrim.source.facts import Facts
 from torchtrim.source.source import SourceFile
 
 HEAD = """
@@ -52,36 +52,29 @@ BODIES = {
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 def test_it_is_sound(body: str) -> None:
-    proof = proving.prove(FIX, HEAD + body, make, structures=84)
-    assert proof.reaches(336), proof
+    assert proving.prove(FIX, HEAD + body, make, structures=84).reaches(336)
 
 
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
+        ("for (x,) in loader:\n    y = x.to(device)\n    x.zero_()\nreturn y", "written to"),
+        ("for (x,) in [(torch.ones(2),)]:\n    x = x.to(device)\nreturn x", "not a `DataLoader`"),
         (
-            "    for (x,) in loader:\n        y = x.to(device)\n        x.zero_()\n    return y\n",
-            "written to",
-        ),
-        (
-            "    for (x,) in [(torch.ones(2),)]:\n        x = x.to(device)\n    return x\n",
-            "not a `DataLoader`",
-        ),
-        (
-            "    other = loader\n    DataLoader(data)\n    for (x,) in other:\n        x = x.to(device)\n",
+            "other = loader\nDataLoader(data)\nfor (x,) in other:\n    x = x.to(device)",
             "several loaders",
         ),
     ],
 )
 def test_it_is_refused(body: str, reason: str) -> None:
-    with pytest.raises(FixRefused, match=reason):
-        proving.fixed(FIX, HEAD + body, {"rows": 3, "size": 2, "device": "cpu"})
+    proving.refuses(
+        FIX, proving.code_of(HEAD, body), {"rows": 3, "size": 2, "device": "cpu"}, reason
+    )
 
 
 def test_arguments_that_are_not_seen_are_refused() -> None:
     code = (HEAD + BODIES["rebound"]).replace("shuffle=True", "**{}")
-    with pytest.raises(FixRefused, match="are not visible here"):
-        proving.fixed(FIX, code, {"rows": 3, "size": 2, "device": "cpu"})
+    proving.refuses(FIX, code, {"rows": 3, "size": 2, "device": "cpu"}, "are not visible here")
 
 
 def test_a_batch_whose_other_part_is_not_seen_is_not_safe() -> None:
@@ -107,6 +100,6 @@ def test_it_waits_no_more() -> None:
     code = HEAD + BODIES["rebound"]
     inputs = {"rows": 4, "size": 2, "device": "cpu"}
     rewrite = proving.fixed(FIX, code, inputs)
-    after = patch(rewrite.match.source, [rewrite]).text
+    after = proving.text_of(rewrite)
     inputs["device"] = "cuda"
     assert (proving.waits(code, inputs), proving.waits(after, inputs)) == (2, 0)

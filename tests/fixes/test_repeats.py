@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -11,15 +12,11 @@ import torch
 import draws
 from fixes import proving
 from torchtrim.fixes.repeats import KNOWN_REPEATS, REPEATED_LIST
-from torchtrim.rewriter.edits import patch
-from torchtrim.source.facts import Facts, FixRefused
-from torchtrim.source.source import SourceFile
 
 LIST_HEAD = "import torch\ndef function(lengths, size):\n"
 
 
-def code_of(body: str) -> str:
-    return LIST_HEAD + "".join(f"    {line}\n" for line in body.splitlines())
+code_of = partial(proving.code_of, LIST_HEAD)
 
 
 def make_list(rng: random.Random) -> Iterator[proving.Inputs]:
@@ -45,7 +42,7 @@ def test_repeated_list_agrees_where_lengths_are_in_range(body: str) -> None:
         rewrite = proving.fixed(REPEATED_LIST, code, cases[0])
         assert "would make the original's rows longer" in rewrite.risk
         assert not rewrite.open_needs
-        after = patch(rewrite.match.source, [rewrite]).text
+        after = proving.text_of(rewrite)
         for draw in cases:
             assert proving.agree(rewrite, code, after, draw)
 
@@ -67,15 +64,13 @@ return mask"""
     ],
 )
 def test_repeated_list_is_refused(body: str, others: proving.Inputs, why: str) -> None:
-    with pytest.raises(FixRefused, match=why):
-        proving.fixed(
-            REPEATED_LIST, code_of(body), {"lengths": torch.tensor([1, 2]), "size": 3, **others}
-        )
+    proving.refuses(
+        REPEATED_LIST, code_of(body), {"lengths": torch.tensor([1, 2]), "size": 3, **others}, why
+    )
 
 
 def test_repeated_list_is_not_safe_without_evidence() -> None:
-    (match,) = REPEATED_LIST.find(SourceFile("case.py", code_of(BODIES[0])))
-    assert not REPEATED_LIST.rewrite(match, Facts()).safe
+    assert not proving.unseen(REPEATED_LIST, code_of(BODIES[0])).safe
 
 
 def test_repeated_list_waits_no_more() -> None:
@@ -109,13 +104,9 @@ def function(x, n):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_known_repeats_is_sound(call: str) -> None:
-    proof = proving.prove(
-        KNOWN_REPEATS,
-        f"{KNOWN_HEAD}    return {call}, sum(counts)\n",
-        make_known,
-        structures=64,
-    )
-    assert proof.reaches(256), proof
+    assert proving.prove(
+        KNOWN_REPEATS, f"{KNOWN_HEAD}    return {call}, sum(counts)\n", make_known, structures=64
+    ).reaches(256)
 
 
 @pytest.mark.parametrize(
@@ -131,14 +122,19 @@ def test_known_repeats_is_sound(call: str) -> None:
 )
 def test_counts_that_may_have_changed_are_refused(line: str) -> None:
     code = f"def work(n):\n    pass\n{KNOWN_HEAD}    {line}\n    return x.repeat_interleave(repeats, dim=0)\n"
-    with pytest.raises(FixRefused, match="write `output_size=n`"):
-        proving.fixed(KNOWN_REPEATS, code, {"x": torch.ones(2, 2), "n": [1, 2]})
+    proving.refuses(
+        KNOWN_REPEATS, code, {"x": torch.ones(2, 2), "n": [1, 2]}, "write `output_size=n`"
+    )
 
 
 def test_an_argument_is_refused() -> None:
     code = "import torch\ndef function(x, counts):\n    return torch.repeat_interleave(x, counts)\n"
-    with pytest.raises(FixRefused, match="with n the sum of `counts`"):
-        proving.fixed(KNOWN_REPEATS, code, {"x": torch.ones(2), "counts": torch.tensor([1, 2])})
+    proving.refuses(
+        KNOWN_REPEATS,
+        code,
+        {"x": torch.ones(2), "counts": torch.tensor([1, 2])},
+        "with n the sum of `counts`",
+    )
 
 
 def test_known_repeats_waits_no_more() -> None:

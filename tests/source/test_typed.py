@@ -10,7 +10,7 @@ import torch
 
 from torchtrim.records.probes import ObservedValue
 from torchtrim.source.source import SourceFile
-from torchtrim.source.typed import common_form, names_in, typed
+from torchtrim.source.typed import common_form, operands_in, typed
 
 X = ObservedValue(kind="tensor", dtype="float16", device="cuda:0", shape=(2, 3), requires_grad=True)
 Y = ObservedValue(kind="tensor", dtype="int64", device="cuda:0", shape=(2,))
@@ -67,7 +67,7 @@ def test_what_is_not_known_or_raises_is_nothing(text: str) -> None:
 
 def test_names_are_the_outermost_and_no_modules() -> None:
     source = SourceFile("case.py", "import torch\ntorch.add(self.a.b, x[i].c(d=z), alpha=2)\n")
-    assert [ast.unparse(one) for one in names_in(source.tree.body[1], source)] == [
+    assert [ast.unparse(one) for one in operands_in(source.tree.body[1], source)] == [
         "self.a.b",
         "x",
         "i",

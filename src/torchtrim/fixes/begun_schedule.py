@@ -13,32 +13,30 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
-from torchtrim.rewriter.replace import check_comments, need_indentation
+from torchtrim.rewriter.replace import need_indentation
 from torchtrim.source.facts import Facts, FixRefused
 from torchtrim.source.forms import match_form
+from torchtrim.source.nodes import find_all, name_set
 from torchtrim.source.operations import is_simple
 from torchtrim.source.source import SourceFile
 
-_SCHEDULERS_NAMES = """
+_SCHEDULERS = name_set("""
     DEISMultistepScheduler DPMSolverMultistepScheduler DPMSolverSDEScheduler DPMSolverSinglestepScheduler
     EDMDPMSolverMultistepScheduler EDMEulerScheduler EulerAncestralDiscreteScheduler EulerDiscreteScheduler
     FlowMatchEulerDiscreteScheduler FlowMatchHeunDiscreteScheduler HeunDiscreteScheduler
     KDPM2AncestralDiscreteScheduler KDPM2DiscreteScheduler LCMScheduler LMSDiscreteScheduler
     SASolverScheduler TCDScheduler UniPCMultistepScheduler
-"""
-_SCHEDULERS = frozenset(_SCHEDULERS_NAMES.split())
+""")
 _LOOPS = ("S.timesteps", "enumerate(S.timesteps)")
 
 
 def _find(source: SourceFile) -> Iterator[Match]:
-    for node in source.nodes:
-        if not isinstance(node, ast.For):
-            continue
+    for node in source.each(ast.For):
         bound = next(filter(None, (match_form(form, node.iter, source) for form in _LOOPS)), None)
         if bound is None or not is_simple(bound.parts["S"]):
             continue
         step = f"{ast.unparse(bound.parts['S'])}.step"
-        calls = (one for one in ast.walk(node) if isinstance(one, ast.Call))
+        calls = find_all(node, ast.Call)
         first = next((call for call in calls if ast.unparse(call.func) == step), None)
         if first is not None:
             yield Match(fix=FIX, source=source, node=first, parts=bound.parts, begin=node)
@@ -46,7 +44,7 @@ def _find(source: SourceFile) -> Iterator[Match]:
 
 def _write(match: Match, facts: Facts) -> Writing:
     source, loop = match.source, match.begin
-    assert loop is not None
+    assert isinstance(loop, ast.For)
     facts.need(
         f"`{match.text('S')[:60]}` is a diffusers scheduler with `set_begin_index`",
         lambda v: v.S.kind in _SCHEDULERS,
@@ -54,12 +52,9 @@ def _write(match: Match, facts: Facts) -> Writing:
     setter = "set_begin_index"
     if any(getattr(one, "attr", "") == setter for one in ast.walk(source.function(loop))):
         raise FixRefused("the function already sets the index")
-    blanks = need_indentation(source, loop)  # type: ignore[arg-type]
-    start = source.line_start(loop.lineno)  # type: ignore[attr-defined]
-    text = f"{blanks}{match.text('S')}.{setter}(0){source.newline}"
-    edits = (TextEdit(start, start, text),)
-    check_comments(source, edits)
-    return Writing(edits)
+    start = source.line_start(loop.lineno)
+    text = f"{need_indentation(source, loop)}{match.text('S')}.{setter}(0){source.newline}"
+    return Writing((TextEdit(start, start, text),))
 
 
 FIX: Fix = Fix(codes=("TT101", "TT102"), equivalence="BITWISE", find=_find, write=_write)

@@ -14,17 +14,16 @@ from torchtrim.rewriter.guarded import check_bound, names_tested, with_names
 from torchtrim.rewriter.reads import is_count
 from torchtrim.rewriter.replace import (
     atom,
-    check_comments,
     fresh,
     insert_before,
     replace,
     runs_first,
     torch_of,
+    unused,
 )
 from torchtrim.source.facts import (
     Facts,
     FixRefused,
-    Values,
     is_floating,
     is_integral,
     is_tensor,
@@ -33,6 +32,7 @@ from torchtrim.source.facts import (
 )
 from torchtrim.source.forms import equal
 from torchtrim.source.names import literal_stores, stores
+from torchtrim.source.nodes import find_all, names_bound, names_in
 from torchtrim.source.operations import is_pure
 from torchtrim.source.source import SourceFile
 from torchtrim.source.transfers import READS, Read, has_own_text, is_single, reads_in
@@ -42,12 +42,8 @@ _DICTS = ("dict", "defaultdict", "OrderedDict")
 _FACT = "the reads are of one-element tensors, on one device and with compatible types"
 
 
-def _find(source: SourceFile) -> Iterator[Match]:
-    return with_names(_find_runs)(source)
-
-
 def _find_runs(source: SourceFile) -> Iterator[Match]:
-    reading = {source.statement(one) for one in source.at((ast.Call, name) for name in READS)}
+    reading = {source.statement(call) for call in source.calls(*READS)}
     for node in source.nodes if reading else ():
         for name in ("body", "orelse", "finalbody"):
             block = getattr(node, name, None)
@@ -87,7 +83,7 @@ def _reads(source: SourceFile, statement: ast.stmt) -> list[Read]:
         read
         for read in reads_in(top, source)
         if is_pure(read.tensor, source)
-        and not any(True for _ in reads_in(read.tensor, source))
+        and not list(reads_in(read.tensor, source))
         and runs_first(source, read.node)
         and has_own_text(source, read.node)
     ]
@@ -96,56 +92,35 @@ def _reads(source: SourceFile, statement: ast.stmt) -> list[Read]:
 def _is_quiet(source: SourceFile, statement: ast.stmt) -> bool:
     """Return True if the statement only assigns to the function's own names or to dictionary keys."""
     if isinstance(statement, ast.AugAssign):
-        target = statement.target
-        return (
-            isinstance(target, ast.Name)
-            and is_pure(statement.value, source)
-            and bool(literal_stores(source, source.function(statement), target.id))
-        )
+        name = statement.target.id if isinstance(statement.target, ast.Name) else ""
+        counted = literal_stores(source, source.function(statement), name)
+        return bool(counted) and is_pure(statement.value, source)
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return False
-    target_ = statement.targets[0]
-    keyed = (
-        isinstance(target_, ast.Subscript)
-        and isinstance(target_.value, ast.Name)
-        and isinstance(target_.slice, ast.Constant)
-    )
-    return (isinstance(target_, ast.Name) or keyed) and is_pure(statement.value, source)
+    target = statement.targets[0]
+    if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
+        target = target.value
+    return isinstance(target, ast.Name) and is_pure(statement.value, source)
 
 
 def _is_free(source: SourceFile, statement: ast.stmt, run: Sequence[ast.stmt]) -> bool:
-    """Return True if its reads do not depend on what the run of statements assigns, so that it may join
-    it.
-    """
-    if not isinstance(statement, (*_SIMPLE, ast.If)) or _is_tried(source, statement):
+    """Return True if a statement may join the run: its reads do not depend on the run's assignments."""
+    tried = isinstance(source.parents[statement], ast.Try)
+    if not isinstance(statement, (*_SIMPLE, ast.If)) or tried:
         return False
-    assigned = {
-        node.id
+    used = set().union(*(names_in(read.tensor) for read in _reads(source, statement)))
+    keyed = (
+        name
         for one in run
-        for node in ast.walk(one)
-        if isinstance(node, ast.Name)
-        and (not isinstance(node.ctx, ast.Load) or _is_keyed(source, node))
-    }
-    used = {
-        node.id
-        for read in _reads(source, statement)
-        for node in ast.walk(read.tensor)
-        if isinstance(node, ast.Name)
-    }
-    return not assigned & used
-
-
-def _is_keyed(source: SourceFile, node: ast.Name) -> bool:
-    outer = source.parents[node]
-    return isinstance(outer, ast.Subscript) and isinstance(outer.ctx, ast.Store)
-
-
-def _is_tried(source: SourceFile, statement: ast.stmt) -> bool:
-    return isinstance(source.parents[statement], ast.Try)
+        for item in find_all(one, ast.Subscript)
+        if isinstance(item.ctx, ast.Store)
+        for name in (item.value, item.slice)
+    )
+    assigned = {name.id for name in keyed if isinstance(name, ast.Name)}
+    return not used & assigned.union(*map(names_bound, run))
 
 
 def _write_coalesced_reads(match: Match, facts: Facts) -> Writing:
-    source = match.source
     for part in match.parts:
         if part.startswith("D"):
             facts.need(
@@ -154,24 +129,21 @@ def _write_coalesced_reads(match: Match, facts: Facts) -> Writing:
             )
     reads = _run_of(match)
     chosen, cast = _together(match, facts, reads)
-    edits = _edits(match, facts, [(f"L{n}", reads[n]) for n in chosen], cast)
-    check_comments(source, edits)
-    return Writing(edits)
+    return Writing(_edits(match, facts, [(f"L{n}", reads[n]) for n in chosen], cast))
 
 
 def _run_of(match: Match) -> list[Read]:
-    tensors = {id(node) for name, node in match.parts.items() if name.startswith("L")}
-    source, statement = match.source, match.begin
-    assert isinstance(statement, ast.stmt)
-    found = []
-    for one in source.block(statement):
-        if one.lineno >= statement.lineno:
-            found += (
-                [read for read in _reads(source, one) if id(read.tensor) in tensors]
-                if (isinstance(one, (*_SIMPLE, ast.If)))
-                else []
-            )
-    return found
+    tensors = {node for name, node in match.parts.items() if name.startswith("L")}
+    source, first = match.source, match.begin
+    assert isinstance(first, ast.stmt)
+    block = source.block(first)
+    return [
+        read
+        for statement in block[block.index(first) :]
+        if isinstance(statement, (*_SIMPLE, ast.If))
+        for read in _reads(source, statement)
+        if read.tensor in tensors
+    ]
 
 
 def _together(match: Match, facts: Facts, reads: Sequence[Read]) -> tuple[list[int], str]:
@@ -191,14 +163,11 @@ def _together(match: Match, facts: Facts, reads: Sequence[Read]) -> tuple[list[i
     if not devices:
         raise FixRefused("it reads a value that is not a one-element tensor")
     device = devices.most_common(1)[0][0]
-    there = [n for n, one in enumerate(seen) if one is not None and one.device == device]
-    types = Counter(seen[n].dtype for n in there)  # type: ignore[union-attr]
-    wide = [n for n in there if _fits_double(match, reads[n], seen[n])]
-    dtype, count = types.most_common(1)[0]
+    there = {n: one for n, one in enumerate(seen) if one is not None and one.device == device}
+    wide, cast = [n for n, one in there.items() if _fits_double(match, reads[n], one)], ".double()"
+    dtype, count = Counter(one.dtype for one in there.values()).most_common(1)[0]
     if count >= len(wide):
-        wide, cast = [n for n in there if seen[n].dtype == dtype], ""  # type: ignore[union-attr]
-    else:
-        cast = ".double()"
+        wide, cast = [n for n, one in there.items() if one.dtype == dtype], ""
     if len(wide) < 2:
         raise FixRefused(
             "its reads have incompatible types: a 64-bit integer may be too large to be exact as a "
@@ -215,29 +184,19 @@ def _static_types(facts: Facts, part: str) -> tuple[bool, ...]:
 
 def _kind(facts: Facts, part: str) -> ObservedValue | None:
     """Return what a part was in all executions, or None if it was not a tensor of one number, or differed."""
-    found = {
-        (one.dtype, one.device): one
-        for values in facts.executions
-        if (one := getattr(values, part, None)) is not None and is_single(one)
-    }
-    shown = all(
-        is_single(getattr(values, part, ObservedValue(kind=""))) for values in facts.executions
-    )
-    return next(iter(found.values())) if len(found) == 1 and shown else None
+    seen = [getattr(values, part, ObservedValue(kind="")) for values in facts.executions]
+    kinds = {(one.dtype, one.device) for one in seen}
+    return seen[0] if len(kinds) == 1 and all(map(is_single, seen)) else None
 
 
-def _fits_double(match: Match, read: Read, seen: ObservedValue | None) -> bool:
-    if seen is None or not seen.device.startswith(("cpu", "cuda")):
-        return False
-    if is_floating(seen):
-        return True
-    return is_integral(seen) and (
-        seen.dtype != "int64" or is_count(_made(match.source, read.tensor))
-    )
+def _fits_double(match: Match, read: Read, seen: ObservedValue) -> bool:
+    counted = seen.dtype != "int64" or is_count(_assigned(match.source, read.tensor))
+    exact = is_floating(seen) or (is_integral(seen) and counted)
+    return exact and seen.device.startswith(("cpu", "cuda"))
 
 
-def _made(source: SourceFile, node: ast.expr) -> ast.expr:
-    """Return the single expression assigned to a name, or None."""
+def _assigned(source: SourceFile, node: ast.expr) -> ast.expr:
+    """Return the single expression assigned to a name; any other code unchanged."""
     if isinstance(node, ast.Name):
         found = [source.parents[one] for one in stores(source.function(node), node.id)]
         if len(found) == 1 and isinstance(found[0], ast.Assign) and len(found[0].targets) == 1:
@@ -259,12 +218,12 @@ def _edits(
             text = _text(source, facts, part, read, cast)
             same = [_Group(name, read.tensor, text, _kind_read(facts, part, cast))]
             groups += same
-        edits.append(_value(source, read, same[0].name))
+        name = same[0].name
+        edits.append(TextEdit.of(source, read.node, f"{read.cast}({name})" if read.cast else name))
     test, _, nodes = names_tested(match, facts, [part for part, _ in reads])
     check_bound(match, nodes, reads[0][1].node)
     lines = _lines(source, torch, groups, test)
-    edits.append(insert_before(source, _first(match, reads), lines))
-    return tuple(edits)
+    return (*edits, insert_before(source, reads[0][1].node, lines))
 
 
 class _Group(NamedTuple):
@@ -290,20 +249,10 @@ def _lines(source: SourceFile, torch: str, groups: Sequence[_Group], test: str) 
     return "\n".join([f"if {test}:", *inside, "else:", f"    {names} = {', '.join(single)}"])
 
 
-def _first(match: Match, reads: Sequence[tuple[str, Read]]) -> ast.AST:
-    """Return the statement to insert the read before: the first remaining one."""
-    return reads[0][1].node
-
-
 def _name(source: SourceFile, read: Read, taken: Sequence[str]) -> str:
     words = re.findall(r"[A-Za-z_]\w*", ast.unparse(read.tensor))
     known = [word for word in words if word not in ("self", "torch", "sum", "mean", "cls")]
-    base = fresh(source, read.node, f"{(known or ['value'])[0]}_read")
-    return next(
-        new
-        for number in range(1, 10**6)
-        if (new := base if number == 1 else f"{base}_{number}") not in taken
-    )
+    return unused(fresh(source, read.node, f"{(known or ['value'])[0]}_read"), taken)
 
 
 def _text(source: SourceFile, facts: Facts, part: str, read: Read, cast: str) -> str:
@@ -323,11 +272,6 @@ def _kind_read(facts: Facts, part: str, cast: str) -> str:
     return "bool" if truth else "int" if integral else ""
 
 
-def _value(source: SourceFile, read: Read, name: str) -> TextEdit:
-    text = f"{read.cast}({name})" if read.cast else name
-    return TextEdit(source.start(read.node), source.end(read.node), text)
-
-
 COALESCED_READS: Fix = Fix(
     name="coalesced_reads",
     doc="""Adjacent reads, `a.item()` and `b.item()`, become one read of both.
@@ -343,7 +287,7 @@ COALESCED_READS: Fix = Fix(
     """,
     codes=("TT101",),
     equivalence="BITWISE",
-    find=_find,
+    find=with_names(_find_runs),
     write=_write_coalesced_reads,
 )
 
@@ -373,27 +317,24 @@ def _write_collected_reads(match: Match, facts: Facts) -> Writing:
         template = (_CAST_LIST if template is _LIST else _CAST_DICT).replace("CAST", cast)
     facts.need(
         f"`{match.text('X')[:60]}` is a {kinds[0]} of tensors of zero dimensions",
-        lambda v: (not hasattr(v, "X") or v.X.kind in kinds) and _is_scalar(v),
+        lambda v: (
+            (not hasattr(v, "X") or v.X.kind in kinds)
+            and (not hasattr(v, "V") or (is_tensor(v.V) and not v.V.shape))
+        ),
     )
-    seen = {(v.V.dtype, v.V.device) for v in facts.executions if hasattr(v, "V")}
-    if len(seen) > 1:
+    kinds_read = {(v.V.dtype, v.V.device) for v in facts.executions if hasattr(v, "V")}
+    if len(kinds_read) > 1:
         raise FixRefused("it reads several types or devices")
-    if not seen:
+    if not kinds_read:
         facts.leave_open("they are tensors of zero dimensions")
-    if "float(V)" in match.form:
+    if cast == "float":
         facts.need("they contain floats", lambda v: not hasattr(v, "V") or is_floating(v.V))
-    if "int(V)" in match.form:
-        facts.need("they contain integers", _is_whole)
+    if cast == "int":
+        facts.need(
+            "they contain integers",
+            lambda v: not hasattr(v, "V") or (is_integral(v.V) and v.V.dtype != "bool"),
+        )
     return Writing(replace(match, template, {"X": "read"}))
-
-
-def _is_scalar(values: Values) -> bool:
-    """Return True for a tensor of zero dimensions, or if this execution observed no element."""
-    return not hasattr(values, "V") or (is_tensor(values.V) and not values.V.shape)
-
-
-def _is_whole(values: Values) -> bool:
-    return not hasattr(values, "V") or (is_integral(values.V) and values.V.dtype != "bool")
 
 
 COLLECTED_READS: Fix = Fix(

@@ -17,14 +17,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchtrim.records.probes import ObservedValue
-from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
-from torchtrim.rewriter.replace import atom, comments, instead, torch_of
+from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, comments
+from torchtrim.rewriter.replace import atom, instead, torch_of
 from torchtrim.source.facts import Facts, FixRefused, is_floating, is_number, is_tensor
 from torchtrim.source.forms import equal, match_form
 from torchtrim.source.names import is_fresh_name, is_private, loads, only_reads
+from torchtrim.source.nodes import function_of, receiver
 from torchtrim.source.operations import VIEWS, is_pure
 from torchtrim.source.source import SourceFile
-from torchtrim.source.typed import known_names, names_in, typed
+from torchtrim.source.typed import known_names, operands_in, typed
 
 _ANY = ("M.any()", "torch.any(M)", "M.any().item()", "bool(M.any())", "M.sum() > 0", "M.max()")
 _NOT_FINITE = (
@@ -60,28 +61,20 @@ class _Fill(NamedTuple):
 
 
 def _find(source: SourceFile) -> Iterator[Match]:
-    for node in source.at({(ast.If, "")}):
-        assert isinstance(node, ast.If)
-        found = _fill(node, source)
-        if found is not None:
+    for node in source.each(ast.If):
+        if found := _fill(node, source):
             yield Match(fix=FIX, source=source, node=found.question, parts=_parts(found, source))
 
 
 def _parts(found: _Fill, source: SourceFile) -> dict[str, ast.expr]:
-    """Return the names in the fill, and the next use of the filled tensor, since the fill itself may
-    not have run.
-    """
+    """Return the names in the fill, and the next use of its target, since the fill may not have run."""
     parts: dict[str, ast.expr] = {}
     if isinstance(target := found.parts["X"], ast.Name):
-        after = [
-            use
-            for use in loads(source.function(found.node), target.id)
-            if use.lineno > (found.node.end_lineno or 0)
-        ]
-        if after:
+        uses = loads(source.function(found.node), target.id)
+        if after := [use for use in uses if use.lineno > (found.node.end_lineno or 0)]:
             parts["X2"] = min(after, key=lambda use: (use.lineno, use.col_offset))
     for one in (found.question, *found.parts.values()):
-        for name in names_in(one, source):
+        for name in operands_in(one, source):
             parts[f"N{len(parts)}"] = name
     return parts
 
@@ -101,13 +94,11 @@ def _fill(node: ast.If, source: SourceFile) -> _Fill | None:
     body = node.body[0]
     statement = body.value if isinstance(body, ast.Expr) else body
     for form in (*_FILLS, *_CLEANED):
-        bound = match_form(form, statement, source)
-        if bound is None:
+        if (bound := match_form(form, statement, source)) is None:
             continue
-        asked = _NOT_FINITE if form in _CLEANED else _ANY
-        for text in asked:
-            known = match_form(text, question, source)
-            if known is not None and _asks_for_it(known.parts, bound.parts):
+        for text in _NOT_FINITE if form in _CLEANED else _ANY:
+            asked = match_form(text, question, source)
+            if asked is not None and _asks_for_it(asked.parts, bound.parts):
                 return _Fill(node, question, others, form, bound.parts)
     return None
 
@@ -119,12 +110,8 @@ def _asks_for_it(asked: dict[str, ast.expr], filled: dict[str, ast.expr]) -> boo
     while not equal(mask, asked["M"]):
         if isinstance(mask, ast.Subscript):
             mask = mask.value
-        elif (
-            isinstance(mask, ast.Call)
-            and isinstance(mask.func, ast.Attribute)
-            and mask.func.attr in VIEWS - {"to", "type"}
-        ):
-            mask = mask.func.value
+        elif inner := receiver(mask, VIEWS - {"to", "type"}):
+            mask = inner
         else:
             return False
     return True
@@ -138,7 +125,7 @@ def _write(match: Match, facts: Facts) -> Writing:
     assert found is not None
     if not isinstance(found.parts["X"], ast.Name | ast.Attribute):
         raise FixRefused("the target is not a name")
-    if any(not is_pure(part, source) for part in found.parts.values()):
+    if not all(is_pure(part, source) for part in found.parts.values()):
         raise FixRefused("part of it may have a side effect, and would run each time")
     _need(match, facts, found)
     if found.form not in _IN_PLACE:
@@ -148,10 +135,7 @@ def _write(match: Match, facts: Facts) -> Writing:
 
 
 def _fits(match: Match, facts: Facts, found: _Fill) -> tuple[str, tuple[TextEdit, ...]]:
-    """Return the test that the mask fits even if the original test is skipped, and its imports.
-
-    Empty without evidence.
-    """
+    """Return the test that the mask fits, since the original test is skipped; empty without evidence."""
     source, mask = match.source, found.parts["M"]
     if not facts.seen:
         return "", ()
@@ -164,12 +148,10 @@ def _fits(match: Match, facts: Facts, found: _Fill) -> tuple[str, tuple[TextEdit
     text = atom(source, mask)
     types = f"({text}.dtype, {target}.dtype) == ({torch}.bool, {torch}.{kinds.pop()})"
     if found.form == "X[M] = V":
-        return (
-            f"{types} and {text}.dim() and {text}.shape == {target}.shape[: {text}.dim()]",
-            imports,
-        )
-    pairs = f"zip({text}.shape[::-1], {target}.shape[::-1])"
-    fits = f"{text}.dim() <= {target}.dim() and all(a in (1, b) for a, b in {pairs})"
+        fits = f"{text}.dim() and {text}.shape == {target}.shape[: {text}.dim()]"
+    else:
+        pairs = f"zip({text}.shape[::-1], {target}.shape[::-1])"
+        fits = f"{text}.dim() <= {target}.dim() and all(a in (1, b) for a, b in {pairs})"
     return f"{types} and {fits}", imports
 
 
@@ -196,32 +178,20 @@ def _need_mask(
     source, value = match.source, found.parts["V"]
     mask = typed(found.parts["M"], source, known)
     number = known.get(ast.unparse(value))
+    plain = isinstance(value, ast.Constant | ast.UnaryOp) or (number and is_number(number))
     if not is_tensor(filled) or mask is None or mask.dtype != "bool":
         facts.leave_open(_FACT)
     elif not _reaches(mask.shape, filled.shape, leading=found.form == "X[M] = V"):
         raise FixRefused("the mask has another shape than its target")
-    elif not isinstance(value, ast.Constant | ast.UnaryOp) and (
-        number is None or not is_number(number)
-    ):
-        if _is_float_call(value):
-            return
+    elif not plain and function_of(value) != "float":
         facts.leave_open(f"`{source.segment(value)[:60]}` is a Python number")
-
-
-def _is_float_call(node: ast.expr) -> bool:
-    node = node.operand if isinstance(node, ast.UnaryOp) else node
-    return (
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "float"
-    )
 
 
 def _reaches(mask: tuple[int, ...], filled: tuple[int, ...], *, leading: bool) -> bool:
     if leading:
         return len(mask) > 0 and filled[: len(mask)] == mask
-    short = len(filled) - len(mask)
-    return short >= 0 and all(
-        one in (1, other) for one, other in zip(mask, filled[short:], strict=True)
-    )
+    pairs = zip(mask[::-1], filled[::-1], strict=False)
+    return len(mask) <= len(filled) and all(one in (1, other) for one, other in pairs)
 
 
 def _check_copy(source: SourceFile, found: _Fill) -> None:
@@ -234,10 +204,8 @@ def _check_copy(source: SourceFile, found: _Fill) -> None:
         return
     function = source.function(found.node)
     own = is_private(source, function, target.id) and not isinstance(function, ast.Module)
-    inside = {id(one) for one in ast.walk(found.node)}
-    if own and all(
-        only_reads(source, use) or id(use) in inside for use in loads(function, target.id)
-    ):
+    uses = set(loads(function, target.id)).difference(ast.walk(found.node))
+    if own and all(only_reads(source, use) for use in uses):
         return
     raise FixRefused(
         f"`{target.id}` may be an alias of another tensor if no element is filled, and the fix would make a "
@@ -257,10 +225,8 @@ def _edits(source: SourceFile, found: _Fill, test: str) -> tuple[TextEdit, ...]:
     if blanks is None or source.text.startswith("elif", source.start(node)):
         raise FixRefused("the statement shares its line with another, or is an `elif`")
     text = source.segment(body)
-    whole = source.text[source.start(node) : source.end(node)]
-    kept = [one for one in comments(whole) if one not in text]
-    lines = f"{source.newline}{blanks}".join([*kept, text])
-    return (TextEdit(source.start(node), source.end(node), lines),)
+    kept = [comment for comment in comments(source.segment(node)) if comment not in text]
+    return (TextEdit.of(source, node, f"{source.newline}{blanks}".join([*kept, text])),)
 
 
 FIX = Fix(codes=("TT101",), equivalence="BITWISE", find=_find, write=_write)

@@ -6,19 +6,27 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
-from torchtrim.rewriter.replace import check_comments, fresh, insert_before
+from torchtrim.rewriter.replace import fresh, insert_before
 from torchtrim.source.facts import Facts, FixRefused
-from torchtrim.source.names import binds, is_private, loads, only_reads, only_reads_at, stores
+from torchtrim.source.names import (
+    assigned_name,
+    binds,
+    is_private,
+    loads,
+    only_reads,
+    only_reads_at,
+    stores,
+)
+from torchtrim.source.nodes import is_stored, keywords_of, name_set, receiver
 from torchtrim.source.operations import is_simple
 from torchtrim.source.source import Function, SourceFile
 from torchtrim.source.transfers import need_device, uploads
 
-_MAKERS = frozenset(("tensor", "as_tensor"))
-_COPYING_NAMES = """
+_MAKERS = name_set("tensor as_tensor")
+_COPYING = name_set("""
     pickle deepcopy copy dill joblib __getstate__ __setstate__ __reduce__ __dict__ share_memory spawn vars
     setattr getattr hasattr delattr jit script DataParallel
-"""
-_COPYING = frozenset(_COPYING_NAMES.split())
+""")
 
 
 def _in_loops(source: SourceFile) -> Iterator[Match]:
@@ -29,13 +37,12 @@ def _in_loops(source: SourceFile) -> Iterator[Match]:
         if upload.between or upload.device is None or not isinstance(assign, ast.Assign):
             continue
         if loop is not None and assign in loop.body and _is_literal(upload.made):
-            yield Match(
-                fix=HOISTED_CONSTANT, source=source, node=assign, parts={"D": upload.device}
-            )
+            parts = {"D": upload.device}
+            yield Match(fix=HOISTED_CONSTANT, source=source, node=assign, parts=parts)
 
 
 def _is_literal(made: ast.Call) -> bool:
-    if len(made.args) != 1 or any(word.arg in ("requires_grad", None) for word in made.keywords):
+    if len(made.args) != 1 or keywords_of(made).keys() & {"requires_grad", None}:
         return False
     try:
         ast.literal_eval(made.args[0])
@@ -57,20 +64,13 @@ def _hoisted(match: Match, facts: Facts) -> Writing:
         raise FixRefused(
             "the loop or the assignment shares its line with other code, or is all of the loop's body"
         )
-    start, end = source.line_start(assign.lineno), _next_line(source, assign)
-    before = source.line_start(loop.lineno)
-    text = f"{blanks}{source.segment(assign)}{source.newline}"
-    edits = (TextEdit(before, before, text), TextEdit(start, end, ""))
-    check_comments(source, edits)
-    return Writing(edits)
-
-
-def _next_line(source: SourceFile, assign: ast.Assign) -> int:
-    end = source.end(assign)
+    start, end = source.line_start(assign.lineno), source.end(assign)
     stop = source.text.find("\n", end)
     if stop < 0 or source.text[end:stop].strip():
         raise FixRefused("other code follows in its line")
-    return stop + 1
+    before = source.line_start(loop.lineno)
+    text = f"{blanks}{source.segment(assign)}{source.newline}"
+    return Writing((TextEdit(before, before, text), TextEdit(start, stop + 1, "")))
 
 
 def _name(source: SourceFile, assign: ast.Assign) -> str:
@@ -88,13 +88,12 @@ def _name(source: SourceFile, assign: ast.Assign) -> str:
 def _check_loop(
     source: SourceFile, loop: ast.AST, assign: ast.Assign, device: ast.expr, name: str
 ) -> None:
-    function = source.function(assign)
-    if not all(only_reads(source, use) for use in loads(function, name)):
+    uses = loads(source.function(assign), name)
+    if not all(only_reads(source, use) for use in uses):
         raise FixRefused(f"`{name}` may be written to, or kept")
     if assign.lineno != assign.end_lineno:
         raise FixRefused("it spans several lines")
-    inside = {id(one) for one in ast.walk(loop)}
-    if any(id(use) not in inside for use in loads(function, name)):
+    if not set(ast.walk(loop)).issuperset(uses):
         raise FixRefused(f"`{name}` is read after the loop, which may have had no iteration")
     if not is_simple(device) or binds(loop, device):
         raise FixRefused("the device may differ between iterations")
@@ -118,27 +117,16 @@ HOISTED_CONSTANT: Fix = Fix(
 
 
 def _moves(source: SourceFile) -> Iterator[Match]:
-    for node in source.at({(ast.Call, "to"), (ast.Call, "cuda")}):
-        assert isinstance(node, ast.Call)
-        if not isinstance(node.func, ast.Attribute) or not _is_own(node.func.value):
+    for node in source.calls("to", "cuda"):
+        constant = receiver(node, ("to", "cuda"))
+        if not isinstance(constant, ast.Attribute) or ast.unparse(constant.value) != "self":
             continue
-        given = node.args or [word.value for word in node.keywords if word.arg == "device"]
-        if len(given) <= 1 and not {word.arg for word in node.keywords} - {
-            "device",
-            "non_blocking",
-        }:
-            parts: dict[str, ast.expr] = {"X": node.func.value}
-            if given:
-                parts["D"] = given[0]
+        words = keywords_of(node)
+        devices = node.args or [words[name] for name in ("device",) if name in words]
+        if len(devices) <= 1 and words.keys() <= {"device", "non_blocking"}:
+            parts: dict[str, ast.expr] = {"X": constant}
+            parts |= dict(zip("D", devices, strict=False))
             yield Match(fix=MOVED_CONSTANT, source=source, node=node, parts=parts)
-
-
-def _is_own(node: ast.expr) -> bool:
-    return (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    )
 
 
 def _kept(match: Match, facts: Facts) -> Writing:
@@ -159,40 +147,31 @@ def _kept(match: Match, facts: Facts) -> Writing:
             f'`self.register_buffer("{attribute.attr}", ..., persistent=False)`'
         )
     name = fresh(source, node, attribute.attr.strip("_") or "constant")
-    text = source.segment(node)
-    line = f"{name} = {match.text('X')} = {text}"
-    edits = (
-        insert_before(source, node, " ".join(part.strip() for part in line.splitlines())),
-        TextEdit(source.start(node), source.end(node), name),
-    )
-    check_comments(source, edits)
-    return Writing(edits)
+    line = f"{name} = {match.text('X')} = {source.segment(node)}"
+    before = insert_before(source, node, " ".join(part.strip() for part in line.splitlines()))
+    return Writing((before, TextEdit.of(source, node, name)))
 
 
 def _check_class(source: SourceFile, node: ast.Call, attribute: ast.Attribute) -> None:
-    around = [one for one in source.around(node) if isinstance(one, ast.ClassDef)]
     name = attribute.attr
-    if not around:
+    around = next((one for one in source.around(node) if isinstance(one, ast.ClassDef)), None)
+    if around is None:
         raise FixRefused("it is not in a class")
     if known := sorted(_COPYING & source.words):
         raise FixRefused(
             f"`{known[0]}` in this file may include the moved constant. Register it as a buffer"
         )
-    if any(isinstance(one, ast.Constant) and one.value == name for one in source.nodes):
+    if any(constant.value == name for constant in source.each(ast.Constant)):
         raise FixRefused(
             f"`{name}` occurs in a string, as with `register_buffer`: then the module moves it"
         )
-    given = 0
-    for one in source.nodes:
-        if isinstance(one, ast.Attribute) and one.attr == name:
-            given += not isinstance(one.ctx, ast.Load)
-            inside = any(outer is around[0] for outer in source.around(one))
-            moved = isinstance(one.ctx, ast.Load) and _is_moved(source, one)
-            made = not isinstance(one.ctx, ast.Load) and _is_made(source, one)
-            if not inside or not (moved or made):
-                raise FixRefused(f"line {one.lineno} uses `{name}` in another way")
-    if given != 1:
-        raise FixRefused(f"`self.{name}` is assigned in {given} places")
+    uses = [use for use in source.each(ast.Attribute) if use.attr == name]
+    for use in uses:
+        as_known = _is_assigned(source, use) if is_stored(use) else _is_moved(source, use)
+        if not as_known or around not in source.around(use):
+            raise FixRefused(f"line {use.lineno} uses `{name}` in another way")
+    if (times := sum(map(is_stored, uses))) != 1:
+        raise FixRefused(f"`self.{name}` is assigned in {times} places")
 
 
 def _is_moved(source: SourceFile, node: ast.Attribute) -> bool:
@@ -202,7 +181,7 @@ def _is_moved(source: SourceFile, node: ast.Attribute) -> bool:
     return method and isinstance(call, ast.Call) and call.func is outer
 
 
-def _is_made(source: SourceFile, node: ast.Attribute) -> bool:
+def _is_assigned(source: SourceFile, node: ast.Attribute) -> bool:
     """Return True if `__init__` assigns the attribute its own value, by a call."""
     function, assign = source.function(node), source.parents[node]
     return (
@@ -219,12 +198,12 @@ def _is_read(source: SourceFile, node: ast.Call) -> bool:
     outer = source.parents[node]
     function = source.function(node)
     if isinstance(outer, ast.Assign) and len(outer.targets) == 1 and isinstance(function, Function):
-        target = outer.targets[0]
+        name = assigned_name(outer)
         return (
-            isinstance(target, ast.Name)
-            and is_private(source, function, target.id)
-            and len(list(stores(function, target.id))) == 1
-            and all(only_reads(source, use) for use in loads(function, target.id))
+            name is not None
+            and is_private(source, function, name)
+            and len(stores(function, name)) == 1
+            and all(only_reads(source, use) for use in loads(function, name))
         )
     if isinstance(outer, ast.Subscript) and outer.value is node:
         return only_reads_at(source, outer)

@@ -25,34 +25,21 @@ _TUPLES = (
     "torch.nonzero(X, as_tuple=True)[0]",
     "torch.where(X)[0]",
 )
-_LENGTHS = ("len({})", "{}.shape[0]", "{}.size(0)")
-_ALL = "{}.numel()"
-_ROWS = [text.format(one) for one in (*_TUPLES, *_INDICES, *_SELECTIONS) for text in _LENGTHS]
-_ROWS += [_ALL.format(one) for one in _TUPLES]
-_ELEMENTS = [_ALL.format(one) for one in (*_INDICES, *_SELECTIONS)]
-_PLAIN = (*_ROWS, *_ELEMENTS)
-_LEAST = tuple(form for one in _PLAIN for form in (f"max({one}, C)", f"max(C, {one})"))
-
-
-def _forms(source: SourceFile) -> Iterator[Match]:
-    return of_forms(lambda: MASKED_COUNT, *_LEAST, *_PLAIN)(source)
-
-
-_find = with_companions(_forms, bounded=True)
+_LENGTHS = ("len({})", "{}.shape[0]", "{}.size(0)", "{}.numel()")
+_SELECTED = (*_TUPLES, *_INDICES, *_SELECTIONS)
+_PLAIN = [text.format(one) for text in _LENGTHS for one in _SELECTED]
+_LEAST = [form for one in _PLAIN for form in (f"max({one}, C)", f"max(C, {one})")]
 
 
 def _once(source: SourceFile) -> Iterator[Match]:
-    found = [
+    counts = with_companions(of_forms(lambda: MASKED_COUNT, *_LEAST, *_PLAIN), bounded=True)
+    masked = [
         match
-        for match in _find(source)
+        for match in counts(source)
         if "M" not in match.parts or mask_of_index(match.parts["M"]) is not None
     ]
-    nodes = {match.node for match in found}
-    yield from (match for match in found if not nodes.intersection(source.around(match.node)))
-
-
-def _masked_counts(source: SourceFile) -> Iterator[Match]:
-    return with_names(_once)(source)
+    nodes = {match.node for match in masked}
+    yield from (match for match in masked if not nodes.intersection(source.around(match.node)))
 
 
 def _masked(match: Match, facts: Facts) -> Writing:
@@ -72,8 +59,7 @@ def _masked(match: Match, facts: Facts) -> Writing:
 def _clamped(source: SourceFile, call: ast.Call) -> TextEdit:
     """Return the edit that clamps the count on the device, where its name is used."""
     name, number = sorted(call.args, key=lambda one: isinstance(one, ast.Constant))
-    text = f"{source.segment(name)}.clamp(min={source.segment(number)})"
-    return TextEdit(source.start(call), source.end(call), text)
+    return TextEdit.of(source, call, f"{source.segment(name)}.clamp(min={source.segment(number)})")
 
 
 def _of_mask(match: Match, facts: Facts) -> str:
@@ -114,34 +100,29 @@ MASKED_COUNT: Fix = Fix(
     """,
     codes=("TT102",),
     equivalence="ROUNDING",
-    find=_masked_counts,
+    find=with_names(_once),
     write=_masked,
 )
 
 
 _DISTINCT = "(X.flatten().sort().values.diff() != 0).sum() + (X.numel() > 0)"
 _BUT_ONE = f"{_DISTINCT} - (X == C).any().long()"
-_UNIQUE_COUNTS = (
-    "len(torch.unique(X))",
-    "len(X.unique())",
-    "torch.unique(X).numel()",
-    "X.unique().numel()",
-    "torch.unique(X).size(0)",
-    "X.unique().size(0)",
-    "torch.unique(X).shape[0]",
-    "X.unique().shape[0]",
-)
+_UNIQUE_COUNTS = [
+    text.format(one) for text in _LENGTHS for one in ("torch.unique(X)", "X.unique()")
+]
 _UNIQUE_BUT_ONE = ("(torch.unique(X) != C).sum()", "(X.unique() != C).sum()")
 
 
 def _distinct(match: Match, facts: Facts) -> Writing:
     facts.need(f"`{match.text('X')}` is a tensor of integers", lambda v: is_integral(v.X))
-    if "C" in match.parts:
+    but_one = "C" in match.parts
+    if but_one:
         facts.need(f"`{match.text('C')}` is a Python number", lambda v: is_number(v.C))
-        return Writing(for_names_seen(match, facts, replace(match, _BUT_ONE, {"X": "values"})))
-    need_tensor_uses(match, facts, "X")
-    need_wide_uses(match, facts)
-    return Writing(for_names_seen(match, facts, replace(match, _DISTINCT, {"X": "values"})))
+    else:
+        need_tensor_uses(match, facts, "X")
+        need_wide_uses(match, facts)
+    edits = replace(match, _BUT_ONE if but_one else _DISTINCT, {"X": "values"})
+    return Writing(for_names_seen(match, facts, edits))
 
 
 DISTINCT_COUNT: Fix = Fix(

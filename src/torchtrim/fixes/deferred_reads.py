@@ -16,7 +16,6 @@ from torchtrim.rewriter.reads import (
     widest_loop,
 )
 from torchtrim.rewriter.replace import (
-    check_comments,
     fresh,
     insert_after,
     need_indentation,
@@ -24,13 +23,14 @@ from torchtrim.rewriter.replace import (
 )
 from torchtrim.source.facts import Facts, FixRefused
 from torchtrim.source.names import assigned_to, literal_stores, loads, only_reads, stores
+from torchtrim.source.nodes import function_of
 from torchtrim.source.source import Loop, SourceFile
 from torchtrim.source.transfers import has_own_text
 
 
 def _match(fix: Fix, source: SourceFile, node: ast.AST, value: ast.expr) -> Iterator[Match]:
-    """Return the match of a node in a loop whose value is computed from reads."""
-    if source.loop(node) is not None and (computed := computed_of(value, source)) is not None:
+    """Yield the match of a node in a loop whose value is computed from reads."""
+    if source.loop(node) is not None and (computed := computed_of(value, source)):
         yield Match(fix=fix, source=source, node=node, parts=computed.parts)
 
 
@@ -47,8 +47,7 @@ def _grade(computed: Computed) -> Equivalence:
 
 
 def _sums(source: SourceFile) -> Iterator[Match]:
-    for node in source.at({(ast.AugAssign, "")}):
-        assert isinstance(node, ast.AugAssign)
+    for node in source.each(ast.AugAssign):
         if isinstance(node.op, ast.Add | ast.Sub):
             yield from _match(ACCUMULATED_READ, source, node, node.value)
 
@@ -63,37 +62,31 @@ def _added(match: Match, facts: Facts) -> Writing:
         )
     name = node.target.id
     loop = widest_loop(source, node, name)
-    starts = _starts(match, node, loop)
+    starts = _starts(source, node, name, loop)
     computed = _needed(match, facts, node.value)
     integral = gives_int(facts, computed) and int in starts
     if integral and float in starts:
         raise FixRefused(f"`{name}` starts as an integer in one place and as a float in another")
-    return Writing(
-        _sum_edits(match, facts, loop, computed, integral, starts), equivalence=_grade(computed)
+    edits = _sum_edits(
+        match, facts, loop, computed, integral=integral, float_only=starts == {float}
     )
+    return Writing(edits, equivalence=_grade(computed))
 
 
-def _starts(match: Match, node: ast.AugAssign, loop: Loop) -> set[type]:
-    source = match.source
-    assert isinstance(node.target, ast.Name)
-    name, function = node.target.id, source.function(node)
-    found = literal_stores(source, function, name)
-    if not found:
+def _starts(source: SourceFile, node: ast.AugAssign, name: str, loop: Loop) -> set[type]:
+    """Return the types of the literal numbers that the name starts as."""
+    literals = literal_stores(source, source.function(node), name)
+    if not literals:
         raise FixRefused(f"`{name}` does not start as a literal number such as 0.0")
     for store in stores(loop, name):
         outer = source.parents[store]
         if isinstance(outer, ast.AugAssign) and outer is not node:
             raise FixRefused(f"line {outer.lineno} changes `{name}` in the same loop")
-    return {type(one.value) for one in found}
+    return {type(literal.value) for literal in literals}
 
 
 def _sum_edits(
-    match: Match,
-    facts: Facts,
-    loop: Loop,
-    computed: Computed,
-    integral: bool,
-    starts: set[type],
+    match: Match, facts: Facts, loop: Loop, computed: Computed, *, integral: bool, float_only: bool
 ) -> tuple[TextEdit, ...]:
     source, node = match.source, match.node
     assert isinstance(node, ast.AugAssign)
@@ -103,35 +96,25 @@ def _sum_edits(
     test, _, nodes = names_tested(match, facts, [f"L{n}" for n in range(len(computed.reads))])
     check_bound(match, nodes, node)
     read = f"{name}.item() if {torch}.is_tensor({name}) else {name}"
-    plain = not test and (integral or starts == {float})
+    plain = not test and (integral or float_only)
     if plain:
-        read = f"{'int' if integral else 'float'}({name})"
-    if plain and not test:
-        imports = ()
+        read, imports = f"{'int' if integral else 'float'}({name})", ()
     text = on_device(source, node.value, computed, facts, ".long()" if integral else ".double()")
     if test:
         text = f"({text} if {test} else {source.segment(node.value)})"
     elif not isinstance(node.value, ast.Call):
         text = f"({text})"
     sign = "+" if isinstance(node.op, ast.Add) else "-"
-    edits = [
-        TextEdit(source.start(node), source.end(node), f"{name} = {name} {sign} {text}"),
-        *imports,
-    ]
-    used = list(loads(source.function(node), name))
-    within = {id(one) for one in ast.walk(loop)}
-    for use in used:
-        if id(use) in within:
-            if not has_own_text(source, use):
-                raise FixRefused(
-                    f"`{name}` is inside an f-string in line {use.lineno}. Assign it to a name before"
-                )
-            edits.append(
-                TextEdit(source.start(use), source.end(use), read if plain else f"({read})")
+    edits = [TextEdit.of(source, node, f"{name} = {name} {sign} {text}"), *imports]
+    inner, every = loads(loop, name), loads(source.function(node), name)
+    for use in inner:
+        if not has_own_text(source, use):
+            raise FixRefused(
+                f"`{name}` is inside an f-string in line {use.lineno}. Assign it to a name before"
             )
-    if any(id(use) not in within for use in used) or isinstance(source.function(node), ast.Module):
+        edits.append(TextEdit.of(source, use, read if plain else f"({read})"))
+    if len(inner) < len(every) or isinstance(source.function(node), ast.Module):
         edits.append(insert_after(source, loop, f"{name} = {read}"))
-    check_comments(source, edits)
     return tuple(edits)
 
 
@@ -156,8 +139,7 @@ ACCUMULATED_READ: Fix = Fix(
 
 
 def _appends(source: SourceFile) -> Iterator[Match]:
-    for node in source.at({(ast.Call, "append")}):
-        assert isinstance(node, ast.Call)
+    for node in source.calls("append"):
         alone = isinstance(source.parents[node], ast.Expr) and isinstance(node.func, ast.Attribute)
         if alone and len(node.args) == 1 and not node.keywords:
             yield from _match(APPENDED_READ, source, node, node.args[0])
@@ -186,49 +168,33 @@ def _check_list(source: SourceFile, target: ast.Name, loop: Loop) -> None:
     """Raise `FixRefused` unless the list is the function's own and unused until the loop ends."""
     name, function = target.id, source.function(target)
     for store in stores(function, name):
-        made = assigned_to(source, store)
-        if made is None or not _is_list(made) or _is_shared(source, store):
+        assign, value = source.parents[store], assigned_to(source, store)
+        shared = isinstance(assign, ast.Assign) and len(assign.targets) > 1
+        listed = value and (isinstance(value, ast.List) or function_of(value) == "list")
+        if not listed or shared:
             raise FixRefused(f"`{name}` is not created as a list there, so it may have an alias")
-        if any(store is one for one in ast.walk(loop)):
+        if store in stores(loop, name):
             raise FixRefused(f"`{name}` is reset in the same loop")
-    if not list(stores(function, name)):
+    if not stores(function, name):
         raise FixRefused(f"`{name}` is not created in this function, so other code may see it")
-    within = {id(one) for one in ast.walk(loop)}
-    outer = {id(one) for around in _loops(source, loop) for one in ast.walk(around)}
     for use in loads(function, name):
         if use is target:
             continue
-        if id(use) in within:
+        if use in loads(loop, name):
             raise FixRefused(f"line {use.lineno} uses `{name}` before the loop ends")
-        if (id(use) in outer or use.lineno < loop.lineno) and not _is_looked_at(source, use):
+        outer = source.loop(loop)
+        early = use.lineno < loop.lineno
+        while outer is not None and not early:
+            early, outer = use in loads(outer, name), source.loop(outer)
+        around = source.parents[use]
+        if isinstance(around, ast.Subscript):
+            read = around.value is use and isinstance(around.ctx, ast.Load)
+        else:
+            read = only_reads(source, use)
+        if early and not read:
             raise FixRefused(
                 f"line {use.lineno} may keep `{name}`, and see it before the loop ends"
             )
-
-
-def _loops(source: SourceFile, loop: Loop) -> Iterator[Loop]:
-    while (outer := source.loop(loop)) is not None:
-        yield outer
-        loop = outer
-
-
-def _is_shared(source: SourceFile, store: ast.Name) -> bool:
-    assign = source.parents[store]
-    return isinstance(assign, ast.Assign) and len(assign.targets) > 1
-
-
-def _is_looked_at(source: SourceFile, use: ast.Name) -> bool:
-    outer = source.parents[use]
-    if isinstance(outer, ast.Subscript):
-        return outer.value is use and isinstance(outer.ctx, ast.Load)
-    return only_reads(source, use)
-
-
-def _is_list(node: ast.expr) -> bool:
-    named = (
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "list"
-    )
-    return isinstance(node, ast.List) or named
 
 
 def _list_edits(match: Match, facts: Facts, computed: Computed, loop: Loop) -> tuple[TextEdit, ...]:
@@ -244,23 +210,19 @@ def _list_edits(match: Match, facts: Facts, computed: Computed, loop: Loop) -> t
         text = f"({text}).reshape(())"
     at = source.line_start(loop.lineno)
     after = f"if {pending}:\n    {name}.extend({torch}.stack({pending}).tolist())"
-    edits = (
+    return (
         TextEdit(at, at, f"{blanks}{pending} = []{source.newline}"),
-        TextEdit(source.start(node), source.end(node), f"{pending}.append({text})"),
+        TextEdit.of(source, node, f"{pending}.append({text})"),
         insert_after(source, loop, after),
         *imports,
     )
-    check_comments(source, edits)
-    return edits
 
 
 def _cast(facts: Facts, computed: Computed, node: ast.expr) -> str:
     """Return the conversion that makes the tensor's number equal the read one: none, or to 64 bits."""
-    alone = computed.reads[0].node is node
-    if alone and computed.reads[0].cast == "":
-        return ".clone()"
-    if alone and computed.reads[0].cast == "float":
-        return ".double().clone()"
+    read = computed.reads[0]
+    if read.node is node and read.cast in ("", "float"):
+        return ".double().clone()" if read.cast else ".clone()"
     return ".long()" if gives_int(facts, computed) else ".double()"
 
 

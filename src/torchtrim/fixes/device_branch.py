@@ -26,14 +26,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from torchtrim.records.probes import ObservedValue
-from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
+from torchtrim.rewriter.dense import spliced
+from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, check_comments, comments
 from torchtrim.rewriter.guarded import guarded, kinds_seen
 from torchtrim.rewriter.replace import (
     SHARED_LINE,
-    check_comments,
-    comments,
     fresh,
     insert_before,
     need_indentation,
@@ -49,49 +49,49 @@ from torchtrim.rewriter.truth import (
 )
 from torchtrim.source.branches import Assigns, Branch, branches, origins
 from torchtrim.source.facts import Facts, FixRefused, Values, is_tensor, need_tensor
-from torchtrim.source.names import is_fresh_name, is_private, loads, only_reads
+from torchtrim.source.names import assigned_name, is_fresh_name, is_private, loads, only_reads
+from torchtrim.source.nodes import name_set, names_in
 from torchtrim.source.operations import is_fresh, is_total, labels_of
-from torchtrim.source.source import SourceFile
+from torchtrim.source.source import Function, SourceFile
 from torchtrim.source.typed import (
     TensorType,
     TypeForm,
     common_form,
     holds,
     known_names,
-    names_in,
+    operands_in,
     typed,
 )
 
 _FACT = "both branches give tensors of one shape and type, on the condition's device"
-_LINEAR_NAMES = """
-    sum mean view reshape flatten permute transpose unsqueeze squeeze neg
-"""
-_LINEAR = frozenset(_LINEAR_NAMES.split())
+_LINEAR = name_set("sum mean view reshape flatten permute transpose unsqueeze squeeze neg")
 
 
 def _find(source: SourceFile) -> Iterator[Match]:
     for branch in branches(source):
-        if any(not is_total(one, source) for one in branch.expressions):
+        if not all(is_total(one, source) for one in branch.expressions):
             continue
         parts: dict[str, ast.expr] = {"C": branch.condition, "T": branch.then}
         parts |= operand_parts(branch.condition)
         if branch.other is not None:
             parts["E"] = branch.other
-        computed = [one.value for one in origins(source, branch)]
+        computed = [assign.value for assign in origins(source, branch)]
         for expression in (branch.condition, *branch.expressions, *computed):
-            for name in names_in(expression, source):
+            for name in operands_in(expression, source):
                 parts.setdefault(f"N{len(parts)}", name)
         yield Match(fix=FIX, source=source, node=branch.test, parts=parts)
 
 
 def _write(match: Match, facts: Facts) -> Writing:
-    found = (one for one in branches(match.source) if one.test is match.node)
-    plan = _Plan(match, next(found))
+    plan = _Plan(match, next(one for one in branches(match.source) if one.test is match.node))
     _check_names(plan)
     for values in facts.executions:
         _look(plan, values, facts)
     if not facts.seen:
-        _need_tensors(match, facts)
+        need_operands(match, facts)
+        for part in (name for name in ("T", "E") if name in match.parts):
+            need_tensor(facts, part, match.text(part))
+        facts.leave_open(_FACT)
         _need_alike(plan)
     edits = tuple(_edits(plan))
     check_comments(match.source, edits)
@@ -103,9 +103,7 @@ def _write(match: Match, facts: Facts) -> Writing:
 
 @dataclass
 class _Plan:
-    """The replacement of one branch. `then_safe` and `other_safe` are the names to make safe in each
-    value.
-    """
+    """The replacement of one branch, with the names to make safe in each of its two values."""
 
     match: Match
     branch: Branch
@@ -132,18 +130,19 @@ def _check_names(plan: _Plan) -> None:
             "such as `torch.zeros_like(x)`, so that the device can choose"
         )
     then, other = _bound(branch.then_before), _bound(branch.other_before)
-    if then & {one.id for one in _loaded((branch.other, *_values(branch.other_before)))}:
+    if then & _loaded(branch.other, *(assign.value for assign in branch.other_before)):
         raise FixRefused("a name assigned in one branch is used in the other")
     for name in then | other:
         if isinstance(function, ast.Module) or not is_private(source, function, name):
             raise FixRefused(
                 f"`{name}` would always be assigned, and code outside the function sees it"
             )
-    if (then | other) and _is_tried(source, branch.whole):
+    inner = takewhile(lambda outer: not isinstance(outer, Function), source.around(branch.whole))
+    if (then | other) and any(isinstance(outer, ast.Try) for outer in inner):
         raise FixRefused("a `try` around it may see names that would now always be assigned")
-    made = [one for one in (branch.then, branch.other) if one is not None]
-    whole = branch.other is not None and all(is_fresh(one, source) for one in made)
-    if not whole and not _kept_apart(plan, function):
+    values = (branch.then, branch.other)
+    fresh_values = all(one is not None and is_fresh(one, source) for one in values)
+    if not fresh_values and not _kept_apart(plan, function):
         raise FixRefused(
             "one branch gives a tensor with another alias, and the fix would create a copy: later "
             "in-place writes to it would be lost. Write `.clone()` there if a copy is right"
@@ -158,7 +157,7 @@ def _kept_apart(plan: _Plan, function: ast.AST) -> bool:
         if is_fresh_name(source, branch.target, statement) and is_fresh(branch.then, source):
             return True
     if branch.target is None:
-        return _read_where_it_stands(source, branch.whole)
+        return isinstance(source.parents[branch.whole], ast.BinOp | ast.Compare)
     if isinstance(function, ast.Module) or not is_private(source, function, branch.target):
         return False
     return all(
@@ -167,35 +166,29 @@ def _kept_apart(plan: _Plan, function: ast.AST) -> bool:
     )
 
 
-def _read_where_it_stands(source: SourceFile, node: ast.AST) -> bool:
-    outer = source.parents[node]
-    return isinstance(outer, ast.BinOp | ast.Compare)
-
-
 def _look(plan: _Plan, values: Values, facts: Facts) -> None:
     """Compare both values in one execution: the observed one and the inferred one."""
     branch, source = plan.branch, plan.source
     known = known_names(plan.match.parts, values)
-    made = _bound((*branch.then_before, *branch.other_before))
-    plan.known.append({name: one for name, one in known.items() if name not in made})
+    ways = (branch.then_before, branch.other_before)
+    own = _bound((*branch.then_before, *branch.other_before))
+    plan.known.append({name: seen for name, seen in known.items() if name not in own})
     device, numeric = seen_operands(plan.match, values, known)
     plan.numeric |= numeric
+    for guard in branch.guards:
+        if not any(holds(guard, source, known, before) for before in ways):
+            raise FixRefused("its value for the observed ranks is not the observed value")
     then = typed(branch.then, source, known, branch.then_before)
     other = _other(branch, source, known)
-    if not all(_holds(branch, source, known, guard) for guard in branch.guards):
-        raise FixRefused("its value for the observed ranks is not the observed value")
-    if then is None or other is None or not _seen_so(values, then, other):
+    if then is None or other is None:
         facts.leave_open(_FACT)
         return
+    for part, computed in (("T", then), ("E", other)):
+        seen = getattr(values, part, None)
+        if seen is not None and (not is_tensor(seen) or (seen.dtype, seen.shape) != computed[:2]):
+            facts.leave_open(_FACT)
+            return
     _compare(plan, values, then, other, device, known)
-
-
-def _need_tensors(match: Match, facts: Facts) -> None:
-    """Require, without a run, that the source shows tensors in the condition and in both values."""
-    need_operands(match, facts)
-    for part in (one for one in ("T", "E") if one in match.parts):
-        need_tensor(facts, part, match.text(part))
-    facts.leave_open(_FACT)
 
 
 def _need_alike(plan: _Plan) -> None:
@@ -226,14 +219,6 @@ def _is_one_name(form: TypeForm, plan: _Plan) -> bool:
     return len(form.operands) == 1 and form.operands <= names
 
 
-def _holds(
-    branch: Branch, source: SourceFile, known: Mapping[str, ObservedValue], guard: ast.expr
-) -> bool:
-    """Return True if a guard inside a value holds for the observed ranks and types."""
-    ways = (branch.then_before, branch.other_before)
-    return any(holds(guard, source, known, before) for before in ways)
-
-
 def _other(
     branch: Branch, source: SourceFile, known: Mapping[str, ObservedValue], before: Assigns = ()
 ) -> TensorType | None:
@@ -242,7 +227,11 @@ def _other(
         return typed(branch.other, source, known, (*before, *branch.other_before))
     if before and branch.target is not None:
         return typed(ast.Name(branch.target, ast.Load()), source, known, before)
-    return _as_typed(known.get(branch.target or ""), branch.target)
+    seen = known.get(branch.target or "")
+    if seen is None or not is_tensor(seen) or branch.target is None:
+        return None
+    reached = frozenset([branch.target] if seen.requires_grad else ())
+    return TensorType(seen.dtype, seen.shape, reached)
 
 
 def _reached(
@@ -269,13 +258,12 @@ def _compare(
             f"one branch gives {then.dtype} of shape {list(then.shape)}, the other {other.dtype} of "
             f"{list(other.shape)}, and later code may depend on which"
         )
-    tensors = [one for one in known.values() if is_tensor(one)]
-    if any(one.device != device for one in tensors):
+    if any(is_tensor(seen) and seen.device != device for seen in known.values()):
         raise FixRefused("some of its tensors are not on the device of its condition")
     if values.grad:
         reached = _reached(plan, known) or (then.reached, other.reached)
         if reached[0] != reached[1]:
-            names = ", ".join(f"`{one}`" for one in sorted(reached[0] ^ reached[1]))
+            names = ", ".join(f"`{name}`" for name in sorted(reached[0] ^ reached[1]))
             plan.risk = (
                 f"only one branch passes a gradient to {names}, which would get zeros instead of none; "
                 "optimizers with momentum or weight decay distinguish the two"
@@ -293,40 +281,24 @@ def _compare(
 def _protect_labels(plan: _Plan, known: Mapping[str, ObservedValue]) -> None:
     """Keep class labels in range in the branch not taken: zeros are."""
     branch = plan.branch
-    ways: list[tuple[ast.expr, set[str], Assigns]]
-    ways = [(branch.then, plan.then_safe, branch.then_before)]
-    if branch.other is not None:
-        ways.append((branch.other, plan.other_safe, branch.other_before))
+    ways = (
+        (branch.then, plan.then_safe, branch.then_before),
+        (branch.other, plan.other_safe, branch.other_before),
+    )
     for node, safe, before in ways:
-        if any(labels_of(one, plan.source) for one in _values(before)):
+        if any(labels_of(assign.value, plan.source) for assign in before):
             raise FixRefused(
                 "an earlier statement computes a classification loss. Return it directly"
             )
-        for label in labels_of(node, plan.source):
+        for label in labels_of(node, plan.source) if node is not None else ():
             text = ast.unparse(label)
-            if text in _bound(before) or not _is_integer(known.get(text)):
+            seen = known.get(text)
+            integers = seen and is_tensor(seen) and seen.dtype.startswith(("int", "uint"))
+            if text in _bound(before) or not integers:
                 raise FixRefused(
                     f"the class indices `{text}` are computed there, and may be out of range"
                 )
             safe.add(text)
-
-
-def _is_integer(seen: ObservedValue | None) -> bool:
-    return seen is not None and is_tensor(seen) and seen.dtype.startswith(("int", "uint"))
-
-
-def _seen_so(values: Values, then: TensorType, other: TensorType) -> bool:
-    for part, computed in (("T", then), ("E", other)):
-        seen = getattr(values, part, None)
-        if seen is not None and (not is_tensor(seen) or (seen.dtype, seen.shape) != computed[:2]):
-            return False
-    return True
-
-
-def _as_typed(seen: ObservedValue | None, name: str | None) -> TensorType | None:
-    if seen is None or not is_tensor(seen) or name is None:
-        return None
-    return TensorType(seen.dtype, seen.shape, frozenset([name] if seen.requires_grad else ()))
 
 
 def _linear(node: ast.expr, source: SourceFile) -> bool:
@@ -339,8 +311,8 @@ def _linear(node: ast.expr, source: SourceFile) -> bool:
         return _linear(node.left, source) and _linear(node.right, source)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         sides = (node.left, node.right)
-        numbers = [one for one in sides if isinstance(one, ast.Constant)]
-        return bool(numbers) and all(_linear(one, source) for one in sides)
+        scaled = any(isinstance(side, ast.Constant) for side in sides)
+        return scaled and all(_linear(side, source) for side in sides)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         method = source.dotted(node.func) is None and node.func.attr in _LINEAR
         return method and _linear(node.func.value, source)
@@ -367,8 +339,8 @@ def _edits(plan: _Plan) -> Iterator[TextEdit]:
     safe_then = _safe(plan, plan.then_safe, "kept", kept, lines)
     safe_other = _safe(plan, plan.other_safe, "safe", zero, lines)
     then = _with(source, branch.then, safe_then)
-    lines += [_with(source, one, safe_then) for one in branch.then_before]
-    if _bound(branch.other_before) & {one.id for one in _loaded((branch.then,))}:
+    lines += [_with(source, assign, safe_then) for assign in branch.then_before]
+    if _bound(branch.other_before) & _loaded(branch.then):
         early = fresh(source, branch.test, "taken")
         lines.append(f"{early} = {_joined(then)}")
         then = early
@@ -378,7 +350,7 @@ def _edits(plan: _Plan) -> Iterator[TextEdit]:
     if isinstance(branch.whole, ast.IfExp):
         if lines:
             yield insert_before(source, branch.whole, "\n".join(lines))
-        yield TextEdit(source.start(branch.whole), source.end(branch.whole), text)
+        yield TextEdit.of(source, branch.whole, text)
     else:
         yield from _statement(plan, lines, text, safe_other)
 
@@ -394,7 +366,7 @@ def _guarded(plan: _Plan, edits: Sequence[TextEdit]) -> tuple[TextEdit, ...]:
         raise FixRefused("it is in the header of a compound statement. Assign it to a name first")
     last = branch.last or first
     returns = isinstance(branch.whole, ast.If) and branch.target is None
-    inner = [one for one in edits if one not in imports]
+    inner = [edit for edit in edits if edit not in imports]
     return (*imports, *guarded(source, inner, (first, last), test, returns=returns))
 
 
@@ -404,8 +376,8 @@ def _perhaps_numbers(plan: _Plan) -> list[str]:
     first = operands(branch.condition)[0]
     ways = [used_as_tensors(one, source) for one in (branch.then, branch.other) if one is not None]
     sure = used_as_tensors(first.node, source).union(set.intersection(*ways) if ways[1:] else ())
-    seen = {text for known in plan.known for text, one in known.items() if is_tensor(one)}
-    return sorted(seen - sure)
+    tensors = {text for known in plan.known for text, one in known.items() if is_tensor(one)}
+    return sorted(tensors - sure)
 
 
 def _statement(
@@ -416,12 +388,11 @@ def _statement(
     assert isinstance(branch.whole, ast.If)
     blanks = need_indentation(source, branch.whole)
     if branch.last is None:
-        lines = [*lines, *(_with(source, one, safe_other) for one in branch.other_before)]
+        lines = [*lines, *(_with(source, assign, safe_other) for assign in branch.other_before)]
         lines.append(f"{branch.target} = {text}" if branch.target else f"return {text}")
     start, end = source.start(branch.whole), source.end(branch.whole)
-    kept = [
-        one for one in comments(source.text[start:end]) if not any(one in line for line in lines)
-    ]
+    new = "\n".join(lines)
+    kept = [comment for comment in comments(source.text[start:end]) if comment not in new]
     rest = source.text[end:].partition("\n")[0]
     if rest.strip() and not rest.strip().startswith("#"):
         raise FixRefused(SHARED_LINE)
@@ -432,40 +403,34 @@ def _statement(
     else:
         yield TextEdit(start, end, written)
     if branch.last is not None:
-        for one in branch.other_before:
-            new = _with(source, one, safe_other)
-            if new != source.segment(one):
-                yield TextEdit(source.start(one), source.end(one), new)
-        assert branch.other is not None
-        yield TextEdit(source.start(branch.last), source.end(branch.last), f"return {text}")
+        for assign in branch.other_before:
+            new = _with(source, assign, safe_other)
+            if new != source.segment(assign):
+                yield TextEdit.of(source, assign, new)
+        yield TextEdit.of(source, branch.last, f"return {text}")
 
 
 def _safe(
     plan: _Plan, names: Iterable[str], prefix: str, template: str, lines: list[str]
 ) -> dict[str, str]:
-    """Return new names for tensors that are zero where they are not chosen, and the lines that create
-    them.
-    """
-    given = {}
+    """Return new names for tensors with zeros where they are not chosen; add the lines that create them."""
+    new = {}
     for text in sorted(names):
-        given[text] = fresh(plan.source, plan.branch.test, f"{prefix}_{text.replace('.', '_')}")
-        lines.append(f"{given[text]} = {template.format(text)}")
-    return given
+        new[text] = fresh(plan.source, plan.branch.test, f"{prefix}_{text.replace('.', '_')}")
+        lines.append(f"{new[text]} = {template.format(text)}")
+    return new
 
 
 def _with(source: SourceFile, node: ast.AST, names: Mapping[str, str]) -> str:
-    start, text = source.start(node), source.segment(node)
-    found = [
-        one
-        for one in ast.walk(node)
-        if isinstance(one, ast.Name | ast.Attribute)
-        and isinstance(one.ctx, ast.Load)
-        and ast.unparse(one) in names
-    ]
-    for one in sorted(found, key=source.start, reverse=True):
-        at, to = source.start(one) - start, source.end(one) - start
-        text = text[:at] + names[ast.unparse(one)] + text[to:]
-    return text
+    """Return the node's text with other names for some of the tensors that it reads."""
+    texts: dict[ast.AST, str] = {
+        part: names[text]
+        for part in ast.walk(node)
+        if isinstance(part, ast.Name | ast.Attribute)
+        and isinstance(part.ctx, ast.Load)
+        and (text := ast.unparse(part)) in names
+    }
+    return spliced(source, node, texts)
 
 
 def _joined(text: str) -> str:
@@ -475,28 +440,12 @@ def _joined(text: str) -> str:
 # -- names ----------------------------------------------------------------------------------------
 
 
-def _loaded(expressions: Iterable[ast.AST | None]) -> Iterator[ast.Name]:
-    for expression in expressions:
-        for node in ast.walk(expression) if expression is not None else ():
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                yield node
+def _loaded(*expressions: ast.expr | None) -> set[str]:
+    return set().union(*(names_in(one) for one in expressions if one is not None))
 
 
 def _bound(assigns: Assigns) -> set[str]:
-    return {one.targets[0].id for one in assigns if isinstance(one.targets[0], ast.Name)}
-
-
-def _values(assigns: Assigns) -> tuple[ast.expr, ...]:
-    return tuple(one.value for one in assigns)
-
-
-def _is_tried(source: SourceFile, node: ast.AST) -> bool:
-    for outer in source.around(node):
-        if isinstance(outer, ast.Try):
-            return True
-        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            return False
-    return False
+    return {name for assign in assigns if (name := assigned_name(assign))}
 
 
 FIX = Fix(codes=("TT101",), equivalence="ROUNDING", find=_find, write=_write)

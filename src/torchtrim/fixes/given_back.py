@@ -82,22 +82,17 @@ DEVICE_ALPHA: Fix = Fix(
 
 
 _NAMED = ("clamp(X, max=N)", "clamp(X, min=N)", "clip(X, max=N)", "clip(X, min=N)")
+_CLAMPS = ("clamp", "clip", "clamp_", "clip_")
+_ARITHMETIC = ("add", "sub", "mul", "div")
 _METHODS = (
-    *(
-        f"X.{name}({word}=N)"
-        for name in ("clamp", "clip", "clamp_", "clip_")
-        for word in ("min", "max")
-    ),
-    *(
-        f"X.{name}(N)"
-        for name in ("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_", "fill_")
-    ),
+    *(f"X.{name}({word}=N)" for name in _CLAMPS for word in ("min", "max")),
+    *(f"X.{name}(N)" for name in (*_ARITHMETIC, "add_", "sub_", "mul_", "div_", "fill_")),
     "X.masked_fill(M, N)",
     "X.masked_fill_(M, N)",
 )
 _FUNCTIONS = (
     *(f"torch.{name}" for name in _NAMED),
-    *(f"torch.{name}(X, N)" for name in ("add", "sub", "mul", "div")),
+    *(f"torch.{name}(X, N)" for name in _ARITHMETIC),
     "torch.masked_fill(X, M, N)",
     "torch.where(M, X, N)",
     "torch.where(M, N, X)",
@@ -169,7 +164,10 @@ _REMADE = {call.format(read): dtype for call, dtype in _REMAKING.items() for rea
 
 
 def _copied(match: Match, facts: Facts) -> Writing:
-    facts.need(f"`{match.text('X')[:60]}` is a tensor of zero dimensions", _readable)
+    facts.need(
+        f"`{match.text('X')[:60]}` is a tensor of zero dimensions",
+        lambda v: not v.X.shape and (is_floating(v.X) or v.X.dtype == "int64"),
+    )
     need_device(facts, match.text("D"))
     whole = {not is_floating(v.X) for v in facts.executions if v.has("X")}
     if len(whole) > 1:
@@ -184,10 +182,6 @@ def _copied(match: Match, facts: Facts) -> Writing:
     dtype = dtype or "torch.get_default_dtype()"
     edits = replace(match, f"X.detach().to(device=D, dtype={dtype}, copy=True)")
     return Writing(for_kinds_seen(match, facts, edits))
-
-
-def _readable(values: Values) -> bool:
-    return not values.X.shape and (is_floating(values.X) or values.X.dtype == "int64")
 
 
 REMADE_TENSOR: Fix = Fix(
@@ -218,13 +212,12 @@ _TRIPS = tuple(call.format(array) for call in _RETURNS for array in _ARRAYS)
 
 
 def _stayed(match: Match, facts: Facts) -> Writing:
-    facts.need(f"`{match.text('X')[:60]}` is a tensor that NumPy can represent", _in_numpy)
+    facts.need(
+        f"`{match.text('X')[:60]}` is a tensor that NumPy can represent",
+        lambda v: is_tensor(v.X) and v.X.dtype != "bfloat16",
+    )
     need_device(facts, match.text("D"))
     return Writing(replace(match, "X.detach().to(D, copy=True)"))
-
-
-def _in_numpy(values: Values) -> bool:
-    return is_tensor(values.X) and values.X.dtype != "bfloat16"
 
 
 ROUND_TRIP: Fix = Fix(

@@ -6,8 +6,9 @@ import ast
 from collections.abc import Iterator, Mapping
 
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, of_forms
-from torchtrim.rewriter.replace import atom, check_comments, replace, torch_of
+from torchtrim.rewriter.replace import added_keyword, atom, replace, torch_of
 from torchtrim.source.facts import Facts, FixRefused, is_floating, is_tensor
+from torchtrim.source.nodes import constant_of, find_all, keywords_of, name_set, negated
 from torchtrim.source.source import SourceFile
 from torchtrim.source.transfers import is_single, read_of
 
@@ -59,43 +60,35 @@ UNCHECKED_INVERSE = _unchecked(
 )
 
 
-_CHECKED_NAMES = """
+_CHECKED = name_set("""
     Bernoulli Beta Binomial Categorical Cauchy Chi2 ContinuousBernoulli Dirichlet Exponential FisherSnedecor
     Gamma Geometric Gumbel HalfCauchy HalfNormal Independent InverseGamma Kumaraswamy Laplace LogNormal
     LogisticNormal LowRankMultivariateNormal MixtureSameFamily Multinomial MultivariateNormal
     NegativeBinomial Normal OneHotCategorical
     Pareto Poisson RelaxedBernoulli StudentT Uniform VonMises Weibull
-"""
-_CHECKED = frozenset(_CHECKED_NAMES.split())
-_UNVALIDATED_DISTRIBUTION_RISK = "parameters and values out of bounds are no longer detected"
+""")
 
 
 def _find_unvalidated_distribution(source: SourceFile) -> Iterator[Match]:
-    for node in source.at({(ast.Call, name) for name in _CHECKED}):
-        assert isinstance(node, ast.Call)
+    for node in source.calls(*_CHECKED):
         dotted = source.dotted(node.func) or ""
         if dotted.startswith("torch.distributions.") and (node.args or node.keywords):
-            given = [*node.args, *(word.value for word in node.keywords)]
-            parts = {f"P{number}": one for number, one in enumerate(given)}
+            given = enumerate((*node.args, *(word.value for word in node.keywords)))
+            parts = {f"P{number}": argument for number, argument in given}
             yield Match(fix=UNVALIDATED_DISTRIBUTION, source=source, node=node, parts=parts)
 
 
 def _write_unvalidated_distribution(match: Match, facts: Facts) -> Writing:
     source, node = match.source, match.node
     assert isinstance(node, ast.Call)
-    if any(word.arg in ("validate_args", None) for word in node.keywords):
+    if keywords_of(node).keys() & {"validate_args", None}:
         raise FixRefused("it already sets `validate_args`, or may")
     facts.need(
         "one of its parameters is a tensor",
         lambda v: any(is_tensor(getattr(v, part)) for part in match.parts if v.has(part)),
     )
-    last = max(match.parts.values(), key=source.end)
-    at = source.end(last)
-    if source.text[at : source.end(node) - 1].strip(" \t\r\n,"):
-        raise FixRefused("its last argument is in parentheses or followed by a comment")
-    edits = (TextEdit(at, at, ", validate_args=False"),)
-    check_comments(source, edits)
-    return Writing(edits, risk=_UNVALIDATED_DISTRIBUTION_RISK)
+    edit = added_keyword(source, node, "validate_args=False")
+    return Writing((edit,), risk="parameters and values out of bounds are no longer detected")
 
 
 UNVALIDATED_DISTRIBUTION: Fix = Fix(
@@ -115,31 +108,18 @@ UNVALIDATED_DISTRIBUTION: Fix = Fix(
 )
 
 
-_DEVICE_ASSERT_RISK = (
-    "if it fails, the error comes later, and the process cannot use the device afterwards"
-)
-_ASKING = frozenset(["all", "any", "isfinite", "isnan", "isinf", "allclose", "equal", "item"])
+_TESTS = name_set("all any isfinite isnan isinf allclose equal item")
 
 
 def _find_device_assert(source: SourceFile) -> Iterator[Match]:
-    for node in source.at({(ast.Assert, "")}):
-        assert isinstance(node, ast.Assert)
-        test = _condition(node, source)
-        asked = ast.walk(node.test)
-        asks = any(isinstance(one, ast.Attribute) and one.attr in _ASKING for one in asked)
-        if asks and not isinstance(test, ast.BoolOp):
+    for node in source.each(ast.Assert):
+        test = negated(node.test) or node.test
+        read = read_of(test, source)
+        if read is not None and read.cast in ("", "bool"):
+            test = read.tensor
+        attributes = find_all(node.test, ast.Attribute)
+        if any(one.attr in _TESTS for one in attributes) and not isinstance(test, ast.BoolOp):
             yield Match(fix=DEVICE_ASSERT, source=source, node=node, parts={"C": test})
-
-
-def _condition(node: ast.Assert, source: SourceFile) -> ast.expr:
-    """Return the asserted condition without a leading `not`, and as the tensor if it is a read."""
-    test = node.test.operand if _is_negated(node) else node.test  # type: ignore[attr-defined]
-    read = read_of(test, source)
-    return read.tensor if read is not None and read.cast in ("", "bool") else test
-
-
-def _is_negated(node: ast.Assert) -> bool:
-    return isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not)
 
 
 def _write_device_assert(match: Match, facts: Facts) -> Writing:
@@ -151,19 +131,18 @@ def _write_device_assert(match: Match, facts: Facts) -> Writing:
     )
     message = ""
     if node.msg is not None:
-        if not isinstance(node.msg, ast.Constant) or not isinstance(node.msg.value, str):
+        if not isinstance(constant_of(node.msg), str):
             raise FixRefused(
                 "its message is computed on failure; the device accepts only a literal string"
             )
         message = f", {source.segment(node.msg)}"
     torch, imports = torch_of(source)
     test = match.text("C")
-    if _is_negated(node):
+    if negated(node.test):
         test = f"{atom(source, match.parts['C'])}.logical_not()"
-    text = f"{torch}._assert_async({test}{message})"
-    edits = (TextEdit(source.start(node), source.end(node), text), *imports)
-    check_comments(source, edits)
-    return Writing(edits, risk=_DEVICE_ASSERT_RISK)
+    edit = TextEdit.of(source, node, f"{torch}._assert_async({test}{message})")
+    risk = "if it fails, the error comes later, and the process cannot use the device afterwards"
+    return Writing((edit, *imports), risk)
 
 
 DEVICE_ASSERT: Fix = Fix(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace as changed
 
 from torchtrim.records.probes import ObservedValue
 from torchtrim.rewriter.dense import hoisted
-from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
+from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, of_forms
 from torchtrim.rewriter.guarded import for_kinds_seen
-from torchtrim.rewriter.replace import atom, check_comments, replace, torch_of
+from torchtrim.rewriter.replace import atom, replace, torch_of
 from torchtrim.source.facts import (
     Facts,
     FixRefused,
@@ -19,13 +20,14 @@ from torchtrim.source.facts import (
     is_tensor,
     of_part,
 )
-from torchtrim.source.forms import match_form
 from torchtrim.source.names import only_reads_at
+from torchtrim.source.nodes import constant_of, find_all, method_of
 from torchtrim.source.numbers import is_known_number
 from torchtrim.source.operations import is_pure
 from torchtrim.source.source import SourceFile
 from torchtrim.syncs.lookup import is_from
 
+_PLAIN = (ast.Slice, ast.Constant, ast.Starred, ast.Compare, ast.List)
 _INDICES = ("int64", "int32", "int16", "int8")
 
 
@@ -33,35 +35,24 @@ def _find_index_assignment(source: SourceFile) -> Iterator[Match]:
     if is_from("2.15"):
         return
     for node in source.each(ast.Assign):
-        if len(node.targets) == 1:
-            target = node.targets[0]
-            indices = _indices(target)
-            if isinstance(target, ast.Subscript) and indices and not _is_made(node.value):
-                parts = {"X": target.value, "V": node.value}
-                parts |= {f"I{number}": index for number, index in enumerate(indices)}
-                yield Match(
-                    fix=INDEX_ASSIGNMENT, source=source, node=node, parts=parts, syncs=(target,)
-                )
-
-
-def _is_made(value: ast.expr) -> bool:
-    """Return True if the value is a tensor created there, as this fix writes it."""
-    value = value.body if isinstance(value, ast.IfExp) else value
-    makes = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
-    return makes and value.func.attr.startswith("new_")  # type: ignore[attr-defined]
-
-
-def _indices(target: ast.expr) -> list[ast.expr]:
-    if not isinstance(target, ast.Subscript):
-        return []
-    given = target.slice.elts if isinstance(target.slice, ast.Tuple) else [target.slice]
-    plain = (ast.Slice, ast.Constant, ast.Starred, ast.Compare, ast.List)
-    return [one for one in given if not isinstance(one, plain)]
+        target, value = node.targets[0], node.value
+        value = value.body if isinstance(value, ast.IfExp) else value
+        if len(node.targets) > 1 or not isinstance(target, ast.Subscript):
+            continue
+        given = target.slice.elts if isinstance(target.slice, ast.Tuple) else [target.slice]
+        indices = [index for index in given if not isinstance(index, _PLAIN)]
+        # This fix itself writes `new_full`.
+        if indices and not method_of(value).startswith("new_"):
+            parts = {"X": target.value, "V": node.value}
+            parts |= {f"I{number}": index for number, index in enumerate(indices)}
+            syncs = (target,)
+            yield Match(fix=INDEX_ASSIGNMENT, source=source, node=node, parts=parts, syncs=syncs)
 
 
 def _write_index_assignment(match: Match, facts: Facts) -> Writing:
-    node, source = match.node, match.source
+    node, source, tensor = match.node, match.source, match.parts["X"]
     assert isinstance(node, ast.Assign)
+    assert isinstance(node.targets[0], ast.Subscript)
     names = [name for name in match.parts if name.startswith("I")]
     facts.need(
         f"`{match.text('V')[:60]}` is a Python number that `{match.text('X')}` can hold",
@@ -72,62 +63,49 @@ def _write_index_assignment(match: Match, facts: Facts) -> Writing:
         "its indices are integers on the same device, not masks",
         lambda v: _are_indices(v, names),
     )
-    assert isinstance(node.targets[0], ast.Subscript)
-    if lists := [one for one in ast.walk(node.targets[0].slice) if isinstance(one, ast.List)]:
+    if uploaded := next(find_all(node.targets[0].slice, ast.List), None):
         raise FixRefused(
-            f"`{source.segment(lists[0])[:60]}` is uploaded to serve as an index, which waits in any form. "
+            f"`{source.segment(uploaded)[:60]}` is uploaded to serve as an index, which waits in any form. "
             "First make it a tensor on the device once, or a slice"
         )
-    if not is_pure(match.parts["X"], source) or not is_pure(node.value, source):
+    if not is_pure(tensor, source) or not is_pure(node.value, source):
         raise FixRefused("the expression may have a side effect. Assign it to a name first")
-    target, before = hoisted(source, match.parts["X"], "target", at=node)
-    made, imports = _made(match, facts, target)
-    value = TextEdit(source.start(node.value), source.end(node.value), made)
-    tensor = match.parts["X"]
-    renamed = [TextEdit(source.start(tensor), source.end(tensor), target)] if before else []
-    edits = (*before, *imports, *renamed, *_with_dimensions(match, facts, names), value)
-    check_comments(source, edits)
-    return Writing(edits)
+    target, before = hoisted(source, tensor, "target", at=node)
+    text, imports = _value(match, facts, target)
+    value = TextEdit.of(source, node.value, text)
+    renamed = [TextEdit.of(source, tensor, target)] if before else []
+    indices = [edit for name in names for edit in _with_dimension(match, facts, name)]
+    return Writing((*before, *imports, *renamed, *indices, value))
 
 
-def _made(match: Match, facts: Facts, target: str) -> tuple[str, tuple[TextEdit, ...]]:
-    """Return the number as a tensor on the device, guarded by the target's type, since another might
-    not hold it.
-    """
+def _value(match: Match, facts: Facts, target: str) -> tuple[str, tuple[TextEdit, ...]]:
+    """Return the number as a tensor on the device if the target has the observed type, which holds it."""
     text, value = f"{target}.new_full((), {match.text('V')})", match.parts["V"]
-    if isinstance(value, ast.Constant) and value.value in range(128):
+    if constant_of(value) in range(128):
         return text, ()
     torch, imports = torch_of(match.source)
     kind = facts.only(f"the type of `{target}`", lambda v: v.X.dtype, "")
-    return (
-        f"{text} if {target}.dtype == {torch}.{kind} else {match.text('V')}" if kind else text
-    ), imports
-
-
-def _with_dimensions(match: Match, facts: Facts, names: list[str]) -> Iterator[TextEdit]:
-    """Return the edits that give a dimension to each index without one."""
-    for name in names:
-        if facts.holds(of_part(name, _is_single)):
-            yield from _with_dimension(match, facts, name)
-        else:
-            facts.need(
-                f"`{match.text(name)}` has dimensions",
-                of_part(name, lambda seen: not _is_single(seen)),
-            )
+    if kind:
+        text += f" if {target}.dtype == {torch}.{kind} else {match.text('V')}"
+    return text, imports
 
 
 def _with_dimension(match: Match, facts: Facts, name: str) -> Iterator[TextEdit]:
-    """Return the index with a dimension, guarded by its type: with another type it may be a mask."""
+    """Yield the edits that give an index a dimension, guarded by its type: another may be a mask's."""
     source, node = match.source, match.parts[name]
+    if not facts.holds(of_part(name, _is_single)):
+        text = f"`{match.text(name)}` has dimensions"
+        facts.need(text, of_part(name, lambda seen: not _is_single(seen)))
+        return
     if not is_pure(node, source):
         raise FixRefused("the index may have a side effect. Assign it to a name first")
     torch, imports = torch_of(source)
     yield from imports
     text = atom(source, node)
     kind = facts.only(f"the type of `{text}`", lambda v: str(getattr(v, name).dtype), "int64")
-    made = text if kind in _INDICES[:2] else f"{text}.long()"
-    new = f"{made}[None] if {text}.dtype == {torch}.{kind} else {source.segment(node)}"
-    yield TextEdit(source.start(node), source.end(node), new)
+    index = text if kind in _INDICES[:2] else f"{text}.long()"
+    new = f"{index}[None] if {text}.dtype == {torch}.{kind} else {source.segment(node)}"
+    yield TextEdit.of(source, node, new)
 
 
 def _is_single(value: ObservedValue) -> bool:
@@ -140,13 +118,11 @@ def _holds(values: Values) -> bool:
 
 
 def _are_indices(values: Values, names: list[str]) -> bool:
-    found = [getattr(values, name) for name in names]
-    tensors = [one for one in found if is_tensor(one)]
-    others = all(
-        is_tensor(one) or one.kind in ("int", "NoneType", "ellipsis", "slice") for one in found
-    )
+    seen = [getattr(values, name) for name in names]
+    tensors = [one for one in seen if is_tensor(one)]
+    others = {one.kind for one in seen if not is_tensor(one)}
     return (
-        others
+        others <= {"int", "NoneType", "ellipsis", "slice"}
         and bool(tensors)
         and all(one.dtype in _INDICES and one.device == values.X.device for one in tensors)
     )
@@ -178,18 +154,11 @@ _RISK = "an index out of bounds becomes a device-side error, after which the pro
 
 
 def _find_row_by_index(source: SourceFile) -> Iterator[Match]:
-    for node in source.nodes:
-        if not isinstance(node, ast.Subscript) or not isinstance(node.ctx, ast.Load):
-            continue
-        if isinstance(node.slice, ast.Constant | ast.Slice | ast.Tuple | ast.UnaryOp | ast.List):
-            continue
-        found = ((form, match_form(form, node, source)) for form in _FORMS)
-        form, bound = next((one for one in found if one[1] is not None), ("", None))
-        if bound is not None:
-            at = (node.slice,)
-            yield Match(
-                fix=ROW_BY_INDEX, source=source, node=node, parts=bound.parts, form=form, syncs=at
-            )
+    plain = ast.Constant | ast.Slice | ast.Tuple | ast.UnaryOp | ast.List
+    for match in of_forms(lambda: ROW_BY_INDEX, *_FORMS)(source):
+        assert isinstance(match.node, ast.Subscript)
+        if isinstance(match.node.ctx, ast.Load) and not isinstance(match.node.slice, plain):
+            yield changed(match, syncs=(match.node.slice,))
 
 
 def _write_row_by_index(match: Match, facts: Facts) -> Writing:

@@ -1,16 +1,15 @@
-"""Reads in a loop that the loop does not change: one read before it, or in place of the tensor it
-iterates over.
-"""
+"""Reads of tensors that a loop does not change: one read before the loop, or of what it iterates over."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator
+from itertools import takewhile
 
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
 from torchtrim.rewriter.guarded import names_tested, with_names
-from torchtrim.rewriter.replace import atom, check_comments, fresh, insert_before, need_indentation
+from torchtrim.rewriter.replace import atom, fresh, insert_before, need_indentation
 from torchtrim.source.facts import Facts, FixRefused, is_tensor, need_tensor, of_part
 from torchtrim.source.names import (
     binds,
@@ -18,21 +17,28 @@ from torchtrim.source.names import (
     is_private,
     literal_stores,
     loads,
-    names_in,
     only_reads,
     stores,
 )
+from torchtrim.source.nodes import (
+    find_all,
+    function_of,
+    keywords_of,
+    method_of,
+    name_set,
+    names_in,
+    receiver,
+)
 from torchtrim.source.operations import is_pure
 from torchtrim.source.source import Loop, SourceFile, within
-from torchtrim.source.transfers import has_own_text, read_of, reads_in, without_detach
+from torchtrim.source.transfers import Read, has_own_text, read_of, without_detach
 
-_HARMLESS_METHODS_NAMES = """
+_HARMLESS_METHODS = name_set("""
     append extend insert items keys values get join format split strip startswith endswith lower
     upper replace count index
-"""
-_HARMLESS_METHODS = frozenset(_HARMLESS_METHODS_NAMES.split())
-_HARMLESS = frozenset(["print", "sorted", "repr", "id", "type", "slice", "iter"])
-_EAGER = frozenset(["sum", "list", "tuple", "max", "min", "any", "all", "sorted", "set"])
+""")
+_HARMLESS = name_set("print sorted repr id type slice iter")
+_EAGER = name_set("sum list tuple max min any all sorted set")
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp)
 
 
@@ -49,46 +55,35 @@ def _iterations(source: SourceFile) -> Iterator[Match]:
 def _match(
     source: SourceFile, node: ast.AST, target: ast.expr, iterated: ast.expr
 ) -> Iterator[Match]:
-    found = _element(target, iterated)
-    if found is None:
+    if (element := _element(target, iterated)) is None:
         return
-    name, tensor = found
-    uses = loads(node, name)
-    reads = [source.parents[_top(source, use)] for use in uses]
-    if not uses or not all(_reads(source, use) for use in uses):
-        return
-    first = min(reads, key=lambda one: one.lineno)  # type: ignore[attr-defined]
-    last = max(reads, key=lambda one: one.lineno)  # type: ignore[attr-defined]
-    yield Match(fix=ITERATED_READ, source=source, node=last, begin=first, parts={"X": tensor})
+    name, tensor = element
+    reads = [read.node for use in loads(node, name) if (read := _read_of(source, use))]
+    if reads and len(reads) == len(loads(node, name)):
+        first, last = (choose(reads, key=lambda call: call.lineno) for choose in (min, max))
+        yield Match(fix=ITERATED_READ, source=source, node=last, begin=first, parts={"X": tensor})
 
 
 def _element(target: ast.expr, iterated: ast.expr) -> tuple[str, ast.expr] | None:
     """Return the name of an element and the iterated expression, in `enumerate` too."""
     if isinstance(target, ast.Name):
         known = isinstance(iterated, ast.Name | ast.Attribute | ast.Subscript | ast.Call)
-        return (target.id, iterated) if known and not _is_builtin(iterated) else None
-    if not isinstance(target, ast.Tuple) or len(target.elts) != 2 or not _is_builtin(iterated):
+        return (target.id, iterated) if known and not function_of(iterated) else None
+    if not isinstance(target, ast.Tuple) or len(target.elts) != 2:
         return None
-    assert isinstance(iterated, ast.Call)
-    assert isinstance(iterated.func, ast.Name)
     (_, second) = target.elts
-    plain = iterated.func.id == "enumerate" and len(iterated.args) >= 1
-    return (second.id, iterated.args[0]) if plain and isinstance(second, ast.Name) else None
+    if not isinstance(iterated, ast.Call) or not iterated.args or not isinstance(second, ast.Name):
+        return None
+    return (second.id, iterated.args[0]) if function_of(iterated) == "enumerate" else None
 
 
-def _is_builtin(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-
-
-def _top(source: SourceFile, use: ast.Name) -> ast.AST:
+def _read_of(source: SourceFile, use: ast.Name) -> Read | None:
+    """Return the read of an element by its name, or None for another use."""
     outer = source.parents[use]
-    return outer if isinstance(outer, ast.Attribute) else use
-
-
-def _reads(source: SourceFile, use: ast.Name) -> bool:
-    call = source.parents[_top(source, use)]
+    call = source.parents[outer] if isinstance(outer, ast.Attribute) else outer
     read = read_of(call, source)
-    return read is not None and read.tensor is use and has_own_text(source, call)
+    own = read is not None and read.tensor is use and has_own_text(source, call)
+    return read if own else None
 
 
 def _listed(match: Match, facts: Facts) -> Writing:
@@ -101,38 +96,30 @@ def _listed(match: Match, facts: Facts) -> Writing:
     around = source.parents[tensor]
     if isinstance(around, ast.Call):
         around = source.parents[around]
-    around = source.parents[around] if isinstance(around, ast.comprehension) else around
+    assert isinstance(around, ast.comprehension | ast.For)
+    element = _element(around.target, around.iter)
+    assert element is not None
+    name = element[0]
+    if not isinstance(around, ast.For):
+        around = source.parents[around]
     risk = _risk(match, around)
-    target = around.target if isinstance(around, ast.For) else around.generators[0].target  # type: ignore[attr-defined]
-    name = target.id if isinstance(target, ast.Name) else target.elts[1].id  # type: ignore[union-attr]
     if isinstance(around, ast.For):
         _check_name(source, around, name)
-    edits = [
-        TextEdit(
-            source.start(tensor), source.end(tensor), f"{atom(source, tensor)}.flatten().tolist()"
-        )
-    ]
-    for use in loads(around, name):
-        call = source.parents[_top(source, use)]
-        read = read_of(call, source)
+    edits = [TextEdit.of(source, tensor, f"{atom(source, tensor)}.flatten().tolist()")]
+    for read in (_read_of(source, use) for use in loads(around, name)):
         assert read is not None
-        text = f"{read.cast}({name})" if read.cast else name
-        edits.append(TextEdit(source.start(call), source.end(call), text))
-    check_comments(source, edits)
+        edits.append(TextEdit.of(source, read.node, f"{read.cast}({name})" if read.cast else name))
     return Writing(tuple(edits), risk)
 
 
 def _risk(match: Match, around: ast.AST) -> str:
     source, tensor = match.source, match.parts["X"]
-    if isinstance(around, ast.GeneratorExp):
-        outer = source.parents[around]
-        named = isinstance(outer, ast.Call) and isinstance(outer.func, ast.Name)
-        if not named or outer.func.id not in _EAGER:  # type: ignore[attr-defined]
-            raise FixRefused("a generator is read on demand, maybe later. Use a list")
-    held = _changes_nothing(source, around)
-    if not held and isinstance(around, ast.For):
-        held = _keeps(source, around, tensor)
-    if held:
+    lazy = isinstance(around, ast.GeneratorExp)
+    if lazy and function_of(source.parents[around]) not in _EAGER:
+        raise FixRefused("a generator is read on demand, maybe later. Use a list")
+    if _changes_nothing(source, around):
+        return ""
+    if isinstance(around, ast.For) and _keeps(source, around, tensor):
         return ""
     return f"a function called in the meantime might write to `{match.text('X')[:60]}`"
 
@@ -167,33 +154,23 @@ ITERATED_READ: Fix = Fix(
 
 
 def _find(source: SourceFile) -> Iterator[Match]:
-    for node in source.at(
-        {(ast.Call, "tolist"), (ast.Call, "item"), (ast.Call, "int"), (ast.Call, "float")}
-    ):
-        assert isinstance(node, ast.Call)
+    """Yield reads in a loop of names that the loop does not bind."""
+    for node in source.calls("tolist", "item", "int", "float"):
         tensor = _tensor(source, node)
         if tensor is None or not is_pure(tensor, source) or _is_guarded(source, node):
             continue
-        parts = _parts(source, node, tensor)
-        if parts is not None:
+        if parts := _parts(source, node, tensor):
             yield Match(fix=INVARIANT_READ, source=source, node=node, parts=parts)
 
 
-def _invariant(source: SourceFile) -> Iterator[Match]:
-    """Yield reads in a loop of names that the loop does not bind."""
-    return with_names(_find)(source)
-
-
 def _tensor(source: SourceFile, node: ast.Call) -> ast.expr | None:
-    if any(
-        True for one in node.args for _ in reads_in(one, source) if read_of(node, source) is None
-    ):
-        return None
-    if isinstance(node.func, ast.Attribute) and node.func.attr == "tolist" and not node.args:
-        return without_detach(node.func.value)
+    listed = None if node.args else receiver(node, ("tolist",))
+    if listed is not None:
+        return without_detach(listed)
     read = read_of(node, source)
-    inner = read is not None and read_of(source.parents[node], source) is not None
-    return read.tensor if read is not None and not inner else None
+    if read is None or read_of(source.parents[node], source) is not None:
+        return None
+    return read.tensor
 
 
 def _parts(source: SourceFile, node: ast.Call, tensor: ast.expr) -> dict[str, ast.expr] | None:
@@ -204,9 +181,9 @@ def _parts(source: SourceFile, node: ast.Call, tensor: ast.expr) -> dict[str, as
     if not binds(loop, tensor):
         return {"X": tensor}
     if isinstance(tensor, ast.Subscript) and not binds(loop, tensor.value):
-        found = tensor.slice.elts if isinstance(tensor.slice, ast.Tuple) else [tensor.slice]
-        if not any(isinstance(one, ast.Slice | ast.Starred) for one in found):
-            return {"X": tensor.value, **{f"I{n}": one for n, one in enumerate(found)}}
+        indices = tensor.slice.elts if isinstance(tensor.slice, ast.Tuple) else [tensor.slice]
+        if not any(isinstance(index, ast.Slice | ast.Starred) for index in indices):
+            return {"X": tensor.value} | {f"I{n}": index for n, index in enumerate(indices)}
     return None
 
 
@@ -232,8 +209,8 @@ def _read_once(match: Match, facts: Facts) -> Writing:
         )
     rank = facts.only("the number of dimensions", lambda v: len(v.X.shape), len(indices) or 1)
     left = rank - len(indices)
-    listed = isinstance(node.func, ast.Attribute) and node.func.attr == "tolist"
-    if left < 0 or left > (1 if listed else 0):
+    listed = method_of(node) == "tolist"
+    if not 0 <= left <= listed:
         raise FixRefused(
             "it reads a list of lists, or a tensor of one element and several dimensions"
         )
@@ -245,32 +222,24 @@ def _read_once(match: Match, facts: Facts) -> Writing:
 
 
 def _widest(match: Match) -> tuple[Loop, str]:
-    """Return the outermost loop that leaves the tensor unchanged; else the innermost, and what may
-    change it.
-    """
+    """Return the outermost loop that keeps the tensor unchanged; else the innermost, and the risk."""
     source, tensor = match.source, match.parts["X"]
-    found = None
-    for loop in _loops_around(source, match.node):
-        if binds(loop, tensor) or not _keeps(source, loop, tensor):
-            break
-        found = loop
-    if found is not None:
-        return found, ""
     inner = source.loop(match.node)
     assert inner is not None
+    loops = list(takewhile(lambda loop: _keeps(source, loop, tensor), _outwards(source, inner)))
+    if loops:
+        return loops[-1], ""
     return inner, f"a function called in the loop might write to `{match.text('X')[:60]}`"
 
 
 def _edits(
     match: Match, loop: Loop, indices: list[str], *, copied: bool, test: str, scalar: bool
 ) -> tuple[TextEdit, ...]:
-    """Return the edits for the read and its value.
+    """Return the edits for the read and its value: if `copied`, a list; if `scalar`, a number.
 
-    `copied`: the value is a list. `test`: if it fails, the tensor is read as before. `scalar`: a number is
-    read, whatever dimensions of size one there are.
+    If `test` fails, the tensor is read as before.
     """
     source, node, tensor = match.source, match.node, match.parts["X"]
-    assert isinstance(node, ast.Call)
     if not has_own_text(source, node):
         raise FixRefused("it is inside an f-string. Assign it to a name before")
     blanks = need_indentation(source, loop)
@@ -278,35 +247,25 @@ def _edits(
     base = next((word for word in words if word not in ("self", "torch")), "value")
     name = fresh(source, node, f"{base}_read")
     value = name + "".join(f"[{match.text(part)}]" for part in indices)
-    if copied and not _is_unpacked(source, node):
+    outer = source.parents[node]
+    sequence = ast.Tuple | ast.List
+    unpacked = isinstance(outer, ast.Assign) and all(isinstance(t, sequence) for t in outer.targets)
+    if copied and not unpacked:
         value = f"list({value})"
     read = read_of(node, source)
     if read is not None and read.cast:
         value = f"{read.cast}({value})"
     if test:
         whole = f"{value} if {test} else {source.segment(node)}"
-        value = whole if isinstance(source.parents[node], ast.Assign | ast.Return) else f"({whole})"
+        value = whole if isinstance(outer, ast.Assign | ast.Return) else f"({whole})"
     start = source.line_start(loop.lineno)
-    text = _joined(atom(source, tensor))
+    text = " ".join(line.strip() for line in atom(source, tensor).splitlines())
     shaped = f".reshape({text}.shape[:{len(indices)}])" if scalar else ""
     once = f"if {name} is None:\n    {name} = {text}{shaped}.tolist()"
-    edits = (
+    return (
         TextEdit(start, start, f"{blanks}{name} = None{source.newline}"),
         insert_before(source, node, once),
-        TextEdit(source.start(node), source.end(node), value),
-    )
-    check_comments(source, edits)
-    return edits
-
-
-def _joined(text: str) -> str:
-    return " ".join(part.strip() for part in text.splitlines())
-
-
-def _is_unpacked(source: SourceFile, node: ast.AST) -> bool:
-    outer = source.parents[node]
-    return isinstance(outer, ast.Assign) and all(
-        isinstance(target, ast.Tuple | ast.List) for target in outer.targets
+        TextEdit.of(source, node, value),
     )
 
 
@@ -328,23 +287,21 @@ INVARIANT_READ: Fix = Fix(
     """,
     codes=("TT101",),
     equivalence="BITWISE",
-    find=_invariant,
+    find=with_names(_find),
     write=_read_once,
 )
 
 
-def _loops_around(source: SourceFile, node: ast.AST) -> Iterator[Loop]:
-    """Yield the loops of the same function around a node, innermost first."""
-    at = source.loop(node)
+def _outwards(source: SourceFile, loop: Loop) -> Iterator[Loop]:
+    """Yield a loop and those around it in the same function."""
+    at: Loop | None = loop
     while at is not None:
         yield at
         at = source.loop(at)
 
 
 def _changes_nothing(source: SourceFile, inside: ast.AST) -> bool:
-    """Return True if the code writes to no tensor, judged by its form: known functions, no in-place
-    assignment.
-    """
+    """Return True if the code, by its form, writes to no tensor: known functions, no in-place assignment."""
     return all(_harmless(source, node) for node in ast.walk(inside))
 
 
@@ -354,44 +311,30 @@ def _keeps(source: SourceFile, loop: Loop, expression: ast.expr) -> bool:
         return False
     if _changes_nothing(source, loop):
         return True
-    if any(
-        isinstance(node, ast.Attribute) and _is_data(source, node) for node in ast.walk(expression)
-    ):
-        return False
-    own = names_in(expression) - set(source.imported)
+    for node in find_all(expression, ast.Attribute):
+        outer = source.parents[node]
+        method = isinstance(outer, ast.Call) and outer.func is node
+        if not method and source.dotted(node) is None:
+            return False
     return all(
         is_fresh_name(source, name, loop)
         and all(only_reads(source, use) for use in loads(loop, name))
-        for name in own
+        for name in names_in(expression) - source.imported.keys()
     )
-
-
-def _is_data(source: SourceFile, node: ast.Attribute) -> bool:
-    outer = source.parents[node]
-    return not (isinstance(outer, ast.Call) and outer.func is node) and source.dotted(node) is None
 
 
 def _harmless(source: SourceFile, node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
-        words = {word.arg for word in node.keywords}
-        called = ast.Call(node.func, [], [])
-        return (is_pure(called, source) and not words & {"out", "inplace"}) or _is_harmless_call(
-            node
-        )
+        written = keywords_of(node).keys() & {"out", "inplace", None}
+        harmless = method_of(node) in _HARMLESS_METHODS or function_of(node) in _HARMLESS
+        pure = is_pure(ast.Call(node.func, [], []), source)
+        return (harmless and not written) or (pure and not written - {None})
     if isinstance(node, ast.Attribute | ast.Subscript):
         return isinstance(node.ctx, ast.Load)
     if isinstance(node, ast.AugAssign):
         name = node.target.id if isinstance(node.target, ast.Name) else ""
         return bool(name and literal_stores(source, source.function(node), name))
     return not isinstance(node, ast.Await | ast.Yield | ast.YieldFrom | ast.With | ast.AsyncFor)
-
-
-def _is_harmless_call(call: ast.Call) -> bool:
-    if any(word.arg in ("out", "inplace", None) for word in call.keywords):
-        return False
-    if isinstance(call.func, ast.Attribute):
-        return call.func.attr in _HARMLESS_METHODS
-    return isinstance(call.func, ast.Name) and call.func.id in _HARMLESS
 
 
 FIXES = (INVARIANT_READ, ITERATED_READ)

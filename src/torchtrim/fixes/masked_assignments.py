@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchtrim.rewriter.dense import Dense, hoisted, is_own
-from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, of_forms
+from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, check_comments, of_forms
 from torchtrim.rewriter.guarded import guarded, kinds_tested, of_same_rank
-from torchtrim.rewriter.replace import atom, check_comments, replace, replace_if, torch_of
+from torchtrim.rewriter.replace import atom, replace, replace_if, torch_of
 from torchtrim.source.facts import (
     Facts,
     FixRefused,
@@ -20,6 +20,7 @@ from torchtrim.source.facts import (
     is_number,
     is_tensor,
     of_part,
+    without_grad,
 )
 from torchtrim.source.forms import equal
 from torchtrim.source.operations import is_pure
@@ -39,9 +40,7 @@ _OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
 class _Assignment(NamedTuple):
-    """An assignment `target[mask] = value`, or with an operator. `tree` is the value's; its first leaf
-    is the target.
-    """
+    """An assignment `target[mask] = value`, or with an operator. The tree's first leaf is the target."""
 
     node: ast.Assign | ast.AugAssign
     target: ast.expr
@@ -53,12 +52,9 @@ class _Assignment(NamedTuple):
 
 def _find(source: SourceFile) -> Iterator[Match]:
     for node in source.at({(ast.Assign, ""), (ast.AugAssign, "")}):
-        found = _read(node, source)
-        if found is not None:
-            parts = {**found.tree.parts(), "V": found.value}
-            yield Match(
-                fix=MASKED_ASSIGNMENT, source=source, node=node, parts=parts, syncs=found.tree.syncs
-            )
+        if found := _read(node, source):
+            parts, syncs = {**found.tree.parts(), "V": found.value}, found.tree.syncs
+            yield Match(fix=MASKED_ASSIGNMENT, source=source, node=node, parts=parts, syncs=syncs)
 
 
 def _read(node: ast.AST, source: SourceFile) -> _Assignment | None:
@@ -76,10 +72,8 @@ def _read(node: ast.AST, source: SourceFile) -> _Assignment | None:
         return None
     tree = read_tree(node.value, source, mask=mask)
     if tree is None:
-        tree = Tree(
-            mask,
-            operands=[] if isinstance(node.value, ast.Constant) else [TreeInput(node.value, 0)],
-        )
+        other = [] if isinstance(node.value, ast.Constant) else [TreeInput(node.value, 0)]
+        tree = Tree(mask, operands=other)
     tree.leaves.insert(0, (Selection(target, target.value, mask), 0))
     return _Assignment(node, target.value, mask, node.value, sign, tree)
 
@@ -107,18 +101,24 @@ def _write_masked_assignment(match: Match, facts: Facts) -> Writing:
 def _dense(match: Match, facts: Facts, found: _Assignment) -> Writing:
     source = match.source
     need_fit(facts, found.tree, source)
-    _check_told(match, facts, found)
-    facts.need(_what(match, found), lambda v: _has_type(v, found.sign))
+    _check_apart(match, facts, found)
+    facts.need(
+        f"`{match.text('V')[:60]}` has the type and device of `{match.text('X')}`",
+        lambda v: _has_type(v, found.sign),
+    )
     _check_order(source, found)
     torch, imports = torch_of(source)
     dense = Dense(match, facts, found.tree, at=found.node, torch=torch)
     target, before = hoisted(source, found.target, "target", at=found.node)
-    dense.flows = dense.flows and (bool(found.sign) or not _alone(found))
+    leaves = [leaf.node for leaf, _ in found.tree.leaves]
+    alone = found.value in [*leaves, *(operand.node for operand in found.tree.operands)]
+    dense.flows = dense.flows and (bool(found.sign) or not alone)
     value = dense.text(found.value)
     if found.sign:
-        value = f"{_guarded_target(dense, target)} {found.sign} {_operand(value, found.value)}"
-    text = f"{target}.copy_({dense.kept(value, target)})"
-    edit = TextEdit(source.start(found.node), source.end(found.node), text)
+        simple = ast.Name | ast.Attribute | ast.Call | ast.Constant | ast.Subscript
+        value = value if isinstance(found.value, simple) else f"({value})"
+        value = f"{dense.leaf(0, name=target)} {found.sign} {value}"
+    edit = TextEdit.of(source, found.node, f"{target}.copy_({dense.kept(value, target)})")
     edits = (*before, *dense.edits, *imports, edit)
     check_comments(source, edits)
     if test := kinds_tested(match, facts, _tested(source, found, target, dense.mask), torch):
@@ -128,10 +128,8 @@ def _dense(match: Match, facts: Facts, found: _Assignment) -> Writing:
     return Writing(edits, equivalence=None if exact else "ROUNDING")
 
 
-def _check_told(match: Match, facts: Facts, found: _Assignment) -> None:
-    """Require, without a run, that a tensor beside the selections has no dimensions: it may be a
-    selection too.
-    """
+def _check_apart(match: Match, facts: Facts, found: _Assignment) -> None:
+    """Require, without a run, that tensors next to the selections, which may be selections, have no shape."""
     for number in range(len(found.tree.operands)):
         part = f"C{number}"
         single = facts.holds_statically(of_part(part, lambda seen: not seen.shape))
@@ -143,21 +141,18 @@ def _check_told(match: Match, facts: Facts, found: _Assignment) -> None:
 
 
 def _tested(source: SourceFile, found: _Assignment, target: str, mask: str) -> dict[str, str]:
-    names = {"X": target, "M": mask}
-    parts = [(f"C{n}", operand.node) for n, operand in enumerate(found.tree.operands)]
-    leaves = enumerate(found.tree.leaves)
-    parts += [(tensor_part(n), leaf.tensor) for n, (leaf, _) in leaves if n]
-    return names | {part: of_same_rank(source, node) for part, node in parts}
+    parts = found.tree.parts()
+    others = {part: of_same_rank(source, parts[part]) for part in parts if part not in "XM"}
+    return {"X": target, "M": mask} | others
 
 
 def _sums_gradients(values: Values, tree: Tree) -> bool:
     """Return True if gradients of several elements are summed: the fix changes the order of that sum."""
     leaves = [getattr(values, tensor_part(n)) for n in range(len(tree.leaves))]
-    apart = all(leaf.shape == values.X.shape for leaf in leaves)
-    operands = [getattr(values, f"C{n}") for n in range(len(tree.operands))]
-    return values.grad and any(
-        one.requires_grad for one in (operands if apart else operands + leaves)
-    )
+    summed = [getattr(values, f"C{n}") for n in range(len(tree.operands))]
+    if any(leaf.shape != values.X.shape for leaf in leaves):
+        summed += leaves
+    return not without_grad(values, *summed)
 
 
 def _packed(match: Match, facts: Facts, found: _Assignment) -> Writing:
@@ -177,40 +172,14 @@ def _packed(match: Match, facts: Facts, found: _Assignment) -> Writing:
     rows, before = hoisted(source, found.value, "rows", at=found.node)
     index = f"{torch}.nonzero_static({match.text('M')}, size=len({rows})).unbind(1)"
     text = f"{atom(source, found.target)}[{index}] {found.sign}= {rows}"
-    edit = TextEdit(source.start(found.node), source.end(found.node), text)
+    edit = TextEdit.of(source, found.node, text)
     names = {"X": found.target, "M": found.mask}
     texts = {part: of_same_rank(source, node) for part, node in names.items()} | {"V": rows}
-    test = kinds_tested(match, facts, texts, torch)
-    if test:
-        kept = (
-            [TextEdit(source.start(found.value), source.end(found.value), rows)] if before else []
-        )
+    if test := kinds_tested(match, facts, texts, torch):
+        kept = [TextEdit.of(source, found.value, rows)] if before else []
         span = (found.node, found.node)
         (edit,) = guarded(source, (edit,), span, f"{test} and {rows}.shape[0] != 1", kept=kept)
-    edits = (*before, *imports, edit)
-    check_comments(source, edits)
-    return Writing(edits)
-
-
-def _alone(found: _Assignment) -> bool:
-    """Return True if the value is a selection or an operand as written."""
-    inner = [leaf.node for leaf, _ in found.tree.leaves] + [
-        part.node for part in found.tree.operands
-    ]
-    return any(one is found.value for one in inner)
-
-
-def _guarded_target(dense: Dense, target: str) -> str:
-    return dense.leaf(0, name=target)
-
-
-def _operand(text: str, node: ast.expr) -> str:
-    simple = isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Constant | ast.Subscript)
-    return text if simple else f"({text})"
-
-
-def _what(match: Match, found: _Assignment) -> str:
-    return f"`{match.text('V')[:60]}` has the type and device of `{match.text('X')}`"
+    return Writing((*before, *imports, edit))
 
 
 def _has_type(values: Values, sign: str) -> bool:
@@ -285,19 +254,15 @@ def _write_masked_fill(match: Match, facts: Facts) -> Writing:
     if not isinstance(match.parts["M"], ast.Compare):
         facts.need(f"`{match.text('M')}` contains integers or booleans", lambda v: is_integral(v.M))
         return Writing(_where_it_fits(match, facts, "X[M != 0] = C"))
-    if equal(match.parts["M"].left, match.parts["X"]) and _of_constants(match.parts["M"]):
+    test = match.parts["M"]
+    constant = all(isinstance(one, ast.Constant) for one in test.comparators)
+    if constant and equal(test.left, match.parts["X"]):
         return Writing(replace(match, "X[M] = C"))
     return Writing(_where_it_fits(match, facts, "X[M] = C"))
 
 
-def _of_constants(test: ast.Compare) -> bool:
-    return all(isinstance(one, ast.Constant) for one in test.comparators)
-
-
 def _where_it_fits(match: Match, facts: Facts, text: str) -> tuple[TextEdit, ...]:
-    """Guard the assignment by the mask's shape. Without evidence, when the fix is only suggested, omit
-    the guard.
-    """
+    """Guard the assignment by the mask's shape, except without evidence: the fix is only suggested then."""
     if not facts.seen:
         return replace(match, text)
     test = "M.dim() and M.shape == X.shape[: M.dim()]"

@@ -9,9 +9,10 @@ from typing import NamedTuple
 from torchtrim.rewriter.dense import Dense, named_mask, named_values, need_order, spliced
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
 from torchtrim.rewriter.guarded import for_kinds_seen
-from torchtrim.rewriter.replace import atom, check_comments, instead, torch_of
-from torchtrim.source.facts import Facts, FixRefused, Values, is_floating, is_integral, is_mask
+from torchtrim.rewriter.replace import atom, instead, torch_of
+from torchtrim.source.facts import Facts, FixRefused, is_floating, is_integral, is_mask
 from torchtrim.source.forms import equal
+from torchtrim.source.nodes import constant_of, keywords_of, receiver
 from torchtrim.source.operations import is_simple
 from torchtrim.source.selections import (
     LOSSES,
@@ -44,29 +45,27 @@ class _Reduction(NamedTuple):
 
 def _find_masked_reduction(source: SourceFile) -> Iterator[Match]:
     for node in source.each(ast.Call):
-        if (found := _read_of_masked_reduction(node, source)) is not None:
-            parts = {**found.tree.parts(), "R": found.inner}
-            begin = min(found.named, key=source.start, default=None)
-            syncs = found.tree.syncs
+        if found := _reduction(node, source):
             yield Match(
                 fix=MASKED_REDUCTION,
                 source=source,
                 node=node,
-                parts=parts,
-                begin=begin,
-                syncs=syncs,
+                parts={**found.tree.parts(), "R": found.inner},
+                begin=min(found.named, key=source.start, default=None),
+                syncs=found.tree.syncs,
             )
 
 
 def _write_masked_reduction(match: Match, facts: Facts) -> Writing:
     source = match.source
     assert isinstance(match.node, ast.Call)
-    found = _read_of_masked_reduction(match.node, source)
+    found = _reduction(match.node, source)
     assert found is not None
-    _need_of_masked_reduction(match, facts, found)
+    need_fit(facts, found.tree, source)
+    if found.kind == "mean":
+        facts.need("the mean is over floating-point numbers", lambda v: is_floating(v.R))
     torch, imports = torch_of(source)
-    assigned = [one.value for one in found.named]
-    at = min([match.node, *assigned], key=source.start)
+    at = min([match.node, *(assign.value for assign in found.named)], key=source.start)
     dense = Dense(match, facts, found.tree, at=at, torch=torch)
     exact = facts.holds(lambda v: is_integral(v.R))
     alone = found.inner is found.tree.leaves[0][0].node
@@ -74,14 +73,13 @@ def _write_masked_reduction(match: Match, facts: Facts) -> Writing:
     edits = [*dense.edits, *imports, *dense.elsewhere(found.inner)]
     text = _reduced(dense, facts, found, torch, _inner(dense, found, source))
     edits.append(instead(source, match.node, text))
-    check_comments(source, edits)
     return Writing(
         for_kinds_seen(match, facts, edits),
         equivalence="BITWISE" if exact and not found.tree.rounded else None,
     )
 
 
-def _read_of_masked_reduction(node: ast.Call, source: SourceFile) -> _Reduction | None:
+def _reduction(node: ast.Call, source: SourceFile) -> _Reduction | None:
     shape = _of_loss(node, source) or _of_call(node, source)
     if shape is None:
         return None
@@ -90,10 +88,8 @@ def _read_of_masked_reduction(node: ast.Call, source: SourceFile) -> _Reduction 
     tree = read_tree(inner, source, names, reduced=loss)
     if tree is None:
         return None
-    leaves = {id(leaf.node) for leaf, _ in tree.leaves}
-    named = tuple(
-        one for one in names.values() if any(id(part) in leaves for part in ast.walk(one.value))
-    )
+    leaves = {leaf.node for leaf, _ in tree.leaves}
+    named = tuple(one for one in names.values() if not leaves.isdisjoint(ast.walk(one.value)))
     return _Reduction(inner, kind, rows, loss, named, tree)
 
 
@@ -102,11 +98,8 @@ def _of_loss(node: ast.Call, source: SourceFile) -> tuple[ast.expr, str, bool, b
     last = name.removeprefix(_FUNCTIONAL)
     if last not in LOSSES or len(node.args) > 2 + last.startswith("binary"):
         return None
-    words = {word.arg: word.value for word in node.keywords}
-    reduction = words.get("reduction", ast.Constant("mean"))
-    if not isinstance(reduction, ast.Constant) or reduction.value not in ("mean", "sum"):
-        return None
-    return node, str(reduction.value), False, True
+    reduction = constant_of(keywords_of(node).get("reduction", ast.Constant("mean")))
+    return (node, str(reduction), False, True) if reduction in ("mean", "sum") else None
 
 
 def _of_call(node: ast.Call, source: SourceFile) -> tuple[ast.expr, str, bool, bool] | None:
@@ -120,17 +113,9 @@ def _of_call(node: ast.Call, source: SourceFile) -> tuple[ast.expr, str, bool, b
     dims = [word.value for word in node.keywords if word.arg in ("dim", "axis")] + given[1:]
     if kind not in _FILLS or not given or len(node.keywords) + len(given) - 1 != len(dims):
         return None
-    if len(dims) > 1 or not all(isinstance(one, ast.Constant) and one.value == 0 for one in dims):
-        return None
-    if any(isinstance(one, ast.Constant) and isinstance(one.value, bool) for one in dims):
+    if len(dims) > 1 or not all(repr(constant_of(dim)) == "0" for dim in dims):
         return None
     return given[0], kind, bool(dims), False
-
-
-def _need_of_masked_reduction(match: Match, facts: Facts, found: _Reduction) -> None:
-    need_fit(facts, found.tree, match.source)
-    if found.kind == "mean":
-        facts.need("the mean is over floating-point numbers", lambda v: is_floating(v.R))
 
 
 def _inner(dense: Dense, found: _Reduction, source: SourceFile) -> str:
@@ -213,28 +198,30 @@ class _Loss(NamedTuple):
 
 def _find_masked_cross_entropy(source: SourceFile) -> Iterator[Match]:
     for node in source.each(ast.Call):
-        if (found := _read_of_masked_cross_entropy(node, source)) is not None:
-            parts = {"X": found.scores.tensor, "Y": found.labels.tensor, "M": found.scores.mask}
-            begin = min(found.assigned, key=source.start, default=None)
-            syncs = syncs_of((found.scores, found.labels))
+        if found := _loss(node, source):
+            scores, labels = found.scores, found.labels
             yield Match(
                 fix=MASKED_CROSS_ENTROPY,
                 source=source,
                 node=node,
-                parts=parts,
-                begin=begin,
-                syncs=syncs,
+                parts={"X": scores.tensor, "Y": labels.tensor, "M": scores.mask},
+                begin=min(found.assigned, key=source.start, default=None),
+                syncs=syncs_of((scores, labels)),
             )
 
 
-def _read_of_masked_cross_entropy(node: ast.Call, source: SourceFile) -> _Loss | None:
+def _loss(node: ast.Call, source: SourceFile) -> _Loss | None:
     if source.dotted(node.func) not in _LOSSES or len(node.args) != 2:
         return None
     names = named_values(source, node)
     chosen: list[Selection] = []
     assigned: list[ast.Assign] = []
     for argument in node.args:
-        inner = _without_casts(argument)
+        inner = argument
+        while isinstance(inner, ast.Call) and not inner.args and not inner.keywords:
+            if (tensor := receiver(inner, _CASTS)) is None:
+                break
+            inner = tensor
         named = names.get(inner.id) if isinstance(inner, ast.Name) else None
         found = selection(inner if named is None else named.value, source)
         if found is not None and not found.flat:
@@ -245,26 +232,26 @@ def _read_of_masked_cross_entropy(node: ast.Call, source: SourceFile) -> _Loss |
     return _Loss(node, chosen[0], chosen[1], tuple(assigned))
 
 
-def _without_casts(node: ast.expr) -> ast.expr:
-    """Strip type conversions: `x[mask]` of `x[mask].float()`."""
-    while (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in _CASTS
-        and not node.args
-        and not node.keywords
-    ):
-        node = node.func.value
-    return node
-
-
 def _write_masked_cross_entropy(match: Match, facts: Facts) -> Writing:
     assert isinstance(match.node, ast.Call)
-    source, found = match.source, _read_of_masked_cross_entropy(match.node, match.source)
+    source, found = match.source, _loss(match.node, match.source)
     assert found is not None
-    words = {word.arg: word.value for word in match.node.keywords}
+    words = keywords_of(match.node)
     _check_words(words)
-    _need_of_masked_cross_entropy(match, facts)
+    facts.need(
+        f"`{match.text('M')}` is a mask with the shape and device of `{match.text('Y')}`",
+        lambda v: is_mask(v.M, v.Y) and v.M.shape == v.Y.shape,
+    )
+    facts.need(
+        f"`{match.text('X')}` has one more dimension, of scores",
+        lambda v: (
+            len(v.X.shape) > 0
+            and v.X.shape[:-1] == v.Y.shape
+            and v.X.device == v.Y.device
+            and is_floating(v.X)
+        ),
+    )
+    facts.need(f"`{match.text('Y')}` holds class indices", lambda v: v.Y.dtype in _LABELS)
     torch, imports = torch_of(source)
     at = min([match.node, *(one.value for one in found.assigned)], key=source.start)
     mask, before = named_mask(source, found.scores.mask, at)
@@ -278,50 +265,24 @@ def _write_masked_cross_entropy(match: Match, facts: Facts) -> Writing:
         scores, labels = f"{scores}.flatten(0, -2)", f"{labels}.flatten()"
     texts: dict[ast.AST, str] = {found.scores.node: scores, found.labels.node: labels}
     edits = (*before, *imports, *_edits(source, found, texts))
-    check_comments(source, edits)
     return Writing(for_kinds_seen(match, facts, edits))
 
 
 def _edits(source: SourceFile, found: _Loss, texts: dict[ast.AST, str]) -> Iterator[TextEdit]:
-    named = {one.value for one in found.assigned}
+    named = {assign.value for assign in found.assigned}
     for node in named:
-        yield TextEdit(source.start(node), source.end(node), texts[node])
-    inner = {node: text for node, text in texts.items() if node not in named}
-    if inner:
-        call = found.call
-        yield TextEdit(source.start(call), source.end(call), spliced(source, call, inner))
-
-
-def _need_of_masked_cross_entropy(match: Match, facts: Facts) -> None:
-    facts.need(
-        f"`{match.text('M')}` is a mask with the shape and device of `{match.text('Y')}`",
-        lambda v: is_mask(v.M, v.Y) and v.M.shape == v.Y.shape,
-    )
-    facts.need(
-        f"`{match.text('X')}` has one more dimension, of scores",
-        lambda v: _fits(v) and is_floating(v.X),
-    )
-    facts.need(f"`{match.text('Y')}` holds class indices", lambda v: v.Y.dtype in _LABELS)
+        yield TextEdit.of(source, node, texts[node])
+    if inner := {node: text for node, text in texts.items() if node not in named}:
+        yield TextEdit.of(source, found.call, spliced(source, found.call, inner))
 
 
 def _check_words(words: dict[str | None, ast.expr]) -> None:
-    reduction = words.get("reduction")
-    if reduction is not None and (
-        not isinstance(reduction, ast.Constant) or reduction.value not in ("mean", "sum")
-    ):
+    if constant_of(words.get("reduction", ast.Constant("mean"))) not in ("mean", "sum"):
         raise FixRefused("its result would have another shape; only means and sums keep it")
     if "size_average" in words or "reduce" in words or None in words:
         raise FixRefused("it uses `size_average`, `reduce` or `**`; use `reduction`")
     if "ignore_index" in words and not is_simple(words["ignore_index"]):
         raise FixRefused("the label to ignore is computed. Assign it to a name first")
-
-
-def _fits(values: Values) -> bool:
-    return (
-        len(values.X.shape) == len(values.Y.shape) + 1
-        and values.X.shape[:-1] == values.Y.shape
-        and values.X.device == values.Y.device
-    )
 
 
 MASKED_CROSS_ENTROPY: Fix = Fix(

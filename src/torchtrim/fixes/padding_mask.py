@@ -19,7 +19,7 @@ from typing import NamedTuple
 from torchtrim.rewriter.dense import widened
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
 from torchtrim.rewriter.guarded import for_kinds_seen
-from torchtrim.rewriter.replace import check_comments, fresh, need_indentation, torch_of
+from torchtrim.rewriter.replace import fresh, need_indentation, torch_of
 from torchtrim.source.facts import (
     Facts,
     FixRefused,
@@ -46,9 +46,7 @@ _RANK = "the number of the mask's dimensions"
 
 
 class _Loop(NamedTuple):
-    """A loop `for ...: mask[row, :length] = value`. `rows`: their number, unless it is that of all
-    lengths.
-    """
+    """A loop `for ...: mask[row, :length] = value`. `rows`: their number, or None for all lengths."""
 
     node: ast.For
     mask: ast.expr
@@ -61,7 +59,7 @@ class _Loop(NamedTuple):
 
 def _find(source: SourceFile) -> Iterator[Match]:
     for node in source.each(ast.For):
-        if (found := _read(node, source)) is not None:
+        if found := _read(node, source):
             parts = {"X": found.mask, "L": found.lengths, "V": found.value}
             yield Match(fix=FIX, source=source, node=node.body[0], parts=parts, begin=node)
 
@@ -80,32 +78,28 @@ def _read(node: ast.For, source: SourceFile) -> _Loop | None:
 def _of_parts(
     node: ast.For, source: SourceFile, parts: dict[str, ast.expr], sign: str
 ) -> _Loop | None:
-    index, length = parts["I"], parts["N"]
+    index, length, mask, value = (parts[name] for name in "INMC")
+    if not isinstance(index, ast.Name):
+        return None
     enumerated = match_form("enumerate(L)", node.iter, source)
-    if enumerated is not None and isinstance(node.target, ast.Tuple) and len(node.target.elts) == 2:
-        names = [one.id for one in node.target.elts if isinstance(one, ast.Name)]
-        if not (isinstance(index, ast.Name) and isinstance(length, ast.Name)):
-            return None
-        found = _Loop(
-            node, parts["M"], enumerated.parts["L"], parts["C"], sign, None, (index.id, length.id)
-        )
-        return found if names == [index.id, length.id] else None
-    target = node.target
-    if not isinstance(length, ast.Subscript) or not isinstance(target, ast.Name):
+    if enumerated is not None and isinstance(length, ast.Name):
+        lengths, names = enumerated.parts["L"], (index.id, length.id)
+        both = ast.unparse(node.target) == f"({index.id}, {length.id})"
+        return _Loop(node, mask, lengths, value, sign, None, names) if both else None
+    if not isinstance(length, ast.Subscript) or not equal(length.slice, index):
         return None
-    if not isinstance(index, ast.Name) or index.id != target.id or not equal(length.slice, index):
-        return None
-    for form in _COUNTS:
+    for form in _COUNTS if equal(node.target, index) else ():
         counted = match_form(form, node.iter, source)
         if counted is not None and equal(counted.parts.get("L", length.value), length.value):
             rows = counted.parts.get("B")
-            return _Loop(node, parts["M"], length.value, parts["C"], sign, rows, (target.id,))
+            return _Loop(node, mask, length.value, value, sign, rows, (index.id,))
     return None
 
 
 def _write(match: Match, facts: Facts) -> Writing:
     source = match.source
-    found = _read(match.begin, source)  # type: ignore[arg-type]
+    assert isinstance(match.begin, ast.For)
+    found = _read(match.begin, source)
     assert found is not None
     _check(source, found)
     facts.need(
@@ -115,15 +109,13 @@ def _write(match: Match, facts: Facts) -> Writing:
     )
     facts.need(
         f"`{match.text('V')}` is a Python number that `{match.text('X')}` can hold",
-        lambda v: is_tensor(v.X) and len(v.X.shape) > 1 and is_number(v.V) and _holds(v),
+        lambda v: is_tensor(v.X) and len(v.X.shape) > 1 and is_number(v.V) and _can_hold(v),
     )
     rank = facts.only(_RANK, lambda v: len(v.X.shape), 2)
     torch, imports = torch_of(source)
     blanks = need_indentation(source, found.node)
-    lines = _lines(match, found, torch, rank)
-    text = f"{source.newline}{blanks}".join(lines)
-    edits = (*imports, TextEdit(source.start(found.node), source.end(found.node), text))
-    check_comments(source, edits)
+    text = f"{source.newline}{blanks}".join(_lines(match, found, torch, rank))
+    edits = (*imports, TextEdit.of(source, found.node, text))
     return Writing(for_kinds_seen(match, facts, edits))
 
 
@@ -135,12 +127,12 @@ def _lines(match: Match, found: _Loop, torch: str, rank: int) -> list[str]:
         name = fresh(source, found.node, "lengths")
         lines.append(f"{name} = {lengths}")
         lengths = name
-    rows = f"len({lengths})"
+    rows, some = f"len({lengths})", lengths
     if found.rows is not None:
         rows = f"max({source.segment(found.rows)}, 0)"
+        some = f"{lengths}[:{rows}]"
     ends = fresh(source, found.node, "ends" if found.sign == "<" else "starts")
     positions = fresh(source, found.node, "positions")
-    some = f"{lengths}[:{rows}]" if found.rows is not None else lengths
     lines += [
         f"{positions} = {torch}.arange({mask}.shape[1], device={mask}.device)",
         f"{ends} = {torch}.where({some} < 0, {some} + {mask}.shape[1], {some})",
@@ -153,15 +145,13 @@ def _lines(match: Match, found: _Loop, torch: str, rank: int) -> list[str]:
 def _check(source: SourceFile, found: _Loop) -> None:
     """Raise `FixRefused` if the loop's variables are used elsewhere, or its expressions have side effects."""
     function = source.function(found.node)
-    inside = {id(one) for one in ast.walk(found.node)}
     for name in found.names:
-        if not isinstance(function, Function) or any(
-            id(use) not in inside for use in loads(function, name)
-        ):
+        outside = len(loads(function, name)) > len(loads(found.node, name))
+        if outside or not isinstance(function, Function):
             raise FixRefused(
                 f"`{name}` is or may be read after the loop. Use another name in the loop"
             )
-        if any(list(loads(part, name)) for part in (found.value, found.mask, found.lengths)):
+        if any(loads(part, name) for part in (found.value, found.mask, found.lengths)):
             raise FixRefused(f"`{name}` decides more than the row and how far it is filled")
     if not is_simple(found.mask) or not is_simple(found.value):
         raise FixRefused(
@@ -173,7 +163,7 @@ def _check(source: SourceFile, found: _Loop) -> None:
         )
 
 
-def _holds(values: Values) -> bool:
+def _can_hold(values: Values) -> bool:
     return is_floating(values.X) or (values.V.kind in ("int", "bool") and values.X.dtype in _WHOLE)
 
 

@@ -20,9 +20,10 @@ from collections.abc import Iterator
 from torchtrim.rewriter.dense import hoisted, need_order, widened
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
 from torchtrim.rewriter.guarded import for_kinds_seen
-from torchtrim.rewriter.replace import atom, check_comments, instead, torch_of
+from torchtrim.rewriter.replace import atom, instead, torch_of
 from torchtrim.source.facts import Facts, Values, is_mask
 from torchtrim.source.forms import equal
+from torchtrim.source.nodes import constant_of, inverted
 from torchtrim.source.selections import Selection, Tree, selection, syncs_of, tensor_part
 from torchtrim.source.source import SourceFile
 
@@ -31,7 +32,7 @@ _NAMES = ("torch.cat", "torch.concat", "torch.concatenate")
 
 def _find(source: SourceFile) -> Iterator[Match]:
     for node in source.each(ast.Call):
-        if (found := _read(node, source)) is not None:
+        if found := _read(node, source):
             parts = {tensor_part(n): one.tensor for n, one in enumerate(found)}
             parts |= {f"M{n}" if n else "M": one.mask for n, one in enumerate(found)}
             yield Match(fix=FIX, source=source, node=node, parts=parts, syncs=syncs_of(found))
@@ -41,13 +42,13 @@ def _read(node: ast.Call, source: SourceFile) -> list[Selection] | None:
     if source.dotted(node.func) not in _NAMES or not 1 <= len(node.args) <= 2:
         return None
     dims = [*node.args[1:], *(word.value for word in node.keywords if word.arg in ("dim", "axis"))]
-    zero = all(isinstance(one, ast.Constant) and one.value == 0 for one in dims)
+    zero = all(constant_of(dim) == 0 for dim in dims)
     if not zero or len(dims) != len(node.args) - 1 + len(node.keywords):
         return None
     given = node.args[0]
     if not isinstance(given, ast.List | ast.Tuple) or len(given.elts) < 2:
         return None
-    found = [selection(one, source) for one in given.elts]
+    found = [selection(element, source) for element in given.elts]
     chosen = [one for one in found if one is not None and not one.flat]
     return chosen if len(chosen) == len(given.elts) and _pairs(chosen) is not None else None
 
@@ -55,22 +56,20 @@ def _read(node: ast.Call, source: SourceFile) -> list[Selection] | None:
 def _pairs(chosen: list[Selection]) -> list[ast.expr] | None:
     """Return one mask of each pair of inverses, or None if one has no partner."""
     left = [one.mask for one in chosen]
-    found = []
+    masks = []
     while left:
         mask = left.pop(0)
-        partner = next((one for one in left if _inverse(mask, one)), None)
+        partner = next((other for other in left if _inverse(mask, other)), None)
         if partner is None:
             return None
-        left = [one for one in left if one is not partner]
-        found.append(mask.operand if isinstance(mask, ast.UnaryOp) else mask)
-    return found
+        left.remove(partner)
+        masks.append(inverted(mask) or mask)
+    return masks
 
 
 def _inverse(one: ast.expr, other: ast.expr) -> bool:
-    for a, b in ((one, other), (other, one)):
-        if isinstance(a, ast.UnaryOp) and isinstance(a.op, ast.Invert) and equal(a.operand, b):
-            return True
-    return False
+    pairs = ((inverted(one), other), (inverted(other), one))
+    return any(inner is not None and equal(inner, mask) for inner, mask in pairs)
 
 
 def _write(match: Match, facts: Facts) -> Writing:
@@ -89,7 +88,6 @@ def _write(match: Match, facts: Facts) -> Writing:
         edits = (*imports, instead(source, match.node, _of_many(source, chosen, torch)))
     else:
         edits = (*imports, *_of_two(match, facts, chosen, torch))
-    check_comments(source, edits)
     return Writing(for_kinds_seen(match, facts, edits))
 
 
@@ -99,21 +97,22 @@ def _of_two(
     source = match.source
     first, second = chosen
     assert isinstance(match.node, ast.expr)
-    order = f"{torch}.argsort({_bytes(source, second.mask)}, stable=True)"
+    order = f"{torch}.argsort({atom(source, second.mask)}.byte(), stable=True)"
     if equal(first.tensor, second.tensor):
         return (instead(source, match.node, f"{atom(source, first.tensor)}[{order}]"),)
     mask, before = hoisted(source, first.mask, "kept", at=match.node)
     behind = facts.only("the number of dimensions", lambda v: len(v.X.shape) - 1, 0)
     given = f"{source.segment(first.tensor)}, {source.segment(second.tensor)}"
-    return (
-        *before,
-        instead(source, match.node, f"{torch}.where({widened(mask, behind)}, {given})[{order}]"),
-    )
+    text = f"{torch}.where({widened(mask, behind)}, {given})[{order}]"
+    return (*before, instead(source, match.node, text))
 
 
 def _of_many(source: SourceFile, chosen: list[Selection], torch: str) -> str:
     rows = ", ".join(source.segment(one.tensor) for one in chosen)
-    left = ", ".join(_turned(source, one.mask) for one in chosen)
+    left = ", ".join(
+        source.segment(inner) if (inner := inverted(one.mask)) else f"~{atom(source, one.mask)}"
+        for one in chosen
+    )
     pairs = _pairs(chosen)
     assert pairs is not None
     length = " + ".join(f"len({source.segment(mask)})" for mask in pairs)
@@ -121,23 +120,12 @@ def _of_many(source: SourceFile, chosen: list[Selection], torch: str) -> str:
     return f"{torch}.cat([{rows}])[{order}]"
 
 
-def _turned(source: SourceFile, mask: ast.expr) -> str:
-    if isinstance(mask, ast.UnaryOp) and isinstance(mask.op, ast.Invert):
-        return source.segment(mask.operand)
-    return f"~{atom(source, mask)}"
-
-
-def _bytes(source: SourceFile, mask: ast.expr) -> str:
-    return f"{atom(source, mask)}.byte()"
-
-
 def _fit(values: Values, many: int) -> bool:
     for number in range(many):
         tensor, mask = getattr(values, tensor_part(number)), getattr(values, f"M{number or ''}")
         row = (tensor.dtype, tensor.device, len(tensor.shape))
-        if not is_mask(mask, tensor) or len(mask.shape) != 1:
-            return False
-        if row != (values.X.dtype, values.X.device, len(values.X.shape)):
+        alike = row == (values.X.dtype, values.X.device, len(values.X.shape))
+        if not is_mask(mask, tensor) or len(mask.shape) != 1 or not alike:
             return False
     return True
 

@@ -17,6 +17,15 @@ from torchtrim.source.branches import branches
 from torchtrim.source.facts import Facts, FixRefused, Values, is_tensor
 from torchtrim.source.forms import match_form, places
 from torchtrim.source.names import loads
+from torchtrim.source.nodes import (
+    called,
+    constant_of,
+    find_all,
+    function_of,
+    keywords_of,
+    method_of,
+    name_set,
+)
 from torchtrim.source.operations import is_total
 from torchtrim.source.selections import mask_of_index, selection
 from torchtrim.source.source import SourceFile
@@ -44,9 +53,9 @@ def _refusal(
     return fix
 
 
-def _fixed(source: SourceFile, others: Iterable[Fix]) -> set[int]:
+def _fixed(source: SourceFile, others: Iterable[Fix]) -> set[ast.AST]:
     return {
-        id(part)
+        part
         for other in others
         for match in other.places(source)
         for node in (match.node, match.begin or match.node)
@@ -54,9 +63,20 @@ def _fixed(source: SourceFile, others: Iterable[Fix]) -> set[int]:
     }
 
 
-_NONZERO = "nonzero"
-_UNIQUE = "unique"
-_CLASSES = "one_hot"
+_NONZERO = (
+    "it returns as many indices as there are true elements, and later code works with them. If the host "
+    "knows a bound, use `torch.nonzero_static(mask, size=n)`; if the mask comes from data of the host, "
+    "create the indices there with `torch.arange`; else keep the mask and compute with all elements"
+)
+_UNIQUE = (
+    "it returns as many values as there are distinct ones, and later code works with them. If the "
+    "range is known (classes, batch indices), compute for all of it: `torch.arange(k)`, "
+    "`scatter_add_` into k places, or `one_hot(x, k)`"
+)
+_CLASSES = (
+    "the host reads the largest value to learn the number of classes. Pass it: "
+    "`one_hot(x, num_classes=k)`; a run cannot show the number"
+)
 _SHAPES = {
     "X.nonzero(**REST)": _NONZERO,
     "torch.nonzero(X, **REST)": _NONZERO,
@@ -68,22 +88,6 @@ _SHAPES = {
     "torch.unique_consecutive(X, **REST)": _UNIQUE,
     "X.unique_consecutive(**REST)": _UNIQUE,
     "torch.nn.functional.one_hot(X)": _CLASSES,
-}
-_SHAPE_REASONS = {
-    _NONZERO: (
-        "it returns as many indices as there are true elements, and later code works with them. If the host "
-        "knows a bound, use `torch.nonzero_static(mask, size=n)`; if the mask comes from data of the host, "
-        "create the indices there with `torch.arange`; else keep the mask and compute with all elements"
-    ),
-    _UNIQUE: (
-        "it returns as many values as there are distinct ones, and later code works with them. If the "
-        "range is known (classes, batch indices), compute for all of it: `torch.arange(k)`, "
-        "`scatter_add_` into k places, or `one_hot(x, k)`"
-    ),
-    _CLASSES: (
-        "the host reads the largest value to learn the number of classes. Pass it: "
-        "`one_hot(x, num_classes=k)`; a run cannot show the number"
-    ),
 }
 _DRAWN = (
     "the number of random draws depends on its length: any form of fixed size draws others. If "
@@ -99,44 +103,41 @@ def _open_shapes(source: SourceFile) -> Iterator[Place]:
     fixed = _fixed(source, (DISTINCT_COUNT, MASKED_COUNT, MASKED_FILL))
     for node, form, bound in places(_SHAPES, source):
         selected = any(selection(outer, source) for outer in islice(source.around(node), 2))
-        if id(node) not in fixed and not selected:
+        if node not in fixed and not selected:
             yield node, bound.parts, form
 
 
 def _why_open_shape(match: Match, facts: Facts) -> str:
-    kind = _SHAPES[match.form]
-    if kind == _NONZERO and _sizes_a_draw(match):
+    reason = _SHAPES[match.form]
+    if reason == _NONZERO and _sizes_a_draw(match):
         return _DRAWN
-    if kind == _UNIQUE and _is_looped_over(match):
-        return _LOOPED
-    return _SHAPE_REASONS[kind]
+    return _LOOPED if reason == _UNIQUE and _is_looped_over(match) else reason
 
 
 def _sizes_a_draw(match: Match) -> bool:
     """Return True if a permutation or a random draw has the result's length."""
     source = match.source
-    statement = source.statement(match.node)
-    if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
-        return False
-    names = {statement.targets[0].id}
-    function = source.function(statement)
-    for node in ast.walk(function):
-        if isinstance(node, ast.Call) and (source.dotted(node.func) or "").startswith("torch.rand"):
-            given = {use.id for part in node.args for name in names for use in loads(part, name)}
-            if given:
-                return True
-    return False
+    name = _assigned(match)
+    return name is not None and any(
+        (source.dotted(call.func) or "").startswith("torch.rand")
+        and any(loads(argument, name) for argument in call.args)
+        for call in find_all(source.function(match.node), ast.Call)
+    )
+
+
+def _assigned(match: Match) -> str | None:
+    """Return the first name that the match's statement assigns, or None."""
+    statement = match.source.statement(match.node)
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+    return target.id if isinstance(target, ast.Name) else None
 
 
 def _is_looped_over(match: Match) -> bool:
-    outer = match.source.statement(match.node)
+    outer, name = match.source.statement(match.node), _assigned(match)
     if isinstance(outer, ast.For):
-        return any(part is match.node for part in ast.walk(outer.iter))
-    if not isinstance(outer, ast.Assign) or not isinstance(outer.targets[0], ast.Name):
-        return False
-    name = outer.targets[0].id
-    loops = (one for one in ast.walk(match.source.function(outer)) if isinstance(one, ast.For))
-    return any(list(loads(loop.iter, name)) for loop in loops)
+        return match.node in ast.walk(outer.iter)
+    loops = find_all(match.source.function(outer), ast.For)
+    return name is not None and any(loads(loop.iter, name) for loop in loops)
 
 
 OPEN_SHAPE = _refusal(
@@ -159,19 +160,9 @@ _LISTS = (
     "X[M.nonzero().squeeze()]",
     "X[M.nonzero().squeeze(1)]",
 )
-_EXTREMES = ("max", "min", "amax", "amin", "aminmax")
-_ORDERED = (
-    "sort",
-    "argsort",
-    "topk",
-    "kthvalue",
-    "median",
-    "nanmedian",
-    "quantile",
-    "mode",
-    "unique",
-)
-_SPREADS = ("std", "var", "var_mean", "std_mean")
+_EXTREMES = name_set("max min amax amin aminmax")
+_ORDERED = name_set("sort argsort topk kthvalue median nanmedian quantile mode unique")
+_SPREADS = name_set("std var var_mean std_mean")
 _LISTED = (
     "`x[mask]` would wait as well: a mask has as many indices as true elements, "
     "in any form. Keep all rows and the mask, or `torch.nonzero_static(mask, size=n)` "
@@ -183,8 +174,7 @@ def _open_selections(source: SourceFile) -> Iterator[Place]:
     masked = (MASKED_ASSIGNMENT, MASKED_COUNT, MASKED_CROSS_ENTROPY, MASKED_REDUCTION)
     fixed = _fixed(source, (*masked, partition.FIX))
     for node in source.at({(ast.Call, ""), (ast.Subscript, "")}):
-        assert isinstance(node, ast.expr)
-        if id(node) in fixed:
+        if node in fixed:
             continue
         for form in _LISTS:
             if (bound := match_form(form, node, source)) is not None:
@@ -196,11 +186,10 @@ def _open_selections(source: SourceFile) -> Iterator[Place]:
                 yield node, dict(zip(names, indices, strict=False)), ""
 
 
-def _indices(node: ast.expr, source: SourceFile) -> list[ast.expr]:
+def _indices(node: ast.AST, source: SourceFile) -> list[ast.expr]:
     """Return the tensor that is selected from, and the parts of its index that may be masks."""
-    found = selection(node, source)
-    if found is not None:
-        return [found.tensor, found.mask]
+    if chosen := selection(node, source):
+        return [chosen.tensor, chosen.mask]
     if not isinstance(node, ast.Subscript) or not isinstance(node.slice, ast.Tuple):
         return []
     if not isinstance(node.ctx, ast.Load):
@@ -212,20 +201,13 @@ def _indices(node: ast.expr, source: SourceFile) -> list[ast.expr]:
 def _why_open_selection(match: Match, facts: Facts) -> str:
     if match.form in _LISTS:
         return _LISTED
-    masks = [name for name in match.parts if name.startswith("M")]
-    if facts.holds(lambda v: not _has_mask(v, masks)):
+    if facts.holds(lambda v: not _has_mask(v, match)):
         return "it is not a selection by a mask: another part of the line waits"
-    return _why_followed(_what_follows(match))
-
-
-def _has_mask(values: Values, names: list[str]) -> bool:
-    found = [getattr(values, name) for name in names]
-    return is_tensor(values.X) and any(
-        is_tensor(one) and one.dtype in ("bool", "uint8") for one in found
-    )
-
-
-def _why_followed(kind: str) -> str:
+    outer, kind = match.source.parents.get(match.node), ""
+    if isinstance(outer, ast.Attribute):
+        kind = outer.attr
+    elif isinstance(outer, ast.Call) and match.node in outer.args:
+        kind = (match.source.dotted(outer.func) or "").removeprefix("torch.")
     if kind in _EXTREMES:
         return (
             f"`{kind}` of an empty selection raises an error, which no form of fixed size does. If the mask "
@@ -249,13 +231,11 @@ def _why_followed(kind: str) -> str:
     )
 
 
-def _what_follows(match: Match) -> str:
-    outer = match.source.parents.get(match.node)
-    if isinstance(outer, ast.Attribute):
-        return outer.attr
-    if isinstance(outer, ast.Call) and match.node in outer.args:
-        return (match.source.dotted(outer.func) or "").removeprefix("torch.")
-    return ""
+def _has_mask(values: Values, match: Match) -> bool:
+    masks = [getattr(values, name) for name in match.parts if name.startswith("M")]
+    return is_tensor(values.X) and any(
+        is_tensor(mask) and mask.dtype in ("bool", "uint8") for mask in masks
+    )
 
 
 OPEN_SELECTION = _refusal(
@@ -272,11 +252,10 @@ OPEN_SELECTION = _refusal(
 )
 
 
-_ASKING_NAMES = """
+_READING = name_set("""
     any all item isnan isinf isfinite equal allclose is_nonzero max min sum norm tolist count_nonzero
     eq ne lt le gt ge
-"""
-_ASKING = frozenset(_ASKING_NAMES.split())
+""")
 _RAISES = (
     "it raises, so the host must know immediately. Check every N steps, or let the device check with "
     "`torch._assert_async(condition)`, which fails later"
@@ -310,28 +289,17 @@ def _conditions(source: SourceFile) -> Iterator[Place]:
     for node in source.at({(ast.If, ""), (ast.While, ""), (ast.IfExp, "")}):
         assert isinstance(node, ast.If | ast.While | ast.IfExp)
         filled = isinstance(node, ast.If) and fills(source, node)
-        if node.test not in values and not filled and _asks(node.test):
+        if node.test not in values and not filled and _may_read(node.test):
             yield node.test, {"C": node.test}, ""
-    for node in source.at({(ast.For, "")}):
-        assert isinstance(node, ast.For)
-        if _is_range(node.iter):
+    for node in source.each(ast.For):
+        if function_of(node.iter) == "range":
             yield node.iter, {"C": node.iter}, ""
 
 
-def _asks(node: ast.AST) -> bool:
-    return any(
-        isinstance(one, ast.Call)
-        and (
-            (isinstance(one.func, ast.Attribute) and one.func.attr in _ASKING)
-            or (isinstance(one.func, ast.Name) and one.func.id in ("bool", "float", "int"))
-        )
-        for one in ast.walk(node)
-    ) or isinstance(node, ast.Name | ast.Compare | ast.UnaryOp)
-
-
-def _is_range(node: ast.expr) -> bool:
-    return (
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range"
+def _may_read(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name | ast.Compare | ast.UnaryOp) or any(
+        method_of(part) in _READING or function_of(part) in ("bool", "float", "int")
+        for part in ast.walk(node)
     )
 
 
@@ -342,12 +310,10 @@ def _why_condition(match: Match, facts: Facts) -> str:
     if isinstance(outer, ast.For):
         return _COUNTED
     body = [*outer.body, *outer.orelse] if isinstance(outer, ast.If) else []
-    inside = [one for statement in body for one in ast.walk(statement)]
-    if any(isinstance(one, ast.Raise) for one in inside):
+    kinds = {type(part) for statement in body for part in ast.walk(statement)}
+    if ast.Raise in kinds:
         return _RAISES
-    if any(isinstance(one, ast.Break | ast.Continue) for one in inside):
-        return _LEAVES
-    return _CALLS
+    return _LEAVES if kinds & {ast.Break, ast.Continue} else _CALLS
 
 
 CONTROL_DEPENDENCE = _refusal(
@@ -377,10 +343,9 @@ _BOUND = (
 def _slices(source: SourceFile) -> Iterator[Place]:
     fixed = _fixed(source, (padding_mask.FIX,))
     for node in source.each(ast.Subscript):
-        if id(node) in fixed:
+        if node in fixed:
             continue
-        bounds = [one for one in _bounds(node.slice) if _may_be_a_tensor(one)]
-        if bounds:
+        if bounds := list(filter(_may_be_a_tensor, _bounds(node.slice))):
             parts = {"X": node.value} | {f"B{number}": one for number, one in enumerate(bounds)}
             yield node, parts, ""
 
@@ -393,14 +358,13 @@ def _bounds(index: ast.expr) -> Iterator[ast.expr]:
 
 def _may_be_a_tensor(bound: ast.expr) -> bool:
     inner = bound.operand if isinstance(bound, ast.UnaryOp) else bound
-    names = {part.attr for part in ast.walk(inner) if isinstance(part, ast.Attribute)}
-    names |= {part.id for part in ast.walk(inner) if isinstance(part, ast.Name)}
+    names = set(map(called, ast.walk(inner)))
     return not isinstance(inner, ast.Constant) and not names.intersection(_SIZES)
 
 
 def _why_bound(match: Match, facts: Facts) -> str:
-    names = [name for name in match.parts if name.startswith("B")]
-    plain = facts.holds(lambda v: not any(is_tensor(getattr(v, name)) for name in names))
+    bounds = [name for name in match.parts if name.startswith("B")]
+    plain = facts.holds(lambda v: not any(is_tensor(getattr(v, name)) for name in bounds))
     return _PLAIN_BOUNDS if plain else _BOUND
 
 
@@ -425,24 +389,14 @@ _COPIED = (
 
 
 def _copies(source: SourceFile) -> Iterator[Place]:
-    for node in source.at({(ast.Call, "to")}):
-        assert isinstance(node, ast.Call)
-        words = {word.arg: word.value for word in node.keywords}
-        blocking = words.get("non_blocking", ast.Constant(False))
+    for node in source.calls("to"):
+        words = keywords_of(node)
         where = node.args[0] if node.args else words.get("device")
-        if (
-            isinstance(blocking, ast.Constant)
-            and blocking.value is True
-            and _is_host(where, source)
-        ):
-            assert isinstance(node.func, ast.Attribute)
+        if isinstance(where, ast.Call) and source.dotted(where.func) == "torch.device":
+            where = next(iter(where.args), None)
+        to_host = constant_of(where) == "cpu" and constant_of(words.get("non_blocking")) is True
+        if to_host and isinstance(node.func, ast.Attribute):
             yield node, {"X": node.func.value}, ""
-
-
-def _is_host(node: ast.expr | None, source: SourceFile) -> bool:
-    if isinstance(node, ast.Call) and source.dotted(node.func) == "torch.device" and node.args:
-        node = node.args[0]
-    return isinstance(node, ast.Constant) and node.value == "cpu"
 
 
 UNSYNCHRONIZED_COPY = _refusal(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
-from torchtrim.rewriter.replace import check_comments, replace
+from torchtrim.rewriter.fix import Fix, Match, Writing, of_forms
+from torchtrim.rewriter.replace import added_keyword, replace
 from torchtrim.source.facts import Facts, FixRefused, are_lengths, is_number, is_tensor
-from torchtrim.source.forms import match_form, root
-from torchtrim.source.names import is_private, loads, only_reads, stores
+from torchtrim.source.forms import match_form, places
+from torchtrim.source.names import is_private, loads, only_reads, parameters, stores
+from torchtrim.source.nodes import constant_of, function_of, keywords_of
 from torchtrim.source.source import Function, SourceFile
 
 _ROWS = "torch.tensor([[A] * N + [B] * (S - N) for N in L], **REST)"
@@ -17,16 +18,16 @@ _ROW = "[A] * N + [B] * (S - N)"
 
 
 def _find_repeated_list(source: SourceFile) -> Iterator[Match]:
-    inside: set[int] = set()
-    for node in source.at({root(_ROWS), root(_ROW)}):
-        bound = match_form(_ROWS, node, source)
-        if bound is not None and _is_plain(bound.keywords["REST"], source):
-            inside |= {id(part) for part in ast.walk(node)}
+    inside: set[ast.AST] = set()
+    for node, form, bound in places((_ROWS, _ROW), source):
+        parts = bound.parts
+        if form == _ROWS and _is_plain(bound.keywords["REST"], source):
             assert isinstance(node, ast.expr)
-            parts = {name: bound.parts[name] for name in "ABSL"} | {"R": node}
-            yield Match(fix=REPEATED_LIST, source=source, node=node, parts=parts, form=_ROWS)
-        elif id(node) not in inside and (bound := match_form(_ROW, node, source)) is not None:
-            yield Match(fix=REPEATED_LIST, source=source, node=node, parts=bound.parts, form=_ROW)
+            inside.update(ast.walk(node))
+            parts = {name: parts[name] for name in "ABSL"} | {"R": node}
+        elif form == _ROWS or node in inside:
+            continue
+        yield Match(fix=REPEATED_LIST, source=source, node=node, parts=parts, form=form)
 
 
 def _is_plain(words: list[ast.keyword], source: SourceFile) -> bool:
@@ -43,7 +44,7 @@ def _write_repeated_list(match: Match, facts: Facts) -> Writing:
             "the host reads the number of repeats for each row. To compute all rows at once, write "
             "`torch.arange(size, device=lengths.device) >= lengths[:, None]`"
         )
-    kinds = [_constant(match.parts[name]) for name in "AB"]
+    kinds = [constant_of(match.parts[name]) for name in "AB"]
     if kinds not in ([False, True], [True, False]):
         raise FixRefused(
             "the two values are not True and False; use `torch.where` on a comparison of positions"
@@ -62,10 +63,6 @@ def _write_repeated_list(match: Match, facts: Facts) -> Writing:
         risk=f"a length above `{match.text('S')[:40]}`, or below zero, would make the original's rows "
         "longer; without any lengths the shape differs. Apply the fix if that cannot happen",
     )
-
-
-def _constant(node: ast.expr) -> object:
-    return node.value if isinstance(node, ast.Constant) else None
 
 
 REPEATED_LIST: Fix = Fix(
@@ -98,15 +95,11 @@ _MADE = (
 
 
 def _find_known_repeats(source: SourceFile) -> Iterator[Match]:
-    for node in source.at({(ast.Call, "repeat_interleave")}):
-        assert isinstance(node, ast.Call)
-        if any(word.arg == "output_size" for word in node.keywords):
-            continue
-        for form in _FORMS:
-            bound = match_form(form, node, source)
-            if bound is not None and source.dotted(node.func) in (None, "torch.repeat_interleave"):
-                yield Match(fix=KNOWN_REPEATS, source=source, node=node, parts=bound.parts)
-                break
+    for match in of_forms(lambda: KNOWN_REPEATS, *_FORMS)(source):
+        assert isinstance(match.node, ast.Call)
+        known = source.dotted(match.node.func) in (None, "torch.repeat_interleave")
+        if known and "output_size" not in keywords_of(match.node):
+            yield match
 
 
 def _write_known_repeats(match: Match, facts: Facts) -> Writing:
@@ -122,13 +115,8 @@ def _write_known_repeats(match: Match, facts: Facts) -> Writing:
             f"`output_size=n` in this call, with n the sum of `{match.text('R')[:60]}`: the length of a "
             "tensor that the result is combined with, or the sum of the list behind the counts"
         )
-    last = max([*node.args, *(word.value for word in node.keywords)], key=source.end)
-    at = source.end(last)
-    edits = (TextEdit(at, at, f", output_size=sum({numbers}) if len({numbers}) != 1 else None"),)
-    if source.text[at : source.end(node) - 1].strip(" \t\r\n,"):
-        raise FixRefused("its last argument is in parentheses or followed by a comment")
-    check_comments(source, edits)
-    return Writing(edits)
+    size = f"output_size=sum({numbers}) if len({numbers}) != 1 else None"
+    return Writing((added_keyword(source, node, size),))
 
 
 def _numbers(match: Match) -> str | None:
@@ -139,40 +127,35 @@ def _numbers(match: Match) -> str | None:
         return None
     if not is_private(source, function, counts.id):
         return None
-    made = [source.parents[one] for one in stores(function, counts.id)]
-    if len(made) != 1 or not isinstance(made[0], ast.Assign) or made[0].lineno > match.node.lineno:  # type: ignore[attr-defined]
+    assigns = [source.parents[store] for store in stores(function, counts.id)]
+    assign = assigns[0] if len(assigns) == 1 else None
+    if not isinstance(assign, ast.Assign) or assign.lineno > counts.lineno:
         return None
-    if source.loop(made[0]) is not source.loop(match.node):
+    if source.loop(assign) is not source.loop(match.node):
         return None
-    bounds = (match_form(form, made[0].value, source) for form in _MADE)
+    bounds = (match_form(form, assign.value, source) for form in _MADE)
     parts = next((bound.parts for bound in bounds if bound is not None), {})
     numbers = parts.get("L")
-    if not isinstance(numbers, ast.Name) or numbers.id in _arguments(function):
+    if not isinstance(numbers, ast.Name) or numbers.id in parameters(function):
         return None
-    unchanged = all(_only_listed(source, use) for use in loads(function, numbers.id))
-    once = len(list(stores(function, numbers.id))) == 1 and is_private(source, function, numbers.id)
-    read = all(only_reads(source, use) for use in loads(function, counts.id) if use is not counts)
-    return (
-        numbers.id if unchanged and once and read and _is_new(source, function, numbers) else None
+    listed = [source.parents[store] for store in stores(function, numbers.id)]
+    safe = (
+        len(listed) == 1
+        and isinstance(listed[0], ast.Assign)
+        and isinstance(listed[0].value, ast.List | ast.ListComp)
+        and is_private(source, function, numbers.id)
+        and all(_only_listed(source, use) for use in loads(function, numbers.id))
+        and all(only_reads(source, use) for use in loads(function, counts.id) if use is not counts)
     )
+    return numbers.id if safe else None
 
 
 def _only_listed(source: SourceFile, use: ast.Name) -> bool:
     outer = source.parents[use]
     if isinstance(outer, ast.Call) and use in outer.args:
-        name = source.dotted(outer.func) or str(getattr(outer.func, "id", ""))
+        name = source.dotted(outer.func) or function_of(outer)
         return name in ("sum", "len", "max", "min") or name.startswith("torch.")
     return isinstance(outer, ast.comprehension | ast.For) and outer.iter is use
-
-
-def _is_new(source: SourceFile, function: ast.AST, numbers: ast.Name) -> bool:
-    (store,) = stores(function, numbers.id)
-    assign = source.parents[store]
-    return isinstance(assign, ast.Assign) and isinstance(assign.value, ast.List | ast.ListComp)
-
-
-def _arguments(function: ast.AST) -> set[str]:
-    return {one.arg for one in ast.walk(function) if isinstance(one, ast.arg)}
 
 
 KNOWN_REPEATS: Fix = Fix(

@@ -19,8 +19,10 @@ from torchtrim.source.facts import (
     is_number,
     is_tensor,
     of_part,
+    without_grad,
 )
-from torchtrim.source.names import is_unshared, loads, only_reads_at
+from torchtrim.source.names import is_unshared, only_reads_at
+from torchtrim.source.nodes import constant_of, function_of
 from torchtrim.source.source import SourceFile
 from torchtrim.source.transfers import read_of
 
@@ -30,33 +32,29 @@ _WIDE = ("float32", "float64")
 
 
 def _reads(source: SourceFile) -> Iterator[Match]:
-    for node in source.at({(ast.Call, "item"), (ast.Call, "float"), (ast.Call, "int")}):
+    for node in source.calls("item", "float", "int"):
         read = read_of(node, source)
         if read is None or read_of(source.parents[node], source) is not None:
             continue
         parts = {"N": read.tensor}
-        whole: ast.AST = source.parents[node]
-        if _is_bound(whole):
-            assert isinstance(whole, ast.Call)
+        whole, outer = node, source.parents[node]
+        if isinstance(outer, ast.Call) and _is_bound(outer):
+            whole = outer
             parts["C"] = next(one for one in whole.args if one is not node)
             if source.start(parts["C"]) < source.start(node):
                 parts["FIRST"] = parts["C"]
-        else:
-            whole = node
         match = Match(fix=ARITHMETIC_READ, source=source, node=whole, parts=parts, form=read.cast)
         if _only_arithmetic(match):
             yield match
 
 
-def _is_bound(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        return False
-    return node.func.id in _BOUNDS and len(node.args) == 2 and not node.keywords
+def _is_bound(call: ast.Call) -> bool:
+    return function_of(call) in _BOUNDS and len(call.args) == 2 and not call.keywords
 
 
 def _only_arithmetic(match: Match) -> bool:
-    (found,) = with_companions(lambda _: iter([match]))(match.source)
-    others = [node for name, node in found.parts.items() if name.startswith("WITH")]
+    (combined,) = with_companions(lambda _: iter([match]))(match.source)
+    others = [node for name, node in combined.parts.items() if name.startswith("WITH")]
     try:
         need_tensor_uses(match, Facts(), "N")
     except FixRefused:
@@ -91,14 +89,11 @@ def _write_arithmetic_read(match: Match, facts: Facts) -> Writing:
 
 
 def _bounded(match: Match, facts: Facts, text: str) -> str:
-    assert isinstance(match.node, ast.Call)
-    assert isinstance(match.node.func, ast.Name)
-    number = match.parts["C"]
     facts.need(f"`{match.text('C')[:60]}` is a Python number", lambda v: is_number(v.C))
-    word = _BOUNDS[match.node.func.id]
+    word = _BOUNDS[function_of(match.node)]
     if facts.holds(lambda v: is_integral(v.N) and v.N.dtype != "bool"):
-        value = number.value if isinstance(number, ast.Constant) else None
-        if type(value) is float and value.is_integer():
+        value = constant_of(match.parts["C"])
+        if isinstance(value, float) and value.is_integer():
             return f"{text}.clamp({word}={int(value)})"
         facts.need(f"`{match.text('C')[:60]}` is an integer", lambda v: v.C.kind == "int")
     elif "FIRST" in match.parts:
@@ -108,8 +103,7 @@ def _bounded(match: Match, facts: Facts, text: str) -> str:
         )
     else:
         facts.need(
-            "the compared values have 32 or 64 bits",
-            lambda v: v.N.dtype in _WIDE or v.N.dtype == "int64",
+            "the compared values have 32 or 64 bits", lambda v: v.N.dtype in (*_WIDE, "int64")
         )
     return f"{text}.clamp({word}=C)"
 
@@ -121,10 +115,6 @@ def _keeps(other: ObservedValue, number: ObservedValue, *, bounded: bool) -> boo
     if bounded or other.dtype not in _WIDE:
         return other.dtype == number.dtype
     return other.dtype == number.dtype or bool(other.shape) or other.dtype == "float64"
-
-
-def _find(source: SourceFile) -> Iterator[Match]:
-    return with_names(with_companions(_reads))(source)
 
 
 ARITHMETIC_READ: Fix = Fix(
@@ -142,7 +132,7 @@ ARITHMETIC_READ: Fix = Fix(
     """,
     codes=("TT101",),
     equivalence="ROUNDING",
-    find=_find,
+    find=with_names(with_companions(_reads)),
     write=_write_arithmetic_read,
 )
 
@@ -152,22 +142,18 @@ _FORMS = {"max(A, B)": "torch.where(B > A, B, A)", "min(A, B)": "torch.where(B <
 
 def _write_compared_extreme(match: Match, facts: Facts) -> Writing:
     source, node = match.source, match.node
-    assert isinstance(node, ast.Call)
-    if not isinstance(node.func, ast.Name) or source.imported.get(node.func.id):
-        raise FixRefused("it is not the Python builtin")
-    if loads(source.function(node), node.func.id) and node.func.id in source.bound(
-        source.function(node)
-    ):
+    name = function_of(node)
+    if name in source.imported or name in source.bound(source.function(node)):
         raise FixRefused("it is not the Python builtin")
     facts.need(
         "both are tensors of zero dimensions, with one type and device",
         _alike,
-        static=_known_statically,
+        static=lambda v: is_tensor(v.A, v.B) and v.A.shape == v.B.shape == (),
     )
-    facts.need("no gradient flows to them", _without_grad)
+    facts.need("no gradient flows to them", lambda v: without_grad(v, v.A, v.B))
     statement = source.statement(node)
-    kept = all(is_unshared(source, match.parts[part], statement) for part in "AB")
-    if not kept or not only_reads_at(source, node):
+    unshared = all(is_unshared(source, match.parts[part], statement) for part in "AB")
+    if not unshared or not only_reads_at(source, node):
         raise FixRefused(
             "the result is one of the two tensors, and may be written to. Use `torch.maximum`"
         )
@@ -178,14 +164,6 @@ def _alike(values: Values) -> bool:
     one, other = values.A, values.B
     alike = (one.dtype, one.device) == (other.dtype, other.device)
     return is_tensor(one, other) and one.shape == other.shape == () and alike
-
-
-def _known_statically(values: Values) -> bool:
-    return is_tensor(values.A, values.B) and values.A.shape == values.B.shape == ()
-
-
-def _without_grad(values: Values) -> bool:
-    return not values.grad or not (values.A.requires_grad or values.B.requires_grad)
 
 
 COMPARED_EXTREME: Fix = Fix(

@@ -1,38 +1,35 @@
-"""Tensors of values known to the host, created on the device or uploaded from pinned memory, without a
-sync.
-"""
+"""Tensors of values known to the host: created on the device, or uploaded without a sync."""
 
 from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace as changed
 
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, of_forms
-from torchtrim.rewriter.replace import check_comments, replace
+from torchtrim.rewriter.replace import added_keyword, replace
 from torchtrim.source.facts import Facts, FixRefused, is_floating, is_number, of_part
 from torchtrim.source.forms import match_form
+from torchtrim.source.nodes import called, constant_of, method_of, name_set
 from torchtrim.source.numbers import is_known_number
 from torchtrim.source.source import SourceFile
 from torchtrim.source.transfers import Upload, need_device, uploads
 
 _LITERALS = (ast.List, ast.Tuple, ast.ListComp, ast.GeneratorExp, ast.Dict, ast.Set)
 _LISTS = ("list", "tuple", "ndarray")
-_COUNTING = ("len", "size", "numel")
 _LARGEST = 3.4e38
 """The largest float32, rounded down."""
-_SMALL = 2**15
-_MAKERS = frozenset(("tensor", "as_tensor"))
-_PINNED = frozenset(("tensor",))
-_RANDOM = frozenset(["rand", "randn", "randint", "randperm", "normal", "bernoulli"])
-_FLOATING = frozenset(("linspace", "logspace"))
-_SAME = frozenset(("zeros", "ones", "full", "eye", "arange"))
-_BETWEEN_NAMES = """
+_SMALL = 2**15  # the smallest types that a number may get, int16 and float16, reach this far
+_MAKERS = name_set("tensor as_tensor")
+_PINNED = name_set("tensor")
+_RANDOM = name_set("rand randn randint randperm normal bernoulli")
+_FLOATING = name_set("linspace logspace")
+_SAME = name_set("zeros ones full eye arange")
+_BETWEEN = name_set("""
     float double half bfloat16 long int short bool view reshape unsqueeze squeeze expand repeat
     t flatten permute transpose
-"""
-_BETWEEN = frozenset(_BETWEEN_NAMES.split())
+""")
 _MADE = _SAME | _RANDOM | _FLOATING
 _CALLS = (
     "torch.tensor({}, dtype=T, device=D)",
@@ -77,14 +74,21 @@ def _single(source: SourceFile, names: frozenset[str]) -> Iterator[tuple[Upload,
 
 
 def _is_small_constant(node: ast.expr) -> bool:
-    value = node.value if isinstance(node, ast.Constant) else None
-    return type(value) in (int, float) and abs(value) < _SMALL  # type: ignore[arg-type]
+    value = constant_of(node)
+    return isinstance(value, int | float) and type(value) is not bool and abs(value) < _SMALL
 
 
-def _without(match: Match, *names: str) -> Match:
-    """Return the match without some parts: parts inside a list are not observed together with the list."""
-    parts = {name: part for name, part in match.parts.items() if name not in names}
-    return changed(match, parts=parts)
+def _of_lists(
+    fix: Callable[[], Fix], forms: Iterable[str]
+) -> Callable[[SourceFile], Iterator[Match]]:
+    """Return a `find` of lists without the parts `C` and `I`, which cannot be observed with their list."""
+
+    def find(source: SourceFile) -> Iterator[Match]:
+        for match in of_forms(fix, *forms)(source):
+            parts = {name: part for name, part in match.parts.items() if name not in "CI"}
+            yield changed(match, parts=parts)
+
+    return find
 
 
 def _scalars(source: SourceFile) -> Iterator[Match]:
@@ -104,19 +108,25 @@ def _full(match: Match, facts: Facts) -> Writing:
     source = match.source
     upload = _of(match, _MAKERS)
     words = upload.words
-    _check_words(upload)
+    if words.keys() - {"device", "dtype", "requires_grad"}:
+        raise FixRefused("it uses `pin_memory` or unknown keywords")
+    if upload.made is not upload.whole and words.keys() & {"device", "requires_grad"}:
+        raise FixRefused("it gets a device or a gradient before the move")
     if not _is_small(match.parts["C"]):
         facts.need(
             f"`{match.text('C')[:60]}` is a Python number",
             lambda v: is_number(v.C),
             static=lambda _: is_known_number(match.parts["C"], source),
         )
-    if "D" in match.parts:
-        need_device(facts, match.text("D"))
-    size = "()"
+    device, size = _device(match, facts), "()"
     if "N" in match.parts:
-        size = _size(match, facts, typed="dtype" in words)
-    device = "D" if "D" in match.parts else '"cuda"'
+        facts.need(f"`{match.text('N')[:60]}` is an integer", lambda v: v.N.kind == "int")
+        if "dtype" not in words:
+            facts.need(
+                "an empty one has the same type: its elements are floats, or `dtype` is given",
+                lambda v: v.C.kind == "float",
+            )
+        size = "[N]" if _is_size(match.parts["N"]) else "[max(N, 0)]"
     whole = facts.holds(lambda v: v.C.kind != "float")
     if not facts.seen or whole or _is_small(match.parts["C"]):
         rest = ", **REST" if words.keys() - {"device"} else ""
@@ -128,40 +138,28 @@ def _full(match: Match, facts: Facts) -> Writing:
     return Writing(replace(match, f"{wide}.to({dtype})"))
 
 
-def _check_words(upload: Upload) -> None:
-    words = upload.words
-    if set(words) - {"device", "dtype", "requires_grad"}:
-        raise FixRefused("it uses `pin_memory` or unknown keywords")
-    if upload.made is not upload.whole and ({"device", "requires_grad"} & set(words)):
-        raise FixRefused("it gets a device or a gradient before the move")
+def _device(match: Match, facts: Facts) -> str:
+    """Return the device of the move as text for a template, after requiring that it is one."""
+    if "D" not in match.parts:
+        return '"cuda"'
+    need_device(facts, match.text("D"))
+    return "D"
 
 
-def _size(match: Match, facts: Facts, *, typed: bool) -> str:
-    """Return the size of the list: a negative count gives an empty list."""
-    facts.need(f"`{match.text('N')[:60]}` is an integer", lambda v: v.N.kind == "int")
-    if not typed:
-        facts.need(
-            "an empty one has the same type: its elements are floats, or `dtype` is given",
-            lambda v: v.C.kind == "float",
-        )
-    return "[N]" if _is_count(match.parts["N"]) else "[max(N, 0)]"
-
-
-def _is_count(node: ast.expr) -> bool:
-    if isinstance(node, ast.Constant):
-        return isinstance(node.value, int) and node.value >= 0
+def _is_size(node: ast.expr) -> bool:
+    """Return True for a number that is never negative, by its form. A negative one gives an empty list."""
     if isinstance(node, ast.Subscript):
         return isinstance(node.value, ast.Attribute) and node.value.attr == "shape"
-    if not isinstance(node, ast.Call):
-        return False
-    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    return name in _COUNTING
+    if isinstance(node, ast.Call):
+        return called(node.func) in ("len", "size", "numel")
+    value = constant_of(node)
+    return isinstance(value, int) and value >= 0
 
 
 def _is_small(node: ast.expr) -> bool:
     if isinstance(node, ast.UnaryOp):
         return isinstance(node.op, ast.USub | ast.UAdd) and _is_small(node.operand)
-    value = node.value if isinstance(node, ast.Constant) else None
+    value = constant_of(node)
     return isinstance(value, int | float) and (abs(value) < _LARGEST or not math.isfinite(value))
 
 
@@ -189,8 +187,9 @@ SCALAR_ON_DEVICE: Fix = Fix(
 
 def _new(match: Match, facts: Facts) -> Writing:
     number = match.parts["C"]
-    turned = isinstance(number, ast.UnaryOp) and isinstance(number.op, ast.USub)
-    if not _is_small_constant(number.operand if turned else number):  # type: ignore[attr-defined]
+    if isinstance(number, ast.UnaryOp) and isinstance(number.op, ast.USub):
+        number = number.operand
+    if not _is_small_constant(number):
         raise FixRefused("its value is not a small literal number")
     facts.need(f"`{match.text('X')[:60]}` is a tensor of floats", lambda v: is_floating(v.X))
     return Writing(replace(match, _NEW[match.form]))
@@ -212,18 +211,13 @@ NEW_NUMBER: Fix = Fix(
 )
 
 
-def _repeated_numbers(source: SourceFile) -> Iterator[Match]:
-    for match in of_forms(lambda: REPEATED_NUMBER, *_REPEATED)(source):
-        yield _without(match, "C", "I")
-
-
 def _repeated(match: Match, facts: Facts) -> Writing:
     bound = match_form(match.form, match.node, match.source)
     assert bound is not None
     number = bound.parts["C"]
     if not _is_small_constant(number):
         raise FixRefused("the repeated value is not a small literal number")
-    if "T" not in match.parts and not isinstance(number.value, float):  # type: ignore[attr-defined]
+    if "T" not in match.parts and not isinstance(constant_of(number), float):
         raise FixRefused("an empty list would have a float type: pass `dtype`")
     facts.need(f"`{match.text('N')[:60]}` is an integer", lambda v: v.N.kind == "int")
     need_device(facts, match.text("D"))
@@ -242,14 +236,9 @@ REPEATED_NUMBER: Fix = Fix(
     """,
     codes=("TT103",),
     equivalence="BITWISE",
-    find=_repeated_numbers,
+    find=_of_lists(lambda: REPEATED_NUMBER, _REPEATED),
     write=_repeated,
 )
-
-
-def _ranges(source: SourceFile) -> Iterator[Match]:
-    for match in of_forms(lambda: LISTED_RANGE, *_RANGES)(source):
-        yield _without(match, "I")
 
 
 def _range(match: Match, facts: Facts) -> Writing:
@@ -274,30 +263,22 @@ LISTED_RANGE: Fix = Fix(
     """,
     codes=("TT103",),
     equivalence="BITWISE",
-    find=_ranges,
+    find=_of_lists(lambda: LISTED_RANGE, _RANGES),
     write=_range,
 )
 
 
 def _lists(source: SourceFile) -> Iterator[Match]:
     for upload, value in _single(source, _PINNED):
-        plain = isinstance(value, ast.Constant | ast.Starred)
-        if not plain and not _is_repeated(value) and not _counts(value):
+        left = value.left if isinstance(value, ast.BinOp) else None
+        if isinstance(left, ast.List) and len(left.elts) == 1:
+            continue
+        number = isinstance(value, ast.Call) and (
+            called(value.func) in ("numel", "len", "dim", "item")
+            or (called(value.func) == "size" and bool(value.args))
+        )
+        if not number and not isinstance(value, ast.Constant | ast.Starred):
             yield _match(PINNED_UPLOAD, source, upload, {"L": value})
-
-
-def _is_repeated(node: ast.expr) -> bool:
-    return (
-        isinstance(node, ast.BinOp) and isinstance(node.left, ast.List) and len(node.left.elts) == 1
-    )
-
-
-def _counts(node: ast.expr) -> bool:
-    """Return True for a number by its form: `x.numel()`, `len(x)`, `x.size(0)`."""
-    if not isinstance(node, ast.Call):
-        return False
-    name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
-    return name in ("numel", "len", "dim", "item") or (name == "size" and bool(node.args))
 
 
 def _pinned(match: Match, facts: Facts) -> Writing:
@@ -308,14 +289,9 @@ def _pinned(match: Match, facts: Facts) -> Writing:
     if upload.made is not upload.whole and "device" in upload.words:
         raise FixRefused("it gets a device before the move")
     facts.need(f"`{match.text('L')[:60]}` is a list", lambda v: v.L.kind in _LISTS)
-    if "D" in match.parts:
-        need_device(facts, match.text("D"))
-    device = "D" if "D" in match.parts else '"cuda"'
-    rest = ", **REST" if words else ""
-    pinned = 'device="cpu", pin_memory=torch.cuda.is_available()'
-    return Writing(
-        replace(match, f"torch.tensor(L{rest}, {pinned}).to({device}, non_blocking=True)")
-    )
+    device, rest = _device(match, facts), ", **REST" if words else ""
+    made = f'torch.tensor(L{rest}, device="cpu", pin_memory=torch.cuda.is_available())'
+    return Writing(replace(match, f"{made}.to({device}, non_blocking=True)"))
 
 
 PINNED_UPLOAD: Fix = Fix(
@@ -347,45 +323,26 @@ def _moved(source: SourceFile) -> Iterator[Match]:
 def _made(match: Match, facts: Facts) -> Writing:
     source = match.source
     upload = _of(match, _MADE)
-    _check_making(upload)
-    if "D" in match.parts:
-        need_device(facts, match.text("D"))
-    if _name(upload) == "arange":
-        for part in (name for name in match.parts if name.startswith("A")):
+    name = called(upload.made.func)
+    _check_making(upload, name)
+    device = match.text("D") if _device(match, facts) == "D" else '"cuda"'
+    if name == "arange":
+        for part in (part for part in match.parts if part.startswith("A")):
             facts.need(
                 f"`{match.text(part)[:60]}` is an integer",
                 of_part(part, lambda seen: seen.kind == "int"),
             )
-    if _name(upload) == "full":
+    if name == "full":
         facts.need(
             f"`{match.text('A1')[:60]}` is a Python number",
             lambda v: v.A1.kind in ("int", "float", "bool"),
         )
-    device = match.text("D") if "D" in match.parts else '"cuda"'
     last = upload.between[-1] if upload.between else upload.made
-    at, comma = _after_arguments(source, upload.made)
-    edits = (
-        TextEdit(at, at, f"{comma}device={device}"),
-        TextEdit(source.end(last), source.end(upload.whole), ""),
-    )
-    check_comments(source, edits)
-    return Writing(edits)
+    move = TextEdit(source.end(last), source.end(upload.whole), "")
+    return Writing((added_keyword(source, upload.made, f"device={device}"), move))
 
 
-def _after_arguments(source: SourceFile, call: ast.Call) -> tuple[int, str]:
-    """Return the offset where an argument can be added, and the separator before it."""
-    close = source.end(call) - 1
-    given = [source.end(one) for one in (*call.args, *(word.value for word in call.keywords))]
-    if not given:
-        return close, ""
-    rest = source.text[max(given) : close]
-    if "#" not in rest and ")" in rest:
-        return max(given) + rest.rindex(")") + 1, ", "
-    return max(given), ", "
-
-
-def _check_making(upload: Upload) -> None:
-    name = _name(upload)
+def _check_making(upload: Upload, name: str) -> None:
     if name in _RANDOM:
         raise FixRefused(
             "it draws random numbers on the host; the device would draw others. Add `device=` "
@@ -393,20 +350,14 @@ def _check_making(upload: Upload) -> None:
         )
     if name in _FLOATING:
         raise FixRefused("devices round its steps differently")
-    if set(upload.words) - {"dtype"}:
+    if upload.words.keys() - {"dtype"}:
         raise FixRefused("its keywords set a device, or a gradient before the move")
     if name == "full" and len(upload.made.args) != 2:
         raise FixRefused("its value is not a positional argument")
-    methods = {one.func.attr for one in upload.between if isinstance(one.func, ast.Attribute)}
-    if methods - _BETWEEN:
+    if not _BETWEEN.issuperset(map(method_of, upload.between)):
         raise FixRefused("the host computes with it before the move")
     if any(isinstance(one, ast.Starred) for one in upload.made.args) and name in ("arange", "full"):
         raise FixRefused("its arguments are ambiguous")
-
-
-def _name(upload: Upload) -> str:
-    function = upload.made.func
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 MADE_ON_DEVICE: Fix = Fix(

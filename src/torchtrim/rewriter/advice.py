@@ -7,10 +7,11 @@ knows what the setting means to the program.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torchtrim.source.nodes import called, constant_of, keywords_of, name_set
 from torchtrim.source.source import SourceFile
 
 
@@ -18,15 +19,15 @@ from torchtrim.source.source import SourceFile
 class SettingAdvice:
     """A line of configuration to write instead.
 
-    `places` are path suffixes and function names of the library that synchronizes. `calls` are the names
-    called by the user's own source, in module `of` if given.
+    `places` are functions of the library that synchronizes, `path/suffix.py:name`; without a name, all of a
+    file. `calls` are the names called by the user's own source, in module `of` if given.
     """
 
     name: str
     line: str
     why: str
-    places: tuple[tuple[str, str], ...] = ()
-    calls: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
+    calls: Collection[str] = ()
     of: str = ""
 
 
@@ -44,8 +45,8 @@ ADVICE = (
         why="`GradScaler.step` reads in each step whether a gradient overflowed. bfloat16 needs no scaler; "
         "with float16 an optimizer with `fused=True` checks the flag on the device",
         places=(
-            ("torch/amp/grad_scaler.py", "_maybe_opt_step"),
-            ("torch/amp/grad_scaler.py", "step"),
+            "torch/amp/grad_scaler.py:_maybe_opt_step",
+            "torch/amp/grad_scaler.py:step",
         ),
         calls=("GradScaler",),
     ),
@@ -54,14 +55,14 @@ ADVICE = (
         line="steps += 1  # count the steps yourself, and read the scale where you print it",
         why="`get_scale()` reads the scale from the device each time; it is enough to check for skipped "
         "steps every few hundred steps",
-        places=(("torch/amp/grad_scaler.py", "get_scale"), ("accelerate/optimizer.py", "step")),
+        places=("torch/amp/grad_scaler.py:get_scale", "accelerate/optimizer.py:step"),
         calls=("get_scale",),
     ),
     SettingAdvice(
         name="unscaled-loss-scale",
         line="if grad_scaler is not None: scale = grad_scaler.scale",
         why="the scale is read even if no loss is scaled: bf16 needs no grad scaler",
-        places=(("megatron/core/optimizer/optimizer.py", "get_loss_scale"),),
+        places=("megatron/core/optimizer/optimizer.py:get_loss_scale",),
     ),
     SettingAdvice(
         name="optimizer-state",
@@ -69,18 +70,8 @@ ADVICE = (
         why="the optimizer reads its step count from the device once per parameter: `fused=True` or "
         '`capturable=True` leaves it there; after a checkpoint keep `state["step"]` on the CPU',
         places=tuple(
-            (f"torch/optim/{name}.py", "")
-            for name in (
-                "optimizer",
-                "adam",
-                "adamw",
-                "nadam",
-                "radam",
-                "adamax",
-                "asgd",
-                "rprop",
-                "adagrad",
-            )
+            f"torch/optim/{name}.py:"
+            for name in name_set("optimizer adam adamw nadam radam adamax asgd rprop adagrad")
         ),
     ),
     SettingAdvice(
@@ -88,9 +79,9 @@ ADVICE = (
         line="self.log(name, value, prog_bar=False); Trainer(enable_progress_bar=False)",
         why="values for the progress bar are read in each step, even if the bar is off",
         places=(
-            ("connectors/logger_connector/result.py", "metrics"),
-            ("callbacks/progress/progress_bar.py", "get_metrics"),
-            ("callbacks/progress/tqdm_progress.py", "_update_progress_bar"),
+            "connectors/logger_connector/result.py:metrics",
+            "callbacks/progress/progress_bar.py:get_metrics",
+            "callbacks/progress/tqdm_progress.py:_update_progress_bar",
         ),
     ),
     SettingAdvice(
@@ -98,40 +89,32 @@ ADVICE = (
         line="self.log(name, value.detach())  # a tensor on the device, not a number or a CPU tensor",
         why="logged values are moved to the module's device: a number is uploaded each time",
         places=(
-            ("connectors/logger_connector/result.py", "update_metrics"),
-            ("connectors/logger_connector/result.py", "log"),
-            ("core/module.py", "__to_tensor"),
+            "connectors/logger_connector/result.py:update_metrics",
+            "connectors/logger_connector/result.py:log",
+            "core/module.py:__to_tensor",
         ),
     ),
     SettingAdvice(
         name="distribution-validation",
         line="torch.distributions.Distribution.set_default_validate_args(False)",
         why="each distribution validates its arguments and values, and reads the result",
-        places=(("torch/distributions/", ""),),
+        places=("torch/distributions/:",),
         of="torch.distributions",
-        calls=(
-            "Categorical",
-            "Normal",
-            "Bernoulli",
-            "Beta",
-            "Dirichlet",
-            "MultivariateNormal",
-            "Gamma",
-        ),
+        calls=name_set("Categorical Normal Bernoulli Beta Dirichlet MultivariateNormal Gamma"),
     ),
     SettingAdvice(
         name="clip-grad",
         line="torch.nn.utils.clip_grad_norm_(parameters, max_norm, error_if_nonfinite=False)",
         why="with `error_if_nonfinite=True` the norm is read before each step",
-        places=(("torch/nn/utils/clip_grad.py", ""),),
+        places=("torch/nn/utils/clip_grad.py:",),
     ),
     SettingAdvice(
         name="ultralytics-profile",
         line="model.predict(source, verbose=False)  # time with torch.cuda.Event(enable_timing=True)",
         why="each stage is timed with `torch.cuda.synchronize()`; events measure without waiting",
         places=(
-            ("ultralytics/utils/ops.py", "time"),
-            ("ultralytics/utils/torch_utils.py", "time_sync"),
+            "ultralytics/utils/ops.py:time",
+            "ultralytics/utils/torch_utils.py:time_sync",
         ),
         calls=("time_sync",),
     ),
@@ -139,14 +122,14 @@ ADVICE = (
         name="apex-adam",
         line="apex.optimizers.FusedAdam(parameters, capturable=True)",
         why="the host reads its step count and whether a gradient overflowed",
-        places=(("apex/optimizers/fused_adam.py", ""), ("apex/contrib/optimizers/", "")),
+        places=("apex/optimizers/fused_adam.py:", "apex/contrib/optimizers/:"),
         calls=("FusedAdam",),
     ),
     SettingAdvice(
         name="xla-adam",
         line="from torch_xla.amp.syncfree import AdamW",
         why="torch's optimizers read `found_inf` on the host; the sync-free ones do not",
-        places=(("torch_xla/amp/grad_scaler.py", ""),),
+        places=("torch_xla/amp/grad_scaler.py:",),
         of="torch_xla",
         calls=("GradScaler",),
     ),
@@ -155,8 +138,8 @@ ADVICE = (
         line="TrainingArguments(..., logging_nan_inf_filter=False, logging_steps=50)",
         why="with the filter on, each step's loss is checked before it is added up",
         places=(
-            ("transformers/trainer.py", "training_step"),
-            ("transformers/trainer.py", "_inner_training_loop"),
+            "transformers/trainer.py:training_step",
+            "transformers/trainer.py:_inner_training_loop",
         ),
         of="transformers",
         calls=("TrainingArguments",),
@@ -168,12 +151,9 @@ def advice_for(path: str, function: str) -> SettingAdvice | None:
     """Return the advice for a sync in a library's file and function, or None. Paths match by suffix."""
     place = path.replace("\\", "/")
     for one in ADVICE:
-        for part, name in one.places:
-            inside = (
-                f"/{part}" in f"/{place}"
-                if part.endswith("/")
-                else f"/{place}".endswith(f"/{part}")
-            )
+        for part, name in (found.split(":") for found in one.places):
+            folder = part.endswith("/")
+            inside = f"/{part}" in f"/{place}" if folder else f"/{place}".endswith(f"/{part}")
             if inside and name in ("", function):
                 return one
     return None
@@ -181,50 +161,37 @@ def advice_for(path: str, function: str) -> SettingAdvice | None:
 
 def advice_in(source: SourceFile) -> list[Advised]:
     """Return the advice for calls in the user's own source, by line, unless their keywords follow it."""
-    calls = (node for node in source.nodes if isinstance(node, ast.Call))
-    return sorted(
-        (one for call in calls for one in _advised(source, call)), key=lambda one: one.line
+    advised = (
+        Advised(call.lineno, advice)
+        for call in source.each(ast.Call)
+        for advice in ADVICE
+        if called(call.func) in advice.calls
+        and (source.dotted(call.func) or "").startswith(advice.of)
+        and not _is_followed(call, advice)
     )
+    return sorted(advised, key=lambda one: one.line)
 
 
 def advice_at(source: SourceFile, line: int) -> SettingAdvice | None:
-    """Return the advice for a line of user code: for a call there, or for the constructor of an object used
-    there.
+    """Return the advice for a line of user code: for a call, or the constructor of an object used there.
 
     `scaler.step(optimizer)` gets the advice for `scaler = GradScaler(...)`.
     """
-    for found in advice_in(source):
-        if found.line == line or _makes_what_is_used(source, found.line, line):
-            return found.advice
-    return None
-
-
-def _makes_what_is_used(source: SourceFile, made: int, line: int) -> bool:
-    names = {
-        target.id
-        for node in source.nodes
-        if isinstance(node, ast.Assign) and node.lineno == made
-        for target in node.targets
-        if isinstance(target, ast.Name)
+    owners = {
+        node.value.id
+        for node in source.each(ast.Attribute)
+        if node.lineno == line and isinstance(node.value, ast.Name)
     }
-    return any(
-        isinstance(node, ast.Attribute)
-        and node.lineno == line
-        and isinstance(node.value, ast.Name)
-        and node.value.id in names
-        for node in source.nodes
-    )
+    lines = {line} | {
+        node.lineno
+        for node in source.each(ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id in owners
+    }
+    return next((one.advice for one in advice_in(source) if one.line in lines), None)
 
 
-def _advised(source: SourceFile, node: ast.Call) -> Iterator[Advised]:
-    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    dotted = source.dotted(node.func) or ""
-    for one in ADVICE:
-        if name in one.calls and dotted.startswith(one.of) and not _is_said(node, one):
-            yield Advised(node.lineno, one)
-
-
-_SAID = {
+_FOLLOWED = {
     "grad-scaler": ("enabled", False),
     "distribution-validation": ("validate_args", False),
     "apex-adam": ("capturable", True),
@@ -232,9 +199,6 @@ _SAID = {
 }
 
 
-def _is_said(call: ast.Call, advice: SettingAdvice) -> bool:
-    word, value = _SAID.get(advice.name, ("", None))
-    return any(
-        one.arg == word and isinstance(one.value, ast.Constant) and one.value.value is value
-        for one in call.keywords
-    )
+def _is_followed(call: ast.Call, advice: SettingAdvice) -> bool:
+    word, value = _FOLLOWED.get(advice.name, ("", None))
+    return word != "" and constant_of(keywords_of(call).get(word)) is value

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 
 from torchtrim.rewriter.fix import Match, TextEdit
 from torchtrim.rewriter.replace import atom, fresh, insert_before, runs_first
-from torchtrim.source.facts import Facts, FixRefused, Values
+from torchtrim.source.facts import Facts, FixRefused, Values, without_grad
 from torchtrim.source.forms import equal
-from torchtrim.source.names import assigned_name, loads, names_in, stores
+from torchtrim.source.names import assigned_name, loads, stores
+from torchtrim.source.nodes import names_bound, names_in
 from torchtrim.source.operations import is_pure, is_simple
 from torchtrim.source.selections import Tree, selection, tensor_part, trailing
-from torchtrim.source.source import Function, SourceFile, within
+from torchtrim.source.source import Function, Loop, SourceFile, within
 
 _REPEATED = "its number of dimensions"
 
@@ -52,37 +53,33 @@ class Dense:
         `also` maps more nodes to their new texts; `after` appends a text to one node.
         """
         parts: dict[ast.AST, str] = dict(also or {})
-        for number in range(len(self._tree.leaves)):
-            leaf = self._tree.leaves[number][0].node
-            if within(leaf, inner):
-                parts[leaf] = self.leaf(number)
+        for number, (leaf, _) in enumerate(self._tree.leaves):
+            if within(leaf.node, inner):
+                parts[leaf.node] = self.leaf(number)
         for number, operand in enumerate(self._tree.operands):
             if self._guards(number) and within(operand.node, inner):
                 parts[operand.node] = self._operand(number)
         if after is not None:
             node, more = after
-            parts[node] = spliced(
-                self._source, node, {p: t for p, t in parts.items() if within(p, node)}
-            )
-            parts = {p: t for p, t in parts.items() if p is node or not within(p, node)}
-            parts[node] += more
+            own = {part: parts.pop(part) for part in list(parts) if within(part, node)}
+            parts[node] = spliced(self._source, node, own) + more
         return spliced(self._source, inner, parts)
 
     def elsewhere(self, inner: ast.expr) -> Iterator[TextEdit]:
         """Yield the edits of the tree's parts outside the expression, in the values of names."""
-        texts: dict[ast.AST, str] = {}
-        for number, (leaf, _) in enumerate(self._tree.leaves):
-            texts[leaf.node] = self.leaf(number, everywhere=True)
+        leaves = enumerate(self._tree.leaves)
+        texts = {leaf.node: self.leaf(number, everywhere=True) for number, (leaf, _) in leaves}
         for number, operand in enumerate(self._tree.operands):
             if self._guards(number):
                 texts[operand.node] = self._operand(number)
         for node, text in texts.items():
             if not within(node, inner):
-                yield TextEdit(self._source.start(node), self._source.end(node), text)
+                yield TextEdit.of(self._source, node, text)
 
     def _guards(self, number: int) -> bool:
         """Return True if an operand needs a harmless value because a gradient flows into it."""
-        return self.flows and self._facts.seen and self._takes_gradient(f"C{number}")
+        graded = not self._facts.holds(lambda v: without_grad(v, getattr(v, f"C{number}")))
+        return self.flows and self._facts.seen and graded
 
     def leaf(self, number: int, *, everywhere: bool = False, name: str = "") -> str:
         """Return one of the tensors that were selected from, whole. `name`: its current name, if any."""
@@ -112,9 +109,6 @@ class Dense:
     def _guarded(self, text: str, lost: int, value: str) -> str:
         return f"{self._torch}.where({widened(self.mask, self.behind + lost)}, {text}, {value})"
 
-    def _takes_gradient(self, part: str) -> bool:
-        return not self._facts.holds(lambda v: not (v.grad and getattr(v, part).requires_grad))
-
 
 def _flows(values: Values, tree: Tree) -> bool:
     parts = [tensor_part(n) for n in range(len(tree.leaves))]
@@ -130,13 +124,14 @@ def _check_unchanged(source: SourceFile, mask: ast.expr) -> None:
             continue
         if source.start(node) > source.start(mask) or _comes_round(source, node, mask, changed):
             raise FixRefused(
-                f"line {node.lineno} changes the mask in place, and backward would need its old value "  # type: ignore[attr-defined]
-                "here. Create a new mask there"
+                f"line {changed.lineno} changes the mask in place, and backward would need its old "
+                "value here. Create a new mask there"
             )
 
 
-def _changed(node: ast.AST) -> ast.AST | None:
-    changed: ast.AST | None = None
+def _changed(node: ast.AST) -> ast.expr | None:
+    """Return the tensor that a node changes in place, or None."""
+    changed: ast.expr | None = None
     if isinstance(node, ast.AugAssign):
         changed = node.target
     elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
@@ -151,23 +146,16 @@ def _changed(node: ast.AST) -> ast.AST | None:
 
 def _comes_round(source: SourceFile, node: ast.AST, mask: ast.expr, changed: ast.AST) -> bool:
     """Return True if a loop repeats the change after the mask, without rebinding the name."""
-    around = {id(outer) for outer in source.around(mask)}
-    for outer in source.around(node):
-        if isinstance(outer, ast.For | ast.While | ast.AsyncFor) and id(outer) in around:
-            name = changed.id if isinstance(changed, ast.Name) else ""
-            new = [one for one in stores(outer, name) if not _is_added_to(source, one)]
-            return not new
-    return False
-
-
-def _is_added_to(source: SourceFile, node: ast.AST) -> bool:
-    return isinstance(source.parents[node], ast.AugAssign)
+    around = set(source.around(mask))
+    shared = (one for one in source.around(node) if isinstance(one, Loop) and one in around)
+    if (loop := next(shared, None)) is None:
+        return False
+    bound = stores(loop, changed.id) if isinstance(changed, ast.Name) else ()
+    return all(isinstance(source.parents[store], ast.AugAssign) for store in bound)
 
 
 def named_mask(source: SourceFile, mask: ast.expr, at: ast.AST) -> tuple[str, tuple[TextEdit, ...]]:
-    """Return a text that may be written for the mask any number of times, and the statement that it needs
-    before.
-    """
+    """Return a text that may be written any number of times for the mask, and the statement it needs."""
     if not is_pure(mask, source):
         raise FixRefused(
             f"`{source.segment(mask)[:60]}` may have a side effect besides computing a mask, and would run "
@@ -206,8 +194,15 @@ def is_own(source: SourceFile, node: ast.expr) -> bool:
     function = source.function(node)
     if not isinstance(node, ast.Name) or not isinstance(function, Function):
         return False
-    shared = (one for one in ast.walk(function) if isinstance(one, ast.Global | ast.Nonlocal))
-    return node.id in source.bound(function) and not any(node.id in one.names for one in shared)
+    return node.id in source.bound(function) and not _is_declared(function, node.id)
+
+
+def _is_declared(function: ast.AST, name: str) -> bool:
+    """Return True if the function declares a name global or nonlocal."""
+    return any(
+        isinstance(one, ast.Global | ast.Nonlocal) and name in one.names
+        for one in ast.walk(function)
+    )
 
 
 def widened(mask: str, behind: int) -> str:
@@ -237,54 +232,31 @@ def named_values(source: SourceFile, node: ast.expr) -> dict[str, ast.Assign]:
     if not is_function or not runs_first(source, node):
         return {}
     block = source.block(source.statement(node))
-    at = next((n for n, one in enumerate(block) if one is source.statement(node)), 0)
-    inside = {id(one) for one in ast.walk(node)}
-    read = names_in(node)
-    found: dict[str, ast.Assign] = {}
+    inside, read = set(ast.walk(node)), names_in(node)
+    named: dict[str, ast.Assign] = {}
     bound: set[str] = set()
-    for statement in reversed(block[:at]):
+    for statement in reversed(block[: block.index(source.statement(node))]):
+        if not isinstance(statement, ast.Assign):
+            break
         name = assigned_name(statement)
-        if name is not None and name in read and isinstance(statement, ast.Assign):
+        if name is not None and name in read:
             if names_in(statement.value) & bound:
                 break
-            if _only_here(function, name, inside):
-                found[name] = statement
-                inside |= {id(one) for one in ast.walk(statement.value)}
+            single = len(stores(function, name)) == 1 and not _is_declared(function, name)
+            if single and inside.issuperset(loads(function, name)):
+                named[name] = statement
+                inside.update(ast.walk(statement.value))
                 read |= names_in(statement.value)
-        if not _plain(source, statement):
+        plain = all(isinstance(target, ast.Name) for target in statement.targets)
+        if not plain or not is_pure(statement.value, source):
             break
-        bound |= {one.id for one in ast.walk(statement) if _binds(one)}  # type: ignore[attr-defined]
-    return {name: one for name, one in found.items() if _selects(source, one.value, found)}
+        bound |= names_bound(statement)
+    return {name: one for name, one in named.items() if _selects(source, one.value, named)}
 
 
-def _selects(source: SourceFile, value: ast.expr, found: dict[str, ast.Assign]) -> bool:
+def _selects(source: SourceFile, value: ast.expr, named: dict[str, ast.Assign]) -> bool:
     """Return True if the value contains a selection, directly or through a name in it."""
-    for part in ast.walk(value):
-        if selection(part, source) is not None:
-            return True
-        named = found.get(part.id) if isinstance(part, ast.Name) else None
-        if named is not None and named.value is not value and _selects(source, named.value, found):
-            return True
-    return False
-
-
-def _only_here(function: ast.AST, name: str, inside: set[int]) -> bool:
-    declared = any(
-        isinstance(one, ast.Global | ast.Nonlocal) and name in one.names
-        for one in ast.walk(function)
+    others = (named[name].value for name in names_in(value) & named.keys())
+    return any(selection(part, source) is not None for part in ast.walk(value)) or any(
+        other is not value and _selects(source, other, named) for other in others
     )
-    return (
-        not declared
-        and len(list(stores(function, name))) == 1
-        and all(id(use) in inside for use in loads(function, name))
-    )
-
-
-def _plain(source: SourceFile, statement: ast.stmt) -> bool:
-    if not isinstance(statement, ast.Assign) or not is_pure(statement.value, source):
-        return False
-    return all(isinstance(target, ast.Name) for target in statement.targets)
-
-
-def _binds(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)

@@ -28,7 +28,9 @@ def compatible(rewrites: Iterable[Rewrite]) -> list[Rewrite]:
     """Return rewrites that do not overlap. Of overlapping ones the first wins; the others have to wait."""
     chosen: list[Rewrite] = []
     for rewrite in rewrites:
-        if not any(_touch(rewrite, other) for other in chosen):
+        before = [one for one in chosen if one.match.source is rewrite.match.source]
+        edits = [edit for one in before for edit in one.edits]
+        if not any(_overlap(edit, other) for edit in rewrite.edits for other in edits):
             chosen.append(rewrite)
     return chosen
 
@@ -37,47 +39,40 @@ def patch(source: SourceFile, rewrites: Sequence[Rewrite]) -> Patched:
     """Return the text with the rewrites applied. Raises `FixRefused` if it is not valid Python."""
     own = dict.fromkeys(edit for rewrite in rewrites for edit in rewrite.edits)
     edits = sorted(own, key=lambda edit: edit[:2])
-    text, moved, at = [], [], 0
-    length = 0
+    new, moved, at = "", [], 0
     for edit in edits:
-        kept = source.text[at : edit.start]
-        text += [kept, edit.text]
-        length += len(kept)
-        moved.append((edit, length, length + len(edit.text)))
-        length += len(edit.text)
+        new += source.text[at : edit.start]
+        moved.append((edit, len(new), len(new) + len(edit.text)))
+        new += edit.text
         at = edit.end
-    new = "".join([*text, source.text[at:]])
+    new += source.text[at:]
     try:
         _parse(source, new, edits)
     except (SyntaxError, ValueError) as error:
         raise FixRefused(f"the code it would write is not valid Python: {error}") from None
-    regions = tuple(_region(new, rewrite, moved) for rewrite in rewrites)
-    return Patched(new, regions)
+    regions = (
+        tuple(_lines_of(new, start, end) for edit, start, end in moved if edit in rewrite.edits)
+        for rewrite in rewrites
+    )
+    return Patched(new, tuple(regions))
 
 
 def _parse(source: SourceFile, new: str, edits: Sequence[TextEdit]) -> None:
-    """Parse the new text of the edited statements of the module, or of one of its classes.
-
-    Raises `SyntaxError` or `ValueError` if it is not valid Python.
-    """
+    """Parse the new text of the edited statements of the module, or of one of its classes."""
     if not edits:
         return
     first, last = edits[0].start, max(edit.end for edit in edits)
     held, begin = _held(source, source.tree.body, first, last)
-    holder = held[0] if len(held) == 1 else None
-    inside = isinstance(holder, ast.ClassDef) and _is_below(source, holder, first)
-    if inside:
-        held, begin = _held(source, holder.body, first, last)  # type: ignore[union-attr]
+    head = ""
+    if len(held) == 1 and isinstance(holder := held[0], ast.ClassDef):
+        line = holder.body[0].lineno
+        if line > holder.lineno and source.line_start(line) <= first:
+            held, begin = _held(source, holder.body, first, last)
+            head = "class _:\n"
     lines = max([source.line_of(last), *(one.end_lineno or one.lineno for one in held)])
     text = new[begin : source.line_start(lines + 1) + len(new) - len(source.text)]
-    if len(ast.parse(f"class _:\n{text}" if inside else text).body) > 1 and inside:
+    if len(ast.parse(head + text).body) > 1 and head:
         raise SyntaxError("the next statement is no longer in its class")
-
-
-def _is_below(source: SourceFile, holder: ast.ClassDef, first: int) -> bool:
-    """Return True if an offset is in the body of a class whose body starts on its own line."""
-    line = holder.body[0].lineno
-    return line > holder.lineno and source.line_start(line) <= first
 
 
 def _held(
@@ -143,12 +138,6 @@ def _lines(text: str) -> list[str]:
     return text.splitlines(keepends=True) if "\f" not in text else text.split("\n")
 
 
-def _region(
-    new: str, rewrite: Rewrite, moved: Sequence[tuple[TextEdit, int, int]]
-) -> tuple[tuple[int, int], ...]:
-    return tuple(_lines_of(new, begin, end) for edit, begin, end in moved if edit in rewrite.edits)
-
-
 def _lines_of(new: str, begin: int, end: int) -> tuple[int, int]:
     first = new.count("\n", 0, begin) + 1
     if begin == end:
@@ -156,15 +145,7 @@ def _lines_of(new: str, begin: int, end: int) -> tuple[int, int]:
     return first, first + new.count("\n", begin, max(begin, end - new[begin:end].endswith("\n")))
 
 
-def _touch(one: Rewrite, other: Rewrite) -> bool:
-    if one.match.source is not other.match.source:
-        return False
-    return any(_overlap(a, b) for a in one.edits for b in other.edits)
-
-
 def _overlap(one: TextEdit, other: TextEdit) -> bool:
     if one == other:
         return one.start != one.end
-    if one.start == one.end or other.start == other.end:
-        return one.start < other.end and other.start < one.end
     return one.start < other.end and other.start < one.end

@@ -13,7 +13,7 @@ import re
 import stat
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,12 +43,8 @@ def why_not(path: Path, project: Path) -> str | None:
         return str(error)
     if not resolved.stat().st_mode & stat.S_IWUSR or not os.access(resolved.parent, os.W_OK):
         return "it, or its folder, is read-only"
-    head = "\n".join(
-        line for line in text[:_HEAD].split("\n")[:10] if line.lstrip().startswith("#")
-    )
-    if _GENERATED.search(head):
-        return "it is marked as generated"
-    return None
+    head = [line for line in text[:_HEAD].split("\n")[:10] if line.lstrip().startswith("#")]
+    return "it is marked as generated" if any(map(_GENERATED.search, head)) else None
 
 
 def write_sources(texts: Mapping[str, str], before: Mapping[str, str], project: Path) -> None:
@@ -67,21 +63,24 @@ def write_sources(texts: Mapping[str, str], before: Mapping[str, str], project: 
             )
     home = project.resolve()
     changes = [_change(name, text, before[name]) for name, text in texts.items()]
-    new = {path: after for path, _, after in changes}
-    for path, _, after in changes:
-        if after != new[path]:
+    files: dict[Path, FileWrite] = {}
+    for path, data, after in changes:
+        relative = path.relative_to(home).as_posix()
+        file = files.setdefault(path, FileWrite(path=relative, before=data, after=after))
+        if file.after != after:
             raise UsageError(
                 f"{path} has two names, each with another new text, so no file was written. "
                 "Fix it under one name."
             )
-    carry_out(new_write(home, list({one[0]: one for one in changes}.values())), home)
+    when = time.strftime("%Y-%m-%d %H:%M:%S")
+    _carry_out(SourceWrite(key=uuid.uuid4().hex, when=when, files=tuple(files.values())), home)
 
 
 def _change(name: str, text: str, before: str) -> tuple[Path, bytes, bytes]:
     """Return the file behind a name, and its bytes before and after."""
     path = Path(name).resolve()
     encoding = read_source(path)[1]
-    data = held(path) or b""
+    data = _held(path) or b""
     if data.decode(encoding, "replace") != before:
         raise UsageError(
             f"{name} has changed since it was read, so no file was written. Run the command again."
@@ -112,51 +111,51 @@ def undo_sources(start: Path) -> UndoResult:
             f"there is nothing to undo for {start}: no write of source by torchtrim is kept in "
             f"{FOLDER} there or in a folder above. Only the last write is kept, until it is undone."
         )
-    refused = [
-        (one, found) for one in write.files if (found := _why_stays(one, project)) is not None
-    ]
-    stay = tuple(one for one, _ in refused)
+    reasons = [(file, _why_stays(file, project)) for file in write.files]
+    stay = tuple(file for file, reason in reasons if reason is not None)
     back = [
-        msgspec.structs.replace(one, before=one.after, after=one.before)
-        for one in write.files
-        if one not in stay and held(project / one.path) != one.before
+        msgspec.structs.replace(file, before=file.after, after=file.before)
+        for file, reason in reasons
+        if reason is None and _held(project / file.path) != file.before
     ]
     if back or not stay:
         undoing = msgspec.structs.replace(write, files=tuple(back), undoes=True, remaining=stay)
-        carry_out(undoing, project)
-    paths = tuple(project / one.path for one in back)
-    refusals = tuple((project / one.path, *found) for one, found in refused)
-    return UndoResult(paths, refusals, notes)
+        _carry_out(undoing, project)
+    paths = tuple(project / file.path for file in back)
+    refused = tuple((project / file.path, *reason) for file, reason in reasons if reason)
+    return UndoResult(paths, refused, notes)
 
 
-def _why_stays(one: FileWrite, project: Path) -> tuple[str, str] | None:
+def _why_stays(file: FileWrite, project: Path) -> tuple[str, str] | None:
     """Return why a file is not restored, and the diff to apply by hand; None if it can be restored."""
-    path = project / one.path
-    now = held(path)
-    if now == one.before:
+    path = project / file.path
+    now = _held(path)
+    if now == file.before:
         return None
-    after, before = (data.decode(errors="replace") for data in (one.after, one.before))
-    diff = diff_of(one.path, after, before)
     if now is None:
-        return "it is missing or unreadable", diff
-    if now != one.after:
-        return "it was edited since torchtrim wrote it", diff
-    reason = why_not(path, project)
-    return None if reason is None else (reason, diff)
+        reason: str | None = "it is missing or unreadable"
+    elif now != file.after:
+        reason = "it was edited since torchtrim wrote it"
+    else:
+        reason = why_not(path, project)
+    after, before = (data.decode(errors="replace") for data in (file.after, file.before))
+    return None if reason is None else (reason, diff_of(file.path, after, before))
 
 
 def settle_killed(start: Path) -> tuple[str, ...]:
     """Restore or complete an interrupted write of source around a path, and return notes on it."""
     project = holder_of(start, pending=True)
-    found = restored(project, why_not) if project is not None else None
-    if found is None:
+    if project is None or not any((project / FOLDER / name).is_file() for name in (_PENDING, _NEW)):
         return ()
-    names = ", ".join(map(str, found.paths))
-    if found.undone:
-        return (f"an earlier write of source was interrupted; its files were restored: {names}.",)
-    return (
-        f"an earlier write of source was interrupted after its last file; it is complete: {names}.",
+    with _locked(project / FOLDER):
+        recovery = _settle(project, checked=True)
+    if recovery is None:
+        return ()
+    outcome = (
+        "; its files were restored" if recovery.undone else " after its last file; it is complete"
     )
+    names = ", ".join(map(str, recovery.paths))
+    return (f"an earlier write of source was interrupted{outcome}: {names}.",)
 
 
 FOLDER = ".torchtrim"
@@ -164,7 +163,6 @@ _PENDING, _WRITTEN, _NEW = "writing.json", "written.json", "new.json"
 _MOST_BYTES = 2**28
 """Arbitrary: bounds the memory that a damaged journal can take."""
 _IGNORED = b"# Data that torchtrim keeps to undo its last write of source.\n*\n"
-Check = Callable[[Path, Path], str | None]
 
 
 class Recovery(NamedTuple):
@@ -176,36 +174,25 @@ class Recovery(NamedTuple):
 
 def last_write(project: Path) -> SourceWrite | None:
     """Return the last write of source in a project, unless it was undone. Raises `UnreadableInput`."""
-    return _load(_folder(project) / _WRITTEN)
+    return _load(project / FOLDER / _WRITTEN)
 
 
 def holder_of(path: Path, *, pending: bool = False) -> Path | None:
     """Return the folder at or above a path that keeps the newest write, among this user's own folders."""
     names = (_PENDING, _NEW) if pending else (_WRITTEN,)
-    start, found = Path(os.path.realpath(path)), []
-    for candidate in (start, *start.parents):
+    start = Path(os.path.realpath(path))
+    writes: list[tuple[int, Path]] = []
+    for folder in (start, *start.parents):
         for name in names:
             with contextlib.suppress(OSError):
-                if _is_own(_folder(candidate)):
-                    found.append(((_folder(candidate) / name).stat().st_mtime_ns, candidate))
-    return max(found)[1] if found else None
+                if _is_own(folder / FOLDER):
+                    writes.append(((folder / FOLDER / name).stat().st_mtime_ns, folder))
+    return max(writes)[1] if writes else None
 
 
-def new_write(project: Path, changes: Sequence[tuple[Path, bytes, bytes]]) -> SourceWrite:
-    """Return a write of files, given each path and its bytes before and after."""
-    files = tuple(
-        FileWrite(path=path.relative_to(project).as_posix(), before=before, after=after)
-        for path, before, after in changes
-    )
-    return SourceWrite(key=uuid.uuid4().hex, when=time.strftime("%Y-%m-%d %H:%M:%S"), files=files)
-
-
-def carry_out(write: SourceWrite, project: Path) -> None:
-    """Replace the files of a write, all or none. Hard links to one file stay hard links.
-
-    Raises `UsageError` if the disk or a folder refuses: then no file was replaced.
-    """
-    folder = _folder(project)
+def _carry_out(write: SourceWrite, project: Path) -> None:
+    """Replace the files of a write; none if the disk or a folder refuses. Hard links stay hard links."""
+    folder = project / FOLDER
     try:
         folder.mkdir(exist_ok=True)
         (folder / ".gitignore").write_bytes(_IGNORED)
@@ -220,7 +207,7 @@ def carry_out(write: SourceWrite, project: Path) -> None:
                 new.replace(path)
             _complete(write, folder)
         except BaseException as error:
-            settled = _settle(project, folder)
+            settled = _settle(project)
             if isinstance(error, OSError):
                 if settled is not None and not settled.undone:
                     return
@@ -234,13 +221,13 @@ def _staged(write: SourceWrite, project: Path) -> list[tuple[Path, Path]]:
     """Return the new files, each next to the one it replaces, with hard links preserved."""
     first: dict[tuple[int, int], Path] = {}
     staged = []
-    for one in write.files:
-        path = project / one.path
-        found = path.stat()
+    for file in write.files:
+        path = project / file.path
+        status = path.stat()
         new = _name_beside(path)
-        known = first.setdefault((found.st_dev, found.st_ino), new)
-        if known is new or not found.st_ino:
-            _beside(path, one.after)
+        known = first.setdefault((status.st_dev, status.st_ino), new)
+        if known is new or not status.st_ino:
+            _beside(path, file.after)
         else:
             new.unlink(missing_ok=True)
             new.hardlink_to(known)
@@ -248,47 +235,31 @@ def _staged(write: SourceWrite, project: Path) -> list[tuple[Path, Path]]:
     return staged
 
 
-def restored(project: Path, why_not: Check) -> Recovery | None:
-    """Restore or complete an interrupted write; None if there was none.
-
-    `why_not(path, project)` returns why a file must not be edited, or None.
-    """
-    folder = _folder(project)
-    if not any((folder / name).is_file() for name in (_PENDING, _NEW)):
-        return None
-    with _locked(folder):
-        return _settle(project, folder, why_not)
-
-
-def _settle(project: Path, folder: Path, why_not: Check | None = None) -> Recovery | None:
+def _settle(project: Path, *, checked: bool = False) -> Recovery | None:
+    """Restore or complete an interrupted write. `checked`: refuse if a file must not be edited."""
+    folder = project / FOLDER
     write = _load(folder / _PENDING)
     (folder / _NEW).unlink(missing_ok=True)
     if write is None:
         return None
-    if why_not is not None:
-        _check(write, project, why_not)
-    paths = tuple(project / one.path for one in write.files)
-    now = [held(path) for path in paths]
+    paths = tuple(project / file.path for file in write.files)
+    for path in filter(Path.exists, paths if checked else ()):
+        if (reason := why_not(path, project)) is not None:
+            raise UsageError(
+                f"{folder / _PENDING} belongs to an interrupted write, and {path} cannot be restored: "
+                f"{reason}. Make it writable and run this again, or delete {_PENDING}."
+            )
+    replaced = [_held(path) == file.after for path, file in zip(paths, write.files, strict=True)]
     for path in paths:
         _name_beside(path).unlink(missing_ok=True)
-    if all(bytes_ == one.after for bytes_, one in zip(now, write.files, strict=True)):
+    if all(replaced):
         _complete(write, folder)
         return Recovery(False, paths)
-    for path, bytes_, one in zip(paths, now, write.files, strict=True):
-        if bytes_ == one.after:
-            _beside(path, one.before).replace(path)
+    for path, file, is_new in zip(paths, write.files, replaced, strict=True):
+        if is_new:
+            _beside(path, file.before).replace(path)
     (folder / _PENDING).unlink(missing_ok=True)
     return Recovery(True, paths)
-
-
-def _check(write: SourceWrite, project: Path, why_not: Check) -> None:
-    for one in write.files:
-        path = project / one.path
-        if path.exists() and (reason := why_not(path, project)) is not None:
-            raise UsageError(
-                f"{_folder(project) / _PENDING} belongs to an interrupted write, and {path} cannot be "
-                f"restored: {reason}. Make it writable and run this again, or delete {_PENDING}."
-            )
 
 
 def _complete(write: SourceWrite, folder: Path) -> None:
@@ -310,7 +281,7 @@ def _store(write: SourceWrite, path: Path) -> None:
     new.replace(path)
 
 
-def held(path: Path) -> bytes | None:
+def _held(path: Path) -> bytes | None:
     """Return the bytes of a file, or None if it cannot be read."""
     try:
         return read_bounded(path, _MOST_BYTES)
@@ -333,20 +304,16 @@ def _beside(path: Path, content: bytes) -> Path:
     return new
 
 
-def _folder(project: Path) -> Path:
-    return project / FOLDER
-
-
 def _load(path: Path) -> SourceWrite | None:
     if not path.is_file():
         return None
     write = decode(read_bounded(path, _MOST_BYTES), SourceWrite, str(path))
     project = path.parent.parent.resolve()
-    for one in (*write.files, *write.remaining):
-        inside = (project / one.path).resolve().is_relative_to(project)
-        if not inside or ".git" in Path(one.path).parts:
+    for file in (*write.files, *write.remaining):
+        inside = (project / file.path).resolve().is_relative_to(project)
+        if not inside or ".git" in Path(file.path).parts:
             raise UnreadableInput(
-                f"{path} names {one.path}, which is not a source file of {project}. Delete {path.name}: it "
+                f"{path} names {file.path}, which is not a source file of {project}. Delete {path.name}: it "
                 "is damaged, or came with someone else's files."
             )
     return write

@@ -6,9 +6,12 @@ To add a fix, add a file to `fixes/` that defines `FIX`, or `FIXES` for a family
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
+import io
 import pkgutil
 import sys
+import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -32,6 +35,11 @@ class TextEdit(NamedTuple):
     start: int
     end: int
     text: str
+
+    @classmethod
+    def of(cls, source: SourceFile, node: ast.AST, text: str) -> TextEdit:
+        """Return the edit that writes a text instead of a node."""
+        return cls(source.start(node), source.end(node), text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,20 +77,17 @@ class Match:
 
     def probe(self, number: int) -> Probe:
         """Return the probe that observes the values the fix needs."""
-        return Probe(
-            number=number,
-            path=self.source.path,
-            parts={
-                name: spot(node)
-                for name, node in self.parts.items()
-                if not isinstance(node, ast.Slice | ast.Starred)
-            },
-        )
+        parts = {
+            name: spot(node)
+            for name, node in self.parts.items()
+            if not isinstance(node, ast.Slice | ast.Starred)
+        }
+        return Probe(number=number, path=self.source.path, parts=parts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rewrite:
-    """What a fix writes at one match, ready to be applied.
+    """The edits of a fix at one match, ready to be applied.
 
     `equivalence` is the most that the certificate may claim. `open_needs` are assumptions that no run has
     shown; `risk` says what may differ even if they hold. A rewrite is safe only without either.
@@ -133,14 +138,12 @@ class Fix:
         object.__setattr__(self, "doc", inspect.cleandoc(doc))
 
     def places(self, source: SourceFile) -> tuple[Match, ...]:
-        """Return the matches in a source, except in code that a guard keeps unchanged. Searches once
-        per source.
-        """
+        """Return the matches in a source, except in code that a guard keeps unchanged; found only once."""
         if self.name not in source.memo:
-            found: list[Match] = []
+            chosen: list[Match] = []
             with isolated("fix", self.name):
-                found += (one for one in self.find(source) if not is_fallback(source, one.node))
-            source.memo[self.name] = tuple(found)
+                chosen += (one for one in self.find(source) if not is_fallback(source, one.node))
+            source.memo[self.name] = tuple(chosen)
         return source.memo[self.name]
 
     @property
@@ -155,6 +158,7 @@ class Fix:
             written = self.write(match, facts)
         if written is None:
             raise FixRefused("it failed, which is a bug in torchtrim. Write this place by hand.")
+        check_comments(match.source, written.edits)
         return Rewrite(
             match=match,
             edits=written.edits,
@@ -162,6 +166,25 @@ class Fix:
             open_needs=tuple(facts.missing),
             risk=written.risk,
         )
+
+
+def check_comments(source: SourceFile, edits: Iterable[TextEdit]) -> None:
+    """Raise `FixRefused` if an edit would drop a comment."""
+    for edit in edits:
+        for comment in comments(source.text[edit.start : edit.end]):
+            if comment not in edit.text:
+                raise FixRefused(
+                    f"the comment {comment[:60]!r} inside it would be lost. Move it first"
+                )
+
+
+def comments(text: str) -> Iterator[str]:
+    """Yield the comments in a piece of source."""
+    if "#" in text:
+        with contextlib.suppress(tokenize.TokenError, IndentationError):
+            for token in tokenize.generate_tokens(io.StringIO(text).readline):
+                if token.type == tokenize.COMMENT:
+                    yield token.string
 
 
 def of_forms(fix: Callable[[], Fix], *forms: str) -> Callable[[SourceFile], Iterator[Match]]:
@@ -186,20 +209,20 @@ _HOME = "torchtrim.fixes"
 
 def all_fixes() -> tuple[Fix, ...]:
     """Return all fixes of the package by name, except those whose file cannot be imported."""
-    found, failed = _imported(tuple(import_module(_HOME).__path__))
-    for one in failed:
-        note(one)
-    return found
+    fixes, failed = _imported(tuple(import_module(_HOME).__path__))
+    for failure in failed:
+        note(failure)
+    return fixes
 
 
 @cache
 def _imported(folders: tuple[str, ...]) -> tuple[tuple[Fix, ...], tuple[Failure, ...]]:
-    found: list[Fix] = []
+    fixes: list[Fix] = []
     with collected() as failed:
-        for name in sorted(one.name for one in pkgutil.iter_modules(folders)):
+        for name in sorted(module.name for module in pkgutil.iter_modules(folders)):
             with isolated("fix", name):
-                found += fixes_of(import_module(f"{_HOME}.{name}"))
-    return tuple(sorted(found, key=lambda fix: fix.name)), tuple(failed)
+                fixes += fixes_of(import_module(f"{_HOME}.{name}"))
+    return tuple(sorted(fixes, key=lambda fix: fix.name)), tuple(failed)
 
 
 def fixes_of(home: ModuleType) -> tuple[Fix, ...]:
@@ -210,6 +233,6 @@ def fixes_of(home: ModuleType) -> tuple[Fix, ...]:
 def matches(source: SourceFile, codes: Iterable[str] | None = None) -> Iterator[Match]:
     """Yield every match in a source by line, of the fixes for `codes` if given."""
     wanted = None if codes is None else set(codes)
-    chosen = [one for one in all_fixes() if wanted is None or wanted & set(one.codes)]
-    found = [match for fix in chosen for match in fix.places(source)]
+    chosen = [fix for fix in all_fixes() if wanted is None or wanted & set(fix.codes)]
+    found = (match for fix in chosen for match in fix.places(source))
     return iter(sorted(found, key=lambda match: match.lines))

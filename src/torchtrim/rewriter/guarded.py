@@ -8,36 +8,44 @@ from dataclasses import replace as changed
 from typing import TypeVar
 
 from torchtrim.records.probes import ObservedValue
-from torchtrim.rewriter.fix import Match, TextEdit
+from torchtrim.rewriter.fix import Match, TextEdit, check_comments
 from torchtrim.rewriter.replace import atom, need_indentation, torch_of
 from torchtrim.source.facts import Facts, FixRefused, is_tensor
 from torchtrim.source.names import stores
+from torchtrim.source.nodes import (
+    constant_of,
+    find_all,
+    is_stored,
+    method_of,
+    name_set,
+    names_bound,
+    names_in,
+    receiver,
+)
 from torchtrim.source.operations import is_pure, is_simple
 from torchtrim.source.source import Function, SourceFile
-from torchtrim.source.typed import names_in
+from torchtrim.source.typed import operands_in
 
 T = TypeVar("T")
 
 
 def kinds_tested(match: Match, facts: Facts, texts: Mapping[str, str], torch: str) -> str:
-    """Return the test for the observed ranks and types: `"(x.dim(), mask.dim()) == (2, 1) and mask.dtype ==
-    torch.bool"`.
+    """Return the test for the observed ranks and types, such as `x.dim() == 2 and x.dtype == torch.bool`.
 
     `texts` maps parts to the text to write for them; parts that are not tensors are left out. `torch` is the
     file's name for it. Empty without evidence. Raises `FixRefused` if runs differ.
     """
-    ranks: dict[str, int] = {}
+    ranks: dict[str, str] = {}
     types: list[str] = []
     for part, text in texts.items():
         rank = _common(facts, part, f"the rank of `{text}`", _rank)
         if rank is None or rank < 0:
             continue
-        ranks[text] = rank
+        ranks[f"{text}.dim()"] = str(rank)
         if keeps_type(match.source, match.parts[part]):
             kind = _common(facts, part, f"the type of `{text}`", lambda seen: seen.dtype)
             types.append(f"{text}.dtype == {torch}.{kind}")
-    test = _equal([f"{text}.dim()" for text in ranks], [str(rank) for rank in ranks.values()])
-    return " and ".join([test, *dict.fromkeys(types)]) if test else ""
+    return " and ".join([_equal(ranks), *dict.fromkeys(types)]) if ranks else ""
 
 
 def _rank(seen: ObservedValue) -> int:
@@ -46,10 +54,10 @@ def _rank(seen: ObservedValue) -> int:
 
 def _common(facts: Facts, part: str, what: str, get: Callable[[ObservedValue], T]) -> T | None:
     """Return the property that a part had in all runs that computed it, or None if none did."""
-    found = {get(getattr(values, part)) for values in facts.executions if values.has(part)}
-    if len(found) > 1:
+    shown = {get(getattr(values, part)) for values in facts.executions if values.has(part)}
+    if len(shown) > 1:
         raise FixRefused(f"{what} differs between observed runs")
-    return found.pop() if found else None
+    return shown.pop() if shown else None
 
 
 def for_kinds_seen(match: Match, facts: Facts, edits: Sequence[TextEdit]) -> tuple[TextEdit, ...]:
@@ -59,6 +67,7 @@ def for_kinds_seen(match: Match, facts: Facts, edits: Sequence[TextEdit]) -> tup
     computes a part.
     """
     source = match.source
+    check_comments(source, edits)
     tensors = [
         part
         for part, node in match.parts.items()
@@ -73,34 +82,34 @@ def for_kinds_seen(match: Match, facts: Facts, edits: Sequence[TextEdit]) -> tup
     test = kinds_tested(match, facts, texts, torch)
     if not test:
         return tuple(edits)
-    used = {one.id for part in tensors for one in _names(match.parts[part])}
-    own = [one for one in edits if one not in imports]
+    used = set().union(*(names_in(match.parts[part]) for part in tensors))
+    own = [edit for edit in edits if edit not in imports]
     return (*imports, *_where(match, own, test, used))
 
 
 def _where(
     match: Match, edits: Sequence[TextEdit], test: str, used: set[str]
 ) -> tuple[TextEdit, ...]:
+    """Return the edits under the test, which uses some names, in the expression or around its statements."""
     source = match.source
     if (chosen := _in_place(match, edits, test)) is not None:
         return chosen
-    span, inner = _span(source, match, edits)
-    made = {
-        node.id
-        for statement in source.block(span[0])
-        if source.start(span[0]) <= source.start(statement) <= source.start(span[1])
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
-    bound = {one.id for node in _loops(span) for one in _names(node.target)}
-    if hidden := used & (bound if span[0] is span[1] else made):
+    (first, last), inner = _span(source, match, edits)
+    if first is last:
+        loops = find_all(first, ast.comprehension)
+        bound = set().union(*(names_in(loop.target) for loop in loops))
+    else:
+        block = source.block(first)
+        between = block[block.index(first) : block.index(last) + 1]
+        bound = set().union(*map(names_bound, between))
+    if hidden := used & bound:
         raise FixRefused(
             f"the fix depends on the rank of `{min(hidden)}`, which gets its value there. Write a "
             "loop, or a statement before"
         )
-    outer = [one for one in edits if one not in inner]
-    returns = isinstance(span[1], ast.Return)
-    return (*outer, *guarded(source, inner, span, test, returns=returns))
+    outer = [edit for edit in edits if edit not in inner]
+    returns = isinstance(last, ast.Return)
+    return (*outer, *guarded(source, inner, (first, last), test, returns=returns))
 
 
 _WIDTH = 100
@@ -108,27 +117,31 @@ _WIDTH = 100
 
 
 def _in_place(match: Match, edits: Sequence[TextEdit], test: str) -> tuple[TextEdit, ...] | None:
-    """Return the match's expression as `new if test else old`, so that its statement stays one.
-
-    Returns None if the edits change more than the expression.
-    """
+    """Return the match's expression as `new if test else old`; None if the edits change more than that."""
     source, node = match.source, match.node
-    if not isinstance(node, ast.expr) or any(_is_long(one) for one in ast.walk(node)):
+    if not isinstance(node, ast.expr) or any(map(_is_long, ast.walk(node))):
         return None
     start, end = source.start(node), source.end(node)
-    inner = [one for one in edits if start <= one.start and one.end <= end]
-    block = source.block(source.statement(node))
-    first, last = source.line_start(block[0].lineno), source.end(block[-1])
-    outer = [one for one in edits if one not in inner]
-    if not inner or any(first <= one.start and one.end <= last for one in outer):
+    inner = _edits_in(edits, start, end)
+    outer = [edit for edit in edits if edit not in inner]
+    if not inner or _edits_in(outer, *_block_of(source, node)):
         return None
     new, old = _patched(source.text, inner, start, end), source.text[start:end]
     return (*outer, TextEdit(start, end, _choice(source, node, new, test, old)))
 
 
+def _edits_in(edits: Iterable[TextEdit], start: int, end: int) -> list[TextEdit]:
+    return [edit for edit in edits if start <= edit.start and edit.end <= end]
+
+
+def _block_of(source: SourceFile, node: ast.AST) -> tuple[int, int]:
+    """Return the first and last offset of the block that contains the node's statement."""
+    block = source.block(source.statement(node))
+    return source.line_start(block[0].lineno), source.end(block[-1])
+
+
 def _choice(source: SourceFile, node: ast.expr, new: str, test: str, old: str) -> str:
-    outer = source.parents[node]
-    whole = isinstance(outer, ast.Return | ast.Assign)
+    whole = isinstance(source.parents[node], ast.Return | ast.Assign)
     text = f"{new} if {test} else {old}"
     before = source.start(node) - source.line_start(node.lineno)
     if "\n" not in text and before + len(text) + 2 <= _WIDTH:
@@ -140,45 +153,32 @@ def _choice(source: SourceFile, node: ast.expr, new: str, test: str, old: str) -
     return source.newline.join([*lines, f"{blanks})"])
 
 
-def _loops(span: tuple[ast.stmt, ast.stmt]) -> Iterable[ast.comprehension]:
-    return (one for end in span for one in ast.walk(end) if isinstance(one, ast.comprehension))
-
-
-def _names(node: ast.AST) -> Iterable[ast.Name]:
-    return (one for one in ast.walk(node) if isinstance(one, ast.Name))
-
-
 def _span(
     source: SourceFile, match: Match, edits: Sequence[TextEdit]
 ) -> tuple[tuple[ast.stmt, ast.stmt], list[TextEdit]]:
     """Return the first and last statement of the match's block that the edits change, and those edits."""
     begin = match.begin if isinstance(match.begin, ast.stmt) else match.node
-    block = source.block(source.statement(begin))
-    start, end = source.line_start(block[0].lineno), source.end(block[-1])
-    inner = [one for one in edits if start <= one.start and one.end <= end]
-    low, high = min(one.start for one in inner), max(one.end for one in inner)
+    inner = _edits_in(edits, *_block_of(source, begin))
+    low, high = min(edit.start for edit in inner), max(edit.end for edit in inner)
     touched = [
-        one
-        for one in block
-        if source.end(one) > low and source.line_start(one.lineno) < max(high, low + 1)
+        statement
+        for statement in source.block(source.statement(begin))
+        if source.end(statement) > low and source.line_start(statement.lineno) < max(high, low + 1)
     ]
     if any(hasattr(one, "body") and one is not match.begin for one in touched):
         raise FixRefused("it is in the header of a compound statement. Assign it to a name first")
     return (touched[0], touched[-1]), inner
 
 
-_KEEPS_TYPE = frozenset(("clone", "permute", "transpose", "detach", "contiguous"))
-_KEEPS_RANK = _KEEPS_TYPE | frozenset(
-    ("to", "float", "half", "bfloat16", "double", "long", "bool", "logical_not")
-)
+_KEEPS_TYPE = name_set("clone permute transpose detach contiguous")
+_KEEPS_RANK = _KEEPS_TYPE | name_set("to float half bfloat16 double long bool logical_not")
 
 
 def keeps_type(source: SourceFile, node: ast.expr) -> bool:
     """Return True if the tensor from `of_same_rank` also has the node's type."""
     while (inner := _inside(source, node)) is not None:
-        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
         turned = isinstance(node, ast.UnaryOp) and not isinstance(node.op, ast.Not)
-        if not turned and not (called and node.func.attr in _KEEPS_TYPE):  # type: ignore[attr-defined]
+        if not turned and method_of(node) not in _KEEPS_TYPE:
             return False
         node = inner
     return True
@@ -206,14 +206,8 @@ def _inside(source: SourceFile, node: ast.expr) -> ast.expr | None:
         return node.left
     if isinstance(node, ast.BinOp) and isinstance(node.right, ast.Constant):
         return node.left
-    if (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in _KEEPS_RANK
-        and source.dotted(node.func) is None
-    ):
-        return node.func.value
-    return None
+    imported = isinstance(node, ast.Call) and source.dotted(node.func)
+    return None if imported else receiver(node, _KEEPS_RANK)
 
 
 _HOLDING = ("dict", "list", "defaultdict", "OrderedDict")
@@ -250,24 +244,20 @@ def _made_of(match: Match, parts: Iterable[str]) -> Iterator[ast.expr]:
 
 def _leaves(node: ast.AST, source: SourceFile) -> Iterator[ast.expr]:
     """Yield the names, attributes and constant items such as `batch["y"]` that a value is computed from."""
-    if isinstance(node, ast.Subscript) and _is_item(node) and not list(_dotted(node, source)):
+    if (
+        isinstance(node, ast.Subscript)
+        and _is_item(node)
+        and not any(source.dotted(part) for part in ast.walk(node))
+    ):
         yield node
     elif isinstance(node, ast.Name | ast.Attribute) and _is_item(node):
-        yield from names_in(node, source)
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        for one in (node.func.value, *node.args, *node.keywords):
-            yield from _leaves(one, source)
+        yield from operands_in(node, source)
     else:
-        for child in ast.iter_child_nodes(node):
-            yield from _leaves(child, source)
-
-
-def _dotted(node: ast.AST, source: SourceFile) -> Iterator[ast.AST]:
-    return (
-        one
-        for one in ast.walk(node)
-        if isinstance(one, ast.Name | ast.Attribute) and source.dotted(one) is not None
-    )
+        parts: Iterable[ast.AST] = ast.iter_child_nodes(node)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            parts = (node.func.value, *node.args, *node.keywords)
+        for part in parts:
+            yield from _leaves(part, source)
 
 
 def _is_item(node: ast.AST) -> bool:
@@ -284,11 +274,11 @@ def _assigned_later(match: Match, name: ast.expr) -> ast.expr | None:
     if not isinstance(name, ast.Name) or not isinstance(function, Function):
         return None
     places = stores(function, name.id)
-    made = source.parents[places[0]] if len(places) == 1 else None
+    assign = source.parents[places[0]] if len(places) == 1 else None
     first = source.start(source.statement(match.begin or match.node))
-    if not isinstance(made, ast.Assign) or source.start(made) < first:
+    if not isinstance(assign, ast.Assign) or source.start(assign) < first:
         return None
-    return made.value
+    return assign.value
 
 
 def for_names_seen(
@@ -304,22 +294,18 @@ def for_names_seen(
     if not test:
         return tuple(edits)
     check_bound(match, nodes, match.begin or match.node)
-    own = [one for one in edits if one not in imports]
-    block = source.block(source.statement(match.begin or match.node))
-    start, end = source.line_start(block[0].lineno), source.end(block[-1])
-    if any(one.start < start or one.end > end for one in own):
+    own = [edit for edit in edits if edit not in imports]
+    if len(_edits_in(own, *_block_of(source, match.begin or match.node))) < len(own):
         raise FixRefused("its value is used in another block. Use one name per block")
-    used = {one.id for node in nodes for one in _names(node)}
-    return (*imports, *_where(match, own, test, used))
+    return (*imports, *_where(match, own, test, set().union(*map(names_in, nodes))))
 
 
 def names_tested(
     match: Match, facts: Facts, of: Iterable[str] | None = None
 ) -> tuple[str, tuple[TextEdit, ...], list[ast.expr]]:
-    """Return the test for the observed ranks and types of the parts' names, the import it needs, and the
-    names.
+    """Return the test for the observed ranks and types of the parts' names, its import, and the names.
 
-    The test is empty if nothing was observed.
+    The test is empty without an observation.
     """
     source = match.source
     deciding = [part for part in of or match.parts if not part.startswith(NAMED)]
@@ -328,22 +314,17 @@ def names_tested(
             "the fix depends on the type of a function's result. Assign it to a name first"
         )
     texts = {ast.unparse(one) for one in _made_of(match, deciding)}
-    kinds: dict[str, tuple[int, str]] = {}
+    torch, imports = torch_of(source)
+    kinds: dict[str, str] = {}
     nodes: list[ast.expr] = []
     for part, node in match.parts.items():
         if part.startswith(NAMED) and ast.unparse(node) in texts:
             kind = _kind_of(facts, part, ast.unparse(node))
             if kind is not None:
-                kinds[source.segment(node)] = kind
+                text = source.segment(node)
+                kinds |= {f"{text}.dim()": str(kind[0]), f"{text}.dtype": f"{torch}.{kind[1]}"}
                 nodes.append(node)
-    if not kinds:
-        return "", (), []
-    torch, imports = torch_of(source)
-    test = _equal(
-        [f"{text}.{what}" for text in kinds for what in ("dim()", "dtype")],
-        [one for rank, kind in kinds.values() for one in (str(rank), f"{torch}.{kind}")],
-    )
-    return test, imports, nodes
+    return (_equal(kinds), imports, nodes) if kinds else ("", (), [])
 
 
 def _kind_of(facts: Facts, part: str, text: str) -> tuple[int, str] | None:
@@ -351,9 +332,8 @@ def _kind_of(facts: Facts, part: str, text: str) -> tuple[int, str] | None:
     rank = _common(facts, part, f"the rank of `{text}`", _rank)
     if rank is None:
         facts.leave_open(f"the type of `{text}`")
-    if any(
-        values.has(part) and getattr(values, part).kind in _HOLDING for values in facts.executions
-    ):
+    shown = (getattr(values, part) for values in facts.executions if values.has(part))
+    if any(seen.kind in _HOLDING for seen in shown):
         raise FixRefused(
             f"the fix depends on the type of the values in `{text}`. Assign them to names first"
         )
@@ -366,36 +346,33 @@ def check_bound(match: Match, nodes: Iterable[ast.expr], at: ast.AST) -> None:
     """Raise `FixRefused` if a name gets its value only after the statement of `at`."""
     source = match.source
     end = source.start(source.statement(at))
-    for node in nodes:
-        for one in ast.walk(source.function(match.node)):
-            later = isinstance(one, ast.Name | ast.Attribute) and not isinstance(one.ctx, ast.Load)
-            if later and ast.unparse(one) == ast.unparse(node) and source.start(one) > end:
-                raise FixRefused(
-                    f"the fix depends on the type of `{ast.unparse(node)}`, which gets its value later. "
-                    "Move the line after that"
-                )
+    parts = ast.walk(source.function(match.node))
+    later = {ast.unparse(one) for one in parts if is_stored(one) and source.start(one) > end}
+    if late := [text for node in nodes if (text := ast.unparse(node)) in later]:
+        raise FixRefused(
+            f"the fix depends on the type of `{late[0]}`, which gets its value later. "
+            "Move the line after that"
+        )
 
 
 def kinds_seen(known: Iterable[Mapping[str, ObservedValue]], torch: str) -> str:
-    """Return the test that tensors, by their text, have the observed ranks and types, and equal shapes if
-    they had.
+    """Return the test that tensors, by their text, have the observed ranks and types, and equal shapes.
 
-    Raises `FixRefused` if runs differ.
+    Without equal shapes in the run, the test requires the observed ones. Raises `FixRefused` if runs differ.
     """
-    found = [_kinds(names, torch) for names in known]
-    if any(one != found[0] for one in found):
+    tests = list(dict.fromkeys(_kinds(names, torch) for names in known))
+    if len(tests) > 1:
         raise FixRefused("ranks, types or relations of shapes differ between runs")
-    return found[0] if found else ""
+    return tests[0] if tests else ""
 
 
 def _kinds(names: Mapping[str, ObservedValue], torch: str) -> str:
     tensors = {text: seen for text, seen in sorted(names.items()) if is_tensor(seen)}
-    left = [f"{text}.{what}" for text in tensors for what in ("dim()", "dtype")]
-    right = [
-        one for seen in tensors.values() for one in (str(len(seen.shape)), f"{torch}.{seen.dtype}")
-    ]
+    kinds: dict[str, str] = {}
+    for text, seen in tensors.items():
+        kinds |= {f"{text}.dim()": str(len(seen.shape)), f"{text}.dtype": f"{torch}.{seen.dtype}"}
     sized = [(text, seen.shape) for text, seen in tensors.items() if seen.shape]
-    tests = [_equal(left, right)] if tensors else []
+    tests = [_equal(kinds)] if tensors else []
     if len(sized) > 1 and len({shape for _, shape in sized}) == 1:
         tests.append(" == ".join(f"{text}.shape" for text, _ in sized))
     elif len(sized) > 1:
@@ -403,12 +380,11 @@ def _kinds(names: Mapping[str, ObservedValue], torch: str) -> str:
     return " and ".join(tests)
 
 
-def _equal(left: Sequence[str], right: Sequence[str]) -> str:
-    if not left:
-        return ""
-    if len(left) == 1:
-        return f"{left[0]} == {right[0]}"
-    return f"({', '.join(left)}) == ({', '.join(right)})"
+def _equal(values: Mapping[str, str]) -> str:
+    """Return one comparison of all expressions with their values."""
+    if len(values) == 1:
+        return " == ".join(*values.items())
+    return f"({', '.join(values)}) == ({', '.join(values.values())})"
 
 
 def guarded(
@@ -428,37 +404,29 @@ def guarded(
     first, last = span
     blanks = need_indentation(source, first)
     start, end = source.line_start(first.lineno), source.end(last)
-    _check_lines(source, first, last)
-    inside = [one for one in edits if start <= one.start and one.end <= end]
+    strings = source.at({(ast.Constant, ""), (ast.JoinedStr, "")})
+    if any(_is_long(one) and source.start(first) <= source.start(one) < end for one in strings):
+        raise FixRefused("the statement contains a multi-line string. Assign it to a name first")
+    inside = _edits_in(edits, start, end)
     old = _patched(source.text, kept, start, end)
     new = _patched(source.text, inside, start, end)
-    newline = source.newline
     lines = [f"{blanks}if {test}:", _deeper(new)]
     lines += [old] if returns else [f"{blanks}else:", _deeper(old)]
-    outside = [one for one in edits if one not in inside]
-    return (*outside, TextEdit(start, end, newline.join(lines)))
-
-
-def _check_lines(source: SourceFile, first: ast.stmt, last: ast.stmt) -> None:
-    for node in source.at({(ast.Constant, ""), (ast.JoinedStr, "")}):
-        if _is_long(node) and source.start(first) <= source.start(node) < source.end(last):
-            raise FixRefused(
-                "the statement contains a multi-line string. Assign it to a name first"
-            )
+    outside = [edit for edit in edits if edit not in inside]
+    return (*outside, TextEdit(start, end, source.newline.join(lines)))
 
 
 def _is_long(node: ast.AST) -> bool:
-    text = isinstance(node, ast.JoinedStr) or (
-        isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
-    )
+    """Return True for a string of several lines, which must not be indented."""
+    text = isinstance(node, ast.JoinedStr) or isinstance(constant_of(node), str | bytes)
     return text and node.lineno != node.end_lineno  # type: ignore[attr-defined]
 
 
 def _patched(text: str, edits: Iterable[TextEdit], start: int, end: int) -> str:
     at, parts = start, []
-    for one in sorted(edits):
-        parts += [text[at : one.start], one.text]
-        at = one.end
+    for edit in sorted(edits):
+        parts += [text[at : edit.start], edit.text]
+        at = edit.end
     return "".join([*parts, text[at:end]])
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from torchtrim.records.files import write_atomically
-from torchtrim.rewriter.fix import Fix, all_fixes
+from torchtrim.rewriter.fix import all_fixes
 
 _HEAD = """# Fixes
 
@@ -24,17 +23,11 @@ fix is reverted. [How to use them](how-to/fix-syncs.md).
 def page() -> str:
     """Return the page as Markdown."""
     fixes = all_fixes()
-    rows = "".join(f"| [{c.name}](#{c.name}) | {_codes(c)} | {c.equivalence} |\n" for c in fixes)
-    return _HEAD + rows + "".join(_sections(fixes))
-
-
-def _sections(fixes: tuple[Fix, ...]) -> Iterator[str]:
-    for fix in fixes:
-        yield f"\n## {fix.name}\n\n{fix.doc}\n"
-
-
-def _codes(fix: Fix) -> str:
-    return ", ".join(fix.codes)
+    rows = [
+        f"| [{fix.name}](#{fix.name}) | {', '.join(fix.codes)} | {fix.equivalence} |\n"
+        for fix in fixes
+    ]
+    return "".join([_HEAD, *rows, *(f"\n## {fix.name}\n\n{fix.doc}\n" for fix in fixes)])
 
 
 def main(arguments: list[str]) -> None:

@@ -14,7 +14,6 @@ from torchtrim.rewriter.replace import atom
 from torchtrim.source.facts import (
     Facts,
     FixRefused,
-    Values,
     is_floating,
     is_integral,
     is_number,
@@ -22,17 +21,25 @@ from torchtrim.source.facts import (
     of_part,
 )
 from torchtrim.source.names import is_private, loads, parameters, stores
+from torchtrim.source.nodes import (
+    called,
+    constant_of,
+    find_all,
+    function_of,
+    inverted,
+    method_of,
+    name_set,
+)
 from torchtrim.source.operations import is_pure
 from torchtrim.source.source import Function, Loop, SourceFile
 from torchtrim.source.transfers import Read, is_single, read_of
 
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div)
-_TRUTH_NAMES = """
+_TRUTH = name_set("""
     eq ne lt le gt ge equal not_equal less less_equal greater greater_equal isnan isinf isfinite
     logical_and logical_or logical_not logical_xor bool isclose
-"""
-_TRUTH = frozenset(_TRUTH_NAMES.split())
-_SWALLOWING = frozenset(("suppress", "raises", "assertRaises"))
+""")
+_SWALLOWING = ("suppress", "raises", "assertRaises")
 
 
 @dataclass(frozen=True)
@@ -46,21 +53,20 @@ class Computed:
     @property
     def parts(self) -> dict[str, ast.expr]:
         """The parts to observe."""
-        found: dict[str, ast.expr] = {f"L{n}": read.tensor for n, read in enumerate(self.reads)}
-        return found | {f"K{n}": number for n, number in enumerate(self.numbers)}
+        tensors = {f"L{n}": read.tensor for n, read in enumerate(self.reads)}
+        return tensors | {f"K{n}": number for n, number in enumerate(self.numbers)}
 
 
 def computed_of(node: ast.expr, source: SourceFile) -> Computed | None:
     """Return the reads and numbers of a sum, difference, product or quotient; None for another expression."""
-    found = list(_leaves(node, source))
-    reads = tuple(one for one in found if isinstance(one, Read))
-    numbers = tuple(one for one in found if not isinstance(one, Read) and is_pure(one, source))
-    if not reads or len(reads) + len(numbers) < len(found):
+    leaves = list(_leaves(node, source))
+    reads = tuple(leaf for leaf in leaves if isinstance(leaf, Read))
+    numbers = tuple(leaf for leaf in leaves if not isinstance(leaf, Read))
+    if not reads or not all(is_pure(number, source) for number in numbers):
         return None
     if any(read_of(part, source) for number in numbers for part in ast.walk(number)):
         return None
-    divided = [one for one in ast.walk(node) if isinstance(one, ast.Div)]
-    return Computed(reads, numbers, exact=not divided)
+    return Computed(reads, numbers, exact=not any(find_all(node, ast.Div)))
 
 
 def _leaves(node: ast.expr, source: SourceFile) -> Iterator[Read | ast.expr]:
@@ -85,22 +91,22 @@ def need_reads(match: Match, facts: Facts, computed: Computed) -> None:
             of_part(part, partial(_readable, cast=read.cast)),
             static=of_part(part, is_tensor),
         )
-        if facts.holds(of_part(part, lambda seen: seen.dtype == "int64")):
-            _need_count(match, facts, read, part)
+        counted = facts.holds(of_part(part, lambda seen: seen.dtype == "int64"))
+        if counted and not is_count(read.tensor):
+            # Sums of 64-bit integers may overflow where Python's do not.
+            facts.leave_open(
+                f"`{match.text(part)[:60]}` is a count, so that its sum does not overflow"
+            )
     for number in range(len(computed.numbers)):
         facts.need(
             f"`{match.text(f'K{number}')[:60]}` is a Python number",
             of_part(f"K{number}", is_number),
         )
-    facts.only("the device", lambda v: getattr(v, "L0").device, "")  # noqa: B009
-    if any(v for v in facts.executions if len({v_.device for v_ in _tensors(v, computed)}) > 1):
-        raise FixRefused("its tensors are on several devices")
-
-
-def _tensors(values: Values, computed: Computed) -> list[ObservedValue]:
-    return [
-        getattr(values, f"L{n}") for n in range(len(computed.reads)) if hasattr(values, f"L{n}")
-    ]
+    facts.only("the device", lambda v: v.L0.device, "")
+    for values in facts.executions:
+        tensors = (getattr(values, f"L{n}", None) for n in range(len(computed.reads)))
+        if len({tensor.device for tensor in tensors if tensor is not None}) > 1:
+            raise FixRefused("its tensors are on several devices")
 
 
 def _readable(seen: ObservedValue, cast: str) -> bool:
@@ -113,35 +119,25 @@ def _readable(seen: ObservedValue, cast: str) -> bool:
     )
 
 
-def _need_count(match: Match, facts: Facts, read: Read, part: str) -> None:
-    """Require that each integer is a count: sums of 64-bit integers may overflow where Python's do not."""
-    if not is_count(read.tensor):
-        facts.leave_open(f"`{match.text(part)[:60]}` is a count, so that its sum does not overflow")
-
-
 def is_count(node: ast.expr) -> bool:
     """Return True for a sum over booleans."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return False
     if node.func.attr == "count_nonzero":
         return True
-    args = (
-        node.args if isinstance(node.func.value, ast.Name) and node.func.value.id == "torch" else ()
-    )
-    inner = args[0] if args else node.func.value
-    return node.func.attr == "sum" and _is_truth(inner)
+    of_torch = node.args and ast.unparse(node.func.value) == "torch"
+    return node.func.attr == "sum" and _is_truth(node.args[0] if of_torch else node.func.value)
 
 
 def _is_truth(node: ast.expr) -> bool:
     if isinstance(node, ast.Compare):
         return True
-    if isinstance(node, ast.UnaryOp):
-        return isinstance(node.op, ast.Invert) and _is_truth(node.operand)
+    if operand := inverted(node):
+        return _is_truth(operand)
     if isinstance(node, ast.BinOp):
         both = _is_truth(node.left) and _is_truth(node.right)
         return both and isinstance(node.op, ast.BitAnd | ast.BitOr | ast.BitXor)
-    method = node.func if isinstance(node, ast.Call) else None
-    return isinstance(method, ast.Attribute) and method.attr in _TRUTH
+    return method_of(node) in _TRUTH
 
 
 def gives_int(facts: Facts, computed: Computed) -> bool:
@@ -162,12 +158,8 @@ def on_device(
     changes: list[tuple[ast.expr, str]] = []
     for number, read in enumerate(computed.reads):
         changes.append((read.node, atom(source, read.tensor) + _casts(facts, f"L{number}", cast)))
-    for part in ast.walk(node):
-        if (
-            isinstance(part, ast.BinOp)
-            and isinstance(part.op, ast.Div)
-            and not _is_nonzero(part.right)
-        ):
+    for part in find_all(node, ast.BinOp):
+        if isinstance(part.op, ast.Div) and not constant_of(part.right):
             changes.append((part.right, f"(1 / {atom(source, part.right)})"))
             between = source.text[source.end(part.left) : source.start(part.right)]
             at = source.end(part.left) - start + between.index("/")
@@ -185,10 +177,6 @@ def _casts(facts: Facts, part: str, cast: str) -> str:
     return graded + ("" if kept else cast)
 
 
-def _is_nonzero(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and bool(node.value)
-
-
 def widest_loop(source: SourceFile, statement: ast.stmt, name: str) -> Loop:
     """Return the outermost loop around the statement that ends before the name is used.
 
@@ -203,8 +191,7 @@ def widest_loop(source: SourceFile, statement: ast.stmt, name: str) -> Loop:
         raise FixRefused(f"`{name}` is an argument, so its initial value is unknown here")
     used = [*loads(function, name), *stores(function, name)]
     while (outer := source.loop(loop)) is not None:
-        own = {id(node) for node in ast.walk(loop)}
-        if any(id(use) not in own and _is_in(source, use, outer) for use in used):
+        if set(used) & (set(ast.walk(outer)) - set(ast.walk(loop))):
             break
         loop = outer
     if _may_go_on(source, loop):
@@ -212,29 +199,20 @@ def widest_loop(source: SourceFile, statement: ast.stmt, name: str) -> Loop:
     return loop
 
 
-def _is_in(source: SourceFile, node: ast.AST, outer: ast.AST) -> bool:
-    return any(one is outer for one in source.around(node))
-
-
 def _may_go_on(source: SourceFile, loop: ast.AST) -> bool:
     for outer in source.around(loop):
         if isinstance(outer, ast.Try):
             return True
-        if isinstance(outer, ast.With | ast.AsyncWith) and any(map(_swallows, outer.items)):
-            return True
+        if isinstance(outer, ast.With | ast.AsyncWith):
+            managers = (item.context_expr for item in outer.items)
+            names = {called(one.func if isinstance(one, ast.Call) else one) for one in managers}
+            if not names.isdisjoint(_SWALLOWING):
+                return True
         if isinstance(outer, Function):
             return False
     return False
 
 
-def _swallows(item: ast.withitem) -> bool:
-    call = item.context_expr
-    function = call.func if isinstance(call, ast.Call) else call
-    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    return name in _SWALLOWING
-
-
-_ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div)
 _READS = ("float", "int", "bool")
 _WITH = "WITH"
 Find = Callable[[SourceFile], Iterator[Match]]
@@ -248,10 +226,10 @@ def with_companions(find: Find, *, bounded: bool = False) -> Find:
 
     def companions(source: SourceFile) -> Iterator[Match]:
         for match in find(source):
-            found = _uses(source, match.node, 0, [] if bounded else None)
-            others = [use for use in found if isinstance(use, ast.expr)]
-            parts = {**match.parts, **{f"{_WITH}{n}": one for n, one in enumerate(others)}}
-            yield changed(match, parts=parts)
+            uses = _uses(source, match.node, 0, [] if bounded else None)
+            others = enumerate(use for use in uses if isinstance(use, ast.expr))
+            parts = {f"{_WITH}{number}": other for number, other in others}
+            yield changed(match, parts={**match.parts, **parts})
 
     return companions
 
@@ -307,13 +285,13 @@ def _uses(
     where = f"line {node.lineno}"  # type: ignore[attr-defined]
     if depth > 8:
         yield f"{where}, and more after it"
-    elif isinstance(outer, ast.BinOp) and isinstance(outer.op, _ARITHMETIC):
+    elif isinstance(outer, ast.BinOp) and isinstance(outer.op, _OPERATORS):
         yield outer.left if outer.right is node else outer.right
-    elif isinstance(outer, ast.AugAssign) and isinstance(outer.op, _ARITHMETIC):
+    elif isinstance(outer, ast.AugAssign) and isinstance(outer.op, _OPERATORS):
         yield outer.target
     elif isinstance(outer, ast.UnaryOp) and not isinstance(outer.op, ast.Not):
         yield from _uses(source, outer, depth + 1, bounds)
-    elif isinstance(outer, ast.Call) and node in outer.args and _reads(outer):
+    elif isinstance(outer, ast.Call) and node in outer.args and function_of(outer) in _READS:
         return
     elif bounds is not None and isinstance(outer, ast.Call) and _is_bound(source, outer, node):
         bounds.append(outer)
@@ -325,22 +303,13 @@ def _uses(
 
 
 def _is_bound(source: SourceFile, call: ast.Call, node: ast.AST) -> bool:
-    if not isinstance(call.func, ast.Name) or call.func.id != "max" or call.keywords:
+    """Return True for the builtin `max` of the node, a name, and a literal integer."""
+    if function_of(call) != "max" or call.keywords or len(call.args) != 2:
         return False
-    if any(name == "max" for name in source.imported) or list(stores(source.tree, "max")):
+    if "max" in source.imported or stores(source.tree, "max"):
         return False
-    others = [one for one in call.args if one is not node]
-    return (
-        isinstance(node, ast.Name)
-        and len(call.args) == 2
-        and len(others) == 1
-        and isinstance(others[0], ast.Constant)
-        and type(others[0].value) is int
-    )
-
-
-def _reads(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Name) and call.func.id in _READS
+    others = [constant_of(one) for one in call.args if one is not node]
+    return isinstance(node, ast.Name) and [type(other) for other in others] == [int]
 
 
 def _uses_of_name(
@@ -351,7 +320,7 @@ def _uses_of_name(
     if not isinstance(target, ast.Name) or not isinstance(function, Function):
         yield f"line {assigned.lineno}, which takes it out of the function"
         return
-    if len(list(stores(function, target.id))) > 1:
+    if len(stores(function, target.id)) > 1:
         yield f"line {assigned.lineno}, which assigns it to a name with other values too"
         return
     for use in loads(function, target.id):

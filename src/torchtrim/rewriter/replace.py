@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
+from itertools import count
 
-from torchtrim.rewriter.fix import Match, TextEdit
+from torchtrim.rewriter.fix import Match, TextEdit, check_comments
 from torchtrim.source.branches import is_elif
 from torchtrim.source.facts import FixRefused
 from torchtrim.source.forms import form
+from torchtrim.source.nodes import Comprehension, find_all
 from torchtrim.source.operations import is_pure, is_simple
 from torchtrim.source.source import SourceFile, within
 
@@ -59,31 +59,29 @@ def replace(
     all.
     """
     source = match.source
-    written = [name for name in _words(template) if name in match.parts]
-    counts = Counter(written)
+    written = [name for name in _WORD.findall(template) if name in match.parts]
     hoisted: dict[str, str] = {}
-    for name, count in counts.items():
-        if count > 1 and name not in apart.split() and not is_simple(match.parts[name]):
+    for name, times in Counter(written).items():
+        if times > 1 and name not in apart.split() and not is_simple(match.parts[name]):
             hoisted[name] = fresh(source, match.node, (names or {}).get(name, name.lower()))
     _check_effects(match, written)
     before = "".join(f"{new} = {match.text(name)}\n" for name, new in hoisted.items())
     text, imports = filled(match, template, hoisted)
     if isinstance(match.node, ast.expr) and not isinstance(form(template), _ATOMS):
         text = text if _stands_alone(source, match.node) else f"({text})"
-    edits = [TextEdit(source.start(match.node), source.end(match.node), text), *imports]
+    edits = (TextEdit.of(source, match.node, text), *imports)
     if before:
-        edits.insert(0, insert_before(source, match.node, before))
+        edits = (insert_before(source, match.node, before), *edits)
     check_comments(source, edits)
-    return tuple(edits)
+    return edits
 
 
 def replace_if(
     match: Match, test: str, template: str, *, names: Mapping[str, str], apart: str = ""
 ) -> tuple[TextEdit, ...]:
-    """Return the edits that replace a matched statement by the template if a test holds, and keep it
-    otherwise.
+    """Return the edits that replace a matched statement by the template only if a test holds.
 
-    The test may use capitals too. `names` and `apart` are those of `replace`.
+    The test may use capitals too. `names` and `apart` are passed to `replace`.
     """
     blanks = need_indentation(match.source, match.source.statement(match.node))
     lines = (f"if {test}:", f"    {template}", "else:", f"    {match.form}")
@@ -132,7 +130,7 @@ def atom(source: SourceFile, node: ast.expr) -> str:
 def instead(source: SourceFile, node: ast.expr, text: str) -> TextEdit:
     """Return the edit that replaces an expression, with parentheses if needed."""
     loose = not isinstance(form(text), _ATOMS) and not _stands_alone(source, node)
-    return TextEdit(source.start(node), source.end(node), f"({text})" if loose else text)
+    return TextEdit.of(source, node, f"({text})" if loose else text)
 
 
 def insert_before(source: SourceFile, node: ast.AST, lines: str) -> TextEdit:
@@ -168,14 +166,10 @@ def insert_after(source: SourceFile, statement: ast.stmt, lines: str) -> TextEdi
     if rest.strip() and not rest.strip().startswith("#"):
         raise FixRefused(SHARED_LINE)
     at = end + len(rest)
-    if at >= len(source.text):
-        return TextEdit(
-            at, at, "".join(f"{source.newline}{blanks}{line}" for line in lines.splitlines())
-        )
-    at += 1
-    return TextEdit(
-        at, at, "".join(f"{blanks}{line}{source.newline}" for line in lines.splitlines())
-    )
+    last = at >= len(source.text)
+    before, after = (source.newline, "") if last else ("", source.newline)
+    text = "".join(f"{before}{blanks}{line}{after}" for line in lines.splitlines())
+    return TextEdit(at + (not last), at + (not last), text)
 
 
 def runs_first(source: SourceFile, node: ast.AST) -> bool:
@@ -189,9 +183,7 @@ def runs_first(source: SourceFile, node: ast.AST) -> bool:
     for outer in source.around(node):
         if outer is statement:
             break
-        if isinstance(outer, ast.Lambda | ast.comprehension | ast.ListComp | ast.SetComp):
-            return False
-        if isinstance(outer, ast.DictComp | ast.GeneratorExp):
+        if isinstance(outer, ast.Lambda | ast.comprehension | Comprehension):
             return False
         if isinstance(outer, ast.BoolOp) and outer.values[0] is not inner:
             return False
@@ -213,39 +205,28 @@ def add_import(source: SourceFile, module: str) -> TextEdit:
     return insert_after(source, last, f"import {module}")
 
 
+def added_keyword(source: SourceFile, call: ast.Call, text: str) -> TextEdit:
+    """Return the edit that adds a keyword to a call."""
+    given = [source.end(one) for one in (*call.args, *(word.value for word in call.keywords))]
+    close = source.end(call) - 1
+    if not given:
+        return TextEdit(close, close, text)
+    rest = source.text[max(given) : close]
+    at = max(given) + (rest.rindex(")") + 1 if ")" in rest and "#" not in rest else 0)
+    return TextEdit(at, at, f", {text}")
+
+
 def fresh(source: SourceFile, node: ast.AST, name: str) -> str:
     """Return the name, or a variant of it that is unused in the node's function and in the module."""
-    taken = {one.id for one in source.each(ast.Name)}
-    taken |= set(source.imported) | set(source.bound(source.function(node)))
-    if name not in taken:
-        return name
-    return next(new for number in range(2, 10**6) if (new := f"{name}_{number}") not in taken)
+    taken = {other.id for other in source.each(ast.Name)}
+    taken |= source.imported.keys() | source.bound(source.function(node))
+    return unused(name, taken)
 
 
-def check_comments(source: SourceFile, edits: list[TextEdit] | tuple[TextEdit, ...]) -> None:
-    """Raise `FixRefused` if an edit would drop a comment."""
-    for edit in edits:
-        for comment in comments(source.text[edit.start : edit.end]):
-            if comment not in edit.text:
-                raise FixRefused(
-                    f"the comment {comment[:60]!r} inside it would be lost. Move it first"
-                )
-
-
-def comments(text: str) -> Iterator[str]:
-    """Yield the comments in a piece of source."""
-    if "#" not in text:
-        return
-    try:
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.COMMENT:
-                yield token.string
-    except (tokenize.TokenError, IndentationError):
-        return
-
-
-def _words(template: str) -> list[str]:
-    return [found[0] for found in _WORD.finditer(template)]
+def unused(name: str, taken: Container[str]) -> str:
+    """Return the name, or the first of `name_2`, `name_3`, ... that is not taken."""
+    variants = (f"{name}_{number}" if number > 1 else name for number in count(1))
+    return next(variant for variant in variants if variant not in taken)
 
 
 def _in_place(text: str, node: ast.expr, template: str, found: re.Match[str]) -> str:
@@ -255,16 +236,13 @@ def _in_place(text: str, node: ast.expr, template: str, found: re.Match[str]) ->
     delimited = before in ("", "(", "[", ",", "=") and after in ("", ")", "]", ",")
     if "\n" in text and before not in ("(", "[", ","):
         return f"({text})"
-    if delimited and not isinstance(node, ast.Tuple | ast.Starred | ast.NamedExpr | ast.Yield):
-        return text
-    if isinstance(node, ast.Tuple) and before == "[" and after == "]":
-        return text
-    whole_number = isinstance(node, ast.Constant) and after == "."
-    if isinstance(node, _ATOMS) and not whole_number:
-        return text
-    if isinstance(node, ast.Tuple) and text.startswith("("):
-        return text
-    return f"({text})"
+    if isinstance(node, ast.Tuple):
+        bare = (before == "[" and after == "]") or text.startswith("(")
+    else:
+        whole_number = isinstance(node, ast.Constant) and after == "."
+        bare = isinstance(node, _ATOMS) and not whole_number
+        bare |= delimited and not isinstance(node, ast.Starred | ast.NamedExpr | ast.Yield)
+    return text if bare else f"({text})"
 
 
 def _stands_alone(source: SourceFile, node: ast.expr) -> bool:
@@ -278,28 +256,22 @@ def _stands_alone(source: SourceFile, node: ast.expr) -> bool:
 
 
 def _check_effects(match: Match, written: list[str]) -> None:
-    own = {name: node for name, node in match.parts.items() if within(node, match.node)}
-    impure = {name for name, node in own.items() if not is_pure(node, match.source)}
-    at = sorted(impure, key=lambda name: match.source.start(match.parts[name]))
-    if [name for name in written if name in impure] != at:
+    source, parts = match.source, match.parts.items()
+    own = [part for part in parts if within(part[1], match.node) and not is_pure(part[1], source)]
+    impure = [name for name, _ in sorted(own, key=lambda part: source.start(part[1]))]
+    if [name for name in written if name in impure] != impure:
         raise FixRefused(
-            f"`{match.text(at[0])[:60]}` may have a side effect, and would run more often, less often or "
+            f"`{match.text(impure[0])[:60]}` may have a side effect, and would run more often, less often or "
             "at another time. Assign its result to a name first"
         )
 
 
 def _calls_before(source: SourceFile, statement: ast.stmt, node: ast.AST) -> Iterator[ast.Call]:
     """Yield the calls in the statement's own code, without its body, that run before the node."""
-    outer = set(source.around(node))
-    body = {id(one) for part in ("body", "orelse") for one in getattr(statement, part, ())}
-    for one in ast.iter_child_nodes(statement):
-        if id(one) in body:
-            continue
-        for inner in ast.walk(one):
-            if (
-                isinstance(inner, ast.Call)
-                and inner not in outer
-                and not within(inner, node)
-                and source.start(inner) < source.start(node)
-            ):
-                yield inner
+    later = {*source.around(node), *ast.walk(node)}
+    body = [*getattr(statement, "body", ()), *getattr(statement, "orelse", ())]
+    for part in ast.iter_child_nodes(statement):
+        if part not in body:
+            for call in find_all(part, ast.Call):
+                if call not in later and source.start(call) < source.start(node):
+                    yield call

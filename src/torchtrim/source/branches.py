@@ -6,7 +6,8 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from torchtrim.source.names import assigned_name, assignment_before, names_in, stores
+from torchtrim.source.names import assigned_name, assignment_before, stores
+from torchtrim.source.nodes import find_all, function_of, method_of, names_in, negated
 from torchtrim.source.operations import is_total
 from torchtrim.source.source import SourceFile
 
@@ -36,18 +37,18 @@ class Branch:
     @property
     def condition(self) -> ast.expr:
         """The test without a leading `not`."""
-        return self.test.operand if self.negated else self.test  # type: ignore[attr-defined]
+        return negated(self.test) or self.test
 
     @property
     def negated(self) -> bool:
         """True if the test starts with `not`."""
-        return isinstance(self.test, ast.UnaryOp) and isinstance(self.test.op, ast.Not)
+        return negated(self.test) is not None
 
     @property
     def expressions(self) -> tuple[ast.expr, ...]:
         """Every expression that choosing on the device would compute."""
-        assigned = [one.value for one in (*self.then_before, *self.other_before)]
-        return (self.then, *([self.other] if self.other is not None else []), *assigned)
+        assigned = (assign.value for assign in (*self.then_before, *self.other_before))
+        return (*(one for one in (self.then, self.other) if one is not None), *assigned)
 
 
 def branches(source: SourceFile) -> Iterator[Branch]:
@@ -56,23 +57,18 @@ def branches(source: SourceFile) -> Iterator[Branch]:
         if isinstance(node, ast.IfExp) and not is_guard(node.test):
             yield Branch(test=node.test, then=node.body, other=node.orelse, whole=node)
         elif isinstance(node, ast.If) and not is_elif(source, node):
-            found = _returns(source, node) or _assigns(node)
-            if found is not None:
-                yield found
+            yield from filter(None, (_returns(source, node) or _assigns(node),))
 
 
 def is_guard(test: ast.expr) -> bool:
     """Return True if a condition tests for the observed ranks, as the guards written by fixes do."""
     if not isinstance(test, ast.Compare | ast.BoolOp):
         return False
-    called = {_called(one.func) for one in ast.walk(test) if isinstance(one, ast.Call)}
-    return ".dim" in called and called <= {".dim", ".is_tensor", "all", "zip"}
-
-
-def _called(function: ast.expr) -> str:
-    if isinstance(function, ast.Attribute):
-        return f".{function.attr}"
-    return function.id if isinstance(function, ast.Name) else ""
+    calls = {
+        f".{method_of(call)}" if isinstance(call.func, ast.Attribute) else function_of(call)
+        for call in find_all(test, ast.Call)
+    }
+    return ".dim" in calls and calls <= {".dim", ".is_tensor", "all", "zip"}
 
 
 def is_fallback(source: SourceFile, node: ast.AST) -> bool:
@@ -98,8 +94,7 @@ def _is_kept(source: SourceFile, inner: ast.AST) -> bool:
         return True
     outer = source.parents.get(inner)
     if isinstance(outer, ast.If | ast.IfExp) and is_guard(outer.test):
-        others = outer.orelse if isinstance(outer, ast.If) else [outer.orelse]
-        return any(one is inner for one in others)
+        return inner in (outer.orelse if isinstance(outer, ast.If) else [outer.orelse])
     if isinstance(outer, ast.BoolOp) and isinstance(outer.op, ast.Or):
         return inner is not outer.values[0] and is_guard(outer.values[0])
     return False
@@ -107,9 +102,7 @@ def _is_kept(source: SourceFile, inner: ast.AST) -> bool:
 
 def _follows_guard(source: SourceFile, statement: ast.stmt) -> bool:
     """Return True if a guard before the statement, in its block, returns for the observed values."""
-    if statement not in source.parents:
-        return False
-    if statement not in source.behind:
+    if statement in source.parents and statement not in source.behind:
         behind = False
         for one in source.block(statement):
             source.behind[one] = behind
@@ -126,65 +119,55 @@ def _for_seen(value: ast.expr) -> tuple[ast.expr, tuple[ast.expr, ...]]:
 
 
 def origins(source: SourceFile, branch: Branch) -> Assigns:
-    """Return earlier assignments that the branch's values depend on and whose inputs are unchanged, in
-    order.
-    """
+    """Return earlier assignments that the branch depends on, with inputs unchanged since, in order."""
     statement = source.statement(branch.whole)
     found: list[ast.Assign] = []
     pending = [*branch.expressions, *([ast.Name(branch.target)] if branch.target else [])]
     while pending:
-        for node in ast.walk(pending.pop()):
-            assign = (
-                assignment_before(source, node.id, statement)
-                if isinstance(node, ast.Name)
-                else None
-            )
+        for node in find_all(pending.pop(), ast.Name):
+            assign = assignment_before(source, node.id, statement)
             if assign is None or assign in found or not is_total(assign.value, source):
                 continue
-            if _still_stands(source, assign, statement):
+            lines = range(assign.lineno, statement.lineno)
+            bound = (
+                store.lineno
+                for name in names_in(assign.value)
+                for store in stores(source.function(statement), name)
+            )
+            if not any(line in lines for line in bound):
                 found.append(assign)
                 pending.append(assign.value)
-    return tuple(sorted(found, key=lambda one: one.lineno))
-
-
-def _still_stands(source: SourceFile, assign: ast.Assign, statement: ast.stmt) -> bool:
-    """Return True if no name used by the assignment is rebound before the statement."""
-    used = names_in(assign.value)
-    return not any(
-        assign.lineno <= one.lineno < statement.lineno
-        for name in used
-        for one in stores(source.function(statement), name)
-    )
+    return tuple(sorted(found, key=lambda assign: assign.lineno))
 
 
 def _returns(source: SourceFile, node: ast.If) -> Branch | None:
     then = _returned(node.body)
     block = source.block(node)
-    after = node.orelse or block[next(n for n, one in enumerate(block) if one is node) + 1 :]
-    other = _returned(after)
+    other = _returned(node.orelse or block[block.index(node) + 1 :])
     if then is None or other is None:
         return None
-    (made, guard), (kept, guards) = map(_for_seen, (then[1].value, other[1].value))  # type: ignore[arg-type]
+    (value, guard), (other_value, other_guard) = map(_for_seen, (then[1], other[1]))
     return Branch(
         test=node.test,
-        then=made,
-        other=kept,
+        then=value,
+        other=other_value,
         then_before=then[0],
         other_before=other[0],
         whole=node,
-        last=None if node.orelse else other[1],
-        guards=(*guard, *guards),
+        last=None if node.orelse else other[2],
+        guards=(*guard, *other_guard),
     )
 
 
-def _returned(body: list[ast.stmt]) -> tuple[Assigns, ast.Return] | None:
-    """Return the assignments of a body and the return that ends it, or None for any other body."""
-    for number, one in enumerate(body):
+def _returned(body: list[ast.stmt]) -> tuple[Assigns, ast.expr, ast.Return] | None:
+    """Return a body's assignments, the value and the return that ends it; None for any other body."""
+    before: list[ast.Assign] = []
+    for one in body:
         if isinstance(one, ast.Return):
-            before = tuple(body[:number])
-            return (before, one) if one.value is not None else None  # type: ignore[return-value]
+            return (tuple(before), one.value, one) if one.value is not None else None
         if not isinstance(one, ast.Assign) or assigned_name(one) is None:
             return None
+        before.append(one)
     return None
 
 
@@ -194,14 +177,14 @@ def _assigns(node: ast.If) -> Branch | None:
     then, other = node.body[0], node.orelse[0] if node.orelse else None
     if not isinstance(then, ast.Assign) or (target := assigned_name(then)) is None:
         return None
-    made, guard = _for_seen(then.value)
-    branch = Branch(test=node.test, then=made, other=None, target=target, whole=node, guards=guard)
+    value, guard = _for_seen(then.value)
+    branch = Branch(test=node.test, then=value, other=None, target=target, whole=node, guards=guard)
     if other is None:
         return branch
     if not isinstance(other, ast.Assign) or assigned_name(other) != target:
         return None
-    kept, guards = _for_seen(other.value)
-    return replace(branch, other=kept, guards=(*guard, *guards))
+    other_value, other_guard = _for_seen(other.value)
+    return replace(branch, other=other_value, guards=(*guard, *other_guard))
 
 
 def is_elif(source: SourceFile, node: ast.stmt) -> bool:

@@ -46,9 +46,8 @@ class NoTensor(str):
 class Values:
     """The values of one execution, or what the source says of them, by part: `values.X.shape`."""
 
-    def __init__(self, values: Mapping[str, Any], *, grad: bool = True, count: int = 1) -> None:
+    def __init__(self, values: Mapping[str, Any], *, grad: bool = True) -> None:
         self.grad = grad
-        self.count = count
         self._values = values
 
     def has(self, name: str) -> bool:
@@ -83,7 +82,7 @@ class Facts:
         self, observed: ProbeResult | None = None, static: Mapping[str, StaticValue] | None = None
     ) -> None:
         known = observed.executions if observed is not None and not observed.capped else ()
-        self.executions = tuple(Values(one.values, grad=one.grad, count=one.count) for one in known)
+        self.executions = tuple(Values(run.values, grad=run.grad) for run in known)
         self._static = _StaticValues(static or {})
         self.missing: list[str] = []
 
@@ -112,15 +111,8 @@ class Facts:
                 return
             if not held:
                 raise FixRefused(f"it requires that {text}, which an observed run contradicts")
-        if not self.executions:
-            self._need_unseen(text, holds, static)
-
-    def _need_unseen(
-        self,
-        text: str,
-        holds: Callable[[Values], bool],
-        static: Callable[[Values], bool] | None,
-    ) -> None:
+        if self.executions:
+            return
         if self.holds_statically(holds) is False:
             raise FixRefused(f"it requires that {text}, which the source contradicts")
         if static is not None and not self.holds_statically(static):
@@ -147,12 +139,12 @@ class Facts:
     def only(self, what: str, get: Callable[[Values], T], unseen: T) -> T:
         """Return the value that all executions share. Raises `FixRefused` if they differ."""
         try:
-            found = {get(values) for values in self.executions}
+            different = {get(values) for values in self.executions}
         except AttributeError:
             return unseen
-        if len(found) > 1:
+        if len(different) > 1:
             raise FixRefused(f"{what} differs between observed runs")
-        return found.pop() if found else unseen
+        return different.pop() if different else unseen
 
     def leave_open(self, text: str) -> None:
         """Add a needed fact that no evidence shows."""

@@ -14,20 +14,19 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 
-from torchtrim.source.source import Site, SourceFile, called
+from torchtrim.source.nodes import called, keywords_of
+from torchtrim.source.source import Site, SourceFile
 
 _CAPITALS = re.compile(r"[A-Z][A-Z0-9]*")
 _NO_FIELDS = ("ctx", "type_comment", "kind")
-Parts = dict[str, ast.expr]
-Keywords = dict[str, list[ast.keyword]]
 
 
 class Bindings:
     """The expressions that a form's capitals matched, and the keywords that `**REST` matched."""
 
     def __init__(self) -> None:
-        self.parts: Parts = {}
-        self.keywords: Keywords = {}
+        self.parts: dict[str, ast.expr] = {}
+        self.keywords: dict[str, list[ast.keyword]] = {}
 
 
 @cache
@@ -91,19 +90,14 @@ def _may_be(site: Site, node: ast.AST, source: SourceFile) -> bool:
         return True
     if type(node) is not kind:
         return False
-    if not name or not isinstance(node, ast.Call):
-        return True
-    own = called(node.func)
-    return own == name or source.imported.get(own, "").rpartition(".")[2] == name
+    own = called(node.func) if isinstance(node, ast.Call) else ""
+    return name in ("", own) or source.imported.get(own, "").rpartition(".")[2] == name
 
 
 def equal(one: ast.AST, other: ast.AST) -> bool:
     """Return True if two expressions are the same code, ignoring whitespace and comments."""
-    return _dump(one) == _dump(other)
-
-
-def _dump(node: ast.AST) -> str:
-    return ast.dump(node).replace("ctx=Store()", "ctx=Load()")
+    first, second = (ast.dump(node).replace("ctx=Store()", "ctx=Load()") for node in (one, other))
+    return first == second
 
 
 def _same(pattern: ast.AST, node: ast.AST, source: SourceFile, bound: Bindings) -> bool:
@@ -113,8 +107,7 @@ def _same(pattern: ast.AST, node: ast.AST, source: SourceFile, bound: Bindings) 
         return source.dotted(node) == name
     if type(pattern) is not type(node):
         return False
-    if isinstance(pattern, ast.Call):
-        assert isinstance(node, ast.Call)
+    if isinstance(pattern, ast.Call) and isinstance(node, ast.Call):
         return _same_call(pattern, node, source, bound)
     return all(
         _same_field(getattr(pattern, field), getattr(node, field, None), source, bound)
@@ -126,10 +119,8 @@ def _same(pattern: ast.AST, node: ast.AST, source: SourceFile, bound: Bindings) 
 def _bind(name: str, node: ast.AST, bound: Bindings) -> bool:
     if not isinstance(node, ast.expr):
         return False
-    if name in bound.parts:
-        return equal(bound.parts[name], node)
-    bound.parts[name] = node
-    return True
+    known = bound.parts.setdefault(name, node)
+    return known is node or equal(known, node)
 
 
 def _module_name(pattern: ast.AST) -> str | None:
@@ -148,19 +139,17 @@ def _same_call(pattern: ast.Call, node: ast.Call, source: SourceFile, bound: Bin
         return False
     if not _same(pattern.func, node.func, source, bound):
         return False
-    given = {word.arg: word for word in node.keywords}
-    wanted = {word.arg: word for word in pattern.keywords}
+    given, wanted = keywords_of(node), keywords_of(pattern)
     rest = wanted.pop(None, None)
     left = [word for word in node.keywords if word.arg not in wanted]
-    if len(given) != len(node.keywords) or None in given or not set(wanted) <= set(given):
+    if len(given) != len(node.keywords) or None in given or not wanted.keys() <= given.keys():
         return False
-    if left and rest is None:
+    if isinstance(rest, ast.Name):
+        bound.keywords[rest.id] = left
+    elif left:
         return False
-    if rest is not None:
-        assert isinstance(rest.value, ast.Name)
-        bound.keywords[rest.value.id] = left
     pairs = [*zip(pattern.args, node.args, strict=True)]
-    pairs += [(word.value, given[name].value) for name, word in wanted.items()]
+    pairs += [(value, given[name]) for name, value in wanted.items()]
     return all(_same(one, other, source, bound) for one, other in pairs)
 
 

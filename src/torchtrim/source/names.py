@@ -6,6 +6,7 @@ import ast
 import weakref
 from collections.abc import Sequence
 
+from torchtrim.source.nodes import find_all, function_of, is_stored, name_set, names_in
 from torchtrim.source.operations import VALUES, VIEWS, is_fresh
 from torchtrim.source.source import Function, SourceFile
 
@@ -23,11 +24,6 @@ def stores(function: ast.AST, name: str) -> Sequence[ast.Name]:
     return _places(function, name)[1]
 
 
-def names_in(node: ast.AST) -> set[str]:
-    """Return every name in a piece of code."""
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
-
-
 def binds(inside: ast.AST, expression: ast.expr) -> bool:
     """Return True if the code binds or deletes a name of the expression."""
     return any(stores(inside, name) for name in names_in(expression))
@@ -41,8 +37,8 @@ def assigned_name(statement: ast.stmt) -> str | None:
 
 def parameters(function: ast.AST) -> set[str]:
     """Return the names of a function's parameters; a module has none."""
-    nodes = ast.walk(function.args) if isinstance(function, Function) else ()
-    return {node.arg for node in nodes if isinstance(node, ast.arg)}
+    given = find_all(function.args, ast.arg) if isinstance(function, Function) else ()
+    return {argument.arg for argument in given}
 
 
 def _places(function: ast.AST, name: str) -> _Places:
@@ -50,39 +46,31 @@ def _places(function: ast.AST, name: str) -> _Places:
     known = _KNOWN.get(function)
     if known is None:
         known = _KNOWN[function] = {}
-        for node in ast.walk(function):
-            if isinstance(node, ast.Name):
-                found = known.setdefault(node.id, ([], []))
-                found[not isinstance(node.ctx, ast.Load)].append(node)
+        for node in find_all(function, ast.Name):
+            known.setdefault(node.id, ([], []))[is_stored(node)].append(node)
     return known.get(name, ([], []))
 
 
 EVERYTHING: frozenset[str] = frozenset(["*"])
-_WHOLE = frozenset(("locals", "globals", "vars", "eval", "exec", "dir"))
-_READING_NAMES = """
-    abs bool float int isinstance len max min print range round str sum
-"""
-_READERS = frozenset(_READING_NAMES.split())
-_READING_MODULES = ("torch.", "math.", "numpy.", "statistics.")
-_KEEPING = frozenset(["as_tensor", "asarray", "from_numpy", "save", "tensor_split"])
+_WHOLE = name_set("locals globals vars eval exec dir")
+_READERS = name_set("abs bool float int isinstance len max min print range round str sum")
+_READING_MODULES = ("math.", "numpy.", "statistics.")
+_KEEPING = name_set("as_tensor asarray from_numpy save tensor_split")
 
 
 def is_private(source: SourceFile, function: ast.AST, name: str) -> bool:
     """Return True if only the function itself uses the name: no inner function, `global` or `locals()`."""
-    known = source.private.get((function, name))
-    if known is None:
-        known = source.private[function, name] = _is_private(source, function, name)
-    return known
-
-
-def _is_private(source: SourceFile, function: ast.AST, name: str) -> bool:
-    declared = source.private_but.get(function)
-    if declared is None:
-        declared = source.private_but[function] = _seen_elsewhere(function)
-    if declared is EVERYTHING or name in declared:
-        return False
-    uses = (*loads(function, name), *stores(function, name))
-    return all(_is_own(source, function, node) for node in uses)
+    if (function, name) not in source.private:
+        if function not in source.private_but:
+            source.private_but[function] = _seen_elsewhere(function)
+        declared = source.private_but[function]
+        uses = (*loads(function, name), *stores(function, name))
+        source.private[function, name] = (
+            declared is not EVERYTHING
+            and name not in declared
+            and all(_is_own(source, function, node) for node in uses)
+        )
+    return source.private[function, name]
 
 
 def _seen_elsewhere(function: ast.AST) -> frozenset[str]:
@@ -91,18 +79,17 @@ def _seen_elsewhere(function: ast.AST) -> frozenset[str]:
     for node in ast.walk(function):
         if isinstance(node, ast.Global | ast.Nonlocal):
             found.update(node.names)
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in _WHOLE:
+        if function_of(node) in _WHOLE:
             return EVERYTHING
     return frozenset(found)
 
 
 def only_reads(source: SourceFile, use: ast.Name) -> bool:
     """Return True if this use of a name neither writes to its value nor keeps a reference to it."""
-    node: ast.AST = use
-    outer = source.parents[node]
-    if isinstance(outer, ast.Subscript) and outer.value is node:
+    outer = source.parents[use]
+    if isinstance(outer, ast.Subscript) and outer.value is use:
         return isinstance(outer.ctx, ast.Load) and only_reads_at(source, outer)
-    return only_reads_at(source, node)
+    return only_reads_at(source, use)
 
 
 def only_reads_at(source: SourceFile, node: ast.AST) -> bool:
@@ -135,15 +122,16 @@ def is_fresh_name(source: SourceFile, name: str, statement: ast.stmt) -> bool:
     function = source.function(statement)
     if not isinstance(function, Function) or not is_private(source, function, name):
         return False
-    made = assignment_before(source, name, statement)
-    if made is None or not is_fresh(made.value, source):
+    assign = assignment_before(source, name, statement)
+    if assign is None or not is_fresh(assign.value, source):
         return False
-    since = [use for use in loads(function, name) if made.lineno < use.lineno < statement.lineno]
-    between = [one for one in stores(function, name) if made.lineno < one.lineno < statement.lineno]
     loop = source.loop(statement)
-    if loop is not None and source.loop(made) is not loop:
+    if loop is not None and source.loop(assign) is not loop:
         return False
-    return not between and all(only_reads(source, use) for use in since)
+    since = range(assign.lineno + 1, statement.lineno)
+    return not any(store.lineno in since for store in stores(function, name)) and all(
+        only_reads(source, use) for use in loads(function, name) if use.lineno in since
+    )
 
 
 def literal_stores(source: SourceFile, function: ast.AST, name: str) -> list[ast.Constant] | None:
@@ -163,9 +151,7 @@ def literal_stores(source: SourceFile, function: ast.AST, name: str) -> list[ast
 def assigned_to(source: SourceFile, target: ast.Name) -> ast.expr | None:
     """Return the value assigned to a name, in `a = b = 0` and `a, b = 0, 1` too."""
     outer = source.parents[target]
-    if isinstance(outer, ast.Assign):
-        return outer.value
-    if isinstance(outer, ast.AnnAssign):
+    if isinstance(outer, ast.Assign | ast.AnnAssign):
         return outer.value
     if isinstance(outer, ast.Tuple) and isinstance(assign := source.parents[outer], ast.Assign):
         value = assign.value
@@ -190,15 +176,12 @@ def _is_own(source: SourceFile, function: ast.AST, node: ast.Name) -> bool:
 def _reading_call(source: SourceFile, call: ast.Call) -> bool:
     dotted = source.dotted(call.func)
     if dotted is not None:
-        last = dotted.rpartition(".")[2]
-        return (
-            dotted.startswith(_READING_MODULES)
-            and is_fresh(call, source) | dotted.startswith(("math.", "numpy.", "statistics."))
-            and last not in _KEEPING
-        )
+        reads = dotted.startswith(_READING_MODULES)
+        reads |= dotted.startswith("torch.") and is_fresh(call, source)
+        return reads and dotted.rpartition(".")[2] not in _KEEPING
     if isinstance(call.func, ast.Attribute):
         return is_fresh(call, source)
-    return isinstance(call.func, ast.Name) and call.func.id in _READERS
+    return function_of(call) in _READERS
 
 
 def assignment_before(source: SourceFile, name: str, statement: ast.stmt) -> ast.Assign | None:
@@ -206,22 +189,15 @@ def assignment_before(source: SourceFile, name: str, statement: ast.stmt) -> ast
     at: ast.stmt = statement
     while True:
         block = source.block(at)
-        before = block[: next(n for n, one in enumerate(block) if one is at)]
-        for one in reversed(before):
+        for one in reversed(block[: block.index(at)]):
             if isinstance(one, ast.Assign) and assigned_name(one) == name:
                 return one
-            if any(
-                isinstance(n, ast.Name) and n.id == name and _is_store(n) for n in ast.walk(one)
-            ):
+            if stores(one, name):
                 return None
         outer = source.parents[at]
         if not isinstance(outer, ast.stmt) or isinstance(outer, Function | ast.ClassDef):
             return None
         at = outer
-
-
-def _is_store(node: ast.Name) -> bool:
-    return not isinstance(node.ctx, ast.Load)
 
 
 def is_unshared(source: SourceFile, tensor: ast.expr, statement: ast.stmt) -> bool:
@@ -231,5 +207,6 @@ def is_unshared(source: SourceFile, tensor: ast.expr, statement: ast.stmt) -> bo
     if not isinstance(tensor, ast.Name) or not is_fresh_name(source, tensor.id, statement):
         return False
     function = source.function(statement)
-    added = [isinstance(source.parents[one], ast.AugAssign) for one in stores(function, tensor.id)]
-    return not any(added) and all(only_reads(source, use) for use in loads(function, tensor.id))
+    return not any(
+        isinstance(source.parents[store], ast.AugAssign) for store in stores(function, tensor.id)
+    ) and all(only_reads(source, use) for use in loads(function, tensor.id))

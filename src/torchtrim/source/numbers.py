@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
 
 from torchtrim.source.names import assigned_to, stores
+from torchtrim.source.nodes import find_all, function_of, name_set
 from torchtrim.source.source import Function, SourceFile
 
-_TYPES = frozenset(("int", "float", "bool", "Number", "Real", "Integral"))
-_COUNTING = frozenset(("item", "numel", "dim", "element_size", "ndimension"))
-_MAKING = frozenset(("int", "float", "bool", "len", "ord", "hash", "id"))
+_TYPES = name_set("int float bool Number Real Integral")
+_COUNTING = name_set("item numel dim element_size ndimension")
+_MAKING = name_set("int float bool len ord hash id")
 
 
 def is_known_number(node: ast.expr, source: SourceFile) -> bool:
-    """Return True if the source shows a Python number: a literal, a conversion, an annotation or
-    `isinstance`.
-    """
+    """Return True if a literal, a conversion, an annotation or `isinstance` shows a Python number."""
     return _is_number(node, source, frozenset())
 
 
@@ -30,8 +28,8 @@ def _is_number(node: ast.expr, source: SourceFile, open_names: frozenset[str]) -
     if isinstance(node, ast.Subscript):
         sized = isinstance(node.value, ast.Attribute) and node.value.attr == "shape"
         return sized and not isinstance(node.slice, ast.Slice | ast.Tuple)
-    inner = _operands(node)
-    return bool(inner) and all(_is_number(one, source, open_names) for one in inner)
+    operands = _operands(node)
+    return bool(operands) and all(_is_number(one, source, open_names) for one in operands)
 
 
 def _operands(node: ast.expr) -> list[ast.expr]:
@@ -44,7 +42,8 @@ def _operands(node: ast.expr) -> list[ast.expr]:
 
 def _makes(node: ast.Call, source: SourceFile) -> bool:
     if isinstance(node.func, ast.Name):
-        return node.func.id in _MAKING and not _is_bound(source, node.func)
+        rebound = stores(source.function(node), node.func.id) or source.dotted(node.func)
+        return node.func.id in _MAKING and not rebound
     if not isinstance(node.func, ast.Attribute):
         return False
     if (source.dotted(node.func) or "").startswith("math."):
@@ -53,37 +52,30 @@ def _makes(node: ast.Call, source: SourceFile) -> bool:
     return sized or (node.func.attr in _COUNTING and not node.args and not node.keywords)
 
 
-def _is_bound(source: SourceFile, name: ast.Name) -> bool:
-    """Return True if the function or the file rebinds a builtin name."""
-    return bool(stores(source.function(name), name.id)) or source.dotted(name) is not None
-
-
 def _tested(node: ast.Name, source: SourceFile) -> bool:
-    """Return True if an enclosing `isinstance` test finds a number and the name is not rebound before this
-    use.
-    """
+    """Return True if an `isinstance` around this use finds a number, and no store in between rebinds it."""
     below: ast.AST = node
     for outer in source.around(node):
         if isinstance(outer, ast.If | ast.IfExp):
-            body = outer.body if isinstance(outer.body, list) else [outer.body]
-            inside = any(one is below for one in body)
-            if inside and any(_finds(part, node.id) for part in _all_of(outer.test)):
-                given = (one.lineno for one in stores(source.function(node), node.id))
-                return not any(outer.lineno <= line < node.lineno for line in given)
+            body: list[ast.AST] = [*outer.body] if isinstance(outer, ast.If) else [outer.body]
+            if below in body and _finds(outer.test, node.id):
+                between = range(outer.lineno, node.lineno)
+                bound = stores(source.function(node), node.id)
+                return not any(store.lineno in between for store in bound)
         below = outer
     return False
 
 
-def _all_of(test: ast.expr) -> Iterable[ast.expr]:
-    return test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
-
-
 def _finds(test: ast.expr, name: str) -> bool:
-    if not (isinstance(test, ast.Call) and ast.unparse(test.func) == "isinstance"):
-        return False
-    if len(test.args) != 2 or ast.unparse(test.args[0]) != name:
-        return False
-    return _are_types(test.args[1])
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return any(_finds(part, name) for part in test.values)
+    return (
+        isinstance(test, ast.Call)
+        and function_of(test) == "isinstance"
+        and len(test.args) == 2
+        and ast.unparse(test.args[0]) == name
+        and _are_types(test.args[1])
+    )
 
 
 def _are_types(node: ast.expr) -> bool:
@@ -99,12 +91,13 @@ def _only_numbers(node: ast.Name, source: SourceFile, open_names: frozenset[str]
     function, name = source.function(node), node.id
     if not isinstance(function, Function) or name in open_names:
         return False
-    given = [one for one in ast.walk(function.args) if isinstance(one, ast.arg) and one.arg == name]
-    bound = stores(function, name)
-    if not all(_annotated(one.annotation) for one in given):
-        return False
-    known = open_names | {name}
-    return bool(given or bound) and all(_is_given_number(one, source, known) for one in bound)
+    given = [one for one in find_all(function.args, ast.arg) if one.arg == name]
+    bound, known = stores(function, name), open_names | {name}
+    return (
+        bool(given or bound)
+        and all(_annotated(parameter.annotation) for parameter in given)
+        and all(_is_given_number(store, source, known) for store in bound)
+    )
 
 
 def _annotated(node: ast.expr | None) -> bool:
@@ -122,7 +115,7 @@ def _annotated(node: ast.expr | None) -> bool:
 def _is_given_number(target: ast.Name, source: SourceFile, known: frozenset[str]) -> bool:
     outer = source.parents[target]
     if isinstance(outer, ast.For) and outer.target is target:
-        return isinstance(outer.iter, ast.Call) and ast.unparse(outer.iter.func) == "range"
+        return function_of(outer.iter) == "range"
     if isinstance(outer, ast.AugAssign):
         return _is_number(outer.value, source, known)
     value = assigned_to(source, target)
@@ -133,7 +126,6 @@ def _is_given_number(target: ast.Name, source: SourceFile, known: frozenset[str]
 def _is_number_or(value: ast.expr, source: SourceFile, known: frozenset[str]) -> bool:
     if isinstance(value, ast.Name) and value.id in known:
         return True
-    inner = _operands(value)
-    if inner:
-        return all(_is_number_or(one, source, known) for one in inner)
+    if operands := _operands(value):
+        return all(_is_number_or(one, source, known) for one in operands)
     return _is_number(value, source, known)

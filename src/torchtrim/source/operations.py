@@ -5,16 +5,19 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 
+from torchtrim.source.nodes import compares_values, constant_of, find_all, keywords_of, name_set
 from torchtrim.source.source import SourceFile
 
-_VIEWS = """
+VIEWS = name_set("""
     as_strided chunk detach diagonal expand expand_as flatten movedim moveaxis mT mH T H narrow
     permute real imag ravel reshape reshape_as select split split_with_sizes squeeze swapaxes
     swapdims t tensor_split transpose unbind unflatten unfold unsqueeze view view_as
     view_as_complex view_as_real contiguous to type type_as float double half bfloat16 int long
     short bool byte cpu cuda
-"""
-_VALUES = """
+""")
+"""Methods whose result may share the tensor's storage."""
+
+VALUES = name_set("""
     abs absolute acos acosh add addbmm addcdiv addcmul addmm addmv addr all allclose amax amin
     aminmax angle any arccos arcsin arctan arctan2 argmax argmin argsort argwhere asin asinh
     atan atan2 atanh baddbmm bincount bitwise_and bitwise_not bitwise_or bitwise_xor bmm
@@ -36,27 +39,20 @@ _VALUES = """
     sqrt square std stride sub subtract sum svd take take_along_dim tan tanh tile tolist topk
     trace tril triu true_divide trunc unique unique_consecutive var vdot where xlogy sum_to_size
     data_ptr get_device storage_offset dequantize
-"""
-
-VIEWS = frozenset(_VIEWS.split())
-"""Methods whose result may share the tensor's storage."""
-
-VALUES = frozenset(_VALUES.split())
+""")
 """Methods that return a new value."""
 
 PURE = VIEWS | VALUES
 
 
-_BUILTINS = """
+_PURE_BUILTINS = name_set("""
     abs all any bool dict enumerate float int isinstance len list max min range reversed round set
     sorted str sum tuple zip
-"""
-_DRAWING = """
+""")
+_RANDOM = name_set("""
     rand randn randint randperm rand_like randn_like randint_like bernoulli multinomial normal poisson
     dropout rrelu gumbel_softmax
-"""
-_PURE_BUILTINS = frozenset(_BUILTINS.split())
-_RANDOM = frozenset(_DRAWING.split())
+""")
 _SIMPLE = (ast.Name, ast.Attribute, ast.Constant, ast.UnaryOp, ast.unaryop, ast.expr_context)
 
 
@@ -70,13 +66,11 @@ def is_pure(node: ast.AST, source: SourceFile) -> bool:
 
     Calls of user functions, random draws and in-place changes are not pure.
     """
-    return all(_pure_itself(part, source) for part in ast.walk(node))
-
-
-def _pure_itself(node: ast.AST, source: SourceFile) -> bool:
-    if isinstance(node, ast.Await | ast.Yield | ast.YieldFrom | ast.NamedExpr | ast.Lambda):
-        return False
-    return not isinstance(node, ast.Call) or _pure_call(node, source)
+    effects = ast.Await | ast.Yield | ast.YieldFrom | ast.NamedExpr | ast.Lambda
+    return not any(
+        isinstance(part, effects) or (isinstance(part, ast.Call) and not _pure_call(part, source))
+        for part in ast.walk(node)
+    )
 
 
 def _pure_call(node: ast.Call, source: SourceFile) -> bool:
@@ -98,22 +92,20 @@ def _pure_call(node: ast.Call, source: SourceFile) -> bool:
     return False
 
 
-_RAISING_NAMES = """
+_RAISING = name_set("""
     allclose argwhere bincount bucketize cholesky cpu cuda data_ptr det dequantize equal
     floor_divide fmod frexp gather gcd get_device histc index_add index_copy index_fill
     index_put index_reduce index_select inner inverse is_nonzero item kthvalue lcm logdet
     masked_scatter masked_select matrix_power mode nanquantile nonzero nonzero_static numpy pow
     quantile remainder repeat_interleave scatter scatter_add scatter_reduce searchsorted slogdet
     storage_offset svd take take_along_dim to tolist unique unique_consecutive vdot
-"""
-_RAISING = frozenset(_RAISING_NAMES.split())
-_FUNCTIONS_NAMES = """
+""")
+_FUNCTIONS = name_set("""
     zeros_like ones_like full_like zeros ones full einsum stack cat concat where relu gelu silu
     elu leaky_relu softplus logsigmoid softmax log_softmax normalize layer_norm linear mse_loss
     l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy_with_logits cosine_similarity
     scaled_dot_product_attention square
-"""
-_FUNCTIONS = frozenset(_FUNCTIONS_NAMES.split())
+""")
 _LABELLED = frozenset(("cross_entropy", "nll_loss"))
 _TOTAL = (VALUES | VIEWS | _FUNCTIONS | _LABELLED) - _RAISING
 _MAY_BE_THE_SAME = VIEWS | {"conj", "sum_to_size", "positive"}
@@ -142,29 +134,23 @@ def labels_of(node: ast.AST, source: SourceFile) -> list[ast.expr]:
     Views of labels and `torch.where(mask, labels, ignored)` are stripped.
     """
     found = []
-    for part in ast.walk(node):
-        if isinstance(part, ast.Call) and _last(part, source) in _LABELLED:
-            words = {word.arg: word.value for word in part.keywords}
-            label = part.args[1] if len(part.args) > 1 else words.get("target", part)
+    for call in find_all(node, ast.Call):
+        if _last(call, source) in _LABELLED:
+            words = keywords_of(call)
+            label = call.args[1] if len(call.args) > 1 else words.get("target", call)
             found.append(_labels(label, words.get("ignore_index"), source))
     return found
 
 
 def _labels(node: ast.expr, ignored: ast.expr | None, source: SourceFile) -> ast.expr:
-    if (
-        isinstance(node, ast.Call)
-        and source.dotted(node.func) == "torch.where"
-        and len(node.args) == 3
-    ):
+    if not isinstance(node, ast.Call):
+        return node
+    dotted = source.dotted(node.func)
+    if dotted == "torch.where" and len(node.args) == 3:
         other = ast.unparse(ignored) if ignored is not None else "-100"
         if ast.unparse(node.args[2]) == other:
             return _labels(node.args[1], ignored, source)
-    if (
-        isinstance(node, ast.Call)
-        and source.dotted(node.func) is None
-        and _last(node, source) in VIEWS
-    ):
-        assert isinstance(node.func, ast.Attribute)
+    if dotted is None and isinstance(node.func, ast.Attribute) and _last(node, source) in VIEWS:
         return _labels(node.func.value, ignored, source)
     return node
 
@@ -183,6 +169,15 @@ def is_fresh(node: ast.AST, source: SourceFile) -> bool:
     return last in VALUES | _FUNCTIONS | _LABELLED
 
 
+def operands_of(call: ast.Call, source: SourceFile) -> tuple[str, list[ast.expr]]:
+    """Return the name of a called method or function of `torch`, and its positional tensors, owner first."""
+    dotted = source.dotted(call.func)
+    if dotted is None and isinstance(call.func, ast.Attribute):
+        return call.func.attr, [call.func.value, *call.args]
+    module, _, name = (dotted or "").rpartition(".")
+    return name, list(call.args) if module == "torch" else []
+
+
 def _last(call: ast.Call, source: SourceFile) -> str:
     """Return the name of the torch function or method that is called, or `""`."""
     dotted = source.dotted(call.func)
@@ -197,27 +192,16 @@ def _last(call: ast.Call, source: SourceFile) -> str:
 
 def _total_itself(node: ast.AST, source: SourceFile) -> bool:
     if isinstance(node, ast.BinOp):
-        return isinstance(node.op, _OPERATORS) or _is_square(node)
+        power = constant_of(node.right) if isinstance(node.op, ast.Pow) else None
+        return isinstance(node.op, _OPERATORS) or (isinstance(power, int) and power >= 0)
     if isinstance(node, ast.Compare):
-        return len(node.ops) == 1 and not isinstance(
-            node.ops[0], ast.In | ast.NotIn | ast.Is | ast.IsNot
-        )
+        return compares_values(node)
     if isinstance(node, ast.Subscript):
         return all(isinstance(part, _FIXED) for part in ast.walk(node.slice))
     if isinstance(node, ast.Call):
-        words = {word.arg for word in node.keywords}
-        return _last(node, source) in _TOTAL and not words & {
-            "out",
-            "rounding_mode",
-            "inplace",
-            None,
-        }
+        unsafe = {"out", "rounding_mode", "inplace", None} & keywords_of(node).keys()
+        return _last(node, source) in _TOTAL and not unsafe
     return isinstance(node, _NODES) and not isinstance(getattr(node, "op", None), ast.Not)
-
-
-def _is_square(node: ast.BinOp) -> bool:
-    power = node.right.value if isinstance(node.right, ast.Constant) else None
-    return isinstance(node.op, ast.Pow) and isinstance(power, int) and power >= 0
 
 
 _FIXED = (ast.Constant, ast.Tuple, ast.Slice, ast.UnaryOp, ast.unaryop, ast.expr_context)

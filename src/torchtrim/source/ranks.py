@@ -9,28 +9,27 @@ from __future__ import annotations
 import ast
 
 from torchtrim.source.names import assigned_to, parameters, stores
-from torchtrim.source.source import SourceFile, called
+from torchtrim.source.nodes import called, compares_values, name_set
+from torchtrim.source.operations import operands_of
+from torchtrim.source.source import SourceFile
 
-_ELEMENTWISE_NAMES = """
+_ELEMENTWISE = name_set("""
     abs bool byte ceil clamp clip contiguous cos cpu cuda detach double exp expm1 float floor half
     int isfinite isinf isnan log log10 log1p log2 logical_not long neg reciprocal relu rsqrt
     sigmoid sign sin sqrt square tan tanh trunc add sub mul div eq ne lt le gt ge logical_and
     logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_not isclose maximum minimum
     masked_fill pow remainder fmod
-"""
-_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
-_LIKE_THE_FIRST_NAMES = """
+""")
+_LIKE_THE_FIRST = name_set("""
     clone to type type_as cumsum cumprod softmax nan_to_num round zeros_like ones_like empty_like
     full_like rand_like randn_like randint_like
-"""
-_LIKE_THE_FIRST = frozenset(_LIKE_THE_FIRST_NAMES.split())
+""")
 _ONLY_OF_TORCH = {"where": 3, "max": 2, "min": 2}
 """The operand counts that make these functions elementwise."""
 
-_TRUTHS_NAMES = """
+_TRUTHS = name_set("""
     bool isnan isfinite isinf isclose eq ne lt le gt ge logical_not logical_and logical_or logical_xor
-"""
-_TRUTHS = frozenset(_TRUTHS_NAMES.split())
+""")
 _Bases = tuple[frozenset[str], bool]
 """The names that a value is computed from; True if no other operand has more dimensions."""
 
@@ -65,11 +64,9 @@ class _ShapeOrigins:
         """Return True if the elements are booleans."""
         operands = self._operands(node)
         if isinstance(node, ast.Name):
-            values = self._values(node.id)
-            return bool(values) and self.is_of_truths(values[0])  # type: ignore[index]
+            return any(map(self.is_of_truths, (self._values(node.id) or ())[:1]))
         if isinstance(node, ast.BinOp | ast.UnaryOp):
-            logical = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert)
-            logical |= isinstance(getattr(node, "op", None), ast.BitAnd | ast.BitOr | ast.BitXor)
+            logical = isinstance(node.op, ast.Invert | ast.BitAnd | ast.BitOr | ast.BitXor)
             return logical and all(map(self.is_of_truths, operands or ()))
         if isinstance(node, ast.Call):
             return operands is not None and called(node.func) in _TRUTHS
@@ -103,18 +100,13 @@ class _ShapeOrigins:
         return (names, True) if whole else (itself, True)
 
     def _values(self, name: str) -> list[ast.expr] | None:
-        """Return the value bound to the name before this place, if any; None if its rank may change.
-
-        In-place assignments keep the rank, as does `x = x.float()`.
-        """
+        """Return the value bound to the name before this place, if any; None if its rank may change."""
         given: list[ast.expr] = []
         bound = 0
         for node in stores(self._function, name):
             outer = self._source.parents[node]
-            if isinstance(outer, ast.AugAssign):
-                continue
             value = assigned_to(self._source, node)
-            if value is not None and self._keeps(value, name):
+            if isinstance(outer, ast.AugAssign) or (value and self._keeps(value, name)):
                 continue
             bound += 1
             if value is not None and isinstance(outer, ast.Assign | ast.AnnAssign):
@@ -127,11 +119,11 @@ class _ShapeOrigins:
     def _keeps(self, value: ast.expr, name: str) -> bool:
         """Return True if the value has the rank of the name it is assigned to."""
         operands = self._operands(value)
-        inner = operands[0] if operands and len(operands) == 1 else None
-        while inner is not None and not isinstance(inner, ast.Name):
+        while operands is not None and len(operands) == 1:
+            if isinstance(inner := operands[0], ast.Name):
+                return inner.id == name
             operands = self._operands(inner)
-            inner = operands[0] if operands and len(operands) == 1 else None
-        return isinstance(inner, ast.Name) and inner.id == name
+        return False
 
     def _operands(self, node: ast.expr) -> list[ast.expr] | None:
         """Return the operands that an elementwise operation broadcasts, or None for any other node."""
@@ -139,22 +131,15 @@ class _ShapeOrigins:
             return [node.left, node.right]
         if isinstance(node, ast.UnaryOp) and not isinstance(node.op, ast.Not):
             return [node.operand]
-        if isinstance(node, ast.Compare):
-            plain = len(node.ops) == 1 and not isinstance(
-                node.ops[0], ast.In | ast.NotIn | ast.Is | ast.IsNot
-            )
-            return [node.left, *node.comparators] if plain else None
+        if isinstance(node, ast.Compare) and compares_values(node):
+            return [node.left, *node.comparators]
         return self._of_call(node) if isinstance(node, ast.Call) else None
 
     def _of_call(self, node: ast.Call) -> list[ast.expr] | None:
         dotted = self._source.dotted(node.func)
         if any(isinstance(one, ast.Starred) for one in node.args):
             return None
-        if dotted is None and isinstance(node.func, ast.Attribute):
-            name, given = node.func.attr, [node.func.value, *node.args]
-        else:
-            module, _, name = (dotted or "").rpartition(".")
-            given = list(node.args) if module == "torch" else []
+        name, given = operands_of(node, self._source)
         if not given or any(word.arg in ("out", None) for word in node.keywords):
             return None
         if name in _LIKE_THE_FIRST:

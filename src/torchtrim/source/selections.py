@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torchtrim.records.probes import ObservedValue
 from torchtrim.source.facts import Facts, Values, is_mask, is_number, is_tensor
 from torchtrim.source.forms import equal, match_form
+from torchtrim.source.nodes import constant_of, inverted, keywords_of, name_set, names_in
 from torchtrim.source.ranks import covers
 from torchtrim.source.source import SourceFile
 
@@ -22,61 +23,39 @@ _FORMS = (
 )
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.BitAnd, ast.BitOr, ast.BitXor)
 _COMPARISONS = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
-_CASTS = frozenset(("float", "double", "half", "bfloat16", "long", "int", "bool"))
-_ELEMENTWISE_WORDS = """
+_CASTS = name_set("float double half bfloat16 long int bool")
+_ELEMENTWISE = _CASTS | name_set("""
     abs absolute acos add asin atan atan2 ceil clamp clamp_max clamp_min clip clone cos cosh
     detach div divide eq erf exp exp2 expm1 floor ge greater gt hypot isfinite isinf isnan le less
     log log10 log1p log2 logical_and logical_not logical_or logical_xor logit lt maximum minimum
     mul multiply nan_to_num ne neg negative pow reciprocal relu round rsqrt sigmoid sign sin sinh
     sqrt square sub subtract tan tanh true_divide trunc where xlogy
-"""
-_ELEMENTWISE = _CASTS | frozenset(_ELEMENTWISE_WORDS.split())
-_ROUNDED_WORDS = """
-    acos asin atan atan2 cos cosh erf exp exp2 expm1 hypot log log10 log1p log2 logit pow rsqrt sigmoid
-    sin sinh tan tanh xlogy elu gelu logsigmoid selu silu softplus
-"""
+""")
 # On the CPU the last elements of a tensor take another path than those that fill a vector register, and
 # these functions are then off by one bit from one place to another. The others are rounded correctly.
-_ROUNDED = frozenset(_ROUNDED_WORDS.split())
+_ROUNDED = name_set("""
+    acos asin atan atan2 cos cosh erf exp exp2 expm1 hypot log log10 log1p log2 logit pow rsqrt sigmoid
+    sin sinh tan tanh xlogy elu gelu logsigmoid selu silu softplus
+""")
 _EXACT_POWERS = (1, 2, 3)
-_EXACT_ROWS = frozenset(("amax", "amin", "argmax", "argmin"))
-_OF_FUNCTIONAL_WORDS = """
+_EXACT_ROWS = name_set("amax amin argmax argmin")
+_OF_FUNCTIONAL = name_set("""
     elu gelu leaky_relu logsigmoid relu relu6 selu sigmoid silu softplus tanh
-"""
-_OF_FUNCTIONAL = frozenset(_OF_FUNCTIONAL_WORDS.split())
-_ROWS_WORDS = """
-    amax amin argmax argmin logsumexp mean norm sum std var
-"""
-_ROWS = frozenset(_ROWS_WORDS.split())
-_SAME_ROWS = frozenset(("softmax", "log_softmax", "normalize"))
-_LOSSES_WORDS = """
+""")
+_ROWS = name_set("amax amin argmax argmin logsumexp mean norm sum std var")
+_SAME_ROWS = name_set("softmax log_softmax normalize")
+LOSSES = name_set("""
     mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy
     binary_cross_entropy_with_logits soft_margin_loss
-"""
-LOSSES = frozenset(_LOSSES_WORDS.split())
-_KEYWORDS_WORDS = """
-    min max nan posinf neginf other input exponent approximate beta delta weight
-"""
-_KEYWORDS = frozenset(_KEYWORDS_WORDS.split())
-_KEYWORDS |= {"pos_weight", "negative_slope", "target"}
-_LIKE_MASKS = (
-    "mask",
-    "valid",
-    "keep",
-    "kept",
-    "pos",
-    "neg",
-    "fg",
-    "bg",
-    "active",
-    "inside",
-    "has_",
-    "is_",
-)
-_DTYPES_WORDS = """
+""")
+_KEYWORDS = name_set("""
+    min max nan posinf neginf other input exponent approximate beta delta weight pos_weight
+    negative_slope target
+""")
+_LIKE_MASKS = name_set("mask valid keep kept pos neg fg bg active inside has_ is_")
+_DTYPES = name_set("""
     float float16 float32 float64 bfloat16 double half long int int8 int16 int32 int64 uint8 bool
-"""
-_DTYPES = frozenset(_DTYPES_WORDS.split())
+""")
 _FUNCTIONAL = "torch.nn.functional."
 
 
@@ -90,12 +69,10 @@ class Selection(NamedTuple):
 
 
 def syncs_of(chosen: Iterable[Selection]) -> tuple[ast.AST, ...]:
-    """Return the nodes where selections synchronize: each selection, and a call that looks up the mask's
-    indices.
-    """
+    """Return the nodes where selections synchronize: each one, and a call that looks up mask indices."""
     nodes = [one.node for one in chosen]
-    places = [node.slice for node in nodes if isinstance(node, ast.Subscript)]
-    return (*nodes, *(one for one in places if isinstance(one, ast.Call)))
+    indices = [node.slice for node in nodes if isinstance(node, ast.Subscript)]
+    return (*nodes, *(index for index in indices if isinstance(index, ast.Call)))
 
 
 class TreeInput(NamedTuple):
@@ -130,9 +107,9 @@ class Tree:
 
     def parts(self) -> dict[str, ast.expr]:
         """Return what to observe: the mask `M`, the tensors `X`, `X1`, ..., the operands `C0`, ..."""
-        found = {tensor_part(n): leaf.tensor for n, (leaf, _) in enumerate(self.leaves)}
-        found |= {f"C{n}": operand.node for n, operand in enumerate(self.operands)}
-        return found | {"M": self.mask}
+        parts = {tensor_part(n): leaf.tensor for n, (leaf, _) in enumerate(self.leaves)}
+        parts |= {f"C{n}": operand.node for n, operand in enumerate(self.operands)}
+        return parts | {"M": self.mask}
 
 
 Assignments = Mapping[str, ast.Assign]
@@ -147,8 +124,7 @@ def selection(node: ast.AST, source: SourceFile) -> Selection | None:
     """Return the selection that an expression may be, or None. Its index may turn out not to be a mask."""
     for text in _FORMS:
         bound = match_form(text, node, source)
-        if bound is not None:
-            assert isinstance(node, ast.expr)
+        if bound is not None and isinstance(node, ast.expr):
             return Selection(node, bound.parts["X"], bound.parts["M"], "masked_select" in text)
     if not isinstance(node, ast.Subscript) or not isinstance(node.ctx, ast.Load):
         return None
@@ -158,17 +134,12 @@ def selection(node: ast.AST, source: SourceFile) -> Selection | None:
 
 def mask_of_index(index: ast.expr) -> ast.expr | None:
     """Return the part of an index that may be a mask: the whole index, or `mask` of `[mask, :]`."""
-    if isinstance(index, ast.Tuple) and index.elts and all(map(_whole, index.elts[1:])):
+    if isinstance(index, ast.Tuple) and index.elts:
+        if any(ast.unparse(one) not in (":", "...") for one in index.elts[1:]):
+            return None
         index = index.elts[0]
     kinds = ast.Name | ast.Attribute | ast.Compare | ast.Call | ast.BinOp | ast.Subscript
-    inverse = isinstance(index, ast.UnaryOp) and isinstance(index.op, ast.Invert)
-    return index if isinstance(index, kinds) or inverse else None
-
-
-def _whole(index: ast.expr) -> bool:
-    if isinstance(index, ast.Slice):
-        return index.lower is None and index.upper is None and index.step is None
-    return isinstance(index, ast.Constant) and index.value is ...
+    return index if isinstance(index, kinds) or inverted(index) is not None else None
 
 
 def read_tree(
@@ -184,33 +155,32 @@ def read_tree(
     Without `mask`, the most likely of several masks is used. `reduced`: the expression is a reducing loss,
     and the tree describes the loss before its reduction.
     """
-    for one in _masks(node, source, named or {}) if mask is None else [mask]:
-        tree = Tree(one)
-        if (
-            _TreeBuilder(source, named or {}, tree, node if reduced else None).read(node, 0)
-            and tree.leaves
-        ):
+    named = named or {}
+    for candidate in _masks(node, source, named) if mask is None else [mask]:
+        tree = Tree(candidate)
+        builder = _TreeBuilder(source, named, tree, node if reduced else None)
+        if builder.read(node, 0) and tree.leaves:
             return tree
     return None
 
 
 def _masks(node: ast.expr, source: SourceFile, named: Assignments) -> list[ast.expr]:
-    values = [node, *(one.value for one in named.values())]
+    """Return the masks in the expression and in the values of its names, the most likely first."""
+    values = [node, *(assign.value for assign in named.values())]
     parts = [part for value in values for part in ast.walk(value)]
-    found = [chosen.mask for part in parts if (chosen := selection(part, source)) is not None]
+    masks = [chosen.mask for part in parts if (chosen := selection(part, source)) is not None]
     single: list[ast.expr] = []
-    for mask in found:
+    for mask in masks:
         if not any(equal(mask, other) for other in single):
             single.append(mask)
-    return sorted(single, key=lambda mask: -_likeness(mask, found, source))
 
+    def likeness(mask: ast.expr) -> int:
+        text = source.segment(mask).lower()
+        computed = not isinstance(mask, ast.Name | ast.Attribute)
+        like = computed or any(word in text for word in _LIKE_MASKS)
+        return 10 * like + sum(equal(mask, other) for other in masks)
 
-def _likeness(mask: ast.expr, found: list[ast.expr], source: SourceFile) -> int:
-    text = source.segment(mask).lower()
-    named = not isinstance(mask, ast.Name | ast.Attribute) or any(
-        one in text for one in _LIKE_MASKS
-    )
-    return 10 * named + sum(equal(mask, other) for other in found)
+    return sorted(single, key=likeness, reverse=True)
 
 
 class _TreeBuilder:
@@ -224,18 +194,19 @@ class _TreeBuilder:
 
     def read(self, node: ast.expr, lost: int) -> bool:
         """Add the node to the tree. Returns False if it does not fit."""
-        found = self._leaf(node)
-        if found is not None:
-            self._tree.leaves.append((found, lost))
+        if leaf := self._leaf(node):
+            self._tree.leaves.append((leaf, lost))
             return True
         if isinstance(node, ast.Name) and node.id in self._named:
             return self.read(self._named[node.id].value, lost)
-        if not any(self._selects(inner) for inner in ast.walk(node)):
+        named = not names_in(node).isdisjoint(self._named)
+        if not named and not any(self._leaf(inner) for inner in ast.walk(node)):
             if not isinstance(node, ast.Constant):
                 self._tree.operands.append(TreeInput(node, lost))
             return True
         if isinstance(node, ast.BinOp) and isinstance(node.op, _OPERATORS):
-            self._tree.rounded |= isinstance(node.op, ast.Pow) and not _is_exact_power(node.right)
+            exact = constant_of(node.right) in _EXACT_POWERS
+            self._tree.rounded |= isinstance(node.op, ast.Pow) and not exact
             return self.read(node.left, lost) and self.read(node.right, lost)
         if isinstance(node, ast.UnaryOp) and not isinstance(node.op, ast.Not):
             return self.read(node.operand, lost)
@@ -243,23 +214,18 @@ class _TreeBuilder:
             return isinstance(node.ops[0], _COMPARISONS) and all(
                 self.read(one, lost) for one in (node.left, *node.comparators)
             )
-        return isinstance(node, ast.Call) and self._read_call(node, lost)
-
-    def _leaf(self, node: ast.AST) -> Selection | None:
-        found = selection(node, self._source)
-        return found if found is not None and equal(found.mask, self._tree.mask) else None
-
-    def _selects(self, node: ast.AST) -> bool:
-        named = isinstance(node, ast.Name) and node.id in self._named
-        return named or self._leaf(node) is not None
-
-    def _read_call(self, node: ast.Call, lost: int) -> bool:
+        if not isinstance(node, ast.Call):
+            return False
         dotted = self._source.dotted(node.func)
         if dotted is not None:
             return self._read_arguments(node, dotted, node.args, lost)
         if not isinstance(node.func, ast.Attribute):
             return False
         return self._read_arguments(node, node.func.attr, [node.func.value, *node.args], lost)
+
+    def _leaf(self, node: ast.AST) -> Selection | None:
+        leaf = selection(node, self._source)
+        return leaf if leaf is not None and equal(leaf.mask, self._tree.mask) else None
 
     def _read_arguments(self, node: ast.Call, name: str, given: list[ast.expr], lost: int) -> bool:
         last = name.rpartition(".")[2]
@@ -274,7 +240,8 @@ class _TreeBuilder:
         self._tree.casts |= last in _CASTS
         self._tree.rounded |= last in _ROUNDED or last in LOSSES
         if last in LOSSES and functional:
-            whole = node is self._reduced or _keyword_text(node, "reduction") == "none"
+            reduction = constant_of(keywords_of(node).get("reduction"))
+            whole = node is self._reduced or reduction == "none"
             return whole and self._read_all(given, node, lost)
         known = last in (_OF_FUNCTIONAL if functional else _ELEMENTWISE)
         return known and self._read_all(given, node, lost)
@@ -283,9 +250,9 @@ class _TreeBuilder:
         words = [word for word in node.keywords if word.arg != "reduction"]
         if any(word.arg not in _KEYWORDS for word in words):
             return False
-        if any(isinstance(one, ast.Starred) for one in given):
-            return False
-        return all(self.read(one, lost) for one in [*given, *(word.value for word in words)])
+        operands = [*given, *(word.value for word in words)]
+        starred = any(isinstance(one, ast.Starred) for one in given)
+        return not starred and all(self.read(one, lost) for one in operands)
 
     def _read_cast(self, node: ast.Call, given: list[ast.expr], lost: int) -> bool:
         if node.keywords or len(given) != 2:
@@ -297,47 +264,30 @@ class _TreeBuilder:
 
     def _read_rows(self, node: ast.Call, last: str, given: list[ast.expr], lost: int) -> bool:
         """Add a reduction of the last dimension, counted from the end, which keeps rows apart."""
-        dims = [word.value for word in node.keywords if word.arg in ("dim", "axis")]
-        words = {word.arg for word in node.keywords}
-        rest, first = given[1:], given[0]
-        if last == "norm" and len(rest) == 1 and len(dims) == 1:
-            rest = []
-        dims += rest
-        if words - {"dim", "axis", "keepdim", "p"} or len(dims) != 1 or not _is_last(dims[0]):
+        words = keywords_of(node)
+        keep = words.pop("keepdim", None)
+        first, *rest = given
+        dims = [value for word, value in words.items() if word in ("dim", "axis")]
+        if not (last == "norm" and len(rest) == len(dims) == 1):
+            dims += rest
+        if words.keys() - {"dim", "axis", "p"} or len(dims) != 1 or ast.unparse(dims[0]) != "-1":
             return False
-        kept = [word.value for word in node.keywords if word.arg == "keepdim"]
-        if kept and not isinstance(kept[0], ast.Constant):
+        if keep is not None and not isinstance(keep, ast.Constant):
             return False
-        keeps = last in _SAME_ROWS or (bool(kept) and kept[0].value is True)  # type: ignore[attr-defined]
-        self._tree.rows.append(lost + (not keeps))
+        lost += last not in _SAME_ROWS and constant_of(keep) is not True
+        self._tree.rows.append(lost)
         self._tree.rounded |= last not in _EXACT_ROWS
-        return self.read(first, lost + (not keeps))
-
-
-def _is_exact_power(exponent: ast.expr) -> bool:
-    return isinstance(exponent, ast.Constant) and exponent.value in _EXACT_POWERS
-
-
-def _is_last(dim: ast.expr) -> bool:
-    return (
-        isinstance(dim, ast.UnaryOp)
-        and isinstance(dim.op, ast.USub)
-        and isinstance(dim.operand, ast.Constant)
-        and dim.operand.value == 1
-    )
-
-
-def _keyword_text(node: ast.Call, name: str) -> object:
-    for word in node.keywords:
-        if word.arg == name and isinstance(word.value, ast.Constant):
-            return word.value.value
-    return None
+        return self.read(first, lost)
 
 
 def trailing(values: Values, tree: Tree) -> int:
     """Return how many dimensions of the tree's result follow the dimensions that the mask covers."""
-    (_, lost) = tree.leaves[0]
-    return len(values.X.shape) - len(values.M.shape) - lost
+    return _behind(values, tree, 0)
+
+
+def _behind(values: Values, tree: Tree, number: int) -> int:
+    tensor, lost = getattr(values, tensor_part(number)), tree.leaves[number][1]
+    return len(tensor.shape) - len(values.M.shape) - lost
 
 
 def need_fit(facts: Facts, tree: Tree, source: SourceFile) -> None:
@@ -372,17 +322,13 @@ def need_fit(facts: Facts, tree: Tree, source: SourceFile) -> None:
 
 def _fits(values: Values, tree: Tree) -> bool:
     behind = trailing(values, tree)
-    ranks = {
-        len(getattr(values, tensor_part(n)).shape) - len(values.M.shape) - lost
-        for n, (_, lost) in enumerate(tree.leaves)
-    }
+    ranks = {_behind(values, tree, number) for number in range(len(tree.leaves))}
     return behind >= 0 and ranks == {behind} and all(behind + lost > 0 for lost in tree.rows)
 
 
 def _is_apart(seen: ObservedValue, values: Values, most: int) -> bool:
-    if is_number(seen) or getattr(seen, "kind", "") in ("str", "NoneType"):
+    if is_number(seen) or seen.kind in ("str", "NoneType"):
         return True
     if not is_tensor(seen):
         return False
-    shape, device = seen.shape, seen.device
-    return len(shape) <= most and (device == values.X.device or not shape)
+    return len(seen.shape) <= most and (seen.device == values.X.device or not seen.shape)

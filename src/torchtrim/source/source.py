@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from torchtrim.errors import UnreadableInput
 from torchtrim.records.files import read_bounded
 from torchtrim.records.probes import SourceSpan
+from torchtrim.source.nodes import called
 
 _LINE = re.compile(r"\r\n|\r|\n")
 _NAME = re.compile(r"\w+")
@@ -41,13 +42,7 @@ class SourceFile:
     form.
     """
 
-    def __init__(
-        self,
-        path: str,
-        text: str,
-        tree: ast.Module | None = None,
-        lines: list[int] | None = None,
-    ) -> None:
+    def __init__(self, path: str, text: str, tree: ast.Module | None = None) -> None:
         self.path = path
         self.text = text
         try:
@@ -55,7 +50,7 @@ class SourceFile:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
             raise UnreadableInput(f"{path}{line} is not valid Python: {error}.") from None
-        self._lines = lines or [0, *(found.end() for found in _LINE.finditer(text))]
+        self._lines = [0, *(found.end() for found in _LINE.finditer(text))]
         self._bound: dict[ast.AST, frozenset[str]] = {}
         self._has: dict[str, bool] = {}
         self.memo: dict[str, tuple[Any, ...]] = {}
@@ -101,9 +96,7 @@ class SourceFile:
                 kept.append(one)
                 bases = one.bases if isinstance(one, ast.ClassDef) else []
                 names.update(called(base) for base in bases)
-        return SourceFile(
-            self.path, self.text, ast.Module(kept[::-1], self.tree.type_ignores), self._lines
-        )
+        return SourceFile(self.path, self.text, ast.Module(kept[::-1], self.tree.type_ignores))
 
     def has(self, words: Collection[str]) -> bool:
         """Return True if the text contains each of the words, also inside other words."""
@@ -125,6 +118,10 @@ class SourceFile:
         """Yield the nodes at the sites, in the order of the tree."""
         found = [one for site in set(sites) for one in self._sites.get(site, ())]
         return (node for _, node in sorted(found, key=lambda one: one[0]))
+
+    def calls(self, *names: str) -> Iterator[ast.Call]:
+        """Yield the calls whose function has one of the last names, in the order of the tree."""
+        return (node for node in self.at((ast.Call, name) for name in names))  # type: ignore[misc]
 
     @cached_property
     def _sites(self) -> dict[Site, list[tuple[int, ast.AST]]]:
@@ -177,10 +174,8 @@ class SourceFile:
 
     def function(self, node: ast.AST) -> Function | ast.Module:
         """Return the function that contains the node, or the module."""
-        for outer in self.around(node):
-            if isinstance(outer, Function | ast.Module):
-                return outer
-        return self.tree
+        outer = (one for one in self.around(node) if isinstance(one, Function | ast.Module))
+        return next(outer, self.tree)
 
     def loop(self, node: ast.AST) -> Loop | None:
         """Return the innermost loop around the node within its function."""
@@ -194,11 +189,10 @@ class SourceFile:
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
         """Return the statements of the statement's block."""
         outer = self.parents[statement]
-        for name in ("body", "orelse", "finalbody"):
-            found = getattr(outer, name, None)
-            if isinstance(found, list) and any(one is statement for one in found):
-                return found
-        return [statement]
+        blocks = (getattr(outer, name, None) for name in ("body", "orelse", "finalbody"))
+        return next(
+            (one for one in blocks if isinstance(one, list) and statement in one), [statement]
+        )
 
     def dotted(self, node: ast.AST) -> str | None:
         """Resolve a name or attribute by the imports: `"torch.nn.functional.cross_entropy"`.
@@ -211,7 +205,8 @@ class SourceFile:
             node = node.value
         if not isinstance(node, ast.Name) or node.id not in self.imported:
             return None
-        if any(node.id in self.bound(around) for around in self._functions(node)):
+        functions = (outer for outer in self.around(node) if isinstance(outer, Function))
+        if any(node.id in self.bound(outer) for outer in functions):
             return None
         return ".".join([self.imported[node.id], *reversed(names)])
 
@@ -221,20 +216,14 @@ class SourceFile:
             self._bound[function] = frozenset(_bound_in(function))
         return self._bound[function]
 
-    def _functions(self, node: ast.AST) -> Iterator[ast.AST]:
-        return (outer for outer in self.around(node) if isinstance(outer, Function))
-
     def alias(self, module: str) -> str | None:
         """Return a name under which the file imports a module, or None."""
         return next((name for name, full in self.imported.items() if full == module), None)
 
     def indentation(self, statement: ast.stmt) -> str | None:
         """Return the whitespace before a statement, or None if other code precedes it in its line."""
-        first: ast.AST = statement
-        decorators = getattr(statement, "decorator_list", [])
-        if decorators:
-            first = decorators[0]
-        before = self.text[self.line_start(first.lineno) : self.start(first)]  # type: ignore[attr-defined]
+        first: ast.stmt | ast.expr = [*getattr(statement, "decorator_list", []), statement][0]
+        before = self.text[self.line_start(first.lineno) : self.start(first)]
         return before if not before.strip() else None
 
     @property
@@ -258,15 +247,8 @@ def children(node: ast.AST) -> list[ast.AST]:
         if isinstance(value, ast.AST):
             found.append(value)
         elif isinstance(value, list):
-            found += [one for one in value if isinstance(one, ast.AST)]
+            found += [child for child in value if isinstance(child, ast.AST)]
     return found
-
-
-def called(function: ast.AST) -> str:
-    """Return the last name of a called function, or `""`."""
-    if isinstance(function, ast.Attribute):
-        return function.attr
-    return function.id if isinstance(function, ast.Name) else ""
 
 
 def spot(node: ast.AST) -> SourceSpan:
@@ -291,14 +273,8 @@ def _imported(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
     for node in nodes:
         if isinstance(node, ast.Import):
             for name in node.names:
-                yield (
-                    (name.asname, name.name)
-                    if name.asname
-                    else (
-                        name.name.partition(".")[0],
-                        name.name.partition(".")[0],
-                    )
-                )
+                top = name.name.partition(".")[0]
+                yield (name.asname, name.name) if name.asname else (top, top)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for name in node.names:
                 yield name.asname or name.name, f"{node.module}.{name.name}"
@@ -306,12 +282,9 @@ def _imported(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
 
 def _bound_in(function: ast.AST) -> Iterator[str]:
     if isinstance(function, Function):
-        arguments = function.args
-        for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
-            yield one.arg
-        for extra in (arguments.vararg, arguments.kwarg):
-            if extra is not None:
-                yield extra.arg
+        own = function.args
+        given = (*own.posonlyargs, *own.args, *own.kwonlyargs, own.vararg, own.kwarg)
+        yield from (argument.arg for argument in given if argument is not None)
     pending = children(function)
     while pending:
         node = pending.pop()
@@ -327,4 +300,4 @@ def _bound_in(function: ast.AST) -> Iterator[str]:
 
 def within(node: ast.AST, around: ast.AST) -> bool:
     """Return True if a node is `around` or inside it."""
-    return any(one is node for one in ast.walk(around))
+    return node in ast.walk(around)

@@ -8,10 +8,18 @@ from typing import NamedTuple
 
 from torchtrim.records.probes import ObservedValue
 from torchtrim.source.facts import Facts, is_tensor
+from torchtrim.source.nodes import (
+    Comprehension,
+    called,
+    function_of,
+    keywords_of,
+    method_of,
+    receiver,
+)
 from torchtrim.source.operations import PURE
 from torchtrim.source.source import Function, SourceFile, children
 
-_SAME_VALUE = frozenset(("detach", "cpu", "clone", "contiguous"))
+_SAME_VALUE = ("detach", "cpu", "clone", "contiguous")
 _CASTS = ("float", "int", "bool")
 READS = ("item", *_CASTS)
 """The functions and methods that a read calls."""
@@ -35,38 +43,40 @@ def read_of(node: ast.AST, source: SourceFile) -> Read | None:
         return None
     if isinstance(node.func, ast.Attribute) and node.func.attr == "item" and not node.args:
         return Read(node, without_detach(node.func.value), "")
-    if isinstance(node.func, ast.Name) and node.func.id in _CASTS and len(node.args) == 1:
-        return _cast(node, node.func.id, source)
-    return None
+    name = function_of(node)
+    if name not in _CASTS or len(node.args) != 1:
+        return None
+    value = node.args[0]
+    if inner := read_of(value, source):
+        return Read(node, inner.tensor, name) if not inner.cast else None
+    if isinstance(value, ast.Call):
+        dotted = source.dotted(value.func)
+        tensor = (dotted or "").startswith("torch.") or (
+            dotted is None and method_of(value) in PURE
+        )
+    else:
+        tensor = isinstance(value, ast.Name | ast.Attribute | ast.Subscript)
+    return Read(node, without_detach(value), name) if tensor else None
 
 
 def without_detach(node: ast.expr) -> ast.expr:
     """Strip `.detach()`, `.cpu()`, `.data` and the like, which do not change the value that is read."""
     while True:
-        if isinstance(node, ast.Attribute) and node.attr == "data":
-            node = node.value
-        elif (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr in _SAME_VALUE
-            and not node.args
-            and not node.keywords
-        ):
-            node = node.func.value
-        else:
+        inner = node.value if isinstance(node, ast.Attribute) and node.attr == "data" else None
+        if isinstance(node, ast.Call) and not node.args and not node.keywords:
+            inner = receiver(node, _SAME_VALUE)
+        if inner is None:
             return node
+        node = inner
 
 
 def reads_in(node: ast.AST, source: SourceFile) -> Iterator[Read]:
     """Yield the outermost reads in an expression, in the order of the code."""
-    found = read_of(node, source)
-    if found is not None:
-        yield found
-        return
-    if isinstance(node, Function | ast.GeneratorExp | ast.ListComp | ast.SetComp | ast.DictComp):
-        return
-    for child in children(node):
-        yield from reads_in(child, source)
+    if read := read_of(node, source):
+        yield read
+    elif not isinstance(node, Function | Comprehension):
+        for child in children(node):
+            yield from reads_in(child, source)
 
 
 def is_single(seen: ObservedValue) -> bool:
@@ -88,27 +98,11 @@ def has_own_text(source: SourceFile, node: ast.AST) -> bool:
     return ast.dump(found) == ast.dump(node)
 
 
-def _cast(node: ast.Call, name: str, source: SourceFile) -> Read | None:
-    inner = read_of(node.args[0], source)
-    if inner is not None:
-        return Read(node, inner.tensor, name) if not inner.cast else None
-    value = node.args[0]
-    if isinstance(value, ast.Name | ast.Attribute | ast.Subscript):
-        return Read(node, without_detach(value), name)
-    if isinstance(value, ast.Call):
-        dotted = source.dotted(value.func)
-        method = isinstance(value.func, ast.Attribute) and value.func.attr in PURE
-        if (dotted is None and method) or (dotted or "").startswith("torch."):
-            return Read(node, without_detach(value), name)
-    return None
-
-
 _MOVES = ("to", "cuda")
 
 
 class Upload(NamedTuple):
-    """A tensor created on the host and moved to a device: the constructor call, and the expression up to the
-    move.
+    """A tensor created on the host and moved to a device: its constructor call, and all up to the move.
 
     `device` is None for `.cuda()`. `between` are the calls between the constructor and the move.
     """
@@ -121,18 +115,15 @@ class Upload(NamedTuple):
     @property
     def words(self) -> dict[str | None, ast.expr]:
         """The keyword arguments of the constructor call."""
-        return {word.arg: word.value for word in self.made.keywords}
+        return keywords_of(self.made)
 
 
 def uploads(source: SourceFile, names: frozenset[str]) -> Iterator[Upload]:
     """Yield each call of these torch functions whose result is moved to a device, or created there."""
-    for node in source.at({(ast.Call, name) for name in names}):
-        assert isinstance(node, ast.Call)
-        dotted = source.dotted(node.func) or ""
-        if dotted.rpartition(".")[0] == "torch" and dotted.rpartition(".")[2] in names:
-            found = _upload(source, node)
-            if found is not None:
-                yield found
+    for node in source.calls(*names):
+        module, _, name = (source.dotted(node.func) or "").rpartition(".")
+        if module == "torch" and name in names and (upload := _upload(source, node)):
+            yield upload
 
 
 def need_device(facts: Facts, text: str) -> None:
@@ -146,33 +137,28 @@ def need_device(facts: Facts, text: str) -> None:
 def _upload(source: SourceFile, node: ast.Call) -> Upload | None:
     between: list[ast.Call] = []
     at: ast.expr = node
-    while (call := _method_call(source, at)) is not None:
-        assert isinstance(call.func, ast.Attribute)
-        if call.func.attr in _MOVES:
-            where = _where(call)
-            return where and Upload(node, call, where[0], tuple(between))
+    while True:
+        method = source.parents[at]
+        call = source.parents.get(method)
+        if not isinstance(method, ast.Attribute) or not isinstance(call, ast.Call):
+            break
+        if call.func is not method:
+            break
+        if method.attr in _MOVES:
+            return _moved(node, call, tuple(between))
         between.append(call)
         at = call
-    device = next((word.value for word in node.keywords if word.arg == "device"), None)
+    device = keywords_of(node).get("device")
     return Upload(node, node, device, ()) if device is not None else None
 
 
-def _method_call(source: SourceFile, node: ast.expr) -> ast.Call | None:
-    attribute = source.parents[node]
-    call = source.parents.get(attribute)
-    if not isinstance(attribute, ast.Attribute) or not isinstance(call, ast.Call):
-        return None
-    return call if call.func is attribute else None
-
-
-def _where(call: ast.Call) -> tuple[ast.expr | None] | None:
-    """Return the target of a move in a tuple, or None if the call does something else too."""
-    assert isinstance(call.func, ast.Attribute)
-    words = {word.arg: word.value for word in call.keywords}
+def _moved(made: ast.Call, move: ast.Call, between: tuple[ast.Call, ...]) -> Upload | None:
+    """Return the upload that ends in a move, or None if the move does something else too."""
+    words = keywords_of(move)
     words.pop("non_blocking", None)
-    given = [*call.args, *(words.pop(name) for name in ("device",) if name in words)]
-    if words or len(given) > 1 or any(isinstance(one, ast.Starred) for one in given):
+    targets = [*move.args, *([words.pop("device")] if "device" in words else [])]
+    if words or len(targets) > 1 or any(isinstance(one, ast.Starred) for one in targets):
         return None
-    if call.func.attr == "to" and not given:
-        return None
-    return (given[0] if given else None,)
+    if not targets:
+        return Upload(made, move, None, between) if called(move.func) == "cuda" else None
+    return Upload(made, move, targets[0], between)

@@ -11,18 +11,18 @@ import ast
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from importlib import import_module
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torchtrim.records.probes import ObservedValue
 from torchtrim.source.facts import Values
-from torchtrim.source.operations import is_total
+from torchtrim.source.nodes import constant_of, find_all
+from torchtrim.source.operations import is_total, operands_of
 from torchtrim.source.source import SourceFile
 
 
 def _torch() -> Any:
-    """Return PyTorch. Facts come from a run, so it is installed wherever there are facts; `lint` needs no
-    torch.
-    """
+    """Return PyTorch. A run that gave facts had it installed; `lint`, without facts, needs no torch."""
     return import_module("torch")
 
 
@@ -82,7 +82,7 @@ def typed(
     if not all(is_total(one, source) for one in (node, *(assign.value for assign in before))):
         return None
     values = {text: _value(seen) for text, seen in known.items()}
-    leaves = {text: one for text, one in values.items() if _requires_grad(one)}
+    leaves = {text: one for text, one in values.items() if getattr(one, "requires_grad", False)}
     space = _Namespace(source, dict(values))
     try:
         with torch.enable_grad():
@@ -91,10 +91,15 @@ def typed(
             result = space.value(node)
             if not isinstance(result, torch.Tensor) or result.device.type != "meta":
                 return None
-            reached = frozenset(_reached(result, leaves))
+            grads: Iterable[Any] = ()
+            if result.requires_grad:
+                inputs = list(leaves.values())
+                grads = torch.autograd.grad(result.sum(), inputs, allow_unused=True)
+            reached = {text for text, grad in zip(leaves, grads, strict=False) if grad is not None}
     except _MEANS_UNKNOWN:
         return None
-    return TensorType(str(result.dtype).removeprefix("torch."), tuple(result.shape), reached)
+    dtype = str(result.dtype).removeprefix("torch.")
+    return TensorType(dtype, tuple(result.shape), frozenset(reached))
 
 
 def holds(
@@ -113,19 +118,17 @@ def holds(
         return False
 
 
-def names_in(node: ast.AST, source: SourceFile) -> Iterator[ast.expr]:
+def operands_in(node: ast.AST, source: SourceFile) -> Iterator[ast.expr]:
     """Yield the outermost names and attributes that a value is computed from."""
     if isinstance(node, ast.Name | ast.Attribute) and _is_chain(node):
         if source.dotted(node) is None:
             yield node
         return
+    children: Iterable[ast.AST] = ast.iter_child_nodes(node)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        yield from names_in(node.func.value, source)
-        for one in (*node.args, *node.keywords):
-            yield from names_in(one, source)
-        return
-    for child in ast.iter_child_nodes(node):
-        yield from names_in(child, source)
+        children = (node.func.value, *node.args, *node.keywords)
+    for child in children:
+        yield from operands_in(child, source)
 
 
 def _is_chain(node: ast.AST) -> bool:
@@ -154,13 +157,10 @@ class _Namespace:
         self.values = values
 
     def value(self, node: ast.AST | None) -> Any:
-        if (
-            isinstance(node, ast.Name | ast.Attribute)
-            and (text := ast.unparse(node)) in self.values
-        ):
-            return self.values[text]
+        if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) in self.values:
+            return self.values[ast.unparse(node)]
         if node is None or isinstance(node, ast.Constant):
-            return node.value if node is not None else None
+            return constant_of(node)
         if isinstance(node, ast.Tuple | ast.List):
             return [self.value(one) for one in node.elts]
         if isinstance(node, ast.BinOp):
@@ -188,11 +188,10 @@ class _Namespace:
         return all(one == values[0] for one in values)
 
     def _operated(self, function: Callable[[Any, Any], Any], left: ast.AST, right: ast.AST) -> Any:
-        torch = _torch()
-        one, other = self.value(left), self.value(right)
-        if not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor):
+        sides = self.value(left), self.value(right)
+        if not any(isinstance(side, _torch().Tensor) for side in sides):
             raise _UnknownValue
-        return function(one, other)
+        return function(*sides)
 
     def _index(self, node: ast.AST) -> Any:
         if isinstance(node, ast.Slice):
@@ -202,17 +201,12 @@ class _Namespace:
         return self.value(node)
 
     def _attribute(self, node: ast.Attribute) -> Any:
-        torch = _torch()
         dotted = self._source.dotted(node)
         if dotted is None:
             return getattr(self.value(node.value), node.attr)
-        first, *names = dotted.split(".")
-        if first != "torch":
+        if not dotted.startswith("torch."):
             raise _UnknownValue
-        found: Any = torch
-        for name in names:
-            found = getattr(found, name)
-        return found
+        return attrgetter(dotted.removeprefix("torch."))(_torch())
 
 
 def _value(seen: ObservedValue) -> Any:
@@ -224,21 +218,9 @@ def _value(seen: ObservedValue) -> Any:
     return plain[seen.kind](seen.value) if seen.kind in plain else None
 
 
-def _requires_grad(value: Any) -> bool:
-    return bool(getattr(value, "requires_grad", False))
-
-
-def _reached(result: Any, leaves: Mapping[str, Any]) -> Iterable[str]:
-    torch = _torch()
-    if not result.requires_grad:
-        return
-    grads = torch.autograd.grad(result.sum(), list(leaves.values()), allow_unused=True)
-    yield from (text for text, grad in zip(leaves, grads, strict=True) if grad is not None)
-
-
-_ROOTS = frozenset(("exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid"))
-_CONSTANTS = frozenset(("zeros_like", "ones_like"))
-_LARGEST = 127  # what the smallest integer type holds
+_ROOTS = ("exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid")
+_CONSTANTS = ("zeros_like", "ones_like")
+_LARGEST = 127  # the largest number that every integer type holds
 
 
 class _UnknownForm(Exception):
@@ -246,7 +228,7 @@ class _UnknownForm(Exception):
 
 
 class TypeForm(NamedTuple):
-    """What determines type and shape; the texts of the operands, and of those a gradient reaches."""
+    """The facts that determine type and shape; the texts of all operands, and of those with a gradient."""
 
     kind: Hashable
     operands: frozenset[str]
@@ -264,11 +246,8 @@ def common_form(one: ast.expr, other: ast.expr, source: SourceFile) -> TypeForm 
 
 
 def _values_in(node: ast.expr) -> set[str]:
-    return {
-        ast.unparse(part)
-        for part in ast.walk(node)
-        if isinstance(part, ast.expr) and not isinstance(part, ast.Constant)
-    }
+    parts = find_all(node, ast.expr)
+    return {ast.unparse(part) for part in parts if not isinstance(part, ast.Constant)}
 
 
 def _form(node: ast.expr, source: SourceFile, shared: set[str]) -> TypeForm:
@@ -285,8 +264,8 @@ def _form(node: ast.expr, source: SourceFile, shared: set[str]) -> TypeForm:
 
 def _operated(node: ast.BinOp, source: SourceFile, shared: set[str]) -> TypeForm:
     sides = (node.left, node.right)
-    numbers = [number for one in sides if (number := _number(one)) is not None]
-    tensors = [_form(one, source, shared) for one in sides if _number(one) is None]
+    numbers = [number for side in sides if (number := _number(side)) is not None]
+    tensors = [_form(side, source, shared) for side in sides if _number(side) is None]
     if len(tensors) == 2:
         return _of_tensors(node.op, *tensors)
     if len(tensors) != 1:
@@ -319,18 +298,13 @@ def _of_tensors(op: ast.operator, left: TypeForm, right: TypeForm) -> TypeForm:
 
 
 def _called(node: ast.Call, source: SourceFile, shared: set[str]) -> TypeForm:
-    dotted = source.dotted(node.func)
-    if dotted is None and isinstance(node.func, ast.Attribute):
-        name, operands = node.func.attr, [node.func.value, *node.args]
-    else:
-        module, _, name = (dotted or "").rpartition(".")
-        operands = list(node.args) if module == "torch" else []
+    name, operands = operands_of(node, source)
     if len(operands) != 1 or node.keywords:
         raise _UnknownForm
     form = _form(operands[0], source, shared)
     if name in _ROOTS:
         return _promoted(form, "float")
-    if name in _CONSTANTS and dotted is not None:
+    if name in _CONSTANTS and source.dotted(node.func) is not None:
         return form._replace(reached=frozenset())
     if name == "clone":
         return form
@@ -340,8 +314,9 @@ def _called(node: ast.Call, source: SourceFile, shared: set[str]) -> TypeForm:
 def _number(node: ast.expr) -> int | float | None:
     """Return a Python number that fits every type, or None."""
     value = node.value if isinstance(node, ast.Constant) else None
-    small = type(value) is float or (type(value) is int and value <= _LARGEST)
-    return value if small else None  # type: ignore[return-value]
+    if type(value) is int and value <= _LARGEST:
+        return value
+    return value if type(value) is float else None
 
 
 def _promoted(form: TypeForm, to: str) -> TypeForm:

@@ -1,4 +1,4 @@
-"""Tunes the loader of a script: its own steps are run with other settings of the loader."""
+"""Tuning of a script's loader, by running its own steps with other settings of the loader."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from torchtrim.data.rebuild import keywords_of, written
 from torchtrim.errors import TorchtrimError, Unsupported
-from torchtrim.fixes.pinned_loader import added_keyword
 from torchtrim.records.loader import LoaderSettings, Tuning
 from torchtrim.records.profile import is_emulated
 from torchtrim.records.report import Result, TunedLoader
 from torchtrim.records.trial import Request, Trial, TuningRequest
 from torchtrim.rewriter.edits import diff_of
 from torchtrim.rewriter.fix import TextEdit
+from torchtrim.rewriter.replace import added_keyword
 from torchtrim.rules.tt301_loader_wait import compared
 from torchtrim.runner.script import Script, working_folder
 from torchtrim.runner.trials import Progress, run_trial
@@ -27,9 +27,9 @@ from torchtrim.workflows.findings import report_of
 def tune_loader_report(
     script: Script, tunes: TuningRequest, *, progress: Progress = lambda _: None
 ) -> Result:
-    """What the loader of a script's steps costs, the settings that suit it, and the line to change.
+    """Return the cost of a script's loader, the best settings, and the line to change.
 
-    Raises `Unsupported` where the script's steps have no `DataLoader`, or their time is no real one.
+    Raises `Unsupported` if the script's steps use no `DataLoader`, or run on an emulated device.
     """
     request = Request(steps=1, measured=False, tunes=tunes)
     with working_folder() as folder:
@@ -37,7 +37,7 @@ def tune_loader_report(
     _check(trial)
     tuning = trial.tuning
     assert tuning is not None
-    report = msgspec.structs.replace(
+    report = replace(
         report_of("tune-loader", script, trial),
         findings=tuple(compared(script.target, trial.loader)) if trial.loader else (),
         tuned=TunedLoader(
@@ -54,27 +54,25 @@ def tune_loader_report(
 def _check(trial: Trial) -> None:
     if is_emulated(trial.device):
         raise Unsupported(
-            "a step on an emulated device takes no time that a loader could be tuned for. Run this where the "
-            "GPU is, or, if the script also runs without one, with --device cpu."
+            "a step on an emulated device has no real time to tune a loader for. Run this on a machine with "
+            "the GPU or, if the script also runs without a GPU, with --device cpu."
         )
     if trial.loader is None:
         raise Unsupported(
-            "the script's steps took no batch from a torch.utils.data.DataLoader: there is nothing to "
-            "tune."
-        )
-    if trial.tuning is None and trial.loader.parts is None:
-        raise Unsupported(
-            "the loader could not be tuned: its data set cannot be read apart from it."
+            "the script's steps took no batch from a torch.utils.data.DataLoader that could be tuned."
         )
     if trial.tuning is None:
-        raise Unsupported(
-            "the loader could not be tuned: the script ended before a setting was tried, or it keeps no "
-            "reference to its loader. Let it run for more steps, and give the loader a name."
-        )
+        why = "its data set cannot be read apart from it."
+        if trial.loader.parts is not None:
+            why = (
+                "the script ended before a setting was tried, or it keeps no reference to its loader. Let "
+                "it run for more steps, and give the loader a name."
+            )
+        raise Unsupported(f"the loader could not be tuned: {why}")
 
 
 def diff_for(tuning: Tuning, project: str | Path) -> str:
-    """The change of the line that makes the loader, as a diff; empty where it cannot be written there."""
+    """Return a diff of the line that makes the loader; empty if it cannot be changed there."""
     path = Path(tuning.path)
     if not tuning.path or tuning.chosen == tuning.before or tuning.chosen.whole:
         return ""
@@ -93,21 +91,21 @@ def diff_for(tuning: Tuning, project: str | Path) -> str:
 
 
 def _call_at(source: SourceFile, line: int) -> ast.Call | None:
-    """The making of a loader at a line; None where there is none, or its arguments are not seen."""
-    for node in source.nodes:
-        if (
-            isinstance(node, ast.Call)
-            and node.lineno <= line <= (node.end_lineno or line)
-            and ast.unparse(node.func).endswith("DataLoader")
-            and len(node.args) <= 2
-            and all(word.arg is not None for word in node.keywords)
-        ):
-            return node
-    return None
+    """Return the call that makes a loader at a line, unless its arguments are unpacked."""
+    calls = (
+        node
+        for node in source.nodes
+        if isinstance(node, ast.Call)
+        and node.lineno <= line <= (node.end_lineno or line)
+        and ast.unparse(node.func).endswith("DataLoader")
+        and len(node.args) <= 2
+        and all(word.arg is not None for word in node.keywords)
+    )
+    return next(calls, None)
 
 
 def _edits(source: SourceFile, call: ast.Call, chosen: LoaderSettings) -> Iterator[TextEdit]:
-    """The arguments that change, and those that must not stay without workers."""
+    """Yield edits of the arguments that change, and of those that require workers."""
     given = {word.arg: word.value for word in call.keywords}
     wanted = keywords_of(chosen)
     added = []
