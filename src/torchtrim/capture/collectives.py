@@ -47,7 +47,8 @@ class Collectives:
         """Record a collective that returned; it may still be in flight."""
         if "wait_tensor" in str(func):
             for tensor in tensors_among(args):
-                if (waited := self._open.pop(_key(tensor), None)) is not None:
+                waited = self._open.pop(tensor.untyped_storage()._cdata, None)
+                if waited is not None:
                     waited.end_ns = span[1]
             return
         group, ranks = _group_of(args)
@@ -56,9 +57,18 @@ class Collectives:
         seen = _Seen(name, operator, group, ranks, max(sizes, default=0), span[0])
         self._seen.append(seen)
         if func.namespace == _FUNCTIONAL:
-            self._open |= {_key(tensor): seen for tensor in tensors_among((result,))}
-        else:
-            _when_over(result, seen)
+            outputs = tensors_among((result,))
+            self._open |= {tensor.untyped_storage()._cdata: seen for tensor in outputs}
+            return
+
+        def over(_: Any) -> None:
+            seen.end_ns = time.perf_counter_ns()
+
+        # The backend reports the end of its work if the work has a future.
+        work = result[-1] if isinstance(result, (tuple, list)) and result else result
+        with contextlib.suppress(RuntimeError, TypeError, AttributeError):
+            torch._C._distributed_c10d.Work.unbox(work).get_future().add_done_callback(over)
+            seen.tells = True
 
     def records(self, start_ns: int) -> list[Collective]:
         """Wait for backend threads to finish and return the records, with times from the step's start on."""
@@ -81,16 +91,6 @@ class Collectives:
         ]
 
 
-def _when_over(result: Any, seen: _Seen) -> None:
-    def over(_: Any) -> None:
-        seen.end_ns = time.perf_counter_ns()
-
-    work = result[-1] if isinstance(result, (tuple, list)) and result else result
-    with contextlib.suppress(RuntimeError, TypeError, AttributeError):
-        torch._C._distributed_c10d.Work.unbox(work).get_future().add_done_callback(over)
-        seen.tells = True
-
-
 def _group_of(args: Any) -> tuple[str, int]:
     """Return the process group's name and size from the arguments; size 0 if unknown."""
     for value in args:
@@ -100,7 +100,3 @@ def _group_of(args: Any) -> tuple[str, int]:
                 return str(group.group_name), int(group.size())
     named = [value for value in args if isinstance(value, str)]
     return (named[-1], 0) if named else ("", 0)
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

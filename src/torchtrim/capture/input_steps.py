@@ -67,7 +67,7 @@ class Loaders:
 
 
 class InputSteps:
-    """Timer of a few steps with their loader, then of a few that reuse their last batches.
+    """A timer of a few steps with their loader, then of a few that reuse their last batches.
 
     Batches that workers prefetched while torchtrim was busy are used up first. `seconds` is the approximate
     time of a step; if it is over ten seconds, no step is timed. A loader is reused only as often as earlier

@@ -24,6 +24,7 @@ import msgspec
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torchtrim.capture.saved import type_name
 from torchtrim.records.probes import Execution, ObservedValue, Probe, ProbeResult, SourceSpan
 
 LOOK = "__torchtrim_look__"
@@ -143,7 +144,7 @@ def _seen(value: Any, storages: list[int]) -> ObservedValue:
         return ObservedValue(kind=kind, shape=shape)
     return ObservedValue(
         kind="tensor",
-        dtype=str(value.dtype).removeprefix("torch."),
+        dtype=type_name(value.dtype),
         device=str(value.device),
         shape=tuple(int(size) for size in value.shape),
         requires_grad=value.requires_grad,
@@ -178,14 +179,13 @@ class Sources:
         self._texts = dict(texts)
         self._probes = probes
         self._files = {*texts, *probed}
-        self._finder = _ProbeFinder(self)
 
     def install(self) -> None:
         """Install the import hook."""
         for path, text in self._texts.items():
             linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
         if self._files:
-            sys.meta_path.insert(0, self._finder)
+            sys.meta_path.insert(0, _ProbeFinder(self))
             self._probes.install()
 
     def covers(self, path: str) -> bool:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.capture.collectives import Collectives, is_collective
-from torchtrim.capture.saved import SavedTensors, Use
+from torchtrim.capture.saved import SavedTensors, Use, type_name
 from torchtrim.capture.waits import NOTHING, Origin, Ran, SyncChecks, sync_detector
 from torchtrim.core.clock import queued_ns
 from torchtrim.dispatch.modes import (
@@ -148,7 +148,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: to skip this mode, torch would import dynamo, which takes seconds. See `_skip_in_dynamo`."""
+        """False: to skip this mode, torch would import dynamo, which takes seconds. See `_SKIP`."""
         return False
 
     @classmethod
@@ -416,7 +416,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._mark is not None:
             self.raised.append(len(self.operators) + len(self.raised))
         shapes = ", ".join(
-            f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+            f"{type_name(dtype)}{list(shape)}"
             for _, dtype, shape, _ in self._uses((*args, *kwargs.values()), -1)
         )
         spot, caller = self._places.find(sys._getframe(2))
@@ -430,11 +430,7 @@ def profiler_range(name: str) -> Any:
     return _RecordFunctionFast(name, (), {"scope": "user_scope"})
 
 
-def _skip_in_dynamo(function: Any) -> None:
-    """Make dynamo skip a function and its callees, without the seconds that importing dynamo takes."""
-    skip = eval_frame._FrameAction.SKIP
-    strategy = eval_frame._FrameExecStrategy(skip, skip)
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
-
-
-_skip_in_dynamo(Recorder.__torch_dispatch__)
+# Make dynamo skip the mode and its callees, without the seconds that importing dynamo takes.
+_SKIP = eval_frame._FrameAction.SKIP
+_STRATEGY = eval_frame._FrameExecStrategy(_SKIP, _SKIP)
+eval_frame.set_code_exec_strategy(Recorder.__torch_dispatch__.__code__, _STRATEGY)

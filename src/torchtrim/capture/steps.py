@@ -11,7 +11,7 @@ _KEPT = 512
 
 
 class Steps:
-    """Detector of the top-level forwards that begin a new step.
+    """A detector of the top-level forwards that begin a new step.
 
     The optimizer steps between two forwards are a segment; a step is the shortest cycle of segments that
     has steps of all optimizers. With one optimizer that is one segment, micro-batches included. A GAN

@@ -96,7 +96,7 @@ class Listener:
 
 
 class Watcher:
-    """Notifier of one listener about this process and thread, between `install` and `remove`."""
+    """A watcher of this process and thread that notifies one listener, between `install` and `remove`."""
 
     def __init__(self, listener: Listener, *, trains: bool = True) -> None:
         self.roots: list[nn.Module] = []
@@ -406,7 +406,7 @@ _ELEMENTS = 64
 
 
 class ByHand:
-    """Detector of parameter updates since the first reported backward, without an optimizer.
+    """A detector of parameter updates since the first reported backward, without an optimizer.
 
     It samples a few elements of each parameter. An update changes nearly all; others, such as unused rows of
     an embedding, do not matter.

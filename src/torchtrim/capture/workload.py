@@ -116,7 +116,7 @@ class TrainStep(_Batched):
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise UsageError(
                 f"{type(optimizer).__name__} calls the loss several times in a step, through a closure, "
-                "and a TrainStep calls it once. Use the whole script instead: torchtrim.Script."
+                "but a TrainStep calls it once. Use the whole script instead: torchtrim.Script."
             )
         self.model = model
         self.optimizers: tuple[torch.optim.Optimizer, ...] = (optimizer,)

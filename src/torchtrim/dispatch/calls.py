@@ -13,19 +13,15 @@ from torchtrim.dispatch.storages import PLAIN
 
 
 class Hearer(Protocol):
-    """A subscriber to device calls, called after each. `row` names a row of the table in `syncs`."""
+    """A subscriber to device calls, called after each; see the functions `tell_...`."""
 
-    def synchronized(self, row: str, subject: Any) -> None:
-        """The host waited for the whole device (`subject` None), a stream or an event."""
+    def synchronized(self, row: str, subject: Any) -> None: ...
 
-    def event_recorded(self, event: Any, stream: int) -> None:
-        """An event was recorded on a stream."""
+    def event_recorded(self, event: Any, stream: int) -> None: ...
 
-    def event_awaited(self, event: Any, stream: int) -> None:
-        """A stream waits for an event before its later work; the host did not wait."""
+    def event_awaited(self, event: Any, stream: int) -> None: ...
 
-    def host_read(self, tensor: torch.Tensor) -> None:
-        """A host tensor is about to be read outside an operator."""
+    def host_read(self, tensor: torch.Tensor) -> None: ...
 
 
 _hearers: list[Hearer] = []
@@ -42,7 +38,10 @@ def heard_by(hearer: Hearer) -> Iterator[None]:
 
 
 def tell_synchronized(row: str, subject: Any = None) -> None:
-    """Report that the host waited for the device."""
+    """Report that the host waited for the whole device (`subject` None), a stream or an event.
+
+    `row` names a row of the table in `syncs`, empty if a query found it done.
+    """
     for hearer in _hearers:
         hearer.synchronized(row, subject)
 
@@ -54,13 +53,13 @@ def tell_recorded(event: Any, stream: int) -> None:
 
 
 def tell_awaited(event: Any, stream: int) -> None:
-    """Report that a stream waits for an event."""
+    """Report that a stream waits for an event before its later work; the host does not wait."""
     for hearer in _hearers:
         hearer.event_awaited(event, stream)
 
 
 def tell_read(tensor: torch.Tensor) -> None:
-    """Report that a host tensor is about to be read."""
+    """Report that the program is about to read a host tensor outside an operator."""
     for hearer in _hearers:
         hearer.host_read(tensor)
 

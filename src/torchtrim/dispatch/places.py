@@ -33,7 +33,7 @@ _OWN_REFERENCES = 3
 
 
 class Places:
-    """Finder of the innermost line outside torch, and of the line in the user's project that led there.
+    """A finder of the innermost line outside torch, and of the line in the user's project that led there.
 
     Each code object is classified once and looked up by address, since hashing one takes a microsecond.
     """

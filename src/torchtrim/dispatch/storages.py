@@ -85,6 +85,7 @@ _CUDA_BLOCK = 512
 """The smallest block of CUDA's caching allocator (`kMinBlockSize`)."""
 
 _NO_STORAGE = (NotImplementedError, RuntimeError)
+_device_name = functools.cache(str)
 
 
 class _StorageReference(weakref.ref[Any]):
@@ -133,7 +134,6 @@ class Storages:
         self._counted = device
         self._is_pinned = is_pinned
         self._living: dict[int, _StorageReference] = {}
-        self._devices: dict[torch.device, str] = {}
         self._python = PythonReferences(self._released) if counts_tell() else None
         self._on_death = self._died
 
@@ -236,9 +236,7 @@ class Storages:
         return watched
 
     def _device(self, device: torch.device) -> str:
-        if device not in self._devices:
-            self._devices[device] = str(device)
-        return self._devices[device]
+        return _device_name(device)
 
     def _released(self, number: int) -> None:
         self.lives[number].kept = self.clock

@@ -1,1 +1,1 @@
-"""Runs a program dry: every operator's results have their shape, and none is computed or takes memory."""
+"""Runs a program dry: operators return results of the right shape, without computing or memory."""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchtrim.dispatch.modes import tensors_among
 from torchtrim.dryrun.oracle import Geometry, is_small
 
 if TYPE_CHECKING:
     from torchtrim.dryrun.mode import Dry
-from collections.abc import Iterator
-
-from torchtrim.dispatch.modes import tensors_among
 
 Bound = Callable[["Dry", Any, Any, dict[str, Any], bool], Any]
 _aten = torch.ops.aten
@@ -38,7 +36,13 @@ UNTOUCHED = frozenset(
         "aten::is_set_to",
     )
 )
-"""Operators that read no element, although their schema does not say so."""
+"""Operators that read no elements, although their schema does not say so."""
+
+
+def _dense(dry: Dry, shape: Sequence[int], dtype: torch.dtype = _LONG) -> Any:
+    """Return a contiguous tensor without memory."""
+    strides = torch.empty(tuple(shape), device="meta").stride()
+    return dry.blank(Geometry(tuple(shape), strides, dtype))
 
 
 def _scalar(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
@@ -72,20 +76,17 @@ def _nonzero(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
     tensor = args[0]
     if known:
         return dry.real(func, args, kwargs)
-    _bounded(dry, "nonzero", tensor.numel())
-    shape = (tensor.numel(), tensor.dim())
-    return dry.blank(Geometry(shape, (1, max(shape[0], 1)), _LONG))
+    count = _bounded(dry, "nonzero", tensor.numel())
+    return dry.blank(Geometry((count, tensor.dim()), (1, max(count, 1)), _LONG))
 
 
 def _masked_select(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
     tensor, mask = args[:2]
-    whole: Any = torch.functional.broadcast_shapes
-    shape = whole(tensor.shape, mask.shape)
+    broadcast: Any = torch.functional.broadcast_shapes
+    shape = broadcast(tensor.shape, mask.shape)
     if dry.knows(mask):
-        count = int(mask.expand(shape).sum())
-    else:
-        count = _bounded(dry, "masked_select", math.prod(shape))
-    return dry.blank(Geometry((count,), (1,), tensor.dtype))
+        return _dense(dry, (int(mask.expand(shape).sum()),), tensor.dtype)
+    return _dense(dry, (_bounded(dry, "masked_select", math.prod(shape)),), tensor.dtype)
 
 
 def _index(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
@@ -95,8 +96,7 @@ def _index(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
         return dry.general(func, args, kwargs, known)
     if known and is_small([tensor, *(one for one in indices if one is not None)]):
         return dry.real(func, args, kwargs)
-    plain = _plain(dry, indices)
-    return dry.general(func, (tensor, plain, *rest), kwargs, False)
+    return dry.general(func, (tensor, _plain(dry, indices), *rest), kwargs, False)
 
 
 def _index_put(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
@@ -105,26 +105,26 @@ def _index_put(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
 
 
 def _plain(dry: Dry, indices: Any) -> list[Any]:
-    """Return the indices as integers. The kernel allocates a table for those that a mask selects."""
-    plain = [part for index in indices for part in _as_numbers(dry, index)]
-    masks = [index for index in indices if _is_mask(index)]
-    made = [part for part in plain if part is not None and all(part is not i for i in indices)]
-    dry.need(sum(part.nbytes for part in made) if masks else 0)
+    """Return the indices as integers. The kernel allocates a table of the elements that masks select."""
+    plain: list[Any] = []
+    scratch = 0
+    for index in indices:
+        if not _is_mask(index):
+            plain.append(index)
+            continue
+        if dry.knows(index):
+            count = int(index.count_nonzero())
+        else:
+            count = _bounded(dry, "a boolean index", index.numel())
+        numbers = [_dense(dry, (count,)) for _ in range(max(index.dim(), 1))]
+        scratch += sum(one.nbytes for one in numbers)
+        plain += numbers
+    dry.need(scratch)
     return plain
 
 
 def _is_mask(index: Any) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
-
-
-def _as_numbers(dry: Dry, index: Any) -> list[Any]:
-    if not _is_mask(index):
-        return [index]
-    if dry.knows(index):
-        count = int(index.count_nonzero())
-    else:
-        count = _bounded(dry, "a boolean index", index.numel())
-    return [dry.blank(Geometry((count,), (1,), _LONG)) for _ in range(max(index.dim(), 1))]
 
 
 def _unique(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
@@ -133,20 +133,15 @@ def _unique(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
     if known:
         return dry.real(func, args, kwargs)
     dim = _argument(func, args, kwargs, "dim")
-    dims = 1 if dim is None else tensor.shape[dim]
-    count = _bounded(dry, "unique", tensor.numel() if dim is None else dims)
-    whole = dim is None
-    shape = (count,) if whole else tuple(tensor.shape)
-    inverse = tuple(tensor.shape) if whole else (count,)
-    dense = torch.empty(shape, device="meta").stride()
-    values = dry.blank(Geometry(shape, dense, tensor.dtype))
-    wanted = [_argument(func, args, kwargs, name) for name in ("return_inverse", "return_counts")]
-    sizes = [inverse if wanted[0] is not False else (0,), (count,) if wanted[1] else (0,)]
-    others = [
-        dry.blank(Geometry(size, torch.empty(size, device="meta").stride(), _LONG))
-        for size in sizes
-    ]
-    return (values, *others)[: len(func._schema.returns)]
+    count = _bounded(dry, "unique", tensor.numel() if dim is None else tensor.shape[dim])
+    shape, inverse = (count,), tuple(tensor.shape)
+    if dim is not None:
+        shape, inverse = inverse, shape
+    if _argument(func, args, kwargs, "return_inverse") is False:
+        inverse = (0,)
+    counts = (count if _argument(func, args, kwargs, "return_counts") else 0,)
+    results = _dense(dry, shape, tensor.dtype), _dense(dry, inverse), _dense(dry, counts)
+    return results[: len(func._schema.returns)]
 
 
 def _repeat_interleave(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
@@ -156,7 +151,7 @@ def _repeat_interleave(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool)
             size = int(args[0].sum())
         else:
             size = _bounded(dry, "repeat_interleave", args[0].numel(), "its input's length")
-    return dry.blank(Geometry((size,), (1,), args[0].dtype))
+    return _dense(dry, (size,), args[0].dtype)
 
 
 def _bincount(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
@@ -167,8 +162,7 @@ def _bincount(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
         most = "its minlength" if least else "its input's length"
         size = _bounded(dry, "bincount", least or args[0].numel(), most)
     weights = _argument(func, args, kwargs, "weights")
-    dtype = _LONG if weights is None else weights.dtype
-    return dry.blank(Geometry((size,), (1,), dtype))
+    return _dense(dry, (size,), _LONG if weights is None else weights.dtype)
 
 
 def _pack(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
@@ -182,24 +176,21 @@ def _pack(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
     else:
         _bounded(dry, "pack_padded_sequence", steps * batch)
         sizes = torch.full((steps,), batch, dtype=torch.int64, device="cpu")
-    shape = (int(sizes.sum()), *padded.shape[2:])
-    dense = torch.empty(shape, device="meta").stride()
-    return dry.blank(Geometry(shape, dense, padded.dtype)), sizes
+    return _dense(dry, (int(sizes.sum()), *padded.shape[2:]), padded.dtype), sizes
 
 
 def _nms(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
-    count = _bounded(dry, "nms", args[0].shape[0])
-    return dry.blank(Geometry((count,), (1,), _LONG))
+    return _dense(dry, (_bounded(dry, "nms", args[0].shape[0]),))
 
 
 def _recurrent(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
     """An LSTM on the CPU also returns its workspace for backward, which fake tensors leave out."""
     results = list(dry.general(func, args, kwargs, False))
-    results[3] = dry.blank(Geometry((_kept_bytes(args),), (1,), torch.uint8))
+    results[3] = _dense(dry, (_lstm_bytes(args),), torch.uint8)
     return tuple(results)
 
 
-def _kept_bytes(args: Any) -> int:
+def _lstm_bytes(args: Any) -> int:
     """Return the bytes an LSTM saves for backward; 0 if gradients are off.
 
     Gates, hidden and cell states and their gradients, each aligned to a page.
@@ -229,8 +220,7 @@ def _reduced_loss(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> A
     result, x = dry.general(func, args, kwargs, known), args[0]
     if dry.knows(result) or result.dim() == x.dim():
         return result
-    elements = dry.blank(Geometry((max(x.numel(), 1),), (1,), result.dtype))
-    return elements.as_strided((), ())
+    return _dense(dry, (max(x.numel(), 1),), result.dtype).as_strided((), ())
 
 
 def _resize(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
@@ -239,8 +229,7 @@ def _resize(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
     strides = torch.empty(size, device="meta").stride()
     if math.prod(size) * tensor.itemsize <= tensor.untyped_storage().nbytes():
         return tensor.as_strided_(size, strides) if tuple(tensor.shape) != size else tensor
-    fresh = dry.blank(Geometry(size, strides, tensor.dtype))
-    return tensor.set_(fresh.untyped_storage(), 0, size, strides)
+    return tensor.set_(_dense(dry, size, tensor.dtype).untyped_storage(), 0, size, strides)
 
 
 def _bounded(dry: Dry, what: str, count: int, most: str = "the most there can be") -> int:
@@ -252,9 +241,8 @@ def _argument(func: Any, args: Any, kwargs: dict[str, Any], name: str) -> Any:
     """Return an argument by name: its default if it was not passed, None if the schema lacks it."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == name:
-            if position < len(args):
-                return args[position]
-            return kwargs.get(name, argument.default_value)
+            passed = position < len(args)
+            return args[position] if passed else kwargs.get(name, argument.default_value)
     return None
 
 
@@ -265,8 +253,8 @@ _CLONES_ITS_INPUT = "c10d::_reduce_scatter_base_"
 def collective(dry: Dry, func: Any, args: Any, kwargs: dict[str, Any], known: bool) -> Any:
     """Run a collective on empty tensors and return its arguments unchanged.
 
-    Gloo reduces a copy of its input (`ProcessGroupGloo::_reduce_scatter_base`). Scratch memory of other
-    backends is not modelled.
+    Gloo reduces a copy of its input (`ProcessGroupGloo::_reduce_scatter_base`). The scratch memory of other
+    backends does not count.
     """
     tensors = [*tensors_among((*args, *kwargs.values()))]
     if known and is_small(tensors):
@@ -275,10 +263,8 @@ def collective(dry: Dry, func: Any, args: Any, kwargs: dict[str, Any], known: bo
     if func.name() == _CLONES_ITS_INPUT:
         dry.need(args[1].nbytes)
     empty = {id(tensor): tensor.new_empty(0) for tensor in tensors}
-    result = func(
-        *(_exchanged(value, empty) for value in args),
-        **{name: _exchanged(value, empty) for name, value in kwargs.items()},
-    )
+    named = {name: _exchanged(value, empty) for name, value in kwargs.items()}
+    result = func(*_exchanged(tuple(args), empty), **named)
     originals = {id(empty[id(tensor)]): tensor for tensor in tensors}
     return _exchanged(result, originals)
 
@@ -299,42 +285,29 @@ def _exchanged(value: Any, others: dict[int, Any]) -> Any:
     if isinstance(value, torch.Tensor):
         return others.get(id(value), value)
     if isinstance(value, (list, tuple)):
-        return type(value)(_each(value, others))
+        return type(value)(_exchanged(one, others) for one in value)
     return value
-
-
-def _each(values: Any, others: dict[int, Any]) -> Iterator[Any]:
-    return (_exchanged(value, others) for value in values)
 
 
 BOUNDS: dict[str, Bound] = {
     "aten::_local_scalar_dense": _scalar,
     "aten::equal": _false,
     "aten::_assert_async": _nothing,
-    "aten::_assert_scalar": _nothing,
-    "aten::_assert_tensor_metadata": _nothing,
-    "aten::nonzero": _nonzero,
-    "aten::argwhere": _nonzero,
+    **dict.fromkeys(("aten::_assert_scalar", "aten::_assert_tensor_metadata"), _nothing),
+    **dict.fromkeys(("aten::nonzero", "aten::argwhere"), _nonzero),
     "aten::masked_select": _masked_select,
-    "aten::index": _index,
-    "aten::_unsafe_index": _index,
-    "aten::index_put": _index_put,
-    "aten::index_put_": _index_put,
+    **dict.fromkeys(("aten::index", "aten::_unsafe_index"), _index),
     "aten::_index_put_impl_": _index_put,
-    "aten::_unique": _unique,
-    "aten::_unique2": _unique,
-    "aten::unique_dim": _unique,
-    "aten::unique_consecutive": _unique,
-    "aten::unique_dim_consecutive": _unique,
+    **dict.fromkeys(("aten::index_put", "aten::index_put_"), _index_put),
+    **dict.fromkeys(("aten::_unique", "aten::_unique2", "aten::unique_dim"), _unique),
+    **dict.fromkeys(("aten::unique_consecutive", "aten::unique_dim_consecutive"), _unique),
     "aten::repeat_interleave": _repeat_interleave,
     "aten::bincount": _bincount,
     "aten::_pack_padded_sequence": _pack,
     "aten::mkldnn_rnn_layer": _recurrent,
     "aten::resize_": _resize,
-    "aten::mse_loss": _reduced_loss,
-    "aten::smooth_l1_loss": _reduced_loss,
-    "aten::soft_margin_loss": _reduced_loss,
-    "aten::binary_cross_entropy": _reduced_loss,
+    **dict.fromkeys(("aten::mse_loss", "aten::smooth_l1_loss"), _reduced_loss),
+    **dict.fromkeys(("aten::soft_margin_loss", "aten::binary_cross_entropy"), _reduced_loss),
     "torchvision::nms": _nms,
     "fsdp::all_gather_copy_in": gathered_into,
     "fsdp::split_with_sizes_copy": written_out,

@@ -1,8 +1,7 @@
 """Tensors with an address and a size, but no memory.
 
-They are in one mapping of address space that the system does not back with pages until something is
-written. So they are plain CPU tensors to autograd, modules and code that compares pointers; reading one
-gives zeros.
+They share one mapping of address space, which the system backs with pages only after a write. So they are
+plain CPU tensors to autograd, modules and code that compares pointers; reading one gives zeros.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _NO_RESERVE = 0x4000
 
 
 class Blanks:
-    """Factory of meta tensors. Addresses are assigned round-robin, so live tensors rarely overlap."""
+    """A factory of meta tensors. Addresses are assigned round-robin, so live tensors rarely overlap."""
 
     def __init__(self) -> None:
         self._region = _region()
@@ -42,21 +41,19 @@ class Blanks:
         if 0 in shape:
             return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
         count = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        flat = torch.frombuffer(
-            self._region, dtype=dtype, count=count, offset=self._place(count * dtype.itemsize)
-        )
+        offset = self._place(count * dtype.itemsize)
+        flat = torch.frombuffer(self._region, dtype=dtype, count=count, offset=offset)
         return flat.as_strided(tuple(shape), tuple(strides))
 
     def storage(self, size: int) -> torch.UntypedStorage:
         """Return a meta storage of that many bytes."""
-        made: torch.UntypedStorage = self.tensor((size,), (1,), torch.uint8).untyped_storage()
-        return made
+        storage: torch.UntypedStorage = self.tensor((size,), (1,), torch.uint8).untyped_storage()
+        return storage
 
     def resize(self, storage: Any, size: int) -> None:
         """Set the size that `resized` reports for a meta storage."""
         key = storage._cdata
-        gone = weakref.ref(storage, lambda _: self._sizes.pop(key, None))
-        self._sizes[key] = (gone, size)
+        self._sizes[key] = weakref.ref(storage, lambda _: self._sizes.pop(key, None)), size
 
     def resized(self, storage: Any) -> int | None:
         """Return the bytes of a resized storage, None for any other."""
@@ -80,7 +77,7 @@ class Blanks:
 
 @functools.cache
 def blanks() -> Blanks:
-    """Return the process-wide factory: a meta tensor stays one from one dry run to the next."""
+    """Return the process-wide factory: meta tensors stay valid from one dry run to the next."""
     return Blanks()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,9 @@ _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _CPU = torch.device("cpu")
 _NUMBERS = 2**22
 _FLOATS = 2**8
+"""Elements of the largest tensors to compute. Arbitrary: programs branch on integers, rarely on floats."""
 _CASES = 2**16
+"""Cached cases. Arbitrary: far more than the distinct calls of one program."""
 
 
 class Geometry(NamedTuple):
@@ -36,44 +39,40 @@ class Oracle:
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_fallback_kernels=False)
-        self._told: dict[Any, Any] = {}
+        self._cases: dict[Any, Any] = {}
 
     def results(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return the results of a call. Errors the operator raises for such arguments propagate."""
         try:
             key = (func, _key(args), _key(tuple(kwargs.items())))
-            told = self._told.get(key)
+            known = self._cases.get(key)
         except TypeError:
-            return self._ask(func, args, kwargs)
-        if told is None:
-            if len(self._told) >= _CASES:
-                self._told.clear()
-            told = self._told[key] = self._ask(func, args, kwargs)
-        return told
+            return self._infer(func, args, kwargs)
+        if known is None:
+            if len(self._cases) >= _CASES:
+                self._cases.clear()
+            known = self._cases[key] = self._infer(func, args, kwargs)
+        return known
 
-    def _ask(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _infer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Infer results; for `_foreach` operators once for each group of equal list elements."""
         alike = _alike(func, (*args, *kwargs.values()))
         if alike is None:
-            return self._told_by_torch(func, args, kwargs)
+            return self._infer_with_torch(func, args, kwargs)
         first = [places[0] for places in alike]
-        few = self._told_by_torch(
-            func,
-            [_at(value, first) for value in args],
-            {name: _at(value, first) for name, value in kwargs.items()},
-        )
+        named = {name: _at(value, first) for name, value in kwargs.items()}
+        few = self._infer_with_torch(func, [_at(value, first) for value in args], named)
         return _spread(few, alike)
 
-    def _told_by_torch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _infer_with_torch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         fakes = {name: self._fake(value) for name, value in kwargs.items()}
         with _silent(), self._mode:
             return _geometry(func(*[self._fake(value) for value in args], **fakes))
 
     def _fake(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            meta = torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device="meta"
-            )
+            geometry = value.shape, value.stride()
+            meta = torch.empty_strided(*geometry, dtype=value.dtype, device="meta")
             return FakeTensor(self._mode, meta, _CPU)
         if isinstance(value, (list, tuple)):
             return [self._fake(item) for item in value]
@@ -122,7 +121,6 @@ def _at(value: Any, places: Sequence[int]) -> Any:
 
 
 def _spread(few: Any, alike: Sequence[Sequence[int]]) -> Any:
-    """Expand the results of one index per group to all indices, in order."""
     if not isinstance(few, list):
         return few
     if len(few) != len(alike):
@@ -139,22 +137,19 @@ def _geometry(result: Any) -> Any:
     return result
 
 
-def made_by(geometry: Any) -> Sequence[Geometry]:
-    """Return the tensors among results, in order."""
+def geometries_in(geometry: Any) -> Sequence[Geometry]:
+    """Return the geometries among results, in order."""
     if isinstance(geometry, Geometry):
         return (geometry,)
     if isinstance(geometry, list):
-        return [one for item in geometry for one in made_by(item)]
+        return [one for item in geometry for one in geometries_in(item)]
     return ()
 
 
 def is_small(tensors: Iterable[Any]) -> bool:
     """Return True if the tensors are cheap to compute: sizes, masks, flags."""
     for tensor in tensors:
-        size = 1
-        for length in tensor.shape:
-            size *= length
         floats = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        if size > (_FLOATS if floats else _NUMBERS):
+        if math.prod(tensor.shape) > (_FLOATS if floats else _NUMBERS):
             return False
     return True

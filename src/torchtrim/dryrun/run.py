@@ -38,7 +38,7 @@ def dry_run(project: str, *, owned_only: bool, batch_size: int | None = None) ->
     _patch_storages(patches, dry)
     _patch_compile(patches, dry)
     _patch_files(patches, dry)
-    _patch_loaders(patches, dry, batch_size)
+    _patch_loaders(patches, batch_size, here=True, seen=dry.note_batch_size)
     _patch_profilers(patches)
     _running.append(dry)
     enter_below(dry)
@@ -54,7 +54,7 @@ def dry_run(project: str, *, owned_only: bool, batch_size: int | None = None) ->
 def _patch_storages(patches: Patches, dry: Dry) -> None:
     """Patch storage calls that bypass the dispatcher: `copy.deepcopy` clones storages, FSDP2 resizes them.
 
-    A clone of a meta storage is one too; a resized storage keeps its address and reports another size.
+    A clone of a meta storage is also one; a resized storage keeps its address and reports another size.
     """
     original: Any = torch.UntypedStorage.clone
     resize: Any = torch.UntypedStorage.resize_
@@ -83,7 +83,7 @@ def _patch_storages(patches: Patches, dry: Dry) -> None:
 
 
 def _patch_compile(patches: Patches, dry: Dry) -> None:
-    """Run compiled code eagerly: what the compiler would fuse is unknown."""
+    """Run compiled code eagerly: the operators that the compiler would fuse are unknown."""
 
     def compile_(model: Any = None, **options: Any) -> Any:
         dry.guesses.add("torch.compile: counted as eager execution; fused operators may need less")
@@ -125,14 +125,6 @@ def _patch_files(patches: Patches, dry: Dry) -> None:
     patches.replace(torch, "load", load_mapped)
 
 
-def _patch_loaders(patches: Patches, dry: Dry, batch_size: int | None) -> None:
-
-    def seen(size: int) -> None:
-        dry.batch_size = dry.batch_size or size
-
-    patch_loaders(patches, batch_size, here=True, seen=seen)
-
-
 _ARGUMENTS = (
     *("batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn"),
     *("pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
@@ -141,13 +133,16 @@ _ARGUMENTS = (
 _OF_WORKERS = ("persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout")
 
 
-def patch_loaders(
-    patches: Patches, wanted: int | None, *, here: bool, seen: Callable[[int], None]
+def _patch_loaders(
+    patches: Patches,
+    wanted: int | None,
+    *,
+    here: bool,
+    seen: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Make batching loaders use batches of `wanted` samples. `here`: load in this process.
+    """Make batching loaders use batches of `wanted` samples; raise `ValueError` if a data set has fewer.
 
-    `seen` is called with each loader's own batch size. A loader raises `ValueError` if its data set has
-    fewer samples.
+    `here`: load in this process. `seen` gets each loader's own batch size.
     """
     original: Any = DataLoader.__init__
 
@@ -174,7 +169,7 @@ def sized_loaders(wanted: int | None) -> Iterator[None]:
     """Override the batch size of loaders created inside the block; None leaves it alone."""
     patches = Patches()
     if wanted is not None:
-        patch_loaders(patches, wanted, here=False, seen=lambda _: None)
+        _patch_loaders(patches, wanted, here=False)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Measures the scratch memory of CPU kernels, which no dispatch mode sees.
+"""Measures the scratch memory of CPU kernels, which dispatch modes do not see.
 
 It depends on the processor: the same convolution needs 2.3 MB of scratch with AVX-512, 0.8 MB with AMX and
 2.7 MB with AVX2. So each distinct call of an operator with scratch runs once, on zeros.
@@ -60,7 +60,7 @@ _MEASURED = frozenset(
         "aten::binary_cross_entropy_with_logits",
     )
 )
-"""Operators with scratch beside their results."""
+"""Operators with scratch memory."""
 _ATTENTION: Callable[..., int] = flop_counter.sdpa_flop_count
 _ATTENTION_BACKWARD: Callable[..., int] = flop_counter.sdpa_backward_flop_count
 _ONEDNN_COMPUTES: dict[torch.dtype, Callable[[], bool]] = {
@@ -73,45 +73,36 @@ def workspace(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
     """Return the scratch bytes of an operator on the CPU, or None if the call cannot be tried here."""
     name = func.name().partition(".")[0]
     promoted = _promoted(args) if torch.Tag.pointwise in func.tags else 0
-    if name not in _MEASURED or (name in _PRODUCTS and not _packs(args)):
+    # Among products, oneDNN packs the matrices of half precision that it supports.
+    if name not in _MEASURED or (name in _PRODUCTS and not _packs(args[0].dtype)):
         return promoted
-    size = _measured(func, name, args, kwargs, result)
+    if _is_large(name, func, args, kwargs, result):
+        return None
+    key = f"{func} {_key((args, kwargs))} {torch.get_num_threads()} {torch.is_grad_enabled()}"
+    size = machine().once(key, lambda: _tried(func, name, args, kwargs))
     return None if size is None else size + promoted
+
+
+def _packs(dtype: torch.dtype) -> bool:
+    return dtype in _ONEDNN_COMPUTES and _ONEDNN_COMPUTES[dtype]()
 
 
 def _promoted(args: Any) -> int:
     """Return the bytes of operands converted to a common dtype; 0-dim operands are not."""
     tensors = [tensor for tensor in args if isinstance(tensor, torch.Tensor) and tensor.dim()]
-    kinds = {tensor.dtype for tensor in tensors}
-    if len(kinds) < 2:
+    if len({tensor.dtype for tensor in tensors}) < 2:
         return 0
-    common = tensors[0].dtype
-    for tensor in tensors[1:]:
-        common = torch.promote_types(common, tensor.dtype)
+    common = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
     others = (tensor for tensor in tensors if tensor.dtype not in (common, torch.bool))
-    return int(sum(tensor.numel() * common.itemsize for tensor in others))
-
-
-def _packs(args: Any) -> bool:
-    """Return True if oneDNN packs the matrices of a product: half precision that it supports."""
-    computes = _ONEDNN_COMPUTES.get(args[0].dtype)
-    return computes is not None and computes()
-
-
-def _measured(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int | None:
-    if _is_large(name, func, args, kwargs, result):
-        return None
-    key = f"{func} {_key((args, kwargs))} {torch.get_num_threads()} {torch.is_grad_enabled()}"
-    return machine().once(key, lambda: _tried(func, name, args, kwargs))
+    return sum(tensor.numel() for tensor in others) * common.itemsize
 
 
 def _is_large(name: str, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
     tensors = [*tensors_among((args, *kwargs.values(), result))]
     halves = any(one.is_floating_point() and one.itemsize < 4 for one in tensors)
     most = _MOST_FLOPS_OF_HALVES if halves else _MOST_FLOPS
-    if sum(one.nbytes for one in tensors) > _MOST_BYTES:
-        return True
-    return _flops(name, func, args, kwargs, result) > most
+    size = sum(one.nbytes for one in tensors)
+    return size > _MOST_BYTES or _flops(name, func, args, kwargs, result) > most
 
 
 def _flops(name: str, func: Any, args: Any, kwargs: Any, result: Any) -> int:
@@ -164,7 +155,6 @@ def _reserve(args: list[Any]) -> torch.Tensor:
 
 
 def _zeros(value: Any) -> Any:
-    """Replace the tensors in a value by zeros of the same layout."""
     if isinstance(value, torch.Tensor):
         count = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
         flat = torch.zeros(count + 1 if value.numel() else 0, dtype=value.dtype, device="cpu")
@@ -185,12 +175,12 @@ def _key(value: Any) -> str:
 _MAX_CALLS = 20_000
 """Arbitrary: a program makes some hundred distinct calls. A file that outgrows this starts anew."""
 _MAX_FILE_BYTES = 2**24
-"""Several times the size of a file of `_MAX_CALLS` calls."""
+"""Several times the size of a file with `_MAX_CALLS` calls."""
 _SETTINGS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
 
 class _UndetectedProfile(profiler.profile):
-    """A profiler that bypasses the patch which detects the program's own."""
+    """A profiler that bypasses `dryrun.run`'s detection of the program's own."""
 
     _prepare: Any = profiler.profile._prepare_trace
 
@@ -199,8 +189,6 @@ class _UndetectedProfile(profiler.profile):
 
 
 class _CallFile(msgspec.Struct, forbid_unknown_fields=True):
-    """The cache file: the machine's name, and scratch bytes by call."""
-
     machine: str
     calls: dict[str, int]
 
@@ -233,7 +221,9 @@ class Machine:
         """
         if name in self._calls or name in self._failed:
             return self._calls.get(name)
-        if not self._can_try():
+        if self._may_try is None:
+            self._may_try = not profilers.waits_to_start()
+        if not self._may_try or profilers.runs():
             return None
         size = attempt()
         if size is None:
@@ -247,20 +237,15 @@ class Machine:
         """Allow or forbid measuring, which needs the process's profiler; None: find out when needed."""
         self._may_try = allowed
 
-    def _can_try(self) -> bool:
-        if self._may_try is None:
-            self._may_try = not profilers.waits_to_start()
-        return self._may_try and not profilers.runs()
-
     def _read(self) -> dict[str, int]:
         try:
             if self._path is None or self._path.stat().st_size > _MAX_FILE_BYTES:
                 return {}
-            kept = msgspec.json.decode(self._path.read_bytes(), type=_CallFile)
+            file = msgspec.json.decode(self._path.read_bytes(), type=_CallFile)
         except (OSError, ValueError):
             return {}
-        sound = kept.machine == self.name and all(size >= 0 for size in kept.calls.values())
-        return kept.calls if sound else {}
+        is_valid = file.machine == self.name and all(size >= 0 for size in file.calls.values())
+        return file.calls if is_valid else {}
 
 
 @functools.cache

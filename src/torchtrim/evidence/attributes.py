@@ -68,7 +68,7 @@ def described(value: Any, opened: Opened = lambda _: None) -> Described:
 
 
 class _Description:
-    """Writer of a text for a value, with placeholders for tensors and floats, which it collects."""
+    """A writer of a text for a value, with placeholders for tensors and floats, which it collects."""
 
     def __init__(self, opened: Opened) -> None:
         self.tensors: list[torch.Tensor] = []

@@ -59,7 +59,7 @@ _HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))
 
 
 class Evidence(Listener):
-    """Collector of a step's evidence. `keep` is called with the name and value of each tensor.
+    """A collector of a step's evidence. `keep` is called with the name and value of each tensor.
 
     `graded`: ignore outputs computed without gradients. `looks`: include the inputs of root modules.
     `script`: include the script's other state. `gathers`: gather sharded tensors, for a plan that shards

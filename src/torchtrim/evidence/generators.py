@@ -68,10 +68,10 @@ def text_of(state: Any) -> str:
 
 
 class Generators:
-    """Finder of the script's random generators, used once a step.
+    """A finder of the script's random generators, used once a step.
 
-    A generator counts from its second step on, so one created anew in each step does not. It looks up
-    objects that no variable refers to, such as the iterator of a `for` loop, once and after such a loop ends.
+    A generator counts from its second step on, so one created anew in each step does not. The search for
+    objects without a variable, such as the iterator of a `for` loop, runs once and after such a loop ends.
     """
 
     def __init__(self, places: Places) -> None:

@@ -30,7 +30,7 @@ Same = Callable[[Any, list[torch.Tensor]], bool]
 
 
 class ScriptState:
-    """Reader of the script's variables. `number` returns -1 for modules compared here.
+    """A reader of the script's variables. `number` returns -1 for modules compared here.
 
     A variable counts if it is an integer, a boolean or a string; or a container, object or tensor that is
     the same one as in the previous step. So values created anew in each step do not count, nor do bare

@@ -272,7 +272,7 @@ class _Paths:
         return Way.PASSES if way is Way.RETURNS else way
 
     def _truth(self, test: ast.expr, scope: Scope) -> bool | None:
-        """Evaluate a test of settings; None if it may change."""
+        """Evaluate a test of settings, or return None if it may change."""
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             known = self._truth(test.operand, scope)
             return None if known is None else not known
@@ -305,9 +305,14 @@ class _Paths:
             return expression.value
         if not isinstance(expression, (ast.Name, ast.Attribute)):
             return UNKNOWN
-        if ast.unparse(expression) in _assigned_in_loops(scope.node):
-            return UNKNOWN
-        return scope.value(expression).value
+        targets = (
+            ast.unparse(target)
+            for loop in ast.walk(scope.node)
+            if isinstance(loop, _LOOPS)
+            for target in ast.walk(loop)
+            if isinstance(target, (ast.Name, ast.Attribute)) and isinstance(target.ctx, ast.Store)
+        )
+        return UNKNOWN if ast.unparse(expression) in targets else scope.value(expression).value
 
     def _counts(self, test: ast.expr, scope: Scope) -> bool:
         """Return True if a test counts micro-batches: a remainder of integers."""
@@ -327,7 +332,7 @@ class _Paths:
 
 
 def _is_whole(node: ast.AST, scope: Scope) -> bool:
-    """Return True unless a part of a test is known not to be an integer."""
+    """Return False for a part of a test that is certainly not an integer."""
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Name) and node.func.id in _COUNTERS
     if isinstance(node, (ast.Name, ast.Attribute)):
@@ -355,13 +360,10 @@ def _trail(node: ast.AST, place: tuple[int, int]) -> Trail:
 
 def _bodies(node: ast.AST) -> Iterator[list[Any]]:
     for name in ("body", "orelse", "finalbody"):
-        body = getattr(node, name, None)
-        if isinstance(body, list):
+        if isinstance(body := getattr(node, name, None), list):
             yield body
-    for handler in getattr(node, "handlers", ()):
-        yield handler.body
-    for case in getattr(node, "cases", ()):
-        yield case.body
+    for inner in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+        yield inner.body
 
 
 def _certain(node: ast.AST) -> Iterator[ast.AST]:
@@ -397,13 +399,3 @@ def _elements(scope: Scope, expression: ast.expr) -> list[Any]:
         return [scope.value(one).value for one in expression.elts]
     value = scope.value(expression).value
     return list(value) if isinstance(value, (list, tuple)) else []
-
-
-def _assigned_in_loops(node: ast.AST) -> frozenset[str]:
-    return frozenset(
-        ast.unparse(target)
-        for loop in ast.walk(node)
-        if isinstance(loop, _LOOPS)
-        for target in ast.walk(loop)
-        if isinstance(target, (ast.Name, ast.Attribute)) and isinstance(target.ctx, ast.Store)
-    )

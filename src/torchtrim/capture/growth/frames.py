@@ -344,7 +344,7 @@ class _MakerReference(weakref.ref[Any]):
 class Alive(TorchDispatchMode):
     """The storages that operators create between `begin` and `end`.
 
-    Earlier storages and temporaries inside one operator are not counted.
+    Storages from before and temporaries inside an operator do not count.
     """
 
     def __init__(self, places: Places) -> None:
