@@ -10,7 +10,7 @@ from torch import nn
 
 import torchtrim
 from steps import STEPS, ConvNet, images, squared, train_step
-from torchtrim import ApplyFailed, InfeasibleBudget, Inference, TrainStep, Unsupported
+from torchtrim import ApplyFailed, InfeasibleBudget, Inference, TrainStep, Unsupported, api
 from torchtrim.techniques.recompute import rerun
 
 
@@ -159,3 +159,10 @@ def test_public_names() -> None:
     assert set(torchtrim.__all__) <= set(dir(torchtrim))
     with pytest.raises(AttributeError, match="nothing"):
         torchtrim.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("old", api._RENAMED)
+def test_an_old_name_works_with_a_warning(old: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"use torchtrim.api.{api._RENAMED[old]}"):
+        renamed = getattr(api, old)
+    assert renamed is getattr(api, api._RENAMED[old])

@@ -6,6 +6,7 @@ The command line uses this module as well. Imports are lazy: functions that only
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -80,66 +81,27 @@ if TYPE_CHECKING:
     from torchtrim.workflows.verify import verify_report as verify_report
 
 _HOMES = {
-    "torchtrim.workflows.live_model": (
-        "Fitted",
-        "FittedMemory",
-    ),
+    "torchtrim.workflows.live_model": ("Fitted", "FittedMemory"),
     "torchtrim.workflows.diagnose": ("diagnose_report",),
-    "torchtrim.workflows.estimate": (
-        "Estimate",
-        "estimate_report",
-    ),
-    "torchtrim.workflows.trace": (
-        "perfetto_trace",
-        "diagnose_traces",
-    ),
+    "torchtrim.workflows.estimate": ("Estimate", "estimate_report"),
+    "torchtrim.workflows.trace": ("perfetto_trace", "diagnose_traces"),
     "torchtrim.workflows.find_batch": ("find_batch_report",),
-    "torchtrim.workflows.fix": (
-        "fix_report",
-        "with_fixes",
-    ),
+    "torchtrim.workflows.fix": ("fix_report", "with_fixes"),
     "torchtrim.workflows.verify": (
         "run_checked",
         "check_certificate",
         "verify_report",
         "verify_pair",
     ),
-    "torchtrim.workflows.lint": (
-        "Checked",
-        "lint_report",
-        "Watch",
-        "settle",
-        "undo",
-    ),
-    "torchtrim.runner.planned_script": (
-        "check_script",
-        "run_planned",
-    ),
-    "torchtrim.workflows.optimize.report": (
-        "export_report",
-        "optimize_report",
-        "plan_report",
-    ),
+    "torchtrim.workflows.lint": ("Checked", "lint_report", "Watch", "settle", "undo"),
+    "torchtrim.runner.planned_script": ("check_script", "run_planned"),
+    "torchtrim.workflows.optimize.report": ("export_report", "optimize_report", "plan_report"),
     "torchtrim.workflows.pipeline": ("plan_pipeline",),
-    "torchtrim.workflows.serve": (
-        "optimize_calls_instead",
-        "optimize_calls_report",
-    ),
-    "torchtrim.workflows.stream": (
-        "StreamRequest",
-        "check_report",
-        "compared_report",
-    ),
+    "torchtrim.workflows.serve": ("optimize_calls_instead", "optimize_calls_report"),
+    "torchtrim.workflows.stream": ("StreamRequest", "check_report", "compared_report"),
     "torchtrim.workflows.tune_loader": ("tune_loader_report",),
-    "torchtrim.memory.packing": (
-        "Packing",
-        "pack",
-        "why_invalid",
-    ),
-    "torchtrim.memory.packing.table": (
-        "read_buffers",
-        "write_offsets",
-    ),
+    "torchtrim.memory.packing": ("Packing", "pack", "why_invalid"),
+    "torchtrim.memory.packing.table": ("read_buffers", "write_offsets"),
     "torchtrim.analysis.peak": ("holders",),
     "torchtrim.capture.growth.records": ("measure_growth",),
     "torchtrim.capture.recording": ("Device",),
@@ -147,35 +109,19 @@ _HOMES = {
     "torchtrim.records.report": ("Result",),
     "torchtrim.records.sharding": ("Sharding",),
     "torchtrim.records.terms": ("Terms",),
-    "torchtrim.records.trial": (
-        "Request",
-        "TuningRequest",
-    ),
+    "torchtrim.records.trial": ("Request", "TuningRequest"),
     "torchtrim.report.changes": ("compare",),
-    "torchtrim.analysis.allow_list": (
-        "Site",
-        "hold",
-        "near",
-        "sites",
-        "updated",
-    ),
-    "torchtrim.rules.registry": (
-        "all_rules",
-        "explain",
-        "rule",
-    ),
+    "torchtrim.analysis.allow_list": ("Site", "hold", "near", "sites", "updated"),
+    "torchtrim.rules.registry": ("all_rules", "explain", "rule"),
     "torchtrim.analysis.user_source": ("SourceLines",),
     "torchtrim.runner.ranks": ("launch",),
     "torchtrim.runner.script": ("Script",),
     "torchtrim.runner.warm": ("warm_up",),
     "torchtrim.costs.devices": ("DEVICES",),
-    "torchtrim.executor.registry": (
-        "technique_names",
-        "technique_page",
-    ),
+    "torchtrim.executor.registry": ("technique_names", "technique_page"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
-_THERE = {
+_NAMED_THERE = {
     "read_buffers": "read",
     "write_offsets": "write",
     "technique_names": "names",
@@ -183,14 +129,21 @@ _THERE = {
     "technique_page": "page",
 }
 
+_RENAMED = {"Source": "SourceLines", "Tunes": "TuningRequest"}
+"""Old names, which still work in this version, with a `DeprecationWarning`."""
+
 Progress = Callable[[str], None]
 Mode = Literal["inference", "training"]
 
 
 def __getattr__(name: str) -> Any:
+    if new := _RENAMED.get(name):
+        message = f"torchtrim.api.{name} was renamed: use torchtrim.api.{new}"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        name = new
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), _THERE.get(name, name))
+    return getattr(importlib.import_module(_HOME[name]), _NAMED_THERE.get(name, name))
 
 
 def _silent(_: str) -> None: ...
@@ -323,11 +276,11 @@ def verify(
 
     request = Request(steps=steps)
     if isinstance(plan, Plan):
-        found = verify_report(workload, plan, request, progress=progress)
+        certificate = verify_report(workload, plan, request, progress=progress).report.certificate
     else:
-        found = verify_pair(workload, plan, request, progress=progress)
-    assert found.report.certificate is not None
-    return found.report.certificate
+        certificate = verify_pair(workload, plan, request, progress=progress).report.certificate
+    assert certificate is not None
+    return certificate
 
 
 def assert_same(
@@ -346,8 +299,8 @@ def assert_same(
     certificate = verify(one, other, steps=steps)
     if certificate.verdict not in ("BITWISE", allow):
         first = difference_of(certificate)
-        said = [*certificate_lines(certificate), *([f"first difference: {first}"] if first else [])]
-        raise AssertionError("\n".join(said))
+        lines = certificate_lines(certificate) + [f"first difference: {first}"] * bool(first)
+        raise AssertionError("\n".join(lines))
     return certificate
 
 
@@ -414,7 +367,7 @@ def count_memory(model: torch.nn.Module, inputs: Any, mode: Mode = "inference") 
     """Return the bytes of a model and of one call of it without gradients; each storage counts once.
 
     `inputs`: a tensor, a tuple of arguments, or a dict of keyword arguments. `mode="training"`: the peak of
-    one forward and backward. Nothing is computed unless the model's control flow depends on values.
+    one forward and backward. Computes nothing unless the model's control flow depends on values.
     """
     if _checked(mode) == "training":
         from torchtrim.workflows.live_model import table_of_training

@@ -15,9 +15,9 @@ _FULL = ("can't allocate memory", "not enough memory", "out of memory")
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if memory ran out: Python's, a device's, or that of torch's CPU allocator."""
-    named = any(one.__name__ == "OutOfMemoryError" for one in type(error).__mro__)
-    said = str(error).lower()
-    return named or isinstance(error, MemoryError) or any(word in said for word in _FULL)
+    named = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+    message = str(error).lower()
+    return named or isinstance(error, MemoryError) or any(words in message for words in _FULL)
 
 
 class TorchtrimError(Exception):
@@ -56,10 +56,9 @@ class NothingTrains(ScriptFailed):
 class InfeasibleBudget(TorchtrimError):
     """No plan fits the budget. `smallest_bytes`: the smallest feasible budget; `set_by`: what sets it.
 
-    `plan` is the measured plan with that smallest peak, and `certificate` says whether it equals the
-    original. If nothing lowers the peak, the plan has no techniques and there is no certificate. `levers`
-    gives the peak that each technique reaches alone. These are set only if the workload ran planned. The
-    model is unchanged.
+    `plan` is the measured plan with that smallest peak, and `certificate` compares it with the original. If
+    no technique lowers the peak, `plan` has no techniques and `certificate` is None. `levers` gives the peak
+    that each technique reaches alone. These are set only if the workload ran planned. The model is unchanged.
     """
 
     exit_code = 1

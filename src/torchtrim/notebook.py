@@ -16,6 +16,7 @@ import shlex
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from torchtrim.core.units import counted
 from torchtrim.errors import UsageError
 
 if TYPE_CHECKING:
@@ -99,8 +100,7 @@ def sync_lines(found: Measured) -> list[str]:
     from torchtrim.report import facts
     from torchtrim.report.safe import clean
 
-    count = sum(times for *_, times in found.waits)
-    lines = [f"{count} host-device sync{'' if count == 1 else 's'}"]
+    lines = [counted(sum(times for *_, times in found.waits), "host-device sync")]
     for path, line, what, _, times in found.waits:
         where = clean(facts.place(path, line).rpartition("/")[2])
         lines.append(f"  {times} x {where}  {clean(what)}")

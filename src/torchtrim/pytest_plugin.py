@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
+from torchtrim.core.units import counted, format_bytes, parse_bytes
+from torchtrim.errors import TorchtrimError, UsageError
+
 if TYPE_CHECKING:
     from torchtrim.api import Device, Measured
     from torchtrim.records.baseline import Level
@@ -30,7 +33,7 @@ _USAGE = (
 )
 _SECTION = pytest.StashKey[str]()
 _LEDGER = pytest.StashKey["BaselineLedger"]()
-_MOST_HOLDERS = 8
+_MOST_HOLDERS = 8  # Arbitrary; the section stays short.
 _PROPERTY = "torchtrim_"
 
 
@@ -105,8 +108,6 @@ def _body(item: pytest.Function) -> Callable[[], object]:
 
 
 def _measured(item: pytest.Function, limits: MarkLimits) -> Measured:
-    from torchtrim.errors import TorchtrimError
-
     try:
         return _measure(_body(item), limits, item.config.rootpath)
     except TorchtrimError as error:
@@ -149,8 +150,8 @@ class MarkLimits:
     def checked(self) -> MarkLimits:
         """Return these limits; fail the test if a value or combination is invalid."""
         for name, value in (("max_syncs", self.max_syncs), ("warmup", self.warmup)):
-            none = value is None and name == "max_syncs"
-            if not none and (type(value) is not int or value < 0):
+            unlimited = value is None and name == "max_syncs"
+            if not unlimited and (type(value) is not int or value < 0):
                 _fail(
                     f"{name} of the mark torchtrim must be an integer of 0 or more, not {value!r}."
                 )
@@ -168,9 +169,6 @@ class MarkLimits:
 
 
 def _amount(name: str, mark: pytest.Mark) -> int | None:
-    from torchtrim.core.units import parse_bytes
-    from torchtrim.errors import UsageError
-
     given = mark.kwargs.get(name)
     try:
         return None if given is None else parse_bytes(given, zero=name == "max_growth")
@@ -181,8 +179,6 @@ def _amount(name: str, mark: pytest.Mark) -> int | None:
 def _judge_growth(item: pytest.Function, limits: MarkLimits) -> None:
     """Call a streaming test once and check what its frames add to memory."""
     from torchtrim.api import growing_state, measure_growth
-    from torchtrim.core.units import format_bytes
-    from torchtrim.errors import TorchtrimError
 
     root = item.config.rootpath
     try:
@@ -205,7 +201,8 @@ def _judge(item: pytest.Function, limits: MarkLimits, measured: Measured) -> Non
     if limits.explicit:
         wrong = _over(level, limits)
     else:
-        item.user_properties += [(_PROPERTY + k, v) for k, v in _fields(level).items()]
+        for name in ("syncs", "peak_bytes", "device"):
+            item.user_properties.append((_PROPERTY + name, getattr(level, name)))
         wrong = ledger.compare(item.nodeid, level)
     if wrong:
         item.stash[_SECTION] = section(measured, item.config.rootpath)
@@ -213,11 +210,9 @@ def _judge(item: pytest.Function, limits: MarkLimits, measured: Measured) -> Non
 
 
 def _over(level: Level, limits: MarkLimits) -> list[str]:
-    from torchtrim.core.units import format_bytes
-
     wrong = []
     if limits.max_syncs is not None and level.syncs > limits.max_syncs:
-        wrong.append(f"{_times(level.syncs, 'host-device sync')}, max_syncs={limits.max_syncs}")
+        wrong.append(f"{counted(level.syncs, 'host-device sync')}, max_syncs={limits.max_syncs}")
     if limits.max_peak is not None and level.peak_bytes > limits.max_peak:
         peak, most = format_bytes(level.peak_bytes), format_bytes(limits.max_peak)
         wrong.append(f"peak {peak}, max_peak={most}")
@@ -228,15 +223,8 @@ def _level(measured: Measured) -> Level:
     from torchtrim.records.baseline import Level
 
     syncs = sum(count for *_, count in measured.waits)
-    return Level(syncs=syncs, peak_bytes=measured.peak_bytes, device=_kind(measured.profile.device))
-
-
-def _kind(device: str) -> str:
-    return device.partition(":")[0]
-
-
-def _fields(level: Level) -> dict[str, Any]:
-    return {"syncs": level.syncs, "peak_bytes": level.peak_bytes, "device": level.device}
+    device = measured.profile.device.partition(":")[0]
+    return Level(syncs=syncs, peak_bytes=measured.peak_bytes, device=device)
 
 
 class BaselineLedger:
@@ -284,11 +272,10 @@ class BaselineLedger:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print what was written."""
         if self._writes:
-            tests = _times(len(self._found), "test")
+            tests = counted(len(self._found), "test")
             terminalreporter.write_line(f"torchtrim: {tests} written to {self.path.name}")
 
     def _baseline(self) -> Mapping[str, Level]:
-        from torchtrim.errors import TorchtrimError
         from torchtrim.records.baseline import load_baseline
 
         if self._known is None:
@@ -300,8 +287,6 @@ class BaselineLedger:
 
 
 def _worse(level: Level, known: Level, tolerance: float) -> list[str]:
-    from torchtrim.core.units import format_bytes
-
     if known.device and known.device != level.device:
         return [
             f"the baseline was recorded on {known.device}, but this test ran on {level.device}: not "
@@ -309,7 +294,7 @@ def _worse(level: Level, known: Level, tolerance: float) -> list[str]:
         ]
     wrong = []
     if level.syncs > known.syncs:
-        wrong.append(f"{_times(level.syncs, 'host-device sync')}, {known.syncs} in the baseline")
+        wrong.append(f"{counted(level.syncs, 'host-device sync')}, {known.syncs} in the baseline")
     if level.peak_bytes > known.peak_bytes * (1 + tolerance):
         peaks = f"peak {format_bytes(level.peak_bytes)}, {format_bytes(known.peak_bytes)}"
         wrong.append(f"{peaks} in the baseline, tolerance {tolerance:.0%}")
@@ -328,7 +313,6 @@ def _share(text: str) -> float:
 def section(measured: Measured, root: Path) -> str:
     """Format the syncs and the holders of the peak, one a line."""
     from torchtrim.api import holders
-    from torchtrim.core.units import format_bytes
     from torchtrim.report.safe import clean
 
     lines = ["host-device syncs:" if measured.waits else "no host-device syncs"]
@@ -342,17 +326,13 @@ def section(measured: Measured, root: Path) -> str:
 
 def _wait(wait: tuple[str, int, str, str, int], root: Path) -> str:
     path, line, what, row, count = wait
-    return f"  {_place(path, line, root)}  {what} ({row}), {_times(count, 'time')}"
+    return f"  {_place(path, line, root)}  {what} ({row}), {counted(count, 'time')}"
 
 
 def _place(path: str, line: int, root: Path) -> str:
     from torchtrim.api import near
 
     return f"{near(path, str(root))}:{line}" if path else ""
-
-
-def _times(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _fail(message: str) -> NoReturn:

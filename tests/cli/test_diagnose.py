@@ -92,13 +92,13 @@ def test_the_list_in_the_project_is_found_and_takes_findings_out(
     judged = Gate(options(max_syncs=0), tmp_path).judge(result)
     assert judged.over == ()
     assert [a.used for a in judged.result.report.allowed] == [2]
-    assert judged.said == "allowed by torchtrim-allow.toml: 2 a step at 1 place\n"
+    assert judged.text == "allowed by torchtrim-allow.toml: 2 a step at 1 place\n"
 
 
 def test_what_is_over_is_said_and_noted(result: Result, tmp_path: Path) -> None:
     judged = Gate(options(max_syncs=0), tmp_path).judge(result)
     assert judged.acceptable
-    assert "  TT101  train.py:5  2 a step\n" in judged.said
+    assert "  TT101  train.py:5  2 a step\n" in judged.text
     assert judged.result.report.notes[-1] == "over the limit: 2 waits a step, --max-syncs 0"
 
 
@@ -139,7 +139,7 @@ def test_an_entry_for_a_file_that_is_gone_is_named_and_one_for_another_script_is
         "x" * 300,
         "a\0b",
     ]
-    assert "  TT101  gone.py  z.item()\n" in judged.said
+    assert "  TT101  gone.py  z.item()\n" in judged.text
 
 
 def test_a_list_that_is_named_must_be_there(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_findings_exit_1_and_none_exits_0(run) -> None:
         ["model.py:6:", "TT101"],
     ]
     assert err.startswith("2 findings, ")
-    assert run("clean.py") == (0, "", "nothing found\n")
+    assert run("clean.py") == (0, "", "no findings\n")
     assert run(".", "--select", "TT103")[0] == 0
 
 
@@ -68,7 +68,7 @@ def test_fixing_writes_and_reports_what_is_left(run, tmp_path: Path) -> None:
     code, out, err = run(".", "--unsafe-fixes", "--select", "TT102", "--format", "concise")
     assert (code, out) == (0, "")
     summary, written = err.splitlines()
-    assert summary == "nothing found, 1 fixed"
+    assert summary == "no findings, 1 fixed"
     assert written.startswith("source written: model.py. Undo: ")
     assert written.endswith("undo model.py")
     assert "x[m != 0] = 0" in (tmp_path / "model.py").read_text()

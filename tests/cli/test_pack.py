@@ -39,7 +39,7 @@ def test_text(run: Run) -> None:
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0].startswith("PACKED  3 buffers in 150 bytes (150 B)")
-    assert lines[1:3] == ["  bound    150 bytes alive at one moment: met", "  optimal  yes"]
+    assert lines[1:3] == ["  bound    150 bytes live at one time: met", "  optimal  yes"]
     assert lines[-1] == "Offsets: torchtrim pack b.csv --out b.packed.csv"
 
 
@@ -54,7 +54,7 @@ def test_json(run: Run) -> None:
 def test_over_capacity_is_exit_1_and_the_offsets_are_written(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("b.csv", "--capacity", "149", "--out", "o.csv")
     assert code == 1
-    assert "149 bytes: 1 bytes too few" in out
+    assert "149 bytes: 1 bytes short" in out
     read = table.read(tmp_path / "o.csv")
     with (tmp_path / "o.csv").open() as file:
         offsets = {row["id"]: int(row["offset"]) for row in csv.DictReader(file)}
@@ -84,7 +84,7 @@ def test_interrupted_it_tells_and_writes_the_best_so_far(
     monkeypatch.setattr(packer.Descent, "run", pressed)
     code, out, err = run("s.csv", "--out", "o.csv")
     assert code == 130
-    assert "best so far" in err
+    assert "best packing so far" in err
     assert out.startswith("PACKED")
     written = table.read(tmp_path / "o.csv")
     at = {b.id: int(row[-1]) for b, row in zip(written.buffers, written.rows, strict=True)}
@@ -117,7 +117,7 @@ def test_a_picture(run: Run, tmp_path: Path) -> None:
         (("b.csv", "--capacity", "much"), "cannot read 'much'"),
         (("b.csv", "--alignment", "0"), "--alignment"),
         (("b.csv", "--seconds", "-1"), "--seconds"),
-        (("b.csv", "--json", "--out", "-"), "both stand on stdout"),
+        (("b.csv", "--json", "--out", "-"), "both write to stdout"),
         (("b.csv", "--out", "no/such/folder.csv"), "cannot write no/such/folder.csv"),
         (("wrong.csv",), "wrong.csv, line 2: size is '4k'"),
         ((), "FILE"),

@@ -93,7 +93,7 @@ sys.exit(0 if sys.argv[1] != "fails" else 4)
         (
             "never",
             0,
-            "the plan changed nothing of Sequential, which the script's main thread never",
+            "the plan left Sequential unchanged, which the script's main thread never",
         ),
         ("thread", 0, "Another thread called modules"),
     ],

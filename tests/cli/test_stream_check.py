@@ -54,8 +54,8 @@ def test_what_does_not_grow_is_exit_0(run) -> None:
     ("words", "said"),
     [
         (("stream-check", SCRIPT, "--max-growth", "little"), "cannot read 'little'"),
-        (("stream-check", "no.py"), "there is no script no.py"),
-        (("verify", "--stream", "no.py"), "there is no script no.py"),
+        (("stream-check", "no.py"), "the script no.py does not exist"),
+        (("verify", "--stream", "no.py"), "the script no.py does not exist"),
     ],
 )
 def test_wrong_usage_is_exit_2(run, words: tuple[str, ...], said: str) -> None:

@@ -82,7 +82,7 @@ def test_what_was_written_is_said_whatever_comes_afterwards(
     assert "-x = 1\n+x = 2\n" in (tmp_path / "torchtrim-out/train/fixes.diff").read_text()
     undone = run("undo", "train.py")
     assert undone.code == 0
-    assert undone.err.endswith(f"as it was: {tmp_path / 'train.py'}\n")
+    assert undone.err.endswith(f"restored: {tmp_path / 'train.py'}\n")
     assert (tmp_path / "train.py").read_text() == OLD
 
 
@@ -130,7 +130,7 @@ def test_the_next_start_says_that_a_write_was_killed(run, tmp_path: Path) -> Non
     kept = tmp_path / ".torchtrim"
     (kept / "written.json").rename(kept / "writing.json")
     ended = run("lint", "train.py")
-    assert "note: an earlier write of source was killed" in ended.err
+    assert "note: an earlier write of source was interrupted" in ended.err
     assert run("undo").code == 0
     assert (tmp_path / "train.py").read_text() == OLD
 

@@ -89,14 +89,14 @@ def test_where_nothing_helps_it_says_so_and_what_to_look_at(run, tmp_path: Path)
     code, out, _ = run("optimize", "one.py", "--memory", "60%", *QUICK)
     assert code == 1
     assert "Does not fit" in out
-    assert "nothing that is allowed lowers the peak" in " ".join(out.split())
+    assert "no allowed technique lowers the peak" in " ".join(out.split())
     page = tmp_path / "torchtrim-out/one"
     report = msgspec.json.decode((page / "report.json").read_bytes(), type=Report)
     assert report.original is not None
     assert report.floor_bytes == report.original.peak_bytes
     assert report.plan is not None
     assert report.plan.techniques == ()
-    assert "What is in the way" in (page / "report.html").read_text()
+    assert "Why it does not fit" in (page / "report.html").read_text()
     assert run(*shlex.split(report.next)[1:])[0] == 0
 
 
@@ -206,13 +206,13 @@ def test_verify_two_scripts(run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (("optimize", "none.py", "--memory", "60%"), 2, "no script none.py"),
+        (("optimize", "none.py", "--memory", "60%"), 2, "the script none.py does not exist"),
         (("optimize", PLAIN, "--memory", "lots"), 2, "cannot read 'lots'"),
         (("diagnose", PLAIN, "--device", "cuda"), 2, "no CUDA device"),
         (("diagnose", PLAIN, "--max-peak", "x"), 2, "cannot read 'x'"),
         (("nonsense",), 2, "No such command"),
         (("run", PLAIN, "--plan", "none.toml"), 2, "cannot read none.toml"),
-        (("verify", PLAIN), 2, "something to compare with"),
+        (("verify", PLAIN), 2, "--plan FILE or a second script"),
         (("explain", "TT999"), 2, "TT999"),
         (("diagnose", FAULTS, "--", "crash"), 3, "the sixth seal"),
         (("run", FAULTS, "--", "exit"), 3, ""),

@@ -83,7 +83,7 @@ def test_optimize_says_the_key_facts() -> None:
     for finding in samples.FINDINGS:
         assert finding.code in text
         assert finding.message.replace("`", "") in text
-    for section in ("What is wrong", "What it gains", "Is it safe", "Findings", "The certificate"):
+    for section in ("What is wasted", "What it gains", "Is it safe", "Findings", "The certificate"):
         assert section in text
     assert "model.encoder.layers.0-3" in text
     assert "torch 2.13.0" in text

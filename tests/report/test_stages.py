@@ -75,7 +75,7 @@ class _Bars(HTMLParser):
 
 def test_bars_lie_where_the_actions_are() -> None:
     drawn = _Bars()
-    drawn.feed(stages.bars(REPORT))
+    drawn.feed(stages.bars(FOUND))
     assert drawn.lefts == [
         (0.0, pytest.approx(250), "0"),
         (pytest.approx(250), pytest.approx(250), "30"),
@@ -94,7 +94,5 @@ def test_pages_have_the_pipeline_and_are_harmless() -> None:
     assert "\x1b" not in html.render(hostile, None, None)
 
 
-def test_without_a_pipeline_there_is_nothing() -> None:
-    assert stages.rows(samples.PLANNING) == []
-    assert stages.bars(samples.PLANNING) == ""
-    assert list(stages.schedules(samples.PLANNING)) == []
+def test_what_has_no_bars_is_not_drawn() -> None:
+    assert stages.bars(replace(FOUND, bars=())) == ""

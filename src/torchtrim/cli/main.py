@@ -21,7 +21,7 @@ from torchtrim.errors import ScriptFailed, TorchtrimError, UsageError, is_out_of
 
 CRASHED = 70
 """Exit code for a defect in torchtrim: EX_SOFTWARE of sysexits.h, which no verb returns otherwise."""
-_MOST_BYTES = 2**22
+_MOST_BYTES = 2**22  # Arbitrary; bounds what a hostile file makes us read.
 _SETTINGS = ("memory", "memory_kind", "steps", "warmup", "timeout", "device", "out")
 
 
@@ -81,13 +81,9 @@ def main() -> None:
     finally:
         _say_writes()
     code = code if isinstance(code, int) else 0
-    sys.exit(code or (CRASHED if _is_lost() else 0))
-
-
-def _is_lost() -> bool:
-    """Return True if the result could not be printed."""
     output = sys.modules.get("torchtrim.cli.output")
-    return output is not None and output.is_lost()
+    is_lost = output is not None and output.is_lost()
+    sys.exit(code or (CRASHED if is_lost else 0))
 
 
 def _say_defect(error: Exception) -> None:
@@ -104,8 +100,8 @@ def _say_defect(error: Exception) -> None:
 def _say_writes() -> None:
     """Report what was written into source, however the run ended."""
     sources = sys.modules.get("torchtrim.cli.options")
-    if sources is not None and (said := sources.said_of_writes()):
-        _say(said)
+    if sources is not None and (note := sources.writes_note()):
+        _say(note)
 
 
 def _terminated(number: int, _frame: object) -> None:
@@ -113,14 +109,12 @@ def _terminated(number: int, _frame: object) -> None:
 
 
 def _show(error: TorchtrimError) -> None:
-    if isinstance(error, ScriptFailed):
-        if error.traceback:
-            _say(error.traceback.rstrip())
-        _say(f"error: {error}")
-        if error.learnt:
-            _say(error.learnt)
-    else:
-        _say(f"error: {error}")
+    failed = error if isinstance(error, ScriptFailed) else None
+    if failed is not None and failed.traceback:
+        _say(failed.traceback.rstrip())
+    _say(f"error: {error}")
+    if failed is not None and failed.learnt:
+        _say(failed.learnt)
 
 
 def _say(text: str) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -16,15 +18,17 @@ from torchtrim.api import DEVICES
 from torchtrim.cli.output import cleaned, own_command
 from torchtrim.core.units import check_bytes, parse_bytes
 from torchtrim.errors import UsageError
-from torchtrim.records.commands import path_argument
+from torchtrim.records.commands import from_here, path_argument
 from torchtrim.records.terms import allowance
 
 if TYPE_CHECKING:
     from torchtrim.api import Request, Script, Sharding, Watch
-
+    from torchtrim.records.finding import Finding
 
 FORMATS = ("text", "json", "sarif", "github", "markdown")
 F = TypeVar("F", bound=Callable[..., Any])
+_MILLISECONDS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*ms\s*")
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 Callback = Callable[[click.Context, click.Parameter, str | None], str | None]
 
 
@@ -38,6 +42,30 @@ def chosen_form(context: click.Context, _: click.Parameter, value: str | None) -
     return value or ("json" if as_json else "text")
 
 
+@dataclass(frozen=True, kw_only=True)
+class PriceLimit:
+    """A limit as `--fail-on` takes it: milliseconds, bytes or, if allowed, percent."""
+
+    text: str
+    ms: float | None = None
+    bytes: int | None = None
+    percent: float | None = None
+
+    @classmethod
+    def of(cls, text: str, *, share: bool = False) -> PriceLimit:
+        """Parse `10ms`, `50MiB` or, with `share`, `5%`. Raises `UsageError` for anything else."""
+        if match := _MILLISECONDS.fullmatch(text):
+            return cls(text=text, ms=float(match[1]))
+        if share and (match := _PERCENT.fullmatch(text)):
+            return cls(text=text, percent=float(match[1]))
+        return cls(text=text, bytes=parse_bytes(text))
+
+    def reached_by(self, finding: Finding) -> bool:
+        """Return True if the finding costs at least the limit."""
+        by_time = self.ms is not None and (finding.price_ms or 0) >= self.ms
+        return by_time or (self.bytes is not None and (finding.price_bytes or 0) >= self.bytes)
+
+
 def amount(*, share: bool = False, zero: bool = False) -> Callback:
     """Return an option callback that rejects an invalid amount of memory before the verb runs."""
 
@@ -46,18 +74,15 @@ def amount(*, share: bool = False, zero: bool = False) -> Callback:
             if value is not None:
                 check_bytes(value, share=share, zero=zero)
         except UsageError as error:
-            raise UsageError(f"{_origin(context, option)}: {error}") from None
+            name = option.name or ""
+            in_file = context.get_parameter_source(name) is ParameterSource.DEFAULT_MAP
+            where = (
+                f"{name} under [tool.torchtrim] of pyproject.toml" if in_file else option.opts[0]
+            )
+            raise UsageError(f"{where}: {error}") from None
         return value
 
     return check
-
-
-def _origin(context: click.Context, option: click.Parameter) -> str:
-    """Return where the value of an option was written."""
-    source = context.get_parameter_source(option.name or "")
-    if source is ParameterSource.DEFAULT_MAP:
-        return f"{option.name} under [tool.torchtrim] of pyproject.toml"
-    return option.opts[0]
 
 
 _HEADINGS = {
@@ -71,8 +96,8 @@ _HEADINGS = {
     ),
     "Output": ("out", "no_source", "form", "as_json", "amount"),
 }
-"""Headings of `--help`, and the parameters below each. The others, and those of the budget in a verb
-without --memory, come first."""
+"""Headings of `--help`, and the parameters below each. A verb's other options come first, as do the options
+of the budget in a verb without --memory."""
 _OWN = "Options"
 
 
@@ -96,55 +121,81 @@ class Verb(click.Command):
                     formatter.write_dl(records)
 
 
-_WHAT_RUNS = (
+def _adds(*decorators: Callable[[Any], Any]) -> Callable[[F], F]:
+    """Return a decorator that applies several, the first outermost: options appear in this order."""
+
+    def decorate(function: F) -> F:
+        for one in reversed(decorators):
+            function = one(function)
+        return function
+
+    return decorate
+
+
+def _warmed_up(function: F) -> F:
+    """Wrap a verb so that the script's process imports torch while the verb starts."""
+
+    @functools.wraps(function)
+    def call(**options: Any) -> Any:
+        from torchtrim.api import warm_up
+
+        path = None if options["module"] else Path(options["script"]).resolve()
+        warm_up(path, options.get("device", "cpu"))
+        return function(**options)
+
+    return cast(F, call)
+
+
+def ranks_asked(context: click.Context, value: int | None) -> int:
+    """Return the number of ranks to run. Under torchrun, local rank 0 runs all of them and the others exit.
+
+    Raises `UsageError` if `--processes` contradicts torchrun or torchrun spans several machines.
+    """
+    world = os.environ.get("WORLD_SIZE", "")
+    if "LOCAL_RANK" not in os.environ or not world.isdecimal() or int(world) < 2:
+        return value or 1
+    if os.environ.get("LOCAL_WORLD_SIZE", world) != world:
+        raise UsageError(
+            f"torchrun runs {world} ranks on several machines, but torchtrim watches the ranks of one "
+            "machine only. Run torchrun with --nnodes 1; fewer ranks show what each of them does just "
+            "as well."
+        )
+    if value not in (None, int(world)):
+        raise UsageError(
+            f"--processes {value} contradicts torchrun, which runs {world} ranks. Leave --processes "
+            "out."
+        )
+    if os.environ.get("RANK") != "0":
+        context.exit(0)
+    return int(world)
+
+
+def _allowed(_: click.Context, __: click.Parameter, value: str) -> str:
+    """Return `--allow`. Raises `UsageError` for an unknown word."""
+    allowance(value)
+    return value
+
+
+_script = _adds(
     click.argument("script"),
     click.argument("args", nargs=-1),
     click.option("-m", "--module", is_flag=True, help="SCRIPT is a module name, as in python -m."),
 )
-_STEPS = (
-    click.option(
-        "--steps",
-        type=click.IntRange(1, 1000),
-        default=3,
-        help="Number of steps to time and compare.",
-    ),
-    click.option(
-        "--warmup",
-        type=click.IntRange(0, 1000),
-        default=1,
-        help="Number of steps to run before those.",
-    ),
-)
-_PROCESSES = click.option(
-    "--processes",
-    type=click.IntRange(1, 1024),
-    callback=lambda context, _, value: ranks_asked(context, value),
-    metavar="N",
-    help="Run SCRIPT as N ranks on this machine, as torchrun does. Under torchrun, its own number of "
-    "ranks.",
-)
-_TIMEOUT = click.option(
+_timeout = click.option(
     "--timeout",
     type=click.FloatRange(1.0),
     default=600.0,
     metavar="S",
     help="Time limit of one run, in seconds.",
 )
-_DEVICE = click.option(
+_device = click.option(
     "--device",
     type=click.Choice(["cpu", "emulated", "cuda", *DEVICES]),
     metavar="DEVICE",
     help="Device to run on: cpu, cuda, emulated (a GPU emulated on this CPU), or the name of a GPU to "
     "emulate, such as a10g or h100. Default: the device that the script uses.",
 )
-_STREAMS = click.option(
-    "--streams",
-    default="",
-    metavar="ORDER",
-    help="Order in which the streams of an emulated device work: early, late or random[:SEED], as far "
-    "as the program's syncs allow. Default: immediately, in program order.",
-)
-_SHOWN = (
+_output = _adds(
     click.option(
         "--json",
         "as_json",
@@ -175,157 +226,75 @@ _SHOWN = (
     ),
 )
 
-
-def _warmed_up(function: F) -> F:
-    """Wrap a verb so that the script's process imports torch while the verb starts."""
-
-    @functools.wraps(function)
-    def call(**options: Any) -> Any:
-        from torchtrim.api import warm_up
-
-        path = None if options["module"] else Path(options["script"]).resolve()
-        warm_up(path, options.get("device", "cpu"))
-        return function(**options)
-
-    return cast(F, call)
-
-
-def runs_script(function: F) -> F:
-    """Add the script, its arguments, and the options on running its steps."""
-    function = _warmed_up(function)
-    for decorate in reversed((*_WHAT_RUNS, *_STEPS, _PROCESSES, _TIMEOUT, _DEVICE, *_SHOWN)):
-        function = decorate(function)
-    return function
-
-
-def ranks_asked(context: click.Context, value: int | None) -> int:
-    """Return the number of ranks to run. Under torchrun, local rank 0 runs all of them and the others exit.
-
-    Raises `UsageError` if `--processes` contradicts torchrun or torchrun spans several machines.
-    """
-    world = os.environ.get("WORLD_SIZE", "")
-    if "LOCAL_RANK" not in os.environ or not world.isdecimal() or int(world) < 2:
-        return value or 1
-    if os.environ.get("LOCAL_WORLD_SIZE", world) != world:
-        raise UsageError(
-            f"torchrun runs {world} ranks on several machines, but torchtrim watches the ranks of one "
-            "machine only. Run torchrun with --nnodes 1; fewer ranks show what each of them does just "
-            "as well."
-        )
-    if value not in (None, int(world)):
-        raise UsageError(
-            f"--processes {value} contradicts torchrun, which runs {world} ranks. Leave --processes "
-            "out."
-        )
-    if os.environ.get("RANK") != "0":
-        context.exit(0)
-    return int(world)
-
-
-def orders_streams(function: F) -> F:
-    """Add the option on the order in which an emulated device's streams work."""
-    return _STREAMS(function)
-
-
-def estimates_script(function: F) -> F:
-    """Add the script, its arguments, and the device to estimate for."""
-    function = _warmed_up(function)
-    for decorate in reversed((*_WHAT_RUNS, _TIMEOUT, _DEVICE, *_SHOWN)):
-        function = decorate(function)
-    return function
-
-
-def runs_stream(function: F) -> F:
-    """Add the script, its arguments, and the options on running its frames, on the CPU."""
-    function = _warmed_up(function)
-    for decorate in reversed((*_WHAT_RUNS, _TIMEOUT, *_SHOWN)):
-        function = decorate(function)
-    return function
-
-
-def counts_frames(function: F) -> F:
-    """Add the options on what a frame is and how many to run."""
-    function = click.option(
+# The groups of options, as decorators of verbs.
+runs_script = _adds(
+    _script,
+    click.option(
+        "--steps",
+        type=click.IntRange(1, 1000),
+        default=3,
+        help="Number of steps to time and compare.",
+    ),
+    click.option(
+        "--warmup",
+        type=click.IntRange(0, 1000),
+        default=1,
+        help="Number of steps to run before those.",
+    ),
+    click.option(
+        "--processes",
+        type=click.IntRange(1, 1024),
+        callback=lambda context, _, value: ranks_asked(context, value),
+        metavar="N",
+        help="Run SCRIPT as N ranks on this machine, as torchrun does. Default under torchrun: its "
+        "number of ranks.",
+    ),
+    _timeout,
+    _device,
+    _output,
+    _warmed_up,
+)
+estimates_script = _adds(_script, _timeout, _device, _output, _warmed_up)
+runs_stream = _adds(_script, _timeout, _output, _warmed_up)
+orders_streams = click.option(
+    "--streams",
+    default="",
+    metavar="ORDER",
+    help="Order of the work on an emulated device's streams: early, late or random[:SEED], as far as the "
+    "program's syncs allow. Default: immediately, in program order.",
+)
+counts_frames = _adds(
+    click.option(
+        "--frames", type=click.IntRange(6), default=60, help="Number of frames to run. Default: 60."
+    ),
+    click.option(
         "--frames-of",
         metavar="NAME",
         help="Class or function whose call is one frame. Default: the module that the script calls "
         "first.",
-    )(function)
-    return click.option(
-        "--frames", type=click.IntRange(6), default=60, help="Number of frames to run. Default: 60."
-    )(function)
-
-
-def _allowed(_: click.Context, __: click.Parameter, value: str) -> str:
-    """Check what a plan may change. Raises `UsageError` for an unknown word."""
-    allowance(value)
-    return value
-
-
-def fits(*, required: bool = True) -> Callable[[F], F]:
-    """Add the options on the budget."""
-
-    def decorate(function: F) -> F:
-        function = click.option(
-            "--memory-kind",
-            type=click.Choice(["allocated", "reserved", "rss"]),
-            default="allocated",
-            help="Kind of memory that the budget limits.",
-        )(function)
-        function = click.option(
-            "--allow",
-            default="bitwise",
-            callback=_allowed,
-            metavar="WHAT",
-            help="What a plan may change: bitwise (nothing), rounding (the order of additions), or "
-            "semantic=NAME,... (the function, by the techniques named, such as precision).",
-        )(function)
-        function = click.option(
-            "--host-memory",
-            metavar="B",
-            callback=amount(zero=True),
-            help="Host memory that a plan may use for offloaded tensors; what does not fit may go to "
-            "files. Default: no limit, and no files.",
-        )(function)
-        return click.option(
-            "--memory",
-            required=required,
-            metavar="B",
-            callback=amount(share=True),
-            help="Memory budget: 8GiB, 500MB, or 60% of the original peak.",
-        )(function)
-
-    return decorate
-
-
-def pins(function: F) -> F:
-    """Add the option that names a plan with pins."""
-    return click.option(
-        "--plan",
-        "pinned",
-        type=click.Path(path_type=Path, exists=True, dir_okay=False),
-        metavar="FILE",
-        help="Plan whose [pins] to obey; it is overwritten. Default: the plan in the output folder, "
-        "if any.",
-    )(function)
-
-
-def writes(function: F) -> F:
-    """Add the options on the files that a verb writes."""
-    function = click.option(
-        "--no-source",
-        is_flag=True,
-        help="Leave source lines, paths and diffs out of the page.",
-    )(function)
-    return click.option(
+    ),
+)
+pins = click.option(
+    "--plan",
+    "pinned",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Plan with [pins] to obey; the new plan overwrites it. Default: the plan in the output folder.",
+)
+writes = _adds(
+    click.option(
         "--out",
         type=click.Path(path_type=Path, file_okay=False),
         metavar="FOLDER",
         help="Folder to write files to. Default: torchtrim-out/SCRIPT.",
-    )(function)
-
-
-_SHARDS = (
+    ),
+    click.option(
+        "--no-source",
+        is_flag=True,
+        help="Leave source lines, paths and diffs out of the page.",
+    ),
+)
+shards = _adds(
     click.option(
         "--ranks",
         type=click.IntRange(1, 1_000_000),
@@ -361,30 +330,57 @@ _SHARDS = (
 )
 
 
-def shards(function: F) -> F:
-    """Add the options on ranks and on sharding a model over them."""
-    for decorate in reversed(_SHARDS):
-        function = decorate(function)
-    return function
+def fits(*, required: bool = True) -> Callable[[F], F]:
+    """Add the options on the budget."""
+    return _adds(
+        click.option(
+            "--memory",
+            required=required,
+            metavar="B",
+            callback=amount(share=True),
+            help="Memory budget: 8GiB, 500MB, or 60% of the original peak.",
+        ),
+        click.option(
+            "--host-memory",
+            metavar="B",
+            callback=amount(zero=True),
+            help="Host memory that a plan may use for offloaded tensors; the rest may go to files. "
+            "Default: no limit, and no files.",
+        ),
+        click.option(
+            "--allow",
+            default="bitwise",
+            callback=_allowed,
+            metavar="WHAT",
+            help="Changes that a plan may make: bitwise (none), rounding (the order of additions), or "
+            "semantic=NAME,... (the function, by the techniques named, such as precision).",
+        ),
+        click.option(
+            "--memory-kind",
+            type=click.Choice(["allocated", "reserved", "rss"]),
+            default="allocated",
+            help="Kind of memory that the budget limits.",
+        ),
+    )
 
 
 def sharding_of(options: dict[str, Any]) -> Sharding | None:
-    """Return how to shard the model, if requested. Raises `UsageError` for such options without --fsdp."""
+    """Return the options of `fully_shard`, if requested. Raises `UsageError` if `--fsdp` is missing."""
     from torchtrim.api import Sharding
 
-    told = Sharding(
+    sharding = Sharding(
         blocks=tuple(options["fsdp_blocks"]),
         reshard=not options["fsdp_no_reshard"],
         compute=options["fsdp_dtype"] or "",
         offload=options["fsdp_offload"],
     )
-    if told != Sharding() and not options["fsdp"]:
-        raise UsageError("--fsdp-... options say how to shard the model: add --fsdp.")
+    if sharding != Sharding() and not options["fsdp"]:
+        raise UsageError("the --fsdp-... options describe the sharding of the model: add --fsdp.")
     if options["fsdp"] and not options["ranks"]:
         raise UsageError(
             "--fsdp shards the model over ranks: give their number, such as --ranks 8."
         )
-    return told if options["fsdp"] else None
+    return sharding if options["fsdp"] else None
 
 
 def script_of(options: dict[str, Any]) -> Script:
@@ -400,7 +396,7 @@ def script_of(options: dict[str, Any]) -> Script:
         options.get("streams", ""),
         options.get("processes", 1),
     )
-    put_right(script.path or Path.cwd())
+    undo_interrupted(script.path or Path.cwd())
     return script
 
 
@@ -416,7 +412,7 @@ def request_of(options: dict[str, Any]) -> Request:
     )
 
 
-_watches: list[tuple[Watch, Path]] = []
+_watches: list[Watch] = []
 
 
 def tell(text: str) -> None:
@@ -424,8 +420,8 @@ def tell(text: str) -> None:
     click.echo(cleaned(text, sys.stderr.encoding or "utf-8"), err=True)
 
 
-def put_right(start: Path) -> None:
-    """Undo an interrupted write of source, and say so."""
+def undo_interrupted(start: Path) -> None:
+    """Undo an interrupted write of source around a path, and print a note about it."""
     from torchtrim.api import settle
 
     for note in settle(start):
@@ -433,25 +429,20 @@ def put_right(start: Path) -> None:
 
 
 def watch(start: Path) -> None:
-    """Report at the end of this run what it wrote around a path, however the run ends."""
+    """Watch the source around a path, to report what this run wrote, however it ends."""
     from torchtrim.api import Watch
 
-    _watches.append((Watch(start), start))
+    _watches.append(Watch(start))
 
 
-def said_of_writes() -> str:
+def writes_note() -> str:
     """Return a sentence on the source written since `watch`, with the command that undoes it, or ""."""
     lines = []
-    for watched, _ in _watches:
-        paths = [_near(path) for path in watched.written()]
+    for watched in _watches:
+        paths = [str(from_here(path)) for path in watched.written()]
         if paths:
             count = "" if len(paths) == 1 else f"{len(paths)} files: "
             undo = own_command("undo", path_argument(paths[0]))
             lines.append(f"source written: {count}{', '.join(paths)}. Undo: {undo}")
     _watches.clear()
     return "\n".join(lines)
-
-
-def _near(path: Path) -> str:
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -1,4 +1,4 @@
-"""What a verb leaves: the report on the terminal or as JSON, and files."""
+"""The output of verbs: reports on the terminal or as JSON, and files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torchtrim.records.profile import Profile
     from torchtrim.records.report import Report
     from torchtrim.records.trace import TraceReport
-    from torchtrim.report.terminal import Amount
 
 T = TypeVar("T")
 PLAN = "plan.toml"
@@ -38,12 +37,13 @@ _DIGITS = re.compile(r"\d+")
 
 
 class _Log:
-    """A line with the time for each run that begins, and one whenever nothing was said for long.
+    """Prints a line with the time for each run that begins, and one after each long silence.
 
-    Work that is over at once says nothing.
+    Prints nothing for work that is quickly over.
     """
 
-    quiet_seconds, most_silent_seconds = 2.0, 20.0
+    quiet_seconds = 2.0  # Arbitrary; shorter work needs no progress.
+    most_silent_seconds = 20.0  # Arbitrary; a longer silence looks like a hang.
 
     def __init__(self, *, every: bool = False) -> None:
         self._every = every
@@ -62,7 +62,7 @@ class _Log:
         self._thread.join()
 
     def tell(self, text: str) -> None:
-        """Note what is done now; it is said if it is another run than before."""
+        """Note the current work, and print it if it belongs to another run than before."""
         key = text.partition(": ")[0] if ": " in text else _DIGITS.sub("", text)
         with self._lock:
             new = self._every and text != self._text
@@ -82,20 +82,20 @@ class _Log:
     def _say(self) -> None:
         self._said = time.monotonic()
         seconds = self._said - self._begun
-        line = f"{time.strftime('%H:%M:%S')} {seconds:5.0f} s  {cleaned(self._text or 'at work')}"
+        line = f"{time.strftime('%H:%M:%S')} {seconds:5.0f} s  {cleaned(self._text or 'working')}"
         with suppress(OSError, ValueError):
             print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Tells of long work on stderr: on a terminal in one line that changes, else line by line.
+    """Report the progress of long work on stderr: on a terminal in one changing line, else line by line.
 
-    With `--quiet` of the running verb it tells nothing, with `--verbose` all, line by line.
+    With `--quiet`, report nothing; with `--verbose`, everything, line by line.
     """
     from rich.console import Console
 
-    amount = _amount()
+    amount = _parameter("amount")
     if amount == "headline":
         yield lambda _: None
         return
@@ -109,13 +109,13 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 
 def folder_for(options: dict[str, Any]) -> Path:
-    """The folder for a verb's files, which is there only once something is written.
+    """Return the folder for a verb's files; it is created with the first file.
 
-    Raises `UsageError` if it does not take files, before a run that could not be saved.
+    Raises `UsageError` if it is not writable, before a run that could not be saved.
     """
     stem = Path(options["script"]).stem if not options["module"] else options["script"]
     folder: Path = options["out"] or Path("torchtrim-out") / stem
-    made = [one for one in (folder, *folder.parents) if not one.exists()]
+    created = [one for one in (folder, *folder.parents) if not one.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -125,27 +125,27 @@ def folder_for(options: dict[str, Any]) -> Path:
             f"cannot write into {folder}: {error.strerror or error}. Name another folder with --out."
         ) from None
     finally:
-        for one in made:
+        for one in created:
             with suppress(OSError):
                 one.rmdir()
     return folder
 
 
 def plan_in(options: dict[str, Any], folder: Path) -> Path:
-    """Where the plan of a verb that plans goes, and where a person's pins are, if there."""
+    """Return the path of the plan to write, which may already exist with the user's pins."""
     named: Path | None = options["pinned"]
     return named or folder / PLAN
 
 
 def pins_in(plan: Path) -> dict[str, tuple[str, ...]]:
-    """What a person pinned in a plan that may be there."""
+    """Return the user's pins in a plan; empty if the file does not exist."""
     from torchtrim.records.files import load_pins
 
     return load_pins(plan) if plan.exists() else {}
 
 
 def write_diff(folder: Path, diff: str) -> Path:
-    """Write the diff of fixes; its path."""
+    """Write the diff of fixes, and return its path."""
     from torchtrim.records.files import write_atomically
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -155,17 +155,12 @@ def write_diff(folder: Path, diff: str) -> Path:
 
 
 def write_files(result: Result, folder: Path, plan: Path | None = None) -> dict[str, Path]:
-    """Write the page, the report, the plan and the profile; their paths by what they are.
+    """Write the page, the report, the plan and the profile, and return their paths by name.
 
-    `plan`: where the plan goes, by default into the folder. What has to be drawn is written last.
-
-    `--no-source` of the running verb is about the page.
+    `plan`: path of the plan, by default in the folder. The page and the traces are written last.
     """
-    import click
-
     folder.mkdir(parents=True, exist_ok=True)
-    context = click.get_current_context(silent=True)
-    source = context is None or not context.params.get("no_source")
+    source = not _parameter("no_source")
     paths = _write_data(result, folder, plan)
     if result.ranks and (ranks := _write_ranks(result.ranks, folder, source)) is not None:
         paths["ranks"] = ranks
@@ -173,7 +168,6 @@ def write_files(result: Result, folder: Path, plan: Path | None = None) -> dict[
 
 
 def _write_data(result: Result, folder: Path, plan: Path | None) -> dict[str, Path]:
-    """Write what needs no renderer: the diff, the plan, the certificate and the profile."""
     from torchtrim.records.certificate import save_certificate
     from torchtrim.records.files import save_plan, save_profile, write_atomically
 
@@ -196,41 +190,43 @@ def _write_data(result: Result, folder: Path, plan: Path | None) -> dict[str, Pa
 
 
 def _write_report(result: Result, folder: Path, source: bool) -> dict[str, Path]:
-    """Write the page and the report, each where its renderer does not fail; their paths by what they are."""
-    from torchtrim.records.files import write_atomically
+    """Write the page and the report unless their renderer fails, and return their paths by name."""
 
     def page() -> bytes:
         report, profiles = _with_failures(result.report), (result.before, result.after)
         text: str = _renderer("html").render(report, *profiles, source=source)
         return text.encode()
 
-    paths = {}
-    for name, file, render in (
-        ("page", "report.html", page),
-        ("report", "report.json", lambda: _rendered(result.report, "json")),
-    ):
-        content = _attempted(file, render)
-        if content is not None:
-            paths[name] = folder / file
-            write_atomically(paths[name], content)
-    return paths
+    files = {"page": folder / "report.html", "report": folder / "report.json"}
+    drawn = {"page": page, "report": lambda: _rendered(result.report, "json")}
+    return {name: path for name, path in files.items() if _drew(path, drawn[name])}
+
+
+def _drew(path: Path, render: Callable[[], bytes]) -> bool:
+    """Write the output of a renderer, and return True unless the renderer fails."""
+    from torchtrim.records.files import write_atomically
+
+    content = _attempted(path.name, render)
+    if content is not None:
+        write_atomically(path, content)
+    return content is not None
 
 
 def _renderer(name: str) -> Any:
-    """The module of a renderer, imported where it is used: one that cannot be imported has failed."""
+    """Import a renderer only when it is used: one that cannot be imported counts as failed."""
     return importlib.import_module(f"torchtrim.report.{name}")
 
 
 def _attempted(name: str, render: Callable[[], T]) -> T | None:
-    """What a renderer gives; None where it fails."""
-    found = None
+    """Return the output of a renderer, or None if it fails."""
+    rendered = None
     with isolated("renderer", name):
-        found = render()
-    return found
+        rendered = render()
+    return rendered
 
 
 def _with_failures(report: Report) -> Report:
-    """The report with what failed until now among its notes."""
+    """Add the failures so far to the report's notes."""
     from msgspec.structs import replace
 
     known = (one for kind in KINDS for one in failures(kind))
@@ -238,23 +234,19 @@ def _with_failures(report: Report) -> Report:
 
 
 def is_lost() -> bool:
-    """Whether the running verb could not print its result."""
+    """Return True if the running verb could not print its result."""
     return any(one.name.endswith(_ON_STDOUT) for one in failures("renderer"))
 
 
 def _write_ranks(profiles: Sequence[Profile], folder: Path, source: bool) -> Path | None:
-    """Write the profile of each rank, and all of them as one trace; the trace's path, if there is one."""
-    from torchtrim.records.files import save_profile, write_atomically
+    """Write the profile of each rank, and one trace of them all. Return the trace's path, if any."""
+    from torchtrim.records.files import save_profile
 
     for profile in profiles:
         save_profile(profile, folder / f"profile-rank{profile.rank}.json")
     path = folder / "ranks.trace.json"
-    drawn: bytes | None = _attempted(
-        path.name, lambda: _renderer("job_trace").render(profiles, source=source)
-    )
-    if drawn is not None:
-        write_atomically(path, drawn)
-    return path if drawn is not None else None
+    written = _drew(path, lambda: _renderer("job_trace").render(profiles, source=source))
+    return path if written else None
 
 
 def show(
@@ -274,7 +266,8 @@ def show(
     def text() -> bool:
         from rich.console import Console
 
-        more = {"next_command": next_command, "paths": shown, "amount": _amount()}
+        amount = _parameter("amount") or "screen"
+        more = {"next_command": next_command, "paths": shown, "amount": amount}
         _renderer("terminal").render(_with_failures(result.report), Console(), **more)
         return True
 
@@ -283,13 +276,12 @@ def show(
             print(f"wrote {cleaned(str(path))}")
 
 
-def _amount() -> Amount:
-    """How much the running verb is asked to say."""
+def _parameter(name: str) -> Any:
+    """Return a parameter of the running verb, or None."""
     import click
 
     context = click.get_current_context(silent=True)
-    found: Amount | None = context.params.get("amount") if context is not None else None
-    return found or "screen"
+    return context.params.get(name) if context is not None else None
 
 
 def _rendered(report: Report, form: str) -> bytes:
@@ -318,15 +310,8 @@ def show_comparison(comparison: Comparison, form: str) -> None:
         compare_text.render(comparison, Console())
 
 
-def said_of(change: Change) -> str:
-    """By how much a figure changed, in words."""
-    from torchtrim.report.compare_text import difference
-
-    return difference(change)
-
-
 def show_trace(report: TraceReport, top: int, next_command: str | None) -> None:
-    """Print what a trace says."""
+    """Print the analysis of a trace."""
     from rich.console import Console
 
     from torchtrim.report import trace_text
@@ -337,7 +322,7 @@ def show_trace(report: TraceReport, top: int, next_command: str | None) -> None:
 def drawn_arena(
     buffers: Sequence[Any], packing: Packing, title: str, capacity: int | None
 ) -> bytes | None:
-    """The picture of a packing, as SVG; None where it cannot be drawn."""
+    """Return a picture of the packing as SVG, or None if drawing fails."""
 
     def svg() -> bytes:
         text: str = _renderer("arena").render(buffers, packing, title=title, capacity=capacity)
@@ -347,17 +332,16 @@ def drawn_arena(
 
 
 def gate_text(report: Report, over: Sequence[PassedLimit], allow_list: str) -> str:
-    """What a gate says on the terminal."""
-
-    def text() -> str:
-        said: str = _renderer("gate").render(report, over, allow_list, sys.stdout.encoding)
-        return said
-
-    return _attempted("gate" + _ON_STDOUT, text) or ""
+    """Return the text of a gate for the terminal."""
+    text: str | None = _attempted(
+        "gate" + _ON_STDOUT,
+        lambda: _renderer("gate").render(report, over, allow_list, sys.stdout.encoding),
+    )
+    return text or ""
 
 
 def rendered_lint(report: Report, form: str) -> str:
-    """What lint found, in one of its formats."""
+    """Return the report of `lint` in one of its formats."""
     from torchtrim.api import SourceLines
     from torchtrim.report import github, json, lint_text, sarif
 
@@ -368,42 +352,45 @@ def rendered_lint(report: Report, form: str) -> str:
         return sarif.render(report, line_text=SourceLines(report.project).line)
     if form == "github":
         return github.render(report)
-    return (
-        lint_text.concise(report, encoding)
-        if form == "concise"
-        else lint_text.full(report, encoding)
-    )
+    return (lint_text.concise if form == "concise" else lint_text.full)(report, encoding)
 
 
 def lint_marks(report: Report) -> list[str]:
-    """The mark of each finding of lint: whether it has a fix, and of which kind."""
+    """Return the mark of each finding of `lint`, which tells if it has a safe or an unsafe fix."""
     from torchtrim.report.lint_text import mark
 
-    return [mark(found) for found in report.findings]
+    return [mark(finding) for finding in report.findings]
+
+
+def change_words(change: Change) -> str:
+    """Describe the change of a figure."""
+    from torchtrim.report.compare_text import difference
+
+    return difference(change)
 
 
 def is_over(report: Report) -> bool:
-    """Whether the report's figures are over its budget."""
+    """Return True if the report's figures exceed its budget."""
     from torchtrim.report.facts import over_budget
 
     return over_budget(report) > 0
 
 
 def cleaned(text: str, encoding: str = "utf-8") -> str:
-    """Text from outside, without what a terminal would obey."""
+    """Remove control characters, which a terminal would obey."""
     from torchtrim.report.safe import clean
 
     return clean(text, encoding)
 
 
 def _root(project: str) -> str:
-    """The folder that paths are relative to: a checkout of GitHub's around the project, or the project."""
+    """Return the folder that paths are relative to: GitHub's checkout around the project, or the project."""
     checkout = os.environ.get("GITHUB_WORKSPACE", "")
     return checkout if checkout and Path(project).is_relative_to(checkout) else project
 
 
 def _own_name() -> list[str]:
-    """How this command was called, so that the next one can be called so too."""
+    """Return the words that called this command, for the next command."""
     called = Path(sys.argv[0])
     if called.name == "__main__.py":
         return [Path(sys.executable).name, "-m", "torchtrim"]
@@ -414,12 +401,12 @@ def _own_name() -> list[str]:
 
 
 def own_command(*words: str) -> str:
-    """A command that is on no script."""
+    """Return a command without a script."""
     return shlex.join([*_own_name(), *words])
 
 
 def command_for(options: dict[str, Any], verb: str, *more: str) -> str:
-    """A command on the same script. `run` takes no device: it runs the script as python would."""
+    """Return a command on the same script. `run` takes no device: it runs the script as python would."""
     words = [*_own_name(), verb]
     if options["module"]:
         words.append("-m")

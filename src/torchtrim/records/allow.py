@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from torchtrim.records.files import load_toml, write_atomically
+from torchtrim.records.files import load_toml, toml_lines, write_atomically
 from torchtrim.records.finding import Finding
 
 FILE_NAME = "torchtrim-allow.toml"
@@ -96,18 +96,7 @@ def allow_text(entries: Iterable[Entry]) -> str:
     """Return the entries as TOML, for people to read, edit and commit."""
     lines = list(_HEAD)
     for entry in entries:
-        lines += ["", "[[allow]]", *_fields(entry)]
+        fields = msgspec.structs.asdict(entry)
+        empty = [name for name, value in fields.items() if value == "" and name not in _ALWAYS]
+        lines += ["", "[[allow]]", *toml_lines(fields, skip=empty)]
     return "\n".join(lines) + "\n"
-
-
-def _fields(entry: Entry) -> list[str]:
-    fields = msgspec.structs.asdict(entry)
-    kept = {n: v for n, v in fields.items() if v != "" or n in _ALWAYS}
-    return [f"{name} = {_value(value)}" for name, value in kept.items()]
-
-
-def _value(value: str | int) -> str:
-    if isinstance(value, int):
-        return str(value)
-    whole = value.encode(errors="replace").decode()
-    return msgspec.json.encode(whole).decode().replace("\x7f", "\\u007f")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 
 _WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|[^ '"])+""")
 
@@ -16,6 +17,12 @@ def path_argument(path: str) -> str:
 def quoted(path: str) -> str:
     """Return the path quoted as one shell word."""
     return shlex.quote(path_argument(path))
+
+
+def from_here(path: Path) -> Path:
+    """Return the path relative to the current folder if it is inside."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def shell_words(command: str) -> list[str]:

@@ -10,7 +10,7 @@ import re
 import stat
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
 from io import FileIO
 from pathlib import Path
@@ -25,7 +25,7 @@ from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Profile, check
 
 MOST_BYTES = 2**30  # Arbitrary; bounds what a hostile file makes us read.
-_MOST_PLAN_BYTES = 2**22  # Arbitrary; bounds what a hostile file makes us read.
+_MOST_PLAN_BYTES = 2**22  # Arbitrary, for the same reason.
 _PIECE = 2**20  # Arbitrary; one MiB per read.
 _MOST_NAME = 80  # Arbitrary; names in a message fit a line.
 _NUMBER = re.compile(r"\d{1,9}")
@@ -46,7 +46,8 @@ def write_atomically(path: Path, data: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-        Path(name).chmod(0o666 & ~_umask())
+        os.umask(mask := os.umask(0))
+        Path(name).chmod(0o666 & ~mask)
         Path(name).replace(path)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -54,12 +55,6 @@ def write_atomically(path: Path, data: bytes) -> None:
         if isinstance(error, OSError):
             raise UsageError(f"cannot write {path}: {error.strerror}.") from None
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def read_bounded(path: Path, most: int) -> bytes:
@@ -93,17 +88,14 @@ def _head(file: FileIO, most: int) -> bytes:
 def _regular(path: Path) -> FileIO:
     """Open a regular file. Never blocks on a pipe, a device or a folder, even one swapped in meanwhile."""
     _check_regular(path.stat().st_mode, path)
-    file = FileIO(path, opener=_opened)
+    nonblocking = getattr(os, "O_NONBLOCK", 0)
+    file = FileIO(path, opener=lambda name, flags: os.open(name, flags | nonblocking))
     try:
         _check_regular(os.fstat(file.fileno()).st_mode, path)
     except OSError:
         file.close()
         raise
     return file
-
-
-def _opened(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _check_regular(mode: int, path: Path) -> None:
@@ -205,12 +197,9 @@ def _upgraded(tree: dict[str, Any]) -> dict[str, Any]:
     """Convert a plan of schema 1 to schema 2, which names roles instead of kernels."""
 
     def renamed(places: Any) -> Any:
-        several = isinstance(places, list)
-        return (
-            [with_roles(one) if isinstance(one, str) else one for one in places]
-            if several
-            else places
-        )
+        if not isinstance(places, list):
+            return places
+        return [with_roles(one) if isinstance(one, str) else one for one in places]
 
     units, pins = tree.get("techniques"), tree.get("pins")
     for unit in units if isinstance(units, list) else ():
@@ -289,11 +278,9 @@ def load_pins(path: Path) -> dict[str, tuple[str, ...]]:
     """Load only the user's pins from a plan, which may lack all other fields. Raises `UnreadableInput`."""
     tree = _toml(path, read_bounded(path, _MOST_PLAN_BYTES), "plan")
     pins = tree.get("pins", {})
+    advice = _UPDATE if _is_newer(tree.get("torchtrim")) else _CORRECT
     for unknown in _unknown(tree, dict.fromkeys(Plan.__struct_fields__)):
-        raise UnreadableInput(
-            f"{path} is not a valid plan: {unknown}. "
-            f"{_UPDATE if _is_newer(tree.get('torchtrim')) else _CORRECT}"
-        )
+        raise UnreadableInput(f"{path} is not a valid plan: {unknown}. {advice}")
     if tree.get("schema_version", 1) == 1:
         pins = _upgraded(tree).get("pins", {})
     try:
@@ -308,37 +295,45 @@ def plan_text(plan: Plan) -> str:
     """Return the plan as TOML."""
     lines = [
         "# A plan of torchtrim. Apply it with: torchtrim run SCRIPT --plan THIS_FILE",
-        *_table(msgspec.to_builtins(plan), skip=_TABLES),
+        *toml_lines(msgspec.to_builtins(plan), skip=_TABLES),
         "",
-        "[fingerprint]  # leave a root out, and it is not checked",
-        *_table(plan.fingerprint),
+        "[fingerprint]  # a root without an entry is not checked",
+        *toml_lines(plan.fingerprint),
         "",
-        "# Yours, and kept when you plan again: what is never changed, and where a technique has to be:",
+        "# Your pins, kept when you plan again: places never to change, and places for a technique:",
         '# keep = ["*.attn"]',
         '# recompute = ["*.mlp"]',
         "[pins]",
-        *_table(msgspec.to_builtins(plan.pins)),
+        *toml_lines(msgspec.to_builtins(plan.pins)),
         "",
         "[predicted]",
-        *_table(msgspec.to_builtins(plan.predicted)),
+        *toml_lines(msgspec.to_builtins(plan.predicted)),
     ]
     for technique in plan.techniques:
         skip = () if technique.assumes else ("assumes",)
-        lines += ["", "[[techniques]]", *_table(msgspec.to_builtins(technique), skip)]
+        lines += ["", "[[techniques]]", *toml_lines(msgspec.to_builtins(technique), skip)]
     for one in plan.sizes:
-        lines += ["", "[[sizes]]", *_table(msgspec.to_builtins(one))]
+        lines += ["", "[[sizes]]", *toml_lines(msgspec.to_builtins(one))]
     if plan.graphs:
-        lines += ["", "[graphs]", *_table(plan.graphs)]
+        lines += ["", "[graphs]", *toml_lines(plan.graphs)]
     if plan.pipeline is not None:
-        lines += ["", "[pipeline]", *_table(msgspec.to_builtins(plan.pipeline), skip=("stages",))]
+        lines += [
+            "",
+            "[pipeline]",
+            *toml_lines(msgspec.to_builtins(plan.pipeline), skip=("stages",)),
+        ]
     for stage in plan.pipeline.stages if plan.pipeline is not None else ():
-        lines += ["", "[[pipeline.stages]]", *_table(msgspec.to_builtins(stage))]
+        lines += ["", "[[pipeline.stages]]", *toml_lines(msgspec.to_builtins(stage))]
     return "\n".join(lines) + "\n"
 
 
-def _table(fields: Any, skip: tuple[str, ...] = ()) -> list[str]:
-    kept = {n: value for n, value in fields.items() if n not in skip and value is not None}
-    return [f"{_key(name)} = {_value(value)}" for name, value in kept.items()]
+def toml_lines(fields: Mapping[str, Any], skip: Collection[str] = ()) -> list[str]:
+    """Return a line of TOML for each field that is not None."""
+    return [
+        f"{_key(name)} = {_value(value)}"
+        for name, value in fields.items()
+        if name not in skip and value is not None
+    ]
 
 
 def _key(name: str) -> str:
@@ -351,7 +346,8 @@ def _value(value: Any) -> str:
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, str):
-        return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
+        writable = value.encode(errors="replace").decode()
+        return msgspec.json.encode(writable).decode().replace("\x7f", "\\u007f")
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + "}"
     inner = ",\n    ".join(_value(item) for item in value)

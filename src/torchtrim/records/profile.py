@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Annotated, Literal, get_args
 
@@ -336,51 +336,53 @@ def check(profile: Profile) -> str | None:
     return next(chain(_index_errors(profile), _range_errors(profile)), None)
 
 
+_POINTERS = {
+    "operators": {
+        **dict.fromkeys(("place", "caller"), "places"),
+        **{"module": "modules", "label": "labels", "forward": "operators"},
+    },
+    "syncs": {"operator": "operators", "place": "places", "caller": "places"},
+    "calls": {"module": "modules"},
+    "saved": {"storage": "storages", **dict.fromkeys(("packed", "unpacked", "saver"), "operators")},
+    "growths": dict.fromkeys(("place", "caller"), "places"),
+    "collectives": {"operator": "operators"},
+    "replicas": {"module": "modules"},
+}
+"""The fields that are indices into a table, by the list they are in."""
+
+
 def _index_errors(profile: Profile) -> Iterator[str]:
     """Yield indices that are beyond their table, in words."""
     names = ("operators", "storages", "modules", "places", "labels")
     counts = {name: len(getattr(profile, name)) for name in names}
-    for where, index, table in _indices(profile):
-        if not -1 <= index < counts[table]:
-            yield f"`{where}` is {index}, and `{table}` has {counts[table]} entries"
+    for rows, pointers in _POINTERS.items():
+        for i, row in enumerate(getattr(profile, rows)):
+            for field, table in pointers.items():
+                index = getattr(row, field)
+                if not -1 <= index < counts[table]:
+                    where = f"{rows}[{i}].{field}"
+                    yield f"`{where}` is {index}, and `{table}` has {counts[table]} entries"
+    count = len(profile.storages)
+    for where, storages in _storages(profile):
+        yield from (
+            f"`{where}` is {index}, and `storages` has {count} entries"
+            for index in storages
+            if not 0 <= index < count
+        )
 
 
-def _indices(profile: Profile) -> Iterator[tuple[str, int, str]]:
-    """Yield each index of the profile: its field, its value, and the table it points into."""
+def _storages(profile: Profile) -> Iterator[tuple[str, Iterable[int]]]:
+    """Yield the groups of fields that are indices of storages."""
     for i, op in enumerate(profile.operators):
-        at = f"operators[{i}]"
-        yield f"{at}.module", op.module, "modules"
-        yield f"{at}.place", op.place, "places"
-        yield f"{at}.caller", op.caller, "places"
-        yield f"{at}.label", op.label, "labels"
-        yield f"{at}.forward", op.forward, "operators"
-        for use in (*op.inputs, *op.outputs):
-            yield f"{at} tensor.storage", use.storage, "storages"
-        for storage in op.mutates:
-            yield f"{at}.mutates", storage, "storages"
-    for i, sync in enumerate(profile.syncs):
-        yield f"syncs[{i}].operator", sync.operator, "operators"
-        yield f"syncs[{i}].place", sync.place, "places"
-        yield f"syncs[{i}].caller", sync.caller, "places"
+        for uses in (op.inputs, op.outputs):
+            yield f"operators[{i}] tensor.storage", (use.storage for use in uses)
+        yield f"operators[{i}].mutates", op.mutates
     for i, call in enumerate(profile.calls):
-        yield f"calls[{i}].module", call.module, "modules"
-        for index in (*call.inputs, *call.outputs, *call.held):
-            yield f"calls[{i}] tensor", index, "storages"
-    for i, saved in enumerate(profile.saved):
-        yield f"saved[{i}].storage", saved.storage, "storages"
-        for name in ("packed", "unpacked", "saver"):
-            yield f"saved[{i}].{name}", getattr(saved, name), "operators"
-    for i, growth in enumerate(profile.growths):
-        yield f"growths[{i}].place", growth.place, "places"
-        yield f"growths[{i}].caller", growth.caller, "places"
+        yield f"calls[{i}] tensor", (*call.inputs, *call.outputs, *call.held)
     for i, step in enumerate(profile.optimizer_steps):
         for update in step.updates:
             last = max(update.parameter, update.gradient, *update.states)
-            yield f"optimizer_steps[{i}] update", last, "storages"
-    for i, collective in enumerate(profile.collectives):
-        yield f"collectives[{i}].operator", collective.operator, "operators"
-    for i, replica in enumerate(profile.replicas):
-        yield f"replicas[{i}].module", replica.module, "modules"
+            yield f"optimizer_steps[{i}] update", (last,)
 
 
 def _range_errors(profile: Profile) -> Iterator[str]:

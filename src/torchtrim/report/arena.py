@@ -12,9 +12,9 @@ from torchtrim.report.charts import ticks
 from torchtrim.report.safe import clean, keep_left
 
 MOST_BOXES = 2000  # Arbitrary; with more boxes the picture is slow to open.
-_WIDTH, _HEIGHT = 1120, 640
+_WIDTH, _HEIGHT = 1120, 640  # Arbitrary, as the next line: the picture and its plot fit a screen.
 _LEFT, _TOP, _WIDE, _HIGH = 84, 64, 940, 500
-_LETTER, _LINE = 6.2, 13.0
+_LETTER, _LINE = 6.2, 13.0  # The size of a letter of the boxes' labels, and of a line of text.
 _SHADES = 8  # As many colours as the style sheet has (`s0` to `s7`).
 _STYLE = """
 .page{fill:#fff}.free{fill:#e9ebee}text{fill:#1c1d20}.dim{fill:#5c6066}
@@ -46,22 +46,21 @@ def render(
     """
     scale = _ArenaScale(buffers, max(packing.height, capacity or 0, 1))
     shown = _largest([b for b in buffers if b.takes_room])
-    lines = Markup("").join(_lines(packing, capacity, scale))
-    return str(
-        Markup("{}{}{}{}{}{}</svg>\n").format(
-            _HEAD.format(
-                w=_WIDTH,
-                h=_HEIGHT,
-                title=f"{clean(title)}: address against time",
-                style=Markup(_STYLE),
-            ),
-            Markup("").join(_words(buffers, packing, title, len(shown))),
-            _free(packing, scale),
-            Markup("").join(_boxes(shown, packing, scale)),
-            Markup("").join(_axes(scale)),
-            lines,
-        )
+    head = _HEAD.format(
+        w=_WIDTH,
+        h=_HEIGHT,
+        title=f"{clean(title)}: address against time",
+        style=Markup(_STYLE),
     )
+    top = scale.y(packing.height)
+    free = Markup('<rect class="free" x="{}" y="{:.1f}" width="{}" height="{:.1f}"/>').format(
+        _LEFT, top, _WIDE, _TOP + _HIGH - top
+    )
+    parts = (
+        *(head, _words(buffers, packing, title, len(shown)), free),
+        *(*_boxes(shown, packing, scale), *_axes(scale), *_lines(packing, capacity, scale)),
+    )
+    return str(Markup().join(parts) + Markup("</svg>\n"))
 
 
 class _ArenaScale:
@@ -86,14 +85,16 @@ def _largest(buffers: Sequence[Buffer]) -> list[Buffer]:
     return [b for b in buffers if (b.upper - b.lower) * b.size >= least][:MOST_BOXES]
 
 
-def _words(buffers: Sequence[Buffer], packing: Packing, title: str, shown: int) -> Iterator[Markup]:
+def _words(buffers: Sequence[Buffer], packing: Packing, title: str, shown: int) -> Markup:
     above = packing.height - packing.lower_bound
     gap = f"{above / packing.lower_bound:.2%} above the bound" if above else "the lower bound"
     real = sum(1 for b in buffers if b.takes_room)
-    drawn = f"{real} buffers"
-    if shown < real:
-        drawn = f"the {shown} largest of {real} buffers drawn"
-    yield Markup(
+    drawn = f"{real} buffers" if shown >= real else f"the {shown} largest of {real} buffers drawn"
+    area = sum((b.upper - b.lower) * b.size for b in buffers)
+    begin = min((b.lower for b in buffers), default=0)
+    end = max((b.upper for b in buffers), default=0)
+    used = area / max((end - begin) * packing.height, 1)
+    return Markup(
         '<text x="{x}" y="26" font-size="16" font-weight="600">{}</text>'
         '<text x="{x}" y="46" class="dim">{} in {}, {}; {}</text>'
         '<text x="{x}" y="{y}" class="dim">time; each box is a buffer, space between boxes is unused</text>'
@@ -102,23 +103,9 @@ def _words(buffers: Sequence[Buffer], packing: Packing, title: str, shown: int) 
         drawn,
         format_bytes(packing.height),
         gap,
-        f"{_used(buffers, packing):.1%} of the area used",
+        f"{used:.1%} of the area used",
         x=_LEFT,
         y=_TOP + _HIGH + 40,
-    )
-
-
-def _used(buffers: Sequence[Buffer], packing: Packing) -> float:
-    area = sum((b.upper - b.lower) * b.size for b in buffers)
-    begin = min((b.lower for b in buffers), default=0)
-    end = max((b.upper for b in buffers), default=0)
-    return area / max((end - begin) * packing.height, 1)
-
-
-def _free(packing: Packing, scale: _ArenaScale) -> Markup:
-    top = scale.y(packing.height)
-    return Markup('<rect class="free" x="{}" y="{:.1f}" width="{}" height="{:.1f}"/>').format(
-        _LEFT, top, _WIDE, _TOP + _HIGH - top
     )
 
 

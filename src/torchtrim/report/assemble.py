@@ -56,12 +56,16 @@ def figures_of(trial: Trial) -> Figures:
     )
 
 
+def _figures_if_recorded(trial: Trial | None) -> Figures | None:
+    return figures_of(trial) if trial is not None and trial.profile is not None else None
+
+
 def original_report(verb: str, subject: Subject, trial: Trial, found: PricedFindings) -> Report:
     """Return the report on the original: its figures, findings and parts of the peak. Others extend it."""
     profile = trial.profile
     return msgspec.structs.replace(
         _bare_report(verb, subject, len(trial.timed)),
-        original=figures_of(trial) if profile is not None else None,
+        original=_figures_if_recorded(trial),
         findings=found.findings,
         waiting=found.waiting,
         holders=holders(profile) if profile is not None else (),
@@ -89,28 +93,22 @@ def _parts(profile: Profile | None) -> tuple[PeakPart, ...]:
 
 def with_plan(report: Report, plan: Plan, budget: Budget) -> Report:
     """Add a plan and its budget to the report."""
+    summary = PlanSummary(
+        techniques=plan.techniques,
+        predicted=plan.predicted,
+        status=plan.status,
+        bound_seconds=plan.bound_seconds,
+        gap=plan.gap,
+    )
     return msgspec.structs.replace(
-        report,
-        budget_bytes=budget.bytes,
-        memory_kind=budget.kind,
-        plan=PlanSummary(
-            techniques=plan.techniques,
-            predicted=plan.predicted,
-            status=plan.status,
-            bound_seconds=plan.bound_seconds,
-            gap=plan.gap,
-        ),
+        report, budget_bytes=budget.bytes, memory_kind=budget.kind, plan=summary
     )
 
 
 def with_planned(report: Report, planned: Trial | None, certificate: Certificate | None) -> Report:
     """Add the figures of the planned workload and its certificate to the report."""
-    measured = planned is not None and planned.profile is not None
-    return msgspec.structs.replace(
-        report,
-        planned=figures_of(planned) if planned is not None and measured else None,
-        certificate=certificate,
-    )
+    figures = _figures_if_recorded(planned)
+    return msgspec.structs.replace(report, planned=figures, certificate=certificate)
 
 
 def with_ranks(report: Report, original: Trial, planned: Trial | None = None) -> Report:
@@ -128,16 +126,11 @@ def with_ranks(report: Report, original: Trial, planned: Trial | None = None) ->
 
 
 def _rank(job: Job, number: int, original: Trial, planned: Trial | None) -> RankFigures:
-    own = [
-        (exchange, part)
-        for exchange in job.exchanges
-        for part in exchange.parts
-        if part.rank == number
-    ]
+    own = [(e, part) for e in job.exchanges for part in e.parts if part.rank == number]
     return RankFigures(
         rank=number,
-        original=figures_of(original) if original.profile is not None else None,
-        planned=figures_of(planned) if planned is not None and planned.profile else None,
+        original=_figures_if_recorded(original),
+        planned=_figures_if_recorded(planned),
         collectives=len(own),
         exchanged_bytes=sum(exchange.bytes for exchange, _ in own),
         exchange_seconds=sum(part.end - part.start for _, part in own),
@@ -164,13 +157,9 @@ def _row(exchange: JobCollective) -> ExchangeRow:
 
 
 def with_missed_budget(
-    report: Report,
-    error: InfeasibleBudget,
-    budget: Budget,
-    floor: Profile | None = None,
+    report: Report, error: InfeasibleBudget, budget: Budget, floor: Profile | None = None
 ) -> Report:
-    """Turn the report into one on a missed budget. `floor`: the profile of the plan with the smallest
-    peak."""
+    """Report a missed budget. `floor`: the profile of the plan with the smallest peak."""
     return msgspec.structs.replace(
         report,
         budget_bytes=budget.bytes,
@@ -190,8 +179,8 @@ def stream_report(
     notes: tuple[str, ...],
 ) -> Report:
     """Return the report of a stream."""
-    report = _bare_report(verb, subject, stream.frames)
-    return msgspec.structs.replace(report, findings=findings, notes=notes, stream=stream)
+    bare = _bare_report(verb, subject, stream.frames)
+    return msgspec.structs.replace(bare, findings=findings, notes=notes, stream=stream)
 
 
 def lint_report(
@@ -202,14 +191,5 @@ def lint_report(
     notes: tuple[str, ...],
 ) -> Report:
     """Return the report of linting source, which does not run it."""
-    return Report(
-        torchtrim=__version__,
-        torch=torch,
-        verb="lint",
-        device="",
-        script=", ".join(paths),
-        steps=0,
-        project=project,
-        findings=findings,
-        notes=notes,
-    )
+    subject = Subject(", ".join(paths), project, device="", machine="", torch=torch)
+    return msgspec.structs.replace(_bare_report("lint", subject, 0), findings=findings, notes=notes)

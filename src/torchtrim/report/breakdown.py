@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchtrim.analysis.timeline import alive, peak_operator
-from torchtrim.core.units import format_seconds
+from torchtrim.core.units import counted, format_seconds
 from torchtrim.records import Profile, Report
 from torchtrim.records.finding import Source
 from torchtrim.records.operator_names import base_name, module_paths, owner
@@ -101,16 +101,14 @@ def _measured(report: Report, profile: Profile) -> TimeSplit:
     seconds["host"] = whole - known
     whole_step = format_seconds(profile.step_seconds)
     recorded = f" Operator times are as recorded; the step took {whole_step} with the recorder."
-    title, caption = _about(profile.device)
+    title, caption = "The host, measured", _GPU
+    if is_emulated(profile.device):
+        title, caption = "This CPU, measured", _EMULATED
+    elif profile.device == "cpu":
+        title, caption = "The CPU, measured", _CPU
     if timed and known > _SLOWED * timed:
         title += " with the recorder"
     return _split(title, "measured", seconds, caption + (recorded if timed else ""))
-
-
-def _about(device: str) -> tuple[str, str]:
-    if is_emulated(device):
-        return "This CPU, measured", _EMULATED
-    return ("The CPU, measured", _CPU) if device == "cpu" else ("The host, measured", _GPU)
 
 
 def _by_kind(profile: Profile) -> dict[str, float]:
@@ -119,39 +117,22 @@ def _by_kind(profile: Profile) -> dict[str, float]:
     seconds["loader"] = sum(wait.seconds for wait in profile.waits)
     loads = sorted((wait.start, wait.start + wait.seconds) for wait in profile.waits)
     for number, op in enumerate(profile.operators):
-        if op.phase == "loader" and _inside(loads, op.start):
-            continue
-        if number in waits:
-            kind = "waiting"
-        elif op.name.startswith(_COMMUNICATION):
-            kind = "communication"
-        else:
-            kind = op.phase
-        seconds[kind] += op.seconds
+        last = bisect_right(loads, (op.start, float("inf"))) - 1
+        if op.phase == "loader" and last >= 0 and op.start <= loads[last][1]:
+            continue  # The wait for the loader has its time already.
+        kind = "communication" if op.name.startswith(_COMMUNICATION) else op.phase
+        seconds["waiting" if number in waits else kind] += op.seconds
     return seconds
-
-
-def _inside(loads: Sequence[tuple[float, float]], start: float) -> bool:
-    before = bisect_right(loads, (start, float("inf"))) - 1
-    return before >= 0 and start <= loads[before][1]
 
 
 def _split(title: str, source: Source, seconds: Mapping[str, float], caption: str) -> TimeSplit:
     whole = sum(seconds.values())
-    return TimeSplit(
-        title=title,
-        source=source,
-        seconds=whole,
-        parts=list(_parts(seconds, whole)),
-        caption=caption,
-    )
-
-
-def _parts(seconds: Mapping[str, float], whole: float) -> Iterator[TimePart]:
-    for kind, name in _NAMES.items():
-        if seconds.get(kind, 0.0) > 0:
-            share = 100 * seconds[kind] / whole
-            yield TimePart(kind=kind, name=name, seconds=seconds[kind], share=share)
+    parts = [
+        TimePart(kind=kind, name=name, seconds=seconds[kind], share=100 * seconds[kind] / whole)
+        for kind, name in _NAMES.items()
+        if seconds.get(kind, 0.0) > 0
+    ]
+    return TimeSplit(title=title, source=source, seconds=whole, parts=parts, caption=caption)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,24 +230,10 @@ class ModuleNode:
     children: Sequence[ModuleNode]
 
 
-@dataclass(frozen=True)
-class _BytesByPath:
-    """Bytes by path, including children, and the child paths of each path."""
-
-    total: dict[str, int]
-    inside: dict[str, list[str]]
-
-
 def tree(profile: Profile) -> Sequence[ModuleNode]:
     """Return the roots, largest first. Modules below half a percent are summed as `others`."""
-    held = _held(profile)
-    whole = sum(held.total[root] for root in held.inside[""])
-    return list(_nodes(held, "", whole, 0)) if whole else []
-
-
-def _held(profile: Profile) -> _BytesByPath:
     modules = module_paths(profile)
-    total: dict[str, int] = defaultdict(int)
+    total: dict[str, int] = defaultdict(int)  # Bytes of each path, including its children.
     inside: dict[str, list[str]] = defaultdict(list)
     for index in alive(profile, peak_operator(profile)):
         size = profile.storages[index].counted
@@ -279,25 +246,22 @@ def _held(profile: Profile) -> _BytesByPath:
                 inside[above].append(here)
             total[here] += size
             above = here
-    return _BytesByPath(total, inside)
+    whole = sum(total[root] for root in inside[""])
+    return list(_nodes(total, inside, "", whole)) if whole else []
 
 
-def _nodes(held: _BytesByPath, path: str, whole: int, depth: int) -> Iterator[ModuleNode]:
-    ordered = sorted(held.inside.get(path, ()), key=lambda one: (-held.total[one], one))
-    large = [one for one in ordered if held.total[one] >= _SMALL * whole][:_MOST_CHILDREN]
-    for one in large:
-        name = one.removeprefix(f"{path}.") if path else one
-        children = list(_nodes(held, one, whole, depth + 1))
-        yield _node(name, held.total[one], whole, children)
-    rest = ordered[len(large) :]
-    if rest:
-        size = sum(held.total[one] for one in rest)
-        yield _node(f"{len(rest)} other{'s' if len(rest) > 1 else ''}", size, whole, ())
-
-
-def _node(name: str, size: int, whole: int, children: Sequence[ModuleNode]) -> ModuleNode:
-    shown = keep_right(clean(name), 40)
-    return ModuleNode(name=shown, bytes=size, share=100 * size / whole, children=children)
+def _nodes(
+    total: Mapping[str, int], inside: Mapping[str, list[str]], path: str, whole: int
+) -> Iterator[ModuleNode]:
+    ordered = sorted(inside.get(path, ()), key=lambda one: (-total[one], one))
+    large = [one for one in ordered if total[one] >= _SMALL * whole][:_MOST_CHILDREN]
+    sizes = [(one, one.removeprefix(f"{path}.") if path else one, total[one]) for one in large]
+    if rest := ordered[len(large) :]:
+        sizes.append(("", counted(len(rest), "other"), sum(total[one] for one in rest)))
+    for one, name, size in sizes:
+        children = list(_nodes(total, inside, one, whole)) if one else ()
+        shown, share = keep_right(clean(name), 40), 100 * size / whole
+        yield ModuleNode(name=shown, bytes=size, share=share, children=children)
 
 
 def count(nodes: Sequence[ModuleNode]) -> int:

@@ -12,7 +12,7 @@ from rich.console import Console
 from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records import Certificate, Finding, Plan, Profile, Report
 from torchtrim.report import facts, sections, terminal
-from torchtrim.report.charts import area, picture
+from torchtrim.report.charts import layer_paths, picture
 from torchtrim.report.headline import headline
 from torchtrim.report.safe import clean, keep_right
 from torchtrim.report.sections import figure_rows
@@ -65,13 +65,13 @@ def _text_lines(record: Profile | Finding | Plan | Certificate) -> Iterable[str]
 def _blocks(record: NotebookRecord) -> Iterable[Markup]:
     if isinstance(record, Report):
         return _report(record)
-    if isinstance(record, Profile):
-        return [_lines(profile_lines(record), bold=True), _chart(record)]
     if isinstance(record, Finding):
         return [_findings([record])]
-    if isinstance(record, Plan):
-        return [_lines([_plan_head(record), *map(facts.technique_line, record.techniques)], True)]
-    return [_verdict(record), _lines(facts.certificate_lines(record))]
+    if isinstance(record, Certificate):
+        verdict = _coloured(record.verdict, facts.tone_of(record))
+        return [verdict, _lines(facts.certificate_lines(record))]
+    chart = [_chart(record)] if isinstance(record, Profile) else []
+    return [_lines(_text_lines(record), bold=True), *chart]
 
 
 def profile_lines(profile: Profile) -> list[str]:
@@ -160,10 +160,6 @@ def _lines(texts: Iterable[str], bold: bool = False) -> Markup:
     return Markup("<div>{}</div>").format(Markup("<br>").join(lines))
 
 
-def _verdict(certificate: Certificate) -> Markup:
-    return _coloured(certificate.verdict, facts.tone_of(certificate))
-
-
 def _coloured(word: str, tone: str) -> Markup:
     return Markup('<div style="font-size:1.4em;font-weight:600;color:{}">{}</div>').format(
         _TONES[tone], _clipped(word)
@@ -179,15 +175,11 @@ def _chart(profile: Profile) -> Markup:
     drawn = picture(profile, "step")
     if drawn is None:
         return Markup()
-    heights = [0] * len(drawn.phases)
-    shapes = []
-    for layer in drawn.layers:
-        heights = [a + b for a, b in zip(heights, layer.values, strict=True)]
-        shapes.append(
-            Markup('<path fill="{}" d="{}"><title>{}</title></path>').format(
-                _COLOURS[layer.kind], area(heights, drawn.peak_bytes or 1), layer.kind
-            )
-        )
+    shape = Markup('<path fill="{}" d="{}"><title>{}</title></path>')
+    shapes = [
+        shape.format(_COLOURS[layer.kind], path, layer.kind)
+        for layer, path in layer_paths(drawn, drawn.peak_bytes or 1)
+    ]
     width, height = _PICTURE
     return Markup(
         '<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" width="{}" height="{}" role="img"'

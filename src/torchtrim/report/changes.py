@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torchtrim import __version__
 from torchtrim.analysis.prices import priced
@@ -19,17 +19,20 @@ from torchtrim.records.comparison import (
     Side,
     Unit,
 )
-from torchtrim.records.profile import is_emulated
+from torchtrim.report.facts import step_name
 from torchtrim.rules.registry import diagnose
 
 _RSS_VARIES = 0.05  # Arbitrary; the process peak of equal runs differs by a few percent.
+
+
+_Figures = dict[str, tuple[Unit, float, float | None]]
 
 
 class _SideFacts(NamedTuple):
     """The facts of one side. A figure has a unit, a value, and its spread, None if it varies unmeasured."""
 
     side: Side
-    figures: dict[str, tuple[Unit, float, float | None]]
+    figures: _Figures
     kinds: dict[str, int]
     findings: Sequence[Finding]
 
@@ -47,7 +50,9 @@ def compare(
         after=other.side,
         changes=tuple(_change(name, one, other) for name in names),
         by_kind=tuple(
-            _kind(kind, one, other) for kind in kinds if any(_kind_bytes(one, other, kind))
+            _changed(kind.replace("_", " "), "bytes", *_kind_bytes(one, other, kind), 0.0)
+            for kind in kinds
+            if any(_kind_bytes(one, other, kind))
         ),
         findings=tuple(_findings(one, other)),
         notes=tuple(_notes(one, other)),
@@ -62,7 +67,7 @@ def _facts(found: Report | Profile, path: str) -> _SideFacts:
     if isinstance(found, Report):
         return _report_facts(found, path)
     findings, waiting = priced(found, diagnose(found))
-    figures: dict[str, tuple[Unit, float, float | None]] = {
+    figures: _Figures = {
         "peak": ("bytes", found.peak_bytes, 0.0),
         "tracked peak": ("bytes", found.tracked_peak_bytes, 0.0),
         "step with the recorder": ("seconds", found.step_seconds, None),
@@ -81,7 +86,7 @@ def _facts(found: Report | Profile, path: str) -> _SideFacts:
 
 
 def _report_facts(report: Report, path: str) -> _SideFacts:
-    figures: dict[str, tuple[Unit, float, float | None]] = {}
+    figures: _Figures = {}
     for prefix, found in (("", report.original), ("planned ", report.planned)):
         if found is not None:
             figures |= _measured(prefix, found, report)
@@ -96,11 +101,8 @@ def _report_facts(report: Report, path: str) -> _SideFacts:
     )
 
 
-def _measured(
-    prefix: str, figures: Figures, report: Report
-) -> dict[str, tuple[Unit, float, float | None]]:
-    spread = figures.spread_seconds if report.steps > 1 else None
-    found: dict[str, tuple[Unit, float, float | None]] = {
+def _measured(prefix: str, figures: Figures, report: Report) -> _Figures:
+    found: _Figures = {
         f"{prefix}peak": ("bytes", figures.peak_bytes, 0.0),
         f"{prefix}tracked peak": ("bytes", figures.tracked_peak_bytes, 0.0),
     }
@@ -110,15 +112,17 @@ def _measured(
         noise = _RSS_VARIES * figures.rss_bytes
         found[f"{prefix}process peak"] = ("bytes", figures.rss_bytes, noise)
     if figures.step_seconds:
-        name = f"{prefix}step on this CPU" if is_emulated(report.device) else f"{prefix}step"
-        found[name] = ("seconds", figures.step_seconds, spread)
+        spread = figures.spread_seconds if report.steps > 1 else None
+        found[f"{prefix}{step_name(report)}"] = ("seconds", figures.step_seconds, spread)
     return found
 
 
-def _side(found: Report | Profile, path: str, kind: str, steps: int) -> Side:
+def _side(
+    found: Report | Profile, path: str, kind: Literal["report", "profile"], steps: int
+) -> Side:
     return Side(
         path=path,
-        kind="report" if kind == "report" else "profile",
+        kind=kind,
         script=found.script,
         project=found.project,
         device=found.device,
@@ -130,45 +134,22 @@ def _side(found: Report | Profile, path: str, kind: str, steps: int) -> Side:
 
 def _change(name: str, one: _SideFacts, other: _SideFacts) -> Change:
     was, now = one.figures.get(name), other.figures.get(name)
-    unit = (was or now or ("count",))[0]
-    if was is None or now is None:
-        return Change(
-            name=name,
-            unit=unit,
-            before=was[1] if was else None,
-            after=now[1] if now else None,
-            spread=None,
-            judged="unknown",
-        )
-    spread = None if was[2] is None or now[2] is None else (was[2] + now[2]) / 2
-    return Change(
-        name=name,
-        unit=unit,
-        before=was[1],
-        after=now[1],
-        spread=spread,
-        judged=_judged(now[1] - was[1], spread),
-    )
+    before, after = was[1] if was else None, now[1] if now else None
+    spread = None
+    if was is not None and now is not None and was[2] is not None and now[2] is not None:
+        spread = (was[2] + now[2]) / 2
+    return _changed(name, (was or now or ("count",))[0], before, after, spread)
 
 
-def _judged(by: float, spread: float | None) -> Judgement:
-    if spread is None:
-        return "unknown"
-    if abs(by) <= spread:
-        return "no significant change"
-    return "less" if by < 0 else "more"
-
-
-def _kind(kind: str, one: _SideFacts, other: _SideFacts) -> Change:
-    was, now = _kind_bytes(one, other, kind)
-    return Change(
-        name=kind.replace("_", " "),
-        unit="bytes",
-        before=was,
-        after=now,
-        spread=0.0,
-        judged=_judged(now - was, 0.0),
-    )
+def _changed(
+    name: str, unit: Unit, before: float | None, after: float | None, spread: float | None
+) -> Change:
+    judged: Judgement = "unknown"
+    if before is not None and after is not None and spread is not None:
+        by = after - before
+        judged = "less" if by < 0 else "more"
+        judged = "no significant change" if abs(by) <= spread else judged
+    return Change(name=name, unit=unit, before=before, after=after, spread=spread, judged=judged)
 
 
 def _findings(one: _SideFacts, other: _SideFacts) -> Iterator[FindingChange]:

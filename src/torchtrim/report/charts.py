@@ -86,29 +86,32 @@ def _grid(value: int, top: float) -> Markup:
 
 
 def _svg(picture: Picture, top: float) -> Markup:
-    areas = []
-    heights = [0] * len(picture.phases)
-    for layer in picture.layers:
-        heights = [a + b for a, b in zip(heights, layer.values, strict=True)]
-        if any(layer.values):
-            areas.append(
-                Markup('<path class="k k-{}" d="{}"/>').format(layer.kind, area(heights, top))
-            )
+    areas = [
+        Markup('<path class="k k-{}" d="{}"/>').format(layer.kind, path)
+        for layer, path in layer_paths(picture, top)
+        if any(layer.values)
+    ]
     return Markup(
         '<svg viewBox="0 0 {size} {size}" preserveAspectRatio="none" role="img"'
         ' aria-label="{label}">{areas}</svg>'
     ).format(size=_SIZE, label=picture.summary, areas=Markup().join(reversed(areas)))
 
 
-def area(heights: Sequence[int], top: float) -> str:
-    """Return the SVG path of the area under `heights`, on a square of 1000 with `top` at its upper edge."""
-    points, last = [f"M0 {_SIZE}"], None
-    for column, height in enumerate(heights):
-        y = round(_SIZE * (1 - height / top))
-        if y != last:
-            points.append(f"H{round(_SIZE * column / len(heights))}V{y}")
-            last = y
-    return "".join(points) + f"H{_SIZE}V{_SIZE}Z"
+def layer_paths(picture: Picture, top: float) -> Iterator[tuple[Layer, str]]:
+    """Yield each layer with the SVG path of its area and those below it, from the bottom up.
+
+    The paths lie on a square of 1000 with `top` at its upper edge.
+    """
+    heights = [0] * len(picture.phases)
+    for layer in picture.layers:
+        heights = [a + b for a, b in zip(heights, layer.values, strict=True)]
+        points, last = [f"M0 {_SIZE}"], None
+        for column, height in enumerate(heights):
+            y = round(_SIZE * (1 - height / top))
+            if y != last:
+                points.append(f"H{round(_SIZE * column / len(heights))}V{y}")
+                last = y
+        yield layer, "".join(points) + f"H{_SIZE}V{_SIZE}Z"
 
 
 def _peak(picture: Picture, top: float, budget: int | None) -> Markup:
@@ -171,7 +174,9 @@ def picture(profile: Profile, title: str) -> Picture | None:
     column = totals.index(max(totals))
     kinds = [kind for kind in ORDER if kind in samples[0].by_kind]
     layers = [Layer(kind=kind, values=[s.by_kind[kind] for s in samples]) for kind in kinds]
-    where = _where(profile, samples[column].operator)
+    operator = samples[column].operator
+    module, phase = profile.module_of(operator), profile.operators[operator].phase
+    where = f"in {keep_right(clean(module), 60)}, {phase}" if module else f"in {phase}"
     return Picture(
         layers=layers,
         phases=[profile.operators[sample.operator].phase for sample in samples],
@@ -181,12 +186,6 @@ def picture(profile: Profile, title: str) -> Picture | None:
         where=where,
         summary=f"{title}: memory by kind over the step, {format_bytes(totals[column])} {where}",
     )
-
-
-def _where(profile: Profile, operator: int) -> str:
-    module = keep_right(clean(profile.module_of(operator)), 60)
-    phase = profile.operators[operator].phase
-    return f"in {module}, {phase}" if module else f"in {phase}"
 
 
 def _peak_is_drawn(profile: Profile, drawn: int) -> bool:
@@ -240,22 +239,17 @@ def _scale(points: Sequence[FrontierPoint]) -> _TradeScale:
 
 def _line(scale: _TradeScale, plans: Sequence[FrontierPoint]) -> Markup:
     """Draw stairs: a budget between two plans takes the plan with the smaller peak."""
-    corners = [(scale.across(p), scale.up(p.step_seconds)) for p in plans]
+    corners = [
+        (round(_SIZE * scale.across(p)), round(_SIZE * (1 - scale.up(p.step_seconds))))
+        for p in plans
+    ]
     path = "".join(
-        f"{'H' if n else 'M'}{_x(x)}{'V' if n else ' '}{_y(y)}" for n, (x, y) in enumerate(corners)
+        f"{'H' if n else 'M'}{x}{'V' if n else ' '}{y}" for n, (x, y) in enumerate(corners)
     )
     return Markup(
         '<svg viewBox="0 0 {size} {size}" preserveAspectRatio="none" role="img" aria-label="{label}">'
         '<path class="stairs" d="{path}H{size}"/></svg>'
     ).format(size=_SIZE, path=path, label="step time for each peak that a plan reaches")
-
-
-def _x(across: float) -> int:
-    return round(_SIZE * across)
-
-
-def _y(up: float) -> int:
-    return round(_SIZE * (1 - up))
 
 
 def _time_grid(scale: _TradeScale) -> Iterator[Markup]:
@@ -283,7 +277,8 @@ def _dot(scale: _TradeScale, point: FrontierPoint) -> Markup:
     across, up = scale.across(point), scale.up(point.step_seconds)
     figures = f"{format_bytes(point.peak_bytes)}, {format_seconds(point.step_seconds)}"
     words = f"{point.by_hand or 'plan'}: {figures}"
-    label = Markup('<b class="{}">{}</b>').format(_side(across), point.by_hand)
+    side = "after" if across < 0.5 else "ahead"
+    label = Markup('<b class="{}">{}</b>').format(side, point.by_hand)
     return Markup('<i class="{}" style="left:{:.2f}%;bottom:{:.2f}%" title="{}">{}</i>').format(
         "hand" if point.by_hand else "dot",
         100 * across,
@@ -291,7 +286,3 @@ def _dot(scale: _TradeScale, point: FrontierPoint) -> Markup:
         words,
         label if point.by_hand else "",
     )
-
-
-def _side(across: float) -> str:
-    return "after" if across < 0.5 else "ahead"

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from torchtrim.core.units import format_bytes, format_seconds
+from torchtrim.core.units import counted, format_bytes, format_seconds
 from torchtrim.records.comparison import Change, Comparison, FindingChange
 from torchtrim.report import facts
-from torchtrim.report.blocks import WIDEST, Column, TextTable, escape, labelled, markdown_row, show
+from torchtrim.report.blocks import WIDEST, Column, TextTable, escape, labelled, show
 from torchtrim.report.safe import clean, keep_left, keep_right
 
 _FIGURES = (
@@ -20,10 +20,20 @@ _FIGURES = (
     Column(width=10, gap=0, right=True),
     Column(),
 )
+_FIGURE_HEADS = (
+    Column(),
+    Column(head="before", right=True),
+    Column(head="after", right=True),
+    Column(head="change"),
+)
+_FINDING_HEADS = (
+    Column(),
+    *(Column(head=head, right=head == "price") for head in ("code", "place", "price", "what")),
+)
 _FIGURES_WIDTH = 44  # The widths and gaps of `_FIGURES` before its last column.
-_MOST_KINDS = 5  # Arbitrary, as the next two: a comparison fits a screen, and a comment.
-_MOST_FINDINGS = 8  # Arbitrary.
-_MOST_ROWS = 50  # Arbitrary.
+_MOST_KINDS = 5  # Arbitrary, as the next number: a comparison fits a screen.
+_MOST_FINDINGS = 8
+_MOST_ROWS = 50  # Arbitrary; a comment stays readable.
 _STYLES = {"less": "green", "more": "red"}
 _MARKS = {"new": "+", "gone": "-", "kept": "="}
 
@@ -32,12 +42,12 @@ def headline(comparison: Comparison) -> str:
     """Return `"2 figures changed, 1 new finding, 3 gone"`, or `"no significant change"`."""
     moved = sum(change.judged in ("less", "more") for change in comparison.changes)
     counts = Counter(found.change for found in comparison.findings)
-    parts = [f"{moved} figure{'' if moved == 1 else 's'} changed"] if moved else []
-    parts += [f"{counts[kind]} new finding{'' if counts[kind] == 1 else 's'}" for kind in ("new",)]
-    parts += [f"{counts['gone']} gone"]
-    if not moved and not counts["new"] and not counts["gone"]:
-        return "no significant change"
-    return ", ".join(part for part in parts if not part.startswith("0 "))
+    parts = (
+        f"{counted(moved, 'figure')} changed" if moved else "",
+        counted(counts["new"], "new finding") if counts["new"] else "",
+        f"{counts['gone']} gone" if counts["gone"] else "",
+    )
+    return ", ".join(part for part in parts if part) or "no significant change"
 
 
 def amount(change: Change, value: float | None) -> str:
@@ -123,17 +133,12 @@ def _finding(comparison: Comparison, found: FindingChange, width: int) -> Text:
 def markdown(comparison: Comparison) -> str:
     """Return the comparison as Markdown for a pull request."""
     rows = [
-        markdown_row(
-            change.name,
-            amount(change, change.before),
-            amount(change, change.after),
-            difference(change),
-        )
-        for change in (*comparison.changes, *comparison.by_kind)
+        (one.name, amount(one, one.before), amount(one, one.after), difference(one))
+        for one in (*comparison.changes, *comparison.by_kind)
     ]
     blocks = [
         f"## torchtrim: {escape(headline(comparison))}",
-        "\n".join(["| | before | after | change |", "|---|--:|--:|---|", *rows]),
+        TextTable(_FIGURE_HEADS, rows).markdown(),
         _finding_rows([found for found in comparison.findings if _is_listed(found)]),
         "\n".join(f"* over the limit: {escape(text)}" for text in comparison.over),
         "\n".join(f"* {escape(text)}" for text in comparison.notes),
@@ -144,11 +149,15 @@ def markdown(comparison: Comparison) -> str:
 def _finding_rows(changed: Sequence[FindingChange]) -> str:
     if not changed:
         return ""
-    lines = ["| | code | place | price | what |", "|---|---|---|--:|---|"]
-    for found in changed[:_MOST_ROWS]:
-        one = found.finding
-        where, cost = facts.place(one.path, one.line), price_change(found)
-        lines.append(markdown_row(found.change, one.code, where, cost, one.message))
-    if len(changed) > _MOST_ROWS:
-        lines += ["", f"and {len(changed) - _MOST_ROWS} more, see `--json`."]
-    return "\n".join(lines)
+    rows = [
+        (
+            found.change,
+            found.finding.code,
+            facts.place(found.finding.path, found.finding.line),
+            price_change(found),
+            found.finding.message,
+        )
+        for found in changed[:_MOST_ROWS]
+    ]
+    more = len(changed) - len(rows)
+    return TextTable(_FINDING_HEADS, rows).markdown(f"and {more} more, see `--json`." * (more > 0))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import PurePath
 from typing import Literal
 
-from torchtrim.core.units import format_bytes, format_seconds
+from torchtrim.core.units import counted, format_bytes, format_seconds
 from torchtrim.records import Certificate, Figures, Finding, Profile, Report, Technique
 from torchtrim.records.certificate import Coverage
 from torchtrim.records.comparison import Side
@@ -45,6 +45,12 @@ SAFETY = {
     "NOT EQUAL": "The compared program does not compute what the original computes: do not use it.",
     "UNDECIDED": "The original differs from run to run, and the difference is within that noise.",
 }
+_BOUNDS = {
+    "waits": "bound by waits",
+    "host": "host-bound",
+    "device": "device-bound",
+    "loader": "bound by the loader",
+}
 _NEARLY = 0.9  # Arbitrary; a few findings that gain 90 % are a better target than all of them.
 _MOST_INPUTS = 3  # Arbitrary; the sentence stays short, and JSON has all inputs.
 _PROVEN = 0.0005  # Smaller gaps would be shown as 0.0 %.
@@ -60,10 +66,10 @@ def part_lines(report: Report) -> list[str]:
     """Return the parts of the smallest peak if a budget is missed, largest first."""
     if report.floor_bytes is None or not report.peak_parts:
         return []
-    whole = sum(part.bytes for part in report.peak_parts)
+    whole = sum(part.bytes for part in report.peak_parts) or 1
     small = [p.bytes for p in report.peak_parts[1:] if p.bytes < _SMALL * whole]
     large = report.peak_parts[: len(report.peak_parts) - len(small)]
-    parts = [f"{p.what} {format_bytes(p.bytes)} ({_share(p.bytes, whole)})" for p in large]
+    parts = [f"{p.what} {format_bytes(p.bytes)} ({100 * p.bytes / whole:.0f} %)" for p in large]
     parts += [f"the rest {format_bytes(sum(small))}"] if small else []
     floor = f"{format_bytes(report.floor_bytes)} ({report.floor_bytes} bytes)"
     return [f"{floor}: {', '.join(parts)}"]
@@ -76,16 +82,17 @@ def lever_lines(report: Report) -> list[str]:
 
 def _lever_line(lever: Lever, report: Report) -> str:
     original, before = report.original, peak_before(report)
-    parts = [format_bytes(lever.peak_bytes) + bracketed(percent(before or 0, lever.peak_bytes))]
+    step = ""
     if original is not None and original.step_seconds and lever.step_seconds:
-        parts.append(f"step {percent(original.step_seconds, lever.step_seconds)}")
-    parts += [lever.equivalence, lever.source]
-    parts += [f"needs {lever.needs}"] if lever.needs else []
-    return f"{lever.technique}: {', '.join(parts)}"
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.0f} %" if whole else ""
+        step = f"step {percent(original.step_seconds, lever.step_seconds)}"
+    parts = (
+        format_bytes(lever.peak_bytes) + bracketed(percent(before or 0, lever.peak_bytes)),
+        step,
+        lever.equivalence,
+        lever.source,
+        f"needs {lever.needs}" if lever.needs else "",
+    )
+    return f"{lever.technique}: {', '.join(part for part in parts if part)}"
 
 
 def bracketed(text: str) -> str:
@@ -105,27 +112,24 @@ def step_name(report: Report) -> str:
     return "step on this CPU" if is_emulated(report.device) else "step"
 
 
-def limited_bytes(figures: Figures | None, memory_kind: str) -> int | None:
-    """Return the bytes that a budget of this kind limits."""
-    if figures is None:
-        return None
-    kinds = {
-        "allocated": figures.peak_bytes,
-        "reserved": figures.reserved_bytes,
-        "rss": figures.rss_bytes,
-    }
-    return kinds[memory_kind]
-
-
-def peaks_of(figures: Figures) -> str:
-    """Return all measured peaks, by name."""
-    peaks = {
+def _peaks(figures: Figures) -> dict[str, int | None]:
+    return {
         "allocated": figures.peak_bytes,
         "tracked at dispatch": figures.tracked_peak_bytes,
         "reserved": figures.reserved_bytes,
         "process": figures.rss_bytes,
     }
-    return ", ".join(f"{k} {format_bytes(v)}" for k, v in peaks.items() if v is not None)
+
+
+def limited_bytes(figures: Figures | None, memory_kind: str) -> int | None:
+    """Return the bytes that a budget of this kind limits."""
+    name = "process" if memory_kind == "rss" else memory_kind
+    return _peaks(figures)[name] if figures is not None else None
+
+
+def peaks_of(figures: Figures) -> str:
+    """Return all measured peaks, by name."""
+    return ", ".join(f"{k} {format_bytes(v)}" for k, v in _peaks(figures).items() if v is not None)
 
 
 def peak_before(report: Report) -> int | None:
@@ -158,18 +162,16 @@ def step_change(original: Figures, planned: Figures) -> str:
         return ""
     ratio = planned.step_seconds / original.step_seconds
     relative = sum(f.spread_seconds / 2 / f.step_seconds for f in (original, planned))
-    text = f"{100 * (ratio - 1):+.0f} % +- {100 * ratio * relative:.0f} %"
+    change = percent(original.step_seconds, planned.step_seconds)
     if not relative:
-        return f"{100 * (ratio - 1):+.0f} %, spread unknown"
-    settled = abs(ratio - 1) > ratio * relative
-    return text if settled else f"no significant change, {text}"
+        return f"{change}, spread unknown"
+    text = f"{change} +- {100 * ratio * relative:.0f} %"
+    return text if abs(ratio - 1) > ratio * relative else f"no significant change, {text}"
 
 
 def count_of(findings: Sequence[Finding]) -> str:
     """Return the number of findings, such as `"5 findings"` or `"No findings"`."""
-    return (
-        f"{len(findings)} finding{'' if len(findings) == 1 else 's'}" if findings else "No findings"
-    )
+    return counted(len(findings), "finding") if findings else "No findings"
 
 
 def families(findings: Sequence[Finding]) -> str:
@@ -180,26 +182,21 @@ def families(findings: Sequence[Finding]) -> str:
     return counts + (f"; {fixes} with a fix" if fixes else "")
 
 
+def known(value: float | None, form: Callable[[float], str]) -> str:
+    """Format a figure; return an empty string if it is unknown."""
+    return "" if value is None else form(value)
+
+
 def price(finding: Finding) -> str:
     """Return the price of a finding, such as `"3.20 ms, 120 MiB modelled"`; measured prices name no
     source."""
-    prices = []
-    if finding.price_ms is not None:
-        prices.append(format_seconds(finding.price_ms / 1e3))
-    if finding.price_bytes is not None:
-        prices.append(format_bytes(finding.price_bytes))
+    seconds = None if finding.price_ms is None else finding.price_ms / 1e3
+    figures = [known(seconds, format_seconds), known(finding.price_bytes, format_bytes)]
     if finding.code.startswith("TT2"):
-        prices.reverse()
+        figures.reverse()
+    prices = [figure for figure in figures if figure]
     source = f" {finding.source}" if prices and finding.source != "measured" else ""
     return ", ".join(prices) + source
-
-
-_BOUNDS = {
-    "waits": "bound by waits",
-    "host": "host-bound",
-    "device": "device-bound",
-    "loader": "bound by the loader",
-}
 
 
 def waiting_lines(report: Report) -> list[str]:
@@ -208,22 +205,22 @@ def waiting_lines(report: Report) -> list[str]:
     if waiting is None:
         return []
 
-    def formatted(milliseconds: float) -> str:
-        return format_seconds(milliseconds / 1e3)
-
-    gain = f"{formatted(waiting.all_saves_ms)} less without waits" if waiting.all_saves_ms else ""
-    parts = [
-        f"step {formatted(waiting.step_ms)}, {gain or 'no gain expected from removing waits'}",
-        f"device busy {formatted(waiting.device_busy_ms)}",
-        _BOUNDS.get(waiting.bound, ""),
-    ]
-    figures = ", ".join(part for part in parts if part)
+    all_saves, step, busy = (
+        format_seconds(ms / 1e3)
+        for ms in (waiting.all_saves_ms, waiting.step_ms, waiting.device_busy_ms)
+    )
+    gain = f"{all_saves} less without waits" if waiting.all_saves_ms else ""
+    bound = _BOUNDS.get(waiting.bound)
+    figures = (
+        f"step {step}, {gain or 'no gain expected from removing waits'}, device busy {busy}"
+        f"{f', {bound}' if bound else ''}"
+    )
     lines = [f"{waiting.source}, {waiting.device.upper()}: {figures}"]
     near = [one for one in waiting.sets if one.saves_ms >= _NEARLY * waiting.all_saves_ms]
     best = min(near, key=lambda one: len(one.findings), default=None)
     if best is not None and waiting.all_saves_ms:
         sites = ", ".join(_site(report.findings[number]) for number in best.findings)
-        lines.append(f"{formatted(best.saves_ms)} of it from {sites}")
+        lines.append(f"{format_seconds(best.saves_ms / 1e3)} of it from {sites}")
     return lines
 
 
@@ -253,13 +250,16 @@ def stream_rows(report: Report) -> list[tuple[str, str, str]]:
     stream = report.stream
     if stream is None:
         return []
-    loose, slow = stream.unbounded_growth_bytes, stream.unbounded_frame_seconds
     rows = [
-        ("growth a frame", format_bytes(stream.growth_bytes), _bytes_or_none(loose)),
+        (
+            "growth a frame",
+            format_bytes(stream.growth_bytes),
+            known(stream.unbounded_growth_bytes, format_bytes),
+        ),
         (
             "time of a frame, watched",
             format_seconds(stream.frame_seconds),
-            "" if slow is None else format_seconds(slow),
+            known(stream.unbounded_frame_seconds, format_seconds),
         ),
         ("growth of the process a frame", format_bytes(stream.process_growth_bytes), ""),
     ]
@@ -268,34 +268,24 @@ def stream_rows(report: Report) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _bytes_or_none(value: int | None) -> str:
-    return "" if value is None else format_bytes(value)
-
-
 def fix_lines(report: Report) -> list[str]:
     """Return a line with the number of fixes by state and their proof, then a line for each fix."""
     fixes = report.fixes
     if fixes is None:
         return []
     counts = Counter(fix.state for fix in fixes.places)
-    if not counts and report.plan is not None and not fixes.syncs_before:
-        return []
+    if not counts and fixes.syncs_before:
+        return ["none: no known fix for the host-device syncs in the script's own source"]
     if not counts:
-        if fixes.syncs_before:
-            return ["none: no known fix for the host-device syncs in the script's own source"]
-        return ["none: the script's own source has no host-device syncs"]
-    states = [f"{counts[state]} {word}" for state, word in _STATES.items() if counts[state]]
-    syncs = f"syncs {fixes.syncs_before} -> {fixes.syncs_after} a step"
-    proof = fixes.certificate if fixes.certificate != report.certificate else None
-    proved = (
-        [f"{proof.verdict}, largest difference {difference_figure(proof.largest_difference)}"]
-        if proof
-        else []
-    )
-    return [
-        ", ".join([*states, syncs, *proved]),
-        *(_fix_line(fix, home(report)) for fix in fixes.places),
-    ]
+        none = "none: the script's own source has no host-device syncs"
+        return [none] if report.plan is None else []
+    parts = [f"{counts[state]} {word}" for state, word in _STATES.items() if counts[state]]
+    parts.append(f"syncs {fixes.syncs_before} -> {fixes.syncs_after} a step")
+    proof = fixes.certificate
+    if proof and proof != report.certificate:
+        difference = difference_figure(proof.largest_difference)
+        parts.append(f"{proof.verdict}, largest difference {difference}")
+    return [", ".join(parts), *(_fix_line(fix, home(report)) for fix in fixes.places)]
 
 
 _STATES: dict[State, str] = {
@@ -308,9 +298,8 @@ _STATES: dict[State, str] = {
 
 def _fix_line(fix: FixRecord, folder: str) -> str:
     left = "" if fix.syncs_after is None else f" -> {fix.syncs_after}"
-    syncs = f"syncs {fix.syncs_before}{left}"
     what = f"{fix.name} at {place(fix.path, fix.line, folder)}"
-    text = f"{_STATES[fix.state]}: {what}, {fix.equivalence}, {syncs}"
+    text = f"{_STATES[fix.state]}: {what}, {fix.equivalence}, syncs {fix.syncs_before}{left}"
     return f"{text}: {fix.reason}" if fix.reason else text
 
 
@@ -362,13 +351,18 @@ def difference_figure(value: float | None) -> str:
 
 def certificate_lines(certificate: Certificate) -> list[str]:
     """Return the comparison, its figures and coverage, and the reason for a verdict other than equal."""
-    lines = [f"{certificate.verdict}: {_compared(certificate)}", _figures(certificate)]
+    compared = ", ".join(certificate.compared) or "nothing was compared"
+    lines = [
+        f"{certificate.verdict}: {counted(certificate.steps, 'step')}: {compared}",
+        f"largest difference {difference_figure(certificate.largest_difference)}, "
+        f"noise {difference_figure(certificate.noise)}, "
+        f"seeded by {'the script' if certificate.seeds == 'script' else certificate.seeds}",
+    ]
     if certificate.coverage is not None:
         lines.append(coverage_sentence(certificate.coverage))
-    if certificate.asked is not None:
-        return [*lines, certificate.reason]
-    trusted = tone_of(certificate) == "good"
-    return lines if trusted or not certificate.reason else [*lines, certificate.reason]
+    trusted = certificate.asked is None and tone_of(certificate) == "good"
+    needed = certificate.asked is not None or certificate.reason
+    return [*lines, certificate.reason] if needed and not trusted else lines
 
 
 def coverage_sentence(coverage: Coverage) -> str:
@@ -379,7 +373,7 @@ def coverage_sentence(coverage: Coverage) -> str:
     batches = ", ".join(map(str, coverage.batch_sizes))
     batch = bracketed(f"batch {batches}") if batches else ""
     modes = " and ".join(coverage.modes) or "no call of a module"
-    steps = f"{coverage.steps} step{'' if coverage.steps == 1 else 's'}"
+    steps = counted(coverage.steps, "step")
     what = f"{shown}{batch}, in {modes}, {steps}" if shown else f"{modes}, {steps}"
     device = f" on {coverage.device}" if coverage.device else ""
     several = len(coverage.processes) > 1
@@ -395,19 +389,6 @@ def weakest_verdict(report: Report) -> str:
         applied += [one.equivalence for one in report.fixes.places if one.state == "applied"]
     rounds = report.certificate.verdict == "BITWISE" and any(one != "BITWISE" for one in applied)
     return "ROUNDING" if rounds else report.certificate.verdict
-
-
-def _compared(certificate: Certificate) -> str:
-    steps = f"{certificate.steps} step{'' if certificate.steps == 1 else 's'}"
-    return f"{steps}: {', '.join(certificate.compared) or 'nothing was compared'}"
-
-
-def _figures(certificate: Certificate) -> str:
-    return (
-        f"largest difference {difference_figure(certificate.largest_difference)}, "
-        f"noise {difference_figure(certificate.noise)}, "
-        f"seeded by {'the script' if certificate.seeds == 'script' else certificate.seeds}"
-    )
 
 
 def plan_lines(report: Report) -> list[str]:
@@ -439,14 +420,9 @@ def where_of(technique: Technique) -> str:
     """Return the places of a technique: `"4 modules: model.layers.0-3"`; operators count as places."""
     if not technique.where:
         return "the whole step"
-    count = f"{len(technique.where)} {_noun(technique)}{'' if len(technique.where) == 1 else 's'}"
-    return f"{count}: {', '.join(runs(technique.where))}"
-
-
-def _noun(technique: Technique) -> str:
-    if "optimizer" in technique.name:
-        return "optimizer"
-    return "place" if any(":" in where for where in technique.where) else "module"
+    noun = "place" if any(":" in where for where in technique.where) else "module"
+    noun = "optimizer" if "optimizer" in technique.name else noun
+    return f"{counted(len(technique.where), noun)}: {', '.join(runs(technique.where))}"
 
 
 def runs(paths: Iterable[str]) -> list[str]:

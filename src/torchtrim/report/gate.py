@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchtrim.analysis.allow_list import near
+from torchtrim.core.units import counted
 from torchtrim.records import Finding, Report
 from torchtrim.records.allow import AllowedFinding, PassedLimit
 from torchtrim.report.blocks import first
@@ -37,7 +38,7 @@ def render(
 def _sum(used: Sequence[AllowedFinding]) -> str:
     count = sum(entry.used for entry in used)
     places = len({(entry.path, entry.line) for entry in used})
-    return f"{count} a step at {places} place{'' if places == 1 else 's'}"
+    return f"{count} a step at {counted(places, 'place')}"
 
 
 def _site(report: Report, found: Finding) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torchtrim.core.units import format_bytes, format_seconds
+from torchtrim.core.units import counted, format_bytes, format_seconds
 from torchtrim.records import Report
 from torchtrim.records.finding import EQUIVALENCES, Equivalence
+from torchtrim.records.report import StreamReport
 from torchtrim.report.facts import (
     PEAKS,
     Tone,
@@ -55,12 +56,8 @@ def headline(report: Report) -> Headline:
     if not sentences or not _is_of_fixes(report):
         sentences.insert(0, _main(report))
     parts = (*_budget_parts(report), *_step_parts(report), *_failure_parts(report))
-    return Headline(
-        word="; ".join(sentences),
-        tone=_tone(report),
-        parts=parts,
-        verdict=_verdict(report),
-    )
+    verdict = _verdict(report)
+    return Headline(word="; ".join(sentences), tone=_tone(report), parts=parts, verdict=verdict)
 
 
 def _is_of_fixes(report: Report) -> bool:
@@ -85,25 +82,26 @@ def _main(report: Report) -> str:
         return tuned_sentence(report)
     verdict = report.certificate.verdict if report.certificate else ""
     peaks = _peaks(report)
-    if verdict == "NOT EQUAL":
-        return ", ".join(one for one in ("NOT EQUAL: the results differ", peaks) if one)
-    if verdict == "UNDECIDED":
-        over = ", and the peak is over the budget" if over_budget(report) > 0 else ""
-        return f"UNDECIDED: the original differs from run to run{over}" + (
-            f", {peaks}" if peaks else ""
-        )
+    over = ", and the peak is over the budget" if over_budget(report) > 0 else ""
+    unproven = {
+        "NOT EQUAL": "NOT EQUAL: the results differ",
+        "UNDECIDED": f"UNDECIDED: the original differs from run to run{over}",
+    }
+    if verdict in unproven:
+        return f"{unproven[verdict]}, {peaks}" if peaks else unproven[verdict]
     if report.stream is not None:
-        return _stream(report)
+        return _stream(report, report.stream)
     return _of_memory(report, peaks)
 
 
 def _of_memory(report: Report, peaks: str) -> str:
-    results = _results(report)
-    if report.floor_bytes is not None and over_budget(report) > 0:
-        missed = f"Does not fit {_budget(report)}: {_smallest(report)}"
+    results, is_over = _results(report), over_budget(report) > 0
+    missed = f"Does not fit {format_bytes(report.budget_bytes or 0)}"
+    if report.floor_bytes is not None and is_over:
+        missed += f": {_smallest(report.floor_bytes, report)}"
         return f"{missed}, {results}" if results else missed
-    if over_budget(report) > 0:
-        lead = f"Does not fit {_budget(report)}"
+    if is_over:
+        lead = missed
     elif report.budget_bytes is not None and peaks:
         lead = "Fits" if report.planned or report.estimated else "Predicted to fit"
     elif results and report.verb == "verify":
@@ -113,19 +111,14 @@ def _of_memory(report: Report, peaks: str) -> str:
     return f"{lead}: {', '.join(one for one in (peaks, results) if one)}".rstrip(": ")
 
 
-def _smallest(report: Report) -> str:
+def _smallest(floor_bytes: int, report: Report) -> str:
     """Return the smallest feasible budget, and the largest part of that peak."""
-    assert report.floor_bytes is not None
-    text = f"the smallest budget is {format_bytes(report.floor_bytes)}"
+    text = f"the smallest budget is {format_bytes(floor_bytes)}"
     before = peak_before(report)
-    text += bracketed(f"{100 * report.floor_bytes / before:.0f} %") if before else ""
+    text += bracketed(f"{100 * floor_bytes / before:.0f} %") if before else ""
     if report.peak_parts:
         text += f", set by {report.peak_parts[0].what}"
     return text
-
-
-def _budget(report: Report) -> str:
-    return format_bytes(report.budget_bytes or 0)
 
 
 def _peaks(report: Report) -> str:
@@ -148,11 +141,7 @@ def _results(report: Report) -> str:
     if report.fixes and report.plan is None:
         applied += [one.equivalence for one in report.fixes.places if one.state == "applied"]
     measured = _EQUAL[report.certificate.verdict]
-    return f"results {_EQUALITY[_weakest([measured, *applied])]}"
-
-
-def _weakest(several: Iterable[Equivalence]) -> Equivalence:
-    return max(several, key=EQUIVALENCES.index)
+    return f"results {_EQUALITY[max((measured, *applied), key=EQUIVALENCES.index)]}"
 
 
 def _fixes(report: Report) -> Iterable[str]:
@@ -162,29 +151,28 @@ def _fixes(report: Report) -> Iterable[str]:
         return
     applied = [one.equivalence for one in fixes.places if one.state == "applied"]
     verdict = fixes.certificate.verdict if fixes.certificate else "BITWISE"
-    count = f"{len(applied)} fix{'' if len(applied) == 1 else 'es'}" if applied else "fixes"
+    count = counted(len(applied), "fix", "fixes") if applied else "fixes"
     text = f"{count} {'written' if fixes.written else 'suggested, not written yet'}"
     if verdict in ("BITWISE", "ROUNDING"):
-        measured: Equivalence = "BITWISE" if verdict == "BITWISE" else "ROUNDING"
-        text += f", {_EQUALITY[_weakest([measured, *applied])]}"
+        measured = _EQUAL[verdict]
+        text += f", {_EQUALITY[max((measured, *applied), key=EQUIVALENCES.index)]}"
     else:
         text += f", {verdict}"
     yield f"{text}, syncs {fixes.syncs_before} -> {fixes.syncs_after} a step"
 
 
-def _stream(report: Report) -> str:
-    stream = report.stream
-    assert stream is not None
-    word = (
-        "Grows" if _grows(report) else "Does not grow" if not stream.growth_bytes else "In bounds"
+def _stream(report: Report, stream: StreamReport) -> str:
+    flat = "In bounds" if stream.growth_bytes else "Does not grow"
+    growth = f"{format_bytes(stream.growth_bytes)} a frame"
+    loose = stream.unbounded_growth_bytes
+    parts = (
+        f"{'Grows' if _grows(report) else flat}: {growth}",
+        "" if loose is None else f"{format_bytes(loose)} without bounds",
+        f"over {stream.frames} frames",
+        count_of(report.findings) if report.findings else "",
+        _results(report),
     )
-    text = f"{word}: {format_bytes(stream.growth_bytes)} a frame"
-    if stream.unbounded_growth_bytes is not None:
-        text += f", {format_bytes(stream.unbounded_growth_bytes)} without bounds"
-    results = _results(report)
-    text += f", over {stream.frames} frames"
-    found = f", {count_of(report.findings)}" if report.findings else ""
-    return f"{text}{found}, {results}" if results else f"{text}{found}"
+    return ", ".join(part for part in parts if part)
 
 
 def _grows(report: Report) -> bool:
@@ -234,8 +222,8 @@ def _verdict(report: Report) -> str:
     if missed:
         return "BUDGET MISSED"
     if report.stream is not None:
-        grew = "IN BOUNDS" if report.stream.growth_bytes else "FLAT"
-        return "GROWS" if _grows(report) else grew
+        bounded = "IN BOUNDS" if report.stream.growth_bytes else "FLAT"
+        return "GROWS" if _grows(report) else bounded
     if report.estimated is not None and report.budget_bytes is not None:
         return "FITS"
     if report.verb != "diagnose":

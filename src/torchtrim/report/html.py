@@ -15,26 +15,18 @@ from markupsafe import Markup
 
 from torchtrim.core.isolation import isolated
 from torchtrim.core.units import format_bytes, format_seconds
-from torchtrim.records import Finding, Profile, Report, Technique
+from torchtrim.records import Finding, Profile, Report
 from torchtrim.records.files import without_collection
-from torchtrim.records.report import FrontierPoint, Holder
+from torchtrim.records.report import Holder
 from torchtrim.report import facts, json, sections, stages
-from torchtrim.report.breakdown import (
-    ModuleNode,
-    OperatorTable,
-    TimeSplit,
-    count,
-    operator_table,
-    splits,
-    tree,
-)
+from torchtrim.report.breakdown import ModuleNode, TimeSplit, count, operator_table, splits, tree
 from torchtrim.report.charts import Picture, hidden_bytes, picture, stacked, trade_off
-from torchtrim.report.headline import Headline, headline
+from torchtrim.report.headline import headline
 from torchtrim.report.lanes import CopyLanes, Lanes, copies_of, lanes
-from torchtrim.report.located import SourceLine, excerpt
+from torchtrim.report.located import excerpt
 from torchtrim.report.safe import clean, keep_right, without_source
-from torchtrim.report.sections import FigureRow, figure_rows
-from torchtrim.report.timeline import CopiesView, TimelineView, copies_view, timeline_view
+from torchtrim.report.sections import figure_rows
+from torchtrim.report.timeline import copies_view, timeline_view
 
 _HERE = Path(__file__).parent
 _MOST_BYTES = 450_000  # Arbitrary; a page that opens at once and can be sent by mail.
@@ -48,6 +40,7 @@ _FINDING_BYTES = 200  # The least bytes of a finding in JSON: spares encoding wh
 T = TypeVar("T")
 
 
+@without_collection()
 def render(
     report: Report, before: Profile | None, after: Profile | None, *, source: bool = True
 ) -> str:
@@ -55,17 +48,12 @@ def render(
 
     Without `source`, the page has no paths, script name, source lines or diffs.
     """
-    with without_collection():
-        return _rendered(report, before, after, source)
-
-
-def _rendered(report: Report, before: Profile | None, after: Profile | None, source: bool) -> str:
     shown = report if source else without_source(report)
     template = _environment().get_template("page.html.jinja")
-    drawn = draw(shown, before, after)
+    drawings = _drawings(shown, before, after)
     page = ""
-    for caps in CAPS:
-        page = template.render(view=view(shown, drawn, caps, source=source), report=shown)
+    for caps in _CAPS:
+        page = template.render(view=_view(shown, drawings, caps, source), report=shown)
         if len(page.encode()) <= _MOST_BYTES:
             break
     return page
@@ -83,9 +71,10 @@ def _environment() -> Environment:
     environment.filters["typeset"] = _typeset
     environment.filters["marked"] = _marked
     script = (_HERE / "page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment.globals.update(
         script=Markup(script),
-        policy=Markup(f"'sha256-{_sha256(script)}'"),
+        policy=Markup(f"'sha256-{digest}'"),
         facts=facts,
         sections=sections,
         stages=stages,
@@ -95,10 +84,6 @@ def _environment() -> Environment:
         css=Markup((_HERE / "page.css").read_text(encoding="utf-8")),
     )
     return environment
-
-
-def _sha256(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _harmless(value: Any) -> Any:
@@ -124,7 +109,7 @@ def _typeset(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Caps:
+class _PageLimits:
     """Limits on the contents of one page."""
 
     findings: int
@@ -135,11 +120,12 @@ class Caps:
     operators: int
 
 
-CAPS = (
-    Caps(findings=40, rows=30, diff_lines=60, json_bytes=60_000, spans=4000, operators=200),
-    Caps(findings=20, rows=16, diff_lines=20, json_bytes=60_000, spans=2000, operators=100),
-    Caps(findings=8, rows=8, diff_lines=8, json_bytes=0, spans=500, operators=40),
-    Caps(findings=3, rows=3, diff_lines=3, json_bytes=0, spans=0, operators=10),
+# Tried in order until the page is small enough; the numbers are arbitrary.
+_CAPS = (
+    _PageLimits(findings=40, rows=30, diff_lines=60, json_bytes=60_000, spans=4000, operators=200),
+    _PageLimits(findings=20, rows=16, diff_lines=20, json_bytes=60_000, spans=2000, operators=100),
+    _PageLimits(findings=8, rows=8, diff_lines=8, json_bytes=0, spans=500, operators=40),
+    _PageLimits(findings=3, rows=3, diff_lines=3, json_bytes=0, spans=0, operators=10),
 )
 
 
@@ -152,215 +138,136 @@ class CappedList(Generic[T]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FindingView:
-    """A finding with its place, its source lines and its diff."""
-
-    finding: Finding
-    place: str
-    source: Sequence[SourceLine]
-    diff: CappedList[str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class HolderView:
-    """A holder with its short place, a reason that adds to its kind, and its share of the largest."""
-
-    holder: Holder
-    place: str
-    why: str
-    share: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModuleView:
-    """A module of an estimate, its own bytes, and its share of the largest in percent."""
-
-    name: str
-    bytes: int
-    share: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChartView:
-    """A chart with its title and caption."""
-
-    title: str
-    markup: Markup
-    caption: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class PageView:
-    """Everything the page's template needs beyond the report itself."""
-
-    script: str
-    headline: Headline
-    heads: Sequence[str]
-    figures: Sequence[FigureRow]
-    kinds: Sequence[FigureRow]
-    longest: int
-    charts: Sequence[ChartView]
-    findings: CappedList[FindingView]
-    diff: CappedList[str]
-    holders: CappedList[HolderView]
-    techniques: CappedList[Technique]
-    frontier: CappedList[FrontierPoint]
-    notes: CappedList[str]
-    bounded: CappedList[str]
-    modules: CappedList[ModuleView]
-    download: Markup
-    splits: Sequence[TimeSplit]
-    timeline: TimelineView | None
-    copies: CopiesView | None
-    operators: OperatorTable | None
-    phases: frozenset[str]
-    tree: Sequence[ModuleNode]
-
-    @property
-    def scripted(self) -> bool:
-        """Return True if the page has parts that use the script."""
-        return self.timeline is not None or self.operators is not None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drawings:
+class _Drawings:
     """Drawings that are slow for a large profile and do not depend on the limits of the page."""
 
     profile: Profile | None
     lanes: Lanes | None
     copies: CopyLanes | None
-    charts: Sequence[ChartView]
+    charts: Sequence[_TemplateItem]
     splits: Sequence[TimeSplit]
     tree: Sequence[ModuleNode]
 
 
-def draw(report: Report, before: Profile | None, after: Profile | None) -> Drawings:
-    """Draw the charts, splits, tree and lanes of a report."""
-    known = before if before is not None and before.operators else None
-    return Drawings(
-        profile=known,
+_TemplateItem = dict[str, object]
+"""The fields of something that the page's template shows."""
+
+
+def _drawings(report: Report, before: Profile | None, after: Profile | None) -> _Drawings:
+    profile = before if before is not None and before.operators else None
+    return _Drawings(
+        profile=profile,
         charts=_charts(report, before, after),
         splits=splits(report, before),
-        tree=tree(known) if known is not None else (),
-        lanes=lanes(report.waiting, known) if known is not None else None,
-        copies=copies_of(known, report.plan.techniques) if known and report.plan else None,
+        tree=tree(profile) if profile is not None else (),
+        lanes=lanes(report.waiting, profile) if profile is not None else None,
+        copies=copies_of(profile, report.plan.techniques) if profile and report.plan else None,
     )
 
 
-def view(report: Report, drawn: Drawings, caps: Caps, *, source: bool = True) -> PageView:
-    """Return the report as the page shows it, within `caps`."""
+def _view(report: Report, drawings: _Drawings, caps: _PageLimits, source: bool) -> _TemplateItem:
+    """Return everything the page's template needs beyond the report itself, within `caps`."""
     heads, rows = figure_rows(report)
-    folders = _folders(report, drawn.profile)
+    profile = drawings.profile
+    project = [Path(profile.project)] if profile and profile.project else []
+    folders = [*project, Path(report.script).parent]
     findings = _cap(report.findings, caps.findings)
     holders = _cap(report.holders, caps.rows)
     kinds = [row for row in rows if row.kind][: caps.rows]
-    timeline, operators = _step(drawn, caps, source)
-    return PageView(
-        script=report.script.replace("\\", "/").rpartition("/")[2],
-        headline=headline(report),
-        heads=heads,
-        figures=[row for row in rows if not row.kind],
-        kinds=kinds,
-        longest=max((max(row.bar) for row in kinds), default=0) or 1,
-        charts=drawn.charts,
-        findings=CappedList(
+    return {
+        "script": report.script.replace("\\", "/").rpartition("/")[2],
+        "headline": headline(report),
+        "heads": heads,
+        "figures": [row for row in rows if not row.kind],
+        "kinds": kinds,
+        "longest": max((max(row.bar) for row in kinds), default=0) or 1,
+        "charts": drawings.charts,
+        "findings": CappedList(
             [_finding(report, f, folders, caps) for f in findings.shown], findings.dropped
         ),
-        diff=_diff(report.fixes.diff if report.fixes else "", caps),
-        holders=CappedList([_holder(report, h) for h in holders.shown], holders.dropped),
-        techniques=_cap(report.plan.techniques if report.plan else (), caps.rows),
-        frontier=_cap(report.frontier, caps.rows),
-        notes=_cap(report.notes, caps.rows),
-        bounded=_cap(report.stream.bounded if report.stream else (), caps.rows),
-        modules=_modules(report, caps.rows),
-        download=_download(report, caps.json_bytes),
-        splits=drawn.splits,
-        timeline=timeline,
-        copies=_copies(drawn),
-        operators=operators,
-        phases=_phases(drawn),
-        tree=drawn.tree if count(drawn.tree) <= caps.spans else (),
-    )
+        "diff": _diff(report.fixes.diff if report.fixes else "", caps),
+        "holders": CappedList([_holder(report, h) for h in holders.shown], holders.dropped),
+        "techniques": _cap(report.plan.techniques if report.plan else (), caps.rows),
+        "frontier": _cap(report.frontier, caps.rows),
+        "notes": _cap(report.notes, caps.rows),
+        "bounded": _cap(report.stream.bounded if report.stream else (), caps.rows),
+        "modules": _modules(report, caps.rows),
+        "download": _download(report, caps.json_bytes),
+        "splits": drawings.splits,
+        "tree": drawings.tree if count(drawings.tree) <= caps.spans else (),
+        **_step(drawings, caps, source),
+    }
 
 
-def _step(
-    drawn: Drawings, caps: Caps, source: bool
-) -> tuple[TimelineView | None, OperatorTable | None]:
-    if drawn.profile is None or drawn.lanes is None:
-        return None, None
-    return (
-        timeline_view(drawn.profile, drawn.lanes, caps.spans, source=source),
-        operator_table(drawn.profile, drawn.lanes, caps.operators, source=source),
-    )
-
-
-def _copies(drawn: Drawings) -> CopiesView | None:
-    if drawn.profile is None or drawn.copies is None:
-        return None
-    return copies_view(drawn.profile, drawn.copies)
-
-
-def _phases(drawn: Drawings) -> frozenset[str]:
-    found = {op.phase for op in drawn.profile.operators} if drawn.profile is not None else set()
-    waits = drawn.lanes is not None and drawn.lanes.waits
-    return frozenset(found) | ({"waiting"} if waits else set())
+def _step(drawings: _Drawings, caps: _PageLimits, source: bool) -> _TemplateItem:
+    """Return the timeline, the copies and the operators of the profile, if any."""
+    profile, lanes, copies = drawings.profile, drawings.lanes, drawings.copies
+    if profile is None or lanes is None:
+        names = ("timeline", "copies", "operators", "scripted")
+        return {**dict.fromkeys(names), "phases": frozenset()}
+    phases: set[str] = {op.phase for op in profile.operators}
+    return {
+        "timeline": timeline_view(profile, lanes, caps.spans, source=source),
+        "copies": None if copies is None else copies_view(profile, copies),
+        "operators": operator_table(profile, lanes, caps.operators, source=source),
+        "phases": phases | ({"waiting"} if lanes.waits else set()),
+        "scripted": True,
+    }
 
 
 def _cap(every: Sequence[T], most: int) -> CappedList[T]:
     return CappedList(every[:most], max(len(every) - most, 0))
 
 
-def _folders(report: Report, profile: Profile | None) -> list[Path]:
-    project = [Path(profile.project)] if profile and profile.project else []
-    return [*project, Path(report.script).parent]
-
-
 def _place(report: Report, path: str, line: int) -> str:
     return keep_right(clean(facts.place(path, line, facts.home(report))), 80)
 
 
-def _finding(report: Report, finding: Finding, folders: list[Path], caps: Caps) -> FindingView:
+def _finding(
+    report: Report, finding: Finding, folders: list[Path], caps: _PageLimits
+) -> _TemplateItem:
     diff = finding.fix.diff if finding.fix and finding.fix.diff else ""
-    return FindingView(
-        finding=finding,
-        place=_place(report, finding.path, finding.line),
-        source=excerpt(finding.path, finding.line, finding.end_line, folders),
-        diff=_diff(diff, caps),
-    )
+    return {
+        "finding": finding,
+        "place": _place(report, finding.path, finding.line),
+        "source": excerpt(finding.path, finding.line, finding.end_line, folders),
+        "diff": _diff(diff, caps),
+    }
 
 
-def _diff(diff: str, caps: Caps) -> CappedList[str]:
+def _diff(diff: str, caps: _PageLimits) -> CappedList[str]:
     lines = [line.expandtabs(4)[:_WIDEST_LINE] for line in diff.splitlines()]
     return _cap(lines, caps.diff_lines)
 
 
-def _holder(report: Report, holder: Holder) -> HolderView:
+def _holder(report: Report, holder: Holder) -> _TemplateItem:
     largest = max(h.bytes for h in report.holders) or 1
-    kind = holder.kind.replace("_", " ")
-    return HolderView(
-        holder=holder,
-        place=_place(report, holder.path, holder.line),
-        why="" if holder.why == kind else holder.why,
-        share=100 * holder.bytes / largest,
-    )
+    return {
+        "holder": holder,
+        "place": _place(report, holder.path, holder.line),
+        "why": "" if holder.why == holder.kind.replace("_", " ") else holder.why,
+        "share": 100 * holder.bytes / largest,
+    }
 
 
-def _modules(report: Report, most: int) -> CappedList[ModuleView]:
-    found = report.estimated.modules if report.estimated else ()
-    ordered = _cap(sorted(found, key=lambda one: (-one.bytes, one.path)), most)
-    largest = max((one.bytes for one in found), default=0) or 1
+def _modules(report: Report, most: int) -> CappedList[_TemplateItem]:
+    modules = report.estimated.modules if report.estimated else ()
+    ordered = _cap(sorted(modules, key=lambda one: (-one.bytes, one.path)), most)
+    largest = max((one.bytes for one in modules), default=0) or 1
     shown = [
-        ModuleView(
-            name=keep_right(clean(one.path), 60) or "outside modules",
-            bytes=one.bytes,
-            share=100 * one.bytes / largest,
-        )
+        {
+            "name": keep_right(clean(one.path), 60) or "outside modules",
+            "bytes": one.bytes,
+            "share": 100 * one.bytes / largest,
+        }
         for one in ordered.shown
     ]
     return CappedList(shown, ordered.dropped)
 
 
-def _charts(report: Report, before: Profile | None, after: Profile | None) -> list[ChartView]:
+def _charts(
+    report: Report, before: Profile | None, after: Profile | None
+) -> Sequence[_TemplateItem]:
     profiles = [("Original", before), ("Planned", after)]
     drawn = [
         (title, profile, found)
@@ -372,11 +279,11 @@ def _charts(report: Report, before: Profile | None, after: Profile | None) -> li
     near = budget if budget is not None and budget <= _FAR * highest else None
     top = _HEADROOM * max(highest, near or 0, 1)
     return [
-        ChartView(
-            title=title,
-            markup=stacked(found, top, near),
-            caption=_caption(profile, found, budget if near is None else None),
-        )
+        {
+            "title": title,
+            "markup": stacked(found, top, near),
+            "caption": _caption(profile, found, budget if near is None else None),
+        }
         for title, profile, found in drawn
     ]
 
@@ -397,10 +304,10 @@ def _caption(profile: Profile, drawn: Picture, far_budget: int | None) -> str:
 
 
 def _download(report: Report, most: int) -> Markup:
-    least = _FINDING_BYTES * len(report.findings)
     encoded = b""
-    with isolated("renderer", "report.json"):
-        encoded = json.render(report) if least <= most else b""
+    if _FINDING_BYTES * len(report.findings) <= most:
+        with isolated("renderer", "report.json"):
+            encoded = json.render(report)
     if not 0 < len(encoded) <= most:
         return Markup()
     return Markup("data:application/json;base64," + base64.b64encode(encoded).decode())

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
-
-import msgspec
 
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.profile import Profile
-from torchtrim.report import facts
+from torchtrim.report.perfetto import (
+    PerfettoEvent,
+    complete,
+    encoded,
+    metadata,
+    microseconds,
+    place_name,
+)
 from torchtrim.report.safe import clean
 from torchtrim.step.job import Job, job_of
 
@@ -26,66 +30,41 @@ def render(profiles: Sequence[Profile], *, source: bool = True) -> bytes:
         *_loaders(job),
         *_communication(job),
     ]
-    trace = {"traceEvents": events, "displayTimeUnit": "ms"}
-    return msgspec.json.encode(trace) + b"\n"
+    return encoded(events)
 
 
-def _names(profile: Profile) -> Iterator[dict[str, Any]]:
-    yield _meta(profile.rank, "process_name", 0, f"rank {profile.rank}")
+def _names(profile: Profile) -> Iterator[PerfettoEvent]:
+    yield metadata("process_name", profile.rank, 0, name=f"rank {profile.rank}")
     for track, name in _TRACKS.items():
-        yield _meta(profile.rank, "thread_name", track, name)
+        yield metadata("thread_name", profile.rank, track, name=name)
 
 
-def _meta(rank: int, what: str, track: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": rank, "tid": track, "args": {"name": name}}
-
-
-def _operators(job: Job, source: bool) -> Iterator[dict[str, Any]]:
+def _operators(job: Job, source: bool) -> Iterator[PerfettoEvent]:
     for profile, begin in zip(job.profiles, job.begins, strict=True):
-        home = facts.home(profile)
         for index, op in enumerate(profile.operators):
-            args: dict[str, Any] = {"phase": op.phase}
+            args: dict[str, object] = {"phase": op.phase}
             if source and (place := profile.place_of(index)) is not None:
-                args["place"] = clean(facts.place(place.path, place.line, home))
-            name = clean(base_name(op.name))
-            yield _span(profile.rank, _OPERATORS, name, begin + op.start, op.seconds, args)
+                args["place"] = place_name(profile, place)
+            start, name = begin + op.start, base_name(op.name)
+            yield complete(name, profile.rank, _OPERATORS, start, op.seconds, args)
 
 
-def _loaders(job: Job) -> Iterator[dict[str, Any]]:
+def _loaders(job: Job) -> Iterator[PerfettoEvent]:
     for profile, begin in zip(job.profiles, job.begins, strict=True):
         for wait in profile.waits:
-            args = {"workers": wait.workers}
+            args: dict[str, object] = {"workers": wait.workers}
             start = begin + wait.start
-            yield _span(profile.rank, _LOADER, "wait for data", start, wait.seconds, args)
+            yield complete("wait for data", profile.rank, _LOADER, start, wait.seconds, args)
 
 
-def _communication(job: Job) -> Iterator[dict[str, Any]]:
+def _communication(job: Job) -> Iterator[PerfettoEvent]:
     for exchange in job.exchanges:
         for part in exchange.parts:
-            args = {
+            args: dict[str, object] = {
                 "bytes": exchange.bytes,
                 "group": clean(exchange.group),
-                "blocked_us": _us(part.blocked),
-                "waited_for_others_us": _us(exchange.waited(part)),
+                "blocked_us": microseconds(part.blocked),
+                "waited_for_others_us": microseconds(exchange.waited(part)),
             }
             seconds = part.end - part.start
-            name = clean(exchange.name)
-            yield _span(part.rank, _COMMUNICATION, name, part.start, seconds, args)
-
-
-def _span(
-    rank: int, track: int, name: str, start: float, seconds: float, args: dict[str, Any]
-) -> dict[str, Any]:
-    return {
-        "name": name,
-        "ph": "X",
-        "pid": rank,
-        "tid": track,
-        "ts": _us(start),
-        "dur": _us(seconds),
-        "args": args,
-    }
-
-
-def _us(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
+            yield complete(exchange.name, part.rank, _COMMUNICATION, part.start, seconds, args)

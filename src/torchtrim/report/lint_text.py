@@ -42,9 +42,6 @@ def _block(report: Report, finding: Finding) -> Iterator[str]:
     if fix is not None:
         kind = {"code": "fix", "advice": "instead", "refused": "no fix"}.get(fix.kind, fix.kind)
         yield f"       {kind}: {fix.reason}"
-        yield from (f"       {line.rstrip()}" for line in _changes(fix.diff or ""))
+        changes = (fix.diff or "").splitlines()
+        yield from (f"       {c.rstrip()}" for c in changes if not c.startswith(("---", "+++")))
     yield ""
-
-
-def _changes(diff: str) -> list[str]:
-    return [line for line in diff.splitlines() if not line.startswith(("---", "+++"))]

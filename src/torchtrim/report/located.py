@@ -57,7 +57,8 @@ class LocatedFinding:
 
 def locate_findings(report: Report, root: str = "") -> tuple[LocatedFinding, ...]:
     """Locate the report's findings relative to `root`, else to the project, else to the script's folder."""
-    base = root or report.project or _folder_of(report.script)
+    folder = str(PurePath(report.script).parent) if _is_absolute(report.script) else ""
+    base = root or report.project or folder
     used: Counter[tuple[str, str, int]] = Counter()
     reasons: dict[tuple[str, str, int], str] = {}
     for entry in report.allowed:
@@ -110,10 +111,6 @@ def _is_absolute(path: str) -> bool:
     return PurePosixPath(path).is_absolute() or PureWindowsPath(path).is_absolute()
 
 
-def _folder_of(script: str) -> str:
-    return str(PurePath(script).parent) if _is_absolute(script) else ""
-
-
 def _named(path: str, line: int) -> str:
     """Return `path:line`, with only the file name of an absolute path."""
     text = clean(path)
@@ -153,25 +150,18 @@ def excerpt(
     first = max(line - _AROUND, 1)
     last = min(max(end_line, line) + _AROUND, first + _MOST_LINES - 1)
     lines = _lines(path, folders)
-    return tuple(
-        SourceLine(number=number, text=_text(lines[number - 1]), hot=line <= number <= end_line)
+    shown = (
+        (number, clean(lines[number - 1].expandtabs(4).rstrip())[:_MOST_CHARACTERS])
         for number in range(first, min(last, len(lines)) + 1)
     )
+    return tuple(SourceLine(number=n, text=text, hot=line <= n <= end_line) for n, text in shown)
 
 
 def _lines(path: str, folders: Iterable[Path]) -> list[str]:
     for candidate in (Path(path), *(folder / path for folder in folders)):
         try:
             if candidate.suffix == ".py" and candidate.is_file():
-                return _read(candidate).split("\n")
+                return read_head(candidate, _MOST_BYTES).decode(errors="replace").split("\n")
         except (OSError, ValueError):
             continue
     return []
-
-
-def _read(path: Path) -> str:
-    return read_head(path, _MOST_BYTES).decode(errors="replace")
-
-
-def _text(line: str) -> str:
-    return clean(line.expandtabs(4).rstrip())[:_MOST_CHARACTERS]

@@ -46,6 +46,7 @@ def render(report: Report, *, root: str = "") -> str:
 
 def _page(report: Report, found: Sequence[LocatedFinding], shown: int) -> str:
     head, items = headline(report), sentences(report)
+    origin = f"torchtrim {report.torchtrim} {report.verb}, torch {report.torch}, {report.device}"
     blocks = [
         f"## torchtrim: {escape(head.word)}",
         "\n".join(f"* {escape(part)}" for part in head.parts),
@@ -53,7 +54,7 @@ def _page(report: Report, found: Sequence[LocatedFinding], shown: int) -> str:
         _figures(report),
         _findings(report, found, shown),
         *(markdown_items(items[label], _MOST_LINES) for label in _LAST),
-        f"<sub>{escape(_origin(report))}</sub>",
+        f"<sub>{escape(origin)}</sub>",
     ]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
@@ -87,7 +88,3 @@ def _finding(found: LocatedFinding) -> tuple[str, ...]:
         facts.price(finding),
         found.text,
     )
-
-
-def _origin(report: Report) -> str:
-    return f"torchtrim {report.torchtrim} {report.verb}, torch {report.torch}, {report.device}"

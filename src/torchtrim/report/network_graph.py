@@ -19,8 +19,9 @@ from torchtrim.records.network_graph import GraphMemory, GraphOperator, NetworkG
 from torchtrim.report.safe import clean, keep_right
 
 MOST_LINES = 3000  # Arbitrary; viewers of SVG slow down on taller pictures.
-_ROW, _LANE, _TOP, _LEFT = 22, 16, 46, 18
-_CHARACTER, _SHADES = 7.3, 137.508
+_ROW, _LANE, _TOP, _LEFT = 22, 16, 46, 18  # Arbitrary; a line is readable, a lane narrow.
+_CHARACTER = 7.3  # The width of a character of the font.
+_SHADES = 137.508  # Degrees of the golden angle: consecutive hues are far apart.
 _STYLE = (
     "svg{background:#fff;font:12px ui-monospace,Menlo,Consolas,monospace}"
     "text{fill:#1c1c1c}.d{fill:#666}.t{font-weight:600}.g{stroke:#0001}"
@@ -83,10 +84,13 @@ def _drawn(section: Section, top: float) -> tuple[Markup, float, float]:
     across = [_LEFT + lane * _LANE for lane in lanes]
     for memory, x, shade in zip(section.memories, across, shades, strict=True):
         pieces.append(_lane(memory, x, shade, y0, len(shown)))
+    words = Markup('<text x="{:.0f}" y="{:.0f}">{} <tspan class="d">{}</tspan></text>')
+    longest = 0
     for line, operator in enumerate(shown):
         y = y0 + line * _ROW
-        pieces += [_dots(operator, across, shades, y), _words(section, operator, begin, y)]
-    longest = max((len(_text(section, operator)) for operator in shown), default=0)
+        name, rest = clean(operator.name), _rest(section, operator)
+        longest = max(longest, len(name) + 1 + len(rest))
+        pieces += [_dots(operator, across, shades, y), words.format(begin, y + 4, name, rest)]
     return Markup().join(pieces), _TOP + _ROW * len(shown), begin + longest * _CHARACTER + 20
 
 
@@ -165,25 +169,9 @@ def _dots(
     return Markup().join(dots)
 
 
-def _words(section: Section, operator: GraphOperator, x: float, y: float) -> Markup:
-    name, rest = _name(operator), _rest(section, operator)
-    return Markup('<text x="{:.0f}" y="{:.0f}">{} <tspan class="d">{}</tspan></text>').format(
-        x, y + 4, name, rest
-    )
-
-
-def _text(section: Section, operator: GraphOperator) -> str:
-    return f"{_name(operator)} {_rest(section, operator)}"
-
-
-def _name(operator: GraphOperator) -> str:
-    return clean(operator.name)
-
-
 def _rest(section: Section, operator: GraphOperator) -> str:
     """Return the shape, bytes and place of the operator's output, and its module."""
-    shape = "x".join(map(str, operator.shape))
-    words = [shape]
+    words = ["x".join(map(str, operator.shape))]
     if operator.writes:
         memory = section.memories[operator.writes[0]]
         words.append(format_bytes(memory.bytes))
@@ -204,7 +192,7 @@ def _dot(record: NetworkGraph) -> str:
         lines.append(f'subgraph cluster_{place} {{ label="{_quoted(section.title)}"')
         for number, operator in enumerate(section.operators):
             shade = shades[operator.writes[0]] if operator.writes else "hsl(0 0% 96%)"
-            label = f"{_quoted(_name(operator))}\\n{_quoted(_rest(section, operator))}"
+            label = f"{_quoted(operator.name)}\\n{_quoted(_rest(section, operator))}"
             lines.append(f'n{place}_{number} [label="{label}" fillcolor="{_hsv(shade)}"]')
         for number, operator in enumerate(section.operators):
             lines += [f"n{place}_{need} -> n{place}_{number}" for need in operator.needs]

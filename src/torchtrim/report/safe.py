@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from unicodedata import category
 
 import msgspec
@@ -11,7 +11,6 @@ from rich.cells import cell_len
 
 from torchtrim.records import Certificate, Finding, Report
 from torchtrim.records.fix import Fixes
-from torchtrim.records.report import Holder
 
 _BLANK = frozenset("\t\n\r\v\f\x85\u2028\u2029")
 _DROPPED = frozenset(("Cc", "Cf", "Cs", "Co"))
@@ -98,7 +97,10 @@ def without_source(report: Report) -> Report:
         script="",
         project="",
         findings=tuple(_bare_finding(f, known) for f in report.findings),
-        holders=tuple(_bare_holder(h, known) for h in report.holders),
+        holders=tuple(
+            msgspec.structs.replace(h, path="", line=0, why=_scrub(h.why, known))
+            for h in report.holders
+        ),
         certificate=report.certificate and _bare_certificate(report.certificate, known),
         notes=tuple(_scrub(note, known) for note in report.notes),
         allowed=(),
@@ -107,20 +109,21 @@ def without_source(report: Report) -> Report:
     )
 
 
-def scrubbed(text: str, paths: Sequence[str]) -> str:
+def scrubbed(text: str, paths: Iterable[str]) -> str:
     """Remove the given paths, their file names and anything that looks like a path from `text`."""
-    names = {re.split(r"[/\\]", path)[-1] for path in paths}
-    known = sorted((one for one in {*paths, *names} if len(one) > 2), key=len, reverse=True)
-    return _scrub(text, known)
+    return _scrub(text, _with_names(paths))
 
 
 def _paths(report: Report) -> list[str]:
-    paths = {report.script, *(f.path for f in report.findings), *(h.path for h in report.holders)}
-    if report.certificate and report.certificate.first_difference:
-        first = report.certificate.first_difference
-        paths.update((first.path, first.other_path))
-    names = {re.split(r"[/\\]", path)[-1] for path in paths}
-    return sorted((text for text in paths | names if len(text) > 2), key=len, reverse=True)
+    paths = [report.script, *(f.path for f in report.findings), *(h.path for h in report.holders)]
+    first = report.certificate.first_difference if report.certificate else None
+    return _with_names([*paths, first.path, first.other_path] if first else paths)
+
+
+def _with_names(paths: Iterable[str]) -> list[str]:
+    """Return the paths and their file names, longest first."""
+    known = {part for path in paths for part in (path, re.split(r"[/\\]", path)[-1])}
+    return sorted((part for part in known if len(part) > 2), key=len, reverse=True)
 
 
 def _scrub(text: str, known: list[str]) -> str:
@@ -151,10 +154,6 @@ def _bare_fixes(fixes: Fixes, known: list[str]) -> Fixes:
     )
     proof = fixes.certificate and _bare_certificate(fixes.certificate, known)
     return msgspec.structs.replace(fixes, places=places, diff="", certificate=proof)
-
-
-def _bare_holder(holder: Holder, known: list[str]) -> Holder:
-    return msgspec.structs.replace(holder, path="", line=0, why=_scrub(holder.why, known))
 
 
 def _bare_certificate(certificate: Certificate, known: list[str]) -> Certificate:

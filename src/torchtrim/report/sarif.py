@@ -24,11 +24,7 @@ _BASE = "%SRCROOT%"
 LineText = Callable[[str, int], str]
 
 
-def _no_text(path: str, line: int) -> str:
-    return ""
-
-
-def render(report: Report, *, root: str = "", line_text: LineText = _no_text) -> str:
+def render(report: Report, *, root: str = "", line_text: LineText = lambda path, line: "") -> str:
     """Return the findings as results of one run, with the documentation of every rule.
 
     Paths are relative to `root`, by default the project. `line_text` returns the text of a line. Only its
@@ -40,7 +36,13 @@ def render(report: Report, *, root: str = "", line_text: LineText = _no_text) ->
     index = {rule.code: at for at, rule in enumerate(known)}
     prints = _fingerprints(found, line_text)
     run = {
-        "tool": {"driver": _driver(report, known)},
+        "tool": {
+            "driver": {
+                "name": "torchtrim",
+                "version": clean(report.torchtrim),
+                "rules": [_rule(rule) for rule in known],
+            }
+        },
         "automationDetails": {"id": f"torchtrim/{quote(_name(report), safe='')}/"},
         "columnKind": "unicodeCodePoints",
         "results": [
@@ -55,14 +57,6 @@ def render(report: Report, *, root: str = "", line_text: LineText = _no_text) ->
 
 def _name(report: Report) -> str:
     return clean(report.script).replace("\\", "/").rpartition("/")[2]
-
-
-def _driver(report: Report, known: Sequence[Rule]) -> dict[str, Any]:
-    return {
-        "name": "torchtrim",
-        "version": clean(report.torchtrim),
-        "rules": [_rule(rule) for rule in known],
-    }
 
 
 def _rule(rule: Rule) -> dict[str, Any]:
@@ -98,7 +92,9 @@ def _result(
     if code in index:
         result["ruleIndex"] = index[code]
     if held:
-        result["suppressions"] = [_suppression(found)] if found.covered else []
+        why = found.reason or "on the allow-list"
+        covered = {"kind": "external", "status": "accepted", "justification": why}
+        result["suppressions"] = [covered] if found.covered else []
     return result
 
 
@@ -139,11 +135,6 @@ def _facts(found: LocatedFinding) -> dict[str, Any]:
         "allowed": found.allowed or None,
     }
     return {name: value for name, value in facts.items() if value is not None}
-
-
-def _suppression(found: LocatedFinding) -> dict[str, Any]:
-    why = found.reason or "on the allow-list"
-    return {"kind": "external", "status": "accepted", "justification": why}
 
 
 def _fingerprints(found: Sequence[LocatedFinding], line_text: LineText) -> list[str]:

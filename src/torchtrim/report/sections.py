@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtrim.core.units import format_bytes, format_seconds
+from torchtrim.core.units import counted, format_bytes, format_seconds
 from torchtrim.records import Report
 from torchtrim.records.estimate import GrowthLimit
 from torchtrim.records.figures import RankFigures
@@ -13,7 +13,7 @@ from torchtrim.records.profile import is_emulated
 from torchtrim.records.sharding import ShardedModel
 from torchtrim.report import facts
 from torchtrim.report.blocks import Items
-from torchtrim.report.facts import PEAKS, peak_after, peak_before, step_name
+from torchtrim.report.facts import PEAKS, known, peak_after, peak_before, step_name
 
 
 def sentences(report: Report) -> dict[str, Items]:
@@ -41,22 +41,16 @@ def rank_lines(report: Report) -> list[str]:
 
 
 def _rank_line(rank: RankFigures, timed: bool) -> str:
-    parts = [f"rank {rank.rank}: {_peak(rank)}"]
-    if rank.collectives:
-        several = "s" * (rank.collectives != 1)
-        parts.append(
-            f"{rank.collectives} collective{several} of {format_bytes(rank.exchanged_bytes)}"
-        )
-    if rank.collectives and timed:
-        parts.append(f"blocked by them {format_seconds(rank.blocked_seconds)}")
-        parts.append(f"{format_seconds(rank.waited_seconds)} of it for a later rank")
-    return ", ".join(parts)
-
-
-def _peak(rank: RankFigures) -> str:
     before = format_bytes(rank.original.peak_bytes) if rank.original else "unknown"
     after = f" -> {format_bytes(rank.planned.peak_bytes)}" if rank.planned else ""
-    return f"peak {before}{after}"
+    line = f"rank {rank.rank}: peak {before}{after}"
+    if rank.collectives:
+        count = counted(rank.collectives, "collective")
+        line += f", {count} of {format_bytes(rank.exchanged_bytes)}"
+    if rank.collectives and timed:
+        line += f", blocked by them {format_seconds(rank.blocked_seconds)}"
+        line += f", {format_seconds(rank.waited_seconds)} of it for a later rank"
+    return line
 
 
 def estimate_lines(report: Report) -> list[str]:
@@ -82,7 +76,7 @@ def estimate_lines(report: Report) -> list[str]:
 
 def _sharded_line(sharded: ShardedModel) -> str:
     """Return `"the first of 8 ranks, fully_shard on 32 blocks (Net.layers.0-31) and on the rest"`."""
-    first = f"the first of {sharded.ranks} rank{'' if sharded.ranks == 1 else 's'}"
+    first = f"the first of {counted(sharded.ranks, 'rank')}"
     options = sharded.options
     if options is None:
         return first
@@ -99,13 +93,11 @@ def _sharded_line(sharded: ShardedModel) -> str:
 def _blocks(blocks: tuple[str, ...]) -> str:
     if not blocks:
         return "the whole model: no block repeats (--fsdp-blocks PATTERN)"
-    some = ", ".join(facts.runs(blocks))
-    return f"{len(blocks)} block{'' if len(blocks) == 1 else 's'} ({some}) and on the rest"
+    return f"{counted(len(blocks), 'block')} ({', '.join(facts.runs(blocks))}) and on the rest"
 
 
 def _growth_line(growth: GrowthLimit) -> str:
     """Return `"largest batch in 24 GiB: 96 (23.8 GiB; 97 needs 24.1 GiB), now 8"`."""
-    known = growth.peak_bytes is not None
     parts = [format_bytes(growth.peak_bytes)] if growth.peak_bytes is not None else []
     if growth.next_bytes is not None:
         needs = format_bytes(growth.next_bytes)
@@ -114,7 +106,7 @@ def _growth_line(growth: GrowthLimit) -> str:
         parts.append(f"{growth.largest + 1} needs {over if close else needs}")
     elif growth.limited_by:
         parts.append(f"{growth.largest + 1} does not run: {growth.limited_by}")
-    largest = f"{growth.largest if known else 'none fits'} ({'; '.join(parts)})"
+    largest = f"{'none fits' if growth.peak_bytes is None else growth.largest} ({'; '.join(parts)})"
     line = (
         f"largest {growth.what} in {format_bytes(growth.budget_bytes)}: {largest}, now {growth.now}"
     )
@@ -163,8 +155,8 @@ def settings_words(settings: LoaderSettings) -> str:
     whole = ", each batch fetched as a whole" if settings.whole else ""
     if not settings.workers:
         return f"no workers{whole}"
-    plural = "s" * (settings.workers != 1)
-    return f"{settings.workers} worker{plural}, prefetch_factor {settings.prefetch}{whole}"
+    workers = counted(settings.workers, "worker")
+    return f"{workers}, prefetch_factor {settings.prefetch}{whole}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,20 +182,16 @@ def figure_rows(report: Report) -> tuple[tuple[str, ...], tuple[FigureRow, ...]]
 
 def _peak_rows(report: Report, heads: tuple[str, ...]) -> list[FigureRow]:
     predicted = report.plan.predicted if report.plan else None
-    measured = peak_after(report) if report.planned else None
-    peaks = {
-        "original": peak_before(report),
-        "predicted": predicted.peak_bytes if predicted else None,
-        "planned": measured,
+    figures = {
+        "original": (peak_before(report), report.original and report.original.step_seconds),
+        "predicted": (predicted and predicted.peak_bytes, predicted and predicted.step_seconds),
+        "planned": (peak_after(report), report.planned and report.planned.step_seconds),
     }
-    steps = {
-        "original": report.original.step_seconds if report.original else None,
-        "predicted": predicted.step_seconds if predicted else None,
-        "planned": report.planned.step_seconds if report.planned else None,
-    }
-    rows = [FigureRow(name=PEAKS[report.memory_kind], cells=tuple(_bytes(peaks[h]) for h in heads))]
-    if any(steps.values()):
-        cells = tuple(_seconds(steps[h]) for h in heads)
+    peaks, steps = zip(*(figures[head] for head in heads), strict=True) if heads else ((), ())
+    cells = tuple(known(peak, format_bytes) for peak in peaks)
+    rows = [FigureRow(name=PEAKS[report.memory_kind], cells=cells)]
+    if any(steps):
+        cells = tuple(known(step, format_seconds) for step in steps)
         rows.append(FigureRow(name=step_name(report), cells=cells))
     return rows
 
@@ -215,16 +203,8 @@ def _kind_rows(report: Report, heads: tuple[str, ...]) -> list[FigureRow]:
     for kind in sorted({*before, *after}, key=lambda k: (-before.get(k, after.get(k, 0)), k)):
         bar = before.get(kind, 0), after.get(kind, 0)
         shown = {"original": before.get(kind), "planned": after.get(kind)}
-        cells = tuple(_bytes(shown.get(head)) for head in heads)
+        cells = tuple(known(shown.get(head), format_bytes) for head in heads)
         if any(bar):
             lone = bar if report.planned else (bar[0], bar[0])
             rows.append(FigureRow(name=kind.replace("_", " "), cells=cells, kind=kind, bar=lone))
     return rows
-
-
-def _bytes(value: int | None) -> str:
-    return "" if value is None else format_bytes(value)
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else format_seconds(value)

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from torchtrim.core.units import format_bytes, format_seconds
-from torchtrim.records import Report
-from torchtrim.records.pipeline import Bar, PipelineReport
+from torchtrim.records.pipeline import Bar, PipelineReport, Stage
 
-_WIDTH, _HEIGHT, _GAP = 1000.0, 26, 4
+_WIDTH, _HEIGHT, _GAP = 1000.0, 26, 4  # Arbitrary; the picture stretches to the width of the page.
 _NAMES = {
     "F": "forward",
     "B": "backward",
@@ -29,26 +28,20 @@ def lines(found: PipelineReport) -> list[str]:
     return [
         f"{one.schedule}: {count} stages on {one.ranks} ranks{replicas}, {one.microbatches} micro-batches, "
         f"bubble {100 * one.bubble:.0f} %",
-        *(_stage(found, number) for number in range(len(one.stages))),
+        *map(_line, one.stages, rows(found)),
     ]
 
 
-def _stage(found: PipelineReport, number: int) -> str:
-    stage = found.pipeline.stages[number]
-    again = ", recomputes" if stage.recompute else ""
+def _line(stage: Stage, row: tuple[str, ...]) -> str:
+    number, rank, first, forward, backward, held, flight, _, peak = row
     return (
-        f"stage {number} on rank {stage.rank}, from {stage.first or 'the start'}: "
-        f"{format_seconds(stage.forward_seconds)} + {format_seconds(stage.backward_seconds)}, "
-        f"{format_bytes(stage.held_bytes)} x {found.in_flight[number]} in flight{again}; "
-        f"its rank's peak {format_bytes(found.pipeline.peaks[stage.rank])}"
+        f"stage {number.partition(' ')[0]} on rank {rank}, from {first}: {forward} + {backward}, "
+        f"{held} x {flight} in flight{', recomputes' * stage.recompute}; its rank's peak {peak}"
     )
 
 
-def rows(report: Report) -> list[tuple[str, ...]]:
+def rows(found: PipelineReport) -> list[tuple[str, ...]]:
     """Return the stages: number, rank, first module, forward, backward, held, in flight, state, peak."""
-    found = report.pipeline
-    if found is None:
-        return []
     return [
         (
             f"{number}{' (recomputes)' if stage.recompute else ''}",
@@ -65,13 +58,12 @@ def rows(report: Report) -> list[tuple[str, ...]]:
     ]
 
 
-def bars(report: Report) -> Markup:
+def bars(found: PipelineReport) -> Markup:
     """Draw one step: a line for each rank, with forward and backward of each micro-batch.
 
     Empty if there are too many to draw.
     """
-    found = report.pipeline
-    if found is None or not found.bars:
+    if not found.bars:
         return Markup()
     end = max(bar.end for bar in found.bars)
     ranks = found.pipeline.ranks
@@ -109,9 +101,8 @@ def _bar(bar: Bar, end: float, later: bool) -> Markup:
     )
 
 
-def schedules(report: Report) -> Sequence[tuple[str, ...]]:
+def schedules(found: PipelineReport) -> Sequence[tuple[str, ...]]:
     """Return the schedules that fit, fastest first: name, micro-batches, step, bubble, largest peak."""
-    found = report.pipeline
     return [
         (
             one.schedule,
@@ -120,5 +111,5 @@ def schedules(report: Report) -> Sequence[tuple[str, ...]]:
             f"{100 * one.bubble:.0f} %",
             format_bytes(one.peak_bytes),
         )
-        for one in (found.schedules if found else ())
+        for one in found.schedules
     ]

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records import Finding, Report
-from torchtrim.records.commands import shell_words
+from torchtrim.records.commands import from_here, shell_words
 from torchtrim.report import facts
 from torchtrim.report.blocks import (
     SCREEN,
@@ -38,8 +38,7 @@ _STYLES = {"good": "bold green", "bad": "bold red", "unsure": "bold yellow", "ne
 
 @dataclass(frozen=True, kw_only=True)
 class _RowLimits:
-    """Limits on the rows of each section and the lines of a sentence; `gaps`: blank lines between
-    sections."""
+    """Limits on the rows of each section and the lines of a sentence; `gaps`: blank lines between them."""
 
     kinds: int
     holders: int
@@ -65,6 +64,11 @@ class _Page:
         """True if labels go above their text."""
         return self.width < _NARROW
 
+    @property
+    def indent(self) -> int:
+        """The cells before lines of paths and commands."""
+        return 6 if self.narrow else _LABEL
+
     def say(self, text: str) -> str:
         """Return `text` made harmless and writable on this terminal."""
         return clean(text, self.encoding)
@@ -76,13 +80,7 @@ class _Page:
 
 _EVERY = 10_000  # Arbitrary; more than a report has of anything.
 _ALL = _RowLimits(
-    kinds=_EVERY,
-    holders=_EVERY,
-    findings=_EVERY,
-    notes=_EVERY,
-    fixes=_EVERY,
-    text=_EVERY,
-    gaps=True,
+    **dict.fromkeys(("kinds", "holders", "findings", "notes", "fixes", "text"), _EVERY), gaps=True
 )
 _ROOMS = (
     _RowLimits(kinds=7, holders=8, findings=12, notes=6, fixes=12, text=6, gaps=True),
@@ -125,17 +123,10 @@ def render(
     elif amount == "all":
         lines = [*_lines(page, _ALL), *end]
     else:
-        lines = [*_fitting(page, SCREEN - len(end)), *end]
+        drawn = (_lines(page, room) for room in _ROOMS)
+        fitting = (lines for lines in drawn if len(lines) <= SCREEN - len(end))
+        lines = [*(next(fitting, None) or _lines(page, _ROOMS[-1])), *end]
     show(lines, console)
-
-
-def _fitting(page: _Page, height: int) -> list[Text]:
-    lines: list[Text] = []
-    for room in _ROOMS:
-        lines = _lines(page, room)
-        if len(lines) <= height:
-            break
-    return lines
 
 
 def _lines(page: _Page, room: _RowLimits) -> list[Text]:
@@ -151,10 +142,8 @@ def _lines(page: _Page, room: _RowLimits) -> list[Text]:
     )
     lines: list[Text] = []
     for section in order:
-        found = section(page, room)
-        if found and lines and room.gaps:
-            lines.append(Text())
-        lines += found
+        part = section(page, room)
+        lines += [Text(), *part] if part and lines and room.gaps else part
     return lines
 
 
@@ -195,7 +184,7 @@ def _proof(page: _Page, room: _RowLimits) -> Sequence[str]:
 
 
 def _fixes(page: _Page, room: _RowLimits) -> list[Text]:
-    """Return the fixes, and as much of their diff as fits; the file has the rest."""
+    """Return the fixes, and the lines of their diff that fit; the file has the rest."""
     fixes = _items(page, "fixes", 1 + room.fixes, room)
     if not fixes:
         return []
@@ -220,26 +209,20 @@ def _labelled(page: _Page, label: str, texts: Sequence[str], room: _RowLimits) -
 
 
 def _written(page: _Page, paths: Mapping[str, Path]) -> list[Text]:
-    indent = _LABEL if not page.narrow else 6
-    room = page.width - indent
-    names = [keep_right(page.say(str(_relative(path))), room) for path in paths.values()]
+    room = page.width - page.indent
+    names = [keep_right(page.say(str(from_here(path))), room) for path in paths.values()]
     joined = ", ".join(names)
     lines = [joined] if cell_len(joined) <= room else names
     return [
-        Text(("wrote" if i == 0 else "").ljust(indent), "bold").append(line, "cyan")
+        Text(("wrote" if i == 0 else "").ljust(page.indent), "bold").append(line, "cyan")
         for i, line in enumerate(lines if names else ())
     ]
-
-
-def _relative(path: Path) -> Path:
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def _next(page: _Page, command: str | None) -> list[Text]:
     if not command:
         return []
-    indent = _LABEL if not page.narrow else 6
+    indent = page.indent
     lines = [Text("next".ljust(indent), "bold")]
     for word in shell_words(page.say(command)):
         if lines[-1].cell_len > indent and lines[-1].cell_len + cell_len(word) + 3 > page.width:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 import msgspec
 from markupsafe import Markup
@@ -22,7 +23,6 @@ from torchtrim.report.safe import clean, keep_right
 _WIDTH = 1000  # Arbitrary; about one column per pixel of the page.
 _HEIGHT = 100  # Arbitrary; lanes stretch to the height that the style sheet gives them.
 _NAME = 48  # Arbitrary; longer names do not fit the line below the timeline.
-_US = 1e6  # Microseconds per second.
 _LEVELS = 3  # Arbitrary; deeper modules show after zooming in.
 _SHADES = 4  # As many colours of modules as the style sheet has (`m-0` to `m-3`).
 _LEAST = 1e-3  # Arbitrary; spans of no time still give an empty column their colour.
@@ -109,7 +109,7 @@ def _caption(lanes: Lanes) -> str:
 
 def _dropped(spans: Sequence[LaneSpan], shown: Sequence[LaneSpan]) -> str:
     if not shown:
-        return "Zooming is left out to keep this page small; `torchtrim export` writes the full timeline."
+        return "No zooming, to keep this page small; `torchtrim export` writes the full timeline."
     if len(shown) == len(spans):
         return ""
     whole = sum(span.seconds for span in spans) or 1.0
@@ -126,23 +126,20 @@ def _lanes(profile: Profile, lanes: Lanes) -> list[Strip]:
     def phase(span: LaneSpan) -> str:
         return styles[operators[span.index].phase]
 
-    drawn = [Strip(name="memory", markup=_area(lanes))]
-    drawn += [
-        Strip(name="modules" if level == 0 else "", markup=_strip(lane, lanes.seconds, _shade))
+    strips: list[tuple[str, Iterable[LaneSpan], Callable[[LaneSpan], str]]] = [
+        ("" if level else "modules", lane, lambda span: f"m-{span.index % _SHADES}")
         for level, lane in enumerate(lanes.modules[:_LEVELS])
     ]
-    drawn.append(Strip(name="host", markup=_strip(lanes.host, lanes.seconds, phase)))
-    if lanes.device:
-        drawn.append(Strip(name="device", markup=_strip(lanes.device, lanes.seconds, phase)))
-    if lanes.waits:
-        drawn.append(
-            Strip(name="waits", markup=_strip(lanes.waits, lanes.seconds, lambda _: "p-waiting"))
-        )
-    return drawn
-
-
-def _shade(span: LaneSpan) -> str:
-    return f"m-{span.index % _SHADES}"
+    strips.append(("host", lanes.host, phase))
+    strips += [("device", lanes.device, phase)] if lanes.device else []
+    strips += [("waits", lanes.waits, lambda _: "p-waiting")] if lanes.waits else []
+    return [
+        Strip(name="memory", markup=_area(lanes)),
+        *(
+            Strip(name=name, markup=_strip(spans, lanes.seconds, style))
+            for name, spans, style in strips
+        ),
+    ]
 
 
 def _strip(spans: Iterable[LaneSpan], whole: float, style: Callable[[LaneSpan], str]) -> Markup:
@@ -201,27 +198,35 @@ class _StringTable:
 
 def _data(profile: Profile, lanes: Lanes, shown: Sequence[LaneSpan], source: bool) -> Markup:
     words = _StringTable()
-    made = _allocated_bytes(profile)
-    held = {span.index for span in shown}
+    allocated: Counter[int] = Counter()
+    for storage in profile.storages:
+        allocated[storage.birth] += storage.counted
+
+    def times(span: LaneSpan) -> tuple[int, int]:
+        return _us(span.start), _us(span.seconds)
+
+    def name_and_phase(span: LaneSpan) -> tuple[int, int]:
+        op = profile.operators[span.index]
+        return words.number(base_name(op.name).removeprefix("aten::")), words.number(op.phase)
+
+    def module_and_place(span: LaneSpan) -> tuple[int, int]:
+        place = profile.place_of(span.index) if source else None
+        where = facts.place(place.path, place.line, facts.home(profile)) if place else ""
+        return words.number(profile.module_of(span.index)), words.number(where)
+
+    most, indices = len(shown), {span.index for span in shown}
     largest = max((size for _, size, _ in lanes.memory), default=0)
-    data: dict[str, Any] = {
+    data: dict[str, object] = {
         "end": _us(lanes.seconds),
-        "host": [_operator(profile, span, words, made, source) for span in shown],
-        "device": [
-            (
-                _us(span.start),
-                _us(span.seconds),
-                _operator_name(profile, span.index, words),
-                words.number(profile.operators[span.index].phase),
-            )
-            for span in lanes.device
-            if span.index in held
+        "host": [
+            (*times(s), *name_and_phase(s), *module_and_place(s), allocated[s.index]) for s in shown
         ],
-        "modules": [_modules(profile, lane, len(shown), words) for lane in lanes.modules],
-        "waits": [
-            (_us(span.start), _us(span.seconds), words.number(span.name))
-            for span in _longest(lanes.waits, len(shown))
+        "device": [(*times(s), *name_and_phase(s)) for s in lanes.device if s.index in indices],
+        "modules": [
+            [(*times(s), words.number(profile.modules[s.index].path)) for s in _longest(lane, most)]
+            for lane in lanes.modules
         ],
+        "waits": [(*times(s), words.number(s.name)) for s in _longest(lanes.waits, most)],
         "memory": [(_us(time), size) for time, size, _ in lanes.memory],
         "top": [largest, format_bytes(largest)],
     }
@@ -230,44 +235,6 @@ def _data(profile: Profile, lanes: Lanes, shown: Sequence[LaneSpan], source: boo
     return Markup(encoded)
 
 
-def _allocated_bytes(profile: Profile) -> dict[int, int]:
-    made: dict[int, int] = {}
-    for storage in profile.storages:
-        if storage.birth >= 0:
-            made[storage.birth] = made.get(storage.birth, 0) + storage.counted
-    return made
-
-
-def _operator(
-    profile: Profile, span: LaneSpan, words: _StringTable, made: dict[int, int], source: bool
-) -> tuple[int, int, int, int, int, int, int]:
-    op = profile.operators[span.index]
-    place = profile.place_of(span.index) if source else None
-    where = facts.place(place.path, place.line, facts.home(profile)) if place else ""
-    return (
-        _us(span.start),
-        _us(span.seconds),
-        _operator_name(profile, span.index, words),
-        words.number(op.phase),
-        words.number(profile.module_of(span.index)),
-        words.number(where),
-        made.get(span.index, 0),
-    )
-
-
-def _operator_name(profile: Profile, index: int, words: _StringTable) -> int:
-    return words.number(base_name(profile.operators[index].name).removeprefix("aten::"))
-
-
-def _modules(
-    profile: Profile, lane: Sequence[LaneSpan], most: int, words: _StringTable
-) -> list[tuple[int, int, int]]:
-    return [
-        (_us(span.start), _us(span.seconds), words.number(profile.modules[span.index].path))
-        for span in _longest(lane, most)
-    ]
-
-
 def _us(seconds: float) -> int:
     """Return tenths of a microsecond, so that the data has no fractions."""
-    return round(seconds * _US * 10)
+    return round(seconds * 1e7)

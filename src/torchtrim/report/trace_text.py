@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from torchtrim.core.units import counted
 from torchtrim.records.trace import TraceJob, TraceReport, TraceSite
 from torchtrim.report.blocks import SCREEN, WIDEST, Column, TextTable, labelled, show
 from torchtrim.report.safe import clean, keep_left, keep_right
@@ -38,13 +39,12 @@ def render(report: TraceReport, console: Console, *, top: int, next_command: str
 
 
 def _counts(report: TraceReport, width: int) -> Iterator[Text]:
-    word = "WAITS" if report.waits else "NO WAITS"
-    copies = _plural(report.blocking_copies, "blocking copy", "blocking copies")
-    parts = [_plural(report.sync_calls, "sync call", "sync calls"), copies]
+    word, style = ("WAITS", "bold red") if report.waits else ("NO WAITS", "bold green")
+    copies = counted(report.blocking_copies, "blocking copy", "blocking copies")
+    parts = [counted(report.sync_calls, "sync call"), copies]
     if report.device_syncs:
         count = sum(site.count for site in report.device_syncs)
-        parts.append(_plural(count, "device-wide sync", "device-wide syncs"))
-    style = "bold red" if report.waits else "bold green"
+        parts.append(counted(count, "device-wide sync"))
     steps = f" in {report.steps} steps" if report.steps > 1 else ""
     yield Text(word, style).append(Text(f"  {', '.join(parts)}{steps}", ""))
     share = report.device_busy_ms / report.span_ms if report.span_ms else 0.0
@@ -76,7 +76,7 @@ def _ranks(report: TraceReport, width: int) -> Iterator[Text]:
 
 def _together(job: TraceJob) -> str:
     """Return the rank the others waited for, and the exposed communication of each rank."""
-    many = _plural(job.collectives, "collective", "collectives")
+    many = counted(job.collectives, "collective")
     worst = max(job.ranks, key=lambda one: one.made_others_wait_ms)
     late = f"rank {worst.rank} joins last, and the others wait {worst.made_others_wait_ms:,.1f} ms for it"
     if job.straggler is None:
@@ -161,7 +161,3 @@ def _command(command: str | None, width: int) -> Iterator[Text]:
     if command:
         text = keep_left(clean(command), max(width, 200))
         yield Text("next".ljust(_LABEL), "bold").append(Text(text, "bold cyan"))
-
-
-def _plural(count: int, one: str, many: str) -> str:
-    return f"{count} {one if count == 1 else many}"

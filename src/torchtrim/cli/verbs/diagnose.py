@@ -1,8 +1,7 @@
-"""`torchtrim diagnose`: what is wasteful in a script's step."""
+"""`torchtrim diagnose`: find wasted memory and time in a script's step."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from torchtrim.cli.options import (
+    PriceLimit,
     Verb,
     amount,
     orders_streams,
@@ -21,7 +21,7 @@ from torchtrim.cli.options import (
 )
 from torchtrim.cli.output import command_for, folder_for, gate_text, progress, show, write_files
 from torchtrim.core.isolation import failures
-from torchtrim.core.units import check_bytes, format_bytes, parse_bytes
+from torchtrim.core.units import format_bytes, parse_bytes
 from torchtrim.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,122 +32,104 @@ if TYPE_CHECKING:
 
 
 _CAPTURE = "TT402"
-
-
 WAITS = ("TT101", "TT102", "TT103", "TT104")
-_MILLISECONDS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*ms\s*")
 
 
 def checked_price(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
-    """The price of `--fail-on`. Raises `UsageError` for what is neither a time nor an amount of memory."""
-    if value is not None and not _MILLISECONDS.fullmatch(value):
-        check_bytes(value)
+    """Return `--fail-on`. Raises `UsageError` unless it is a time or an amount of memory."""
+    if value is not None:
+        PriceLimit.of(value)
     return value
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateLimits:
-    """What a report must not pass. None is no limit."""
+    """Limits on a report; None: no limit."""
 
     syncs: int | None = None
-    price: str | None = None
-    ms: float | None = None
-    bytes: int | None = None
+    price: PriceLimit | None = None
     peak: int | None = None
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> GateLimits:
-        """The limits that the options set. Raises `UsageError` for what cannot be read."""
+        """Return the limits that the options set. Raises `UsageError` for an unreadable one."""
         price, peak = options["fail_on"], options["max_peak"]
-        match = _MILLISECONDS.fullmatch(price or "")
         return cls(
             syncs=options["max_syncs"],
-            price=price,
-            ms=float(match[1]) if match else None,
-            bytes=parse_bytes(price) if price and not match else None,
+            price=PriceLimit.of(price) if price else None,
             peak=parse_bytes(peak) if peak is not None else None,
         )
 
     def over(self, report: Report, counted: Iterable[Finding]) -> tuple[PassedLimit, ...]:
-        """The limits that are passed by what counts: the findings that no list allows."""
+        """Return the exceeded limits, given the findings that count: those not on the allow-list."""
+        from torchtrim.records.allow import PassedLimit
+
         if report.original is None:
-            raise UsageError("the step was not measured, so there is nothing to hold to a limit.")
-        every = tuple(counted)
-        found = (self._waits(every), self._dear(every), self._high(report.original.peak_bytes))
-        return tuple(one for one in found if one is not None)
+            raise UsageError("the step was not measured, so its limits cannot be checked.")
+        every, over = tuple(counted), []
+        waits = tuple(found for found in every if found.code in WAITS)
+        count = sum(found.count_per_step for found in waits)
+        if self.syncs is not None and count > self.syncs:
+            waiting = f"{count} wait{'' if count == 1 else 's'} a step"
+            limit = f"{waiting}, --max-syncs {self.syncs}"
+            over.append(PassedLimit(limit=limit, findings=waits))
+        costly = tuple(found for found in every if self._is_costly(found))
+        if self.price is not None and costly:
+            number = f"{len(costly)} finding{'' if len(costly) == 1 else 's'}"
+            limit = f"{number}, --fail-on {self.price.text}"
+            over.append(PassedLimit(limit=limit, findings=costly))
+        peak = report.original.peak_bytes
+        if self.peak is not None and peak > self.peak:
+            limit = f"peak {format_bytes(peak)}, --max-peak {format_bytes(self.peak)}"
+            over.append(PassedLimit(limit=limit))
+        return tuple(over)
 
     def unchecked(self) -> tuple[str, ...]:
-        """The limits that cannot be checked, since a rule failed: what it looks for may be there."""
+        """Return the limits that could not be checked because a rule failed."""
         failed = [one.name for one in failures("rule")]
         waits = ", ".join(code for code in failed if code in WAITS)
-        found = {
-            f"--max-syncs {self.syncs}": waits if self.syncs is not None else "",
-            f"--fail-on {self.price}": ", ".join(failed) if self.price is not None else "",
-        }
-        return tuple(f"{limit}, since {codes} failed" for limit, codes in found.items() if codes)
+        lines = []
+        if self.syncs is not None and waits:
+            lines.append(f"--max-syncs {self.syncs}, since {waits} failed")
+        if self.price is not None and failed:
+            lines.append(f"--fail-on {self.price.text}, since {', '.join(failed)} failed")
+        return tuple(lines)
 
     def accepts(self, finding: Finding) -> bool:
-        """Whether a finding counts towards a limit; without any, all do."""
+        """Return True if the finding counts towards a limit; without limits, all do."""
         if self.syncs is None and self.price is None:
             return True
-        return (self.syncs is not None and finding.code in WAITS) or self._is_dear(finding)
+        return (self.syncs is not None and finding.code in WAITS) or self._is_costly(finding)
 
-    def _waits(self, counted: Sequence[Finding]) -> PassedLimit | None:
-        from torchtrim.records.allow import PassedLimit
-
-        waits = tuple(found for found in counted if found.code in WAITS)
-        count = sum(found.count_per_step for found in waits)
-        if self.syncs is None or count <= self.syncs:
-            return None
-        waiting = f"{count} wait{'' if count == 1 else 's'} a step"
-        return PassedLimit(limit=f"{waiting}, --max-syncs {self.syncs}", findings=waits)
-
-    def _dear(self, counted: Sequence[Finding]) -> PassedLimit | None:
-        from torchtrim.records.allow import PassedLimit
-
-        dear = tuple(found for found in counted if self._is_dear(found))
-        count = f"{len(dear)} finding{'' if len(dear) == 1 else 's'}"
-        return (
-            PassedLimit(limit=f"{count}, --fail-on {self.price}", findings=dear) if dear else None
-        )
-
-    def _is_dear(self, finding: Finding) -> bool:
-        by_time = self.ms is not None and (finding.price_ms or 0) >= self.ms
-        return by_time or (self.bytes is not None and (finding.price_bytes or 0) >= self.bytes)
-
-    def _high(self, peak: int) -> PassedLimit | None:
-        from torchtrim.records.allow import PassedLimit
-
-        if self.peak is None or peak <= self.peak:
-            return None
-        return PassedLimit(limit=f"peak {format_bytes(peak)}, --max-peak {format_bytes(self.peak)}")
+    def _is_costly(self, finding: Finding) -> bool:
+        return self.price is not None and self.price.reached_by(finding)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A result held to limits: the report lists the allowed findings, `said` is for the terminal.
+    """A result checked against limits: the report lists the allowed findings, `text` is for the terminal.
 
-    `unchecked` are limits of which nobody knows whether they are passed.
+    `unchecked`: limits that could not be checked because a rule failed.
     """
 
     result: Result
     over: tuple[PassedLimit, ...]
     unchecked: tuple[str, ...]
-    said: str
+    text: str
 
     @property
     def passes(self) -> bool:
-        """Whether all limits were checked and none is passed."""
+        """Return True if all limits were checked and met."""
         return not self.over and not self.unchecked
 
     @property
     def acceptable(self) -> bool:
-        """Whether the allow-list could take what is over."""
+        """Return True if findings exceed a limit: the allow-list could accept them."""
         return any(passed.findings for passed in self.over)
 
 
 class Gate:
-    """Limits and an allow-list, read before the script runs so that a mistake in them costs nothing."""
+    """Limits and an allow-list, read before the script runs so that mistakes in them show at once."""
 
     def __init__(self, options: dict[str, Any], project: Path) -> None:
         from torchtrim.records.allow import FILE_NAME, load_allow
@@ -155,11 +137,11 @@ class Gate:
         self.limits = GateLimits.of(options)
         self.path: Path = options["allow"] or project / FILE_NAME
         self._updates: bool = options["update_allow"]
-        asked = options["allow"] is not None and not self._updates
-        self._entries = load_allow(self.path).allow if asked or self.path.exists() else ()
+        required = options["allow"] is not None and not self._updates
+        self._entries = load_allow(self.path).allow if required or self.path.exists() else ()
 
     def judge(self, result: Result) -> Judged:
-        """Hold a result to the limits; first write the allow-list where that is asked."""
+        """Check a result against the limits; first update the allow-list if requested."""
         import msgspec
 
         from torchtrim.api import hold, sites
@@ -173,14 +155,14 @@ class Gate:
         notes = (*report.notes, *(f"over the limit: {passed.limit}" for passed in over))
         notes += tuple(f"not checked: {limit}" for limit in unchecked)
         report = msgspec.structs.replace(report, allowed=outcome.allowed, notes=notes)
-        said = "".join(f"NOT CHECKED  {limit}\n" for limit in unchecked)
-        said += gate_text(report, over, self.path.name)
+        text = "".join(f"NOT CHECKED  {limit}\n" for limit in unchecked)
+        text += gate_text(report, over, self.path.name)
         return Judged(
-            result=result._replace(report=report), over=over, unchecked=unchecked, said=said
+            result=result._replace(report=report), over=over, unchecked=unchecked, text=text
         )
 
     def _seen(self, result: Result) -> frozenset[str]:
-        """Paths that the script ran or that are gone: entries of others are another script's."""
+        """Return the paths that ran or no longer exist; all others belong to other scripts."""
         from torchtrim.api import near
 
         project = result.report.project
@@ -190,7 +172,7 @@ class Gate:
         return frozenset(ran | gone | {near(f.path, project) for f in result.report.findings})
 
     def _update(self, found: Sequence[Site], seen: frozenset[str]) -> None:
-        """Write the allow-list; not where a rule failed, since what that would find would go from it."""
+        """Write the allow-list, unless a rule failed: its entries would be lost."""
         if failures("rule"):
             return
         from torchtrim.api import updated
@@ -215,24 +197,28 @@ def _is_there(path: Path) -> bool:
     "--fail-on",
     metavar="PRICE",
     callback=checked_price,
-    help="Exit 1 if a finding costs 10ms, 50MiB or more.",
+    help="Exit 1 if a finding costs at least this: 10ms or 50MiB.",
 )
-@click.option("--max-syncs", type=click.IntRange(0), help="Exit 1 over this many waits a step.")
-@click.option("--max-peak", metavar="B", callback=amount(), help="Exit 1 if the peak is over this.")
+@click.option(
+    "--max-syncs", type=click.IntRange(0), help="Exit 1 over this many host-device syncs a step."
+)
+@click.option(
+    "--max-peak", metavar="B", callback=amount(), help="Exit 1 if the peak is higher than this."
+)
 @click.option(
     "--allow",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Findings that count for no limit; the project's torchtrim-allow.toml by default.",
+    help="Allow-list: findings that do not count. Default: the project's torchtrim-allow.toml.",
 )
 @click.option(
     "--capture",
     is_flag=True,
-    help="Also what keeps the step from being captured in a CUDA graph; exit 1 if anything does.",
+    help="Also find what prevents capturing the step in a CUDA graph; exit 1 if anything does.",
 )
-@click.option("--update-allow", is_flag=True, help="Write what was found into that file.")
+@click.option("--update-allow", is_flag=True, help="Write the findings to the allow-list.")
 def command(**options: Any) -> None:
-    """Find what wastes memory and time in SCRIPT's step."""
+    """Find wasted memory and time in SCRIPT's step."""
     from torchtrim.api import diagnose_report
 
     script = script_of(options)
@@ -244,7 +230,7 @@ def command(**options: Any) -> None:
         )
     judged = gate.judge(result)
     paths = write_files(judged.result, folder)
-    click.echo(judged.said, nl=False, err=options["form"] != "text")
+    click.echo(judged.text, nl=False, err=options["form"] != "text")
     show(judged.result, form=options["form"], next_command=_next(options, judged), paths=paths)
     blocked = any(one.code == _CAPTURE for one in result.report.findings)
     unknown = options["capture"] and any(one.name == _CAPTURE for one in failures("rule"))
@@ -252,7 +238,7 @@ def command(**options: Any) -> None:
 
 
 def _next(options: dict[str, Any], judged: Judged) -> str:
-    """How to accept what is over; where there is nothing to accept, how to fit the script."""
+    """Suggest to accept the findings over a limit or, without any, to fit the script into a budget."""
     if not judged.acceptable:
         return command_for(options, "optimize", "--memory", "60%")
     words = [

@@ -1,4 +1,4 @@
-"""`torchtrim doctor`: the packages installed here, and what works."""
+"""`torchtrim doctor`: versions of packages, devices, and a test of the recorder."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ import click
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="As JSON, on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
 def command(as_json: bool) -> None:
     """Show versions and devices, and try the recorder on a small model."""
     facts = _facts()
-    if as_json:
-        click.echo(json.dumps(facts, indent=2))
-        return
-    for name, value in facts.items():
-        click.echo(f"{name:20} {value}")
+    lines = (f"{name:20} {value}" for name, value in facts.items())
+    click.echo(json.dumps(facts, indent=2) if as_json else "\n".join(lines))
 
 
 def _facts() -> dict[str, Any]:

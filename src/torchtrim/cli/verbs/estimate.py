@@ -1,4 +1,4 @@
-"""`torchtrim estimate`: what a script would need, without running it."""
+"""`torchtrim estimate`: the memory that a script needs, without computing its step."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from torchtrim.cli.output import command_for, folder_for, is_over, progress, sho
     "--fits",
     metavar="B",
     callback=amount(),
-    help="Exit 1 if it does not fit in that memory: 80GiB.",
+    help="Exit 1 if the step does not fit into this memory, such as 80GiB.",
 )
 @click.option(
     "--max-batch",
     metavar="B",
     callback=amount(share=True),
-    help="Also the largest batch of the script's loaders that fits in that memory: 24GiB.",
+    help="Also find the largest batch of the script's loaders that fits into this memory, such as 24GiB.",
 )
 @shards
 @writes
 def command(**options: Any) -> None:
     """Estimate the memory that a step of SCRIPT needs, without computing it and without a GPU.
 
-    The script runs, and its operators do not: results have their shapes and no memory. Nothing is saved.
-    With --device h100 and the like it is for that GPU, with what the caching allocator reserves. With
-    --ranks 8 it is of one process of eight, and with --fsdp its model is sharded over them.
+    Runs the script without computing its operators: their results have shapes but no memory. With --device
+    h100, estimates for that GPU, including memory reserved by the caching allocator. With --ranks 8,
+    estimates one process of eight; with --fsdp, shards the model over them.
     """
     from torchtrim.api import Request, estimate_report
 

@@ -10,7 +10,7 @@ import click
 
 @click.command()
 @click.argument("code", required=False)
-@click.option("--json", "as_json", is_flag=True, help="As JSON, on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print the pages as JSON.")
 def command(code: str | None, as_json: bool) -> None:
     """Show the page of a rule, such as TT201, or of a technique, such as recompute.
 

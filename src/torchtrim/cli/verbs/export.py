@@ -1,4 +1,4 @@
-"""`torchtrim export`: a profile in a form that other tools read."""
+"""`torchtrim export`: a profile in a format of another tool."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchtrim.cli.output import cleaned
     required=True,
     help="Write a trace for ui.perfetto.dev and chrome://tracing.",
 )
-@click.option("--no-source", is_flag=True, help="No paths and lines in it.")
+@click.option("--no-source", is_flag=True, help="Leave paths and line numbers out of the trace.")
 def command(profile: Path, perfetto_path: Path, no_source: bool) -> None:
     """Write PROFILE, a profile.json, as a trace: operators, modules, waits, memory, findings."""
     from torchtrim.api import perfetto_trace

@@ -1,4 +1,4 @@
-"""`torchtrim lint`: host-device syncs, from the source alone."""
+"""`torchtrim lint`: host-device syncs, found in the source without a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from torchtrim.cli.options import put_right, tell, watch
+from torchtrim.cli.options import tell, undo_interrupted, watch
 from torchtrim.cli.output import lint_marks, rendered_lint
 
 if TYPE_CHECKING:
@@ -22,29 +22,34 @@ FORMATS = ("full", "concise", "json", "sarif", "github")
     "--fix", is_flag=True, help="Write the fixes that are safe without a run into the source."
 )
 @click.option(
-    "--unsafe-fixes", is_flag=True, help="Write also fixes that rest on what no run has shown."
+    "--unsafe-fixes", is_flag=True, help="Also write fixes that only a run could confirm."
 )
-@click.option("--diff", is_flag=True, help="Show what --fix would change, and change nothing.")
 @click.option(
-    "--select", metavar="CODES", default="TT", help="Only these codes: TT101,TT102 or TT10."
+    "--diff", is_flag=True, help="Print the changes of --fix as a diff without writing them."
+)
+@click.option(
+    "--select",
+    metavar="CODES",
+    default="TT",
+    help="Report only these codes or prefixes: TT101,TT102 or TT10.",
 )
 @click.option(
     "--format",
     "form",
     type=click.Choice(FORMATS),
     default="full",
-    help="Format of stdout; full by default.",
+    help="Format of the output on stdout. Default: full.",
 )
-@click.option("--no-cache", is_flag=True, help="Read every file anew, and keep nothing.")
+@click.option("--no-cache", is_flag=True, help="Read every file again, and do not write a cache.")
 def command(**options: Any) -> None:
     """Find host-device syncs in PATHS without running them.
 
-    Exit code 1 if there is a finding, 2 if a file cannot be read. `# torchtrim: ignore[TT101]` on a line
-    leaves it out.
+    Exit code 1 if there are findings, 2 if a file cannot be read. The comment `# torchtrim: ignore[TT101]`
+    excludes a line.
     """
     from torchtrim.api import lint_report
 
-    put_right(options["paths"][0])
+    undo_interrupted(options["paths"][0])
     watch(options["paths"][0])
     checked = lint_report(
         options["paths"],
@@ -74,11 +79,11 @@ def _show(checked: Checked, options: dict[str, Any]) -> None:
 def _summary(checked: Checked, *, wrote: bool) -> str:
     fixed, marks = checked.fixed, lint_marks(checked.report)
     count, safe, unsafe = len(marks), marks.count("[*] "), marks.count("[?] ")
-    parts = [f"{count} finding{'' if count == 1 else 's'}" if count else "nothing found"]
+    parts = [f"{count} finding{'' if count == 1 else 's'}" if count else "no findings"]
     if fixed is not None and fixed.applied:
         parts.append(f"{fixed.applied} {'fixed' if wrote else 'would be fixed'}")
     if fixed is None and safe:
-        parts.append(f"{safe} with a fix that --fix applies")
+        parts.append(f"{safe} fixable with --fix")
     if fixed is None and unsafe:
-        parts.append(f"{unsafe} with one that --unsafe-fixes applies")
+        parts.append(f"{unsafe} fixable with --unsafe-fixes")
     return ", ".join(parts)

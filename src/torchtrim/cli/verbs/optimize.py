@@ -1,4 +1,4 @@
-"""`torchtrim optimize`: the whole loop."""
+"""`torchtrim optimize`: diagnose, fix, plan, run and verify."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
     from torchtrim.records.report import Report
 
 _NO_FIXES = (
-    "--fix and --unsafe-fixes fix the syncs of a training loop, and --mode inference plans the calls of a "
+    "--fix and --unsafe-fixes fix the syncs of a training loop, but --mode inference plans the calls of a "
     "model. Run torchtrim twice."
 )
 
 _NO_FIXES_OF_RANKS = (
-    "--processes fits ranks into a budget: give --memory, and leave --fix out. Host-device syncs are fixed "
-    "in one process: torchtrim optimize SCRIPT --fix, without --processes."
+    "--processes fits ranks into a budget: add --memory and drop --fix. Fix host-device syncs in one "
+    "process: torchtrim optimize SCRIPT --fix, without --processes."
 )
 
 _NO_PINS = (
-    "{} has [pins], which are about training, and --mode inference would write over it. Give --out another "
-    "folder."
+    "{} has [pins], which apply to training, and --mode inference would overwrite it. Choose another "
+    "folder with --out."
 )
 
 
@@ -61,26 +61,26 @@ _NO_PINS = (
 @click.option(
     "--mode",
     type=click.Choice(["training", "inference"]),
-    help="inference: SCRIPT only runs a model, and its calls are planned. By default what SCRIPT does.",
+    help="inference: plan the calls of a model that SCRIPT only runs. Default: what SCRIPT does.",
 )
 @click.option(
     "--candidates",
     type=click.IntRange(1, 6),
     default=1,
     show_default=True,
-    help="How many plans for the budget are run; the quickest is taken.",
+    help="Number of plans to run for the budget; the fastest is kept.",
 )
 @click.option("--fix", is_flag=True, help="Write the fixes of host-device syncs into the source.")
 @click.option(
     "--unsafe-fixes",
     is_flag=True,
-    help="Also fixes that rest on what no run has shown, or may differ otherwise.",
+    help="Also apply fixes that no run confirmed, or that may change results in other ways.",
 )
 def command(**options: Any) -> None:
     """Fix the host-device syncs of SCRIPT and fit it into a budget: diagnose, plan, run, verify, report.
 
-    Without --memory only syncs are fixed; with --mode inference the least memory is looked for. Exit
-    code 1 if the budget is missed or the planned script is not equal. Arguments of the script come
+    Without --memory, only fixes syncs; with --mode inference, finds the smallest memory. Exit code 1 if
+    the budget is missed or the planned script differs from the original. Put the script's arguments
     after `--`.
     """
     folder = folder_for(options)
@@ -109,7 +109,7 @@ def _optimized(
         if write or unsafe:
             raise UsageError(_NO_FIXES)
         if script.processes > 1:
-            raise UsageError("--mode inference is of one process: leave --processes out.")
+            raise UsageError("--mode inference does not support --processes.")
         if pins_in(plan):
             raise UsageError(_NO_PINS.format(plan))
         return optimize_calls_report(
@@ -166,9 +166,9 @@ def _unequal(report: Report) -> bool:
 
 
 def _next_of_missed(options: dict[str, Any], report: Report, run: str) -> str:
-    """Run with the plan that needs least; where it runs here only as it was observed, aim at what it needs.
+    """Suggest to run the plan with the smallest peak or, on an emulated device, to aim at that peak.
 
-    Where there is no such plan, look at what takes the memory.
+    Without such a plan, suggest to diagnose.
     """
     if report.plan is None or not report.plan.techniques or _unequal(report):
         return command_for(options, "diagnose")

@@ -1,4 +1,4 @@
-"""`torchtrim pack`: offsets for buffers with lifetimes."""
+"""`torchtrim pack`: assign offsets to buffers with lifetimes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torchtrim.api import Packing
     from torchtrim.memory.packing import Buffer
 
-_INTERRUPTED = 130
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it.
 
 
 @click.command()
@@ -31,30 +31,34 @@ _INTERRUPTED = 130
     "--capacity",
     metavar="N",
     callback=amount(),
-    help="Exit 1 if the packing is higher: bytes, or 1MiB.",
+    help="Exit 1 if the packing is higher than this: bytes, or 1MiB.",
 )
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
     metavar="F",
-    help="Write the table with the column offset; - is stdout.",
+    help="Write the table with a column offset; - is stdout.",
 )
 @click.option(
     "--svg",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="F",
-    help="Draw address against time.",
+    help="Draw the packing: address against time.",
 )
 @click.option(
-    "--alignment", type=click.IntRange(1), default=1, metavar="N", help="Offsets are multiples."
+    "--alignment",
+    type=click.IntRange(1),
+    default=1,
+    metavar="N",
+    help="Make offsets multiples of N.",
 )
 @click.option(
     "--seconds",
     type=click.FloatRange(0),
     metavar="S",
-    help="Search so long; 0 for greedy orders alone. By default a fixed effort.",
+    help="Time to search; 0 for greedy orders only. Default: a fixed effort.",
 )
-@click.option("--json", "as_json", is_flag=True, help="The figures as JSON, on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def command(
     file: Path,
     capacity: str | None,
@@ -64,11 +68,11 @@ def command(
     seconds: float | None,
     as_json: bool,
 ) -> None:
-    """Give each buffer of FILE an offset, so that those alive together do not overlap.
+    """Give each buffer of FILE an offset so that buffers that are live together do not overlap.
 
-    FILE has comma-separated values with the columns id, lower, upper and size: a buffer of that many bytes
-    is alive from lower until just before upper. Where there is a column alignment, its offset is a multiple
-    of that. Interrupted, the best so far is printed and written, and the exit code is 130.
+    FILE has comma-separated values with the columns id, lower, upper and size: a buffer of size bytes is
+    live from lower until just before upper. An optional column alignment requires multiples as offsets. If
+    interrupted, prints and writes the best packing so far; the exit code is then 130.
     """
     from torchtrim.api import read_buffers, why_invalid, write_offsets
     from torchtrim.errors import UsageError
@@ -77,7 +81,7 @@ def command(
     limit = None if capacity is None else parse_bytes(capacity)
     if as_json and out == Path("-"):
         raise UsageError(
-            "--json and --out - would both stand on stdout. Give --out a file, or leave one of them."
+            "--json and --out - would both write to stdout. Give --out a file, or drop one of them."
         )
     read = read_buffers(file)
     begin = time.perf_counter()
@@ -95,9 +99,13 @@ def command(
     elif out is not None:
         write_atomically(out, write_offsets(read, packing.offsets))
     if as_json:
-        print(json.dumps(_figures(packing, took)))
+        figures = ("height", "lower_bound", "optimal")
+        known = {name: getattr(packing, name) for name in figures}
+        print(json.dumps({**known, "seconds": round(took, 3)}))
     elif out != Path("-"):
-        _show(packing, len(read.buffers), limit, took, _next(file, out))
+        words = ["torchtrim", "pack", path_argument(str(file)), "--out", f"{file.stem}.packed.csv"]
+        following = shlex.join(words) if out is None else None
+        _show(packing, len(read.buffers), limit, took, following)
     over = limit is not None and packing.height > limit
     raise click.exceptions.Exit(_INTERRUPTED if interrupted else int(over))
 
@@ -105,7 +113,7 @@ def command(
 def _packed(
     buffers: Sequence[Buffer], limit: int | None, alignment: int, seconds: float | None
 ) -> tuple[Packing, bool]:
-    """The packing, or the best until Ctrl-C was pressed; and whether it was."""
+    """Return the packing, or the best so far and True after Ctrl-C."""
     from torchtrim.api import pack
 
     found: list[Packing] = []
@@ -116,7 +124,7 @@ def _packed(
     except KeyboardInterrupt:
         if not found:
             raise
-        click.echo("interrupted; this is the best so far", err=True)
+        click.echo("interrupted; this is the best packing so far", err=True)
         return found[-1], True
 
 
@@ -124,26 +132,7 @@ def _optimal(packing: Packing, limit: int | None) -> str:
     if packing.optimal:
         return "yes"
     met = limit is not None and packing.height <= limit
-    return (
-        f"not known; {'the search ended at the capacity' if met else 'no lower packing was found'}"
-    )
-
-
-def _figures(packing: Packing, took: float) -> dict[str, float | bool]:
-    return {
-        "height": packing.height,
-        "lower_bound": packing.lower_bound,
-        "optimal": packing.optimal,
-        "seconds": round(took, 3),
-    }
-
-
-def _next(file: Path, out: Path | None) -> str | None:
-    if out is not None:
-        return None
-    return shlex.join(
-        ["torchtrim", "pack", path_argument(str(file)), "--out", f"{file.stem}.packed.csv"]
-    )
+    return f"unknown; {'the search stopped at the capacity' if met else 'found no lower packing'}"
 
 
 def _show(
@@ -154,13 +143,13 @@ def _show(
     lines = [
         f"PACKED  {count} buffers in {packing.height} bytes ({format_bytes(packing.height)}), "
         f"{format_seconds(took)}",
-        f"  bound    {packing.lower_bound} bytes alive at one moment: {share}",
+        f"  bound    {packing.lower_bound} bytes live at one time: {share}",
         f"  optimal  {_optimal(packing, limit)}",
     ]
     if limit is not None:
         over = packing.height - limit
         lines.append(
-            f"  capacity {limit} bytes: {f'{over} bytes too few' if over > 0 else f'{-over} bytes free'}"
+            f"  capacity {limit} bytes: {f'{over} bytes short' if over > 0 else f'{-over} bytes free'}"
         )
     if following:
         lines.append(f"Offsets: {following}")

@@ -1,4 +1,4 @@
-"""`torchtrim plan`: a plan for a budget, not yet tried."""
+"""`torchtrim plan`: a plan for a budget, predicted but not run."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 @click.option(
     "--export",
     type=click.Choice(["python"]),
-    help="Also run and verify the plan as plain PyTorch, and write that: planned.py, with apply(model).",
+    help="Also run and verify the plan as plain PyTorch, and write it: planned.py with apply(model).",
 )
-@click.option("--frontier", is_flag=True, help="Also what other budgets would cost.")
+@click.option("--frontier", is_flag=True, help="Also show the cost of other budgets.")
 @click.option(
     "--stages",
     type=click.IntRange(2, 4096),
@@ -47,20 +47,20 @@ if TYPE_CHECKING:
     type=click.IntRange(1, 4096),
     default=1,
     metavar="R",
-    help="With --stages: R such pipelines, which share the batch.",
+    help="With --stages: run R such pipelines, which share the batch.",
 )
 @click.option(
     "--find-batch",
     is_flag=True,
-    help="No plan: the largest batch of the script's loaders that fits, predicted, and then run.",
+    help="Instead of a plan, find the largest batch of the script's loaders that fits: predict, then run.",
 )
 def command(**options: Any) -> None:
-    """Write a plan with which SCRIPT is predicted to stay within a budget.
+    """Write a plan that is predicted to keep SCRIPT within a budget.
 
-    With --export the plan is tried, and corrected by what it needs. With --stages the model is cut into
-    stages for several processes, by its measured seconds and bytes.
+    With --export, runs the plan and corrects it by its measured peak. With --stages, cuts the model into
+    stages for several processes, by measured time and memory.
 
-    Exit code 1 if there is none.
+    Exit code 1 if no plan fits.
     """
     folder = folder_for(options)
     if options["find_batch"]:
@@ -76,12 +76,12 @@ def command(**options: Any) -> None:
 
 
 def _find_batch(options: dict[str, Any], folder: Path) -> None:
-    """Run the script at the batches that are predicted to fit. Exit code 1 if not even 1 does."""
+    """Run the script at the batches that are predicted to fit. Exit code 1 if not even one sample fits."""
     from torchtrim.api import find_batch_report
 
     if options["frontier"] or options["export"]:
         raise UsageError(
-            "--find-batch makes no plan, so it goes with neither --frontier nor --export."
+            "--find-batch makes no plan, so it does not combine with --frontier or --export."
         )
     with progress() as tell:
         result = find_batch_report(
@@ -100,12 +100,12 @@ def _pipelined(options: dict[str, Any], plan: Path, tell: Callable[[str], None])
     for name in ("export", "frontier", "host_memory"):
         if options[name]:
             raise UsageError(
-                f"--{name.replace('_', '-')} is for plans of one process, and --stages plans several."
+                f"--{name.replace('_', '-')} is for plans of one process, but --stages plans several."
             )
     if options["memory_kind"] != "allocated" or pins_in(plan):
         raise UsageError(
-            "a pipeline is planned by allocated bytes and without pins: leave --memory-kind out, and "
-            "the [pins] of the plan; another folder for it is --out."
+            "a pipeline is planned by allocated bytes and without pins: remove --memory-kind, and "
+            "remove [pins] from the plan or choose another folder with --out."
         )
     return plan_pipeline(
         script_of(options),
@@ -121,9 +121,9 @@ def _planned(options: dict[str, Any], plan: Path, tell: Callable[[str], None]) -
     from torchtrim.api import Terms, export_report, plan_report
 
     if options["replicas"] > 1:
-        raise UsageError("--replicas is of pipelines: say of how many --stages.")
+        raise UsageError("--replicas is for pipelines: add --stages N.")
     if options["export"] and options["frontier"]:
-        raise UsageError("--frontier tries nothing, and --export does. Run torchtrim twice.")
+        raise UsageError("--frontier runs no plan, but --export does. Run torchtrim twice.")
     report = functools.partial(plan_report, frontier=options["frontier"])
     return (export_report if options["export"] else report)(
         script_of(options),

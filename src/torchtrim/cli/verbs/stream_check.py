@@ -1,4 +1,4 @@
-"""`torchtrim stream-check`: what grows from frame to frame in a script that streams."""
+"""`torchtrim stream-check`: state that grows from frame to frame in a streaming script."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     metavar="B",
     default="0B",
     callback=amount(zero=True),
-    help="Exit 1 if a frame adds more than this, such as 1KiB. By default nothing may be added.",
+    help="Exit 1 if a frame adds more than this, such as 1KiB. Default: 0B.",
 )
 def command(**options: Any) -> None:
-    """Measure what each frame of SCRIPT adds to memory, and name what grows and the lines that fill it.
+    """Measure the memory that each frame of SCRIPT adds; name the containers that grow.
 
-    Runs on the CPU, until so many frames are done or the script ends. The verdict is FLAT where nothing is
-    added, GROWS with exit code 1 where more than --max-growth is, else IN BOUNDS.
+    Runs on the CPU for --frames frames or until the script ends. The verdict is FLAT if frames add no memory,
+    GROWS (exit code 1) if they add more than --max-growth, else IN BOUNDS.
     """
     from torchtrim.api import StreamRequest, check_report
 
@@ -55,7 +55,7 @@ def command(**options: Any) -> None:
 
 
 def _next(options: dict[str, Any], result: Result, grows: bool) -> str | None:
-    """How to see the fix work where an adapter has one, else where the fixes are explained."""
+    """Suggest to verify the fix if an adapter has one, else the page on fixes."""
     if not grows or result.before is None:
         return None
     fixed = {"bound_session", "bound_state"}.intersection(g.adapter for g in result.before.growths)

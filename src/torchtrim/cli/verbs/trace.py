@@ -1,4 +1,4 @@
-"""`torchtrim trace`: where a profiled program waited for its device, and what that cost it."""
+"""`torchtrim trace`: the host-device syncs in a profiler trace, and their cost."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="The report as JSON, on stdout.")
-@click.option("--max-syncs", type=click.IntRange(0), help="Exit 1 if a rank waits more often.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option(
+    "--max-syncs", type=click.IntRange(0), help="Exit 1 if a rank waits more often than this."
+)
 @click.option(
     "--source",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     metavar="DIR",
-    help="Where the source is, to find the lines of calls.",
+    help="Folder of the source, to find the lines of calls.",
 )
-@click.option("--top", type=click.IntRange(1), default=8, help="Sites shown.")
+@click.option(
+    "--top", type=click.IntRange(1), default=8, help="Number of sites to show. Default: 8."
+)
 def command(
     paths: tuple[Path, ...], as_json: bool, max_syncs: int | None, source: Path | None, top: int
 ) -> None:
-    """Find every wait in a trace of torch.profiler: a file, a log folder, or one file a rank."""
+    """Find every wait in a trace of torch.profiler: a file, a log folder, or one file per rank."""
     from torchtrim.api import diagnose_traces
 
     with progress() as tell:
@@ -46,7 +50,7 @@ def command(
 
 
 def _next(report: TraceReport, paths: tuple[Path, ...], source: Path | None) -> str | None:
-    """Lines where they can be found, else the page about such waits."""
+    """Suggest `--source` if lines are uncertain, else the page of the rule."""
     unsure = any(site.path and not site.exact for site in report.sites)
     if unsure and source is None:
         return shlex.join(

@@ -1,4 +1,4 @@
-"""`torchtrim tune-loader`: the settings of a script's loader."""
+"""`torchtrim tune-loader`: the best settings of a script's data loader."""
 
 from __future__ import annotations
 
@@ -17,31 +17,34 @@ from torchtrim.core.units import parse_bytes
     "--seconds",
     type=click.FloatRange(0.0, min_open=True),
     default=60.0,
-    help="How long settings may be tried; 60 by default.",
+    help="Time to spend on trying settings. Default: 60.",
 )
 @click.option(
-    "--host-memory", metavar="B", callback=amount(), help="What batches ahead may take: 2GiB."
+    "--host-memory",
+    metavar="B",
+    callback=amount(),
+    help="Memory that prefetched batches may use, such as 2GiB.",
 )
 @click.option(
     "--cores",
     type=click.IntRange(1),
-    help="Cores of the machine it is for. For more than are here the result is modelled.",
+    help="Number of cores of the target machine. The result is modelled if this machine has fewer.",
 )
 def command(**options: Any) -> None:
-    """Find how many workers, and how many batches ahead, suit the loader of SCRIPT's step.
+    """Find the best number of workers and of prefetched batches for SCRIPT's data loader.
 
-    The script's own steps are run with few settings of its loader, never with more workers than cores.
+    Runs the script's own steps with a few settings of the loader, never with more workers than cores.
     """
     from torchtrim.api import TuningRequest, tune_loader_report
 
     host = options["host_memory"]
-    tunes = TuningRequest(
+    request = TuningRequest(
         seconds=options["seconds"],
         memory=None if host is None else parse_bytes(host),
         cores=options["cores"],
     )
     with progress() as tell:
-        result = tune_loader_report(script_of(options), tunes, progress=tell)
+        result = tune_loader_report(script_of(options), request, progress=tell)
     following = command_for(options, "diagnose")
     show(result, form=options["form"], next_command=following)
     if options["form"] == "text" and result.report.tuned and result.report.tuned.diff:

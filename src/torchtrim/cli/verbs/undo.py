@@ -1,4 +1,4 @@
-"""`torchtrim undo`: takes out the last write of source."""
+"""`torchtrim undo`: revert the last write of source."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torchtrim.cli.options import tell
 def command(path: Path) -> None:
     """Undo the last write of source (`--fix`) in the project around PATH, by default the current folder.
 
-    A file that was edited since is left as it is; the diff to apply by hand is then on stdout. Exit code
-    1 if there is one.
+    A file that was edited since then stays unchanged; the diff to apply by hand is printed on stdout, and
+    the exit code is 1.
     """
     from torchtrim.api import undo
 
@@ -23,10 +23,10 @@ def command(path: Path) -> None:
     for note in undone.notes:
         tell(f"note: {note}")
     for restored in undone.restored:
-        tell(f"as it was: {restored}")
+        tell(f"restored: {restored}")
     for refused, reason, diff in undone.refused:
-        tell(f"not undone: {refused}: {reason}. What would be undone:")
+        tell(f"not undone: {refused}: {reason}. Apply this diff by hand:")
         click.echo(diff, nl=False)
     if not undone.restored and not undone.refused and not undone.notes:
-        tell("nothing was changed: the files are as they were before the write already.")
+        tell("nothing to undo: the files already equal those before the write.")
     raise click.exceptions.Exit(1 if undone.refused else 0)

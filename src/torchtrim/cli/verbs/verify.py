@@ -1,4 +1,4 @@
-"""`torchtrim verify`: whether a planned script, or another one, computes the same."""
+"""`torchtrim verify`: compare a planned script, or a second script, with the original."""
 
 from __future__ import annotations
 
@@ -27,72 +27,63 @@ if TYPE_CHECKING:
 @runs_script
 @orders_streams
 @writes
-@click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="The plan to verify.")
+@click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="Plan to verify.")
 @click.option(
     "--check",
     is_flag=True,
-    help="SCRIPT is a certificate.json of an earlier verify: repeat it, and say whether it still holds.",
+    help="SCRIPT is the certificate.json of an earlier verify: repeat it, and check that it still holds.",
 )
 @click.option(
     "--stream",
     is_flag=True,
-    help="SCRIPT streams: compare its frames with its state bounded and without bounds.",
+    help="SCRIPT is a stream: compare its frames with bounded and unbounded state.",
 )
 @counts_frames
 def command(**options: Any) -> None:
     """Compare SCRIPT with itself under --plan, or with a second script: `verify A B`.
 
-    With --stream the state of SCRIPT's stream is bounded, as it says itself, as --plan says, or by what
-    torchtrim knows of its models, and compared frame by frame with the same stream without bounds.
-    With --check an earlier certificate is repeated, with its scripts, steps and device: whether it still
-    holds, and what has changed since. Exit code 1 if they are not equal, or it no longer holds.
+    With --stream, bounds the state of SCRIPT's stream as the script or --plan specifies, or as torchtrim
+    knows its models, and compares it frame by frame with the unbounded stream. With --check, repeats an
+    earlier certificate with its scripts, steps and device, and reports changes since. Exit code 1 if the
+    results differ, or the certificate no longer holds.
     """
     folder = folder_for(options)
     with progress() as tell:
-        result, right = _verify(options, tell)
+        if options["check"]:
+            holds, result = _check(options, tell)
+        else:
+            result = (_verify_stream if options["stream"] else _compare)(options, tell)
+            assert result.report.certificate is not None
+            holds = result.report.certificate.verdict != "NOT EQUAL"
     paths = write_files(result, folder)
     following = None
     if options["plan_path"] is not None and not options["stream"]:
         following = command_for(options, "run", "--plan", str(options["plan_path"]))
     show(result, form=options["form"], next_command=following, paths=paths)
-    raise click.exceptions.Exit(0 if right else 1)
+    raise click.exceptions.Exit(0 if holds else 1)
 
 
-def _verify(options: dict[str, Any], tell: Any) -> tuple[Result, bool]:
-    """The result, and whether it is as it should be."""
-    if options["check"]:
-        return _check(options, tell)
-    result = _compare(options, tell)
-    certificate = result.report.certificate
-    assert certificate is not None
-    return result, certificate.verdict != "NOT EQUAL"
-
-
-def _check(options: dict[str, Any], tell: Any) -> tuple[Result, bool]:
+def _check(options: dict[str, Any], tell: Any) -> tuple[bool, Result]:
     from torchtrim.api import check_certificate
 
     if any(options[name] for name in ("plan_path", "stream", "args", "module", "device")):
         raise UsageError(
-            "--check takes a certificate and nothing else: its scripts, plan, steps and device are in it."
+            "--check takes only a certificate, which names its scripts, plan, steps and device."
         )
-    path = Path(options["script"])
-    holds, result = check_certificate(path, timeout=options["timeout"], progress=tell)
-    return result, holds
+    return check_certificate(Path(options["script"]), timeout=options["timeout"], progress=tell)
 
 
 def _compare(options: dict[str, Any], tell: Any) -> Result:
     from torchtrim.api import verify_pair, verify_report
     from torchtrim.records.files import load_plan
 
-    if options["stream"]:
-        return _verify_stream(options, tell)
     script, request = script_of(options), request_of(options)
     if options["plan_path"] is not None:
         plan = load_plan(options["plan_path"])
         return verify_report(script, plan, request, progress=tell)
     if not script.args:
         raise UsageError(
-            "verify needs something to compare with: --plan FILE, or a second script, as in "
+            "verify needs --plan FILE or a second script to compare with, as in "
             "`torchtrim verify A.py B.py`."
         )
     other = script._replace(target=script.args[0], args=script.args[1:])
