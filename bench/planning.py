@@ -26,7 +26,7 @@ from torchtrim.executor.overheads import measured
 from torchtrim.executor.registry import Option
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.problem import Problem
-from torchtrim.planner.solvers.search import Local
+from torchtrim.planner.solvers.search import search
 from torchtrim.records.budget import Budget
 from torchtrim.records.trial import Request
 from torchtrim.step.edits import Edit
@@ -70,7 +70,7 @@ def measure(blocks: int) -> dict[str, Any]:
     for _ in range(ROUNDS):
         begin = time.process_time()
         problem = Problem(step, options, edits)
-        Local().solve(problem)
+        search(problem)
         fronts.append(time.process_time() - begin)
         simulation = Simulation(step, edits)
         begin = time.process_time()

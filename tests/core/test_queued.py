@@ -96,7 +96,7 @@ def test_a_file_that_took_its_number_is_left_alone(tmp_path: Path) -> None:
 def test_nothing_is_said_where_there_is_nothing_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not on Linux, or the file is odd: 0."""
     monkeypatch.setattr(queued._local, "scheduled", queued._Scheduled())
-    queued._local.scheduled.forget()
+    queued._local.scheduled.number = -1
     assert queued.queued_ns() == 0
     monkeypatch.setattr(queued.sys, "platform", "win32")
     assert queued._Scheduled().number == -1

@@ -13,7 +13,7 @@ from torch import nn
 import draws
 from torchtrim.capture.recording import record_call
 from torchtrim.emulator import emulate
-from torchtrim.emulator.orders import Order
+from torchtrim.emulator.orders import StreamOrder
 from torchtrim.errors import UsageError
 
 Tensor = torch.Tensor
@@ -339,7 +339,7 @@ def test_the_line_of_a_race_is_told() -> None:
 @pytest.mark.parametrize("text", ["", "later", "late:3", "random:x", "random:", "random:-1"])
 def test_orders_that_are_none(text: str) -> None:
     with pytest.raises(UsageError, match="early, late, random"):
-        Order.parse(text)
+        StreamOrder.parse(text)
 
 
 @pytest.mark.parametrize("awaited", [True, False])

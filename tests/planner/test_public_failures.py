@@ -16,7 +16,7 @@ from planner.solvers.test_solvers import problem_of
 from step.oracle import peak
 from steps import ConvNet, encoder, fitting, images, squared, train_step
 from torchtrim import TrainStep
-from torchtrim.planner.solvers.search import Local
+from torchtrim.planner.solvers.search import search
 from torchtrim.records.budget import memory_limit
 from torchtrim.workflows.optimize.fitting import Fit
 
@@ -65,7 +65,7 @@ def test_no_solver_goes_over_its_own_budget(seed: int) -> None:
     """pytorch#197871: a knapsack of three items of one byte and a budget of one gives back two."""
     rng = random.Random(seed)
     problem = problem_of(rng, rng.randrange(2, 12))
-    solved = Local().solve(problem)
+    solved = search(problem)
     assert solved is not None
     low, high = solved.front.lowest.peak_bytes, problem.run(()).peak_bytes
     for budget in {low, high, rng.randint(low, high), rng.randint(low, high)}:

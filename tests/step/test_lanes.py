@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable
 
 import pytest
 from tests import draws
 
+from torchtrim.pipelines.orders import order_of
+from torchtrim.planner.stages import timing
+from torchtrim.planner.stages.chain import Chain, Segment
+from torchtrim.records.pipeline import SCHEDULES, Schedule
+from torchtrim.step import exchanges, links
 from torchtrim.step.lanes import LaneTask, run_lanes
 
 Times = dict[Hashable, tuple[float, float]]
 
 
-def slow(lanes: Sequence[Sequence[LaneTask]]) -> Times:
+def slow(lanes: Iterable[Iterable[LaneTask]]) -> Times:
     """Start every task at zero, and move each one back until all constraints hold."""
+    lanes = [list(lane) for lane in lanes]
     starts = {task.key: 0.0 for lane in lanes for task in lane}
     seconds = {task.key: task.seconds for lane in lanes for task in lane}
     changed = True
@@ -51,6 +57,42 @@ def drawn(seed: int) -> list[list[LaneTask]]:
 def test_times_are_those_of_the_oracle(seed: int) -> None:
     lanes = drawn(seed)
     assert run_lanes(lanes) == slow(lanes)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_ranks_of_a_pipeline_have_the_times_of_the_oracle(
+    monkeypatch: pytest.MonkeyPatch, schedule: Schedule
+) -> None:
+    rng = random.Random(len(schedule))
+    ranks, batches = 2, 4
+    count = ranks if schedule in ("GPipe", "1F1B") else 2 * ranks
+    order = order_of(schedule, ranks, count, batches)
+    assert order is not None
+    segments = tuple(
+        Segment(f"{n}", rng.random(), rng.random(), rng.random(), given=rng.randrange(9))
+        for n in range(count)
+    )
+    stages = timing.stages_of(Chain("Net", segments, batches), range(1, count))
+    link = timing.Link(latency=0.1, bytes_per_second=10.0)
+    quick = timing.simulate_pipeline(stages, order, batches, link)
+    monkeypatch.setattr(timing, "run_lanes", slow)
+    assert timing.simulate_pipeline(stages, order, batches, link) == quick
+
+
+@pytest.mark.parametrize("seed", draws.some(range(100)))
+def test_exchanges_and_parts_have_the_times_of_the_oracle(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    rng = random.Random(seed)
+    ready = sorted((rng.random(), rng.randrange(1, 9)) for _ in range(rng.randint(1, 12)))
+    gradients = tuple(exchanges.ReadyGradient(*pair) for pair in ready)
+    link = exchanges.ExchangeCost(rng.random() / 10, rng.random() / 10)
+    overlap = exchanges.Overlap(gradients, 1.0, rng.randint(1, 20), link)
+    parts = [rng.random() for _ in ready]
+    quick = overlap.exposed_now(), links.stall_in_parts(parts, parts[::-1])
+    monkeypatch.setattr(exchanges, "run_lanes", slow)
+    monkeypatch.setattr(links, "run_lanes", slow)
+    assert (overlap.exposed_now(), links.stall_in_parts(parts, parts[::-1])) == quick
 
 
 def test_tasks_that_wait_for_each_other_are_refused() -> None:

@@ -26,10 +26,6 @@ class _Scheduled:
                 self.number = os.open(_SCHEDULED, os.O_RDONLY | os.O_CLOEXEC)
                 self._is = _identity(self.number)
 
-    def forget(self) -> None:
-        """Drop the descriptor without closing it: after a fork it may belong to another file."""
-        self.number = -1
-
     def __del__(self, over: Callable[[], bool] = sys.is_finalizing) -> None:
         if self.number < 0 or over():
             return
@@ -53,7 +49,7 @@ _local = _QueueLocal()
 
 def _begin_again() -> None:
     """Reopen the file after a fork: the inherited one describes the parent's thread."""
-    _local.scheduled.forget()
+    _local.scheduled.number = -1  # not closed, since it may belong to another file by now
     _local.scheduled = _Scheduled()
 
 

@@ -54,7 +54,10 @@ class isolated:  # noqa: N801, since it is used like a function, as `contextlib.
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, self._passing) or _passes(error):
+        ours = (TorchtrimError, BrokenPipeError)
+        if not isinstance(error, Exception) or isinstance(error, ours + self._passing):
+            return False
+        if is_out_of_memory(error) or debugging():
             return False
         note(Failure(*self._part, said_of(error)))
         return True
@@ -106,8 +109,3 @@ def failures(kind: Kind) -> tuple[Failure, ...]:
 def forget() -> None:
     """Clear the recorded failures, as each verb does at its start."""
     _known.clear()
-
-
-def _passes(error: Exception) -> bool:
-    ours = isinstance(error, (TorchtrimError, BrokenPipeError))
-    return ours or is_out_of_memory(error) or debugging()

@@ -40,8 +40,7 @@ class Activity(NamedTuple):
 
     `after`: activities of other streams that end before it starts. `extra`: an unexplained delay. `overlap`:
     its start after that of its predecessor on the stream, if the two overlapped. A node of a graph starts
-    `offset` after activity `anchor`. `floor`: the earliest time, for work that waited for something launched
-    before the trace began.
+    `offset` after activity `anchor`. `floor`: the earliest time, after work from before the trace.
     """
 
     number: int
@@ -60,9 +59,8 @@ class Activity(NamedTuple):
 class ReplayStep(NamedTuple):
     """A step of host thread `lane`: it begins `gap` after the thread's previous step and takes `cost`.
 
-    A wait returns `back` after all of `awaits` have ended; `outside`: additional delay with causes outside
-    the trace. `without`: the cost of the call at `site` without the wait. A hand-over starts the thread again
-    `gap` after thread `of`.
+    A wait returns `back` after all of `awaits` have ended; `outside`: delay by causes outside the trace.
+    `without`: the cost of the call at `site` without the wait. A hand-over resumes `gap` after thread `of`.
     """
 
     does: Does
@@ -96,7 +94,7 @@ class ReplayProgram:
         return self.end - self.begin
 
 
-END = -2  # the site of the last interval, which ends without a sync
+END = -2  # The site of the last interval, which ends without a sync.
 
 
 class Stretches(NamedTuple):

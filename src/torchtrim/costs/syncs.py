@@ -74,7 +74,6 @@ def price_syncs(
 
 
 def _groups(profile: Profile) -> list[list[int]]:
-    """Group syncs by calling line and row."""
     groups: dict[tuple[int, str], list[int]] = {}
     for number, sync in enumerate(profile.syncs):
         if not sync.row.startswith(_RACES):
@@ -105,10 +104,7 @@ def _sites(profile: Profile, groups: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _after(profile: Profile) -> tuple[array[int], Sequence[int]]:
-    """Return the operators after which the host waits, and the numbers of their syncs.
-
-    A sync outside operators follows the operator of the sync before it.
-    """
+    """Return the operators after which the host waits (outside one: the last before), and their syncs."""
     first: dict[str, int] = {}
     for number, op in enumerate(profile.operators):
         first.setdefault(op.phase, number)

@@ -5,6 +5,7 @@ The lists are those of `ATen/autocast_mode.h`; `tests/emulator/test_autocast.py`
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchtrim.dispatch.patches import Patches
+from torchtrim.emulator.composites import overload_named
 from torchtrim.emulator.tags import Tags
 
 TO_FLOAT = (
@@ -37,17 +39,17 @@ TO_FLOAT_IF_UNSAID = (
     *("linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord"),
     *("sum", "sum.dim_IntList"),
 )
+# Operators in low precision on the device, but not under the CPU's own autocast.
 TO_LOW = (
     *("prelu", "addmv", "addr", "mv", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
 )
-"""Operators in low precision on the device, but not under the CPU's own autocast."""
+# Operators in low precision under the CPU's own autocast too.
 LOW_ON_BOTH = (
     *("conv1d", "conv2d", "conv3d", "conv1d.padding", "conv2d.padding", "conv3d.padding"),
     *("conv_tbc", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input"),
     *("addmm", "matmul", "mm", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm"),
     "scaled_dot_product_attention",
 )
-"""Operators in low precision under the CPU's own autocast too."""
 TO_WIDEST = (
     *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler"),
     *("index_put", "tensordot", "scatter_add"),
@@ -56,8 +58,16 @@ _HALVES = (torch.float16, torch.bfloat16)
 _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU)
 
 
+def _upcast(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in _HALVES else tensor
+
+
+def _downcast(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.get_autocast_dtype("cuda"))
+
+
 class _Host(threading.local):
-    """The script's own autocast state for the CPU, initially that of a new thread."""
+    """The script's own autocast state for the CPU, initially as in a new thread."""
 
     enabled = False
     dtype = torch.bfloat16
@@ -121,25 +131,20 @@ class Autocast:
         self._library = make("aten", "IMPL")
         self._patches.on_undo(self._library._destroy)
         for names, kernel in (
-            (TO_FLOAT, self._in_float),
+            (TO_FLOAT, functools.partial(self._cast, change=_upcast)),
             (TO_FLOAT_IF_UNSAID, self._in_float_if_unsaid),
-            (TO_LOW, self._in_low),
+            (TO_LOW, functools.partial(self._cast, change=_downcast)),
             (TO_WIDEST, self._in_widest),
         ):
             for name in names:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    self._library.impl(
-                        name, kernel(_overload(name)), "AutocastCPU", allow_override=True
-                    )
+                    func = kernel(overload_named(name))
+                    self._library.impl(name, func, "AutocastCPU", allow_override=True)
+        options = {"with_keyset": True, "allow_override": True}
         for name in LOW_ON_BOTH:
-            self._library.impl(
-                name,
-                self._where_wanted(_overload(name)),
-                "AutocastCPU",
-                with_keyset=True,
-                allow_override=True,
-            )
+            func = self._where_wanted(overload_named(name))
+            self._library.impl(name, func, "AutocastCPU", **options)
 
     def _where_wanted(self, func: Any) -> Callable[..., Any]:
         """Cast tensors on the device; cast those on the host only under the script's own CPU autocast."""
@@ -157,31 +162,20 @@ class Autocast:
     def _is_on_device(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and self._tags.on_device(value)
 
-    def _in_float(self, func: Any) -> Callable[..., Any]:
-        return self._cast(func, lambda t: t.float() if t.dtype in _HALVES else t)
-
-    def _in_low(self, func: Any) -> Callable[..., Any]:
-        def low(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(torch.get_autocast_dtype("cuda"))
-
-        return self._cast(func, low)
-
     def _in_widest(self, func: Any) -> Callable[..., Any]:
         """Run in low precision, unless a tensor has a wider dtype."""
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            given = [value for value in tree_leaves(args) if isinstance(value, torch.Tensor)]
-            wide = any(one.dtype == torch.float32 and self._tags.on_device(one) for one in given)
-            chosen = torch.float32 if wide else torch.get_autocast_dtype("cuda")
-            return self._cast(func, lambda tensor: tensor.to(chosen))(*args, **kwargs)
+            tensors = (value for value in tree_leaves(args) if isinstance(value, torch.Tensor))
+            wide = any(t.dtype == torch.float32 and self._tags.on_device(t) for t in tensors)
+            dtype = torch.float32 if wide else torch.get_autocast_dtype("cuda")
+            return self._cast(func, lambda tensor: tensor.to(dtype))(*args, **kwargs)
 
         return kernel
 
     def _in_float_if_unsaid(self, func: Any) -> Callable[..., Any]:
         def kernel(tensor: torch.Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
-            names = [
-                argument.name for argument in func._schema.arguments if not argument.kwarg_only
-            ]
+            names = [a.name for a in func._schema.arguments if not a.kwarg_only]
             at = names.index("dtype") - 1 if "dtype" in names else len(args)
             if at < len(args):
                 dtype, args = args[at], (*args[:at], *args[at + 1 :])
@@ -208,8 +202,3 @@ class Autocast:
                 return func(*args, **kwargs)
 
         return kernel
-
-
-def _overload(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")

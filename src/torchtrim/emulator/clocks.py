@@ -12,13 +12,13 @@ import math
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-_BYTE = 0xFF
-"""All ones is NaN in every floating-point type and -1 in every signed one."""
+_BYTE = 0xFF  # All ones are NaN in every floating-point type and -1 in every signed one.
 
 
 class Shape(NamedTuple):
@@ -131,7 +131,7 @@ class Pending:
         self.queues[stream].append(Work(serial, do, cells, after))
 
     def uses(self, stream: int, tensors: Iterable[torch.Tensor]) -> bool:
-        """True if a stream has queued work on one of these tensors."""
+        """Return True if a stream has queued work on one of these tensors."""
         if not self.queues[stream]:
             return False
         keys = {cell.key for work in self.queues[stream] for cell in work.cells}
@@ -162,12 +162,10 @@ class Pending:
                 self.complete(other, serial)
 
     def let_go(self, is_lost: Callable[[StorageCell], bool | None]) -> None:
-        """Release storages that only pending work uses, and poison them if `is_lost` returns True.
-
-        `is_lost` returns None if that is not decided yet.
-        """
+        """Release storages that only pending work uses, and poison lost ones; `is_lost` may be undecided."""
+        use_count: Any = torch._C._storage_Use_Count
         for cell in list(self._cells.values()):
-            if _uses(cell.key) > 1 or (lost := is_lost(cell)) is None:
+            if use_count(cell.key) > 1 or (lost := is_lost(cell)) is None:
                 continue
             del self._cells[cell.key]
             with unowned():
@@ -187,25 +185,23 @@ class Pending:
 
 
 def places_among(values: Any) -> list[TensorPlace]:
-    """Iterate over the places in a nest of values."""
-    leaves = tree_leaves(values, is_leaf=_is_place)
-    return [one for one in leaves if isinstance(one, TensorPlace)]
+    """Return the places in a nest of values."""
+    return [
+        leaf for leaf in tree_leaves(values, is_leaf=_is_place) if isinstance(leaf, TensorPlace)
+    ]
 
 
 def tensors_at(values: Any) -> Any:
     """Replace places in a nest of values by tensors."""
-    return tree_map(
-        lambda one: one.tensor() if isinstance(one, TensorPlace) else one, values, is_leaf=_is_place
-    )
+
+    def tensor_of(leaf: Any) -> Any:
+        return leaf.tensor() if isinstance(leaf, TensorPlace) else leaf
+
+    return tree_map(tensor_of, values, is_leaf=_is_place)
 
 
 def _is_place(value: Any) -> bool:
     return isinstance(value, TensorPlace)
-
-
-def _uses(key: int) -> int:
-    count: Any = torch._C._storage_Use_Count
-    return int(count(key))
 
 
 READ = "stream-read"
@@ -214,15 +210,13 @@ FREE = "stream-free"
 _HOST = -1
 
 
+@dataclass(slots=True, eq=False)
 class Access:
     """An operator on a stream: its serial there, and its number in a recording (or -1)."""
 
-    __slots__ = ("operator", "serial", "stream")
-
-    def __init__(self, stream: int, serial: int) -> None:
-        self.stream = stream
-        self.serial = serial
-        self.operator = -1
+    stream: int
+    serial: int
+    operator: int = -1
 
 
 class Race(NamedTuple):
@@ -232,81 +226,72 @@ class Race(NamedTuple):
     access: Access
 
 
-Span = tuple[int, float]
-"""First byte in a storage and the byte after the last."""
-WHOLE: Span = (0, math.inf)
+ByteRange = tuple[int, float]  # The first byte in a storage and the byte after the last.
+WHOLE: ByteRange = (0, math.inf)
 
 
 class Use(NamedTuple):
     """A range of a storage used by an operator."""
 
     storage: Any
-    span: Span = WHOLE
+    span: ByteRange = WHOLE
 
 
-class _Range:
+@dataclass(slots=True, eq=False)
+class _StorageRange:
     """A range of a storage, its last writer and the readers since."""
 
-    __slots__ = ("reads", "span", "write")
+    span: ByteRange
+    write: Access | None = None
+    reads: dict[int, Access] = field(default_factory=dict)
 
-    def __init__(self, span: Span, write: Access | None) -> None:
-        self.span = span
-        self.write = write
-        self.reads: dict[int, Access] = {}
-
-    def meets(self, span: Span) -> bool:
-        """True if the ranges overlap."""
+    def meets(self, span: ByteRange) -> bool:
         return self.span[0] < span[1] and span[0] < self.span[1]
 
-    def is_within(self, span: Span) -> bool:
-        """True if a span contains the range."""
+    def is_within(self, span: ByteRange) -> bool:
         return span[0] <= self.span[0] and self.span[1] <= span[1]
 
     @property
     def users(self) -> list[Access]:
-        """Who touched it."""
         return [*([self.write] if self.write is not None else ()), *self.reads.values()]
 
 
 class _Watched(weakref.ref[Any]):
     """A storage used by streams, and its separately used ranges.
 
-    `home` is the stream that owns the memory: when freed, the next allocation there reuses it, unless it is
-    host memory. `kept` are the streams passed to `record_stream`.
+    `home`: the stream that owns the memory; once freed, its next allocation reuses it, except on the host.
+    `kept`: the streams passed to `record_stream`.
     """
 
     __slots__ = ("home", "kept", "key", "parts")
     key: int
     home: int
-    parts: list[_Range]
+    parts: list[_StorageRange]
     kept: set[int]
 
-    def met(self, span: Span) -> list[_Range]:
-        """Return the ranges that overlap a span."""
+    def met(self, span: ByteRange) -> list[_StorageRange]:
         return [part for part in self.parts if part.meets(span)]
 
-    def part(self, span: Span) -> _Range:
-        """Return the range of exactly this span."""
+    def part(self, span: ByteRange) -> _StorageRange:
         for part in self.parts:
             if part.span == span:
                 return part
-        self.parts.append(_Range(span, None))
+        self.parts.append(_StorageRange(span))
         return self.parts[-1]
 
     @property
     def users(self) -> list[Access]:
-        """Who touched it."""
         return [access for part in self.parts for access in part.users]
 
 
 class Clocks:
     """Vector clocks of streams, and the accesses to storages. Appends to `races`.
 
-    `is_devices` is true for a storage of the device, false for pinned host memory.
+    `on_device` returns True for a storage of the device, False for pinned host memory.
     """
 
-    def __init__(self, is_devices: Callable[[Any], bool]) -> None:
-        self._is_devices = is_devices
+    def __init__(self, on_device: Callable[[Any], bool]) -> None:
+        self._on_device = on_device
         self.races: list[Race] = []
         self.last: Access | None = None
         self._seen: defaultdict[int, dict[int, int]] = defaultdict(dict)
@@ -320,16 +305,16 @@ class Clocks:
         seen = self._seen[stream]
         _join(seen, self._host)
         seen[stream] = seen.get(stream, 0) + 1
-        self.last = Access(stream, seen[stream])
-        self._reuse(stream)
-        return self.last
+        access = self.last = Access(stream, seen[stream])
+        self._reuse(stream, access)
+        return access
 
     def serial(self, stream: int) -> int:
         """Return the number of the newest operator of a stream."""
         return self._seen[stream].get(stream, 0)
 
     def has_seen(self, stream: int, other: int, serial: int) -> bool:
-        """True if a stream's further work is ordered after an operator of another stream."""
+        """Return True if a stream's further work is ordered after an operator of another stream."""
         return max(self._seen[stream].get(other, 0), self._host.get(other, 0)) >= serial
 
     def read(self, uses: Iterable[Use], access: Access) -> list[int]:
@@ -347,17 +332,17 @@ class Clocks:
         """Record writes."""
         for storage, span in uses:
             watched = self._watched(storage)
-            others = (other for part in watched.met(span) for other in part.users)
-            if not all(self._ordered(other, access) for other in others):
+            earlier = (user for part in watched.met(span) for user in part.users)
+            if not all(self._ordered(user, access) for user in earlier):
                 self.races.append(Race(WRITE, access))
             watched.parts = [part for part in watched.parts if not part.is_within(span)]
-            watched.parts.append(_Range(span, access))
+            watched.parts.append(_StorageRange(span, access))
 
     def make(self, storages: Iterable[Any], access: Access, *, on_device: bool) -> None:
         """Record new storages, in the memory of the operator's stream or of the host."""
         for storage in storages:
             watched = self._watch(storage, access.stream if on_device else _HOST)
-            watched.parts = [_Range(WHOLE, access)]
+            watched.parts = [_StorageRange(WHOLE, access)]
 
     def keep(self, storage: Any, stream: int) -> None:
         """Record that a stream uses a storage (`record_stream`)."""
@@ -368,7 +353,7 @@ class Clocks:
         return self._watched(storage).home
 
     def is_kept(self, storage: Any, stream: int) -> bool:
-        """True if the allocator knows that a stream uses a storage."""
+        """Return True if the allocator knows that a stream uses a storage."""
         return stream in self._watched(storage).kept
 
     def recorded(self, event: Any, stream: int) -> None:
@@ -394,22 +379,21 @@ class Clocks:
             return True
         return self._seen[later.stream].get(earlier.stream, 0) >= earlier.serial
 
-    def _reuse(self, stream: int) -> None:
+    def _reuse(self, stream: int, now: Access) -> None:
         """Check freed memory for reuse while other streams, unknown to the allocator, still use it."""
-        freed = [one for one in self._dead if one.home == stream]
+        freed = [dead for dead in self._dead if dead.home == stream]
         if not freed:
             return
-        self._dead = [one for one in self._dead if one.home != stream]
+        self._dead = [dead for dead in self._dead if dead.home != stream]
         for watched in freed:
-            late = (access for access in watched.users if access.stream not in watched.kept)
-            for access in late:
-                if self.last is not None and not self._ordered(access, self.last):
+            for access in watched.users:
+                if access.stream not in watched.kept and not self._ordered(access, now):
                     self.races.append(Race(FREE, access))
 
     def _watched(self, storage: Any) -> _Watched:
         """Return a known storage. An unknown one belongs to the default stream."""
         known = self._storages.get(storage._cdata)
-        return known or self._watch(storage, 0 if self._is_devices(storage) else _HOST)
+        return known or self._watch(storage, 0 if self._on_device(storage) else _HOST)
 
     def _watch(self, storage: Any, home: int) -> _Watched:
         watched = self._storages[storage._cdata] = _Watched(storage, self._died)

@@ -16,10 +16,12 @@ from torchtrim.emulator.mode import Accelerator
 from torchtrim.emulator.streams import current_stream
 
 _KEYS = ("AutogradCPU", "CPU")
+_FUSED = "_scaled_dot_product_efficient_attention"
 _MEAN = 1  # `at::Reduction::Mean`.
 _NUMBERS = itertools.count()
-_STATES: dict[int, torch.Tensor] = {}
-"""Random number states from which a backward pass may draw again."""
+_STATES: dict[
+    int, torch.Tensor
+] = {}  # Random number states for backward passes to draw from again.
 _aten: Any = torch.ops.aten
 
 
@@ -46,15 +48,11 @@ class Composites:
             ("scaled_dot_product_attention", self._attention, _KEYS),
             ("native_dropout", fused_dropout, ("CPU",)),
             ("native_dropout_backward", fused_dropout_backward, ("CPU",)),
-            ("_scaled_dot_product_efficient_attention", fused_attention, ("CPU",)),
-            (
-                "_scaled_dot_product_efficient_attention_backward",
-                fused_attention_backward,
-                ("CPU",),
-            ),
+            (_FUSED, fused_attention, ("CPU",)),
+            (f"{_FUSED}_backward", fused_attention_backward, ("CPU",)),
         ):
             if len(keys) > 1:
-                self._accelerator.composites[_overload(name)] = kernel
+                self._accelerator.composites[overload_named(name)] = kernel
             for key in keys:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
@@ -96,15 +94,8 @@ class Composites:
         mean = reduction == 1 and weight is not None and label_smoothing > 0
         if mean and target.dtype == torch.int64 and self._tags.on_device(scores):
             tell_synchronized("smoothed-weights", current_stream())
-        return _as_on_cpu(
-            _aten.cross_entropy_loss.default,
-            scores,
-            target,
-            weight,
-            reduction,
-            ignore_index,
-            label_smoothing,
-        )
+        arguments = (scores, target, weight, reduction, ignore_index, label_smoothing)
+        return _as_on_cpu(_aten.cross_entropy_loss.default, *arguments)
 
     def _ctc_loss(
         self,
@@ -119,10 +110,10 @@ class Composites:
         """The mean divides by the targets' lengths, which C++ uploads unseen by modes."""
         packet = _aten.ctc_loss
         plain = packet.IntList if isinstance(target_lengths, list) else packet.Tensor
-        given = (log_probs, targets, input_lengths, target_lengths, blank)
+        arguments = (log_probs, targets, input_lengths, target_lengths, blank)
         if reduction != _MEAN or not self._tags.on_device(log_probs):
-            return _as_on_cpu(plain, *given, reduction, zero_infinity)
-        each = _as_on_cpu(plain, *given, 0, zero_infinity)
+            return _as_on_cpu(plain, *arguments, reduction, zero_infinity)
+        each = _as_on_cpu(plain, *arguments, 0, zero_infinity)
         return (each / torch.as_tensor(target_lengths, device=each.device).clamp_min(1)).mean()
 
     def _attention(
@@ -184,7 +175,8 @@ def fused_dropout_backward(
     return gradient * mask.to(gradient.dtype).div_(1 / scale)
 
 
-def _overload(name: str) -> Any:
+def overload_named(name: str) -> Any:
+    """Return the operator `packet.overload` or `packet` of `torch.ops.aten`."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(_aten, packet), overload or "default")
 
@@ -245,7 +237,6 @@ def fused_attention_backward(
 
 
 def _flat(matrices: torch.Tensor) -> torch.Tensor:
-    """Flatten the batch dimensions, like `matmul`."""
     return matrices.reshape(-1, *matrices.shape[-2:])
 
 
@@ -282,5 +273,4 @@ def _weights(
 
 
 def _root_of_scale(query: torch.Tensor, scale: float | None) -> float:
-    """Return the factor of both query and key."""
     return math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)

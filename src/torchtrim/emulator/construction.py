@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 
+from torchtrim.dispatch.modes import tensors_among
 from torchtrim.dispatch.patches import Patches
 from torchtrim.emulator.moves import DeviceMover, is_cuda
 from torchtrim.emulator.tags import DEVICE, HOST, Tags
@@ -17,19 +17,9 @@ from torchtrim.emulator.tags import DEVICE, HOST, Tags
 _LIFT = torch.ops.aten.lift_fresh.default
 _READ = torch.ops.aten._local_scalar_dense.default
 _SPARSE = ("coo", "csr", "csc", "bsr", "bsc", "compressed")
-TYPES = {
-    "FloatTensor": torch.float32,
-    "DoubleTensor": torch.float64,
-    "HalfTensor": torch.float16,
-    "BFloat16Tensor": torch.bfloat16,
-    "LongTensor": torch.int64,
-    "IntTensor": torch.int32,
-    "ShortTensor": torch.int16,
-    "CharTensor": torch.int8,
-    "ByteTensor": torch.uint8,
-    "BoolTensor": torch.bool,
-}
-"""Tensor types in `torch.cuda`, by name."""
+_KINDS = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
+# Tensor types in `torch.cuda`, by name.
+TYPES = {f"{kind}Tensor": getattr(torch, f"{kind}Tensor").dtype for kind in _KINDS}
 
 
 class Construction:
@@ -45,14 +35,11 @@ class Construction:
         self._patches.replace(torch, "tensor", self._from_data(torch.tensor))
         for name in ("as_tensor", "asarray"):
             self._patches.replace(torch, name, self._shared(getattr(torch, name)))
-        own_nested = torch.nested.nested_tensor
-        self._patches.replace(torch.nested, "nested_tensor", self._of_parts(own_nested))
-        for kind in _SPARSE:
-            name = f"sparse_{kind}_tensor"
-            self._patches.replace(torch, name, self._of_parts(getattr(torch, name)))
+        sparse = ((torch, f"sparse_{kind}_tensor") for kind in _SPARSE)
+        for owner, name in ((torch.nested, "nested_tensor"), *sparse):
+            self._patches.replace(owner, name, self._of_parts(getattr(owner, name)))
         self._patches.replace(torch.Tensor, "new_tensor", self._new_tensor)
-        own_new = torch.Tensor.new
-        self._patches.replace(torch.Tensor, "new", self._new(own_new))
+        self._patches.replace(torch.Tensor, "new", self._new(torch.Tensor.new))
         for name, dtype in TYPES.items():
             self._patches.replace(torch.cuda, name, self._legacy(name, dtype))
         self._patches.replace(torch, "Generator", Generator)
@@ -82,7 +69,6 @@ class Construction:
         return tensor
 
     def _of_parts(self, own: Any) -> Any:
-        """Sparse and nested tensors, on the device of their parts unless a device is given."""
         mover = self._mover
 
         @functools.wraps(own)
@@ -96,18 +82,12 @@ class Construction:
         return of_parts
 
     def _shared(self, own: Any) -> Any:
-        """Functions that share an existing tensor where possible."""
-
         @functools.wraps(own)
         def shared(data: Any, *args: Any, **options: Any) -> torch.Tensor:
-            if args:
-                names = ("dtype", "device")
-                options = {**dict(zip(names, args, strict=False)), **options}
+            options = {**dict(zip(("dtype", "device"), args, strict=False)), **options}
             device = options.get("device")
             here = isinstance(data, torch.Tensor) and self._mover.tags.on_device(data)
-            if not (_wants_device(device) or here) or (
-                here and isinstance(device, str) and device == "meta"
-            ):
+            if not (_wants_device(device) or here) or (here and device == "meta"):
                 return own(data, **options)  # type: ignore[no-any-return]
             if isinstance(data, torch.Tensor):
                 on = here if device is None else is_cuda(device)
@@ -138,7 +118,7 @@ class Construction:
             on = mover.tags.on_device(self) if device is None else is_cuda(device)
             if not on:
                 return own(self, data, **options)
-            return uploaded(functools.partial(_without_device, own, self), data, options)
+            return uploaded(lambda data, device, **rest: own(self, data, **rest), data, options)
 
         return new_tensor
 
@@ -154,20 +134,15 @@ class Construction:
         return new
 
     def _legacy(self, name: str, dtype: torch.dtype) -> Any:
-        own = torch.tensor
-        uploaded = self._uploaded
+        own, uploaded, tags = torch.tensor, self._uploaded, self._mover.tags
 
-        tags = self._mover.tags
-
-        class Kind(type):
+        class LegacyType(type):
             def __instancecheck__(cls, thing: object) -> bool:
-                return (
-                    isinstance(thing, torch.Tensor)
-                    and thing.dtype == dtype
-                    and tags.on_device(thing)
-                )
+                if not isinstance(thing, torch.Tensor) or thing.dtype != dtype:
+                    return False
+                return tags.on_device(thing)
 
-        class Legacy(metaclass=Kind):
+        class Legacy(metaclass=LegacyType):
             def __new__(cls, *data: Any) -> Any:
                 sized = all(isinstance(size, int) for size in data)
                 if sized or isinstance(data[0], torch.Size):
@@ -177,11 +152,6 @@ class Construction:
         Legacy.__name__, Legacy.__module__ = name, "torch.cuda"
         Legacy.dtype = dtype  # type: ignore[attr-defined]
         return Legacy
-
-
-def _without_device(own: Any, self: Any, data: Any, **options: Any) -> Any:
-    options.pop("device", None)
-    return own(self, data, **options)
 
 
 def _set_default_type(own: Any) -> Any:
@@ -209,19 +179,10 @@ def _default_device() -> torch.device:
 
 def _read_each(data: Any, tags: Tags) -> None:
     """Record the reads of a list of tensors, one number at a time, which no mode sees."""
-    for tensor in _tensors_among(data):
+    for tensor in tensors_among(data) if isinstance(data, (list, tuple)) else ():
         if tags.on_device(tensor):
             for number in tensor.detach().reshape(-1).unbind():
                 _READ(number)
-
-
-def _tensors_among(data: Any) -> Iterator[torch.Tensor]:
-    if isinstance(data, (list, tuple)):
-        for value in data:
-            if isinstance(value, torch.Tensor):
-                yield value
-            elif isinstance(value, (list, tuple)):
-                yield from _tensors_among(value)
 
 
 _Meta: Any = type(torch._C.Generator)

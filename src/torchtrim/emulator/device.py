@@ -21,7 +21,7 @@ from torchtrim.emulator.composites import Composites
 from torchtrim.emulator.construction import Construction
 from torchtrim.emulator.mode import Accelerator
 from torchtrim.emulator.moves import DeviceMover, is_cuda
-from torchtrim.emulator.orders import Order, Orders
+from torchtrim.emulator.orders import Orders, StreamOrder
 from torchtrim.emulator.runtime import DEFAULT, DeviceModel, Runtime
 from torchtrim.emulator.streams import current_stream
 from torchtrim.emulator.tags import DEVICE, Tags
@@ -52,22 +52,20 @@ def patch_grouping(patches: Patches, tags: Tags) -> None:
     """Group an optimizer's parameters by emulated device, which torch does in C++."""
     own = torch._C._group_tensors_by_device_and_dtype
 
+    def device_of(lists: Any, device: Any) -> Any:
+        first = next((tensor for tensor in lists[0] if tensor is not None), None)
+        return DEVICE if first is not None and tags.on_device(first) else device
+
     def group(tensors: Any, with_indices: bool = False) -> Any:
         return {
-            (_device_of(lists, device, tags), dtype): (lists, indices)
+            (device_of(lists, device), dtype): (lists, indices)
             for (device, dtype), (lists, indices) in own(tensors, with_indices).items()
         }
 
     patches.replace(torch._C, "_group_tensors_by_device_and_dtype", group)
     for module in (_foreach_utils, optimizers, swa_utils):
-        original = getattr(module, "_group_tensors_by_device_and_dtype", None)
-        if original is own:
+        if getattr(module, "_group_tensors_by_device_and_dtype", None) is own:
             patches.replace(module, "_group_tensors_by_device_and_dtype", group)
-
-
-def _device_of(lists: Any, device: Any, tags: Tags) -> Any:
-    first = next((tensor for tensor in lists[0] if tensor is not None), None)
-    return DEVICE if first is not None and tags.on_device(first) else device
 
 
 def patch_parallel(patches: Patches, mover: DeviceMover) -> None:
@@ -116,27 +114,23 @@ def patch_files(patches: Patches, tags: Tags) -> None:
     own_load = patches.replace(torch.jit, "load", load_script)
     registry = torch.serialization._package_registry
     torch.serialization.register_package(_BEFORE_CPU, location, restore)
-    patches.on_undo(_remove, registry, restore)
+    patches.on_undo(registry.remove, (_BEFORE_CPU, location, restore))
 
 
 def _untyped(storage: Any) -> Any:
     return getattr(storage, "_untyped_storage", storage)
 
 
-def _remove(registry: list[Any], restore: Any) -> None:
-    registry[:] = [entry for entry in registry if entry[2] is not restore]
-
-
 _running: list[Emulation] = []
 
 
 class Emulation:
-    """An emulated device between `begin` and `end`. `notes` list deviations from a real device.
+    """An emulated device between `begin` and `end`. `notes`: deviations from a real device.
 
-    `order`: the order in which streams run their work, or None to run it at once.
+    `order`: the order of stream work, or None to run it at once.
     """
 
-    def __init__(self, model: DeviceModel = DEFAULT, order: Order | None = None) -> None:
+    def __init__(self, model: DeviceModel = DEFAULT, order: StreamOrder | None = None) -> None:
         self.accelerator = Accelerator()
         self.tags = self.accelerator.tags
         self.orders = None if order is None else Orders(order, self.tags)
@@ -175,7 +169,7 @@ class Emulation:
         _running.append(self)
 
     def adopt(self, root: torch.nn.Module) -> None:
-        """Treat a root module on the host, and the tensors it is used with, as on the device."""
+        """Treat a root module on the host, and tensors used together with it, as on the device."""
         tensors = [*root.parameters(), *root.buffers()]
         if not any(self.tags.on_device(tensor) for tensor in tensors):
             self.accelerator.adopts = True
@@ -203,7 +197,7 @@ def emulate(model: DeviceModel = DEFAULT, streams: str = "") -> Iterator[Emulati
 
     `streams`: the order of stream work, as for `--streams`. Raises `UsageError`.
     """
-    emulation = Emulation(model, Order.parse(streams) if streams else None)
+    emulation = Emulation(model, StreamOrder.parse(streams) if streams else None)
     emulation.begin()
     try:
         yield emulation

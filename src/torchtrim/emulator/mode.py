@@ -27,56 +27,32 @@ from torchtrim.emulator.tags import HOST, Tags
 from torchtrim.errors import Unsupported
 from torchtrim.syncs.lookup import holds, row
 
-_MEETS_HOST = frozenset(
-    (
-        "aten::copy_",
-        "aten::_to_copy",
-        "aten::index",
-        "aten::index_put",
-        "aten::index_put_",
-        "aten::_index_put_impl_",
-        "aten::_unsafe_index",
-        "aten::_foreach_copy_",
-        "aten::_pack_padded_sequence",
-        "aten::_pack_padded_sequence_backward",
-        "aten::_ctc_loss",
-        "aten::_ctc_loss_backward",
-        "aten::_fused_adam_",
-        "aten::_fused_adamw_",
-        "aten::set_",
-        "aten::record_stream",
-        "aten::fill_",
-        "aten::bernoulli_",
-        "aten::_resize_output_",
-    )
+
+def _aten(*names: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in names)
+
+
+_PUTS = _aten("index_put", "index_put_", "_index_put_impl_")
+_INDEXES = _PUTS | _aten("index", "_unsafe_index")  # Only their indices may be on the host.
+_TAKES_NUMBERS = _PUTS | _aten("masked_fill")
+_OWN_TARGET = _aten("copy_", "_foreach_copy_", "fill_", "bernoulli_")
+_MEETS_HOST = (
+    _INDEXES
+    | _OWN_TARGET
+    | _aten("_to_copy", "set_", "record_stream", "_resize_output_", "_fused_adam_", "_fused_adamw_")
+    | _aten("_pack_padded_sequence", "_pack_padded_sequence_backward")
+    | _aten("_ctc_loss", "_ctc_loss_backward")
 )
-_FILLS = frozenset(
-    ("aten::index_fill_", "aten::masked_fill_")
-    if holds(row("host-index-fill"), str(torch.__version__))
-    else ()
-)
-"""The operator of `x[i] = 3.0` from torch 2.15 on. A GPU first uploads `i` if it is on the host."""
-_TAKES_NUMBERS = frozenset(
-    ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::masked_fill")
-)
-_INDEXES = frozenset(
-    (
-        "aten::index",
-        "aten::index_put",
-        "aten::index_put_",
-        "aten::_index_put_impl_",
-        "aten::_unsafe_index",
-    )
-)
-"""Only their indices may be on the host."""
-_OWN_TARGET = frozenset(("aten::copy_", "aten::_foreach_copy_", "aten::fill_", "aten::bernoulli_"))
+# The operator of `x[i] = 3.0` from torch 2.15 on. A GPU first uploads `i` if it is on the host.
+_FILLS = _aten("index_fill_", "masked_fill_")
+if not holds(row("host-index-fill"), str(torch.__version__)):
+    _FILLS = frozenset()
 _NO_KERNEL = "Could not run '"
-_TAKE_INTEGERS = (torch.ops.aten.histc.default,)
-"""On a GPU; the CPU supports only floating point."""
+_TAKE_INTEGERS = (torch.ops.aten.histc.default,)  # On a GPU; the CPU takes only floating point.
 
 
 class _OperatorTraits(NamedTuple):
-    """Properties of an operator, by its name. `takes_lists`: the first element of each list decides."""
+    """Properties of an operator. `takes_lists`: the first element of each list decides its device."""
 
     copies: bool
     meets_host: bool
@@ -89,17 +65,17 @@ class _OperatorTraits(NamedTuple):
     parts: Any
 
 
-class _Local(threading.local):
+class _CopyTarget(threading.local):
     target: bool | None = None
 
 
 class Accelerator(TorchDispatchMode):
     """An emulated CUDA device. `call` runs an operator; the mode calls it for unrecorded operators.
 
-    An operator runs on the device if its arguments name the device or include a tensor on it. `target` is the
-    destination of the current copy: the device, the host, or its source (None). `adopts`: host tensors
-    used together with device tensors count as on the device. `composites`: replacements of composite
-    operators. `orders`: the order of stream work, or None to run it at once.
+    An operator runs on the device if its arguments name the device or include a tensor on it.
+    `moving.target`: the destination of the current copy: the device, the host, or its source (None).
+    `adopts`: host tensors used together with device tensors count as on the device. `composites`:
+    replacements of composite operators. `orders`: the order of stream work, or None to run it at once.
     """
 
     supports_higher_order_operators = True
@@ -107,7 +83,7 @@ class Accelerator(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tags = Tags()
-        self.moving = _Local()
+        self.moving = _CopyTarget()
         self._known: dict[int, _OperatorTraits] = {}
         self._pid = os.getpid()
         self._was_on = False
@@ -158,7 +134,7 @@ class Accelerator(TorchDispatchMode):
         if on and host:
             self._settle(func, known, args, host)
         if known.takes_numbers and self._is_number_on_device(args):
-            self._numbers.add(_get_sequence_nr() - 1)
+            self._numbers.add(_get_sequence_nr() - 1)  # its gradient is on the device too
         met = on
         if kwargs:
             on, kwargs = self._placed(known, on, args, kwargs)
@@ -169,7 +145,8 @@ class Accelerator(TorchDispatchMode):
         else:
             result = self._run(func, args, kwargs)
         if on:
-            self._put(self._made(known, result))
+            if not known.own_target:
+                self._put(result[:1] if known.counts_on_host else (result,))
         elif self.tags.any_open() and any(map(self.tags.is_open, tensors_among(args))):
             for made in tensors_among((result,)):
                 self.tags.leave_open(made)
@@ -177,15 +154,8 @@ class Accelerator(TorchDispatchMode):
         return result
 
     def _is_number_on_device(self, args: Any) -> bool:
-        """True if an assigned value is a single number on the device, so that its gradient is there too."""
         value = args[2] if len(args) > 2 else None
         return isinstance(value, torch.Tensor) and not value.dim() and self.tags.on_device(value)
-
-    def _made(self, known: _OperatorTraits, result: Any) -> tuple[Any, ...]:
-        """Tag the results of an operator with the device it ran on."""
-        if known.own_target:
-            return ()
-        return result[:1] if known.counts_on_host else (result,)
 
     def _placed(
         self, known: _OperatorTraits, on: bool, args: Any, kwargs: dict[str, Any]
@@ -216,23 +186,23 @@ class Accelerator(TorchDispatchMode):
             result = func(*args, **kwargs)
         except NotImplementedError as error:
             if _NO_KERNEL in str(error):
-                raise _missing(func) from error
+                raise Unsupported(
+                    f"the emulated device cannot run {func.name()}: the operator has no kernel for "
+                    "CPU. Run the script where there is a GPU, or replace the operator."
+                ) from error
             if func not in _TAKE_INTEGERS or not self.tags.on_device(args[0]):
                 raise
             result = func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
         if pinned:
             self.tags.pin(result)
-        elif "device" in kwargs and "pin_memory" not in kwargs:
-            self._leave_open(result)
+        from_cpp = "device" in kwargs and "pin_memory" not in kwargs
+        new = from_cpp and isinstance(result, torch.Tensor) and not result.is_meta
+        if new and not self.tags.on_device(result):
+            self.tags.leave_open(result)
         return result
 
-    def _leave_open(self, made: Any) -> None:
-        """True for a tensor created by C++ itself: calls from Python always pass `pin_memory`."""
-        if isinstance(made, torch.Tensor) and not made.is_meta and not self.tags.on_device(made):
-            self.tags.leave_open(made)
-
     def _met(self, known: _OperatorTraits, values: Iterable[Any], host: list[torch.Tensor]) -> bool:
-        """True if a tensor among the values is on the device. Appends the others to `host`."""
+        """Return True if a tensor among the values is on the device. Append the others to `host`."""
         device = self.tags._device
         on = False
         some_open = self.tags.any_open()
@@ -266,10 +236,10 @@ class Accelerator(TorchDispatchMode):
             elif self.adopts:
                 self.tags.put(tensor)
             else:
+                kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
                 raise RuntimeError(
                     "Expected all tensors to be on the same device, but found at least two devices, "
-                    f"cuda:0 and cpu! (when checking the arguments of {func.name()}: "
-                    f"{_described(tensor)} is on cpu)"
+                    f"cuda:0 and cpu! (when checking the arguments of {func.name()}: {kind} is on cpu)"
                 )
 
     def _put(self, values: Iterable[Any]) -> None:
@@ -296,18 +266,7 @@ class Accelerator(TorchDispatchMode):
 
 
 def _is_indexed(known: _OperatorTraits, tensor: torch.Tensor, args: Any) -> bool:
-    """True if the operator indexes or assigns the tensor, rather than using it as an index."""
+    """Return True if the operator indexes or assigns the tensor, rather than using it as an index."""
     if known.fills:
         return bool(tensor is args[0])
     return known.indexes and any(tensor is argument for argument in args)
-
-
-def _described(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _missing(func: Any) -> Unsupported:
-    return Unsupported(
-        f"the emulated device cannot run {func.name()}: the operator has no kernel for CPU. "
-        "Run the script where there is a GPU, or replace the operator."
-    )

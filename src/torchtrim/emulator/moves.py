@@ -12,7 +12,7 @@ _TO_COPY = torch.ops.aten._to_copy.default
 
 
 def is_cuda(device: Any) -> bool:
-    """True if a device, its name or its number means the emulated device."""
+    """Return True if a device, its name or its number means the emulated device."""
     if device is None:
         return False
     named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -22,7 +22,7 @@ def is_cuda(device: Any) -> bool:
     return True
 
 
-_count = 1  # A single process has one device; ranks have one number each.
+_count = 1  # Devices in this process: one, or one number for each rank.
 
 
 def emulate_devices(count: int) -> None:
@@ -75,10 +75,8 @@ class DeviceMover:
         """Return the tensor on the device (`on`) or the host, itself if it already matches."""
         here = self.tags.on_device(tensor) == on
         if here and not copy and (dtype is None or dtype == tensor.dtype):
-            layout = options.get("memory_format")
-            if layout in (None, torch.preserve_format) or tensor.is_contiguous(
-                memory_format=layout
-            ):
+            layout = options.get("memory_format") or torch.preserve_format
+            if layout == torch.preserve_format or tensor.is_contiguous(memory_format=layout):
                 return tensor
         if dtype is not None:
             options["dtype"] = dtype
@@ -103,7 +101,7 @@ class DeviceMover:
         return result
 
     def to(self, tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`tensor.to(*args, **kwargs)`, or NotImplemented if no device is involved."""
+        """Return `tensor.to(*args, **kwargs)`, or NotImplemented if no device is involved."""
         device, dtype, rest = _request(args, kwargs)
         on = self.tags.on_device(tensor)
         if isinstance(device, torch.Tensor):

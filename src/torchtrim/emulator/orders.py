@@ -1,4 +1,4 @@
-"""Orders in which the emulated streams run their work: early, as late as allowed, or at random.
+"""Orders of the work on emulated streams: early, as late as allowed, or at random.
 
 A GPU may run a stream's work at any time after it was queued and after the work it waits for, so a correct
 program is correct under every such order. With `late`, work on a side stream reads its sources only when work
@@ -22,10 +22,10 @@ from torchtrim.dispatch.storages import PLAIN
 from torchtrim.emulator.clocks import (
     WHOLE,
     Access,
+    ByteRange,
     Clocks,
     Pending,
     Race,
-    Span,
     StorageCell,
     Use,
     copy_of,
@@ -48,14 +48,14 @@ _CHANCE = 0.5  # Arbitrary: probability that a random order runs or defers work.
 Run = Callable[[Any, Any, dict[str, Any]], Any]
 
 
-class Order(NamedTuple):
+class StreamOrder(NamedTuple):
     """An order of stream work: one of `KINDS`, and the seed of a random order."""
 
     kind: str
     seed: int = 0
 
     @classmethod
-    def parse(cls, text: str) -> Order:
+    def parse(cls, text: str) -> StreamOrder:
         """Parse `early`, `late`, `random` or `random:7`. Raises `UsageError`."""
         kind, colon, seed = text.partition(":")
         if kind not in KINDS or (colon and (kind != "random" or not seed.isdecimal())):
@@ -92,27 +92,23 @@ class _DeviceCall(NamedTuple):
     traits: _Traits
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors among its arguments."""
         return _tensors((self.args, self.kwargs))
 
     def named(self, where: tuple[int, str]) -> Any:
-        """Return an argument by position or name."""
         position, name = where
         return self.args[position] if position < len(self.args) else self.kwargs.get(name)
 
     def written(self) -> list[torch.Tensor]:
-        """Return the tensors that it mutates."""
         return _tensors([self.named(where) for where in self.traits.written])
 
 
 class Orders:
     """Runs the operators of an emulated device in an order that its streams allow.
 
-    Gets events and waits as a `dispatch.calls.Hearer`. `clocks` detects races, including those that left all
-    values correct.
+    Gets events and waits as a `dispatch.calls.Hearer`. `clocks` detects races, even with correct values.
     """
 
-    def __init__(self, order: Order, tags: Tags) -> None:
+    def __init__(self, order: StreamOrder, tags: Tags) -> None:
         self.kind = order.kind
         self.clocks = Clocks(tags.holds)
         self._tags = tags
@@ -123,8 +119,8 @@ class Orders:
 
     def races(self) -> list[Race]:
         """Return the races since the last call."""
-        found, self.clocks.races = self.clocks.races, []
-        return found
+        races, self.clocks.races = self.clocks.races, []
+        return races
 
     def run(self, run: Run, func: Any, args: Any, kwargs: dict[str, Any], *, down: bool) -> Any:
         """Run an operator of the device, now or later. `down`: its result is on the host."""
@@ -184,21 +180,17 @@ class Orders:
         """Record that the host reads its memory without a wait."""
 
     def _host_waits(self, call: _DeviceCall) -> bool:
-        """True if the host waits for the operator."""
         traits = call.traits
         if not traits.copies:
             return traits.waits or call.down or traits.mixed
         new = not traits.written
-        straight = call.kwargs.get("non_blocking") or (
-            not new and len(call.args) > 2 and call.args[2]
-        )
-        source = call.args[0 if new else 1]
-        if call.down:
-            return not straight or not (new or self._tags.is_pinned(call.args[0]))
-        return not self._tags.on_device(source) and not straight
+        positional = not new and len(call.args) > 2 and call.args[2]
+        if not (call.kwargs.get("non_blocking") or positional):
+            return call.down or not self._tags.on_device(call.args[0 if new else 1])
+        return call.down and not (new or self._tags.is_pinned(call.args[0]))
 
     def _is_deferred(self, call: _DeviceCall, stream: int) -> bool:
-        """True if work is queued. Work of the main stream is queued only if it writes to the host."""
+        """Return True if work is queued. Work of the main stream is queued only if it writes to the host."""
         if stream == _MAIN and not call.down:
             if self._pending.uses(stream, call.tensors()):
                 self._pending.complete(stream)
@@ -212,7 +204,7 @@ class Orders:
         args, kwargs = call.args, call.kwargs
         if early and self._sees_early():
             written = {id(tensor) for tensor in call.written()}
-            args, kwargs = tree_map(lambda one: _unseen(one, early, written), (args, kwargs))
+            args, kwargs = tree_map(lambda leaf: _unseen(leaf, early, written), (args, kwargs))
         result = run(call.func, args, kwargs)
         self._note_writes(call, result, access)
         if call.traits.empty:
@@ -227,7 +219,8 @@ class Orders:
 
     def _later(self, run: Run, call: _DeviceCall, access: Access) -> Any:
         """Return stand-in outputs of an operator, and queue it."""
-        func, generator = call.func, _generator(call)
+        func = call.func  # the closure must not keep the call's tensors alive
+        generator = call.kwargs.get("generator") or torch.default_generator
         drawn = generator.get_state() if call.traits.random else None
         args, kwargs = self._staged(call, access.stream)
         try:
@@ -280,15 +273,16 @@ class Orders:
         return result, made
 
     def _is_lost(self, cell: StorageCell, stream: int) -> bool | None:
-        """True if freed memory may already be reused, now that `stream` continues."""
+        """Return True if freed memory may already be reused, now that `stream` continues."""
         if not self._tags.holds(cell.storage):
             return False
         home = self.clocks.home(cell.storage)
-        others = (one for one in +cell.pending if one != home)
-        users = [one for one in others if not self.clocks.has_seen(home, one, cell.last[one])]
-        if all(self.clocks.is_kept(cell.storage, one) for one in users):
-            return False
-        return True if home == stream else None
+        for other in +cell.pending:
+            if other == home or self.clocks.has_seen(home, other, cell.last[other]):
+                continue
+            if not self.clocks.is_kept(cell.storage, other):
+                return True if home == stream else None
+        return False
 
     def _go_on(self) -> None:
         """Run some work of some stream, in a random order."""
@@ -309,29 +303,32 @@ class Orders:
         written = call.written()
         self.clocks.write(self._shared(written), access)
         if not written:
-            made = [one.untyped_storage() for one in _tensors(result) if _is_plain(one)]
+            made = [new.untyped_storage() for new in _tensors(result) if _is_plain(new)]
             self.clocks.make(made, access, on_device=not call.down)
 
     def _shared(self, tensors: Iterable[torch.Tensor]) -> list[Use]:
         """Return the ranges that streams share: device storages, and ranges of pinned host blocks."""
-        found: dict[tuple[int, Span], Use] = {}
+        uses: dict[tuple[int, ByteRange], Use] = {}
         for tensor in filter(_is_plain, tensors):
             storage, on = tensor.untyped_storage(), self._tags.on_device(tensor)
             if on or self._tags.is_pinned(tensor):
                 span = WHOLE if on else _span_of(tensor)
-                found[storage._cdata, span] = Use(storage, span)
-        return list(found.values())
+                uses[storage._cdata, span] = Use(storage, span)
+        return list(uses.values())
 
     def _know(self, func: Any) -> _Traits:
         name = func.name().partition(".")[0]
         arguments, returns = func._schema.arguments, func._schema.returns
-        written = tuple((at, one.name) for at, one in enumerate(arguments) if _writes(one))
-        sets = [one.alias_info.before_set if one.alias_info else set() for one in returns]
+        written = tuple(
+            (at, argument.name)
+            for at, argument in enumerate(arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
         returned = tuple(
             (at, name)
-            for own in sets
+            for info in (result.alias_info for result in returns)
             for at, name in written
-            if own & arguments[at].alias_info.before_set
+            if info and info.before_set & arguments[at].alias_info.before_set
         )
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         traits = _Traits(
@@ -348,12 +345,8 @@ class Orders:
         return traits
 
 
-def _writes(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
 def _tensors(values: Any) -> list[torch.Tensor]:
-    return [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -362,7 +355,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return not (tensor.is_meta or tensor.is_conj() or tensor.is_neg())
 
 
-def _span_of(tensor: torch.Tensor) -> Span:
+def _span_of(tensor: torch.Tensor) -> ByteRange:
     """Return the first byte in its storage and the byte after the last."""
     if not tensor.numel():
         return 0, 0
@@ -372,7 +365,7 @@ def _span_of(tensor: torch.Tensor) -> Span:
 
 
 def _unseen(value: Any, early: list[int], written: set[int]) -> Any:
-    """Return the value that work sees of a tensor that is not ready."""
+    """Return a poisoned copy of a tensor that is not ready, and any other value itself."""
     if not isinstance(value, torch.Tensor) or id(value) in written:
         return value
     storage = value.untyped_storage()
@@ -380,10 +373,6 @@ def _unseen(value: Any, early: list[int], written: set[int]) -> Any:
         return value
     with unowned():
         return alias_in(copy_of(storage, poisoned=True), shape_of(value))
-
-
-def _generator(call: _DeviceCall) -> torch.Generator:
-    return call.kwargs.get("generator") or torch.default_generator
 
 
 @contextlib.contextmanager

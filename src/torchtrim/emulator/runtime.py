@@ -24,10 +24,7 @@ _GIB = 2**30
 
 
 class DeviceModel(NamedTuple):
-    """A device model: name, memory in bytes, compute capability and multiprocessors.
-
-    `short` is its name on the command line, empty for the default.
-    """
+    """A device model, by its compute capability. `short`: its name on the command line, or empty."""
 
     name: str
     memory_bytes: int
@@ -37,7 +34,7 @@ class DeviceModel(NamedTuple):
     short: str = ""
 
     def properties(self) -> SimpleNamespace:
-        """The result of `get_device_properties`."""
+        """Return the result of `get_device_properties`."""
         return SimpleNamespace(
             name=f"{self.name} (emulated)",
             major=self.major,
@@ -57,29 +54,23 @@ class DeviceModel(NamedTuple):
         )
 
 
-def _model(short: str, name: str, gib: int, capability: float, processors: int) -> DeviceModel:
-    major, minor = divmod(round(capability * 10), 10)
-    return DeviceModel(name, gib * _GIB, major, minor, processors, short)
-
-
 MODELS: dict[str, DeviceModel] = {
     model.short: model
     for model in (
-        _model("t4", "Tesla T4", 15, 7.5, 40),
-        _model("v100", "Tesla V100-SXM2-32GB", 32, 7.0, 80),
-        _model("a10g", "NVIDIA A10G", 22, 8.6, 80),
-        _model("a100", "NVIDIA A100-SXM4-80GB", 79, 8.0, 108),
-        _model("l4", "NVIDIA L4", 22, 8.9, 58),
-        _model("l40s", "NVIDIA L40S", 44, 8.9, 142),
-        _model("rtx4090", "NVIDIA GeForce RTX 4090", 23, 8.9, 128),
-        _model("h100", "NVIDIA H100 80GB HBM3", 79, 9.0, 132),
-        _model("h200", "NVIDIA H200", 139, 9.0, 132),
-        _model("b200", "NVIDIA B200", 178, 10.0, 148),
-        _model("mi300x", "AMD Instinct MI300X", 191, 9.4, 304),
+        DeviceModel("Tesla T4", 15 * _GIB, 7, 5, 40, "t4"),
+        DeviceModel("Tesla V100-SXM2-32GB", 32 * _GIB, 7, 0, 80, "v100"),
+        DeviceModel("NVIDIA A10G", 22 * _GIB, 8, 6, 80, "a10g"),
+        DeviceModel("NVIDIA A100-SXM4-80GB", 79 * _GIB, 8, 0, 108, "a100"),
+        DeviceModel("NVIDIA L4", 22 * _GIB, 8, 9, 58, "l4"),
+        DeviceModel("NVIDIA L40S", 44 * _GIB, 8, 9, 142, "l40s"),
+        DeviceModel("NVIDIA GeForce RTX 4090", 23 * _GIB, 8, 9, 128, "rtx4090"),
+        DeviceModel("NVIDIA H100 80GB HBM3", 79 * _GIB, 9, 0, 132, "h100"),
+        DeviceModel("NVIDIA H200", 139 * _GIB, 9, 0, 132, "h200"),
+        DeviceModel("NVIDIA B200", 178 * _GIB, 10, 0, 148, "b200"),
+        DeviceModel("AMD Instinct MI300X", 191 * _GIB, 9, 4, 304, "mi300x"),
     )
 }
 DEFAULT = MODELS["a100"]._replace(short="")
-"""The model to emulate by default."""
 
 
 def model_named(name: str | None) -> DeviceModel:
@@ -113,25 +104,9 @@ class Counters:
         events.clear()
         return self.allocator
 
-    def allocated(self, device: Any = None) -> int:
-        """Return the bytes of live tensors."""
-        return self.settle().allocated
-
-    def reserved(self, device: Any = None) -> int:
-        """Return the bytes that the allocator has reserved."""
-        return self.settle().reserved
-
-    def peak(self, device: Any = None) -> int:
-        """Return the peak of `allocated`."""
-        return self.settle().peak_allocated
-
-    def peak_reserved(self, device: Any = None) -> int:
-        """Return the peak of `reserved`."""
-        return self.settle().peak_reserved
-
-    def reset_peak(self, device: Any = None) -> None:
-        """Reset the peaks."""
-        self.settle().reset_peaks()
+    def reader(self, name: str) -> Callable[..., int]:
+        """Return a function that returns one of the allocator's byte counts."""
+        return lambda device=None: int(getattr(self.settle(), name))
 
     def empty(self) -> None:
         """Release unused memory. Synchronizes the device if there is any."""
@@ -143,7 +118,7 @@ class Counters:
 
     def info(self, device: Any = None) -> tuple[int, int]:
         """Return the free and total bytes of the device."""
-        return max(self._total - self.reserved(), 0), self._total
+        return max(self._total - self.settle().reserved, 0), self._total
 
     def stats(self, device: Any = None) -> OrderedDict[str, int]:
         """Return the most used statistics."""
@@ -153,21 +128,21 @@ class Counters:
             "active_bytes": (allocator.allocated, allocator.peak_allocated),
             "reserved_bytes": (allocator.reserved, allocator.peak_reserved),
         }
-        found: OrderedDict[str, int] = OrderedDict()
+        stats: OrderedDict[str, int] = OrderedDict()
         for name, (current, peak) in pairs.items():
-            found[f"{name}.all.current"] = current
-            found[f"{name}.all.peak"] = peak
+            stats[f"{name}.all.current"] = current
+            stats[f"{name}.all.peak"] = peak
         for name, made, ended in (
             ("allocation", allocator.mallocs, allocator.frees),
             ("active", allocator.mallocs, allocator.frees),
             ("segment", allocator.segments, allocator.released),
         ):
-            found[f"{name}.all.current"] = made - ended
-            found[f"{name}.all.allocated"] = made
-            found[f"{name}.all.freed"] = ended
-        found["inactive_split_bytes.all.current"] = allocator.split_bytes()
-        found["num_alloc_retries"] = found["num_ooms"] = 0
-        return found
+            stats[f"{name}.all.current"] = made - ended
+            stats[f"{name}.all.allocated"] = made
+            stats[f"{name}.all.freed"] = ended
+        stats["inactive_split_bytes.all.current"] = allocator.split_bytes()
+        stats["num_alloc_retries"] = stats["num_ooms"] = 0
+        return stats
 
     def summary(self, device: Any = None, abbreviated: bool = False) -> str:
         """Return the statistics as text."""
@@ -192,18 +167,17 @@ class Runtime:
                     self._patches.replace(owner, name, same)
         for name in ("CUDAGraph", "graph", "make_graphed_callables"):
             self._patches.replace(torch.cuda, name, _refuses(f"torch.cuda.{name}"))
-        self._install_nvtx()
+        for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
+            self._patches.replace(torch.cuda.nvtx, name, _zero)
 
     def _functions(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         cuda = {
             **self._presence(),
             **self._memory(),
             **self._randomness(),
-            "Stream": streams.Stream,
-            "Event": streams.Event,
-            "ExternalStream": streams.Stream,
-            "stream": streams.stream,
-            "StreamContext": streams.stream,
+            **dict.fromkeys(("Stream", "ExternalStream"), streams.Stream),
+            "Event": streams.EmulatedEvent,
+            **dict.fromkeys(("stream", "StreamContext"), streams.stream),
             "set_stream": streams.set_stream,
             "current_stream": streams.current_stream,
             "default_stream": streams.default_stream,
@@ -213,41 +187,34 @@ class Runtime:
             "get_sync_debug_mode": lambda: self._debug_mode,
             "is_current_stream_capturing": _false,
         }
-        yield torch, {"Stream": streams.Stream, "Event": streams.AnyEvent}
+        yield torch, {"Stream": streams.Stream, "Event": streams.EmulatedEvent}
         yield torch.cuda, cuda
         yield torch.cuda.profiler, {"start": _nothing, "stop": _nothing}
         yield torch.cuda.nccl, {"version": lambda: (2, 28, 9), "is_available": _false}
         yield torch.autograd.profiler, {"emit_nvtx": contextlib.nullcontext}
         yield torch.cuda.memory, self._memory()
         yield torch.cuda.random, self._randomness()
-        yield torch.cuda.streams, {"Stream": streams.Stream, "Event": streams.Event}
+        yield torch.cuda.streams, {"Stream": streams.Stream, "Event": streams.EmulatedEvent}
         yield torch.accelerator, self._accelerator()
         yield torch.accelerator.memory, self._memory()
         yield torch._C, {"_get_accelerator": lambda check=None: torch.device("cuda")}
         yield torch.backends.cuda, {"is_built": _true}
-        yield (
-            torch.backends.cudnn,
-            {"is_available": _true, "is_acceptable": _false, "version": lambda: 91900},
-        )
+        cudnn = {"is_available": _true, "is_acceptable": _false, "version": lambda: 91900}
+        yield torch.backends.cudnn, cudnn
         yield torch.version, {"cuda": "13.0"}
         yield torch.distributed, {"is_nccl_available": _false}
 
     def _presence(self) -> dict[str, Any]:
         properties = self._model.properties()
         return {
-            "is_available": _true,
-            "is_initialized": _true,
-            "is_bf16_supported": _true,
-            "is_tf32_supported": _true,
-            "init": _nothing,
-            "_lazy_init": _nothing,
+            **dict.fromkeys(("is_available", "is_initialized"), _true),
+            **dict.fromkeys(("is_bf16_supported", "is_tf32_supported"), _true),
+            **dict.fromkeys(("init", "_lazy_init"), _nothing),
             "device_count": devices,
             "current_device": lambda: 0,
             "set_device": _check_index,
-            "_exchange_device": lambda device: 0,
-            "_maybe_exchange_device": lambda device: 0,
-            "device": Device,
-            "device_of": Device,
+            **dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), lambda device: 0),
+            **dict.fromkeys(("device", "device_of"), DeviceGuard),
             "can_device_access_peer": _false,
             "get_device_name": lambda device=None: properties.name,
             "get_device_capability": lambda device=None: (properties.major, properties.minor),
@@ -261,38 +228,37 @@ class Runtime:
 
     def _memory(self) -> dict[str, Any]:
         counters = self.counters
+        reserved, peak_reserved = counters.reader("reserved"), counters.reader("peak_reserved")
+        resets = ("peak_memory_stats", "max_memory_allocated", "max_memory_cached")
+        idle = (
+            *("reset_accumulated_memory_stats", "set_per_process_memory_fraction"),
+            *("_record_memory_history", "_dump_snapshot"),
+        )
+
+        def reset_peaks(device: Any = None) -> None:
+            counters.settle().reset_peaks()
+
         return {
-            "memory_allocated": counters.allocated,
-            "max_memory_allocated": counters.peak,
-            "memory_reserved": counters.reserved,
-            "max_memory_reserved": counters.peak_reserved,
-            "memory_cached": counters.reserved,
-            "max_memory_cached": counters.peak_reserved,
-            "reset_peak_memory_stats": counters.reset_peak,
-            "reset_max_memory_allocated": counters.reset_peak,
-            "reset_max_memory_cached": counters.reset_peak,
-            "reset_accumulated_memory_stats": _nothing,
+            "memory_allocated": counters.reader("allocated"),
+            "max_memory_allocated": counters.reader("peak_allocated"),
+            **dict.fromkeys(("memory_reserved", "memory_cached"), reserved),
+            **dict.fromkeys(("max_memory_reserved", "max_memory_cached"), peak_reserved),
+            **{f"reset_{name}": reset_peaks for name in resets},
+            **dict.fromkeys(idle, _nothing),
             "empty_cache": counters.empty,
-            "mem_get_info": counters.info,
-            "get_memory_info": counters.info,
+            **dict.fromkeys(("mem_get_info", "get_memory_info"), counters.info),
             "memory_stats": counters.stats,
             "memory_summary": counters.summary,
             "memory_snapshot": lambda *args: [],
             "host_memory_stats": OrderedDict,
             "list_gpu_processes": lambda device=None: "no processes are running",
-            "_record_memory_history": _nothing,
-            "_dump_snapshot": _nothing,
-            "set_per_process_memory_fraction": _nothing,
             "get_allocator_backend": lambda: "native",
         }
 
     def _randomness(self) -> dict[str, Any]:
-        """Redirect the device's random number functions to the CPU's generator."""
         return {
-            "manual_seed": _seed,
-            "manual_seed_all": _seed,
-            "seed": torch.seed,
-            "seed_all": torch.seed,
+            **dict.fromkeys(("manual_seed", "manual_seed_all"), _seed),
+            **dict.fromkeys(("seed", "seed_all"), torch.seed),
             "initial_seed": torch.initial_seed,
             "get_rng_state": lambda device=None: torch.get_rng_state(),
             "get_rng_state_all": lambda: [torch.get_rng_state()],
@@ -307,20 +273,14 @@ class Runtime:
             "is_available": _true,
             "current_accelerator": lambda check_available=False: torch.device("cuda"),
             "device_count": devices,
-            "current_device_index": lambda: 0,
-            "current_device_idx": lambda: 0,
-            "set_device_index": _check_index,
-            "set_device_idx": _check_index,
-            "device_index": Device,
+            **dict.fromkeys(("current_device_index", "current_device_idx"), lambda: 0),
+            **dict.fromkeys(("set_device_index", "set_device_idx"), _check_index),
+            "device_index": DeviceGuard,
             "current_stream": streams.current_stream,
             "set_stream": streams.set_stream,
             "synchronize": _synchronize,
             "get_device_capability": lambda device=None: {},
         }
-
-    def _install_nvtx(self) -> None:
-        for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
-            self._patches.replace(torch.cuda.nvtx, name, lambda *args, **kwargs: 0)
 
     def _set_debug_mode(self, mode: Any) -> None:
         names = {"default": 0, "warn": 1, "error": 2}
@@ -335,14 +295,14 @@ def _with_names_of(original: Any, function: Any) -> Any:
         theirs, ours = inspect.signature(original), inspect.signature(function)
     except (TypeError, ValueError):
         return function
-    named = inspect.Parameter.VAR_KEYWORD in {one.kind for one in ours.parameters.values()}
-    if named or set(theirs.parameters) <= set(ours.parameters):
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in ours.parameters.values())
+    if takes_any or set(theirs.parameters) <= set(ours.parameters):
         return function
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = theirs.bind(*args, **kwargs)
-        return function(*given.args, **given.kwargs)
+        bound = theirs.bind(*args, **kwargs)
+        return function(*bound.args, **bound.kwargs)
 
     return call
 
@@ -368,16 +328,15 @@ def _check_index(device: Any) -> None:
 
 
 def _driver() -> SimpleNamespace:
-    """Return a replacement of the CUDA runtime module."""
     done = dict.fromkeys(("cudaProfilerStart", "cudaProfilerStop", "cudaDeviceSynchronize"), _zero)
     return SimpleNamespace(**done, cudaError=SimpleNamespace(success=0))
 
 
-def _zero(*args: Any) -> int:
+def _zero(*args: Any, **kwargs: Any) -> int:
     return 0
 
 
-class Device:
+class DeviceGuard:
     """Replaces `torch.cuda.device`, which selects a device inside a block."""
 
     def __init__(self, device: Any) -> None:

@@ -19,9 +19,9 @@ _NEED_A_DEVICE = (
     *("_lazy_init", "init", "current_device", "set_device", "get_device_name"),
     "get_device_properties",
 )
-
-_MAKE_TENSORS = ("tensor", "as_tensor", "asarray", "load")
-_SET_DEFAULTS = ("set_default_device", "set_default_tensor_type")
+_TAKE_A_DEVICE = (
+    *("tensor", "as_tensor", "asarray", "load", "set_default_device", "set_default_tensor_type"),
+)
 
 
 class OnDemand:
@@ -43,9 +43,9 @@ class OnDemand:
                 self._ask(owner, name, self._tests)
         self._ask(torch.accelerator, "current_accelerator", self._tests)
         for name in _NEED_A_DEVICE:
-            self._ask(cuda, name, _always)
-        self._ask(torch.Tensor, "cuda", _always)
-        for name in (*_MAKE_TENSORS, *_SET_DEFAULTS):
+            self._ask(cuda, name, lambda *_, **__: True)
+        self._ask(torch.Tensor, "cuda", lambda *_, **__: True)
+        for name in _TAKE_A_DEVICE:
             self._ask(torch, name, _names_cuda)
         for name in ("to", "type", "new_tensor"):
             self._ask(torch.Tensor, name, _names_cuda)
@@ -75,7 +75,6 @@ class OnDemand:
         self._patches.undo()
 
     def _tests(self, *args: Any, **kwargs: Any) -> bool:
-        """True if the user's own source calls directly."""
         frame = sys._getframe(2)
         spot, _ = self._places.find(frame)
         return spot is not None and self._places.is_users(spot)
@@ -92,12 +91,7 @@ class OnDemand:
         self._patches.replace(owner, name, call)
 
 
-def _always(*args: Any, **kwargs: Any) -> bool:
-    return True
-
-
 def _names_cuda(*args: Any, **kwargs: Any) -> bool:
-    """True if an argument is a CUDA device or a CUDA tensor type."""
     values = (*args, *kwargs.values())
     return any(isinstance(value, (str, type, torch.device)) and _is_cuda(value) for value in values)
 
@@ -114,7 +108,7 @@ def _asking_type(name: str, dtype: torch.dtype, begin: Callable[[], None]) -> ty
     """Return a stand-in for a type such as `torch.cuda.FloatTensor` that starts the emulation when called."""
     own = getattr(torch.cuda, name)
 
-    class Kind(type):
+    class OnDemandType(type):
         def __instancecheck__(cls, thing: object) -> bool:
             now = getattr(torch.cuda, name)
             return isinstance(thing, own if now is cls else now)
@@ -124,4 +118,4 @@ def _asking_type(name: str, dtype: torch.dtype, begin: Callable[[], None]) -> ty
             begin()
         return getattr(torch.cuda, name)(*data)
 
-    return Kind(name, (), {"__module__": "torch.cuda", "__new__": make, "dtype": dtype})
+    return OnDemandType(name, (), {"__module__": "torch.cuda", "__new__": make, "dtype": dtype})

@@ -1,7 +1,6 @@
 """Streams and events of the emulated device.
 
-Work runs as soon as it is queued, so nothing waits; the recorder is notified of calls that *would* wait.
-
+Work runs when it is queued, so calls return at once; the recorder is notified of calls that would wait.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Stream:
         return True
 
     def is_capturing(self) -> bool:
-        """Return False: graphs are not captured."""
+        """Return False, since graphs are not captured."""
         return False
 
     def wait_stream(self, stream: Any) -> None:
@@ -52,7 +51,7 @@ class Stream:
 
     def record_event(self, event: Any = None) -> Any:
         """Record an event after the work queued so far."""
-        event = Event() if event is None else event
+        event = EmulatedEvent() if event is None else event
         event.record(self)
         return event
 
@@ -73,24 +72,17 @@ class Stream:
         return f"<torch.cuda.Stream device=cuda:0 emulated stream={self.stream_id}>"
 
 
-class Event:
-    """Replaces `torch.cuda.Event`. Measures host time."""
+class EmulatedEvent:
+    """Replaces `torch.cuda.Event` and `torch.Event`. Measures host time, whatever its options."""
 
-    def __init__(
-        self,
-        enable_timing: bool = False,
-        blocking: bool = False,
-        interprocess: bool = False,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = DEVICE
         self._seconds = 0.0
 
     def record(self, stream: Any = None) -> None:
         """Record the work queued so far on a stream."""
-        chosen = stream if stream is not None else current_stream()
         self._seconds = time.perf_counter()
-        tell_recorded(self, chosen.stream_id)
+        tell_recorded(self, (stream if stream is not None else current_stream()).stream_id)
 
     def wait(self, stream: Any = None) -> None:
         """Order work queued later on a stream after this event."""
@@ -105,27 +97,20 @@ class Event:
         tell_queried(True, self)
         return True
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: EmulatedEvent) -> float:
         """Return the host's milliseconds between two events."""
         return (end._seconds - self._seconds) * 1e3
-
-
-class AnyEvent(Event):
-    """Replaces `torch.Event`, whose first argument is the device."""
-
-    def __init__(self, device: Any = None, *, enable_timing: bool = False, **kwargs: Any) -> None:
-        super().__init__(enable_timing)
 
 
 DEFAULT = Stream(stream_id=0)
 
 
-class _Local(threading.local):
+class _StreamStack(threading.local):
     def __init__(self) -> None:
         self.stack: list[Stream] = [DEFAULT]
 
 
-_LOCAL = _Local()
+_LOCAL = _StreamStack()
 
 
 def current_stream(device: Any = None) -> Stream:

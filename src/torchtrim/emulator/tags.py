@@ -1,7 +1,6 @@
 """Tags of storages on the emulated device or in pinned host memory.
 
-Tensors are plain CPU tensors. The tag is on the storage, so views, `.data` and in-place operators need no
-special handling.
+Tensors are plain CPU tensors. Storages carry the tags, so views, `.data` and in-place operators just work.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ _NO_STORAGE = (NotImplementedError, RuntimeError)
 
 
 class _Tag(weakref.ref[Any]):
-    """A weak reference to a tagged storage."""
-
     __slots__ = ("bytes", "key", "number")
     key: int
     number: int
@@ -30,9 +27,7 @@ class _Tag(weakref.ref[Any]):
 class Tags:
     """Tags by the address of the C++ storage.
 
-    `events` lists allocations on the device and their ends: the allocation's number and its bytes, or -1 at
-    its end. The reader may clear it.
-
+    `events`: numbers of allocations on the device with their bytes, or -1 at their end. Readers may clear it.
     """
 
     def __init__(self) -> None:
@@ -44,7 +39,7 @@ class Tags:
         self._on_free = self._freed
 
     def on_device(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor (for a placeholder: its source) is on the emulated device."""
+        """Return True if the tensor (for a placeholder: its source) is on the emulated device."""
         made_from = getattr(type(tensor), "made_from", None)
         if made_from is not None:
             return self.on_device(made_from(tensor))
@@ -62,13 +57,13 @@ class Tags:
         return any(part is not tensor and self.on_device(part) for part in parts_of(tensor))
 
     def holds(self, storage: Any) -> bool:
-        """True if an untyped storage is on the emulated device."""
+        """Return True if an untyped storage is on the emulated device."""
         return storage._cdata in self._device
 
     def storage_at(self, address: int) -> Any:
         """Return the device storage that starts at an address, or None."""
         living = (tag() for tag in list(self._device.values()))
-        return next((one for one in living if one is not None and one.data_ptr() == address), None)
+        return next((s for s in living if s is not None and s.data_ptr() == address), None)
 
     def put(self, tensor: torch.Tensor) -> None:
         """Tag the tensor's storage as on the device."""
@@ -114,7 +109,7 @@ class Tags:
         _mark(self._pinned, tensor)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor is in pinned host memory."""
+        """Return True if the tensor is in pinned host memory."""
         return _marked(self._pinned, tensor)
 
     def leave_open(self, tensor: torch.Tensor) -> None:
@@ -122,11 +117,11 @@ class Tags:
         _mark(self._undecided, tensor)
 
     def any_open(self) -> bool:
-        """True if the device of some tensor is still open."""
+        """Return True if the device of some tensor is still open."""
         return bool(self._undecided)
 
     def is_open(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor's device is still open."""
+        """Return True if the tensor's device is still open."""
         return _marked(self._undecided, tensor)
 
     def _freed(self, tag: _Tag) -> None:

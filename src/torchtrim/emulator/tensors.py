@@ -23,7 +23,7 @@ Tensor: Any = torch.Tensor
 
 
 def patch_properties(patches: Patches, tags: Tags) -> None:
-    """Return the logical device from `device`, `is_cuda`, `is_cpu` and `get_device()`."""
+    """Make `device`, `is_cuda`, `is_cpu` and `get_device()` report the logical device."""
     own_device = Tensor.device.__get__
     own_cpu = Tensor.is_cpu.__get__
     own_number = Tensor.get_device
@@ -45,17 +45,18 @@ def patch_properties(patches: Patches, tags: Tags) -> None:
         patches.replace(Tensor, getter.__name__, property(getter))
     patches.replace(Tensor, "get_device", get_device)
     own_get_device = torch.get_device
-    patches.replace(
-        torch, "get_device", lambda input: 0 if tags.on_device(input) else own_get_device(input)
-    )
     own_storage_device = torch.UntypedStorage.device.__get__
-    patches.replace(
-        torch.UntypedStorage,
-        "device",
-        property(lambda self: DEVICE if tags.holds(self) else own_storage_device(self)),
-    )
-    patches.replace(torch.UntypedStorage, "is_cuda", property(tags.holds))
     own_wrapper = Tensor._make_wrapper_subclass
+
+    def device_number(input: Any) -> Any:
+        return 0 if tags.on_device(input) else own_get_device(input)
+
+    def storage_device(storage: Any) -> Any:
+        return DEVICE if tags.holds(storage) else own_storage_device(storage)
+
+    patches.replace(torch, "get_device", device_number)
+    patches.replace(torch.UntypedStorage, "device", property(storage_device))
+    patches.replace(torch.UntypedStorage, "is_cuda", property(tags.holds))
 
     def make_wrapper_subclass(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
         """Create the wrapper on the CPU, since autograd would query the driver."""
@@ -67,7 +68,7 @@ def patch_properties(patches: Patches, tags: Tags) -> None:
 
 
 def patch_gradients(patches: Patches, accelerator: Accelerator) -> None:
-    """Patch `grad`, which must be on its tensor's device; autograd moves that of a single number."""
+    """Patch `grad`, which must be on its tensor's device; autograd moves the gradient of a number."""
     tags = accelerator.tags
     own = Tensor.grad
 
@@ -119,11 +120,8 @@ def patch_moves(patches: Patches, mover: DeviceMover) -> None:
         return mover.moved(self, tags.on_device(other), dtype=other.dtype)
 
     def copy_(self: Any, src: Any, non_blocking: bool = False) -> Any:
-        """Copy, with the gradient copied back to the source's device.
-
-        Uses the operator for fake tensors, since the method would query the driver.
-        """
-        if fake_mode() is not None:
+        """Copy, with the gradient copied back to the source's device."""
+        if fake_mode() is not None:  # the method would query the driver
             return torch.ops.aten.copy_.default(self, src, non_blocking)
         on = tags.on_device(self)
         if src.requires_grad and torch.is_grad_enabled() and tags.on_device(src) != on:
@@ -134,11 +132,11 @@ def patch_moves(patches: Patches, mover: DeviceMover) -> None:
         """Parse arguments of `Module.to`, including device numbers and example tensors."""
         if args and isinstance(args[0], int) and is_cuda(args[0]):
             args = (DEVICE, *args[1:])
-        found = own_parse(*args, **kwargs)
+        parsed = own_parse(*args, **kwargs)
         like = args[0] if args else kwargs.get("other")
         if isinstance(like, torch.Tensor) and tags.on_device(like):
-            return (DEVICE, *found[1:])
-        return found
+            return (DEVICE, *parsed[1:])
+        return parsed
 
     own_to = patches.replace(Tensor, "to", _overridable(to))
     own_type = patches.replace(Tensor, "type", _overridable(type_, "type"))
@@ -183,26 +181,28 @@ def patch_reads(patches: Patches, mover: DeviceMover, accelerator: Accelerator) 
         tags.pin(pinned)
         return pinned
 
-    def deepcopy(self: Any, memo: Any) -> Any:
-        copied = own_deepcopy(self, memo)
-        if tags.on_device(self):
-            tags.put(copied)
-        return copied
+    def copying(own: Any) -> Any:
+        def deepcopy(self: Any, memo: Any) -> Any:
+            copied = own(self, memo)
+            if tags.on_device(self):
+                tags.put(copied)
+            return copied
 
-    def parameter_deepcopy(self: Any, memo: Any) -> Any:
-        copied = own_parameter_deepcopy(self, memo)
-        if tags.on_device(self):
-            tags.put(copied)
-        return copied
+        return deepcopy
+
+    def record_stream(self: Any, stream: Any) -> None:
+        if accelerator.orders is not None:
+            accelerator.orders.keep(self, stream)
 
     own_numpy = patches.replace(Tensor, "numpy", numpy)
     own_tolist = patches.replace(Tensor, "tolist", tolist)
-    own_deepcopy = patches.replace(Tensor, "__deepcopy__", deepcopy)
-    own_parameter_deepcopy = patches.replace(torch.nn.Parameter, "__deepcopy__", parameter_deepcopy)
+    own_is_shared = Tensor.is_shared
+    for owner in (Tensor, torch.nn.Parameter):
+        patches.replace(owner, "__deepcopy__", copying(owner.__deepcopy__))
     patches.replace(Tensor, "pin_memory", pin_memory)
     patches.replace(Tensor, "is_pinned", lambda self, device=None: tags.is_pinned(self))
-    patches.replace(Tensor, "record_stream", _keep(accelerator))
-    patches.replace(Tensor, "is_shared", _is_shared(tags))
+    patches.replace(Tensor, "record_stream", record_stream)
+    patches.replace(Tensor, "is_shared", lambda self: tags.on_device(self) or own_is_shared(self))
 
 
 def patch_storages(patches: Patches, tags: Tags) -> None:
@@ -277,19 +277,6 @@ def _overridable(method: Any, name: str | None = None) -> Any:
         return method(self, *args, **kwargs)
 
     return call
-
-
-def _keep(accelerator: Accelerator) -> Any:
-    def record_stream(self: Any, stream: Any) -> None:
-        if accelerator.orders is not None:
-            accelerator.orders.keep(self, stream)
-
-    return record_stream
-
-
-def _is_shared(tags: Tags) -> Any:
-    own = Tensor.is_shared
-    return lambda self: True if tags.on_device(self) else own(self)
 
 
 def _given(non_blocking: bool, memory_format: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 _MIB = 2**20
-_UNIT = 512  # kMinBlockSize of CUDACachingAllocator.cpp.
+_UNIT = 512  # KMinBlockSize of CUDACachingAllocator.cpp.
 _SMALL = _MIB
 _SMALL_SEGMENT = 2 * _MIB
 _LARGE_SEGMENT = 20 * _MIB
@@ -25,8 +25,6 @@ _STEP = 2 * _MIB
 
 
 class _CachedBlock:
-    """A piece of a segment, and its neighbours."""
-
     __slots__ = ("address", "after", "before", "free", "pool", "size")
 
     def __init__(self, pool: _Pool, address: int, size: int) -> None:

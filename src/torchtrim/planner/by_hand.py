@@ -37,8 +37,7 @@ class HandmadePlan(NamedTuple):
 
 
 def by_hand(step: Step) -> Iterator[HandmadePlan]:
-    """Yield the manual plans: each block checkpointed, also with its products kept; every second block; two
-    halves.
+    """Yield the manual plans: checkpoint each block, or all but its products, or every second; two halves.
 
     Checkpoints need consecutive blocks, and halves a model that does not mix samples.
     """

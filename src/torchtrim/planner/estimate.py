@@ -13,18 +13,17 @@ from torchtrim.records.budget import Budget
 from torchtrim.records.estimate import EstimateReport, ModuleBytes
 from torchtrim.records.profile import Profile
 
-_LONGEST = 2**30  # no length above it is tried: far longer than any batch or sequence in use
+_LONGEST = 2**30  # No length above it is tried: far longer than any batch or sequence in use.
 # Block sizes: programs often pad lengths to a multiple, or use another kernel for one.
 _BLOCKS = (2, 8, 16, 32, 64, 128, 256)
-_RESTARTS = 3  # Arbitrary; each dip of the peak costs a handful of dry runs to find
-_LEAST_SAVING = 0.01  # Arbitrary; a hundredth of the peak is within an estimate's error
+_RESTARTS = 3  # Arbitrary; each dip of the peak costs a handful of dry runs to find.
+_LEAST_SAVING = 0.01  # Arbitrary; a hundredth of the peak is within an estimate's error.
 
 
 class LargestLength(NamedTuple):
     """The largest length found to fit, or 0. `peak`: its peak. `next_peak`: the peak of the next length.
 
-    A peak is None if the length is 0 or does not run. `tried`: the longest length tried. `falls`: True if the
-    peak of some longer length was lower.
+    A peak is None if the length does not run. `tried`: the longest. `falls`: some longer length needs less.
     """
 
     length: int
@@ -45,8 +44,7 @@ def largest_length(
     `peak_of` returns the peak in bytes at a length, or None if it does not run. It is called only a few times
     if the peak grows nearly in proportion, and never for `known` lengths. A length that does not run although
     a longer one does is too short: batch norm in training takes no batch of one. If the peak falls somewhere
-    as the length grows, the result fits, the next length does not, and a few longer ones were tried in vain;
-    others may fit.
+    as the length grows, the result fits, the next length does not, and other longer ones may fit.
     """
     peaks = dict(known or {})
     if now not in peaks:
@@ -126,7 +124,7 @@ def _nearest(peaks: dict[int, int | None], length: int) -> list[int]:
 
 
 def _crossing(peaks: dict[int, int | None], through: list[int], budget: int) -> int | None:
-    """Return the length at which the line through two others meets the budget, or None if it falls."""
+    """Return where the line through two lengths meets the budget, or None if it falls."""
     if len(through) < 2:
         return None
     first, second = through

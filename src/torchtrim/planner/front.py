@@ -1,11 +1,11 @@
-"""The best choices found, none both higher and slower than another, and the interface of solvers."""
+"""The best choices found, none both higher and slower than another, and the results of solvers."""
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from torchtrim.planner.problem import Chosen, Problem
+from torchtrim.planner.problem import Chosen
 
 
 class Point(NamedTuple):
@@ -62,11 +62,3 @@ class Answer(NamedTuple):
     chosen: Chosen | None
     bound: float
     proven: bool
-
-
-class Solver(Protocol):
-    """A search for the best choices. The same problem always gets the same front."""
-
-    def solve(self, problem: Problem) -> Solution | None:
-        """Return the best choices for every budget, or None if the problem is too large for this solver."""
-        ...

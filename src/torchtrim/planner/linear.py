@@ -20,7 +20,7 @@ from torchtrim.step.incremental import TensorTie, starts_of, ties_of
 from torchtrim.step.simulate import level, timeline
 from torchtrim.step.step import DEVICE, Tensor
 
-Terms = tuple[tuple[int, float], ...]  # columns, each with its factor
+Terms = tuple[tuple[int, float], ...]  # Columns, each with its factor.
 
 
 class Constraint(NamedTuple):
@@ -40,11 +40,10 @@ class PeakMoment(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """The constraints. Columns: first `options`, whose last `forced` are on, then lives; `columns` in all.
+    """The constraints. Columns: `options`, the last `forced` of them on, then lives; `columns` in all.
 
     `rises`: the change of bytes on entry to each stretch since the one before, if all columns are 0.
-    `changes`: the additional change for each column at 1. `moments`: the highest moment of each stretch, and
-    each inserted work.
+    `changes`: the additional change for each column at 1. `moments`: each stretch's highest, and inserts.
     """
 
     options: int

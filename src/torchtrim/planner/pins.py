@@ -18,9 +18,9 @@ from torchtrim.step.edits import Edit
 from torchtrim.step.step import Span, Step
 
 KEEP = "keep"
-Patterns = Mapping[str, Sequence[str]]  # patterns by their pin: `keep`, or the name of a technique
+Patterns = Mapping[str, Sequence[str]]  # Patterns by their pin: `keep`, or the name of a technique.
 Spans = tuple[Span, ...]
-_SHOWN = 6  # Arbitrary; the number of places that a message lists
+_SHOWN = 6  # Arbitrary; the number of places that a message lists.
 _ONE = r"[^\[\]]"
 
 

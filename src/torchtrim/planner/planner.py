@@ -15,12 +15,12 @@ from torchtrim.errors import InfeasibleBudget, UsageError
 from torchtrim.executor.registry import Option, edit_of, in_files_of, options_of, settled, units
 from torchtrim.memory.packing.buffers import bytes_over_time
 from torchtrim.planner.by_hand import by_hand
-from torchtrim.planner.front import Answer, Front, Point, Solution, Solver
+from torchtrim.planner.front import Answer, Front, Point, Solution
 from torchtrim.planner.pins import Patterns, Pins, overlap
 from torchtrim.planner.plans import build_plan, equivalence_of, techniques_of
 from torchtrim.planner.problem import Chosen, Problem, least_seconds
 from torchtrim.planner.solvers.integer import Integer
-from torchtrim.planner.solvers.search import Exact, Local
+from torchtrim.planner.solvers.search import search, solve_exactly
 from torchtrim.records.budget import Budget
 from torchtrim.records.finding import EQUIVALENCES, Equivalence
 from torchtrim.records.plan import Plan, Prediction
@@ -32,7 +32,6 @@ from torchtrim.step.links import added_seconds, traffic
 from torchtrim.step.simulate import Outcome, level, simulate
 from torchtrim.step.step import Step
 
-_SOLVERS: tuple[Solver, ...] = (Exact(), Local())
 _LEAST_SECONDS = 1e-9  # Options that add less count as free; far below the cost of one launch.
 # Seconds to look for the quickest choice: for a plan, and for one point of a frontier.
 _SEARCH, _GLANCE = 20.0, 2.5
@@ -286,7 +285,7 @@ class Planner:
 
     @cached_property
     def _solved(self) -> Solution:
-        solution = _solve(self._problem)
+        solution = solve_exactly(self._problem) or search(self._problem)
         if not solution.optimal:
             self._offer_alone(solution.front)
         return solution
@@ -320,7 +319,8 @@ class Planner:
         if not 0 < len(numbers) < len(self._problem.options):
             return None
         problem = self._problem.only(numbers)
-        return _Subproblem(numbers, problem, _solve(problem).front)
+        solution = solve_exactly(problem) or search(problem)
+        return _Subproblem(numbers, problem, solution.front)
 
     @property
     def _front(self) -> Front:
@@ -421,11 +421,6 @@ class Planner:
             status="optimal" if choice.optimal else "feasible",
             bound_seconds=least,
         )
-
-
-def _solve(problem: Problem) -> Solution:
-    solutions = (solver.solve(problem) for solver in _SOLVERS)
-    return next(solution for solution in solutions if solution is not None)
 
 
 def _allowed(equivalence: Equivalence, allow: Equivalence) -> bool:

@@ -3,8 +3,7 @@
 Also a lower bound on the added time, which no choice of options can beat. At a task that needs more than the
 budget, options must free the difference, and each frees at most what it drops there, whatever else is chosen.
 The cheapest way to do that with fractions of options, ordered by time per byte, is Dantzig's bound of the
-knapsack ("Discrete-variable extremum problems", Operations Research 1957). The highest bound over the tasks
-holds for the step.
+knapsack ("Discrete-variable extremum problems", Operations Research 1957). The step has the highest of all.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torchtrim.step.links import added_seconds
 from torchtrim.step.simulate import Outcome, timeline
 from torchtrim.step.step import DEVICE, Step
 
-Chosen = tuple[int, ...]  # numbers of options, in ascending order
+Chosen = tuple[int, ...]  # Numbers of options, in ascending order.
 
 
 class Effect(NamedTuple):
@@ -38,9 +37,9 @@ class Effect(NamedTuple):
 
 
 class Problem:
-    """Options with their edits, and a simulation to try them in.
+    """Options with their edits, the seconds that each adds alone, and a simulation to try them in.
 
-    `forced` edits are on in every choice; no option clashes with them.
+    `forced` edits are on in every choice, clash with no option, and add at least `forced_seconds`.
     """
 
     def __init__(
@@ -54,6 +53,8 @@ class Problem:
         self.options = options
         self.edits = edits
         self.forced = forced
+        self.seconds = [edit.seconds for edit in edits]
+        self.forced_seconds = sum(edit.work_seconds for edit in forced)
         self._on = frozenset(range(len(edits), len(edits) + len(forced)))
         self._simulation = Simulation(step, [*edits, *forced])
         self._known: dict[Chosen, Outcome] = {}
@@ -100,26 +101,6 @@ class Problem:
         return sum(map(self.seconds.__getitem__, options))
 
     @cached_property
-    def seconds(self) -> list[float]:
-        """Seconds that each option adds alone."""
-        return [edit.seconds for edit in self.edits]
-
-    @cached_property
-    def work_seconds(self) -> list[float]:
-        """Seconds that each option adds at least, whatever else is chosen."""
-        return [edit.work_seconds for edit in self.edits]
-
-    @cached_property
-    def forced_seconds(self) -> float:
-        """Seconds that the forced edits add at least."""
-        return sum(edit.work_seconds for edit in self.forced)
-
-    @cached_property
-    def forced_effects(self) -> list[Effect]:
-        """The effect of each forced edit."""
-        return [_effect(self.step, edit) for edit in self.forced]
-
-    @cached_property
     def clashes(self) -> list[frozenset[int]]:
         """For each option, the options whose claims overlap its own."""
         clashing: list[frozenset[int]] = [frozenset()] * len(self.edits)
@@ -130,8 +111,8 @@ class Problem:
 
     @cached_property
     def effects(self) -> list[Effect]:
-        """The effect of each option."""
-        return [_effect(self.step, edit) for edit in self.edits]
+        """The effect of each option, and then of each forced edit."""
+        return [_effect(self.step, edit) for edit in (*self.edits, *self.forced)]
 
     def freed(self, option: int, task: int) -> int:
         """Return the bytes that an option frees while a task runs, to first order."""
@@ -187,7 +168,7 @@ def _effect(step: Step, edit: Edit) -> Effect:
     return Effect(tuple(frees), tuple(takes), runs, tuple(most))
 
 
-_TASKS = 64  # Arbitrary; a bound over fewer tasks is lower but never wrong, and quicker
+_TASKS = 64  # Arbitrary; a bound over fewer tasks is lower but never wrong, and quicker.
 
 
 def least_seconds(problem: Problem, budget: int) -> float:
@@ -202,12 +183,12 @@ def least_seconds(problem: Problem, budget: int) -> float:
 
 
 def _at(problem: Problem, task: int, excess: int) -> float:
-    excess -= sum(_most(effect, task) for effect in problem.forced_effects)
+    excess -= sum(_most(effect, task) for effect in problem.effects[len(problem.edits) :])
     if excess <= 0:
         return 0.0
     offers = [
-        (seconds / freed, freed)
-        for seconds, effect in zip(problem.work_seconds, problem.effects, strict=True)
+        (edit.work_seconds / freed, freed)
+        for edit, effect in zip(problem.edits, problem.effects, strict=False)
         if (freed := _most(effect, task))
     ]
     total = 0.0

@@ -102,7 +102,6 @@ def _with(variant: Variant, plan: Plan) -> Plan:
 
 
 def _price(variant: Variant, plan: Plan) -> float:
-    """Return the seconds of a step on the target device."""
     on_device, on_this_machine = variant.planner.priced
     seconds = on_device - on_this_machine + plan.predicted.step_seconds
     return seconds / WORTH if variant.techniques else seconds

@@ -1,8 +1,8 @@
 """Edits: the change that an option makes to a step, as data, and the pools that edits put bytes into.
 
 Every technique describes its effect on memory and time in these terms, so the simulator knows no technique by
-name: holds that end, tensors needed longer, extra blocks, inserted work, trips to the host. Two edits
-conflict if they claim the same tasks.
+name: holds that end, tensors needed longer, extra blocks, inserted work, trips to the host. Edits that claim
+the same tasks conflict.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def joined_if_all(edits: Iterable[Edit | None]) -> Edit | None:
 ALIGNMENT = 256  # Bytes; offsets in a host block are aligned like CUDA's allocations.
 
 
-PINNED = "pinned"  # the pool of pinned host memory
-FILE = "file"  # the pool of memory-mapped files, which no budget limits
+PINNED = "pinned"  # The pool of pinned host memory.
+FILE = "file"  # The pool of memory-mapped files, which no budget limits.
 DISK = 2e9  # Bytes per second of a file: the sustained write rate that makers of NVMe drives state.
 
 

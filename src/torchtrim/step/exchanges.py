@@ -19,7 +19,7 @@ from torchtrim.step.job import blocked_seconds
 from torchtrim.step.lanes import LaneTask, run_lanes
 from torchtrim.step.step import Step
 
-REDUCES = "allreduce"  # name of the collective that sums gradients
+REDUCES = "allreduce"  # Name of the collective that sums gradients.
 _COLLECTIVES = "c10d::"
 
 
@@ -40,8 +40,7 @@ class GradientExchange(NamedTuple):
 class Rounds(NamedTuple):
     """How often a step exchanges all gradients: `rounds`, or 0 without a replica.
 
-    `all_bytes`: the sum over all rounds. `once_bytes`: the sum over one round. `needless_seconds`: how long
-    all rounds but the last block the rank.
+    `all_bytes`: of all rounds; `once_bytes`: of one. `needless_seconds`: time blocked before the last round.
     """
 
     rounds: int
@@ -130,7 +129,6 @@ def ranks_of(profile: Profile) -> int:
 
 
 def _most_added(profile: Profile) -> int:
-    """Return the most times that the step adds to a gradient."""
     steps = profile.optimizer_steps
     return max((update.added for step in steps for update in step.updates), default=0)
 
@@ -175,19 +173,16 @@ class Overlap(NamedTuple):
     first: int = 0
     rebuilt: bool = True
 
-    def exposed_seconds(self, cap: int) -> float:
-        """Return how long exchanges outlast backward, with all buckets of `cap` bytes."""
-        return self._exposed(cap, cap, 1.0)
-
     def exposed_now(self, *, width: float = 1.0) -> float:
-        """Return how long exchanges outlast backward, with the current buckets.
+        """Return how long exchanges outlast backward, with the current buckets."""
+        return self.exposed_seconds(self.cap, self.first, width)
+
+    def exposed_seconds(self, cap: int, first: int = 0, width: float = 1.0) -> float:
+        """Return how long exchanges outlast backward, with buckets of `cap` bytes, or `first` for the first.
 
         `width`: the exchanged bytes as a share of the bytes of the gradients.
         """
-        return self._exposed(self.cap, self.first or self.cap, width)
-
-    def _exposed(self, cap: int, first: int, width: float) -> float:
-        buckets = in_buckets(self.gradients, cap, first, rebuilt=self.rebuilt)
+        buckets = in_buckets(self.gradients, cap, first or cap, rebuilt=self.rebuilt)
         tasks = [
             LaneTask(number, self.link.seconds(int(bucket.bytes * width)), earliest=bucket.seconds)
             for number, bucket in enumerate(buckets)

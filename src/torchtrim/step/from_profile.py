@@ -11,17 +11,7 @@ from torchtrim.costs.roofline import estimate
 from torchtrim.costs.syncs import price_syncs
 from torchtrim.records.profile import ALWAYS, Operator, Profile, SavedTensor, Storage
 from torchtrim.records.remembered import remembered
-from torchtrim.step.step import (
-    OVERHEAD,
-    Hold,
-    Overhead,
-    Span,
-    Step,
-    StepCall,
-    StepModule,
-    Task,
-    Tensor,
-)
+from torchtrim.step.step import OVERHEAD, Hold, Span, Step, StepCall, StepModule, Task, Tensor
 
 _BACKWARD = ("backward", "recompute")
 
@@ -29,6 +19,13 @@ _BACKWARD = ("backward", "recompute")
 @remembered
 def step_of(profile: Profile, seconds: float | None = None) -> Step:
     """Return the recorded step. `seconds`: its time without a recorder, if measured."""
+    overhead = OVERHEAD
+    if (own := profile.overheads) is not None:
+        overhead = overhead._replace(
+            task=own.operator, span=own.part, recipe=own.tensor, watched=own.watched
+        )
+    if not profile.device.startswith("cpu"):
+        overhead = overhead._replace(random_state=0)
     return Step(
         tasks=tuple(map(_task, profile.operators)),
         tensors=_Tensors(profile).all(),
@@ -41,18 +38,9 @@ def step_of(profile: Profile, seconds: float | None = None) -> Step:
             for c in profile.calls
         ),
         seconds=profile.step_seconds if seconds is None else seconds,
-        overhead=_overhead(profile),
+        overhead=overhead,
         profile=profile,
     )
-
-
-def _overhead(profile: Profile) -> Overhead:
-    overhead = OVERHEAD
-    if (own := profile.overheads) is not None:
-        overhead = overhead._replace(
-            task=own.operator, span=own.part, recipe=own.tensor, watched=own.watched
-        )
-    return overhead if profile.device.startswith("cpu") else overhead._replace(random_state=0)
 
 
 def _task(op: Operator) -> Task:
@@ -141,14 +129,13 @@ _BOUND_BY_DEVICE = (
     0.9  # Arbitrary; a device this busy sets the pace, apart from gaps between steps.
 )
 # Overhead on a device-bound step: 20 us to enter a span. Launches are hidden behind kernels.
-_NO_OVERHEAD = Overhead(task=0.0, span=2e-5, random_state=0, recipe=0.0, watched=0.0)
+_NO_OVERHEAD = OVERHEAD._replace(task=0.0, span=2e-5, random_state=0, recipe=0.0, watched=0.0)
 
 
 def on_device(step: Step, device: DeviceSpec) -> Step:
     """Return the step with the times of its tasks on a device, by the roofline.
 
-    A device-bound step pays kernel time for recomputation; a host-bound one pays launch time. A step without
-    a profile is returned unchanged.
+    Recomputation costs kernel time if the step is device-bound, else launch time. Steps need a profile.
     """
     if step.profile is None:
         return step

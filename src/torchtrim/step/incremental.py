@@ -91,11 +91,8 @@ class Simulation:
         own = {n: tie for n, tie in ties.items() if not tie.is_shared}
         self._changes = [self._change_of(edit, own) for edit in edits]
         self._shared = [[n for n in self._numbers(edit) if n in self._ties] for edit in edits]
-        self._build()
-
-    def _build(self) -> None:
-        """Set up the stretches of the unedited step: the change of bytes at each, and its highest point."""
-        before, high = timeline(self._step)
+        # The stretches of the unedited step: the change of bytes at each, and its highest point.
+        before, high = timeline(step)
         edges = [*self._starts, len(high)]
         self._where = [max(range(a, b), key=high.__getitem__) for a, b in pairwise(edges)]
         self._over = [high[at] - before[a] for at, a in zip(self._where, self._starts, strict=True)]
@@ -143,7 +140,6 @@ class Simulation:
             self._settle(tensor, touched)
 
     def _settle(self, tensor: int, touched: set[int]) -> None:
-        """Move the end of a tensor that several options affect."""
         now, old = self._end(tensor), self._ends[tensor]
         if now == old:
             return

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from torchtrim.step.edits import Edit, Trip
+from torchtrim.step.edits import Edit, Insert, Trip
 from torchtrim.step.lanes import LaneTask, run_lanes
 from torchtrim.step.step import Step
 
 Way = Literal["out", "home"]
+_WORK, _OUT, _GONE, _BACK, _ASKED = range(5)
 
 
 class LinkCopy(NamedTuple):
@@ -52,8 +53,51 @@ def added_seconds(step: Step, edits: Iterable[Edit]) -> float:
 
 
 def traffic(step: Step, edits: Sequence[Edit]) -> Traffic:
-    """Return when the trips of edits run, in the step with these edits."""
-    return _LinkSimulation(step, edits).run()
+    """Return when the trips of edits run, in the step with these edits.
+
+    Order within a task: inserted work, copies out queued, copies out awaited, then the same for copies back.
+    """
+    clock = step.clock
+    trips = tuple(trip for edit in edits for trip in edit.trips)
+    inserts = [insert for edit in edits for insert in edit.inserts]
+    free: dict[Way, float] = {"out": 0.0, "home": 0.0}
+    copies: dict[tuple[int, Way], LinkCopy] = {}
+    delays: list[tuple[int, float]] = []
+    delay = 0.0
+    for task, kind, number in _moments(inserts, trips, len(clock) - 1):
+        way: Way = "out" if kind in (_OUT, _GONE) else "home"
+        if kind == _WORK:
+            seconds = inserts[number].seconds
+        elif kind in (_OUT, _BACK):
+            seconds = trips[number].queueing
+        else:
+            copy = copies[number, way]
+            seconds = max(copy.end - (clock[task] + delay), 0.0)
+            copies[number, way] = copy._replace(stall=seconds)
+        if seconds > 0.0:
+            delay += seconds
+            delays.append((task, delay))
+        if kind in (_OUT, _BACK):
+            out = copies.get((number, "out"))
+            start = max(free[way], clock[task] + delay, out.end if out is not None else 0.0)
+            end = free[way] = start + trips[number].seconds
+            copies[number, way] = LinkCopy(number, way, start, end, 0.0)
+    ordered = sorted(copies.values(), key=lambda copy: (copy.start, copy.trip))
+    return Traffic(trips, tuple(ordered), tuple(delays))
+
+
+def _moments(
+    inserts: Sequence[Insert], trips: Sequence[Trip], last: int
+) -> list[tuple[int, int, int]]:
+    moments = [(insert.at, _WORK, number) for number, insert in enumerate(inserts)]
+    for number, trip in enumerate(trips):
+        moments += [
+            (trip.leaves, _OUT, number),
+            (trip.gone, _GONE, number),
+            (trip.back, _BACK, number),
+            (trip.asked, _ASKED, number),
+        ]
+    return sorted((min(task, last), kind, number) for task, kind, number in moments)
 
 
 def stall_in_parts(parts: Sequence[float], updates: Sequence[float]) -> float:
@@ -71,68 +115,3 @@ def stall_in_parts(parts: Sequence[float], updates: Sequence[float]) -> float:
         out.append(LaneTask(("out", n), part, ((("update", n), 0.0),)))
     end = max((end for _, end in run_lanes((home, compute, out)).values()), default=0.0)
     return end - sum(updates)
-
-
-_WORK, _OUT, _GONE, _BACK, _ASKED = range(5)
-
-
-class _LinkSimulation:
-    """Steps through the events of a step: work is inserted, a copy is queued, or a copy is awaited.
-
-    Order within a task: its inserted work, then copies out that are queued, copies out that are awaited, and
-    the same for copies back.
-    """
-
-    def __init__(self, step: Step, edits: Sequence[Edit]) -> None:
-        self._clock = step.clock
-        self._trips = tuple(trip for edit in edits for trip in edit.trips)
-        self._inserts = [insert for edit in edits for insert in edit.inserts]
-        self._free: dict[Way, float] = {"out": 0.0, "home": 0.0}
-        self._copies: dict[tuple[int, Way], LinkCopy] = {}
-        self._delays: list[tuple[int, float]] = []
-        self._delay = 0.0
-
-    def run(self) -> Traffic:
-        for task, kind, number in self._moments():
-            if kind == _WORK:
-                self._later(task, self._inserts[number].seconds)
-            elif kind in (_OUT, _BACK):
-                self._queue(task, number, "out" if kind == _OUT else "home")
-            else:
-                self._await(task, number, "out" if kind == _GONE else "home")
-        copies = sorted(self._copies.values(), key=lambda copy: (copy.start, copy.trip))
-        return Traffic(self._trips, tuple(copies), tuple(self._delays))
-
-    def _moments(self) -> list[tuple[int, int, int]]:
-        last = len(self._clock) - 1
-        moments = [(insert.at, _WORK, number) for number, insert in enumerate(self._inserts)]
-        for number, trip in enumerate(self._trips):
-            moments += [
-                (trip.leaves, _OUT, number),
-                (trip.gone, _GONE, number),
-                (trip.back, _BACK, number),
-                (trip.asked, _ASKED, number),
-            ]
-        return sorted((min(task, last), kind, number) for task, kind, number in moments)
-
-    def _queue(self, task: int, number: int, way: Way) -> None:
-        self._later(task, self._trips[number].queueing)
-        out = self._copies.get((number, "out"))
-        earliest = max(self._now(task), out.end if out is not None else 0.0)
-        start = max(self._free[way], earliest)
-        end = self._free[way] = start + self._trips[number].seconds
-        self._copies[number, way] = LinkCopy(number, way, start, end, 0.0)
-
-    def _await(self, task: int, number: int, way: Way) -> None:
-        copy = self._copies[number, way]
-        stall = max(copy.end - self._now(task), 0.0)
-        self._copies[number, way] = copy._replace(stall=stall)
-        self._later(task, stall)
-
-    def _now(self, task: int) -> float:
-        return self._clock[task] + self._delay
-
-    def _later(self, task: int, seconds: float) -> None:
-        if seconds > 0.0:
-            self._delay += seconds
-            self._delays.append((task, self._delay))

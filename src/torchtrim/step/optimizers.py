@@ -63,6 +63,11 @@ def optimizer_calls(step: Step) -> dict[str, list[OptimizerCall]]:
     return {name: of_name for name, of_name in calls.items() if name not in refused}
 
 
+def parameter_sizes(step: Step, seen: OptimizerCall) -> list[int]:
+    """Return the bytes of each updated parameter."""
+    return [step.tensors[update.parameter].bytes for update in seen.step.updates]
+
+
 def chunked(updates: Sequence[Update], sizes: Sequence[int], most: int) -> Chunks:
     """Return updates in order, split within each group into chunks of at most `most` bytes, or of one update.
 
@@ -95,7 +100,9 @@ def rise(step: Step, call: OptimizerCall, updates: Collection[int]) -> int:
     highest = level = 0
     for task in range(*call.span):
         level += allocated[task] - freed[task]
-        highest = max(highest, level + _workspace(step, task))
+        made = (step.tensors[number] for number in step.made_by[task])
+        outputs = sum(tensor.bytes for tensor in made if tensor.pool == DEVICE)
+        highest = max(highest, level + max(step.tasks[task].transient - outputs, 0))
     return highest
 
 
@@ -128,11 +135,6 @@ def launches_seconds(step: Step, call: OptimizerCall, chunks: int) -> float:
     return max(chunks - groups, 0) * operators * _SECONDS_AN_OPERATOR + _SECONDS_A_STEP
 
 
-def _workspace(step: Step, task: int) -> int:
-    made = sum(step.tensors[n].bytes for n in step.made_by[task] if step.tensors[n].pool == DEVICE)
-    return max(step.tasks[task].transient - made, 0)
-
-
 def _optimizer_call(step: Step, profile: Profile, call: OptimizerStep) -> OptimizerCall | None:
     """Return the call with the owners of its allocations, or None if it does something unknown."""
     span = range(call.first, call.last)
@@ -155,10 +157,7 @@ def _optimizer_call(step: Step, profile: Profile, call: OptimizerStep) -> Optimi
 
 
 def _owners(profile: Profile, call: OptimizerStep) -> dict[int, int] | None:
-    """Return each storage's update, or None if two updates share a storage.
-
-    An item of an output list belongs to the update of the same item of the input lists.
-    """
+    """Return each storage's update, by its position in lists, or None if two updates share a storage."""
     owners: dict[int, int] = {}
     for number, update in enumerate(call.updates):
         for storage in dict.fromkeys((update.parameter, update.gradient, *update.states)):

@@ -28,8 +28,7 @@ def rerun(
 
     `kept`: operators, such as `aten::mm`, whose results are kept and not recomputed: selective checkpointing.
     A span whose graph never runs backward, as in an evaluation with gradients enabled, is not rerun, and its
-    saved tensors are dropped. `early_stop`: stop the rerun after the last saved tensor, as
-    torch.utils.checkpoint does by default.
+    saved tensors are dropped. `early_stop`: stop after the last saved tensor, as torch.utils.checkpoint does.
     """
     every = (_of_span(step, span, kept, early_stop) for span in spans)
     edits = [edit for edit in every if edit is not None]
@@ -90,10 +89,7 @@ def _unused(step: Step, span: Span, saved: Sequence[tuple[Drop, Hold]]) -> Edit:
 
 
 def _inputs(step: Step, span: Span) -> list[int]:
-    """Return tensors the span reads or receives as arguments but did not create.
-
-    The rerun keeps them alive, and copies of mutated arguments too.
-    """
+    """Return tensors from before the span that it reads or receives: the rerun keeps them alive."""
     tasks = step.tasks[span.first : span.last]
     reads = (number for task in tasks for number in task.reads)
     return [
@@ -124,11 +120,6 @@ def _rise(step: Step, again: Iterable[int], kept: dict[int, int]) -> int:
             if tensor.pool == DEVICE:
                 level += tensor.bytes
                 if number not in kept:
-                    ends[max(_read_until(step, number), i + 1)] += tensor.bytes
+                    unsaved = (hold.until for hold in tensor.holds if hold.saver < 0)
+                    ends[max((i + 1, *unsaved))] += tensor.bytes
     return max(rise, level)
-
-
-def _read_until(step: Step, number: int) -> int:
-    """Return the end of a tensor that autograd does not save."""
-    tensor = step.tensors[number]
-    return max((h.until for h in tensor.holds if h.saver < 0), default=tensor.birth + 1)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torchtrim.records.profile import Operator, Profile
 
-DETACH = "aten::detach."  # prefix of the names of `detach` operators
+DETACH = "aten::detach."  # Prefix of the names of `detach` operators.
 # The pool whose peak is the peak of the step: the memory of the device that runs it.
 DEVICE = "device"
 
@@ -23,8 +23,8 @@ DEVICE = "device"
 class Hold(NamedTuple):
     """A reason to keep a tensor until task `until` begins.
 
-    `saver`: the task for whose gradient autograd saved the tensor, or -1. Autograd saved it after task
-    `packed` had run, and backward first unpacks it when task `asked` is next (-1: never).
+    `saver`: the task whose gradient needs the tensor, or -1 if autograd did not save it. It was saved after
+    task `packed` had run, and backward first unpacks it when task `asked` is next (-1: never).
     """
 
     until: int
@@ -57,8 +57,7 @@ class Task(NamedTuple):
     """One operator, with tensors as numbers. `writes` are the tensors that it changes in place.
 
     `of`: for a task of backward, the task whose gradient it computes; else -1. `transient`: the highest rise
-    of memory while it runs, in bytes, with its outputs included. `seconds`: its time on the recording
-    machine.
+    of memory while it runs, in bytes, outputs included. `seconds`: its time on the recording machine.
     """
 
     name: str
@@ -128,7 +127,7 @@ class Overhead(NamedTuple):
     watched: float = 2.5e-5
 
 
-OVERHEAD = Overhead()  # the default overhead
+OVERHEAD = Overhead()  # The default overhead.
 
 
 @dataclass(frozen=True, eq=False)

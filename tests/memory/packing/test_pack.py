@@ -209,7 +209,7 @@ def test_what_ends_too_high_is_moved_forward(without_numba: None) -> None:
     problem = problem_of(cut(1, 60), 1)
     placing = Placing(problem, engine.plain())
     greedy_heights = [problem.height(offsets) for offsets in placing.greedy()]
-    later = [problem.height(o) for o in placing.hoisted(1024, None, endless=False)]
+    later = [problem.height(o) for o in placing.hoisted(1024, math.inf, endless=False)]
     assert min(later) < min(greedy_heights)
 
 

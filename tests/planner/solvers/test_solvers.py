@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from itertools import combinations, pairwise
 
 import pytest
@@ -12,9 +13,9 @@ import draws
 from step.oracle import peak
 from step.random_steps import random_training
 from torchtrim.executor.registry import Option
-from torchtrim.planner.front import Solver
+from torchtrim.planner.front import Solution
 from torchtrim.planner.problem import Problem, least_seconds
-from torchtrim.planner.solvers.search import Exact, Local
+from torchtrim.planner.solvers.search import search, solve_exactly
 from torchtrim.step.edits import Edit
 from torchtrim.step.step import Step
 
@@ -42,14 +43,14 @@ def brute(step: Step, edits: list[Edit]) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("cases", draws.some(CASES), ids=str)
-@pytest.mark.parametrize("solver", [Exact(), Local()], ids=["exact", "local"])
+@pytest.mark.parametrize("solver", [solve_exactly, search], ids=["exact", "local"])
 def test_within_2_percent_of_the_quickest_and_never_over_the_budget(
-    solver: Solver, cases: range
+    solver: Callable[[Problem], Solution | None], cases: range
 ) -> None:
     for number in cases:
         rng = random.Random(number)
         problem = problem_of(rng, rng.randrange(1, 5))
-        solved = solver.solve(problem)
+        solved = solver(problem)
         assert solved is not None
         every = brute(problem.step, list(problem.edits))
         whole = sum(task.seconds for task in problem.step.tasks)
@@ -69,7 +70,7 @@ def test_a_looser_budget_never_gets_a_slower_plan(cases: range) -> None:
     for number in cases:
         rng = random.Random(number)
         problem = problem_of(rng, rng.randrange(1, 9))
-        front = Local().solve(problem).front
+        front = search(problem).front
         low, high = front.lowest.peak_bytes, problem.run(()).peak_bytes
         before = math.inf
         for step in range(21):
@@ -81,4 +82,4 @@ def test_a_looser_budget_never_gets_a_slower_plan(cases: range) -> None:
 
 
 def test_many_sets_are_not_for_the_exact_solver() -> None:
-    assert Exact().solve(problem_of(random.Random(0), 14)) is None
+    assert solve_exactly(problem_of(random.Random(0), 14)) is None

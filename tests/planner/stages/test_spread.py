@@ -108,7 +108,7 @@ def test_what_cannot_be_is_said() -> None:
         spread(chain_of, 8, 64, 100, order_of, QUICK)
     with pytest.raises(Unsupported, match="divided evenly"):
         spread(chain_of, 11, 64, 10**9, order_of, QUICK)
-    with pytest.raises(UsageError, match="no device"):
+    with pytest.raises(UsageError, match="abacus"):
         spread_over(lambda: None, 8, memory="1GiB", batch=8, device="abacus")  # type: ignore[arg-type, return-value]
     with pytest.raises(UsageError, match="at least one"):
         spread_over(lambda: None, 0, memory="1GiB", batch=8)  # type: ignore[arg-type, return-value]

@@ -32,8 +32,7 @@ _MOST = 1 << 58  # Bytes; sums of offsets and sizes stay below `search.MANY`.
 class Buffer:
     """Bytes that are live from `lower` until just before `upper`, in any unit of time.
 
-    `id` is unique among the buffers. A buffer with size 0 or `lower == upper` takes no room. Its offset is a
-    multiple of `alignment`, in bytes.
+    Ids are unique. A buffer with size 0 or `lower == upper` takes no room. `alignment`: of its offset.
     """
 
     id: str | int

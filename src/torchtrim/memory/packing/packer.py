@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count
 
 from torchtrim.memory.packing import greedy, search
 from torchtrim.memory.packing.buffers import Buffer, Packing, PackingProblem, check, problem_of
@@ -21,8 +21,7 @@ _FAMILIES = 4  # The four orders that `ranks` lists.
 def ranks(problem: PackingProblem, number: int) -> list[int]:
     """Return buffer indices in order of preference, the same for the same number.
 
-    The families in turn: by lifetime; by crowd, then area; by crowd and lifetime in sections, weighted by
-    size; by crowd and lifetime.
+    The families in turn: lifetime; crowd, then area; crowd, then sections weighted by size; crowd, lifetime.
     """
     chance = random.Random(number)
     family = number % _FAMILIES
@@ -40,7 +39,9 @@ def ranks(problem: PackingProblem, number: int) -> list[int]:
 
 
 _GREEDY_SECONDS = 5.0  # Arbitrary; the first two orders are always tried.
-_HOISTING_SECONDS, _ROUNDS = 25.0, 100
+_HOISTING_SECONDS, _ROUNDS = 25.0, 100  # Arbitrary; whichever is reached first.
+_FORWARD = (0.0, 0.3, 0.6)  # Arbitrary; shares of its place in the order that a buffer keeps.
+_ORDERS = 3  # Arbitrary; it is not known beforehand which leads down, and each takes a turn.
 
 
 class Placing:
@@ -52,7 +53,7 @@ class Placing:
         self._rows = tuple(map(engine.array, problem.rows))
         self._work = tuple(engine.empty(problem.count) for _ in range(4))
         self._each = problem.count**2 / (4 * engine.pace)
-        self._starts: list[Start] = []
+        self._starts: list[tuple[int, list[int], bool]] = []  # heights of placed orders
 
     def greedy(self) -> Iterator[list[int]]:
         """Yield offsets of the greedy orders, largest first; the later orders only while they are quick."""
@@ -63,12 +64,28 @@ class Placing:
             self._starts.append((self._problem.height(offsets), order, tightest))
             yield offsets
 
-    def hoisted(self, goal: int, deadline: float | None, *, endless: bool) -> Iterator[list[int]]:
-        """Yield offsets from `hoisted`, up to the deadline or a fixed effort; `endless`: no fixed effort."""
+    def hoisted(self, goal: int, deadline: float, *, endless: bool) -> Iterator[list[int]]:
+        """Yield offsets, round after round, until the deadline or, unless `endless`, a fixed effort.
+
+        A buffer that ends above the goal was placed after the low gaps were full. It moves forward by a
+        random distance, and all buffers are placed again: squeaky wheel optimization (Joslin and Clements,
+        JAIR 10, 1999). Several orders take turns.
+        """
+        chance, size = random.Random(0), self._problem.size
+        lowest = sorted(self._starts, key=lambda start: start[0])[:_ORDERS]
+        turns = [(order, tightest, self._place(order, tightest)) for _, order, tightest in lowest]
         rounds = min(_ROUNDS, int(_HOISTING_SECONDS / self._each))
-        for done, offsets in enumerate(hoisted(self._problem, self._starts, self._place, goal)):
+        for done in count():
+            order, tightest, offsets = turns[done % len(turns)]
+            keys = {
+                b: at * chance.choice(_FORWARD) if offsets[b] + size[b] > goal else float(at)
+                for at, b in enumerate(order)
+            }
+            order = sorted(order, key=keys.__getitem__)
+            offsets = self._place(order, tightest)
+            turns[done % len(turns)] = order, tightest, offsets
             yield offsets
-            if _past(deadline) or (done + 1 >= rounds and not endless):
+            if time.monotonic() >= deadline or (done + 1 >= rounds and not endless):
                 return
 
     def _place(self, order: Sequence[int], tightest: bool) -> list[int]:
@@ -77,55 +94,11 @@ class Placing:
         return list(map(int, offsets))
 
 
-_FORWARD = (0.0, 0.3, 0.6)
-_ORDERS = 3  # Arbitrary; it is not known beforehand which leads down, and each takes a turn.
-
-Place = Callable[[Sequence[int], bool], list[int]]
-Start = tuple[int, list[int], bool]
-
-
-def hoisted(
-    problem: PackingProblem, starts: Sequence[Start], place: Place, goal: int
-) -> Iterator[list[int]]:
-    """Yield offsets, round after round, until no buffer ends above the goal.
-
-    A buffer that ends above the goal was placed after the low gaps were full. It moves forward by a random
-    distance, and all buffers are placed again: squeaky wheel optimization (Joslin and Clements, JAIR 10,
-    1999). Several orders take turns.
-
-    starts: heights, with the orders and gap choices that led to them.
-    place: returns offsets for an order and a gap choice.
-    """
-    chance = random.Random(0)
-    lowest = sorted(starts, key=lambda start: start[0])[:_ORDERS]
-    turns = [(order, tightest) for _, order, tightest in lowest]
-    placed = [place(*turn) for turn in turns]
-    while True:
-        for number, (order, tightest) in enumerate(turns):
-            order = _forward(problem, order, placed[number], goal, chance)
-            turns[number] = order, tightest
-            placed[number] = place(order, tightest)
-            yield placed[number]
-
-
-def _forward(
-    problem: PackingProblem,
-    order: Sequence[int],
-    offsets: Sequence[int],
-    goal: int,
-    chance: random.Random,
-) -> list[int]:
-    keys = {
-        b: at * chance.choice(_FORWARD) if offsets[b] + problem.size[b] > goal else float(at)
-        for at, b in enumerate(order)
-    }
-    return sorted(order, key=keys.__getitem__)
-
-
-_MOMENT, _SHORT_EFFORT, _LONG_EFFORT = 4e6, 8e7, 7e9
-_FEW_NODES, _NODES = 200, 1500
-_FEWER, _EASY = 4, 32
-_LONG, _LONGER = 128, 16
+_MOMENT, _SHORT_EFFORT = 4e6, 8e7  # Units: 0.4 s and 8 s of plain loops.
+_LONG_EFFORT = 7e9  # Units: 18 s of compiled loops.
+_FEW_NODES, _NODES = 200, 1500  # Arbitrary; another order is worth more than a long attempt.
+_FEWER, _EASY = 4, 32  # Arbitrary; every 4th of 32 attempts is at the floor, then every 2nd.
+_LONG, _LONGER = 128, 16  # Arbitrary; every 128th attempt gets 16 times as many nodes.
 _PATIENCE = 4  # Arbitrary; failures in a row before the target comes nearer.
 _LOADING_SECONDS = 5.0  # About what numba takes to be imported and to load what it compiled.
 _FEW_PAIRS = 2_000_000  # Where plain loops take about as long as loading the compiled ones.
@@ -155,16 +128,21 @@ def improving(
 
 
 def _tried(problem: PackingProblem, goal: int, seconds: float | None) -> Iterator[Placement]:
-    """Yield every placement tried until the effort or the time is spent."""
-    deadline = None if seconds is None else time.monotonic() + seconds
+    deadline = math.inf if seconds is None else time.monotonic() + seconds
+    is_large = problem.count**2 > _FEW_PAIRS
+    placing = Placing(problem, compiled() if is_large and can_compile() else plain())
+    placed = placing.greedy()
+    if seconds != 0:
+        endless = deadline < math.inf and not _searchable(problem, _LONG_EFFORT)
+        placed = chain(placed, placing.hoisted(goal, deadline, endless=endless))
     best: Placement | None = None
-    for offsets in _placed(problem, goal, deadline, alone=seconds == 0):
+    for offsets in placed:
         layout = _layout(problem, offsets)
         best = layout if best is None or layout.height < best.height else best
         yield layout
     assert best is not None
     for engine, units in _stages(deadline):
-        if _past(deadline):
+        if time.monotonic() >= deadline:
             return
         if _searchable(problem, units):
             for lower in Descent(problem, engine(), units, deadline, goal).run(best):
@@ -176,31 +154,12 @@ def _searchable(problem: PackingProblem, units: float) -> bool:
     return problem.count * problem.spans <= min(units, _LONG_EFFORT)
 
 
-def _placed(
-    problem: PackingProblem, goal: int, deadline: float | None, *, alone: bool
-) -> Iterator[list[int]]:
-    """Yield offsets of the greedy orders and, unless `seconds` is 0, of improved orders."""
-    engine = compiled() if problem.count**2 > _FEW_PAIRS and can_compile() else plain()
-    placing = Placing(problem, engine)
-    yield from placing.greedy()
-    if not alone:
-        last = deadline is not None and not _searchable(problem, _LONG_EFFORT)
-        yield from placing.hoisted(goal, deadline, endless=last)
-
-
-def _stages(deadline: float | None) -> list[tuple[Callable[[], LoopEngine], float]]:
-    """Return the engines to search with, and the most effort for each.
-
-    Compiled loops take seconds to load, so plain Python runs first, and alone if there is little time.
-    """
-    worth = deadline is None or deadline - time.monotonic() > _LOADING_SECONDS
-    if worth and can_compile():
-        return [(plain, _MOMENT), (compiled, _LONG_EFFORT if deadline is None else math.inf)]
-    return [(plain, _SHORT_EFFORT if deadline is None else math.inf)]
-
-
-def _past(deadline: float | None) -> bool:
-    return deadline is not None and time.monotonic() >= deadline
+def _stages(deadline: float) -> list[tuple[Callable[[], LoopEngine], float]]:
+    """Return the engines to search with, and the most effort for each: compiled loops load for seconds."""
+    endless = deadline == math.inf
+    if can_compile() and deadline - time.monotonic() > _LOADING_SECONDS:
+        return [(plain, _MOMENT), (compiled, _LONG_EFFORT if endless else math.inf)]
+    return [(plain, _SHORT_EFFORT if endless else math.inf)]
 
 
 def _layout(problem: PackingProblem, offsets: Iterable[int]) -> Placement:
@@ -224,13 +183,13 @@ class Descent:
         problem: PackingProblem,
         engine: LoopEngine,
         units: float,
-        deadline: float | None,
+        deadline: float,
         goal: int,
     ) -> None:
         self._problem = problem
         self._engine = engine
         self._units = units
-        self._deadline = math.inf if deadline is None else deadline
+        self._deadline = deadline
         self._goal = goal
         self._work = engine.room(problem.count, len(problem.load))
         self._floor = problem.floor
@@ -324,8 +283,7 @@ def pack(
     better: called with each packing lower than all before it, so an interrupted search keeps its best.
 
     The result is never higher than greedy placement by size. The loops are compiled if numba is installed.
-    Memory grows with the number of buffers, not with pairs of live buffers. Raises `UsageError` for invalid
-    sizes, lifetimes and ids.
+    Memory grows with the number of buffers, not of their pairs. Raises `UsageError` for invalid arguments.
     """
     check(buffers, capacity, alignment, seconds)
     taking = [buffer for buffer in buffers if buffer.takes_room]

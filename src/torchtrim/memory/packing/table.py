@@ -87,7 +87,6 @@ def _text(path: Path) -> str:
 
 
 def _places(columns: Sequence[str], path: Path) -> dict[str, int]:
-    """Return the index of each required column."""
     for name in (*NEEDED, *_OPTIONAL):
         times = columns.count(name)
         if times > 1 or (not times and name in NEEDED):

@@ -17,9 +17,8 @@ def why_invalid(
 ) -> str | None:
     """Return the first reason why the offsets do not pack the buffers, or None if they do.
 
-    Every buffer needs an offset, and no other id may have one. Offsets must be non-negative and multiples of
-    `alignment` and of the buffer's own alignment. No buffer may end above `capacity` or overlap another that
-    is live at the same time.
+    Only buffers have offsets: non-negative multiples of `alignment` and of their own alignment. No buffer may
+    end above `capacity`, or overlap another that is live at the same time.
     """
     known = {buffer.id for buffer in buffers}
     for name in offsets:

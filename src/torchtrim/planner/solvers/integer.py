@@ -1,7 +1,6 @@
 """An integer program: the quickest choice within a budget, and a bound that no choice can beat.
 
-`pip install torchtrim[solver]` installs its solver. The search starts from the best choice of the local
-search.
+`pip install torchtrim[solver]` installs its solver, which starts from the best choice of the local search.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from torchtrim.planner.problem import Chosen, Problem
 if TYPE_CHECKING:
     from torchtrim.planner.solvers.moments import MomentMemory, MomentSearch
 
-_LOWEST = 5.0  # Arbitrary; seconds to search for the lowest peak
-_MOST_TERMS = 400_000  # Arbitrary; larger programs are not solved within the seconds of a search
+_LOWEST = 5.0  # Arbitrary; seconds to search for the lowest peak.
+_MOST_TERMS = 400_000  # Arbitrary; larger programs are not solved within the seconds of a search.
 # Arbitrary; how much slower than the bound, as a share of the step, a choice may be if the search
 # takes long.
 _NEAR = 2.5e-3
-_NEAR_UNITS = 4.0  # Arbitrary; the same for the lowest peak, in units of 1/4096 of the peak
+_NEAR_UNITS = 4.0  # Arbitrary; the same for the lowest peak, in units of 1/4096 of the peak.
 
 
 class Integer:

@@ -22,14 +22,13 @@ from torchtrim.planner.front import Answer
 from torchtrim.planner.linear import Constraint, Linear
 from torchtrim.planner.problem import Chosen
 
-_GAP = 1e-6  # the tolerance of the solver, so a proven answer is optimal apart from rounding
-_PATIENCE = 4.0  # wall time that a solver may take, as a multiple of its seconds, on a busy machine
+_GAP = 1e-6  # The tolerance of the solver, so a proven answer is optimal apart from rounding.
+_PATIENCE = 4.0  # Wall time that a solver may take on a busy machine, in multiples of its seconds.
 
 
 @dataclass(frozen=True)
 class IntegerProgram:
-    """A minimization of `costs` over columns between `lower` and `upper`; the first `integers` columns are
-    whole.
+    """A minimization of `costs` over columns between `lower` and `upper`, the first `integers` whole.
 
     `near`: how far above the bound an answer may be if the search for the best takes long.
     """
@@ -142,9 +141,9 @@ def _highs_model(highspy: Any, program: IntegerProgram) -> Any:
 # The peak has this many units of bytes, and the solver treats values that differ by 1e-6 as equal.
 # Its rounding adds up, hence the slack; every choice is simulated before it counts.
 _UNITS = 4096
-_SLACK = 1e-4  # in units, see above
-_JOIN = 24  # Arbitrary; enough that few rounds are needed, few enough that the program stays small
-_ENOUGH = 1.0  # Arbitrary; seconds to look for the best choice when one near it is known
+_SLACK = 1e-4  # In units, see above.
+_JOIN = 24  # Arbitrary; enough that few rounds are needed, few enough that the program stays small.
+_ENOUGH = 1.0  # Arbitrary; seconds to look for the best choice when one near it is known.
 _IMPOSSIBLE = Answer(None, math.inf, proven=True)
 
 

@@ -18,7 +18,7 @@ from torchtrim.planner.front import Front, Point, Solution
 from torchtrim.planner.problem import Chosen, Problem
 from torchtrim.step.simulate import Outcome
 
-_KEPT = 4  # Arbitrary; prefixes of a partition to keep in addition to the quickest
+_KEPT = 4  # Arbitrary; prefixes of a partition to keep in addition to the quickest.
 
 
 class Chains:
@@ -80,27 +80,24 @@ class Chains:
                     yield (have - out) | {head, self._ranges[chain, cut, end]}
 
 
-_BUDGETS = 20  # Arbitrary; the front has about as many points between its lowest and the original
-_TRIES = 6000  # Arbitrary; bounds the search if simulation is quick
+_BUDGETS = 20  # Arbitrary; the front has about as many points between its lowest and the original.
+_TRIES = 6000  # Arbitrary; bounds the search if simulation is quick.
 # Arbitrary; simulated tasks, which bounds the search to seconds if steps are long.
 _WORK = 8_000_000
-_FEW = 60  # Arbitrary; up to this number of options, all neighbors are simulated
-_NEAR = 10  # Arbitrary; with many options, only the ones that free most at the peak are tried
-_STARTS = 4  # Arbitrary; the starts share the tries
-_PRICES = 40  # Arbitrary; neighboring prices choose nearly the same options
-_PEAKS = 3  # Arbitrary; the peak seldom moves to a third place
-_LEAST_SECONDS = 1e-7  # smaller differences are rounding errors of sums of seconds
+_FEW = 60  # Arbitrary; up to this number of options, all neighbors are simulated.
+_NEAR = 10  # Arbitrary; with many options, only the ones that free most at the peak are tried.
+_STARTS = 4  # Arbitrary; the starts share the tries.
+_PRICES = 40  # Arbitrary; neighboring prices choose nearly the same options.
+_PEAKS = 3  # Arbitrary; the peak seldom moves to a third place.
+_LEAST_SECONDS = 1e-7  # Smaller differences are rounding errors of sums of seconds.
 _NONE: frozenset[int] = frozenset()
 # Saved seconds, the options to remove, and the options to add.
 _Exchange = tuple[float, frozenset[int], frozenset[int]]
 
 
-class Local:
-    """Searches among sets of options that do not exclude each other."""
-
-    def solve(self, problem: Problem) -> Solution:
-        """Return the best choices found."""
-        return Solution(_Search(problem).run(), optimal=False)
+def search(problem: Problem) -> Solution:
+    """Return the best choices found, the same for the same problem."""
+    return Solution(_Search(problem).run(), optimal=False)
 
 
 class _Search:
@@ -151,8 +148,8 @@ class _Search:
     def _try_prices(self) -> None:
         """Try the options worth their time if a byte at the peak has a price, for many prices.
 
-        This is the relaxation of Everett, "Generalized Lagrange multiplier method" (Operations Research
-        1963). When the peak moves, the bytes freed there count too.
+        See Everett, "Generalized Lagrange multiplier method" (Operations Research 1963). If the peak moves,
+        bytes freed there count too.
         """
         tasks = [self._try(()).task]
         for _ in range(_PEAKS):
@@ -176,7 +173,6 @@ class _Search:
         return [low * (high / low) ** (number / _PRICES) for number in range(_PRICES + 1)]
 
     def _worthwhile(self, price: float, freed: Mapping[int, float]) -> Chosen:
-        """Return the options that free more than they cost, the best first."""
         gains = {i: price * size - self._problem.seconds[i] for i, size in freed.items()}
         order = sorted((i for i, gain in gains.items() if gain > 0), key=lambda i: -gains[i])
         return tuple(sorted(self._problem.apart(order)))
@@ -297,18 +293,15 @@ class _Search:
 _MOST = 2048  # Sets of eleven options without exclusions, which take a moment to simulate.
 
 
-class Exact:
-    """Tries every set of options that do not exclude each other."""
-
-    def solve(self, problem: Problem) -> Solution | None:
-        """Return all choices, or None if there are more than 2,048 sets."""
-        sets: list[Chosen] = [()]
-        for number, clashes in enumerate(problem.clashes):
-            sets += [(*chosen, number) for chosen in sets if clashes.isdisjoint(chosen)]
-            if len(sets) > _MOST:
-                return None
-        front = Front()
-        for chosen in sets:
-            outcome = problem.run(chosen)
-            front.add(Point(outcome.peak_bytes, outcome.added_seconds, chosen))
-        return Solution(front, optimal=True)
+def solve_exactly(problem: Problem) -> Solution | None:
+    """Try every set of options without exclusions; return None if there are more than 2,048 sets."""
+    sets: list[Chosen] = [()]
+    for number, clashes in enumerate(problem.clashes):
+        sets += [(*chosen, number) for chosen in sets if clashes.isdisjoint(chosen)]
+        if len(sets) > _MOST:
+            return None
+    front = Front()
+    for chosen in sets:
+        outcome = problem.run(chosen)
+        front.add(Point(outcome.peak_bytes, outcome.added_seconds, chosen))
+    return Solution(front, optimal=True)

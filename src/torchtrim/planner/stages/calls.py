@@ -104,11 +104,8 @@ class _CallFinder:
         # Tensors that depend on parameters. Each stage recomputes the others itself.
         self._trained: set[int] = set()
         self._names = {n: s.name for n, s in enumerate(profile.storages) if s.kind == "parameter"}
-        self._follow()
-
-    def _follow(self) -> None:
-        for index in range(self._pass.first, self._pass.last):
-            op = self._profile.operators[index]
+        for index in range(forward.first, forward.last):
+            op = profile.operators[index]
             inputs = {use.storage for use in op.inputs}
             for number in inputs:
                 self._reads[number].append(index)
@@ -118,13 +115,17 @@ class _CallFinder:
                 if not (inputs.isdisjoint(self._trained) and inputs.isdisjoint(self._names)):
                     self._trained.add(use.storage)
         self._trained -= set(self._names)
-        for number in self._pass.call.outputs:
-            self._reads[number].append(self._pass.last)
-        spans = (
-            (n, self._reads[n][0], self._reads[n][-1]) for n in self._names if n in self._reads
-        )
-        self._tied = [(n, first, last) for n, first, last in spans if first < last]
-        self._crossing = self._counted()
+        for number in forward.call.outputs:
+            self._reads[number].append(forward.last)
+        read = [number for number in self._names if number in self._reads]
+        self._tied = [n for n in read if self._reads[n][0] < self._reads[n][-1]]
+        # The number of tensors that cross each operator of the pass, as a sum of one byte each.
+        lives = [
+            (1, made + 1 - forward.first, self._reads[n][-1] + 1 - forward.first)
+            for n, made in self._made.items()
+            if n in self._trained and self._reads.get(n)
+        ]
+        self._crossing = bytes_over_time(forward.last + 1 - forward.first, lives)
 
     def below(self, call: Call) -> str:
         return self._profile.modules[call.module].path.removeprefix(f"{self._pass.root}.")
@@ -147,9 +148,9 @@ class _CallFinder:
 
     def judged(self, call: Call) -> tuple[str, int]:
         at, where = call.first, self.below(call)
-        tied = next((n for n, first, last in self._tied if first < at <= last), None)
-        if tied is not None:
-            return f"{self._names[tied]} is used before it and after it (tied weights)", 0
+        for number in self._tied:
+            if self._reads[number][0] < at <= self._reads[number][-1]:
+                return f"{self._names[number]} is used before it and after it (tied weights)", 0
         source = call.inputs[0] if call.inputs else -1
         crosses = (
             source in self._trained
@@ -165,23 +166,12 @@ class _CallFinder:
         size = self._bytes_if_all_read(source, at)
         return ("only a part of a tensor crosses it", 0) if size is None else ("", size)
 
-    def _counted(self) -> list[int]:
-        """Return the number of tensors that cross each operator of the pass, as a sum of one byte each."""
-        lives = [
-            (1, made + 1 - self._pass.first, self._reads[n][-1] + 1 - self._pass.first)
-            for n, made in self._made.items()
-            if n in self._trained and self._reads.get(n)
-        ]
-        return bytes_over_time(self._pass.last + 1 - self._pass.first, lives)
-
     def _bytes_if_all_read(self, number: int, at: int) -> int | None:
         """Return the bytes of a storage if its first read after the cut covers all of it."""
         size = self._profile.storages[number].bytes
-        for index in self._reads[number]:
-            if index < at or index >= self._pass.last:
-                continue
-            for use in self._profile.operators[index].inputs:
-                if use.storage == number:
-                    item = item_bytes(use.dtype)
-                    return size if prod(use.shape) * item == size else None
-        return None
+        reads = (index for index in self._reads[number] if at <= index < self._pass.last)
+        uses = (use for index in reads for use in self._profile.operators[index].inputs)
+        first = next((use for use in uses if use.storage == number), None)
+        if first is None or prod(first.shape) * item_bytes(first.dtype) != size:
+            return None
+        return size

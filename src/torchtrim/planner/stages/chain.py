@@ -161,11 +161,10 @@ class ChainReader:
         return self._homes.get((number, kind), [])
 
     def _sent(self, number: int, share: float) -> int:
-        """Return the bytes of the segment's output that autograd does not keep, and a stage must.
-
-        The output of the last segment is the model's; torch's schedules keep it until its backward.
-        """
-        inner = number < len(self._cuts)
+        """Return the bytes of the segment's output that autograd does not keep, and a stage must."""
+        inner = number < len(
+            self._cuts
+        )  # torch's schedules keep the model's output until its backward
         results = {self._cuts[number].storage} if inner else {*self._pass.call.outputs}
         storages = (self._profile.storages[number] for number in results)
         return sum(int(s.bytes * share) for s in storages if s.death <= self._pass.last)
@@ -174,10 +173,7 @@ class ChainReader:
         return max(bisect_right(self._starts, operator) - 1, 0)
 
     def _attributed(self) -> dict[tuple[int, str], list[int]]:
-        """Return the operators of each segment: forward, backward to the inputs and to the weights.
-
-        Backward ends before another forward or an update.
-        """
+        """Return the operators of each segment: forward, backward to the inputs and to the weights."""
         operators: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
         for index in range(self._pass.first, self._pass.last):
             operators[self._home(index), "F"].append(index)
@@ -185,7 +181,7 @@ class ChainReader:
         for index in range(self._pass.last, len(self._profile.operators)):
             op = self._profile.operators[index]
             if op.phase not in ("backward", "recompute", "other"):
-                break
+                break  # another forward, or an update
             if self._pass.first <= op.forward < self._pass.last:
                 last = self._home(op.forward)
             kinds = {self._profile.storages[use.storage].kind for use in op.outputs}
@@ -193,7 +189,7 @@ class ChainReader:
         return operators
 
     def _seconds(self, index: int, share: float) -> float:
-        """Return the time of an operator on a part of the batch, at least that of a small operator."""
+        """Return the time of an operator on a part of the batch, which small operators do not reduce."""
         seconds = self._times[index]
         return self._scale * max(seconds * share, min(seconds, self._shortest_seconds))
 

@@ -12,6 +12,8 @@ from itertools import combinations, pairwise, product
 from math import comb
 from typing import NamedTuple
 
+from msgspec.structs import asdict
+
 from torchtrim.core.units import format_bytes
 from torchtrim.errors import InfeasibleBudget, Unsupported
 from torchtrim.planner.stages.chain import Chain, Segment
@@ -19,7 +21,6 @@ from torchtrim.planner.stages.timing import (
     Link,
     SimulatedPipeline,
     StageCost,
-    clocked_as,
     rank_peak,
     simulate_pipeline,
     stages_of,
@@ -36,10 +37,10 @@ from torchtrim.records.pipeline import (
 )
 
 Orders = Callable[[Schedule, int, int, int], Order | None]
-_MOST_MICROBATCHES = 64  # Arbitrary; the bubble of a pipeline is small long before
-_STAGES_A_RANK = (1, 2)  # stages per rank: one, or two for the interleaved schedules
-_IMPROVED = 8  # Arbitrary; moving the cuts of each simulates hundreds of steps
-_SHORT = 2  # Arbitrary; candidates of each schedule on the shortlist
+_MOST_MICROBATCHES = 64  # Arbitrary; the bubble of a pipeline is small long before.
+_STAGES_A_RANK = (1, 2)  # One, or two for the interleaved schedules.
+_IMPROVED = 8  # Arbitrary; moving the cuts of each simulates hundreds of steps.
+_SHORT = 2  # Arbitrary; candidates of each schedule on the shortlist.
 
 
 class PipelineSettings(NamedTuple):
@@ -105,7 +106,8 @@ def choose_clocked(
     """Choose again from the shortlist, with measured times for the actions of each candidate's stages."""
     candidates = []
     for candidate, clocked in zip(chosen.shortlist, clocks, strict=True):
-        stages = tuple(clocked_as(*pair) for pair in zip(candidate.stages, clocked, strict=True))
+        pairs = zip(candidate.stages, clocked, strict=True)
+        stages = tuple(cost._replace(**asdict(seconds)) for cost, seconds in pairs)
         simulated = simulate_pipeline(stages, candidate.order, candidate.microbatches, ways.link)
         candidates.append(candidate._replace(stages=stages, simulated=simulated))
     return _chosen(candidates, chosen.pipeline.root, ways)
@@ -157,32 +159,18 @@ def _candidate(
     budget: int | None,
 ) -> StageCandidate:
     """Return the candidate, with stages that recompute on ranks that would exceed the budget."""
-    again: tuple[int, ...] = ()
-    stages = stages_of(chain, cuts)
-    if budget is not None and schedule not in SPLITS_BACKWARD:
-        again = _recomputed(chain, cuts, stages, order, microbatches, budget)
-        stages = stages_of(chain, cuts, again)
-    simulated = simulate_pipeline(stages, order, microbatches, ways.link)
-    return StageCandidate(schedule, microbatches, cuts, again, tuple(stages), simulated, order)
-
-
-def _recomputed(
-    chain: Chain,
-    cuts: Cuts,
-    stages: Sequence[StageCost],
-    order: Order,
-    microbatches: int,
-    budget: int,
-) -> tuple[int, ...]:
-    """Return the stages that recompute: on each rank over the budget, those that hold most, until it fits."""
     again: list[int] = []
-    for rank in range(len(order.ranks)):
-        own = [stage for stage, home in enumerate(order.homes) if home == rank]
-        for stage in sorted(own, key=lambda number: -stages[number].held):
-            if rank_peak(stages_of(chain, cuts, again), order, rank, microbatches) <= budget:
-                break
-            again.append(stage)
-    return tuple(sorted(again))
+    stages = plain = stages_of(chain, cuts)
+    if budget is not None and schedule not in SPLITS_BACKWARD:
+        # On each rank over the budget, the stages that hold most recompute, until it fits.
+        for stage in sorted(range(len(plain)), key=lambda number: -plain[number].held):
+            if rank_peak(stages, order, order.homes[stage], microbatches) > budget:
+                again.append(stage)
+                stages = stages_of(chain, cuts, again)
+    simulated = simulate_pipeline(stages, order, microbatches, ways.link)
+    return StageCandidate(
+        schedule, microbatches, cuts, tuple(sorted(again)), tuple(stages), simulated, order
+    )
 
 
 def _improved(
@@ -269,7 +257,7 @@ def _infeasible(smallest: StageCandidate) -> InfeasibleBudget:
 
 
 Cuts = tuple[int, ...]
-_MOST = 600  # Arbitrary; simulated steps for one candidate, about a second
+_MOST = 600  # Arbitrary; simulated steps for one candidate, about a second.
 
 
 def balanced_cuts(segments: Sequence[Segment], stages: int, most_bytes: int | None = None) -> Cuts:
@@ -311,8 +299,7 @@ def improved_cuts(cuts: Cuts, count: int, price: Callable[[Cuts], float]) -> tup
     """Move one or two cuts while that lowers the price; return the best cuts and their price.
 
     If there are few possible cuts, all of them are tried. Otherwise the search restarts from random cuts,
-    always the same, until it has used its tries, since a step has many local optima if ranks have several
-    stages.
+    always the same, until its tries are spent: with several stages a rank, there are many local optima.
     """
     if comb(count - 1, len(cuts)) <= _MOST:
         best = min(all_cuts(count, len(cuts) + 1), key=price)

@@ -30,8 +30,7 @@ _SIMULATED = 3  # Arbitrary; micro-batches to simulate for each stage, enough to
 class Fabric(NamedTuple):
     """The network of the devices.
 
-    Each of the `node` devices of a node has `inside` bytes per second to the others, in one direction, and
-    `between` to other nodes.
+    A device sends `inside` bytes per second to each of the `node` devices of its node, `between` to others.
     """
 
     node: int = 8

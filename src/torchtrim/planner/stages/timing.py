@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from torchtrim.planner.stages.chain import Chain, Segment
-from torchtrim.records.pipeline import Action, Order, StageSeconds
+from torchtrim.records.pipeline import Action, Order
 from torchtrim.step.lanes import LaneTask, run_lanes
 
 
@@ -93,16 +93,6 @@ def stage_of(segments: Sequence[Segment], first: int, last: int, *, again: bool)
         gradients=sum(segment.gradients for segment in own),
         state=sum(segment.state for segment in own),
         recompute=again,
-    )
-
-
-def clocked_as(cost: StageCost, clocked: StageSeconds) -> StageCost:
-    """Return the stage with the measured seconds of its actions."""
-    return cost._replace(
-        forward=clocked.forward,
-        backward=clocked.backward,
-        inputs=clocked.inputs,
-        weights=clocked.weights,
     )
 
 
