@@ -302,11 +302,11 @@ def test_pinned_memory_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
         seen = []
         for _ in range(draws.count(200)):
             squared(model, batch).backward()  # type: ignore[no-untyped-call]
-            seen.append((mover.pinned_bytes, len(gc.get_referrers(mover))))
+            seen.append((mover.stores[False].bytes, len(gc.get_referrers(mover))))
         streams = mover.streams
         assert streams is mover.streams
     assert len(set(seen[1:])) == 1
-    assert mover.pinned_bytes == mover.stores[False]._slab_bytes
+    assert mover.stores[False].bytes == mover.stores[False]._slab_bytes
 
 
 def test_places_read_as_they_are_written() -> None:

@@ -92,7 +92,7 @@ def test_the_slab_is_what_packing_says_and_the_plan_says_so(movers: list[Storage
         TECHNIQUE.apply({"Sequential": work.model}, technique)
         for number in range(3):
             work.step(number)
-    assert [mover.pinned_bytes for mover in movers] == [height]
+    assert [mover.stores[False].bytes for mover in movers] == [height]
 
 
 @EVERY
@@ -115,7 +115,7 @@ def test_two_passes_of_a_step_share_the_slab(order: str, movers: list[StorageMov
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
     assert less < peak
     edits = [edit for where in technique.where if (edit := edit_of(step, place_of(where)))]
-    assert [mover.pinned_bytes for mover in movers] == [host_peak(edits)]
+    assert [mover.stores[False].bytes for mover in movers] == [host_peak(edits)]
     sizes = sum(block.bytes for edit in edits for block in host_blocks(edit))
     assert host_peak(edits) <= sizes // 2 + ALIGNMENT
 
@@ -187,7 +187,7 @@ def test_a_graph_that_is_kept_has_memory_of_its_own(order: str, movers: list[Sto
 
     assert all(torch.equal(a, b) for a, b in zip(run(None), run(technique), strict=True))
     (mover,) = movers
-    assert mover.pinned_bytes > technique.options["slab_bytes"]  # type: ignore[operator]
+    assert mover.stores[False].bytes > technique.options["slab_bytes"]  # type: ignore[operator]
 
 
 def test_offsets_are_read_as_they_are_written() -> None:
@@ -205,4 +205,4 @@ def test_a_plan_of_before_there_were_slabs_still_runs(movers: list[StorageMover]
     plain, _ = gradients("", None)
     found, _ = gradients("late", Technique(name=TECHNIQUE.name, where=where))
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
-    assert movers[-1].pinned_bytes > 0
+    assert movers[-1].stores[False].bytes > 0

@@ -64,7 +64,7 @@ class BlockState:
         if self._effects.writes:
             raise ApplyFailed(
                 f"`{where}` cannot run a second time: {self._effects.writes[0]}, and a rerun would repeat "
-                "that. Remove it from the plan; `replay` reruns single operators and none of this code."
+                "that. Remove it from the plan; `replay` reruns single operators without this code."
             )
 
     @property
@@ -173,21 +173,19 @@ class Before:
         self._modules = state.modules
         self._mode = state.mode
         now = dict(state.tensors())
-        self.tensors = self._copies(now) if now and tensors else {}
+        written = state.written.get(self._mode, ())
+        self.tensors: dict[Key, torch.Tensor] = {}
+        if now and tensors:  # Copies take no memory until the block writes to one.
+            with _not_counted():
+                self.tensors = {
+                    key: tensor.clone() if key in written else _copy_on_write(tensor)
+                    for key, tensor in now.items()
+                }
         self._held = list(state.parameters())
         self._new: list[Key] = []
         self._objects = _all_attributes(self._modules)
         self._versions = {key: (tensor, version_of(tensor)) for key, tensor in now.items()}
         self._generators = [(one, _state_of(one)) for one in state.generators]
-
-    def _copies(self, now: dict[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
-        """Copy tensors. Copies take no memory until the block writes to one."""
-        written = self._state.written.get(self._mode, ())
-        with _not_counted():
-            return {
-                key: tensor.clone() if key in written else _copy_on_write(tensor)
-                for key, tensor in now.items()
-            }
 
     def _table(self, key: Key) -> dict[str, Any]:
         """The table that holds a tensor, in the modules that ran: the block's may have changed."""
@@ -202,7 +200,14 @@ class Before:
         if written := _written_among(self._held):
             raise self._stop(f"it writes to its parameter `{written}` while it runs")
         state, now = self._state, dict(self._state.tensors())
-        wrote, drawn = self._changes(now) if self.tensors or self._generators else (set(), [])
+        wrote: set[Key] = set()
+        drawn: list[Any] = []
+        if self.tensors or self._generators:
+            with _not_counted():
+                wrote = {key for key in self.tensors if self._is_written(key, now.get(key))}
+                drawn = [
+                    one for one in self._generators if not _same_state(one[1], _state_of(one[0]))
+                ]
         state.written.setdefault(self._mode, set()).update(wrote)
         self._held += [
             Held(self._table(key), key.name, now[key], version_of(now[key]))
@@ -213,13 +218,6 @@ class Before:
         self._generators, self._versions = drawn, {}
         self._forget_attributes()
         return Left(sorted({key.name for key in wrote}), [one for one, _ in drawn])
-
-    def _changes(self, now: dict[Key, torch.Tensor]) -> tuple[set[Key], list[Any]]:
-        """Return the tensors written to, and the generators drawn from with their previous states."""
-        with _not_counted():
-            wrote = {key for key in self.tensors if self._is_written(key, now.get(key))}
-            generators = self._generators
-            return wrote, [one for one in generators if not _same_state(one[1], _state_of(one[0]))]
 
     def restore(self) -> None:
         """Restore the state before the first run."""
@@ -277,9 +275,9 @@ class Before:
         if not _shares(before) or then.shape != before.shape:
             return before
         with _not_counted():
-            made = then.clone()
+            copied = then.clone()
         with _raw():
-            return made.copy_(before)
+            return copied.copy_(before)
 
     def _put_back(self, key: Key, value: torch.Tensor) -> torch.Tensor:
         """Restore the values of a tensor, in place where possible."""
@@ -391,9 +389,7 @@ def _state_of(generator: Any) -> Any:
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
-    if hasattr(
-        generator, "get_state"
-    ):  # A numpy.random.RandomState, with more state than its bits.
+    if hasattr(generator, "get_state"):  # numpy.random.RandomState has more state than its bits.
         return generator.get_state(legacy=False)
     return _bits(generator).state
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,13 +14,6 @@ from torchtrim.executor.failing import note
 from torchtrim.executor.registry import Handle
 
 _ADVICE = "Remove it from the plan, or plan again."
-_TYPES = {
-    "gradient_as_bucket_view": bool,
-    "static_graph": bool,
-    "accumulate": int,
-    "bucket_cap_mb": int,
-}
-_CAPS = ("bucket_bytes_cap", "bucket_bytes_cap_default", "bucket_bytes_cap_list", "_bucket_config")
 
 
 def changed(where: str, module: Any, options: Mapping[str, Any]) -> Handle:
@@ -28,16 +21,11 @@ def changed(where: str, module: Any, options: Mapping[str, Any]) -> Handle:
     replica_at(where, module, "data_parallel")
     name = next(iter(options), "")
     value: Any = options.get(name)
-    kind = type(value)
-    if len(options) == 1 and kind is _TYPES.get(name):
-        if name == "accumulate" and value > 1:
-            return Accumulating(where, module, value)
-        if name == "gradient_as_bucket_view" and value:
-            return BucketViews(where, module)
-        if name == "bucket_cap_mb" and value > 0:
-            return OtherBuckets(where, module, value * 2**20)
-        if name == "static_graph" and value:
-            return StaticGraph(where, module)
+    if len(options) == 1 and name in _SETTINGS:
+        kind, least, change = _SETTINGS[name]
+        is_of_kind = type(value) is kind
+        if is_of_kind and value >= least:
+            return change(where, module, value)
     raise ApplyFailed(
         f"`{where}`: data_parallel has one option, `gradient_as_bucket_view` or `static_graph`, true, "
         "`accumulate`, 2 or more, or `bucket_cap_mb`, 1 or more, and the plan has "
@@ -55,67 +43,65 @@ def replica_at(where: str, module: Any, technique: str) -> Any:
     return module
 
 
-class BucketViews:
-    """Makes the gradients of a module views of its buckets."""
+class OtherSettings:
+    """Changes attributes of a module and rebuilds its reducer."""
 
-    def __init__(self, where: str, module: Any) -> None:
-        refuse(where, module)
-        if module.gradient_as_bucket_view:
-            raise ApplyFailed(f"`{where}`: its gradients are already views of buckets. {_ADVICE}")
+    def __init__(self, module: Any, **settings: Any) -> None:
         self._module = module
-        module.gradient_as_bucket_view = True
+        self._before = {name: module.__dict__[name] for name in settings}
+        module.__dict__.update(settings)
         make_anew(module)
 
     def revert(self) -> None:
-        """Give each gradient its own memory again."""
-        self._module.gradient_as_bucket_view = False
+        """Restore the attributes."""
+        self._module.__dict__.update(self._before)
         make_anew(self._module)
+
+
+class BucketViews(OtherSettings):
+    """Makes the gradients of a module views of its buckets."""
+
+    def __init__(self, where: str, module: Any, _on: bool) -> None:
+        refuse(where, module)
+        if module.gradient_as_bucket_view:
+            raise ApplyFailed(f"`{where}`: its gradients are already views of buckets. {_ADVICE}")
+        super().__init__(module, gradient_as_bucket_view=True)
+
+    def revert(self) -> None:
+        """Give each gradient its own memory again."""
+        super().revert()
         for parameter in self._module._module_parameters:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()
 
 
-class OtherBuckets:
-    """Sets a module's bucket size to `cap` bytes."""
-
-    def __init__(self, where: str, module: Any, cap: int) -> None:
-        refuse(where, module)
-        self._module = module
-        self._before = {name: module.__dict__[name] for name in _CAPS if name in module.__dict__}
-        module.bucket_bytes_cap, module.bucket_bytes_cap_default = cap, False
-        if "_bucket_config" in self._before:
-            module.bucket_bytes_cap_list = []
-            module._bucket_config = dataclasses.replace(
-                self._before["_bucket_config"],
-                bucket_bytes_cap=cap,
-                per_bucket_bytes_caps=(),
-                first_bucket_bytes_cap=cap,
-            )
-        make_anew(module)
-
-    def revert(self) -> None:
-        """Restore the bucket size."""
-        self._module.__dict__.update(self._before)
-        make_anew(self._module)
+def other_buckets(where: str, module: Any, megabytes: int) -> Handle:
+    """Set a module's bucket size."""
+    refuse(where, module)
+    cap = megabytes * 2**20
+    settings: dict[str, Any] = {"bucket_bytes_cap": cap, "bucket_bytes_cap_default": False}
+    if (config := module.__dict__.get("_bucket_config")) is not None:
+        caps = {"bucket_bytes_cap": cap, "first_bucket_bytes_cap": cap, "per_bucket_bytes_caps": ()}
+        settings["_bucket_config"] = dataclasses.replace(config, **caps)
+        settings["bucket_bytes_cap_list"] = []
+    return OtherSettings(module, **settings)
 
 
-class StaticGraph:
+class StaticGraph(OtherSettings):
     """Makes a module search for unused parameters only in its first step."""
 
-    def __init__(self, where: str, module: Any) -> None:
+    def __init__(self, where: str, module: Any, _on: bool) -> None:
         refuse(where, module)
         if module.static_graph:
             raise ApplyFailed(f"`{where}`: its graph is already static. {_ADVICE}")
-        self._where, self._module = where, module
+        self._where = where
         self._hook = module.register_forward_pre_hook(self._begins)
-        module.static_graph = True
-        make_anew(module)
+        super().__init__(module, static_graph=True)
 
     def revert(self) -> None:
         """Search in each step again."""
         self._hook.remove()
-        self._module.static_graph = False
-        make_anew(self._module)
+        super().revert()
 
     def _begins(self, module: Any, _: Any) -> None:
         """Check that a synchronization follows the first forward; otherwise an assertion in torch fails."""
@@ -179,21 +165,23 @@ def _failed(where: str, why: str) -> ApplyFailed:
     return error
 
 
-class Compressed:
+_SETTINGS: dict[str, tuple[type, int, Callable[[str, Any, Any], Handle]]] = {
+    "gradient_as_bucket_view": (bool, True, BucketViews),
+    "static_graph": (bool, True, StaticGraph),
+    "accumulate": (int, 2, Accumulating),
+    "bucket_cap_mb": (int, 1, other_buckets),
+}
+"""The settings: type, least value, and the change."""
+
+
+class Compressed(OtherSettings):
     """Sends a module's gradients in bfloat16, by a communication hook."""
 
     def __init__(self, where: str, module: Any, hook: Any) -> None:
         refuse(where, module)
         if module._comm_hooks:
             raise ApplyFailed(f"`{where}`: its gradients are already sent in bfloat16. {_ADVICE}")
-        self._module = module
-        module._comm_hooks.append((hook, None))
-        make_anew(module)
-
-    def revert(self) -> None:
-        """Send gradients in their own precision again."""
-        self._module._comm_hooks.clear()
-        make_anew(self._module)
+        super().__init__(module, _comm_hooks=[(hook, None)])
 
 
 def halved(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:

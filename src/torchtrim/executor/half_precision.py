@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,14 +71,14 @@ class NarrowSaved:
             return forward(*args, **kwargs)
 
 
+@dataclass(eq=False)
 class _HalfStorage:
     """A storage in half precision. `wide` is its upcast copy while in use."""
 
-    def __init__(self, narrow: torch.Tensor, of: StorageWeakRef, version: int) -> None:
-        self.narrow = narrow
-        self.of = of
-        self.version = version
-        self.wide: StorageWeakRef | None = None
+    narrow: torch.Tensor
+    of: StorageWeakRef
+    version: int
+    wide: StorageWeakRef | None = None
 
     def widened(self) -> torch.UntypedStorage:
         wide = None

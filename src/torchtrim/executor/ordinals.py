@@ -73,7 +73,7 @@ def passed(counts: Counter[str]) -> None:
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operators by role, except those of techniques and of backward."""
+    """Counts the program's own forward operators by role."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -18,7 +18,7 @@ from torch import nn
 
 from torchtrim.core.caches import folder, write
 from torchtrim.core.isolation import isolated
-from torchtrim.executor.registry import Handle, technique
+from torchtrim.executor.registry import technique
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Overheads
 
@@ -61,10 +61,8 @@ def _measured() -> Overheads | None:
         return None
     finally:
         torch.set_num_threads(threads)
-    again = tensor - operator
-    if min(part, operator, again, watched) <= 0.0:
-        return None
-    return Overheads(part=part, operator=operator, tensor=again, watched=watched)
+    found = Overheads(part=part, operator=operator, tensor=tensor - operator, watched=watched)
+    return found if min(part, operator, found.tensor, watched) > 0.0 else None
 
 
 def _path() -> Path:
@@ -102,29 +100,24 @@ def _of_parts() -> tuple[float, float]:
 def _added(count: int) -> float:
     model = nn.Sequential(*(_Sigmoids(count) for _ in range(_PARTS)))
     plain = _seconds(model)
-    handle = _applied(model, "recompute", [f"Net.{part}" for part in range(_PARTS)])
-    try:
-        return _seconds(model) - plain
-    finally:
-        handle.revert()
+    return _planned_seconds(model, "recompute", [f"Net.{i}" for i in range(_PARTS)]) - plain
 
 
 def _of_tensors() -> tuple[float, float]:
     """Return the overhead in seconds per recomputed tensor and per watched operator."""
-    model, found = _Gelus(), []
-    for places in (["Net:gelu.999"], [f"Net:gelu.{number}" for number in range(_GELUS)]):
-        handle = _applied(model, "replay", places)
-        try:
-            found.append(_seconds(model))
-        finally:
-            handle.revert()
-    watched, again = found
+    model = _Gelus()
+    watched = _planned_seconds(model, "replay", ["Net:gelu.999"])
+    again = _planned_seconds(model, "replay", [f"Net:gelu.{i}" for i in range(_GELUS)])
     return (again - watched) / _GELUS, (watched - _seconds(model)) / (2 * _GELUS)
 
 
-def _applied(model: nn.Module, name: str, places: list[str]) -> Handle:
-    one = Technique(name=name, where=tuple(places), equivalence="BITWISE")
-    return technique(name).apply({"Net": model}, one)
+def _planned_seconds(model: nn.Module, name: str, places: list[str]) -> float:
+    plan = Technique(name=name, where=tuple(places), equivalence="BITWISE")
+    handle = technique(name).apply({"Net": model}, plan)
+    try:
+        return _seconds(model)
+    finally:
+        handle.revert()
 
 
 def _seconds(model: nn.Module) -> float:

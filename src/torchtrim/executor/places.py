@@ -64,8 +64,8 @@ def optimizer_at(roots: Mapping[str, Any], where: str) -> Optimizer:
     optimizer = roots.get(where)
     if not hasattr(optimizer, "param_groups"):
         raise ApplyFailed(
-            f"the plan names the optimizer `{where}`, but there is none of that name; this script has "
-            f"{', '.join(roots)}. Plan again for this script."
+            f"the plan names the optimizer `{where}`, but this script has only {', '.join(roots)}. "
+            "Plan again for this script."
         )
     return cast("Optimizer", optimizer)
 

@@ -29,7 +29,12 @@ class Handle(Protocol):
 
     def revert(self) -> None:
         """Restore the model."""
-        ...
+
+
+class Undo(NamedTuple):
+    """A handle that calls a function."""
+
+    revert: Callable[[], None]
 
 
 class Handles:
@@ -103,15 +108,12 @@ class TechniqueUnit(Protocol):
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return the places of this step where the technique can save."""
-        ...
 
     def edits(self, step: Step, option: Option) -> Edit | None:
         """Return the option's edit of the step, or None if it saves nothing."""
-        ...
 
     def apply(self, roots: Roots, technique: Technique) -> Handle:
         """Change the places in `technique.where`. Raises `ApplyFailed` and leaves the model unchanged."""
-        ...
 
 
 @runtime_checkable
@@ -120,7 +122,6 @@ class Settles(Protocol):
 
     def settled(self, step: Step, technique: Technique) -> Technique:
         """Return the technique as written in the plan."""
-        ...
 
 
 @runtime_checkable
@@ -129,7 +130,6 @@ class ToFiles(Protocol):
 
     def to_files(self, step: Step) -> Sequence[Option]:
         """Return the options that use files. Each excludes the same option in host memory."""
-        ...
 
 
 class Plain(NamedTuple):
@@ -149,7 +149,6 @@ class Exportable(Protocol):
 
     def export(self) -> Plain:
         """Return the function that replaces `apply` without torchtrim."""
-        ...
 
 
 @runtime_checkable
@@ -178,11 +177,9 @@ class Replaces(MeasuredTechnique, Protocol):
 
     def by_hand(self, roots: Roots, technique: Technique) -> Handle:
         """Make the same replacement by hand-written code, as the certificate's reference."""
-        ...
 
     def advice(self, technique: Technique) -> str:
         """Return what else the user must do or know, as a clause, or an empty string."""
-        ...
 
 
 @runtime_checkable
@@ -191,7 +188,6 @@ class Refuses(Protocol):
 
     def refusals(self, step: Step) -> Iterable[str]:
         """Return a sentence for each such place."""
-        ...
 
 
 def technique(name: str) -> TechniqueUnit:

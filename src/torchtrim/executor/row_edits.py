@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, Rise
 from torchtrim.step.step import DEVICE, Span, Step
@@ -27,27 +28,24 @@ def edit_of(
     `within`: rise of memory in bytes within a part, forward and backward, if known without the tasks.
     `seconds`: time of the parts in addition to the rerun forward, if known.
     """
-    change = _SplitCallEdit(step, span, parts, copies=copies, over=over, within=within)
+    change = _SplitCallEdit(step, span, parts, copies, over, within)
     seconds = parts * _PART_SECONDS if seconds is None else seconds
     return change.edit(seconds) if change.later else None
 
 
+@dataclass
 class _SplitCallEdit:
     """Builds the edit. `later`: the call's backward tasks."""
 
-    def __init__(
-        self,
-        step: Step,
-        span: Span,
-        parts: int,
-        *,
-        copies: bool,
-        over: bool,
-        within: tuple[int, int] | None,
-    ) -> None:
-        self._step, self._span, self._parts = step, span, parts
-        self._within = within
-        self._copies, self._over = copies, over
+    _step: Step
+    _span: Span
+    _parts: int
+    _copies: bool
+    _over: bool
+    _within: tuple[int, int] | None
+
+    def __post_init__(self) -> None:
+        step, span = self._step, self._span
         self._now = range(*span)
         self.later = sorted(n for task in self._now for n in step.backward.get(task, ()))
         tasks = {*self._now, *self.later}

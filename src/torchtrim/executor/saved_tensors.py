@@ -35,7 +35,6 @@ class Saved(Protocol):
 
     def get(self) -> torch.Tensor:
         """Return the tensor."""
-        ...
 
 
 Keep = Callable[[torch.Tensor], Saved | torch.Tensor]
@@ -65,8 +64,8 @@ class SavedTensorWatcher(TorchDispatchMode, Generic[CallT]):  # type: ignore[no-
     """Dispatch mode and saved-tensor hooks of a technique, active while any of its modules runs.
 
     `roles`: the operator roles it counts, or None for all. `kept`: makes the substitutes of other tensors.
-    `nests`: False if only outermost calls outside of other watchers are watched. Under other hooks, such as
-    a checkpoint's, nothing is watched.
+    `nests`: False if only outermost calls outside of other watchers are watched. Calls under other
+    hooks, such as a checkpoint's, run unwatched.
     """
 
     def __init__(

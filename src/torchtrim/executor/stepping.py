@@ -125,9 +125,8 @@ def run_fused(where: str, optimizer: torch.optim.Optimizer) -> Around:
         )
 
     def around(optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
-        for parameter in parameters_of(
-            optimizer
-        ):  # A fused kernel reads step counts on the device.
+        # A fused kernel reads step counts on the device.
+        for parameter in parameters_of(optimizer):
             count = optimizer.state.get(parameter, {}).get("step")
             if isinstance(count, torch.Tensor) and count.device != parameter.device:
                 optimizer.state[parameter]["step"] = count.to(parameter.device)

@@ -175,7 +175,7 @@ class Reader(fx.Interpreter):
 
 _NUMPY = importlib.util.find_spec("numpy") is not None
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _FUSED = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
 
@@ -277,7 +277,7 @@ def _attributes(module: nn.Module) -> Hashable:
         (name, value)
         for name, value in vars(module).items()
         if name not in _OF_TORCH
-        and all(isinstance(x, _PLAIN) for x in (value if type(value) is tuple else (value,)))
+        and all(isinstance(x, PLAIN_TYPES) for x in (value if type(value) is tuple else (value,)))
     )
 
 

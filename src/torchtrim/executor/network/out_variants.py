@@ -294,24 +294,18 @@ _SPECIAL: dict[OpOverload, _Way] = {
     aten.select_scatter.default: lambda *_: _scatter(aten.select.int),
 }
 
-_CONVOLUTIONS = {
-    aten.conv1d.default: 3,
-    aten.conv2d.default: 4,
-    aten.conv3d.default: 5,
-    aten.conv1d.padding: 3,
-    aten.conv2d.padding: 4,
-    aten.conv3d.padding: 5,
+_CONVOLUTIONS: dict[OpOverload, int] = {
+    **{getattr(aten, f"conv{d}d").default: d + 2 for d in (1, 2, 3)},
+    **{getattr(aten, f"conv{d}d").padding: d + 2 for d in (1, 2, 3)},
     aten.conv_transpose1d.default: 3,
     aten.conv_transpose2d.input: 4,
     aten.conv_transpose3d.input: 5,
 }
 _SAMPLEWISE: dict[OpOverload, int | None] = {
     **_CONVOLUTIONS,
+    **{getattr(aten, f"adaptive_avg_pool{d}d").default: d + 2 for d in (1, 2, 3)},
     aten.max_pool3d.default: 5,
     aten.avg_pool1d.default: 3,
-    aten.adaptive_avg_pool1d.default: 3,
-    aten.adaptive_avg_pool2d.default: 4,
-    aten.adaptive_avg_pool3d.default: 5,
     aten.scaled_dot_product_attention.default: 4,
     aten.group_norm.default: None,
 }

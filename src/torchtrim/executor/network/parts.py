@@ -166,7 +166,7 @@ def _pooled(dimensions: int) -> _Rule:
 
 
 _EVEN = frozenset((aten.zeros, aten.ones, aten.full, aten.expand))
-"""Factories, whose samples are all equal."""
+"""Operators that return equal samples."""
 _SAME = (aten.clone, aten.alias, aten.detach, aten._to_copy, aten.to, aten.contiguous)
 _MOVES = (aten.permute, aten.transpose, aten.t, aten.unsqueeze, aten.squeeze, aten.expand)
 _VIEWS = (aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten)
@@ -206,7 +206,7 @@ class CutValue(NamedTuple):
 
 
 class PartsProgram:
-    """A network that runs in parts. Calls share nothing, like those of `NetworkProgram`.
+    """A network that runs in parts. Any number of threads may run it.
 
     `parts`: samples in each part. `position`: the number of operators that run in parts, out of `of`.
     """

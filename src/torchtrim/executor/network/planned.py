@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchtrim.errors import TorchtrimError, Unsupported
-from torchtrim.executor.network.capture import capture, plain_state
+from torchtrim.executor.network.capture import PLAIN_TYPES, capture, plain_state
 from torchtrim.executor.network.captured import Captured
 from torchtrim.executor.network.parts import PartsProgram, PlannedProgram
 from torchtrim.executor.network.program import NetworkProgram, Switches, tensors_of
+from torchtrim.executor.registry import Undo
 from torchtrim.executor.swap import Swapped
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def _of_leaf(leaf: Any) -> Hashable:
@@ -35,7 +34,7 @@ def _of_leaf(leaf: Any) -> Hashable:
         if leaf.layout is not torch.strided or leaf.is_nested:
             raise Unsupported(f"an input is not dense but {leaf.layout}")
         return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.is_conj()
-    if isinstance(leaf, _PLAIN):
+    if isinstance(leaf, PLAIN_TYPES):
         return type(leaf), leaf
     raise Unsupported(f"an argument is a {type(leaf).__name__}, an arbitrary object")
 
@@ -84,7 +83,7 @@ class Planned:
         found = _PLANNED.get(id(module))
         return found if found is not None and found._on else None
 
-    def switch_on(self, technique: str, options: Mapping[str, Any]) -> Switch:
+    def switch_on(self, technique: str, options: Mapping[str, Any]) -> Undo:
         """Switch a technique on."""
         with _ONE_CAPTURE:
             if self._swapped is None:
@@ -95,7 +94,7 @@ class Planned:
             self._plans.clear()
             for child in self._children.values():
                 child.switch_on(technique, options)
-        return Switch(self, technique)
+        return Undo(functools.partial(self.switch_off, technique))
 
     def switch_off(self, technique: str) -> None:
         """Switch a technique off. The last one restores the original forward."""
@@ -212,18 +211,6 @@ class Planned:
                     planned.switch_on(technique, options)
                 planned.notes = self.notes
                 _PLANNED[id(child)] = self._children[path] = planned
-
-
-class Switch:
-    """A technique that is on."""
-
-    def __init__(self, planned: Planned, technique: str) -> None:
-        self.planned = planned
-        self._technique = technique
-
-    def revert(self) -> None:
-        """Switch the technique off."""
-        self.planned.switch_off(self._technique)
 
 
 def captured_of(

@@ -30,7 +30,7 @@ class Switches(NamedTuple):
 
 
 class NetworkProgram:
-    """A planned network. Calls share nothing, so any number of threads may run it.
+    """A planned network. Calls share no state, so any number of threads may run it.
 
     Each call allocates its own arena and frees it at the end. Results are outside of the arena.
     """

@@ -1,4 +1,4 @@
-"""Switch a technique on for all modules that a plan names, or for none of them."""
+"""Switch a technique on for all modules of a plan, or leave all of them unchanged."""
 
 from __future__ import annotations
 

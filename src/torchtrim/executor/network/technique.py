@@ -25,7 +25,7 @@ class ByGraph:
         return ()
 
     def edits(self, step: Step, option: Option) -> None:
-        """Return None, since there are no options."""
+        """Return None: `options` is always empty."""
 
     def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
         """Make the modules run by their graphs. Raises `ApplyFailed` and leaves the model unchanged."""

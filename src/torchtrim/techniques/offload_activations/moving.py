@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -32,14 +33,14 @@ class Loan(NamedTuple):
     range: _Range | None
 
 
+@dataclass(eq=False)
 class _Range:
-    """A lent range of the slab: still in use, or with the events to wait for before its reuse."""
+    """A lent range of the slab: still in use, or with the event to wait for before its reuse."""
 
-    def __init__(self, first: int, last: int) -> None:
-        self.first = first
-        self.last = last
-        self.after: Any = None
-        self.is_lent = True
+    first: int
+    last: int
+    after: Any = None
+    is_lent: bool = True
 
 
 class StorageMover:
@@ -52,11 +53,6 @@ class StorageMover:
     def __init__(self, slab_bytes: int = 0, file_bytes: int = 0) -> None:
         self._streams: tuple[Any, Any] | None = None
         self.stores = _Store(slab_bytes, _pinned), _Store(file_bytes, mapped)
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes of pinned memory allocated."""
-        return self.stores[False].bytes
 
     @property
     def streams(self) -> tuple[Any, Any]:
@@ -138,7 +134,7 @@ class MovedStorage:
         self._store = mover.stores[room.in_file]
         self._loan = self._store.take(storage.nbytes(), room.offsets)
         self._host = self._loan.memory
-        self._saved = self._copied_out(self._here)
+        self._saved = self._copied(self._host, self._here, self._loan.after, is_home=False)
         self._last = self._saved
         self._is_original = True
 
@@ -154,33 +150,23 @@ class MovedStorage:
         if self._here is not None:
             return
         buffer = torch.empty(self._host.numel(), dtype=torch.uint8, device=self._device)
-        self._arrived = self._last = self._copied_home(buffer)
+        self._arrived = self._last = self._copied(buffer, self._host, [self._saved], is_home=True)
         self._here = buffer
 
-    def _copied_out(self, here: torch.Tensor) -> Any:
-        """Copy to the host, and return the event, or None if the copy is complete."""
+    def _copied(
+        self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Any], *, is_home: bool
+    ) -> Any:
+        """Copy after these events, and return the copy's own event, or None if it is complete."""
         if self._device.type != "cuda":
-            self._host.copy_(here)
+            target.copy_(source)
             return None
-        out, _ = self._mover.streams
-        out.wait_stream(torch.cuda.current_stream())
-        for event in self._loan.after:
-            out.wait_event(event)
-        with torch.cuda.stream(out):
-            self._host.copy_(here, non_blocking=True)
-        return out.record_event()
-
-    def _copied_home(self, buffer: torch.Tensor) -> Any:
-        """Copy back to the device, and return the event, or None if the copy is complete."""
-        if self._device.type != "cuda":
-            buffer.copy_(self._host)
-            return None
-        _, home = self._mover.streams
-        home.wait_stream(torch.cuda.current_stream())
-        home.wait_event(self._saved)
-        with torch.cuda.stream(home):
-            buffer.copy_(self._host, non_blocking=True)
-        return home.record_event()
+        stream = self._mover.streams[is_home]
+        stream.wait_stream(torch.cuda.current_stream())
+        for event in after:
+            stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()
 
     @staticmethod
     def _await(event: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
 from functools import cached_property
 from typing import NamedTuple
 
@@ -238,8 +237,10 @@ class _Reading:
         task, root = self._step.tensors[one.tensor].birth, self._step.modules[call.module].path
         results = self._step.tasks[task].makes
         result = results.index(one.tensor) if one.tensor in results else 0
-        freed = END if until >= call.span.last else self._run(call, until)
-        return OffloadPlace(root, self._run(call, task), result, freed, self._run(call, trigger))
+        created, fetched = (self._reader.ordinal(i, call.span.first) for i in (task, trigger))
+        is_last = until >= call.span.last
+        freed = END if is_last else self._reader.ordinal(until, call.span.first)
+        return OffloadPlace(root, created, result, freed, fetched)
 
     def _made(self, call: StepCall, place: OffloadPlace) -> int | None:
         task = self._task(call, place.made)
@@ -247,22 +248,8 @@ class _Reading:
         number = made[place.result] if place.result < len(made) else None
         return number if number is not None and self._step.tensors[number].birth == task else None
 
-    @cached_property
-    def _among(self) -> dict[str, list[int]]:
-        """Forward tasks by role."""
-        tasks: defaultdict[str, list[int]] = defaultdict(list)
-        for index, name in enumerate(self._reader.roles):
-            if self._step.tasks[index].phase == "forward":
-                tasks[name].append(index)
-        return dict(tasks)
-
-    def _run(self, call: StepCall, task: int) -> OperatorOrdinal:
-        name = self._reader.roles[task]
-        among = self._among[name]
-        return OperatorOrdinal(name, bisect_left(among, task) - bisect_left(among, call.span.first))
-
     def _task(self, call: StepCall, run: OperatorOrdinal) -> int | None:
-        among = self._among.get(run.name, [])
+        among = self._reader.forward_tasks.get(run.name, [])
         number = bisect_left(among, call.span.first) + run.ordinal
         return next((task for task in among[number : number + 1] if task < call.span.last), None)
 

@@ -16,7 +16,7 @@ from torchtrim.capture.code.side_effects import SideEffects, changed
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.block_state import say_once
 from torchtrim.executor.places import module_at
-from torchtrim.executor.registry import Handle, Handles
+from torchtrim.executor.registry import Handle, Handles, Undo
 from torchtrim.executor.swap import Swapped
 
 _SETTABLE = ("ReLU", "LeakyReLU")
@@ -30,25 +30,14 @@ def overwrite_places(roots: Mapping[str, nn.Module], where: Sequence[str]) -> Ha
         for place in where:
             module = _activation(roots, place)
             if type(module).__name__ in _SETTABLE:
-                handles.add(Overwriting(module))
+                handles.add(Undo(functools.partial(setattr, module, "inplace", module.inplace)))
+                module.inplace = True  # type: ignore[assignment]
             wrap = functools.partial(_writing, place, module, Holders(module))
             handles.add(Swapped(module, wrap))
     except BaseException:
         handles.revert()
         raise
     return handles
-
-
-class Overwriting:
-    """Handle of a module that overwrites its input."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._before = module, module.inplace
-        module.inplace = True  # type: ignore[assignment]
-
-    def revert(self) -> None:
-        """Restore the module's own forward."""
-        self._module.inplace = self._before
 
 
 Count = tuple[int, ...]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from torchtrim.records.remembered import remembered
 from torchtrim.step.index import index_of
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import Span, Step, StepCall
-from torchtrim.techniques.replay.places import OperatorOrdinal, ReplayPlace
+from torchtrim.techniques.replay.places import ReplayPlace
 from torchtrim.techniques.replay.reading import Remake, RemakeReader
 
 _LEAST_SHARE = 0.001  # Smaller tensors are not worth a recipe: a hundred are a tenth of the peak.
@@ -65,10 +64,6 @@ class _GroupFinder:
         self._reader = RemakeReader(step, step.profile)
         self._least = max(simulate(step).peak_bytes * _LEAST_SHARE, _LEAST_BYTES)
         self._graded = [call for call in step.calls if call.graded]
-        self._places: defaultdict[str, list[int]] = defaultdict(list)
-        for index, name in enumerate(self._reader.roles):
-            if step.tasks[index].phase == "forward":
-                self._places[name].append(index)
         self._nest()
 
     def _nest(self) -> None:
@@ -98,7 +93,7 @@ class _GroupFinder:
         for members, call in sets.values():
             group = GroupCall(members, call, len(wanted[call]))
             first = call.span.first
-            runs = tuple(self._run(task, first) for task in group.tasks)
+            runs = tuple(self._reader.ordinal(task, first) for task in group.tasks)
             groups[ReplayPlace(self._step.modules[call.module].path, runs)].append(group)
         calls = index_of(self._step).calls
         return {
@@ -176,12 +171,6 @@ class _GroupFinder:
         while call is not None and (last >= call.span.last or modules[call.module].hooked):
             call = self._outer.get(call)
         return call
-
-    def _run(self, task: int, first: int) -> OperatorOrdinal:
-        """Return the task's role, and its ordinal among tasks of that role since `first`."""
-        name = self._reader.roles[task]
-        among = self._places[name]
-        return OperatorOrdinal(name, bisect_left(among, task) - bisect_left(among, first))
 
 
 def _in_order(members: dict[int, Remake]) -> tuple[Remake, ...]:

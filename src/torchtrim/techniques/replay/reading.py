@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections import defaultdict
 from functools import cached_property
 from typing import NamedTuple
 
@@ -10,6 +12,7 @@ from torchtrim.records.operator_names import role_of
 from torchtrim.records.profile import Profile
 from torchtrim.step.index import index_of
 from torchtrim.step.step import DEVICE, Hold, Step
+from torchtrim.techniques.replay.places import OperatorOrdinal
 from torchtrim.techniques.replay.table import (
     BATCH_NORMS,
     DRAW,
@@ -75,6 +78,20 @@ class RemakeReader:
     def roles(self) -> list[str]:
         """Operator roles as in plans; empty for operators that are not torch's own."""
         return [role_of(name) for name in self.names]
+
+    @cached_property
+    def forward_tasks(self) -> dict[str, list[int]]:
+        """Forward tasks by role."""
+        tasks: defaultdict[str, list[int]] = defaultdict(list)
+        for index, name in enumerate(self.roles):
+            if self.step.tasks[index].phase == "forward":
+                tasks[name].append(index)
+        return dict(tasks)
+
+    def ordinal(self, task: int, first: int) -> OperatorOrdinal:
+        """Return the task's role, and its ordinal among forward tasks of that role since `first`."""
+        tasks = self.forward_tasks[name := self.roles[task]]
+        return OperatorOrdinal(name, bisect_left(tasks, task) - bisect_left(tasks, first))
 
     def _name(self, index: int) -> str:
         task = self.step.tasks[index]
