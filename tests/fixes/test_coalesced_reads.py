@@ -86,18 +86,13 @@ def test_what_is_not_the_same_moment_is_no_match(body: str) -> None:
     assert not proving.matches(COALESCED_READS, proving.code_of("def f(x, work):\n", body))
 
 
-@pytest.mark.parametrize("body", ["return x.sum().item(), n.item()", "return float(7), float('3')"])
-def test_coalesced_reads_is_refused(body: str) -> None:
-    code = (
-        proving.code_of("def function(x, n):\n", body)
-        .replace("float('3')", "float(n)")
-        .replace("float(7)", "float(x)")
-    )
-    inputs = (
-        {"x": torch.randn(3), "n": torch.tensor(2**62 + 1)} if "sum" in body else {"x": 7, "n": 3}
-    )
+@pytest.mark.parametrize("inputs", [(torch.randn(()), torch.tensor(2**62 + 1)), (7, 3)])
+def test_coalesced_reads_is_refused(inputs: tuple[object, object]) -> None:
+    code = "def function(x, n):\n    return float(x), float(n)\n"
+    if torch.is_tensor(inputs[0]):
+        code = "def function(x, n):\n    return x.sum().item(), n.item()\n"
     with pytest.raises(FixRefused):
-        proving.fixed(COALESCED_READS, code, inputs)
+        proving.fixed(COALESCED_READS, code, dict(zip("xn", inputs, strict=True)))
 
 
 def test_coalesced_reads_wait_once() -> None:
@@ -106,22 +101,18 @@ def test_coalesced_reads_wait_once() -> None:
     assert proving.syncs_go(COALESCED_READS, code, inputs) == (4, 1)
 
 
-MIXED = {
-    "a count and a sum": "n, s = (x > 0).sum().argmax().item(), x.sum().item()",
-    "an index and a value": "n = x.argmax().item()\n    s = x.max().item()",
-    "a truth and a value": "n = (x > 0).any().item()\n    s = x.mean().item()",
-}
-
-
-@pytest.mark.parametrize("body", MIXED.values(), ids=MIXED)
-def test_without_a_run_reads_of_different_types_stay_apart(body: str) -> None:
-    code = f"import torch\ndef function(x: torch.Tensor):\n    {body}\n    return n, s\n"
-    assert "stack" not in fixed_text("model.py", code, unsafe=True)[0]
-
-
-def test_without_a_run_reads_of_one_type_go_together() -> None:
-    code = "import torch\ndef function(x: torch.Tensor):\n    n = x.min().item()\n    s = x.max().item()\n"
-    assert "stack" in fixed_text("model.py", f"{code}    return n, s\n", unsafe=True)[0]
+@pytest.mark.parametrize(
+    ("body", "stacked"),
+    [
+        ("n, s = (x > 0).sum().argmax().item(), x.sum().item()", False),
+        ("n = x.argmax().item()\ns = x.max().item()", False),
+        ("n = (x > 0).any().item()\ns = x.mean().item()", False),
+        ("n = x.min().item()\ns = x.max().item()", True),
+    ],
+)
+def test_without_a_run_only_reads_of_one_type_go_together(body: str, stacked: bool) -> None:
+    code = proving.code_of("import torch\ndef f(x: torch.Tensor):\n", f"{body}\nreturn n, s")
+    assert ("stack" in fixed_text("model.py", code, unsafe=True)[0]) == stacked
 
 
 def make_collected(rng: random.Random) -> Iterator[proving.Inputs]:

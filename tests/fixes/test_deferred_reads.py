@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def make_accumulated(rng: random.Random) -> Iterator[proving.Inputs]:
+def make(rng: random.Random) -> Iterator[proving.Inputs]:
     dtype, width, graded = rng.choice(FLOATS), rng.randint(1, 4), rng.random() < 0.5
     for draw in range(proving.DRAWS):
         rows = rng.choice((0, 1, 3, 6)) if draw else rng.choice((1, 4))
@@ -84,7 +84,7 @@ ACCUMULATED_BODIES = {
 @pytest.mark.parametrize("body", ACCUMULATED_BODIES.values(), ids=ACCUMULATED_BODIES)
 def test_accumulated_read_is_sound(body: str) -> None:
     code = f"import torch\ndef function(x, n):\n{body}"
-    assert proving.prove(ACCUMULATED_READ, code, make_accumulated, structures=40).reaches(155)
+    assert proving.prove(ACCUMULATED_READ, code, make, structures=40).reaches(155)
 
 
 def test_integers_of_many_types_are_sound() -> None:
@@ -140,17 +140,7 @@ def test_accumulated_read_waits_once() -> None:
     assert proving.syncs_go(ACCUMULATED_READ, code, {"x": torch.randn(5, 2), "n": 1}) == (5, 1)
 
 
-TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HEAD = "import torch\nimport numpy as np\ndef function(x, n):\n"
-
-
-def make_appended(rng: random.Random) -> Iterator[proving.Inputs]:
-    dtype, width, graded = rng.choice(TYPES), rng.randint(1, 4), rng.random() < 0.5
-    for draw in range(proving.DRAWS):
-        rows = rng.choice((0, 1, 3, 6)) if draw else rng.choice((1, 4))
-        x = proving.floating(rng, (rows, width), dtype, odd=rng.choice((0, 0.2)))
-        yield {"x": x.requires_grad_(graded), "n": rng.choice((1, 3))}
-
 
 APPENDED_BODIES = {
     "losses": """
@@ -196,7 +186,7 @@ APPENDED_BODIES = {
 
 @pytest.mark.parametrize("body", APPENDED_BODIES.values(), ids=APPENDED_BODIES)
 def test_appended_read_is_sound(body: str) -> None:
-    assert proving.prove(APPENDED_READ, HEAD + body, make_appended, structures=52).reaches(200)
+    assert proving.prove(APPENDED_READ, HEAD + body, make, structures=52).reaches(200)
 
 
 @pytest.mark.parametrize(

@@ -15,165 +15,99 @@ from torchtrim.fixes.host_checks import (
     UNCHECKED_INVERSE,
     UNVALIDATED_DISTRIBUTION,
 )
+from torchtrim.rewriter.fix import Fix
 
-CHOLESKY_CALLS = (
-    "torch.linalg.cholesky(a @ a.mT + 1 * e)",
-    "torch.linalg.cholesky(e + e, upper=True)",
-)
+HEAD = "import torch\nfrom torch.distributions import Categorical, Normal\ndef function({}):\n"
+ASSERTED = 'assert (x >= 0).all(), "no negative ones"'
 
 
-def make_cholesky(rng: random.Random) -> Iterator[proving.Inputs]:
+def make_matrices(rng: random.Random) -> Iterator[proving.Inputs]:
     size, rows = rng.choice(((), (2,), (2, 3))), rng.choice((1, 2, 4))
     dtype, graded = rng.choice((torch.float32, torch.float64)), rng.random() < 0.5
     for _ in range(proving.DRAWS):
-        a = proving.floating(rng, (*size, rows, rows), dtype) / 8
-        yield {"a": a.requires_grad_(graded), "e": torch.eye(rows, dtype=dtype)}
-
-
-@pytest.mark.parametrize("call", CHOLESKY_CALLS)
-def test_unchecked_cholesky_is_the_same_and_never_safe(call: str) -> None:
-    code = f"import torch\ndef function(a, e):\n    return {call}\n"
-    assert proving.prove(
-        UNCHECKED_CHOLESKY, code, make_cholesky, structures=130, suggested=True
-    ).reaches(520)
-    assert not proving.prove(UNCHECKED_CHOLESKY, code, make_cholesky, structures=2).agreed
-
-
-def test_unchecked_cholesky_what_is_no_tensor_of_floats_is_refused() -> None:
-    code = "import torch\ndef function(e):\n    return torch.linalg.cholesky(e)\n"
-    proving.refuses(
-        UNCHECKED_CHOLESKY, code, {"e": torch.eye(2, dtype=torch.complex64)}, "a tensor of floats"
-    )
-
-
-def test_unchecked_cholesky_waits_no_more() -> None:
-    code = "import torch\ndef function(e):\n    return torch.linalg.cholesky(e)\n"
-    assert proving.syncs_go(UNCHECKED_CHOLESKY, code, {"e": torch.eye(3)}) == (1, 0)
-
-
-INVERSE_CALLS = ("torch.linalg.inv(a)", "torch.inverse(a * 1)", "torch.linalg.solve(a, b)")
-
-
-def make_inverse(rng: random.Random) -> Iterator[proving.Inputs]:
-    size, rows = rng.choice(((), (2,), (2, 3))), rng.choice((1, 2, 4))
-    dtype, graded = rng.choice((torch.float32, torch.float64)), rng.random() < 0.5
-    for _ in range(proving.DRAWS):
-        a = proving.floating(rng, (*size, rows, rows), dtype) / 8 + 4 * torch.eye(rows, dtype=dtype)
-        yield {"a": a.requires_grad_(graded), "b": proving.floating(rng, (*size, rows, 2), dtype)}
-
-
-@pytest.mark.parametrize("call", INVERSE_CALLS)
-def test_unchecked_inverse_is_the_same_and_never_safe(call: str) -> None:
-    code = f"import torch\ndef function(a, b):\n    return {call}\n"
-    assert proving.prove(
-        UNCHECKED_INVERSE, code, make_inverse, structures=85, suggested=True
-    ).reaches(340)
-    assert not proving.prove(UNCHECKED_INVERSE, code, make_inverse, structures=2).agreed
-
-
-def test_unchecked_inverse_what_is_no_tensor_of_floats_is_refused() -> None:
-    code = "import torch\ndef function(a):\n    return torch.linalg.inv(a)\n"
-    proving.refuses(
-        UNCHECKED_INVERSE, code, {"a": torch.eye(2, dtype=torch.complex64)}, "a tensor of floats"
-    )
-
-
-@pytest.mark.parametrize("call", INVERSE_CALLS)
-def test_unchecked_inverse_waits_no_more(call: str) -> None:
-    code = f"import torch\ndef function(a, b):\n    return {call}\n"
-    inputs = {"a": torch.eye(3), "b": torch.ones(3, 2)}
-    assert proving.syncs_go(UNCHECKED_INVERSE, code, inputs) == (1, 0)
-
-
-HEAD = "import torch\nfrom torch.distributions import Categorical, Normal\n"
-BODIES = (
-    "    d = Normal(x, 1.5)\n    return d.log_prob(x), d.entropy()",
-    "    d = Categorical(logits=x)\n    return d.sample(), d.log_prob(torch.zeros(x.shape[:-1]))",
-    "    return torch.distributions.Bernoulli(\n        logits=x,\n    ).sample()",
-    "    return torch.distributions.kl_divergence(Normal(x, 1.0), x.new_zeros(())) if 0 else x",
-)
+        e = torch.eye(rows, dtype=dtype)
+        a = proving.floating(rng, (*size, rows, rows), dtype) / 8 + 4 * e
+        b = proving.floating(rng, (*size, rows, 2), dtype)
+        yield {"a": a.requires_grad_(graded), "b": b, "e": e}
 
 
 def make_distribution(rng: random.Random) -> Iterator[proving.Inputs]:
     size = (*(max(1, one) for one in proving.shape(rng)), 3)
-    dtype = rng.choice((torch.float32, torch.float64))
-    graded = rng.random() < 0.5
+    dtype, graded = rng.choice((torch.float32, torch.float64)), rng.random() < 0.5
     for _ in range(proving.DRAWS):
         yield {"x": proving.floating(rng, size, dtype).requires_grad_(graded)}
 
 
-@pytest.mark.parametrize("body", BODIES)
-def test_unvalidated_distribution_is_the_same_and_never_safe(body: str) -> None:
-    code = f"{HEAD}def function(x):\n{body}\n"
-    assert proving.prove(
-        UNVALIDATED_DISTRIBUTION, code, make_distribution, structures=65, suggested=True
-    ).reaches(240 if "if 0" not in body else 0)
-    assert not proving.prove(UNVALIDATED_DISTRIBUTION, code, make_distribution, structures=2).agreed
-
-
-def test_unvalidated_distribution_what_is_written() -> None:
-    for call in ("Normal(x, 1.0)", "Normal(x, (1.0))", "Normal(\n        x, 1.0,  # one\n    )"):
-        code = f"{HEAD}def function(x):\n    return {call}.mean\n"
-        rewrite = proving.fixed(UNVALIDATED_DISTRIBUTION, code, {"x": torch.ones(3)})
-        assert [edit.text for edit in rewrite.edits] == [", validate_args=False"]
-        assert proving.agree(rewrite, code, proving.text_of(rewrite), {"x": torch.ones(3)})
-        assert "no longer detected" in rewrite.risk
-
-
-@pytest.mark.parametrize(
-    ("call", "reason"),
-    [
-        ("Normal(x, 1.0, validate_args=True)", "already sets"),
-        ("Normal(0.0, 1.0)", "is a tensor"),
-    ],
-)
-def test_unvalidated_distribution_is_refused(call: str, reason: str) -> None:
-    proving.refuses(
-        UNVALIDATED_DISTRIBUTION,
-        f"{HEAD}def function(x):\n    return {call}\n",
-        {"x": torch.ones(3)},
-        reason,
-    )
-
-
-def test_a_name_of_another_module_is_not_meant() -> None:
-    code = "from mine import Normal\ndef f(x):\n    return Normal(x, 1.0)\n"
-    assert not proving.matches(UNVALIDATED_DISTRIBUTION, code)
-
-
-def test_unvalidated_distribution_waits_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
-    code = f"{HEAD}def function(x):\n    return Normal(x, x).log_prob(x)\n"
-    before, after = proving.syncs_go(UNVALIDATED_DISTRIBUTION, code, {"x": torch.ones(3)})
-    assert before >= 2
-    assert after == 0
-
-
-def make_assert(rng: random.Random) -> Iterator[proving.Inputs]:
+def make_positive(rng: random.Random) -> Iterator[proving.Inputs]:
     size, dtype = proving.shape(rng), rng.choice((torch.float32, torch.bfloat16, torch.float64))
     for _ in range(proving.DRAWS):
         yield {"x": proving.floating(rng, size, dtype).abs()}
 
 
-TESTS = (
-    'assert (x >= 0).all(), "no negative ones"',
-    "assert not torch.isnan(x).any()",
-    "assert not (x < 0).any(), (\n        'negative'\n    )",
-    "assert torch.isfinite(x).all()",
+BODIES = {
+    (UNCHECKED_CHOLESKY, make_matrices, 130, 520, "a, b, e"): (
+        "return torch.linalg.cholesky(a @ a.mT + 1 * e)",
+        "return torch.linalg.cholesky(e + e, upper=True)",
+    ),
+    (UNCHECKED_INVERSE, make_matrices, 85, 340, "a, b, e"): (
+        "return torch.linalg.inv(a)",
+        "return torch.inverse(a * 1)",
+        "return torch.linalg.solve(a, b)",
+    ),
+    (UNVALIDATED_DISTRIBUTION, make_distribution, 65, 240, "x"): (
+        "d = Normal(x, 1.5)\nreturn d.log_prob(x), d.entropy()",
+        "d = Categorical(logits=x)\nreturn d.sample(), d.log_prob(torch.zeros(x.shape[:-1]))",
+        "return torch.distributions.Bernoulli(\n    logits=x,\n).sample()",
+    ),
+    (DEVICE_ASSERT, make_positive, 65, 260, "x"): (
+        f"{ASSERTED}\nreturn x * 2",
+        "assert not torch.isnan(x).any()\nreturn x * 2",
+        "assert not (x < 0).any(), (\n    'negative'\n)\nreturn x * 2",
+        "assert torch.isfinite(x).all()\nreturn x * 2",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("fix", "make", "structures", "least", "names", "body"),
+    [(*case, body) for case, bodies in BODIES.items() for body in bodies],
 )
+def test_it_is_the_same_and_never_safe(
+    fix: Fix, make: proving.Make, structures: int, least: int, names: str, body: str
+) -> None:
+    code = proving.code_of(HEAD.format(names), body)
+    assert proving.prove(fix, code, make, structures=structures, suggested=True).reaches(least)
+    assert not proving.prove(fix, code, make, structures=2).agreed
 
 
-@pytest.mark.parametrize("line", TESTS)
-def test_what_holds_is_the_same_and_never_safe(line: str) -> None:
-    code = f"import torch\ndef function(x):\n    {line}\n    return x * 2\n"
-    assert proving.prove(DEVICE_ASSERT, code, make_assert, structures=65, suggested=True).reaches(
-        260
-    )
-    assert not proving.prove(DEVICE_ASSERT, code, make_assert, structures=2).agreed
+@pytest.mark.parametrize(
+    ("fix", "body", "reason"),
+    [
+        (UNCHECKED_CHOLESKY, "return torch.linalg.cholesky(e)", "a tensor of floats"),
+        (UNCHECKED_INVERSE, "return torch.linalg.inv(e)", "a tensor of floats"),
+        (UNVALIDATED_DISTRIBUTION, "Normal(x, 1.0, validate_args=True)", "already sets"),
+        (UNVALIDATED_DISTRIBUTION, "Normal(0.0, 1.0)", "is a tensor"),
+        (DEVICE_ASSERT, 'assert (x > 0).all(), f"found {x}"', "computed on failure"),
+    ],
+)
+def test_it_is_refused(fix: Fix, body: str, reason: str) -> None:
+    inputs = {"x": torch.ones(3), "e": torch.eye(2, dtype=torch.complex64)}
+    proving.refuses(fix, proving.code_of(HEAD.format("x, e"), body), inputs, reason)
 
 
-def test_what_does_not_hold_raises_still() -> None:
-    code = f"import torch\ndef function(x):\n    {TESTS[0]}\n    return x\n"
+@pytest.mark.parametrize(
+    "call", ["Normal(x, 1.0)", "Normal(x, (1.0))", "Normal(\n        x, 1.0,  # one\n    )"]
+)
+def test_unvalidated_distribution_what_is_written(call: str) -> None:
+    code = proving.code_of(HEAD.format("x"), f"return {call}.mean")
+    rewrite = proving.fixed(UNVALIDATED_DISTRIBUTION, code, {"x": torch.ones(3)})
+    assert [edit.text for edit in rewrite.edits] == [", validate_args=False"]
+    assert proving.agree(rewrite, code, proving.text_of(rewrite), {"x": torch.ones(3)})
+    assert "no longer detected" in rewrite.risk
+
+
+def test_an_assertion_that_fails_still_raises() -> None:
+    code = proving.code_of(HEAD.format("x"), f"{ASSERTED}\nreturn x")
     rewrite = proving.fixed(DEVICE_ASSERT, code, {"x": torch.ones(3)})
     assert "cannot use the device afterwards" in rewrite.risk
     (edit,) = rewrite.edits
@@ -182,15 +116,31 @@ def test_what_does_not_hold_raises_still() -> None:
         torch._assert_async((torch.tensor([-1.0]) >= 0).all(), "no negative ones")
 
 
-def test_a_message_that_is_computed_is_refused() -> None:
-    code = 'def function(x):\n    assert (x > 0).all(), f"found {x}"\n'
-    proving.refuses(DEVICE_ASSERT, code, {"x": torch.ones(3)}, "computed on failure")
+def test_other_code_is_no_match() -> None:
+    mine = "from mine import Normal\ndef f(x):\n    return Normal(x, 1.0)\n"
+    assert not proving.matches(UNVALIDATED_DISTRIBUTION, mine)
+    kl = "return torch.distributions.kl_divergence(x, y)"
+    assert not proving.matches(UNVALIDATED_DISTRIBUTION, proving.code_of(HEAD.format("x, y"), kl))
+    host = "def f(x, n):\n    assert x.ndim == 2 and n > 3\n"
+    assert not proving.matches(DEVICE_ASSERT, host)
 
 
-def test_what_the_host_knows_is_no_match() -> None:
-    assert not proving.matches(DEVICE_ASSERT, "def f(x, n):\n    assert x.ndim == 2 and n > 3\n")
-
-
-def test_device_assert_waits_no_more() -> None:
-    code = f"import torch\ndef function(x):\n    {TESTS[0]}\n    return x\n"
-    assert proving.syncs_go(DEVICE_ASSERT, code, {"x": torch.ones(3)}) == (1, 0)
+@pytest.mark.parametrize(
+    ("fix", "body", "before"),
+    [
+        (UNCHECKED_CHOLESKY, "return torch.linalg.cholesky(torch.diag(x))", 1),
+        (UNCHECKED_INVERSE, "return torch.linalg.inv(torch.diag(x))", 1),
+        (UNCHECKED_INVERSE, "return torch.inverse(torch.diag(x))", 1),
+        (UNCHECKED_INVERSE, "return torch.linalg.solve(torch.diag(x), x)", 1),
+        (UNVALIDATED_DISTRIBUTION, "return Normal(x, x).log_prob(x)", 2),
+        (DEVICE_ASSERT, f"{ASSERTED}\nreturn x", 1),
+    ],
+)
+def test_it_waits_no_more(
+    fix: Fix, body: str, before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+    code = proving.code_of(HEAD.format("x"), body)
+    waits, left = proving.syncs_go(fix, code, {"x": torch.ones(3)})
+    assert waits >= before
+    assert left == 0

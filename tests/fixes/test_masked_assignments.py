@@ -97,27 +97,21 @@ OF_PACKED = [
 ]
 
 
-def prove(bodies: str, make: proving.Make, structures: int) -> proving.Proof:
-    proof = proving.prove(
-        MASKED_ASSIGNMENT, code_of(f"{bodies}\nreturn x"), make, structures=structures
-    )
-    assert not proof.unsafe, proof
-    return proof
-
-
-@pytest.mark.parametrize("body", OF_ANY)
-def test_a_number_a_row_or_a_selection(body: str) -> None:
-    assert prove(body, make_assignment, 35).reaches(130)
-
-
-@pytest.mark.parametrize("body", OF_NUMBERS)
-def test_computed_element_by_element(body: str) -> None:
-    assert prove(body, harmless, 24).reaches(88)
-
-
-@pytest.mark.parametrize("body", OF_PACKED)
-def test_rows_for_the_selected(body: str) -> None:
-    assert prove(body, packed, 40).reaches(100)
+@pytest.mark.parametrize(
+    ("make", "structures", "least", "body"),
+    [
+        *((make_assignment, 35, 130, body) for body in OF_ANY),
+        *((harmless, 24, 88, body) for body in OF_NUMBERS),
+        *((packed, 40, 100, body) for body in OF_PACKED),
+    ],
+)
+def test_masked_assignment_is_sound(
+    make: proving.Make, structures: int, least: int, body: str
+) -> None:
+    code = code_of(f"{body}\nreturn x")
+    proof = proving.prove(MASKED_ASSIGNMENT, code, make, structures=structures)
+    assert proof.reaches(least)
+    assert not proof.unsafe
 
 
 MASK = torch.tensor([True, False, True])

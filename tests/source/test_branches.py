@@ -36,14 +36,12 @@ def g(x, m):
 )
 def test_what_a_guard_keeps_is_known(line: int, kept: bool) -> None:
     source = SourceFile("case.py", TEXT)
-    (node,) = (
-        one for one in ast.walk(source.tree) if isinstance(one, ast.Assign) and one.lineno == line
-    )
+    (node,) = (assign for assign in source.each(ast.Assign) if assign.lineno == line)
     assert is_fallback(source, node.value) is kept
 
 
 def test_what_a_conditional_expression_keeps_is_known() -> None:
     source = SourceFile("case.py", "def f(x, m):\n    return x * m if x.dim() == 2 else x[m]\n")
-    (choice,) = (one for one in ast.walk(source.tree) if isinstance(one, ast.IfExp))
+    (choice,) = source.each(ast.IfExp)
     assert is_fallback(source, choice.orelse)
     assert not is_fallback(source, choice.body)

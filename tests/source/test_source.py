@@ -33,11 +33,8 @@ def nested():
 
 
 def node_of(source: SourceFile, text: str) -> ast.AST:
-    (found,) = (
-        node
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.expr) and source.segment(node) == text
-    )
+    expressions = (node for node in source.nodes if isinstance(node, ast.expr))
+    (found,) = (node for node in expressions if source.segment(node) == text)
     return found
 
 
@@ -53,11 +50,7 @@ def test_segments_are_the_text_also_behind_wide_characters() -> None:
 def test_names_mean_what_the_imports_say() -> None:
     source = SourceFile("case.py", TEXT)
     assert source.dotted(node_of(source, "layers.functional.gelu")) == "torch.nn.functional.gelu"
-    relu = [
-        node
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Attribute) and node.attr == "relu"
-    ]
+    relu = [node for node in source.each(ast.Attribute) if node.attr == "relu"]
     assert [source.dotted(node) for node in relu] == ["torch.nn.functional.relu", None]
 
 
@@ -68,15 +61,15 @@ def test_the_loop_around_a_node_is_that_of_its_own_function() -> None:
 
 
 @pytest.mark.parametrize("text", ["x = (", "x = 1\n  y = 2\n", "\x00", "(" * 500])
-def test_what_is_no_python_is_told(text: str) -> None:
+def test_an_error_names_a_file_that_is_not_python(text: str) -> None:
     with pytest.raises(UnreadableInput, match=r"case\.py"):
         SourceFile("case.py", text)
 
 
 @pytest.mark.parametrize(
-    "data", [b"\xff\xfe\x00", b"# coding: no-such-encoding\n", b"# coding: utf-8\n\xe9\n"]
+    "data", [b"\xff\xfe\x00", b"# coding: unknown\n", b"# coding: utf-8\n\xe9\n"]
 )
-def test_what_is_no_text_is_told(tmp_path: Path, data: bytes) -> None:
+def test_an_error_names_a_file_that_is_not_text(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "case.py"
     path.write_bytes(data)
     with pytest.raises(UnreadableInput, match=r"case\.py"):
@@ -91,8 +84,7 @@ def test_what_is_no_text_is_told(tmp_path: Path, data: bytes) -> None:
 def test_offsets_hold_for_every_line_end_and_width(words: list[str], newline: str) -> None:
     text = newline.join(f"x = {word!r}; y = [1, 2]" for word in words) + newline
     source = SourceFile("case.py", text)
-    lists = [node for node in ast.walk(source.tree) if isinstance(node, ast.List)]
-    assert [source.segment(node) for node in lists] == ["[1, 2]"] * len(words)
+    assert [source.segment(node) for node in source.each(ast.List)] == ["[1, 2]"] * len(words)
     assert source.newline == newline
 
 

@@ -27,7 +27,6 @@ from torchtrim.source.facts import (
     is_floating,
     is_integral,
     is_tensor,
-    need_tensor,
     of_part,
 )
 from torchtrim.source.forms import equal
@@ -123,10 +122,7 @@ def _is_free(source: SourceFile, statement: ast.stmt, run: Sequence[ast.stmt]) -
 def _write_coalesced_reads(match: Match, facts: Facts) -> Writing:
     for part in match.parts:
         if part.startswith("D"):
-            facts.need(
-                f"`{match.text(part)}` is a dictionary",
-                of_part(part, lambda seen: seen.kind in _DICTS),
-            )
+            match.need(facts, part, "is a dictionary", lambda seen: seen.kind in _DICTS)
     reads = _run_of(match)
     chosen, cast = _together(match, facts, reads)
     return Writing(_edits(match, facts, [(f"L{n}", reads[n]) for n in chosen], cast))
@@ -150,7 +146,7 @@ def _together(match: Match, facts: Facts, reads: Sequence[Read]) -> tuple[list[i
     """Return the numbers of the reads to combine, and the cast they need."""
     if not facts.seen:
         for n in range(len(reads)):
-            need_tensor(facts, f"L{n}", match.text(f"L{n}"))
+            match.need(facts, f"L{n}", "is a tensor", is_tensor, static=True)
         if len({_static_types(facts, f"L{n}") for n in range(len(reads))}) > 1:
             raise FixRefused(
                 "some of its reads are of integers or booleans, others may not be, and one read "
@@ -311,7 +307,7 @@ _FORMS = {f"[{read} for V in X]": _LIST for read in _READS} | {
 
 def _write_collected_reads(match: Match, facts: Facts) -> Writing:
     template = _FORMS[match.form]
-    cast = next((one for one in ("float", "int") if f"{one}(V)" in match.form), "")
+    cast = next((name for name in ("float", "int") if f"{name}(V)" in match.form), "")
     kinds = ("list", "tuple") if template is _LIST else ("dict",)
     if cast:
         template = (_CAST_LIST if template is _LIST else _CAST_DICT).replace("CAST", cast)

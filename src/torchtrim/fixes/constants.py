@@ -135,7 +135,7 @@ def _kept(match: Match, facts: Facts) -> Writing:
     attribute = match.parts["X"]
     assert isinstance(attribute, ast.Attribute)
     facts.need(
-        f"`{match.text('X')}` is a tensor on the host, not a parameter, and without a gradient",
+        f"`{match.text('X')[:60]}` is a tensor on the host, not a parameter, and without a gradient",
         lambda v: v.X.kind == "tensor" and v.X.device == "cpu" and not v.X.requires_grad,
     )
     if "D" in match.parts:

@@ -45,7 +45,7 @@ def _once(source: SourceFile) -> Iterator[Match]:
 def _masked(match: Match, facts: Facts) -> Writing:
     text = _of_mask(match, facts) if "M" in match.parts else _of_nonzero(match, facts)
     if "C" in match.parts:
-        facts.need(f"`{match.text('C')}` is a Python integer", lambda v: v.C.kind == "int")
+        match.need(facts, "C", "is a Python integer", lambda seen: seen.kind == "int")
         least = "C" if isinstance(match.parts["C"], ast.Constant) else "int(C)"
         text = f"({text}).clamp(min={least})" if "*" in text else f"{text}.clamp(min={least})"
     need_tensor_uses(match, facts, "M" if "M" in match.parts else "X", bounded=True)
@@ -76,7 +76,7 @@ def _of_mask(match: Match, facts: Facts) -> str:
 
 
 def _of_nonzero(match: Match, facts: Facts) -> str:
-    facts.need(f"`{match.text('X')}` is a tensor", lambda v: is_tensor(v.X))
+    match.need(facts, "X", "is a tensor", is_tensor)
     tuples = "[0]" in match.form.replace(".shape[0]", "")
     if ".numel()" not in match.form or tuples:
         facts.need(f"`{match.text('X')}` has a dimension", lambda v: bool(v.X.shape))
@@ -114,10 +114,10 @@ _UNIQUE_BUT_ONE = ("(torch.unique(X) != C).sum()", "(X.unique() != C).sum()")
 
 
 def _distinct(match: Match, facts: Facts) -> Writing:
-    facts.need(f"`{match.text('X')}` is a tensor of integers", lambda v: is_integral(v.X))
+    match.need(facts, "X", "is a tensor of integers", is_integral)
     but_one = "C" in match.parts
     if but_one:
-        facts.need(f"`{match.text('C')}` is a Python number", lambda v: is_number(v.C))
+        match.need(facts, "C", "is a Python number", is_number)
     else:
         need_tensor_uses(match, facts, "X")
         need_wide_uses(match, facts)
@@ -172,10 +172,10 @@ def _counted(match: Match, facts: Facts) -> Writing:
             "is known, write `torch.zeros(k, dtype=w.dtype, device=w.device).scatter_add_(0, x, w)`"
         )
     facts.need(
-        f"`{match.text('X')}` is a one-dimensional integer tensor",
+        f"`{match.text('X')[:60]}` is a one-dimensional integer tensor",
         lambda v: is_integral(v.X) and v.X.dtype != "bool" and len(v.X.shape) == 1,
     )
-    facts.need(f"`{match.text('K')}` is a Python integer", lambda v: v.K.kind == "int")
+    match.need(facts, "K", "is a Python integer", lambda seen: seen.kind == "int")
     return Writing(
         replace(match, _BINS, {"X": "values", "K": "places"}),
         risk=f"a value of `{match.text('K')[:40]}` or more would make the original's result longer, and is "

@@ -21,7 +21,7 @@ from torchtrim.rewriter.replace import (
     need_indentation,
     torch_of,
 )
-from torchtrim.source.facts import Facts, FixRefused
+from torchtrim.source.facts import Facts, FixRefused, of_part
 from torchtrim.source.names import assigned_to, literal_stores, loads, only_reads, stores
 from torchtrim.source.nodes import function_of
 from torchtrim.source.source import Loop, SourceFile
@@ -160,7 +160,7 @@ def _kept(match: Match, facts: Facts) -> Writing:
     _check_list(source, target, loop)
     computed = _needed(match, facts, node.args[0])
     for number in range(len(computed.reads)):
-        facts.only("the type", lambda v, n=number: getattr(v, f"L{n}").dtype, "")  # type: ignore[misc]
+        facts.only("the type", of_part(f"L{number}", lambda seen: seen.dtype), "")
     return Writing(_list_edits(match, facts, computed, loop), equivalence=_grade(computed))
 
 

@@ -48,7 +48,7 @@ from torchtrim.rewriter.truth import (
     used_as_tensors,
 )
 from torchtrim.source.branches import Assigns, Branch, branches, origins
-from torchtrim.source.facts import Facts, FixRefused, Values, is_tensor, need_tensor
+from torchtrim.source.facts import Facts, FixRefused, Values, is_tensor
 from torchtrim.source.names import assigned_name, is_fresh_name, is_private, loads, only_reads
 from torchtrim.source.nodes import name_set, names_in
 from torchtrim.source.operations import is_fresh, is_total, labels_of
@@ -90,7 +90,7 @@ def _write(match: Match, facts: Facts) -> Writing:
     if not facts.seen:
         need_operands(match, facts)
         for part in (name for name in ("T", "E") if name in match.parts):
-            need_tensor(facts, part, match.text(part))
+            match.need(facts, part, "is a tensor", is_tensor, static=True)
         facts.leave_open(_FACT)
         _need_alike(plan)
     edits = tuple(_edits(plan))
@@ -150,7 +150,7 @@ def _check_names(plan: _Plan) -> None:
 
 
 def _kept_apart(plan: _Plan, function: ast.AST) -> bool:
-    """Return True if it makes no difference that the result is a copy."""
+    """Return True if code after the branch cannot tell the result from a copy."""
     source, branch = plan.source, plan.branch
     if branch.other is None and branch.target is not None:
         statement = source.statement(branch.whole)

@@ -15,7 +15,7 @@ from torchtrim.source.transfers import is_single, read_of
 
 def _unchecked(name: str, doc: str, forms: Mapping[str, str], risk: str) -> Fix:
     def write(match: Match, facts: Facts) -> Writing:
-        facts.need(f"`{match.text('A')[:60]}` is a tensor of floats", lambda v: is_floating(v.A))
+        match.need(facts, "A", "is a tensor of floats", is_floating)
         return Writing(replace(match, forms[match.form]), risk=risk)
 
     find = of_forms(lambda: fix, *forms)

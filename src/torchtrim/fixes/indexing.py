@@ -79,7 +79,7 @@ def _write_index_assignment(match: Match, facts: Facts) -> Writing:
 
 
 def _value(match: Match, facts: Facts, target: str) -> tuple[str, tuple[TextEdit, ...]]:
-    """Return the number as a tensor on the device if the target has the observed type, which holds it."""
+    """Return the number as a tensor on the device, guarded by the target's type."""
     text, value = f"{target}.new_full((), {match.text('V')})", match.parts["V"]
     if constant_of(value) in range(128):
         return text, ()
@@ -91,7 +91,7 @@ def _value(match: Match, facts: Facts, target: str) -> tuple[str, tuple[TextEdit
 
 
 def _with_dimension(match: Match, facts: Facts, name: str) -> Iterator[TextEdit]:
-    """Yield the edits that give an index a dimension, guarded by its type: another may be a mask's."""
+    """Yield the edits that give an index a dimension, guarded by its type: other types may be masks."""
     source, node = match.source, match.parts[name]
     if not facts.holds(of_part(name, _is_single)):
         text = f"`{match.text(name)}` has dimensions"

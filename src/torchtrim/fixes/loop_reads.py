@@ -1,4 +1,4 @@
-"""Reads of tensors that a loop does not change: one read before the loop, or of what it iterates over."""
+"""Reads of tensors that a loop does not change, replaced by one read before it or of its iterable."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import takewhile
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
 from torchtrim.rewriter.guarded import names_tested, with_names
 from torchtrim.rewriter.replace import atom, fresh, insert_before, need_indentation
-from torchtrim.source.facts import Facts, FixRefused, is_tensor, need_tensor, of_part
+from torchtrim.source.facts import Facts, FixRefused, is_int, is_tensor
 from torchtrim.source.names import (
     binds,
     is_fresh_name,
@@ -201,12 +201,9 @@ def _read_once(match: Match, facts: Facts) -> Writing:
     node = match.node
     assert isinstance(node, ast.Call)
     indices = [name for name in match.parts if name.startswith("I")]
-    need_tensor(facts, "X", match.text("X"))
+    match.need(facts, "X", "is a tensor", is_tensor, static=True)
     for part in indices:
-        facts.need(
-            f"`{match.text(part)[:60]}` is a Python integer",
-            of_part(part, lambda seen: seen.kind == "int"),
-        )
+        match.need(facts, part, "is a Python integer", is_int)
     rank = facts.only("the number of dimensions", lambda v: len(v.X.shape), len(indices) or 1)
     left = rank - len(indices)
     listed = method_of(node) == "tolist"

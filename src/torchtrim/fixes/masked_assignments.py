@@ -129,7 +129,7 @@ def _dense(match: Match, facts: Facts, found: _Assignment) -> Writing:
 
 
 def _check_apart(match: Match, facts: Facts, found: _Assignment) -> None:
-    """Require, without a run, that tensors next to the selections, which may be selections, have no shape."""
+    """Require, without a run, that other operands have zero dimensions: they may be selections too."""
     for number in range(len(found.tree.operands)):
         part = f"C{number}"
         single = facts.holds_statically(of_part(part, lambda seen: not seen.shape))
@@ -250,9 +250,9 @@ def _write_masked_fill(match: Match, facts: Facts) -> Writing:
             and v.M.device == v.X.device
         ),
     )
-    facts.need(f"`{match.text('C')}` is a Python number", lambda v: is_number(v.C))
+    match.need(facts, "C", "is a Python number", is_number)
     if not isinstance(match.parts["M"], ast.Compare):
-        facts.need(f"`{match.text('M')}` contains integers or booleans", lambda v: is_integral(v.M))
+        match.need(facts, "M", "contains integers or booleans", is_integral)
         return Writing(_where_it_fits(match, facts, "X[M != 0] = C"))
     test = match.parts["M"]
     constant = all(isinstance(one, ast.Constant) for one in test.comparators)

@@ -61,12 +61,12 @@ def _write(match: Match, facts: Facts) -> Writing:
     source, node = match.source, match.node
     assert isinstance(node, ast.Call)
     facts.need(
-        f"`{match.text('X')}` is a tensor on the host, from a `DataLoader`",
+        f"`{match.text('X')[:60]}` is a tensor on the host, from a `DataLoader`",
         lambda v: is_tensor(v.X) and v.X.device == "cpu",
     )
     for part in (part for part in match.parts if part.startswith("B")):
         facts.need(
-            f"`{match.text(part)}` is on the host too, or the loader cannot pin it",
+            f"`{match.text(part)[:60]}` is on the host too, or the loader cannot pin it",
             of_part(part, lambda seen: seen.device in ("", "cpu")),
         )
     if not facts.holds(lambda v: not hasattr(v, "LOADER") or v.LOADER.kind == "DataLoader"):

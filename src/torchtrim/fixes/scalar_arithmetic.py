@@ -69,7 +69,7 @@ def _write_arithmetic_read(match: Match, facts: Facts) -> Writing:
         lambda v: is_tensor(v.N) and not v.N.shape and (is_floating(v.N) or is_integral(v.N)),
     )
     if match.form == "int":
-        facts.need(f"`{match.text('N')[:60]}` is an integer tensor", lambda v: is_integral(v.N))
+        match.need(facts, "N", "is an integer tensor", is_integral)
     if match.form == "bool":
         raise FixRefused("`bool` changes its value. Compare with `!= 0`")
     if not is_unshared(source, tensor, source.statement(match.node)):
@@ -89,22 +89,21 @@ def _write_arithmetic_read(match: Match, facts: Facts) -> Writing:
 
 
 def _bounded(match: Match, facts: Facts, text: str) -> str:
-    facts.need(f"`{match.text('C')[:60]}` is a Python number", lambda v: is_number(v.C))
+    match.need(facts, "C", "is a Python number", is_number)
     word = _BOUNDS[function_of(match.node)]
     if facts.holds(lambda v: is_integral(v.N) and v.N.dtype != "bool"):
         value = constant_of(match.parts["C"])
         if isinstance(value, float) and value.is_integer():
             return f"{text}.clamp({word}={int(value)})"
-        facts.need(f"`{match.text('C')[:60]}` is an integer", lambda v: v.C.kind == "int")
+        match.need(facts, "C", "is an integer", lambda seen: seen.kind == "int")
     elif "FIRST" in match.parts:
         raise FixRefused(
             "for NaN, `max` and `min` return the number if it comes first, and `clamp` returns NaN. "
             "Write the tensor first if that does not matter"
         )
     else:
-        facts.need(
-            "the compared values have 32 or 64 bits", lambda v: v.N.dtype in (*_WIDE, "int64")
-        )
+        wide = (*_WIDE, "int64")
+        facts.need("the compared values have 32 or 64 bits", lambda v: v.N.dtype in wide)
     return f"{text}.clamp({word}=C)"
 
 

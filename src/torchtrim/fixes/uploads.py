@@ -9,7 +9,7 @@ from dataclasses import replace as changed
 
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, of_forms
 from torchtrim.rewriter.replace import added_keyword, replace
-from torchtrim.source.facts import Facts, FixRefused, is_floating, is_number, of_part
+from torchtrim.source.facts import Facts, FixRefused, is_floating, is_int, is_number
 from torchtrim.source.forms import match_form
 from torchtrim.source.nodes import called, constant_of, method_of, name_set
 from torchtrim.source.numbers import is_known_number
@@ -120,7 +120,7 @@ def _full(match: Match, facts: Facts) -> Writing:
         )
     device, size = _device(match, facts), "()"
     if "N" in match.parts:
-        facts.need(f"`{match.text('N')[:60]}` is an integer", lambda v: v.N.kind == "int")
+        match.need(facts, "N", "is an integer", is_int)
         if "dtype" not in words:
             facts.need(
                 "an empty one has the same type: its elements are floats, or `dtype` is given",
@@ -191,7 +191,7 @@ def _new(match: Match, facts: Facts) -> Writing:
         number = number.operand
     if not _is_small_constant(number):
         raise FixRefused("its value is not a small literal number")
-    facts.need(f"`{match.text('X')[:60]}` is a tensor of floats", lambda v: is_floating(v.X))
+    match.need(facts, "X", "is a tensor of floats", is_floating)
     return Writing(replace(match, _NEW[match.form]))
 
 
@@ -219,7 +219,7 @@ def _repeated(match: Match, facts: Facts) -> Writing:
         raise FixRefused("the repeated value is not a small literal number")
     if "T" not in match.parts and not isinstance(constant_of(number), float):
         raise FixRefused("an empty list would have a float type: pass `dtype`")
-    facts.need(f"`{match.text('N')[:60]}` is an integer", lambda v: v.N.kind == "int")
+    match.need(facts, "N", "is an integer", is_int)
     need_device(facts, match.text("D"))
     text = match.source.segment(number)
     return Writing(replace(match, _REPEATED[match.form].replace("C", text, 1)))
@@ -242,7 +242,7 @@ REPEATED_NUMBER: Fix = Fix(
 
 
 def _range(match: Match, facts: Facts) -> Writing:
-    facts.need(f"`{match.text('N')[:60]}` is an integer", lambda v: v.N.kind == "int")
+    match.need(facts, "N", "is an integer", is_int)
     need_device(facts, match.text("D"))
     risk = ""
     if "T" not in match.parts:
@@ -328,15 +328,9 @@ def _made(match: Match, facts: Facts) -> Writing:
     device = match.text("D") if _device(match, facts) == "D" else '"cuda"'
     if name == "arange":
         for part in (part for part in match.parts if part.startswith("A")):
-            facts.need(
-                f"`{match.text(part)[:60]}` is an integer",
-                of_part(part, lambda seen: seen.kind == "int"),
-            )
+            match.need(facts, part, "is an integer", is_int)
     if name == "full":
-        facts.need(
-            f"`{match.text('A1')[:60]}` is a Python number",
-            lambda v: v.A1.kind in ("int", "float", "bool"),
-        )
+        match.need(facts, "A1", "is a Python number", is_number)
     last = upload.between[-1] if upload.between else upload.made
     move = TextEdit(source.end(last), source.end(upload.whole), "")
     return Writing((added_keyword(source, upload.made, f"device={device}"), move))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from torchtrim.rewriter.fix import Match, TextEdit
 from torchtrim.rewriter.replace import atom, fresh, insert_before, runs_first
-from torchtrim.source.facts import Facts, FixRefused, Values, without_grad
+from torchtrim.source.facts import Facts, FixRefused, without_grad
 from torchtrim.source.forms import equal
 from torchtrim.source.names import assigned_name, loads, stores
 from torchtrim.source.nodes import names_bound, names_in
@@ -34,7 +34,8 @@ class Dense:
         self.behind = facts.only(_REPEATED, lambda v: trailing(v, tree), 0)
         self.mask, self.edits = named_mask(self._source, tree.mask, at)
         need_order(self._source, tree, hoisted=bool(self.edits))
-        self.flows = not facts.holds(lambda v: not _flows(v, tree))
+        parts = tree.parts()
+        self.flows = not facts.holds(lambda v: without_grad(v, *(getattr(v, p) for p in parts)))
         if self.flows and not self.edits:
             _check_unchanged(self._source, tree.mask)
 
@@ -108,12 +109,6 @@ class Dense:
 
     def _guarded(self, text: str, lost: int, value: str) -> str:
         return f"{self._torch}.where({widened(self.mask, self.behind + lost)}, {text}, {value})"
-
-
-def _flows(values: Values, tree: Tree) -> bool:
-    parts = [tensor_part(n) for n in range(len(tree.leaves))]
-    parts += [f"C{n}" for n in range(len(tree.operands))]
-    return values.grad and any(getattr(values, part).requires_grad for part in parts)
 
 
 def _check_unchanged(source: SourceFile, mask: ast.expr) -> None:

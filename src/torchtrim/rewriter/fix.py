@@ -20,9 +20,9 @@ from types import ModuleType
 from typing import Literal, NamedTuple
 
 from torchtrim.core.isolation import Failure, collected, isolated, note
-from torchtrim.records.probes import Probe
+from torchtrim.records.probes import ObservedValue, Probe
 from torchtrim.source.branches import is_fallback
-from torchtrim.source.facts import Facts, FixRefused
+from torchtrim.source.facts import Facts, FixRefused, of_part
 from torchtrim.source.forms import places
 from torchtrim.source.source import SourceFile, spot
 
@@ -66,14 +66,27 @@ class Match:
         """First and last line of the statement's own code, without its body."""
         statement = self.source.statement(self.node)
         if self.begin is not None:
-            return self.begin.lineno, self.node.end_lineno  # type: ignore[attr-defined]
+            return spot(self.begin)[0], spot(self.node)[2]
         if self.node is not statement or not hasattr(statement, "body"):
-            return self.node.lineno, self.node.end_lineno or self.node.lineno  # type: ignore[attr-defined]
-        return statement.lineno, statement.end_lineno or statement.lineno
+            return spot(self.node)[0], spot(self.node)[2]
+        return spot(statement)[0], spot(statement)[2]
 
     def text(self, part: str) -> str:
         """Return the source of a part."""
         return self.source.segment(self.parts[part])
+
+    def need(
+        self,
+        facts: Facts,
+        part: str,
+        claim: str,
+        test: Callable[[ObservedValue], bool],
+        *,
+        static: bool = False,
+    ) -> None:
+        """Require that a part passes a test. `static`: without a run, the source has to show that."""
+        holds = of_part(part, test)
+        facts.need(f"`{self.text(part)[:60]}` {claim}", holds, static=holds if static else None)
 
     def probe(self, number: int) -> Probe:
         """Return the probe that observes the values the fix needs."""
@@ -192,14 +205,8 @@ def of_forms(fix: Callable[[], Fix], *forms: str) -> Callable[[SourceFile], Iter
 
     def find(source: SourceFile) -> Iterator[Match]:
         for node, text, bound in places(forms, source):
-            yield Match(
-                fix=fix(),
-                source=source,
-                node=node,
-                parts=bound.parts,
-                keywords=bound.keywords,
-                form=text,
-            )
+            parts, words = bound.parts, bound.keywords
+            yield Match(fix=fix(), source=source, node=node, parts=parts, keywords=words, form=text)
 
     return find
 

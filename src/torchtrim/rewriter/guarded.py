@@ -23,7 +23,7 @@ from torchtrim.source.nodes import (
     receiver,
 )
 from torchtrim.source.operations import is_pure, is_simple
-from torchtrim.source.source import Function, SourceFile
+from torchtrim.source.source import Function, SourceFile, spot
 from torchtrim.source.typed import operands_in
 
 T = TypeVar("T")
@@ -233,39 +233,13 @@ def _made_of(match: Match, parts: Iterable[str]) -> Iterator[ast.expr]:
     """Yield the names that parts are computed from; a name assigned later counts as its value's names."""
     pending, done = [match.parts[part] for part in parts], set()
     while pending:
-        for name in _leaves(pending.pop(), match.source):
+        for name in operands_in(pending.pop(), match.source, items=True):
             later = _assigned_later(match, name)
             if later is None:
                 yield name
             elif later not in done:
                 done.add(later)
                 pending.append(later)
-
-
-def _leaves(node: ast.AST, source: SourceFile) -> Iterator[ast.expr]:
-    """Yield the names, attributes and constant items such as `batch["y"]` that a value is computed from."""
-    if (
-        isinstance(node, ast.Subscript)
-        and _is_item(node)
-        and not any(source.dotted(part) for part in ast.walk(node))
-    ):
-        yield node
-    elif isinstance(node, ast.Name | ast.Attribute) and _is_item(node):
-        yield from operands_in(node, source)
-    else:
-        parts: Iterable[ast.AST] = ast.iter_child_nodes(node)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            parts = (node.func.value, *node.args, *node.keywords)
-        for part in parts:
-            yield from _leaves(part, source)
-
-
-def _is_item(node: ast.AST) -> bool:
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant):
-            return False
-        node = node.value
-    return isinstance(node, ast.Name)
 
 
 def _assigned_later(match: Match, name: ast.expr) -> ast.expr | None:
@@ -419,7 +393,7 @@ def guarded(
 def _is_long(node: ast.AST) -> bool:
     """Return True for a string of several lines, which must not be indented."""
     text = isinstance(node, ast.JoinedStr) or isinstance(constant_of(node), str | bytes)
-    return text and node.lineno != node.end_lineno  # type: ignore[attr-defined]
+    return text and spot(node)[0] != spot(node)[2]
 
 
 def _patched(text: str, edits: Iterable[TextEdit], start: int, end: int) -> str:

@@ -31,7 +31,7 @@ from torchtrim.source.nodes import (
     name_set,
 )
 from torchtrim.source.operations import is_pure
-from torchtrim.source.source import Function, Loop, SourceFile
+from torchtrim.source.source import Function, Loop, SourceFile, spot
 from torchtrim.source.transfers import Read, is_single, read_of
 
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div)
@@ -215,6 +215,7 @@ def _may_go_on(source: SourceFile, loop: ast.AST) -> bool:
 
 _READS = ("float", "int", "bool")
 _WITH = "WITH"
+_DEEPEST = 8  # arbitrary: a value that passes through more names is rarely worth the search
 Find = Callable[[SourceFile], Iterator[Match]]
 
 
@@ -282,8 +283,8 @@ def _uses(
     `bounds` collects the calls of `max` that the value passes through, or is None to refuse them.
     """
     outer = source.parents[node]
-    where = f"line {node.lineno}"  # type: ignore[attr-defined]
-    if depth > 8:
+    where = f"line {spot(node)[0]}"
+    if depth > _DEEPEST:
         yield f"{where}, and more after it"
     elif isinstance(outer, ast.BinOp) and isinstance(outer.op, _OPERATORS):
         yield outer.left if outer.right is node else outer.right

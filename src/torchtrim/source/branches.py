@@ -18,10 +18,8 @@ Assigns = tuple[ast.Assign, ...]
 class Branch:
     """A choice: `then` if the test is true, else `other`, each after its own assignments.
 
-    `target` is the assigned name, or None for a return or an expression. `whole` is the `if` statement or
-    expression. `last` is the return after the `if` that gives the other value. `other` is None if the target
-    keeps its value. `guards` are the tests under which these are the values, taken from `value if (x.dim(),
-    y.dim()) == (2, 1) else original`.
+    `target` is the assigned name, if any; without `other` it keeps its value. `whole` is the `if`, a
+    statement or an expression, `last` the return after it. `guards` are tests such as `x.dim() == 2`.
     """
 
     test: ast.expr
@@ -72,10 +70,7 @@ def is_guard(test: ast.expr) -> bool:
 
 
 def is_fallback(source: SourceFile, node: ast.AST) -> bool:
-    """Return True if a guard keeps the node for other ranks and types, so that no fix should change it again.
-
-    Answers are cached in the source: callers ask about the same nodes often.
-    """
+    """Return True if a guard keeps the node for other ranks and types: no fix should change it again."""
     chain: list[ast.AST] = []
     at: ast.AST | None = node
     while at is not None and at not in source.fallback:
@@ -174,17 +169,16 @@ def _returned(body: list[ast.stmt]) -> tuple[Assigns, ast.expr, ast.Return] | No
 def _assigns(node: ast.If) -> Branch | None:
     if len(node.body) != 1 or len(node.orelse) > 1:
         return None
-    then, other = node.body[0], node.orelse[0] if node.orelse else None
-    if not isinstance(then, ast.Assign) or (target := assigned_name(then)) is None:
+    assigns = [one for one in (*node.body, *node.orelse) if isinstance(one, ast.Assign)]
+    targets = {assigned_name(one) for one in (*node.body, *node.orelse)}
+    target = targets.pop()
+    if target is None or targets:
         return None
-    value, guard = _for_seen(then.value)
+    (value, guard), *others = (_for_seen(assign.value) for assign in assigns)
     branch = Branch(test=node.test, then=value, other=None, target=target, whole=node, guards=guard)
-    if other is None:
-        return branch
-    if not isinstance(other, ast.Assign) or assigned_name(other) != target:
-        return None
-    other_value, other_guard = _for_seen(other.value)
-    return replace(branch, other=other_value, guards=(*guard, *other_guard))
+    for other, other_guard in others:
+        branch = replace(branch, other=other, guards=(*guard, *other_guard))
+    return branch
 
 
 def is_elif(source: SourceFile, node: ast.stmt) -> bool:

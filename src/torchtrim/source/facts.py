@@ -17,7 +17,7 @@ class FixRefused(Exception):
 
 
 class StaticValue:
-    """Some fields of a `ObservedValue`, inferred from the source alone. The others are missing."""
+    """Some fields of an `ObservedValue`, inferred from the source alone. The others are missing."""
 
     def __init__(self, **fields: Any) -> None:
         self.__dict__.update(fields)
@@ -72,11 +72,7 @@ class _StaticValues(Values):
 
 
 class Facts:
-    """The evidence for one match, and its gaps.
-
-    `static` holds what the source says of the parts, by name. Without an observation, a need that the source
-    does not contradict stays open and is added to `missing`.
-    """
+    """The evidence for one match, from runs and, as `static`, from the source; `missing` lists the gaps."""
 
     def __init__(
         self, observed: ProbeResult | None = None, static: Mapping[str, StaticValue] | None = None
@@ -97,20 +93,18 @@ class Facts:
         holds: Callable[[Values], bool],
         static: Callable[[Values], bool] | None = None,
     ) -> None:
-        """Require a condition in each execution. Raises `FixRefused` if one execution violates it.
+        """Require a condition in each execution. Raises `FixRefused` if one violates it.
 
         Without an observation the condition stays open, unless the source contradicts it. `static` is a
-        condition that the source alone must meet then, for needs that usually fail where the source does not
-        show them.
+        condition that the source must show in that case.
         """
-        for values in self.executions:
-            try:
-                held = holds(values)
-            except AttributeError:
-                self.leave_open(text)
-                return
-            if not held:
-                raise FixRefused(f"it requires that {text}, which an observed run contradicts")
+        try:
+            held = all(map(holds, self.executions))
+        except AttributeError:
+            self.leave_open(text)
+            return
+        if not held:
+            raise FixRefused(f"it requires that {text}, which an observed run contradicts")
         if self.executions:
             return
         if self.holds_statically(holds) is False:
@@ -160,15 +154,9 @@ def is_tensor(*values: ObservedValue) -> bool:
     return all(known)
 
 
-def of_part(part: str, test: Callable[[ObservedValue], bool]) -> Callable[[Values], bool]:
-    """Return the test of one part's value, for `Facts.need` and `Facts.holds`."""
-    return lambda values: test(getattr(values, part))
-
-
-def need_tensor(facts: Facts, part: str, text: str) -> None:
-    """Require that a part is a tensor; without a run, the source has to say so."""
-    test = of_part(part, is_tensor)
-    facts.need(f"`{text[:60]}` is a tensor", test, static=test)
+def of_part(part: str, get: Callable[[ObservedValue], T]) -> Callable[[Values], T]:
+    """Return a property of one part's value, for `Facts.need`, `Facts.holds` and `Facts.only`."""
+    return lambda values: get(getattr(values, part))
 
 
 def is_mask(mask: ObservedValue, of: ObservedValue) -> bool:
@@ -185,6 +173,11 @@ def is_mask(mask: ObservedValue, of: ObservedValue) -> bool:
 def is_number(value: ObservedValue) -> bool:
     """Return True for a Python number."""
     return value.kind in _NUMBERS
+
+
+def is_int(value: ObservedValue) -> bool:
+    """Return True for a Python integer that is not a boolean."""
+    return value.kind == "int"
 
 
 def are_lengths(value: ObservedValue) -> bool:

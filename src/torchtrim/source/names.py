@@ -114,11 +114,7 @@ def only_reads_at(source: SourceFile, node: ast.AST) -> bool:
 
 
 def is_fresh_name(source: SourceFile, name: str, statement: ast.stmt) -> bool:
-    """Return True if the name holds an unshared tensor at the statement.
-
-    An assignment before it, in the same or an outer block, must have created the tensor, and all uses since
-    must only read it.
-    """
+    """Return True if an assignment before the statement created the tensor and later code only reads it."""
     function = source.function(statement)
     if not isinstance(function, Function) or not is_private(source, function, name):
         return False

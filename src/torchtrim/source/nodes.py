@@ -53,7 +53,7 @@ def negated(node: ast.AST) -> ast.expr | None:
 
 
 def keywords_of(call: ast.Call) -> dict[str | None, ast.expr]:
-    """Return the keyword arguments of a call by name; `None` stands for `**kwargs`."""
+    """Return the keyword arguments of a call by name, `**kwargs` under None."""
     return {word.arg: word.value for word in call.keywords}
 
 
@@ -73,18 +73,16 @@ def called(function: ast.AST) -> str:
 
 def method_of(node: ast.AST) -> str:
     """Return the name of the method that an expression calls, or `""`."""
-    return (
-        called(node.func)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        else ""
-    )
+    method = node.func if isinstance(node, ast.Call) else None
+    return method.attr if isinstance(method, ast.Attribute) else ""
 
 
 def receiver(node: ast.AST, methods: Container[str]) -> ast.expr | None:
     """Return the object `x` of a call `x.name(...)` of one of the methods, or None for other code."""
     method = node.func if isinstance(node, ast.Call) else None
-    called_on = isinstance(method, ast.Attribute) and method.attr in methods
-    return method.value if called_on else None
+    if isinstance(method, ast.Attribute) and method.attr in methods:
+        return method.value
+    return None
 
 
 def function_of(node: ast.AST) -> str:

@@ -62,10 +62,7 @@ def is_simple(node: ast.AST) -> bool:
 
 
 def is_pure(node: ast.AST, source: SourceFile) -> bool:
-    """Return True if the expression only computes a value from names, operators and known functions of torch.
-
-    Calls of user functions, random draws and in-place changes are not pure.
-    """
+    """Return True if the expression only computes: no user function, random draw or in-place change."""
     effects = ast.Await | ast.Yield | ast.YieldFrom | ast.NamedExpr | ast.Lambda
     return not any(
         isinstance(part, effects) or (isinstance(part, ast.Call) and not _pure_call(part, source))
@@ -117,10 +114,9 @@ _NODES = (*_INERT, ast.expr_context, ast.operator, ast.unaryop, ast.cmpop, ast.U
 def is_total(
     node: ast.AST, source: SourceFile, is_guard: Callable[[ast.expr], bool] | None = None
 ) -> bool:
-    """Return True if the expression gives a value whatever its tensors hold, so it may run where it did not.
+    """Return True if the expression may run anywhere: no random draw, sync, in-place write or error.
 
-    It must not draw random numbers, synchronize, write in place or raise for a value. With `is_guard`, `a if
-    test else b` counts by `a` alone if the test is a guard.
+    With `is_guard`, `a if test else b` counts by `a` alone if the test is a guard.
     """
     if is_guard is not None and isinstance(node, ast.IfExp) and is_guard(node.test):
         return is_total(node.body, source, is_guard)
@@ -129,10 +125,7 @@ def is_total(
 
 
 def labels_of(node: ast.AST, source: SourceFile) -> list[ast.expr]:
-    """Return the class labels that losses in the expression use: a loss raises for labels out of range.
-
-    Views of labels and `torch.where(mask, labels, ignored)` are stripped.
-    """
+    """Return the class labels that losses use, without views and masks: labels out of range raise."""
     found = []
     for call in find_all(node, ast.Call):
         if _last(call, source) in _LABELLED:
@@ -170,7 +163,7 @@ def is_fresh(node: ast.AST, source: SourceFile) -> bool:
 
 
 def operands_of(call: ast.Call, source: SourceFile) -> tuple[str, list[ast.expr]]:
-    """Return the name of a called method or function of `torch`, and its positional tensors, owner first."""
+    """Return the name of a called method or torch function, and its operands, the receiver first."""
     dotted = source.dotted(call.func)
     if dotted is None and isinstance(call.func, ast.Attribute):
         return call.func.attr, [call.func.value, *call.args]

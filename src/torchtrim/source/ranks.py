@@ -1,7 +1,6 @@
 """Finds, from the source alone, masks that have all the dimensions of the tensor they select from.
 
-A selection needs a mask whose shape is the start of the tensor's shape. So a mask computed element by element
-from the tensor, or from a tensor of its shape, has the tensor's own shape wherever the selection is valid.
+A mask's shape is the start of the tensor's, so one computed elementwise from the tensor has its whole shape.
 """
 
 from __future__ import annotations

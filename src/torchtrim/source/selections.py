@@ -84,12 +84,10 @@ class TreeInput(NamedTuple):
 
 @dataclass
 class Tree:
-    """An elementwise expression of selections that share one mask.
+    """An elementwise expression of selections, `leaves`, that share one mask, and other inputs, `operands`.
 
-    `leaves` are the selections, `operands` the other inputs. `rows` has, for each reduction of whole rows,
-    the number of dimensions lost there; at least one must exist. `guarded`: the expression raises for
-    elements out of range. `casts`: it converts types. `rounded`: an element's last bit may depend on its
-    position.
+    `rows` has the dimensions lost by each reduction of whole rows. `guarded`: it raises for elements out of
+    range. `casts`: it converts types. `rounded`: an element's last bit may depend on its position.
     """
 
     mask: ast.expr
@@ -183,30 +181,28 @@ def _masks(node: ast.expr, source: SourceFile, named: Assignments) -> list[ast.e
     return sorted(single, key=likeness, reverse=True)
 
 
+@dataclass
 class _TreeBuilder:
-    def __init__(
-        self, source: SourceFile, named: Assignments, tree: Tree, reduced: ast.expr | None
-    ) -> None:
-        self._source = source
-        self._reduced = reduced
-        self._named = named
-        self._tree = tree
+    source: SourceFile
+    named: Assignments
+    tree: Tree
+    reduced: ast.expr | None
 
     def read(self, node: ast.expr, lost: int) -> bool:
         """Add the node to the tree. Returns False if it does not fit."""
         if leaf := self._leaf(node):
-            self._tree.leaves.append((leaf, lost))
+            self.tree.leaves.append((leaf, lost))
             return True
-        if isinstance(node, ast.Name) and node.id in self._named:
-            return self.read(self._named[node.id].value, lost)
-        named = not names_in(node).isdisjoint(self._named)
+        if isinstance(node, ast.Name) and node.id in self.named:
+            return self.read(self.named[node.id].value, lost)
+        named = not names_in(node).isdisjoint(self.named)
         if not named and not any(self._leaf(inner) for inner in ast.walk(node)):
             if not isinstance(node, ast.Constant):
-                self._tree.operands.append(TreeInput(node, lost))
+                self.tree.operands.append(TreeInput(node, lost))
             return True
         if isinstance(node, ast.BinOp) and isinstance(node.op, _OPERATORS):
             exact = constant_of(node.right) in _EXACT_POWERS
-            self._tree.rounded |= isinstance(node.op, ast.Pow) and not exact
+            self.tree.rounded |= isinstance(node.op, ast.Pow) and not exact
             return self.read(node.left, lost) and self.read(node.right, lost)
         if isinstance(node, ast.UnaryOp) and not isinstance(node.op, ast.Not):
             return self.read(node.operand, lost)
@@ -216,7 +212,7 @@ class _TreeBuilder:
             )
         if not isinstance(node, ast.Call):
             return False
-        dotted = self._source.dotted(node.func)
+        dotted = self.source.dotted(node.func)
         if dotted is not None:
             return self._read_arguments(node, dotted, node.args, lost)
         if not isinstance(node.func, ast.Attribute):
@@ -224,8 +220,8 @@ class _TreeBuilder:
         return self._read_arguments(node, node.func.attr, [node.func.value, *node.args], lost)
 
     def _leaf(self, node: ast.AST) -> Selection | None:
-        leaf = selection(node, self._source)
-        return leaf if leaf is not None and equal(leaf.mask, self._tree.mask) else None
+        leaf = selection(node, self.source)
+        return leaf if leaf is not None and equal(leaf.mask, self.tree.mask) else None
 
     def _read_arguments(self, node: ast.Call, name: str, given: list[ast.expr], lost: int) -> bool:
         last = name.rpartition(".")[2]
@@ -236,12 +232,12 @@ class _TreeBuilder:
         if last in _ROWS | _SAME_ROWS:
             return self._read_rows(node, last, given, lost)
         functional = name.startswith(_FUNCTIONAL)
-        self._tree.guarded |= last == "binary_cross_entropy"
-        self._tree.casts |= last in _CASTS
-        self._tree.rounded |= last in _ROUNDED or last in LOSSES
+        self.tree.guarded |= last == "binary_cross_entropy"
+        self.tree.casts |= last in _CASTS
+        self.tree.rounded |= last in _ROUNDED or last in LOSSES
         if last in LOSSES and functional:
             reduction = constant_of(keywords_of(node).get("reduction"))
-            whole = node is self._reduced or reduction == "none"
+            whole = node is self.reduced or reduction == "none"
             return whole and self._read_all(given, node, lost)
         known = last in (_OF_FUNCTIONAL if functional else _ELEMENTWISE)
         return known and self._read_all(given, node, lost)
@@ -257,10 +253,9 @@ class _TreeBuilder:
     def _read_cast(self, node: ast.Call, given: list[ast.expr], lost: int) -> bool:
         if node.keywords or len(given) != 2:
             return False
-        dotted = self._source.dotted(given[1]) or ""
-        self._tree.casts = True
-        is_type = dotted.startswith("torch.") and dotted.removeprefix("torch.") in _DTYPES
-        return is_type and self.read(given[0], lost)
+        module, _, name = (self.source.dotted(given[1]) or "").rpartition(".")
+        self.tree.casts = True
+        return module == "torch" and name in _DTYPES and self.read(given[0], lost)
 
     def _read_rows(self, node: ast.Call, last: str, given: list[ast.expr], lost: int) -> bool:
         """Add a reduction of the last dimension, counted from the end, which keeps rows apart."""
@@ -275,17 +270,13 @@ class _TreeBuilder:
         if keep is not None and not isinstance(keep, ast.Constant):
             return False
         lost += last not in _SAME_ROWS and constant_of(keep) is not True
-        self._tree.rows.append(lost)
-        self._tree.rounded |= last not in _EXACT_ROWS
+        self.tree.rows.append(lost)
+        self.tree.rounded |= last not in _EXACT_ROWS
         return self.read(first, lost)
 
 
-def trailing(values: Values, tree: Tree) -> int:
-    """Return how many dimensions of the tree's result follow the dimensions that the mask covers."""
-    return _behind(values, tree, 0)
-
-
-def _behind(values: Values, tree: Tree, number: int) -> int:
+def trailing(values: Values, tree: Tree, number: int = 0) -> int:
+    """Return how many dimensions of a leaf's result follow the dimensions that the mask covers."""
     tensor, lost = getattr(values, tensor_part(number)), tree.leaves[number][1]
     return len(tensor.shape) - len(values.M.shape) - lost
 
@@ -293,8 +284,7 @@ def _behind(values: Values, tree: Tree, number: int) -> int:
 def need_fit(facts: Facts, tree: Tree, source: SourceFile) -> None:
     """Require that the expression over all elements contains the selected ones unchanged.
 
-    Without a run, the source has to say that the mask has all dimensions of each tensor. Raises `FixRefused`
-    if it does not, or if an observed run contradicts it.
+    Without a run, the source has to show that the mask has all dimensions of each tensor.
     """
     text = source.segment(tree.mask)
     for number, (leaf, _) in enumerate(tree.leaves):
@@ -322,7 +312,7 @@ def need_fit(facts: Facts, tree: Tree, source: SourceFile) -> None:
 
 def _fits(values: Values, tree: Tree) -> bool:
     behind = trailing(values, tree)
-    ranks = {_behind(values, tree, number) for number in range(len(tree.leaves))}
+    ranks = {trailing(values, tree, number) for number in range(len(tree.leaves))}
     return behind >= 0 and ranks == {behind} and all(behind + lost > 0 for lost in tree.rows)
 
 

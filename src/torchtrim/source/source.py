@@ -38,13 +38,11 @@ Site = tuple[type[ast.AST], str]
 class SourceFile:
     """The parsed text of a file. Raises `UnreadableInput` if it is not valid Python.
 
-    Offsets count characters. The tree never changes: edits are spans of the text, so all other text keeps its
-    form.
+    Offsets count characters. The tree never changes: edits are spans of the text.
     """
 
     def __init__(self, path: str, text: str, tree: ast.Module | None = None) -> None:
-        self.path = path
-        self.text = text
+        self.path, self.text = path, text
         try:
             self.tree = tree or ast.parse(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -80,10 +78,7 @@ class SourceFile:
         return tuple(nodes), parents
 
     def only(self, lines: Iterable[int]) -> SourceFile:
-        """Return the same file with only those functions and classes that contain one of the lines.
-
-        Base classes from the same file stay, as do all other statements.
-        """
+        """Return the file with only the functions and classes at some lines, and their base classes."""
         wanted = sorted(lines)
         kept: list[ast.stmt] = []
         names: set[str] = set()
@@ -112,7 +107,7 @@ class SourceFile:
 
     def each(self, kind: type[_Node]) -> Iterator[_Node]:
         """Yield the nodes of a type, in the order of the tree."""
-        return (node for _, node in self._sites.get((kind, ""), ()))  # type: ignore[misc]
+        return (node for _, node in self._sites.get((kind, ""), ()) if isinstance(node, kind))
 
     def at(self, sites: Iterable[Site]) -> Iterator[ast.AST]:
         """Yield the nodes at the sites, in the order of the tree."""
@@ -121,7 +116,8 @@ class SourceFile:
 
     def calls(self, *names: str) -> Iterator[ast.Call]:
         """Yield the calls whose function has one of the last names, in the order of the tree."""
-        return (node for node in self.at((ast.Call, name) for name in names))  # type: ignore[misc]
+        sites = ((ast.Call, name) for name in names)
+        return (node for node in self.at(sites) if isinstance(node, ast.Call))
 
     @cached_property
     def _sites(self) -> dict[Site, list[tuple[int, ast.AST]]]:
@@ -142,11 +138,11 @@ class SourceFile:
 
     def start(self, node: ast.AST) -> int:
         """Return the offset of the node's first character."""
-        return self._offset(node.lineno, node.col_offset)  # type: ignore[attr-defined]
+        return self._offset(*spot(node)[:2])
 
     def end(self, node: ast.AST) -> int:
         """Return the offset after the node."""
-        return self._offset(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
+        return self._offset(*spot(node)[2:])
 
     def segment(self, node: ast.AST) -> str:
         """Return the node's text."""
@@ -195,10 +191,7 @@ class SourceFile:
         )
 
     def dotted(self, node: ast.AST) -> str | None:
-        """Resolve a name or attribute by the imports: `"torch.nn.functional.cross_entropy"`.
-
-        Returns None if its first name is not imported.
-        """
+        """Resolve a name or attribute by the imports: `"torch.nn.functional.relu"`, or None."""
         names: list[str] = []
         while isinstance(node, ast.Attribute):
             names.append(node.attr)
@@ -257,10 +250,7 @@ def spot(node: ast.AST) -> SourceSpan:
 
 
 def read_source(path: Path) -> tuple[str, str]:
-    """Return the file's text, with its line endings, and its encoding.
-
-    Raises `UnreadableInput` for a file that is missing, too large, not regular or not text.
-    """
+    """Return the text, with its line endings, and encoding of a file. Raises `UnreadableInput`."""
     try:
         data = read_bounded(path, _MOST_BYTES)
         encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]

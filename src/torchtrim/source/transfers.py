@@ -34,11 +34,7 @@ class Read(NamedTuple):
 
 
 def read_of(node: ast.AST, source: SourceFile) -> Read | None:
-    """Return the read that an expression is, or None.
-
-    `float(x)` counts only if `x` may be a tensor by its form: a name, an attribute, an item or a tensor
-    method.
-    """
+    """Return the read that an expression is, or None. `float(x)` is one if `x` may be a tensor."""
     if not isinstance(node, ast.Call) or node.keywords:
         return None
     if isinstance(node.func, ast.Attribute) and node.func.attr == "item" and not node.args:
@@ -82,11 +78,6 @@ def reads_in(node: ast.AST, source: SourceFile) -> Iterator[Read]:
 def is_single(seen: ObservedValue) -> bool:
     """Return True for a tensor of one element."""
     return is_tensor(seen) and all(size == 1 for size in seen.shape)
-
-
-def need_single(facts: Facts, part: str, text: str) -> None:
-    """Require that a part is a tensor of one element."""
-    facts.need(f"`{text[:60]}` is a tensor of one element", lambda v: is_single(getattr(v, part)))
 
 
 def has_own_text(source: SourceFile, node: ast.AST) -> bool:
@@ -137,12 +128,9 @@ def need_device(facts: Facts, text: str) -> None:
 def _upload(source: SourceFile, node: ast.Call) -> Upload | None:
     between: list[ast.Call] = []
     at: ast.expr = node
-    while True:
-        method = source.parents[at]
-        call = source.parents.get(method)
-        if not isinstance(method, ast.Attribute) or not isinstance(call, ast.Call):
-            break
-        if call.func is not method:
+    while isinstance(method := source.parents[at], ast.Attribute):
+        call = source.parents[method]
+        if not isinstance(call, ast.Call) or call.func is not method:
             break
         if method.attr in _MOVES:
             return _moved(node, call, tuple(between))

@@ -83,12 +83,9 @@ def typed(
         return None
     values = {text: _value(seen) for text, seen in known.items()}
     leaves = {text: one for text, one in values.items() if getattr(one, "requires_grad", False)}
-    space = _Namespace(source, dict(values))
     try:
         with torch.enable_grad():
-            for assign in before:
-                space.values[ast.unparse(assign.targets[0])] = space.value(assign.value)
-            result = space.value(node)
+            result = _Namespace(source, dict(values), before).value(node)
             if not isinstance(result, torch.Tensor) or result.device.type != "meta":
                 return None
             grads: Iterable[Any] = ()
@@ -109,39 +106,42 @@ def holds(
     before: Iterable[ast.Assign] = (),
 ) -> bool:
     """Return True if a test of ranks and types is known to hold after the assignments."""
-    space = _Namespace(source, {text: _value(seen) for text, seen in known.items()})
     try:
-        for assign in before:
-            space.values[ast.unparse(assign.targets[0])] = space.value(assign.value)
+        space = _Namespace(source, {text: _value(seen) for text, seen in known.items()}, before)
         return all(map(space.compares, test.values if isinstance(test, ast.BoolOp) else [test]))
     except _MEANS_UNKNOWN:
         return False
 
 
-def operands_in(node: ast.AST, source: SourceFile) -> Iterator[ast.expr]:
-    """Yield the outermost names and attributes that a value is computed from."""
+def operands_in(node: ast.AST, source: SourceFile, *, items: bool = False) -> Iterator[ast.expr]:
+    """Yield the outermost names, attributes and, with `items`, constant items that a value depends on."""
     if isinstance(node, ast.Name | ast.Attribute) and _is_chain(node):
         if source.dotted(node) is None:
             yield node
         return
+    if items and isinstance(node, ast.Attribute | ast.Subscript) and _is_chain(node, items=True):
+        own = not any(source.dotted(part) for part in ast.walk(node))
+        if isinstance(node, ast.Subscript) and own:
+            yield node
+            return
+        items = isinstance(node, ast.Subscript)
     children: Iterable[ast.AST] = ast.iter_child_nodes(node)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         children = (node.func.value, *node.args, *node.keywords)
     for child in children:
-        yield from operands_in(child, source)
+        yield from operands_in(child, source, items=items)
 
 
-def _is_chain(node: ast.AST) -> bool:
-    while isinstance(node, ast.Attribute):
+def _is_chain(node: ast.AST, *, items: bool = False) -> bool:
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        if isinstance(node, ast.Subscript) and not (items and isinstance(node.slice, ast.Constant)):
+            return False
         node = node.value
     return isinstance(node, ast.Name)
 
 
 def known_names(parts: Mapping[str, ast.expr], values: Values) -> dict[str, ObservedValue]:
-    """Return the observed parts that are names or attributes, by their text.
-
-    Types and shapes are left out: they follow from the tensor that has them.
-    """
+    """Return the observed parts that are names or attributes, by text, except types and shapes of tensors."""
     return {
         ast.unparse(node): seen
         for part, node in parts.items()
@@ -152,13 +152,19 @@ def known_names(parts: Mapping[str, ast.expr], values: Values) -> dict[str, Obse
 
 
 class _Namespace:
-    def __init__(self, source: SourceFile, values: dict[str, Any]) -> None:
+    """The values of names and attributes, by their text, after some assignments."""
+
+    def __init__(
+        self, source: SourceFile, values: dict[str, Any], before: Iterable[ast.Assign]
+    ) -> None:
         self._source = source
-        self.values = values
+        self._values = values
+        for assign in before:
+            self._values[ast.unparse(assign.targets[0])] = self.value(assign.value)
 
     def value(self, node: ast.AST | None) -> Any:
-        if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) in self.values:
-            return self.values[ast.unparse(node)]
+        if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) in self._values:
+            return self._values[ast.unparse(node)]
         if node is None or isinstance(node, ast.Constant):
             return constant_of(node)
         if isinstance(node, ast.Tuple | ast.List):
