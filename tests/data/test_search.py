@@ -25,7 +25,7 @@ def tuned(
     machine = Machine(batch, consumer, limits.cores)
     clock = Clock(lambda: machine.seconds, lambda: 0.0, lambda: 0.0)
     search = SettingsSearch(batch, now, consumer, limits)
-    return searched(search, machine, 1e9, clock), machine
+    return searched(search, machine.run, 1e9, clock), machine
 
 
 def grid(batch: BatchParts, consumer: Consumer, limits: SearchLimits) -> tuple[float, float]:
@@ -116,7 +116,7 @@ def test_what_is_hidden_already_is_left_as_it_is() -> None:
 def test_a_step_that_was_disturbed_does_not_end_the_search() -> None:
     machine = Machine(parts(reading=0.08), Consumer(0.01), 2)
     search = SettingsSearch(machine.batch, NOTHING, Consumer(0.1), SearchLimits(2))
-    found = searched(search, machine, 1e9, Clock(lambda: 0.0, lambda: 0.0, lambda: 0.0))
+    found = searched(search, machine.run, 1e9, Clock(lambda: 0.0, lambda: 0.0, lambda: 0.0))
     assert found.chosen.workers == 2
 
 
@@ -137,7 +137,7 @@ def test_time_that_is_up_ends_the_search_after_what_the_loader_has() -> None:
     machine = Machine(parts(reading=0.08), Consumer(0.02), 2)
     clock = Clock(lambda: machine.seconds, lambda: 0.0, lambda: 0.0)
     search = SettingsSearch(machine.batch, NOTHING, Consumer(0.02), SearchLimits(2))
-    found = searched(search, machine, 0.5, clock)
+    found = searched(search, machine.run, 0.5, clock)
     assert [one.settings for one in found.tried] == [NOTHING]
     assert found.chosen == NOTHING
     assert found.skipped
@@ -147,7 +147,7 @@ def test_time_that_is_up_ends_the_search_after_what_the_loader_has() -> None:
 def test_more_cores_than_here_are_modelled_and_said_so() -> None:
     batch, consumer = parts(decoding=0.12), Consumer(0.02)
     search = SettingsSearch(batch, NOTHING, consumer, SearchLimits(2))
-    here = searched(search, Machine(batch, consumer, 2), 1e9)
+    here = searched(search, Machine(batch, consumer, 2).run, 1e9)
     there = for_cores(here, search, 16)
     assert (here.source, there.source) == ("measured", "modelled")
     assert there.cores == 16

@@ -155,9 +155,9 @@ def refusal(model: nn.Module, use: str) -> str:
     ("use", "said"),
     [
         ("value", "after `loss.backward()`"),
-        ("sum", "adds up"),
+        ("sum", "sums over its samples"),
         ("sizes", "-1"),
-        ("many", "one number"),
+        ("many", "a scalar"),
     ],
 )
 def test_a_loss_that_cannot_be_taken_in_parts_says_why(use: str, said: str) -> None:

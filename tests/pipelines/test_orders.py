@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from torchtrim.pipelines.orders import _CLASSES, _Outline, homes_of, order_of
+from torchtrim.pipelines.orders import CLASSES, _Outline, homes_of, order_of
 from torchtrim.planner.stages.timing import in_flight
 from torchtrim.records.pipeline import SCHEDULES, Schedule
 
@@ -21,7 +21,7 @@ def own_in_flight(schedule: Schedule, ranks: int, stages: int, batches: int) -> 
     """The most that torch's own `pipeline_order` has under way of each stage, read afresh."""
     homes = homes_of(schedule, ranks, stages)
     own = [_Outline(stage, stages, ranks) for stage in range(stages) if homes[stage] == 0]
-    made = _CLASSES[schedule](own if len(own) > 1 else own[0], batches)
+    made = CLASSES[schedule](own if len(own) > 1 else own[0], batches)
     most = [0] * stages
     for actions in made.pipeline_order.values():
         now = [0] * stages

@@ -24,7 +24,7 @@ from torchtrim import Sharding, UsageError
 from torchtrim.capture.recording import tensors_in
 from torchtrim.errors import ApplyFailed
 from torchtrim.planner.estimate import unused_bytes
-from torchtrim.runner.fake_process_group import repeated, seeming_ranks
+from torchtrim.runner.fake_process_group import fake_ranks, repeated
 
 ROOT = Path(__file__).parents[2]
 TRACKED_ALIKE = 256
@@ -50,7 +50,7 @@ def on_fakes(options: dict[str, Any], ranks: int) -> Iterator[None]:
 
 def tracked_by_torch(name: str, ranks: int, **options: Any) -> int:
     """What torch's own tracker says of the second step."""
-    with seeming_ranks(ranks), on_fakes(options, ranks):
+    with fake_ranks(ranks), on_fakes(options, ranks):
         work = gloo.sharded(name, **options)
         tracker = FSDPMemTracker(work.model, work.optimizers[0])
         tracker.track_inputs(tuple(tensors_in(work.batch)))
@@ -134,7 +134,7 @@ def test_a_longer_batch_is_of_another_model() -> None:
 
 @pytest.fixture
 def in_a_group() -> Iterator[None]:
-    with seeming_ranks(2):
+    with fake_ranks(2):
         yield
 
 
@@ -156,7 +156,7 @@ def test_a_live_model_is_refused() -> None:
 
 
 def test_ranks_are_wanted() -> None:
-    with pytest.raises(UsageError, match="say how many"):
+    with pytest.raises(UsageError, match="the number of ranks"):
         torchtrim.estimate(gloo.layered, fsdp=True)
 
 

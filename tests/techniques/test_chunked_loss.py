@@ -14,8 +14,8 @@ import torchtrim
 from steps import fitting, quiet
 from torchtrim import TrainStep
 from torchtrim.dryrun.workspace import needed
-from torchtrim.errors import ApplyFailed
-from torchtrim.executor.registry import technique
+from torchtrim.errors import ApplyFailed, UsageError
+from torchtrim.executor.registry import check_known, technique
 from torchtrim.records.budget import memory_limit
 from torchtrim.records.plan import Technique
 from torchtrim.records.terms import Terms
@@ -192,7 +192,7 @@ def test_a_fitted_model_is_what_it_was_afterwards() -> None:
     ("where", "options", "said"),
     [
         ("Language.inner", {"row": 3}, "no option 'row'"),
-        ("Language.inner", {"rows": -1}, "rows must be a number"),
+        ("Language.inner", {"rows": -1}, "has the options `rows` and `classes`, 0 or more"),
         ("Language", {}, "Give the option classes"),
         ("Language.nothing", {}, "no such module"),
     ],
@@ -201,7 +201,8 @@ def test_what_cannot_be_applied_is_said(where: str, options: dict[str, int], sai
     chosen = Technique(
         name="chunked_loss", where=(where,), options=dict(options), equivalence="ROUNDING"
     )
-    with pytest.raises(ApplyFailed, match=said):
+    with pytest.raises((ApplyFailed, UsageError), match=said):
+        check_known(chosen)
         technique("chunked_loss").apply({"Language": Language()}, chosen)
 
 

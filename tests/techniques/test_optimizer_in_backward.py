@@ -280,7 +280,7 @@ def test_states_are_in_the_order_of_the_original(kind: str) -> None:
 
 def test_a_plan_without_its_count_is_refused() -> None:
     run = Run("AdamW")
-    with pytest.raises(ApplyFailed, match="needs `backwards`"):
+    with pytest.raises(ApplyFailed, match="has one option, `backwards`"):
         applied(run.optimizer, 0)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -56,8 +55,9 @@ class OptimizerSteps:
         for optimizer in optimizers:
             for parameter in parameters_of(optimizer):
                 if parameter.is_leaf and parameter.requires_grad:
+                    # Not a partial: its `__module__` is not torchtrim's, which marks our hooks.
+                    adds = lambda one, owner=optimizer: self._adds(owner, one)  # noqa: E731
                     hook = parameter.register_post_accumulate_grad_hook
-                    adds = functools.partial(self._adds, optimizer)
                     self._undo.callback(hook(adds).remove)  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:

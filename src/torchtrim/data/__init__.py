@@ -14,12 +14,7 @@ if TYPE_CHECKING:
     from torchtrim.data.tuner import Tuned as Tuned
     from torchtrim.data.tuner import tune as tune
 
-_HOMES = {
-    "Prefetcher": "prefetcher",
-    "Tuned": "tuner",
-    "narrow": "narrowing",
-    "tune": "tuner",
-}
+_HOMES = {"Prefetcher": "prefetcher", "Tuned": "tuner", "narrow": "narrowing", "tune": "tuner"}
 __all__ = ["Prefetcher", "Tuned", "narrow", "tune"]
 
 

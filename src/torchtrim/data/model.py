@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from torchtrim.records.loader import BatchParts, LoaderSettings
 
-_QUEUE = 2e-4
-"""Fixed cost in seconds of a batch from a worker: two queues and a file descriptor."""
+_QUEUE = 2e-4  # Fixed seconds of a batch from a worker: two queues and a file descriptor.
 
 
 class Consumer(NamedTuple):
@@ -25,8 +24,7 @@ def batch_seconds(
     Without workers the stages run one after another. With workers the limit is the consumer, the workers, or
     the cores they share with the consumer. Reading uses no core; everything else does.
     """
-    computing = _computing(parts, settings)
-    work = computing + (0.0 if settings.whole else parts.reading)
+    computing, work = _computing(parts, settings)
     if not settings.workers:
         return consumer.seconds + work
     handing = parts.handing + _QUEUE
@@ -38,8 +36,7 @@ def batch_seconds(
 
 def enough_workers(parts: BatchParts, settings: LoaderSettings, consumer: Consumer) -> int:
     """Return the fewest workers that hide loading behind the consumer, at least 1."""
-    computing = _computing(parts, settings)
-    work = computing + (0.0 if settings.whole else parts.reading)
+    _, work = _computing(parts, settings)
     hidden = max(consumer.seconds + parts.handing, 1e-9)
     return max(1, -int(-work // hidden))
 
@@ -49,8 +46,8 @@ def memory_bytes(parts: BatchParts, settings: LoaderSettings) -> int:
     return parts.bytes * (settings.ahead + settings.workers + 1)
 
 
-def _computing(parts: BatchParts, settings: LoaderSettings) -> float:
-    """Return the core seconds of one batch. A batch fetched as a whole counts in full."""
-    if settings.whole and parts.whole is not None:
-        return parts.whole
-    return parts.decoding + parts.collating
+def _computing(parts: BatchParts, settings: LoaderSettings) -> tuple[float, float]:
+    """Return the core seconds of one batch, without and with reading; as a whole, all of it computes."""
+    own = parts.decoding + parts.collating
+    computing = parts.whole if settings.whole and parts.whole is not None else own
+    return computing, computing + (0.0 if settings.whole else parts.reading)

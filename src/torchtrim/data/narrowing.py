@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from torchtrim.data.parts import Packed, packed_in
 from torchtrim.data.rebuild import rebuilt, settings_of
 
-_LEAST = 1 << 16
+_LEAST = 1 << 16  # Arbitrary; smaller tensors cost more to check than to copy.
 
 
 class Shipped:
@@ -25,11 +25,10 @@ class Shipped:
         """Return the tensor on the device, bit for bit as the loader made it. A dtype is applied there."""
         if isinstance(device, torch.dtype):
             return self.packed.widened().to(device, *args, **kwargs)
-        here = {name: value for name, value in kwargs.items() if name == "non_blocking"}
-        moved = self.packed.values.to(device, **here) if device is not None else self.packed.values
+        values, non_blocking = self.packed.values, kwargs.pop("non_blocking", False)
+        moved = values if device is None else values.to(device, non_blocking=non_blocking)
         wide = self.packed._replace(values=moved).widened()
-        rest = {name: value for name, value in kwargs.items() if name != "non_blocking"}
-        return wide.to(*args, **rest) if args or rest else wide
+        return wide.to(*args, **kwargs) if args or kwargs else wide
 
     def cuda(self, device: Any = None, non_blocking: bool = False) -> torch.Tensor:
         """Return the tensor on the CUDA device."""

@@ -25,29 +25,24 @@ def cores_here() -> int:
     return os.cpu_count() or 1
 
 
-def has_device() -> bool:
-    """Return True if there is a device that batches are copied to."""
-    return torch.accelerator.is_available()
-
-
 def free_bytes() -> int:
     """Return the free bytes for batches: the machine's or its shared memory's, the smaller; 0 if unknown."""
-    found = []
+    free = []
     with contextlib.suppress(OSError, ValueError):
         text = Path("/proc/meminfo").read_text()
         (line,) = (line for line in text.splitlines() if line.startswith("MemAvailable:"))
-        found.append(int(line.split()[1]) * 1024)
+        free.append(int(line.split()[1]) * 1024)
     with contextlib.suppress(OSError):
         shared = os.statvfs("/dev/shm")
-        found.append(shared.f_bavail * shared.f_frsize)
-    return min(found, default=0)
+        free.append(shared.f_bavail * shared.f_frsize)
+    return min(free, default=0)
 
 
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32)
 _HALVES = (torch.float16, torch.bfloat16)
 _LEVELS = 255.0  # The highest uint8: images are scaled by it to 0..1.
 _FEW = 4096  # Arbitrary; most tensors that cannot be packed show it in their first values.
-_MOST = 1 << 22
+_MOST = 1 << 22  # Arbitrary; four million values take some milliseconds to check.
 
 
 class Narrow(NamedTuple):
@@ -60,25 +55,20 @@ class Narrow(NamedTuple):
 
 def narrowed(batch: Any) -> Narrow:
     """Return the size of a batch's tensors, in their own and in the narrowest exact types."""
-    whole = small = 0
-    types: list[str] = []
-    for tensor in tensors_in(batch):
-        size = tensor.numel() * tensor.element_size()
-        kind = narrowest(tensor)
-        whole += size
-        small += tensor.numel() * kind.itemsize
-        if kind != tensor.dtype:
-            types.append(f"{_name(tensor.dtype)} -> {_name(kind)}")
-    return Narrow(whole, small, tuple(dict.fromkeys(types)))
+    tensors = list(tensors_in(batch))
+    kinds = [(tensor.dtype, narrowest(tensor)) for tensor in tensors]
+    types = [f"{own} -> {kind}".replace("torch.", "") for own, kind in kinds if kind != own]
+    return Narrow(
+        sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        sum(one.numel() * kind.itemsize for one, (_, kind) in zip(tensors, kinds, strict=True)),
+        tuple(dict.fromkeys(types)),
+    )
 
 
 def tensors_in(batch: Any) -> Iterable[torch.Tensor]:
     """Return the dense tensors of a batch."""
-    return (
-        one
-        for one in tree_leaves(batch)
-        if isinstance(one, torch.Tensor) and one.layout == torch.strided
-    )
+    tensors = (one for one in tree_leaves(batch) if isinstance(one, torch.Tensor))
+    return (tensor for tensor in tensors if tensor.layout == torch.strided)
 
 
 def narrowest(tensor: torch.Tensor) -> torch.dtype:
@@ -114,11 +104,8 @@ def packed_in(tensor: torch.Tensor) -> Packed | None:
     if not tensor.numel() or tensor.dtype == torch.bool or tensor.dtype.is_complex:
         return None
     ways = _float_ways if tensor.dtype.is_floating_point else _whole_ways
-    for kind, scale in ways(tensor):
-        packed = _if_exact(tensor, kind, scale)
-        if packed is not None:
-            return packed
-    return None
+    tries = (_if_exact(tensor, kind, scale) for kind, scale in ways(tensor))
+    return next((packed for packed in tries if packed is not None), None)
 
 
 def _float_ways(tensor: torch.Tensor) -> Iterator[tuple[torch.dtype, float]]:
@@ -140,14 +127,11 @@ def _if_exact(tensor: torch.Tensor, kind: torch.dtype, scale: float) -> Packed |
     """Narrow the tensor if every value survives. A few values are tried first."""
     if tensor.numel() > _FEW and _if_exact(tensor.reshape(-1)[:_FEW], kind, scale) is None:
         return None
-    packed = Packed(_scaled(tensor, kind, scale), tensor.dtype, scale)
+    values = tensor
+    if tensor.dtype.is_floating_point and not kind.is_floating_point:
+        values = (tensor * scale).round_().clamp_(0, _LEVELS).nan_to_num_()
+    packed = Packed(values.to(kind), tensor.dtype, scale)
     return packed if _same_bits(packed.widened(), tensor) else None
-
-
-def _scaled(tensor: torch.Tensor, kind: torch.dtype, scale: float) -> torch.Tensor:
-    if kind.is_floating_point or not tensor.dtype.is_floating_point:
-        return tensor.to(kind)
-    return (tensor * scale).round_().clamp_(0, _LEVELS).nan_to_num_().to(kind)
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -157,11 +141,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return not one.dtype.is_floating_point or torch.equal(one.signbit(), other.signbit())
 
 
-def _name(kind: torch.dtype) -> str:
-    return str(kind).removeprefix("torch.")
-
-
-_MOST_SECONDS = 2.0  # Said in parts_of. Arbitrary; as long as a person waits for one figure.
+_MOST_SECONDS = 2.0  # As parts_of says. Arbitrary; as long as a person waits for one figure.
 _LEAST = 2  # The first sample opens files and fills caches, the second shows that it is done.
 
 
@@ -214,69 +194,47 @@ def _parts(source: BatchSource, clock: Clock) -> BatchParts:
     collating = (clock.now() - begin) * scale
     seconds = sum(read.seconds) * scale
     decoding = min(sum(read.busy) * scale, seconds)
-    found = narrowed(batch)
+    sizes = narrowed(batch)
     mean = statistics.fmean(read.seconds)
+    begin = clock.now()
+    for tensor in tensors_in(batch):
+        tensor.clone()  # as a process passes it over, with shared memory
+    handing = (clock.now() - begin) * scale
     return BatchParts(
         samples=read.wanted,
-        bytes=int(found.bytes * scale),
+        bytes=int(sizes.bytes * scale),
         reading=seconds - decoding,
         decoding=decoding,
         collating=collating,
-        handing=_handing(batch, clock) * scale,
+        handing=handing,
         whole=_whole(source, index, batch, clock) if scale == 1 else None,
         sample_spread=statistics.pstdev(read.seconds) / mean if mean else 0.0,
-        narrow_bytes=int(found.narrow_bytes * scale),
-        narrow=found.types,
+        narrow_bytes=int(sizes.narrow_bytes * scale),
+        narrow=sizes.types,
     )
 
 
 def _read(source: BatchSource, index: Any, clock: Clock, most: int | None) -> _Read:
-    if not source.grouped:
-        sample, seconds, busy = _timed(source, index, clock)
-        return _Read(sample, 1, 1, [seconds], [busy])
-    numbers = list(index)
-    steps = iter(source.dataset) if not source.mapped else None
+    numbers = list(index) if source.grouped else [index]
+    steps = None if source.mapped else iter(source.dataset)
     samples: list[Any] = []
-    times: list[float] = []
-    works: list[float] = []
+    seconds: list[float] = []
+    busy: list[float] = []
     for number in numbers[:most]:
-        sample, took, worked = _timed(source, number, clock, steps)
-        samples.append(sample)
-        times.append(took)
-        works.append(worked)
-        if sum(times) > _MOST_SECONDS:
+        begin, worked = clock.now(), clock.busy()
+        samples.append(source.dataset[number] if steps is None else next(steps))
+        seconds.append(clock.now() - begin)
+        busy.append(clock.busy() - worked)
+        if sum(seconds) > _MOST_SECONDS:
             break
-    return _Read(samples, len(samples), len(numbers), times, works)
-
-
-def _timed(
-    source: BatchSource, number: Any, clock: Clock, steps: Iterator[Any] | None = None
-) -> tuple[Any, float, float]:
-    begin, worked = clock.now(), clock.busy()
-    if source.mapped:
-        sample = source.dataset[number]
-    else:
-        sample = next(steps if steps is not None else iter(source.dataset))
-    return sample, clock.now() - begin, clock.busy() - worked
-
-
-def _handing(batch: Any, clock: Clock) -> float:
-    """Return the seconds to pass over a batch's bytes once, as a process does with shared memory."""
-    begin = clock.now()
-    for tensor in tensors_in(batch):
-        tensor.clone()
-    return clock.now() - begin
-
-
-def takes_batches(source: BatchSource) -> bool:
-    """Return True if the data set may be indexed with a whole batch, without collating."""
-    plain = source.collate is _utils.collate.default_collate
-    return source.mapped and source.grouped and plain
+    whole = samples if source.grouped else samples[0]
+    return _Read(whole, len(samples), len(numbers), seconds, busy)
 
 
 def _whole(source: BatchSource, index: Any, batch: Any, clock: Clock) -> float | None:
-    """Return the seconds to fetch the batch in one call, or None if the result differs."""
-    if not takes_batches(source):
+    """Return the seconds to fetch the batch in one call, without collating, if the result is the same."""
+    plain = source.collate is _utils.collate.default_collate
+    if not (source.mapped and source.grouped and plain):
         return None
     with contextlib.suppress(Exception):
         begin = clock.now()
@@ -288,12 +246,8 @@ def _whole(source: BatchSource, index: Any, batch: Any, clock: Clock) -> float |
 
 def _same(found: Any, batch: Any) -> bool:
     """Return True if two batches are equal bit for bit. A tuple equals the list that collating makes."""
-    if isinstance(batch, torch.Tensor):
-        return (
-            isinstance(found, torch.Tensor)
-            and found.dtype == batch.dtype
-            and torch.equal(found, batch)
-        )
+    if isinstance(batch, torch.Tensor) and isinstance(found, torch.Tensor):
+        return found.dtype == batch.dtype and torch.equal(found, batch)
     if isinstance(batch, (list, tuple)) and isinstance(found, (list, tuple)):
         return len(found) == len(batch) and all(map(_same, found, batch))
     if isinstance(batch, dict) and isinstance(found, dict):

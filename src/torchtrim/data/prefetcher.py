@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torchtrim.errors import UsageError
 
 T = TypeVar("T")
-_IN_TURN = 2
-"""Batches fetched without prefetching, until it is known whether fetching draws random numbers."""
+_IN_TURN = 2  # Batches that show, without prefetching, if fetching draws random numbers.
 
 
 class _Fetched(NamedTuple):
@@ -34,10 +33,10 @@ class Prefetcher(Generic[T]):
         for images, labels in Prefetcher(loader, "cuda"):
             ...
 
-    The loader should pin its memory (`pin_memory=True`): copies from pageable memory block the host. There is
-    no thread and no process. Taking a batch fetches the next, while the device is still busy, so
-    a loop that ends early, or by Ctrl-C, leaves nothing behind. At most `depth` batches beyond the one in use
-    take device memory.
+    The loader should pin its memory (`pin_memory=True`): copies from pageable memory block the host. Taking a
+    batch fetches the next, while the device is still busy, without a thread or process, so a loop that ends
+    early, or by Ctrl-C, leaves nothing behind. At most `depth` batches beyond the one in use take device
+    memory.
 
     Order, values and random numbers match the loader's. An error of the loader is raised at its own
     batch, after those before it. A loader that draws random numbers in this process, such as one without
@@ -67,8 +66,6 @@ class Prefetcher(Generic[T]):
 
 
 class _Ahead(Iterator[T]):
-    """One pass over the loader."""
-
     def __init__(self, owner: Prefetcher[T]) -> None:
         self._owner = owner
         self._source = iter(owner.loader)
@@ -109,28 +106,23 @@ class _Ahead(Iterator[T]):
             return _Fetched(None, None, None, error)
         if judged and before != _generators():
             self._stay_in_turn()
-        return self._sent(host)
-
-    def _stay_in_turn(self) -> None:
-        """Stop prefetching, and restore the random state that the prefetched batch has advanced."""
-        self._owner.ahead = False
-        if self._queue:
-            warnings.warn(
-                (
-                    "the loader draws random numbers in this process, but did not for its first "
-                    "batches. One batch was fetched too early, before the step that should have drawn "
-                    "first. The others are not prefetched."
-                ),
-                stacklevel=5,
-            )
-
-    def _sent(self, host: Any) -> _Fetched:
         device = self._owner.device
         if self._stream is None:
             return _Fetched(_moved(host, device), None, None, None)
         with self._module.stream(self._stream):
             batch = _moved(host, device)
             return _Fetched(batch, host, self._stream.record_event(), None)
+
+    def _stay_in_turn(self) -> None:
+        """Stop prefetching, and restore the random state that the prefetched batch has advanced."""
+        self._owner.ahead = False
+        if self._queue:
+            warnings.warn(
+                "the loader draws random numbers in this process, but did not for its first batches. "
+                "One batch was fetched too early, before the step that should have drawn first. The "
+                "others are not prefetched.",
+                stacklevel=5,
+            )
 
     def _receive(self, entry: _Fetched) -> None:
         """Make the step wait for the copy, and record the step's stream with the allocator."""
@@ -143,9 +135,9 @@ class _Ahead(Iterator[T]):
 
 def _device(device: Any) -> torch.device:
     try:
-        found = torch.device(device)
-        if found.type == "cpu" or torch.get_device_module(found).is_available():
-            return found
+        known = torch.device(device)
+        if known.type == "cpu" or torch.get_device_module(known).is_available():
+            return known
     except (RuntimeError, TypeError, AttributeError):
         pass
     raise UsageError(
@@ -159,7 +151,6 @@ def _moves(value: Any) -> bool:
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
-    """Move everything in the batch that can be moved."""
     return tree_map(
         lambda one: one.to(device, non_blocking=True) if _moves(one) else one, batch, is_leaf=_moves
     )
@@ -177,7 +168,6 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def _generators() -> tuple[Any, ...]:
-    """Return the states of the host's random generators."""
     numpy: Any = sys.modules.get("numpy")
     state = numpy.random.get_state() if numpy else None
     drawn = (state[1].tobytes(), state[2]) if state else None

@@ -30,10 +30,8 @@ def settings_of(loader: Any) -> LoaderSettings:
 def check_loader(loader: Any) -> None:
     """Raise `UsageError` unless `loader` is a `DataLoader`."""
     if not isinstance(loader, DataLoader):
-        raise UsageError(
-            f"expected a DataLoader, got {type(loader).__name__}. Pass the DataLoader that it "
-            "wraps."
-        )
+        name = type(loader).__name__
+        raise UsageError(f"expected a DataLoader, got {name}. Pass the DataLoader that it wraps.")
 
 
 def keywords_of(settings: LoaderSettings) -> dict[str, Any]:
@@ -82,20 +80,17 @@ def _batches(loader: Any, settings: LoaderSettings) -> dict[str, Any]:
         return {"batch_size": None, "sampler": loader.batch_sampler}
     if loader.batch_sampler is not None and source.mapped:
         return {"batch_sampler": loader.batch_sampler}
-    given = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    if not source.mapped:
-        return given if loader.batch_size is not None else {"batch_size": None}
-    return {"batch_size": None, "sampler": loader.sampler}
+    if source.mapped:
+        return {"batch_size": None, "sampler": loader.sampler}
+    dropping = {"drop_last": loader.drop_last} if loader.batch_size is not None else {}
+    return {"batch_size": loader.batch_size, **dropping}
 
 
 def written(settings: LoaderSettings, before: LoaderSettings) -> str:
     """Return the changed arguments as source: `num_workers=2, persistent_workers=True`."""
     new, old = keywords_of(settings), keywords_of(before)
     changed = [f"{name}={value}" for name, value in new.items() if old.get(name) != value]
-    gone = [f"no {name}" for name in old if name not in new]
-    whole = (
-        ["sampler=BatchSampler(...), batch_size=None"]
-        if settings.whole and not before.whole
-        else []
-    )
-    return ", ".join([*changed, *whole, *gone]) or "nothing"
+    if settings.whole and not before.whole:
+        changed.append("sampler=BatchSampler(...), batch_size=None")
+    dropped = [f"no {name}" for name in old if name not in new]
+    return ", ".join([*changed, *dropped]) or "nothing"

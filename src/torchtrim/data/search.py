@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -11,7 +13,7 @@ from torchtrim.core.units import format_bytes
 from torchtrim.data.model import Consumer, batch_seconds, memory_bytes
 from torchtrim.records.loader import BatchParts, LoaderSettings, MeasuredSettings
 
-_PREFETCHES = (1, 2, 4)
+_PREFETCHES = (1, 2, 4)  # Arbitrary; four batches ahead even out most samples.
 _WINDOW = 12  # Arbitrary; a run of a dozen batches has a median that one slow batch does not move.
 _MOST_BATCHES = 48  # Arbitrary; with more, a run would discard most of the batches it reads.
 _CLOSE = 1.3  # Arbitrary; settings that the model foresees to be slower are not tried.
@@ -24,13 +26,12 @@ _SLOWER = 1.1  # More than a tenth off what was foreseen, workers stand idle.
 _EMPTIED = 2.0  # With twice the consumer's time for a batch the queue is empty soon.
 
 
-class SearchLimits:
+class SearchLimits(NamedTuple):
     """Limits of a search: cores for workers and consumer, and bytes of prefetched batches or None."""
 
-    def __init__(self, cores: int, memory: int | None = None, *, pins: bool = False) -> None:
-        self.cores = max(cores, 1)
-        self.memory = memory
-        self.pins = pins
+    cores: int
+    memory: int | None = None
+    pins: bool = False
 
 
 class SettingsSearch:
@@ -67,9 +68,8 @@ class SettingsSearch:
         """Record the batch times of a run, without the dropped batches."""
         assert self._asked is not None
         taken = statistics.fmean(seconds)
-        self.tried.append(
-            MeasuredSettings(settings=self._asked, seconds=taken, batches=len(seconds))
-        )
+        run = MeasuredSettings(settings=self._asked, seconds=taken, batches=len(seconds))
+        self.tried.append(run)
 
     def window(self, settings: LoaderSettings) -> tuple[int, int]:
         """Return how many batches of a run to drop and how many to time.
@@ -112,24 +112,19 @@ class SettingsSearch:
         best = self.best.settings
         slow = self.best.seconds > _SLOWER * self.foreseen(best)
         if best.workers and (slow or self.parts.sample_spread > _UNEVEN):
-            for prefetch in _PREFETCHES:
-                settings = replace(best, prefetch=prefetch)
-                if prefetch > best.prefetch and self._allowed(settings):
-                    yield settings
-                    return
+            more = (replace(best, prefetch=one) for one in _PREFETCHES if one > best.prefetch)
+            yield from itertools.islice(filter(self._allowed, more), 1)
 
     def ranked(self) -> list[LoaderSettings]:
         """Return the allowed settings, fastest prediction first."""
-        if self._ranked:
-            return self._ranked
-        wholes = (False, True) if self.parts.whole is not None else (False,)
-        found = [
-            settings
-            for workers in range(self.limits.cores + 1)
-            for whole in wholes
-            if (settings := self._fitting(workers, whole)) is not None
-        ]
-        self._ranked = sorted(found, key=lambda one: (self.foreseen(one), one.workers, one.whole))
+        if not self._ranked:
+            wholes = (False, True) if self.parts.whole is not None else (False,)
+            sizes = itertools.product(range(self.limits.cores + 1), wholes)
+            fitting = (self._fitting(workers, whole) for workers, whole in sizes)
+            self._ranked = sorted(
+                (one for one in fitting if one is not None),
+                key=lambda one: (self.foreseen(one), one.workers, one.whole),
+            )
         return self._ranked
 
     def _fitting(self, workers: int, whole: bool) -> LoaderSettings | None:

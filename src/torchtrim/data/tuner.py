@@ -8,15 +8,17 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch.utils.data import DataLoader
 
 from torchtrim.core.clock import CLOCK, Clock
 from torchtrim.core.units import format_seconds, parse_bytes
 from torchtrim.data.model import Consumer
-from torchtrim.data.parts import BatchSource, cores_here, has_device, parts_of
+from torchtrim.data.parts import BatchSource, cores_here, parts_of
 from torchtrim.data.rebuild import check_loader, end_workers, rebuilt, settings_of, written
 from torchtrim.data.search import SearchLimits, SettingsSearch
 from torchtrim.errors import UsageError
@@ -24,13 +26,7 @@ from torchtrim.records.loader import LoaderSettings, Tuning
 
 _STEPS = 5  # Arbitrary; enough for a mean, few enough for a step of seconds.
 Step = Callable[[Any], object]
-
-
-class Bench(Protocol):
-    """Timer of settings."""
-
-    def run(self, settings: LoaderSettings, dropped: int, timed: int) -> list[float]:
-        """Return the seconds of each of `timed` batches, consumer included, after `dropped` others."""
+Timer = Callable[[LoaderSettings, int, int], list[float]]  # see `seconds_of_batches`
 
 
 class Tuned(NamedTuple):
@@ -43,9 +39,8 @@ class Tuned(NamedTuple):
     def __str__(self) -> str:
         before, after = self.tuning.before_seconds, self.tuning.after_seconds
         took = f"{format_seconds(before)} -> {format_seconds(after)} a batch"
-        how = (
-            "" if self.tuning.source == "measured" else f", modelled for {self.tuning.cores} cores"
-        )
+        modelled = self.tuning.source != "measured"
+        how = f", modelled for {self.tuning.cores} cores" if modelled else ""
         return f"{took}{how}: {self.line}"
 
 
@@ -67,7 +62,10 @@ def tune(
     not a `DataLoader`, or is empty.
     """
     check_loader(loader)
-    _check_limits(seconds, cores)
+    if not seconds > 0:
+        raise UsageError(f"seconds={seconds}: trying settings takes time; give more than 0.")
+    if cores is not None and cores < 1:
+        raise UsageError(f"cores={cores}: give 1 or more.")
     most = None if memory is None else parse_bytes(memory)
     with _generators_kept(loader):
         parts = parts_of(BatchSource.of(loader))
@@ -77,15 +75,15 @@ def tune(
                 "next(iter(loader)) to see the error."
             )
         consumer = _consumer(loader, step)
-        limits = SearchLimits(cores_here(), most, pins=has_device())
+        limits = SearchLimits(cores_here(), most, pins=torch.accelerator.is_available())
         search = SettingsSearch(parts, settings_of(loader), consumer, limits)
-        tuning = searched(search, LoaderBench(loader, step), seconds)
+        tuning = searched(search, partial(seconds_of_batches, loader, step), seconds)
     if cores is not None and cores > limits.cores:
         tuning = for_cores(tuning, search, cores)
     return Tuned(tuning, written(tuning.chosen, tuning.before), rebuilt(loader, tuning.chosen))
 
 
-def searched(search: SettingsSearch, bench: Bench, seconds: float, clock: Clock = CLOCK) -> Tuning:
+def searched(search: SettingsSearch, timer: Timer, seconds: float, clock: Clock = CLOCK) -> Tuning:
     """Try the settings that the search proposes, current ones first, until it or the time ends."""
     begin = clock.now()
     skipped: list[str] = []
@@ -95,7 +93,7 @@ def searched(search: SettingsSearch, bench: Bench, seconds: float, clock: Clock 
         if search.tried and clock.now() - begin + lasts > seconds:
             skipped.append(f"{said_of(settings)}: not tried, the time was up")
             continue
-        search.tell(bench.run(settings, dropped, timed))
+        search.tell(timer(settings, dropped, timed))
     return tuning_of(search, clock.now() - begin, skipped)
 
 
@@ -116,57 +114,38 @@ def tuning_of(search: SettingsSearch, took: float, skipped: list[str]) -> Tuning
 
 def for_cores(tuning: Tuning, search: SettingsSearch, cores: int) -> Tuning:
     """Return settings for more cores than this machine has, from the model scaled to the measurements."""
-    wider = SettingsSearch(
-        search.parts,
-        search.now,
-        search.consumer,
-        SearchLimits(cores, search.limits.memory, pins=search.limits.pins),
-    )
+    limits = search.limits._replace(cores=cores)
+    wider = SettingsSearch(search.parts, search.now, search.consumer, limits)
     best = wider.ranked()[0]
-    error = tuning.after_seconds / max(search.foreseen(tuning.chosen), 1e-9)
-    return Tuning(
-        before=tuning.before,
-        chosen=best,
-        before_seconds=tuning.before_seconds,
-        after_seconds=wider.foreseen(best) * max(error, 1.0),
-        cores=cores,
-        source="modelled",
-        took_seconds=tuning.took_seconds,
-        tried=tuning.tried,
-        skipped=tuning.skipped,
-        path=tuning.path,
-        line=tuning.line,
-    )
+    error = max(tuning.after_seconds / max(search.foreseen(tuning.chosen), 1e-9), 1.0)
+    after = wider.foreseen(best) * error
+    return replace(tuning, chosen=best, after_seconds=after, cores=cores, source="modelled")
 
 
-class LoaderBench:
-    """Times settings with the loader itself, rebuilt for each, and the user's step."""
+def seconds_of_batches(
+    loader: DataLoader[Any], step: Step | None, settings: LoaderSettings, dropped: int, timed: int
+) -> list[float]:
+    """Return the seconds of `timed` batches, `step` included, after `dropped` others.
 
-    def __init__(self, loader: DataLoader[Any], step: Step | None) -> None:
-        self._loader = loader
-        self._step = step
-
-    def run(self, settings: LoaderSettings, dropped: int, timed: int) -> list[float]:
-        """Return the seconds from batch to batch. A new epoch starts when one ends, and counts."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-            return self._run(rebuilt(self._loader, settings), dropped, timed)
-
-    def _run(self, loader: DataLoader[Any], dropped: int, timed: int) -> list[float]:
+    The loader is rebuilt with the settings. A new epoch starts when one ends, and counts.
+    """
+    taken: list[float] = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+        loader = rebuilt(loader, settings)
         batches = _endless(loader)
-        taken: list[float] = []
         try:
             for number in range(dropped + timed):
                 begin = time.perf_counter()
                 batch = next(batches)
-                if self._step is not None:
-                    self._step(batch)
+                if step is not None:
+                    step(batch)
                 if number >= dropped:
                     taken.append(time.perf_counter() - begin)
         finally:
             batches.close()
             end_workers(loader)
-        return taken
+    return taken
 
 
 def _endless(loader: DataLoader[Any]) -> Any:
@@ -191,13 +170,6 @@ def _consumer(loader: DataLoader[Any], step: Step | None) -> Consumer:
         step(batch)
     took = max(CLOCK.now() - begin, 1e-9)
     return Consumer(took / _STEPS, (CLOCK.cores() - worked) / took)
-
-
-def _check_limits(seconds: float, cores: int | None) -> None:
-    if not seconds > 0:
-        raise UsageError(f"seconds={seconds}: trying settings takes time; give more than 0.")
-    if cores is not None and cores < 1:
-        raise UsageError(f"cores={cores}: give 1 or more.")
 
 
 def said_of(settings: LoaderSettings) -> str:

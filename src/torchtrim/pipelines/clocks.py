@@ -31,21 +31,17 @@ from torchtrim.records.pipeline import Pipeline, StageSeconds
 _ROUNDS = 7  # One that warms up, and six for a median.
 _PATIENCE = 15.0  # Arbitrary; as long as a person waits. A slow model has fewer rounds.
 _Notes = defaultdict[tuple[str, int], list[float]]
+StageTimes = Callable[[list[tuple[StageSeconds, ...]]], None]
 
 
 class ActionClocks:
     """An executor that times the actions of several pipelines and adds no gradients; calls `told` once.
 
     Rounds over the pipelines alternate, so that noise hits all of them. The first round is a warm-up; it
-    counts for a pipeline only if there was no time for another.
+    counts for a pipeline only if time ran out before another.
     """
 
-    def __init__(
-        self,
-        window: Window,
-        pipelines: Sequence[Pipeline],
-        told: Callable[[list[tuple[StageSeconds, ...]]], None],
-    ) -> None:
+    def __init__(self, window: Window, pipelines: Sequence[Pipeline], told: StageTimes) -> None:
         self._window = window
         self._pipelines = pipelines
         self._told = told
@@ -72,24 +68,20 @@ class ActionClocks:
         window = Window(self._window.root, pipeline.cuts, self._window.root_forward)
         try:
             count = pipeline.microbatches * pipeline.replicas
-            shapes = self._known(window, pipeline.cuts, count, step)
+            key = pipeline.cuts, count
+            if key not in self._shapes:
+                self._shapes[key] = recorded(window, step.given.rows(0, count))
+            shapes = self._shapes[key]
             stages = [StageModule(window, pipeline, n, shapes) for n in range(window.count)]
-            one = step._replace(shapes=shapes)
+            step = step._replace(shapes=shapes)
             for stage in stages:
-                stage.begin(one)
-            passed = _Passed(one, stages, count, notes)
+                stage.begin(step)
+            passed = _Passed(step, stages, count, notes)
             passed.whole()
             if not any(stage.recompute for stage in pipeline.stages):
                 passed.split()
         finally:
             window.close()
-
-    def _known(
-        self, window: Window, cuts: tuple[str, ...], count: int, step: PipelineStep
-    ) -> Shapes:
-        if (cuts, count) not in self._shapes:
-            self._shapes[cuts, count] = recorded(window, step.given.rows(0, count))
-        return self._shapes[cuts, count]
 
 
 class _Passed:
@@ -101,7 +93,6 @@ class _Passed:
         self._step, self._stages, self._count, self._notes = step, stages, count, notes
 
     def whole(self) -> None:
-        """Run forward, and each stage's backward as a whole."""
         passes, grads = self._forward(), None
         for number, (received, sent) in reversed([*enumerate(passes)]):
             with self._clocked("B", number):
@@ -115,12 +106,11 @@ class _Passed:
             received, sent = passes[number]
             with self._clocked("I", number):
                 weights = self._stages[number].parameters()
-                grads, groups[number] = stage_backward_input(
-                    [sent], _listed(grads), received, weights
-                )
-        for number, found in groups.items():
+                known = None if grads is None else [one for one in grads if one is not None]
+                grads, groups[number] = stage_backward_input([sent], known, received, weights)
+        for number, group in groups.items():
             with self._clocked("W", number):
-                stage_backward_weight(self._stages[number].parameters(), found)
+                stage_backward_weight(self._stages[number].parameters(), group)
         received, sent = passes[0]
         with self._clocked("W", 0):
             _whole(sent, grads, received)
@@ -155,10 +145,6 @@ def _whole(
     return stage_backward(sent if grads is None else (sent,), grads, received)
 
 
-def _listed(grads: Sequence[Tensor | None] | None) -> list[Tensor] | None:
-    return None if grads is None else [one for one in grads if one is not None]
-
-
 def _medians(notes: _Notes, stages: int) -> tuple[StageSeconds, ...]:
     middle = {key: statistics.median(values) for key, values in notes.items()}
     return tuple(
@@ -172,11 +158,7 @@ def _medians(notes: _Notes, stages: int) -> tuple[StageSeconds, ...]:
     )
 
 
-def clocking(
-    root: nn.Module,
-    pipelines: Sequence[Pipeline],
-    told: Callable[[list[tuple[StageSeconds, ...]]], None],
-) -> Engine:
+def clocking(root: nn.Module, pipelines: Sequence[Pipeline], told: StageTimes) -> Engine:
     """Return an engine whose next backward times the pipelines and passes the stages' times to `told`."""
     window = Window(root, pipelines[0].cuts)
     return Engine(root, pipelines[0], ActionClocks(window, pipelines, told), window)

@@ -32,8 +32,7 @@ from torchtrim.records.pipeline import Pipeline
 
 _mode_stack: Callable[[], list[Any]] = _get_current_function_mode_stack
 _SEED = 1_000_003  # A prime: seeds of neighbouring stages and steps do not meet.
-_MOST_SUM = 2**20
-"""Small enough that sums of squared checksums over all ranks are exact in float64."""
+_MOST_SUM = 2**20  # Then sums of squared checksums over all ranks are exact in float64.
 
 
 class StepInputs(NamedTuple):
@@ -50,7 +49,7 @@ class StepInputs(NamedTuple):
         batch = samples_of(one for one in leaves if isinstance(one, Tensor))
         if not batch:
             raise Unsupported(
-                "the model is called without a tensor, so there is no batch to split into micro-batches."
+                "the model is called without a tensor, so no batch can be split into micro-batches."
             )
         return cls(tuple(leaves), spec, batch)
 
@@ -102,10 +101,7 @@ def checksum(step: PipelineStep) -> float:
 
 
 class Executor(Protocol):
-    """Runs a step's forward and backward.
-
-    `numbers` are the scalars leading to the loss; their means over micro-batches are returned.
-    """
+    """Runs a step's forward and backward. `numbers`: the scalars leading to the loss."""
 
     def prepare(self, shapes: Shapes) -> None:
         """Set up the stages. Called once, when each module's stage is known."""
@@ -117,9 +113,7 @@ class Executor(Protocol):
 
 
 class Engine:
-    """A model whose forward returns stand-in outputs and whose backward runs the pipeline.
-
-    `told` is called with each loss."""
+    """A model with stand-in outputs, whose backward runs the pipeline."""
 
     def __init__(
         self, root: nn.Module, pipeline: Pipeline, executor: Executor, window: Window
@@ -128,11 +122,10 @@ class Engine:
         self._pipeline = pipeline
         self._executor = executor
         self._window = window
-        self._mode = _fake_mode()
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Any, tuple[Shapes, Any]] = {}
         self._steps = 0
         self._prepared = False
-        self.told: Callable[[float], None] = lambda _: None
 
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a forward that runs the model in stages."""
@@ -153,18 +146,20 @@ class Engine:
         if given.batch % share:
             raise Unsupported(
                 f"a batch of {given.batch} samples does not divide into {share} equal parts "
-                f"({self._pipeline.microbatches} micro-batches x {self._pipeline.replicas} "
-                f"replicas). If it is the "
-                "last of an epoch, give the loader drop_last=True; else plan again for this batch size."
+                f"({self._pipeline.microbatches} micro-batches x {self._pipeline.replicas} replicas). If it "
+                "is the last of an epoch, give the loader drop_last=True; else plan again for this size."
             )
         shapes, fakes = self._shapes(given, share)
         self._steps += 1
-        around = _surroundings()
-        number = self._steps
+        around, number = _surroundings(), self._steps
 
         def run(node: PromisedCall) -> None:
             refuse_sums(node)
-            self._run(PipelineStep(number, given, shapes, node, around))
+            numbers = numbers_before(node)
+            step = PipelineStep(number, given, shapes, node, around)
+            values = self._executor.run(step, numbers)
+            for one, value in zip(numbers, values, strict=True):
+                one.value = value
 
         return Ledger(given.batch, run, self._mode).outputs(fakes)
 
@@ -182,24 +177,13 @@ class Engine:
                 self._executor.prepare(shapes)
         return self._known[given.key()]
 
-    def _run(self, step: PipelineStep) -> None:
-        numbers = numbers_before(step.loss)
-        values = self._executor.run(step, numbers)
-        for node, value in zip(numbers, values, strict=True):
-            node.value = value
-        self.told(float(values[-1]))
-
 
 def recorded(window: Window, part: StepInputs, mode: FakeTensorMode | None = None) -> Shapes:
     """Infer the shapes between stages for a micro-batch, on fake tensors."""
-    mode = mode or _fake_mode()
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.random.fork_rng():
         args, kwargs = _fake(part, mode)
         return window.record(args, kwargs)
-
-
-def _fake_mode() -> FakeTensorMode:
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _fake(given: StepInputs, mode: FakeTensorMode) -> tuple[Any, Any]:
@@ -252,8 +236,8 @@ class StageModule(nn.Module):
 
     def forward(self, *received: Tensor, **tensors: Tensor) -> Any:
         """Return the stage's result for the next micro-batch."""
-        batch, self._batch = self._batch, self._batch + 1
-        return self.of_batch(batch, received[0] if self._number else None, tensors)
+        self._batch += 1
+        return self.of_batch(self._batch - 1, received[0] if self._number else None, tensors)
 
     def of_batch(self, batch: int, received: Tensor | None, tensors: dict[str, Tensor]) -> Any:
         """Return the stage's result for micro-batch number `batch`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,12 +40,16 @@ class Lone:
             stage.begin(step)
         values: list[list[Tensor]] = []
         sums: list[dict[nn.Parameter, Tensor]] = []
-        before = self._taken()
+        parameters = [*self._window.root.parameters()]
+        before = taken_gradients(pipeline, parameters)
         for replica in range(pipeline.replicas):
             for batch in self._order.backwards():
                 values.append(self._one(step, replica, batch, numbers))
-            sums.append(self._taken())
-        self._put(before, sums)
+            sums.append(taken_gradients(pipeline, parameters))
+        if pipeline.replicas > 1:
+            for parameter in parameters:
+                grads = [one[parameter] for one in (*sums, before) if parameter in one]
+                parameter.grad = functools.reduce(torch.add, grads) if grads else None
         return [torch.stack(one).mean() for one in zip(*values, strict=True)]
 
     def _one(
@@ -61,27 +66,17 @@ class Lone:
         loss.backward()
         return values
 
-    def _taken(self) -> dict[nn.Parameter, Tensor]:
-        """Detach and return the current gradients if there are several replicas, else return {}."""
-        if self._pipeline.replicas == 1:
-            return {}
-        found = {p: p.grad for p in self._window.root.parameters() if p.grad is not None}
-        for parameter in found:
-            parameter.grad = None
-        return found
 
-    def _put(
-        self, before: dict[nn.Parameter, Tensor], sums: Sequence[dict[nn.Parameter, Tensor]]
-    ) -> None:
-        """Sum the replicas' gradients, after those from before the step."""
-        if self._pipeline.replicas == 1:
-            return
-        for parameter in self._window.root.parameters():
-            total: Tensor | None = None
-            for one in (*sums, before):
-                if parameter in one:
-                    total = one[parameter] if total is None else total + one[parameter]
-            parameter.grad = total
+def taken_gradients(
+    pipeline: Pipeline, parameters: Iterable[nn.Parameter]
+) -> dict[nn.Parameter, Tensor]:
+    """Detach and return the gradients if there are several replicas: earlier passes count once."""
+    if pipeline.replicas == 1:
+        return {}
+    grads = {p: p.grad for p in parameters if p.grad is not None}
+    for parameter in grads:
+        parameter.grad = None
+    return grads
 
 
 def known_order(pipeline: Pipeline) -> Order:

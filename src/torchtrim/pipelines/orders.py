@@ -14,7 +14,7 @@ from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
 from torchtrim.records.pipeline import Action, Order, Schedule
 
-_CLASSES: dict[str, Any] = {
+CLASSES: dict[str, Any] = {
     "GPipe": pipelining.ScheduleGPipe,
     "1F1B": pipelining.Schedule1F1B,
     "LoopedBFS": pipelining.ScheduleLoopedBFS,
@@ -23,18 +23,8 @@ _CLASSES: dict[str, Any] = {
     "ZBVZeroBubble": pipelining.ScheduleZBVZeroBubble,
     "DualPipeV": pipelining.ScheduleDualPipeV,
 }
-_SINGLE = ("GPipe", "1F1B")
+SINGLE = ("GPipe", "1F1B")  # schedules with exactly one stage per rank
 _VEES = ("ZBVZeroBubble", "DualPipeV")
-
-
-def schedule_class(schedule: Schedule) -> Any:
-    """Return torch's class of a schedule."""
-    return _CLASSES[schedule]
-
-
-def is_single(schedule: Schedule) -> bool:
-    """Return True if the schedule has exactly one stage per rank."""
-    return schedule in _SINGLE
 
 
 def homes_of(schedule: Schedule, ranks: int, stages: int) -> tuple[int, ...]:
@@ -47,16 +37,18 @@ def homes_of(schedule: Schedule, ranks: int, stages: int) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=512)
 def order_of(schedule: Schedule, ranks: int, stages: int, microbatches: int) -> Order | None:
     """Return each rank's actions in torch's schedule, or None if torch has none for these sizes."""
-    if stages % ranks or (schedule in _SINGLE) != (stages == ranks):
+    if stages % ranks or (schedule in SINGLE) != (stages == ranks):
         return None
     homes = homes_of(schedule, ranks, stages)
     own = [_Outline(stage, stages, ranks) for stage in range(stages) if homes[stage] == 0]
     try:
-        made = _CLASSES[schedule](own[0] if schedule in _SINGLE else own, microbatches)
+        made = CLASSES[schedule](own[0] if schedule in SINGLE else own, microbatches)
     except (ValueError, AssertionError):
         return None
     if schedule == "1F1B":
-        return Order(_one_forward_one_backward(stages, microbatches), homes)
+        # Its own `pipeline_order` renumbers the forwards.
+        ranked = (_one_forward_one_backward(rank, stages, microbatches) for rank in range(stages))
+        return Order(tuple(map(tuple, ranked)), homes)
     lines = made.pipeline_order
     order = Order(tuple(tuple(_read(lines[rank])) for rank in range(ranks)), homes)
     return order if _is_whole(order, microbatches) else None
@@ -88,12 +80,7 @@ def _read(actions: Any) -> Iterator[Action]:
             yield Action(action.computation_type.value, action.stage_index, action.microbatch_index)
 
 
-def _one_forward_one_backward(stages: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions that `Schedule1F1B` runs; its own `pipeline_order` renumbers the forwards."""
-    return tuple(tuple(_of_rank(rank, stages, microbatches)) for rank in range(stages))
-
-
-def _of_rank(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
+def _one_forward_one_backward(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
     ahead = min(microbatches, stages - rank)
     for batch in range(ahead):
         yield Action("F", rank, batch)
@@ -111,8 +98,7 @@ def _is_whole(order: Order, microbatches: int) -> bool:
     forwards = {action[1:] for action in done if action.kind == "F"}
     inputs = {action[1:] for action in done if action.kind in "BI"}
     weights = {action[1:] for action in done if action.kind in "BW"}
-    wanted = len(order.homes) * microbatches
-    return forwards == inputs == weights and len(forwards) == wanted
+    return forwards == inputs == weights and len(forwards) == len(order.homes) * microbatches
 
 
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.WARNING)

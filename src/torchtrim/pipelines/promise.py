@@ -6,13 +6,14 @@ the model's output are recorded; shapes and dtypes are known, values are not.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from torchtrim.errors import Unsupported
@@ -21,52 +22,36 @@ _NOT_SPLIT = ("weight", "pos_weight")
 _SUMS = ("sum", "nansum")
 
 
+@dataclasses.dataclass(eq=False)
 class PromisedCall:
     """A node of the recorded loss: a leaf of the model's output, or a call. `fake` is its fake tensor.
 
     `value`: the result once the step has run, if it is a scalar.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        fake: Any,
-        *,
-        leaf: int = -1,
-        call: tuple[Callable[..., Any], Any, Any] | None = None,
-        item: int = -1,
-    ) -> None:
-        self.ledger = ledger
-        self.fake = fake
-        self.leaf = leaf
-        self.call = call
-        self.item = item
-        self.value: Tensor | None = None
+    ledger: Ledger
+    fake: Any
+    leaf: int = -1
+    call: tuple[Callable[..., Any], Any, Any] | None = None
+    item: int = -1
+    value: Tensor | None = None
 
 
+@dataclasses.dataclass(eq=False)
 class Ledger:
-    """The recorded computation on one model output. `batch`: the number of samples in the batch.
+    """The recorded computation on an output of `batch` samples. `run` computes the node of `backward`."""
 
-    `run` is called with the node on which `backward` is called.
-    """
-
-    def __init__(
-        self, batch: int, run: Callable[[PromisedCall], None], mode: FakeTensorMode
-    ) -> None:
-        self.batch = batch
-        self.run = run
-        self.mode = mode
-        self.over = False
+    batch: int
+    run: Callable[[PromisedCall], None]
+    mode: FakeTensorMode
+    over: bool = False
 
     def outputs(self, fakes: Any) -> Any:
         """Return the model's output as the same tree, with a stand-in for each tensor."""
-        leaves, spec = pytree.tree_flatten(fakes)
         number = itertools.count()
-        promised = [
-            Promise(PromisedCall(self, one, leaf=next(number))) if isinstance(one, Tensor) else one
-            for one in leaves
-        ]
-        return pytree.tree_unflatten(promised, spec)
+        return pytree.tree_map_only(
+            Tensor, lambda one: Promise(PromisedCall(self, one, leaf=next(number))), fakes
+        )
 
 
 class Promise(Tensor):
@@ -92,12 +77,10 @@ class Promise(Tensor):
     def __init__(self, node: PromisedCall) -> None: ...
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Show shape and dtype."""
         return f"Promise(shape={tuple(self.node.fake.shape)}, dtype={self.node.fake.dtype})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record the call and return a stand-in for its result."""
         return _called(func, args, kwargs or {})
 
     @classmethod
@@ -111,8 +94,8 @@ class Promise(Tensor):
 def _no_values(what: str) -> Unsupported:
     return Unsupported(
         f"the script reads values of the model's output ({what}) before backward has run. In a pipeline "
-        "backward computes them, on the rank of the last stage. Move that after "
-        "`loss.backward()`, when the loss has its value, or remove it."
+        "backward computes them, on the rank of the last stage. Move that after `loss.backward()`, when the "
+        "loss has its value, or remove it."
     )
 
 
@@ -156,28 +139,22 @@ def _promised(ledger: Ledger, call: tuple[Any, Any, Any], fakes: Any) -> Any:
     if isinstance(fakes, Tensor):
         return Promise(PromisedCall(ledger, fakes, call=call))
     if isinstance(fakes, (tuple, list)) and any(isinstance(one, Tensor) for one in fakes):
-        made = [
-            Promise(PromisedCall(ledger, one, call=call, item=n)) for n, one in enumerate(fakes)
-        ]
-        return type(fakes)(made) if type(fakes) in (tuple, list) else tuple(made)
+        nodes = (PromisedCall(ledger, one, call=call, item=n) for n, one in enumerate(fakes))
+        kind = type(fakes) if type(fakes) in (tuple, list) else tuple
+        return kind(map(Promise, nodes))
     return fakes
 
 
 def _with_fakes(tree: Any, ledger: Ledger) -> Any:
     tree = pytree.tree_map_only(Promise, lambda one: one.node.fake, tree)
-    real = lambda one: ledger.mode.from_tensor(one) if not _is_fake(one) else one  # noqa: E731
-    return pytree.tree_map_only(Tensor, real, tree)
-
-
-def _is_fake(tensor: Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(tensor, FakeTensor)
+    return pytree.tree_map_only(
+        Tensor,
+        lambda one: one if isinstance(one, FakeTensor) else ledger.mode.from_tensor(one),
+        tree,
+    )
 
 
 def _with_values(tree: Any) -> Any:
-    """Replace stand-ins by values where these are known."""
-
     def known(one: Promise) -> Tensor:
         value = value_of(one.node)
         return one if value is None else value
@@ -204,10 +181,9 @@ def numbers_before(node: PromisedCall) -> list[PromisedCall]:
     def visit(one: PromisedCall) -> None:
         if id(one) in found:
             return
-        if one.call is not None:
-            for inner in pytree.tree_leaves(one.call[1:]):
-                if isinstance(inner, PromisedCall):
-                    visit(inner)
+        for inner in pytree.tree_leaves(one.call[1:]) if one.call is not None else ():
+            if isinstance(inner, PromisedCall):
+                visit(inner)
         found[id(one)] = one
 
     visit(node)
@@ -237,21 +213,13 @@ def refuse_sums(node: PromisedCall) -> None:
             continue
         func, args, kwargs = one.call
         name = getattr(func, "__name__", "")
-        if kwargs.get("reduction") == "sum" or (name in _SUMS and _sums_all(args, kwargs)):
+        alone = len(args) == 1 and not kwargs and isinstance(args[0], PromisedCall)
+        sums_all = name in _SUMS and alone and args[0].fake.dim() > 0
+        if sums_all or kwargs.get("reduction") == "sum":
             raise Unsupported(
-                f"the loss sums over its samples ({name}), but a pipeline averages over its "
-                f"micro-batches. "
+                f"the loss sums over its samples ({name}), but a pipeline averages over its micro-batches. "
                 "Use the mean over the samples of a batch."
             )
-
-
-def _sums_all(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    return (
-        len(args) == 1
-        and not kwargs
-        and isinstance(args[0], PromisedCall)
-        and args[0].fake.dim() > 0
-    )
 
 
 class OutputPart:
@@ -279,18 +247,15 @@ class OutputPart:
             given = func(*values, **named)
         except (RuntimeError, ValueError, IndexError) as error:
             raise Unsupported(
-                f"the loss cannot be computed for a part of the batch: {error}. It uses "
-                f"sizes of the "
-                "whole batch; write -1 for the batch, as in `view(-1, classes)`."
+                f"the loss cannot be computed for a part of the batch: {error}. It uses sizes of the whole "
+                "batch; write -1 for the batch, as in `view(-1, classes)`."
             ) from error
         return given[node.item] if node.item >= 0 else given
 
     def _split(self, tree: Any, batch: int) -> Any:
-        tree = pytree.tree_map_only(Tensor, lambda one: self._rows(one, batch), tree)
+        number, count = self._number, self._count
+        tree = pytree.tree_map_only(Tensor, lambda one: rows_of(one, batch, number, count), tree)
         return pytree.tree_map_only(PromisedCall, self.value, tree)
-
-    def _rows(self, tensor: Tensor, batch: int) -> Tensor:
-        return rows_of(tensor, batch, self._number, self._count)
 
 
 def rows_of(tensor: Tensor, batch: int, number: int, count: int) -> Tensor:

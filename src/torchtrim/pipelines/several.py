@@ -22,8 +22,8 @@ from torchtrim.pipelines.engine import (
     checksum,
     part_loss,
 )
-from torchtrim.pipelines.lone import known_order
-from torchtrim.pipelines.orders import is_single, schedule_class
+from torchtrim.pipelines.lone import known_order, taken_gradients
+from torchtrim.pipelines.orders import CLASSES, SINGLE
 from torchtrim.pipelines.promise import PromisedCall
 from torchtrim.pipelines.window import Shapes, TensorMeta, Window
 from torchtrim.records.pipeline import Pipeline
@@ -54,9 +54,9 @@ class Several:
         """Create this rank's stages, and free the parameters of other ranks."""
         window = self._window
         self._check_alike()
-        own = [stage for stage, home in enumerate(self._order.homes) if home == self.place]
-        self._modules = {s: StageModule(window, self._pipeline, s, shapes) for s in own}
         for stage, home in enumerate(self._order.homes):
+            if home == self.place:
+                self._modules[stage] = StageModule(window, self._pipeline, stage, shapes)
             for module in window.own(stage, shapes):
                 self._owner.update((name, home) for name in self._names(module))
         self._device = next((p.device for p in window.root.parameters()), self._device)
@@ -79,15 +79,15 @@ class Several:
             loss, kept[number] = part_loss(step, outputs, number, count, numbers)
             return loss
 
-        before = self._taken()
+        before = taken_gradients(pipeline, self._parameters())
         self._one_step(step, loss_of, begins)
         self._add_replicas(before)
         return self._means(kept, len(numbers), checksum(step))
 
     def kept(self) -> list[Tensor]:
         """Return what stays alive between steps: parameters, buffers, gradients and receive buffers."""
-        parameters = [*self._window.root.parameters(), *self._window.root.buffers()]
-        grads = [p.grad for p in self._window.root.parameters() if p.grad is not None]
+        root = self._window.root
+        grads = [p.grad for p in root.parameters() if p.grad is not None]
         received = [
             info.buffer
             for schedule in self._schedules.values()
@@ -96,7 +96,7 @@ class Several:
             for info in infos
             if info.buffer is not None
         ]
-        return [*parameters, *grads, *received]
+        return [*root.parameters(), *root.buffers(), *grads, *received]
 
     def _one_step(self, step: PipelineStep, loss_of: Any, begins: int) -> None:
         given = step.given.rows(self.replica, self._pipeline.replicas)
@@ -116,13 +116,11 @@ class Several:
             )
 
     def _schedule(self, given: StepInputs, shapes: Shapes) -> Any:
-        """Return torch's schedule for batches of that shape, cached."""
         key = given.key()
         if key not in self._schedules:
             stages = [self._stage(number, given, shapes) for number in self._modules]
-            made = schedule_class(self._pipeline.schedule)
-            self._schedules[key] = made(
-                stages[0] if is_single(self._pipeline.schedule) else stages,
+            self._schedules[key] = CLASSES[self._pipeline.schedule](
+                stages[0] if self._pipeline.schedule in SINGLE else stages,
                 self._pipeline.microbatches,
                 loss_fn=_unset,
                 scale_grads=False,
@@ -144,33 +142,24 @@ class Several:
         )
 
     def _means(self, kept: dict[int, list[Tensor]], count: int, given: float) -> Sequence[Tensor]:
-        """Return the means of the numbers over all micro-batches, on every rank. `given`: the checksum."""
-        pipeline = self._pipeline
+        """Return the means of the numbers over all micro-batches on every rank, if all `given` are equal."""
         sums = torch.zeros(count, dtype=torch.float64, device="cpu")
-        total = pipeline.microbatches * pipeline.replicas
+        total = self._pipeline.microbatches * self._pipeline.replicas
         if kept and count:
             rows = torch.stack([torch.stack([v.double() for v in one]) for one in kept.values()])
             sums = rows.sum(0).cpu()
-        dtypes = [value.dtype for value in next(iter(kept.values()), [])]
-        sums = torch.cat(
-            [sums, torch.tensor([given, given * given], dtype=torch.float64, device="cpu")]
-        )
+        checks = torch.tensor([given, given * given], dtype=torch.float64, device="cpu")
+        sums = torch.cat([sums, checks])
         dist.all_reduce(sums)
-        _check_given(sums[-2:].tolist())
-        sums = sums[:-2]
-        default = torch.get_default_dtype()
-        return [
-            (value / total).to(dtypes[n] if dtypes else default) for n, value in enumerate(sums)
-        ]
-
-    def _taken(self) -> dict[nn.Parameter, Tensor]:
-        """Detach and return the gradients of earlier passes if there are replicas: they count once."""
-        if self._pipeline.replicas == 1:
-            return {}
-        found = {p: p.grad for p in self._parameters() if p.grad is not None}
-        for parameter in found:
-            parameter.grad = None
-        return found
+        once, squared = sums[-2:].tolist()
+        if once**2 != dist.get_world_size() * squared:
+            raise Unsupported(
+                "the ranks got different batches. Every rank of a pipeline reads the same ones: leave "
+                "DistributedSampler and the rank out of the loader, and seed its shuffling."
+            )
+        default = [torch.get_default_dtype()] * count
+        dtypes = [value.dtype for value in next(iter(kept.values()), [])] or default
+        return [(value / total).to(dtypes[n]) for n, value in enumerate(sums[:-2])]
 
     def _add_replicas(self, before: dict[nn.Parameter, Tensor]) -> None:
         if self._pipeline.replicas == 1:
@@ -185,9 +174,7 @@ class Several:
                 parameter.grad = before[parameter]
 
     def _parameters(self) -> list[nn.Parameter]:
-        return list(
-            dict.fromkeys(p for module in self._modules.values() for p in module.parameters())
-        )
+        return [*nn.ModuleList(self._modules.values()).parameters()]
 
     def _names(self, module: nn.Module) -> list[str]:
         inside = {id(one) for one in (*module.parameters(), *module.buffers())}
@@ -222,20 +209,9 @@ class Several:
         dist.all_gather(sums, total)
         if any(not torch.equal(one, sums[0]) for one in sums):
             raise ApplyFailed(
-                "the ranks have models with different parameters. Every rank runs the whole "
-                "script, so all have to "
-                "use the same random seed: leave the rank out of the seed."
+                "the ranks have models with different parameters. Every rank runs the whole script, so all "
+                "have to use the same random seed: leave the rank out of the seed."
             )
-
-
-def _check_given(sums: Sequence[float]) -> None:
-    """Raise `Unsupported` on all ranks if their batches differ."""
-    world = dist.get_world_size()
-    if sums[0] ** 2 != world * sums[1]:
-        raise Unsupported(
-            "the ranks got different batches. Every rank of a pipeline reads the same ones: leave "
-            "DistributedSampler and the rank out of the loader, and seed its shuffling."
-        )
 
 
 def _unset(*_: Any) -> Tensor:
@@ -258,38 +234,25 @@ def _groups(pipeline: Pipeline) -> tuple[Any, Any]:
     if pipeline.replicas == 1:
         return None, None
     rank = dist.get_rank()
-    across = [
-        dist.new_group(list(range(place, world, pipeline.ranks))) for place in range(pipeline.ranks)
-    ]
-    within = [
-        dist.new_group(list(range(first, first + pipeline.ranks)))
-        for first in range(0, world, pipeline.ranks)
-    ]
-    return across[rank % pipeline.ranks], within[rank // pipeline.ranks]
+    every, ranks = range(world), pipeline.ranks
+    across = [dist.new_group([*every[place::ranks]]) for place in range(ranks)]
+    within = [dist.new_group([*every[first : first + ranks]]) for first in every[::ranks]]
+    return across[rank % ranks], within[rank // ranks]
 
 
 def in_several_processes(root: nn.Module, pipeline: Pipeline) -> tuple[Engine, Several]:
-    """The model in stages, this rank's here. A process group is there already."""
+    """Return an engine for the model in stages, and the executor of this rank's. Needs a process group."""
     window = Window(root, pipeline.cuts)
     executor = Several(window, pipeline)
     return Engine(root, pipeline, executor, window), executor
 
 
-Gather = Callable[[Tensor], None]
-
-
-def among(group: Any) -> Gather:
-    """Return a function that sums a tensor over the ranks of a group."""
-    return functools.partial(dist.all_reduce, group=group)
-
-
-def alone(_: Tensor) -> None:
-    """Do nothing: a single process has all values."""
-
-
 @contextlib.contextmanager
-def clipping_together(gather: Gather) -> Iterator[None]:
-    """Make `torch.nn.utils.clip_grad_norm_` use the parameters of all ranks of a pipeline in the block."""
+def clipping_together(executor: Several | None = None) -> Iterator[None]:
+    """Make `torch.nn.utils.clip_grad_norm_` use the parameters of all ranks of a pipeline in the block.
+
+    Without an executor, this process has all of them.
+    """
     original = torch.nn.utils.clip_grad_norm_
 
     @functools.wraps(original)
@@ -297,7 +260,7 @@ def clipping_together(gather: Gather) -> Iterator[None]:
         parameters: Any, max_norm: float, norm_type: float = 2.0, *_: Any, **__: Any
     ) -> Tensor:
         several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        norm = _norm(several, float(norm_type), gather)
+        norm = _norm(several, float(norm_type), executor)
         own = [one for one in several if one.grad is not None]
         torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm, foreach=False)
         return norm
@@ -309,14 +272,15 @@ def clipping_together(gather: Gather) -> Iterator[None]:
         torch.nn.utils.clip_grad_norm_ = original
 
 
-def _norm(parameters: Sequence[Tensor], kind: float, gather: Gather) -> Tensor:
+def _norm(parameters: Sequence[Tensor], kind: float, executor: Several | None) -> Tensor:
     """Return the norm of all ranks' gradients. The sum is exact, so its order does not matter."""
     powers = torch.zeros(len(parameters), dtype=torch.float64, device="cpu")
     for number, parameter in enumerate(parameters):
         if parameter.grad is not None and parameter.grad.numel():
             sizes = parameter.grad.detach().double().abs()
             powers[number] = sizes.max() if math.isinf(kind) else sizes.pow(kind).sum()
-    gather(powers)
+    if executor is not None:
+        dist.all_reduce(powers, group=executor.group)
     values = powers.tolist()
     norm = max(values, default=0.0) if math.isinf(kind) else math.fsum(values) ** (1 / kind)
     return torch.tensor(norm, dtype=torch.get_default_dtype(), device="cpu")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -41,14 +42,13 @@ class TensorMeta(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """Shapes recorded in a pass of the whole model: the input of each later stage, and the outputs.
+    """Shapes recorded in a pass of the whole model: the input of each later stage.
 
     `made`: each module's output as a tree of `TensorMeta`, or None for a module that every stage calls
-    itself. `outputs` is a tree too. `homes`: the stage of each module.
+    itself. `homes`: the stage of each module.
     """
 
     received: tuple[TensorMeta, ...]
-    outputs: Any
     made: dict[str, Any]
     homes: dict[str, int]
 
@@ -56,35 +56,47 @@ class Shapes(NamedTuple):
 class _Reached(BaseException):
     """Raised in the model's forward where the next stage begins, with that stage's input."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
-        self.tensor = tensor
 
-
+@dataclass
 class _RunningModule:
     """A running stage: from module `first` (empty: the start of the model) up to module `end`."""
 
-    def __init__(self, first: str, end: str, received: Tensor | None, shapes: Shapes) -> None:
-        self.first, self.end = first, end
-        self.received = received
-        self.shapes = shapes
-        self.begun = not first
+    first: str
+    end: str
+    received: Tensor | None
+    shapes: Shapes
+    begun: bool
 
 
 class _Recording:
-    """Shapes recorded in a pass of the whole model."""
-
     def __init__(self) -> None:
         self.received: dict[str, TensorMeta] = {}
         self.made: dict[str, Any] = {}
         self.homes: dict[str, int] = {}
 
+    def run(
+        self, path: str, is_cut: bool, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        if is_cut and args and isinstance(args[0], Tensor):
+            self.received[path] = TensorMeta.of(args[0])
+        stage = self.homes.setdefault(path, len(self.received))
+        depends = _is_trained((args, kwargs))
+        made = forward(*args, **kwargs)
+        depends = depends or _is_trained(made)
+        if depends and stage != len(self.received):
+            raise ApplyFailed(
+                f"{path} is called in stage {stage} and again in stage {len(self.received)}, but its "
+                "parameters can be in one stage only. Plan again."
+            )
+        self.made[path] = pytree.tree_map_only(Tensor, TensorMeta.of, made) if depends else None
+        return made
+
 
 class Window:
     """A model that runs as a whole or as any one of its stages. `close` restores the model.
 
-    `cuts` are the paths of the modules at which a new stage begins. `forward` is the root's own forward if
-    it was replaced.
+    `cuts` are the paths of modules that begin a new stage. `forward` is the root's own forward if it was
+    replaced.
     """
 
     def __init__(
@@ -94,7 +106,14 @@ class Window:
         self.root_forward: Callable[..., Any] = forward or root.forward
         self._now: _RunningModule | _Recording | None = None
         self.root = root
-        self._check()
+        paths = {path for path, _ in root.named_modules()}
+        unknown = [cut for cut in self._cuts if cut not in paths]
+        if unknown or not all(self._cuts) or len(set(self._cuts)) < len(self._cuts):
+            name = unknown[0] if unknown else "one twice"
+            raise ApplyFailed(
+                f"the plan cuts {type(root).__name__} before {name!r}, but there is no such module. Plan "
+                "again for this model."
+            )
         self.pieces = tuple(_pieces(root, self._cuts))
         self._handles = Handles()
         try:
@@ -116,11 +135,8 @@ class Window:
 
     def own(self, stage: int, shapes: Shapes) -> list[nn.Module]:
         """Return the modules of a stage; modules never called belong to the first."""
-        return [
-            self.root.get_submodule(path)
-            for path in self.pieces
-            if shapes.homes.get(path, 0) == stage
-        ]
+        paths = (path for path in self.pieces if shapes.homes.get(path, 0) == stage)
+        return [self.root.get_submodule(path) for path in paths]
 
     def loose(self) -> list[nn.Parameter]:
         """Return the model's parameters that belong to no stage's modules."""
@@ -131,20 +147,15 @@ class Window:
         """Run the whole model and record the shapes between stages."""
         recording = _Recording()
         with self._as(recording):
-            outputs = self.root_forward(*args, **kwargs)
+            self.root_forward(*args, **kwargs)
         missing = [cut for cut in self._cuts if cut not in recording.received]
         if missing:
             raise ApplyFailed(
-                f"a stage should begin with {missing[0]}, but the model did not call it with a "
-                f"tensor. Plan again."
+                f"a stage should begin with {missing[0]}, but the model did not call it with a tensor. Plan "
+                "again."
             )
-        outputs = pytree.tree_map_only(Tensor, TensorMeta.of, outputs)
-        return Shapes(
-            tuple(recording.received[cut] for cut in self._cuts),
-            outputs,
-            recording.made,
-            recording.homes,
-        )
+        received = tuple(recording.received[cut] for cut in self._cuts)
+        return Shapes(received, recording.made, recording.homes)
 
     def run(
         self,
@@ -157,14 +168,14 @@ class Window:
         """Run one stage: return the tensor for the next stage, or the model's output."""
         first = self._cuts[stage - 1] if stage else ""
         end = self._cuts[stage] if stage < len(self._cuts) else ""
-        running = _RunningModule(first, end, received, shapes)
+        running = _RunningModule(first, end, received, shapes, begun=not first)
         graded = torch.is_grad_enabled()
         try:
             with self._as(running):
                 torch.set_grad_enabled(graded and running.begun)
                 given = self.root_forward(*args, **kwargs)
         except _Reached as reached:
-            return reached.tensor
+            return reached.args[0]
         finally:
             torch.set_grad_enabled(graded)
         if end or not running.begun:
@@ -186,69 +197,25 @@ class Window:
         def call(*args: Any, **kwargs: Any) -> Any:
             now = self._now
             if isinstance(now, _Recording):
-                return _recorded(now, path, path in self._cuts, forward, args, kwargs)
+                return now.run(path, path in self._cuts, forward, args, kwargs)
             if now is None:
                 return forward(*args, **kwargs)
-            return self._run_piece(now, path, forward, args, kwargs)
+            if now.begun and path == now.end:
+                raise _Reached(args[0])
+            if path == now.first and not now.begun:
+                now.begun = True
+                torch.set_grad_enabled(now.received is not None and now.received.requires_grad)
+                args = (now.received, *args[1:])
+            made = now.shapes.made.get(path)
+            if not now.begun and made is not None:
+                return pytree.tree_map_only(TensorMeta, TensorMeta.stand_in, made, is_leaf=_is_meta)
+            return forward(*args, **kwargs)
 
         return call
-
-    def _run_piece(
-        self,
-        now: _RunningModule,
-        path: str,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        if now.begun and path == now.end:
-            raise _Reached(args[0])
-        if path == now.first and not now.begun:
-            now.begun = True
-            torch.set_grad_enabled(now.received is not None and now.received.requires_grad)
-            args = (now.received, *args[1:])
-        made = now.shapes.made.get(path)
-        if not now.begun and made is not None:
-            return pytree.tree_map_only(TensorMeta, TensorMeta.stand_in, made, is_leaf=_is_meta)
-        return forward(*args, **kwargs)
-
-    def _check(self) -> None:
-        """Raise `ApplyFailed` for cuts that are not modules or are repeated."""
-        order = {path: number for number, (path, _) in enumerate(self.root.named_modules())}
-        unknown = [cut for cut in self._cuts if cut not in order]
-        if unknown or not all(self._cuts) or len(set(self._cuts)) < len(self._cuts):
-            name = unknown[0] if unknown else "one twice"
-            raise ApplyFailed(
-                f"the plan cuts {type(self.root).__name__} before {name!r}, but there is no such module. "
-                "Plan again for this model."
-            )
 
 
 def _is_meta(value: Any) -> bool:
     return isinstance(value, TensorMeta)
-
-
-def _recorded(
-    now: _Recording,
-    path: str,
-    is_cut: bool,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    if is_cut and args and isinstance(args[0], Tensor):
-        now.received[path] = TensorMeta.of(args[0])
-    stage = now.homes.setdefault(path, len(now.received))
-    depends = _is_trained((args, kwargs))
-    given = forward(*args, **kwargs)
-    depends = depends or _is_trained(given)
-    if depends and stage != len(now.received):
-        raise ApplyFailed(
-            f"{path} is called in stage {stage} and again in stage {len(now.received)}, but its parameters "
-            "can be in one stage only. Plan again."
-        )
-    now.made[path] = pytree.tree_map_only(Tensor, TensorMeta.of, given) if depends else None
-    return given
 
 
 def _is_trained(tree: Any) -> bool:
@@ -257,12 +224,10 @@ def _is_trained(tree: Any) -> bool:
 
 def _pieces(root: nn.Module, cuts: Sequence[str]) -> Iterator[str]:
     """Yield the largest modules without a cut inside, in registration order."""
-    around = {cut.rpartition(".")[0] for cut in cuts}
     opened = {""}
-    for path in around:
-        while path:
+    for path in cuts:
+        while path := path.rpartition(".")[0]:
             opened.add(path)
-            path = path.rpartition(".")[0]
     yield from _under(root, "", opened)
 
 

@@ -1,11 +1,10 @@
-"""Runs a script once, or as the ranks of a pipeline, for the certificate of the pipeline."""
+"""Runs of a script, whole or as the ranks of a pipeline, for the pipeline's certificate."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import os
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,68 +26,57 @@ from torchtrim.executor.swap import Swapped
 from torchtrim.pipelines.clocks import clocking
 from torchtrim.pipelines.engine import Engine
 from torchtrim.pipelines.lone import in_one_process
-from torchtrim.pipelines.several import (
-    Several,
-    alone,
-    among,
-    clipping_together,
-    in_several_processes,
-)
+from torchtrim.pipelines.several import Several, clipping_together, in_several_processes
 from torchtrim.records.files import write_atomically
 from torchtrim.records.pipeline import Pipeline, StageSeconds
 from torchtrim.records.plan import Plan
 from torchtrim.records.trial import Crash
-from torchtrim.runner.ranks import RankEnded, first_failed, folder_of, on_rank, run_ranks
-from torchtrim.runner.script import OUTCOME, STATUS, TASK, Script, failure, run_script
+from torchtrim.runner.ranks import (
+    RankEnded,
+    crash_in,
+    first_failed,
+    folder_of,
+    on_rank,
+    run_ranks,
+)
+from torchtrim.runner.script import OUTCOME, STATUS, TASK, Script, Target, failure, run_script
 from torchtrim.runner.settings import Wide
-from torchtrim.runner.worker import Stop, crash_of, run_in_folder, run_target, seed_all
+from torchtrim.runner.worker import Stop, run_in_folder, run_to_crash, seed_all, seed_with
 
-_ENTRY = "torchtrim.runner.stage_worker"
 Progress = Callable[[str], None]
 
 
 def run_stages(
     script: Script, task: StageTask, ranks: int, folder: Path, progress: Progress
 ) -> list[tuple[StageTrial, Path]]:
-    """Run the task on so many ranks; what each left, and its folder. Nothing of them is left behind.
+    """Run the task on each rank, and end all of them; return each rank's trial and folder.
 
-    Where one fails the others are ended. Raises `ScriptFailed`, and `ApplyFailed` where the plan was refused.
+    Raises `ScriptFailed` if a rank fails, and `ApplyFailed` if the plan was refused.
     """
     script.check()
     script = script._replace(processes=ranks, only=0 if ranks == 1 else -1)
     task = msgspec.structs.replace(task, method=str((folder / "store").absolute()))
-    ended = _run(script, msgspec.json.encode(task), folder, progress)
+    order, entry = msgspec.json.encode(task), "torchtrim.runner.stage_worker"
+    if ranks > 1:
+        ended = run_ranks(
+            script, [order] * ranks, folder=folder, progress=progress, entry=entry, hide_gpu=True
+        )
+    else:  # a single process gets no variables of torchrun's
+        end = run_script(
+            script, order, entry=entry, folder=folder, progress=progress, hide_gpu=True
+        )
+        well = end.outcome is not None and crash_in(end.outcome) is None
+        ended = [RankEnded(0, end, None if well else 0, False, script.timeout, ())]
     culprit = first_failed(ended)
     if culprit is not None:
         raise _error(culprit, ended, script)
     folders = [folder_of(folder, rank.number, script.only) for rank in ended]
-    return [(_trial_of(rank), own) for rank, own in zip(ended, folders, strict=True)]
-
-
-def _run(script: Script, task: bytes, folder: Path, progress: Progress) -> list[RankEnded]:
-    """Run it; a single process is no rank, and finds none in its environment."""
-    if script.processes > 1:
-        tasks = [task] * script.processes
-        return run_ranks(
-            script, tasks, folder=folder, progress=progress, entry=_ENTRY, hide_gpu=True
-        )
-    ended = run_script(script, task, entry=_ENTRY, folder=folder, progress=progress, hide_gpu=True)
-    failed = None if ended.outcome is not None and _crash_free(ended.outcome) else 0
-    return [RankEnded(0, ended, failed, False, script.timeout, ())]
-
-
-def _crash_free(outcome: bytes) -> bool:
-    return msgspec.json.decode(outcome, type=StageTrial).crash is None
-
-
-def _trial_of(rank: RankEnded) -> StageTrial:
-    assert rank.ended.outcome is not None
-    return msgspec.json.decode(rank.ended.outcome, type=StageTrial)
+    trials = [msgspec.json.decode(rank.ended.outcome or b"", type=StageTrial) for rank in ended]
+    return list(zip(trials, folders, strict=True))
 
 
 def _error(culprit: RankEnded, ranks: list[RankEnded], script: Script) -> Exception:
-    """What the rank that failed first for a reason of its own says, and what became of the others."""
-    crash = None if culprit.ended.outcome is None else _trial_of(culprit).crash
+    crash = crash_in(culprit.ended.outcome)
     if crash is not None and crash.kind == "refused":
         return ApplyFailed(crash.message)
     if crash is None:
@@ -106,18 +94,14 @@ How = Literal["whole", "in order", "pipeline", "clocked"]
 
 
 class StageTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What the parent asks for.
+    """The parent's order: the script, and a way to run its steps.
 
-    `how`: the script as it is, in one process in the schedule's order, in several, or the actions of each of
-    the pipelines in `clocked` one by one.
-
-    `still`: nothing is dropped out. `double`: in float64. `method`: how the ranks find each other.
-    `measured`: bytes are counted.
+    `how`: the unchanged script, one process in the schedule's order, several processes, or the actions of
+    each pipeline in `clocked` one by one. `still`: turn dropout off. `double`: run in float64. `method`: the
+    ranks' rendezvous, as of `init_process_group`. `measured`: count bytes.
     """
 
-    target: str
-    module: bool
-    args: tuple[str, ...]
+    target: Target
     plan: Plan
     how: How
     steps: int
@@ -130,15 +114,14 @@ class StageTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageTrial(msgspec.Struct, kw_only=True):
-    """What a run left. `steps`: digests of gradients before each update and of parameters after it, by name.
+    """The outcome of a run. `steps`: digests of gradients before each update and of parameters after it.
 
-    `losses`: of each step. `dropped`: whether it drops out. `peak_bytes` is the highest that storages rose in
-    a step's schedule, over what was there when it began; `seconds` what the schedule of each step took;
-    `clocks` what the actions of each stage take, of each pipeline.
+    `dropped`: the script uses dropout. `peak_bytes`: highest rise of storages within a step's schedule.
+    `seconds`: duration of each step's schedule. `clocks`: for each pipeline, the seconds of each stage's
+    actions.
     """
 
     steps: list[dict[str, str]] = []
-    losses: list[float | None] = []
     names: list[str] = []
     dropped: bool = False
     peak_bytes: int = 0
@@ -148,11 +131,11 @@ class StageTrial(msgspec.Struct, kw_only=True):
 
 
 class _Refused(Exception):
-    """The plan was made for another model."""
+    """Error of a plan that was made for another model."""
 
 
 class _Still(TorchFunctionMode):
-    """Nothing is dropped out while it is on; `dropped` says whether it was asked for."""
+    """Mode that turns dropout off if `on`, and notes in `dropped` that the script uses it."""
 
     def __init__(self, on: bool) -> None:
         super().__init__()
@@ -175,66 +158,55 @@ class _Still(TorchFunctionMode):
 
 
 class _Collects(Listener):
-    """Collects what each step computed, and ends the script when all are there."""
+    """Collector of each step's results, which ends the script after the last step."""
 
-    def __init__(self, runner: StageRunner) -> None:
+    def __init__(self, runner: _StageRunner) -> None:
         self._runner = runner
         self._modules = Modules()
         self._roots: dict[str, nn.Module] = {}
 
     def root_appears(self, root: nn.Module) -> None:
-        """Know it by its name, and put it in stages."""
         self._roots[self._modules.add_root(root)] = root
-        puts = self._runner.puts
-        if puts is not None and puts.root is None:
-            puts.root_appears(root)
-            if puts.engine is not None:
-                puts.engine.told = self._runner.trial.losses.append
-            if puts.executor is not None and self._runner.task.measured:
-                puts.executor.around = self._runner.measure
-
-    def backward_starts(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Note the loss of a script that runs as it is."""
-        if self._runner.task.how == "whole" and tensors and tensors[0].numel() == 1:
-            self._runner.trial.losses.append(float(tensors[0]))
+        stages = self._runner.stages
+        if stages is not None and stages.root is None:
+            stages.root_appears(root)
+            if stages.executor is not None and self._runner.task.measured:
+                stages.executor.around = self._runner.measure
 
     def optimizer_starts(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the gradients."""
         graded = [(n, p.grad) for n, p in self._parameters() if p.grad is not None]
-        digests = {f"gradient:{name}": digest_of(grad) for name, grad in graded}
-        self._runner.trial.steps.append(digests)
-        if len(self._runner.trial.steps) == 1:
+        steps = self._runner.trial.steps
+        steps.append({f"gradient:{name}": digest_of(grad) for name, grad in graded})
+        if len(steps) == 1:
             self._runner.keep(graded)
 
     def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the parameters; end after the last step."""
         step = self._runner.trial.steps[-1]
         changed = [(n, p) for n, p in self._parameters() if f"gradient:{n}" in step]
         step.update((f"parameter:{name}", digest_of(p.detach())) for name, p in changed)
         if len(self._runner.trial.steps) == self._runner.task.steps:
-            self._runner.done()
+            raise Stop
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        root = self._roots.get(self._runner.root)
+        root = self._roots.get(self._runner.pipeline.root)
         if root is not None:
             yield from root.named_parameters()
 
 
-class StageRunner:
-    """Runs one task, and writes its outcome into the folder."""
+class _StageRunner:
+    """Runner of one task, which writes the outcome into the folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.task = msgspec.json.decode((folder / TASK).read_bytes(), type=StageTask)
         self.trial = StageTrial()
-        self.puts: PutsInStages | None = None
+        self.stages: StageApplier | None = None
         assert self.task.plan.pipeline is not None
         self.pipeline = self.task.plan.pipeline
-        self.root = self.pipeline.root
         if self.task.how != "whole":
             several = self.task.how == "pipeline"
             engine_of = self._clocking if self.task.how == "clocked" else in_one_process
-            self.puts = PutsInStages(
+            self.stages = StageApplier(
                 self.task.plan, several=several, refused=_Refused, engine_of=engine_of
             )
 
@@ -253,40 +225,28 @@ class StageRunner:
             stack.enter_context(still)
             self.trial.crash = self._run_watched()
             self.trial.dropped = still.dropped
-            self._write()
+            write_atomically(self._folder / OUTCOME, msgspec.json.encode(self.trial))
 
     def _run_watched(self) -> Crash | None:
         (self._folder / STATUS).write_text("the script starts")
         with Watcher(_Collects(self)):
-            try:
-                run_target(self.task.target, self.task.module, self.task.args)
-            except Stop:
-                return None
-            except SystemExit as ended:
-                if ended.code not in (None, 0):
-                    return Crash(kind="exited", message=f"the script exited with {ended.code!r}")
-            except (TorchtrimError, _Refused) as error:
-                return Crash(kind="refused", message=str(error))
-            except BaseException as error:
-                return crash_of(error)
-        if not self.trial.steps and not self.trial.clocks:
+            crash = run_to_crash(self.task.target, refusals=(TorchtrimError, _Refused))
+        if crash is None and not self.trial.steps and not self.trial.clocks:
             return Crash(kind="no step", message="the script ended, and no optimizer had stepped")
-        return None
+        return crash
 
     def keep(self, graded: list[tuple[str, torch.Tensor]]) -> None:
-        """Keep the values of gradients of the first step."""
         self.trial.names = [name for name, _ in graded]
         for number, (_, grad) in enumerate(graded):
-            wide = grad.detach().double()
-            (self._folder / f"{VALUES}{number}").write_bytes(bytes_of(wide))
+            (self._folder / f"{VALUES}{number}").write_bytes(bytes_of(grad.detach().double()))
 
     @contextlib.contextmanager
     def measure(self, batch: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Measure what is in it: time and bytes in turn, since counting takes time."""
+        """Measure the body: time and bytes in turn, since counting takes time."""
         counts = len(self.trial.seconds) % 2 == 1
-        assert self.puts is not None
-        assert self.puts.executor is not None
-        counting = Counter([*self.puts.executor.kept(), *batch] if counts else ())
+        assert self.stages is not None
+        assert self.stages.executor is not None
+        counting = Counter([*self.stages.executor.kept(), *batch] if counts else ())
         begin = time.perf_counter()
         with counting if counts else contextlib.nullcontext():
             yield
@@ -294,34 +254,28 @@ class StageRunner:
         self.trial.peak_bytes = max(self.trial.peak_bytes, counting.rise)
 
     def _clocking(self, root: nn.Module, _: Pipeline) -> Engine:
-        return clocking(root, self.task.clocked, self._heard)
+        def end(clocks: list[tuple[StageSeconds, ...]]) -> NoReturn:
+            self.trial.clocks = clocks
+            raise Stop
 
-    def _heard(self, clocks: list[tuple[StageSeconds, ...]]) -> NoReturn:
-        self.trial.clocks = clocks
-        self.done()
-
-    def done(self) -> NoReturn:
-        """End the script: its steps are there."""
-        raise Stop
-
-    def _write(self) -> None:
-        write_atomically(self._folder / OUTCOME, msgspec.json.encode(self.trial))
+        return clocking(root, self.task.clocked, end)
 
 
 def main() -> None:
-    """Run the task that the command line names."""
+    """Run the task named on the command line."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    run_in_folder(lambda folder: StageRunner(folder).run())
+    run_in_folder(lambda folder: _StageRunner(folder).run())
 
 
+# Enough for another rank to import torch and read its data, and less than torch's own 10 or 30 minutes.
 _PATIENCE = datetime.timedelta(minutes=5)
 
 
-class PutsInStages(Listener):
-    """Puts the plan's model in stages when it appears. `refused`: raises what stops the script.
+class StageApplier(Listener):
+    """Applier of a pipeline, which splits the plan's model in stages when it appears.
 
-    `engine_of` makes the engine in one process. `executor` is this rank's, None where all is in one process.
-    `watches` is called when it is done.
+    `refused` makes the exception that stops the script; `engine_of` makes the engine in one process.
+    `executor`: this rank's, None in one process. `applied` is called after the split.
     """
 
     def __init__(
@@ -343,10 +297,9 @@ class PutsInStages(Listener):
         self.root: nn.Module | None = None
         self.executor: Several | None = None
         self.engine: Engine | None = None
-        self.watches: Callable[[], None] = lambda: None
+        self.applied: Callable[[], None] = lambda: None
 
     def root_appears(self, root: nn.Module) -> None:
-        """Put it in stages if it is the plan's."""
         name = self._modules.add_root(root)
         if name != self._pipeline.root or self.root is not None:
             return
@@ -355,25 +308,22 @@ class PutsInStages(Listener):
         self.root = root
         if self._several:
             self.engine, self.executor = in_several_processes(root, self._pipeline)
-            self._stack.enter_context(clipping_together(among(self.executor.group)))
+            self._stack.enter_context(clipping_together(self.executor))
         else:
             self.engine = self._engine_of(root, self._pipeline)
-            self._stack.enter_context(clipping_together(alone))
+            self._stack.enter_context(clipping_together())
         Swapped(root, self.engine.wrap)
-        self.watches()
+        self.applied()
 
     def close(self) -> None:
-        """Undo the changes outside the model."""
         self._stack.close()
 
 
 @contextlib.contextmanager
 def among_ranks(pipeline: Pipeline, method: str | None = None) -> Iterator[None]:
-    """This process as one of the pipeline's, all with the same random numbers.
+    """Join the pipeline's process group, with the same random numbers on all ranks.
 
-    `method`: how they find each other.
-
-    Without one, it is torchrun's. Raises `UsageError` where there are too few or too many.
+    `method`: the rendezvous, by default torchrun's. Raises `UsageError` for a wrong number of ranks.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != pipeline.processes or "RANK" not in os.environ:
@@ -392,22 +342,13 @@ def among_ranks(pipeline: Pipeline, method: str | None = None) -> Iterator[None]
         timeout=_PATIENCE,
     )
     try:
-        _seed_alike()
+        # A script that seeds nothing would make another model on each rank.
+        seed = torch.tensor([torch.initial_seed() % 2**31], device="cpu")
+        dist.broadcast(seed, 0)
+        seed_with(int(seed))
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _seed_alike() -> None:
-    """A script that seeds nothing makes the same model on all ranks."""
-    seed = torch.tensor([torch.initial_seed() % 2**31], device="cpu")
-    dist.broadcast(seed, 0)
-    random.seed(int(seed))
-    torch.manual_seed(int(seed))
-    with contextlib.suppress(ImportError):
-        import numpy
-
-        numpy.random.seed(int(seed))
 
 
 if __name__ == "__main__":

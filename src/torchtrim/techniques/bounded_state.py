@@ -11,91 +11,69 @@ later, so they need a plan that says `SEMANTIC`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from torchtrim.errors import ApplyFailed, TorchtrimError, UsageError
 from torchtrim.executor.places import module_at
-from torchtrim.executor.registry import Handle, Option
-from torchtrim.records.finding import Equivalence
+from torchtrim.executor.registry import Handle, Option, Roots, TechniqueUnit
 from torchtrim.records.plan import Technique
 from torchtrim.step.step import Step
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _OF_STATES = ("corrections", "turns", "keep", "budget")
 _OF_CACHES = ("sinks", "window")
 _LOSSY = ("keep", "window")
 
 
-class BoundedState:
+class BoundedState(TechniqueUnit):
     """Bounds the sessions, states or caches of models when they are first used."""
 
     name = "bounded_state"
     takes = (*_OF_STATES, *_OF_CACHES)
-    equivalence: Equivalence = "BITWISE"
+    equivalence = "BITWISE"
 
     def options(self, step: Step) -> Sequence[Option]:
-        """Return none: growth does not affect the peak of one step, so only a plan written by hand uses this
-        technique."""
+        """Return none: growth is not part of one step's peak, so only a plan written by hand uses it."""
         return ()
 
     def edits(self, step: Step, option: Option) -> None:
         """Return None: no step has options."""
 
-    def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
+    def apply(self, roots: Roots, technique: Technique) -> Handle:
         """Bound the state of the named models. Raises `ApplyFailed` for an unsupported model."""
-        _check(technique)
-        bound = BoundStates()
-        try:
+        lossy = [name for name in _LOSSY if name in technique.options]
+        if lossy and technique.equivalence != "SEMANTIC":
+            raise ApplyFailed(
+                f"bounded_state with {lossy[0]}= may drop data that is read later, which changes results. "
+                'To allow that, write equivalence = "SEMANTIC" into the plan.'
+            )
+        with contextlib.ExitStack() as undo:
             for where in technique.where:
-                bound.add(_bind(module_at(roots, where), where, dict(technique.options)))
-        except BaseException:
-            bound.revert()
-            raise
-        return bound
+                undo.callback(_bind(module_at(roots, where), where, dict(technique.options)))
+            return BoundStates(undo.pop_all())
 
 
 TECHNIQUE = BoundedState()
 
 
 class BoundStates:
-    """Models with bounded state. `revert` restores the models, and makes their states plain and unbounded."""
+    """Models with bounded state."""
 
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
-
-    def add(self, undo: Callable[[], None]) -> None:
-        """Add the undo function of one more model."""
-        self._undo.append(undo)
+    def __init__(self, undo: contextlib.ExitStack) -> None:
+        self._undo = undo
 
     def revert(self) -> None:
-        """Undo everything, in reverse order."""
-        while self._undo:
-            self._undo.pop()()
+        """Restore the models, and make their states plain and unbounded, in reverse order."""
+        self._undo.close()
 
 
 def knows(module: Any) -> bool:
     """Return True if an adapter bounds this model's state without changing results."""
     return _kind(module) in (_bind_sessions, _bind_states)
-
-
-def _check(technique: Technique) -> None:
-    unknown = sorted(set(technique.options) - {*_OF_STATES, *_OF_CACHES})
-    if unknown:
-        raise ApplyFailed(
-            f"bounded_state has no option {unknown[0]!r}; it has {', '.join(_OF_STATES + _OF_CACHES)}."
-        )
-    lossy = [name for name in _LOSSY if name in technique.options]
-    if lossy and technique.equivalence != "SEMANTIC":
-        raise ApplyFailed(
-            f"bounded_state with {lossy[0]}= may drop data that is read later, which changes results. "
-            'To allow that, write equivalence = "SEMANTIC" into the plan.'
-        )
 
 
 def _bind(module: Any, where: str, options: dict[str, Any]) -> Callable[[], None]:
@@ -135,15 +113,15 @@ def _bind_sessions(model: Any, options: dict[str, Any]) -> Callable[[], None]:
     from torchtrim.stream.sessions import bound_session
 
     _only(options, _OF_STATES, "sessions")
-    made = _LiveBounds()
+    bounds: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def bind(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         session = kwargs.get("inference_session", args[0] if args else None)
         if session is not None and not isinstance(session.output_dict_per_obj, Objects):
-            made.keep(bound_session(session, model, **options))
+            bounds.add(bound_session(session, model, **options))
 
     hook = model.register_forward_pre_hook(bind, with_kwargs=True)
-    return made.undoing(hook.remove)
+    return functools.partial(_release, hook.remove, bounds)
 
 
 def _bind_states(predictor: Any, options: dict[str, Any]) -> Callable[[], None]:
@@ -151,14 +129,14 @@ def _bind_states(predictor: Any, options: dict[str, Any]) -> Callable[[], None]:
     from torchtrim.stream.records import Objects
 
     _only(options, tuple(one for one in _OF_STATES if one != "keep"), "states")
-    made = _LiveBounds()
+    bounds: weakref.WeakSet[Any] = weakref.WeakSet()
     own = vars(predictor).get("propagate_in_video")
     propagate = predictor.propagate_in_video
 
     @functools.wraps(propagate)
     def bounded(inference_state: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         if not isinstance(inference_state.get("output_dict_per_obj"), Objects):
-            made.keep(bound_state(inference_state, predictor, **options))
+            bounds.add(bound_state(inference_state, predictor, **options))
         frames: Iterator[Any] = propagate(inference_state, *args, **kwargs)
         return frames
 
@@ -170,7 +148,14 @@ def _bind_states(predictor: Any, options: dict[str, Any]) -> Callable[[], None]:
         else:
             del predictor.propagate_in_video
 
-    return made.undoing(put_back)
+    return functools.partial(_release, put_back, bounds)
+
+
+def _release(undo: Callable[[], None], bounds: weakref.WeakSet[Any]) -> None:
+    undo()
+    for bound in list(bounds):
+        bound.release()
+    bounds.clear()
 
 
 def _bind_caches(model: Any, options: dict[str, Any]) -> Callable[[], None]:
@@ -188,39 +173,16 @@ def _bind_caches(model: Any, options: dict[str, Any]) -> Callable[[], None]:
         raise ApplyFailed(str(error)) from error
 
     def bind(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        given = kwargs.get("past_key_values")
-        if given is not None and (type(given).__name__ != "DynamicCache" or given.get_seq_length()):
+        passed = kwargs.get("past_key_values")
+        if passed is None and kwargs.get("use_cache") is False:
             return None
-        if given is None and kwargs.get("use_cache") is False:
+        if passed is not None and (
+            type(passed).__name__ != "DynamicCache" or passed.get_seq_length()
+        ):
             return None
         cache = sink_cache(model, **options)
-        given = kwargs | {"past_key_values": cache}
-        return CallMasks(cache)(module, args, given) or (args, given)
+        kwargs = kwargs | {"past_key_values": cache}
+        return CallMasks(cache)(module, args, kwargs) or (args, kwargs)
 
     remove: Callable[[], None] = model.register_forward_pre_hook(bind, with_kwargs=True).remove
     return remove
-
-
-class _LiveBounds:
-    """Bounds of the states that are still alive; each state owns its bound."""
-
-    def __init__(self) -> None:
-        self._bounds: list[weakref.ref[Any]] = []
-
-    def keep(self, bound: Any) -> None:
-        """Add a bound, and forget bounds of dead states."""
-        self._bounds = [one for one in self._bounds if one() is not None]
-        self._bounds.append(weakref.ref(bound))
-
-    def undoing(self, undo: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that runs `undo` and then releases every live state."""
-
-        def all_of_it() -> None:
-            undo()
-            for one in self._bounds:
-                bound = one()
-                if bound is not None:
-                    bound.release()
-            self._bounds.clear()
-
-        return all_of_it

@@ -13,13 +13,11 @@ names modules in `DistributedDataParallel`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchtrim.errors import ApplyFailed
-from torchtrim.executor.places import module_at
-from torchtrim.executor.registry import Handle, Option, all_or_none
-from torchtrim.records.finding import Equivalence
+from torchtrim.executor.places import module_at, wrong_options
+from torchtrim.executor.registry import Handle, MeasuredTechnique, Option, Roots, all_or_none
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile, Replica
 from torchtrim.step.exchanges import reduces_of
@@ -28,14 +26,12 @@ from torchtrim.step.step import Step
 _OPTIONS = {"dtype": "bfloat16"}
 
 
-class CompressGradients:
+class CompressGradients(MeasuredTechnique):
     """`where` names modules in `DistributedDataParallel`. `dtype`: `bfloat16`."""
 
     name = "compress_gradients"
     takes = tuple(_OPTIONS)
-    equivalence: Equivalence = "SEMANTIC"
-    helps: tuple[str, ...] = ()
-    ways = 1
+    equivalence = "SEMANTIC"
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return each replica that exchanges float32."""
@@ -48,24 +44,17 @@ class CompressGradients:
             if _exchanges_float32(profile, one)
         ]
 
-    def edits(self, step: Step, option: Option) -> None:
-        """Return None: the saving is measured by a run."""
-
-    def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
+    def apply(self, roots: Roots, technique: Technique) -> Handle:
         """Register the hook. Raises `ApplyFailed` and leaves the model unchanged."""
         from torchtrim.executor.gradient_sync import halved
 
         return _hooked(roots, technique, halved)
 
-    def by_hand(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
+    def by_hand(self, roots: Roots, technique: Technique) -> Handle:
         """Register a hook, as a person would write it, that rounds, sums, waits and upcasts."""
         from torchtrim.executor.gradient_sync import halved_by_hand
 
         return _hooked(roots, technique, halved_by_hand)
-
-    def bars(self, technique: Technique) -> Collection[str]:
-        """Return no techniques."""
-        return ()
 
     def advice(self, technique: Technique) -> str:
         """Return what to check."""
@@ -75,14 +64,11 @@ class CompressGradients:
 TECHNIQUE = CompressGradients()
 
 
-def _hooked(roots: Mapping[str, Any], technique: Technique, hook: Callable[..., Any]) -> Handle:
+def _hooked(roots: Roots, technique: Technique, hook: Callable[..., Any]) -> Handle:
     from torchtrim.executor.gradient_sync import Compressed, replica_at
 
     if technique.options != _OPTIONS:
-        raise ApplyFailed(
-            "compress_gradients has one option, `dtype`, which must be bfloat16; the plan has "
-            f"{technique.options!r}."
-        )
+        raise wrong_options(technique, "one option, `dtype`, which must be bfloat16")
     return all_or_none(
         technique.where,
         lambda where: Compressed(

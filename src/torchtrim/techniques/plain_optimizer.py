@@ -20,8 +20,7 @@ from typing import Any
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.places import optimizer_at
-from torchtrim.executor.registry import Handle, Option, all_or_none
-from torchtrim.records.finding import Equivalence
+from torchtrim.executor.registry import Handle, Option, Roots, TechniqueUnit, all_or_none
 from torchtrim.records.plan import Technique
 from torchtrim.step.edits import Edit, joined_if_all
 from torchtrim.step.optimizers import (
@@ -31,46 +30,43 @@ from torchtrim.step.optimizers import (
     chunked,
     in_chunks,
     optimizer_calls,
+    parameter_sizes,
 )
 from torchtrim.step.step import Step
 
 _PARTS = (2, 4, 8, 16, 64)
 """Arbitrary; numbers of chunks to offer."""
-_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
-_ONLY_ON_CPU = ("Adagrad",)
+_FUSED = ("Adam", "AdamW", "SGD")
+_FUSED_ON_CPU = (*_FUSED, "Adagrad")
 
 
-class PlainOptimizer:
-    """`where` names optimizers (`AdamW`, a second one `AdamW#2`).
-
-    `style` is `chunks`, with `chunk_bytes` of parameters each, or `fused`.
-    """
+class PlainOptimizer(TechniqueUnit):
+    """`where` names optimizers. `style`: `chunks`, with `chunk_bytes` of parameters each, or `fused`."""
 
     name = "plain_optimizer"
     takes = ("style", "chunk_bytes")
-    equivalence: Equivalence = "BITWISE"
+    equivalence = "BITWISE"
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return chunks of several sizes, and the fused kernel, for every optimizer whose step allocates."""
-        found = []
+        options = []
         for name, calls in optimizer_calls(step).items():
             spans = tuple(seen.span for seen in calls)
             for most in _chunk_sizes(step, calls):
                 settings = ("style", "chunks"), ("chunk_bytes", most)
-                found.append(Option(self.name, name, spans, None, settings))
-            if all(map(_may_fuse, calls)) and not _is_only_for_cpu(step, calls):
+                options.append(Option(self.name, name, spans, None, settings))
+            if _may_fuse(step, calls):
                 fused = (("style", "fused"),)
-                found.append(Option(self.name, name, spans, None, fused, "ROUNDING"))
-        return found
+                options.append(Option(self.name, name, spans, None, fused, "ROUNDING"))
+        return options
 
     def edits(self, step: Step, option: Option) -> Edit | None:
-        """Return the edit without temporaries, except for those of one chunk; None if that does not reduce
-        them."""
+        """Return the edit without temporaries except for those of one chunk, if that reduces them."""
         settings = dict(option.settings)
         calls = optimizer_calls(step)[option.where]
         return joined_if_all(in_chunks(step, seen, _chunks(step, seen, settings)) for seen in calls)
 
-    def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
+    def apply(self, roots: Roots, technique: Technique) -> Handle:
         """Give the optimizers a `step` in this style."""
         from torchtrim.executor.stepping import Stepping, run_fused, run_in_chunks
 
@@ -95,14 +91,13 @@ TECHNIQUE = PlainOptimizer()
 
 
 def _chunk_sizes(step: Step, calls: Sequence[OptimizerCall]) -> list[int]:
-    """Return chunk sizes that split the parameters differently, the largest first; only `foreach` is
-    split."""
+    """Return the chunk sizes that split the parameters of `foreach` differently, the largest first."""
     if any(seen.style != FOREACH for seen in calls):
         return []
-    total = max(sum(_sizes(step, seen)) for seen in calls)
+    total = max(sum(parameter_sizes(step, seen)) for seen in calls)
     found: dict[tuple[Chunks, ...], int] = {}
     for most in (*(total // parts for parts in _PARTS), 1):
-        cut = tuple(chunked(seen.step.updates, _sizes(step, seen), most) for seen in calls)
+        cut = tuple(chunked(seen.step.updates, parameter_sizes(step, seen), most) for seen in calls)
         found.setdefault(cut, max(most, 1))
     return list(found.values())
 
@@ -111,18 +106,12 @@ def _chunks(step: Step, seen: OptimizerCall, settings: Mapping[str, Any]) -> Chu
     """Return the updates that run together; the fused kernel allocates for none."""
     if settings["style"] == "fused":
         return ()
-    return chunked(seen.step.updates, _sizes(step, seen), int(settings["chunk_bytes"]))
+    return chunked(seen.step.updates, parameter_sizes(step, seen), int(settings["chunk_bytes"]))
 
 
-def _sizes(step: Step, seen: OptimizerCall) -> list[int]:
-    return [step.tensors[update.parameter].bytes for update in seen.step.updates]
-
-
-def _may_fuse(seen: OptimizerCall) -> bool:
-    return seen.style != "fused" and seen.step.type.rpartition(".")[2] in _FUSED
-
-
-def _is_only_for_cpu(step: Step, calls: Sequence[OptimizerCall]) -> bool:
+def _may_fuse(step: Step, calls: Sequence[OptimizerCall]) -> bool:
     assert step.profile is not None
-    on_cpu = step.profile.device.startswith("cpu")
-    return not on_cpu and calls[0].step.type.rpartition(".")[2] in _ONLY_ON_CPU
+    known = _FUSED_ON_CPU if step.profile.device.startswith("cpu") else _FUSED
+    return all(
+        seen.style != "fused" and seen.step.type.rpartition(".")[2] in known for seen in calls
+    )

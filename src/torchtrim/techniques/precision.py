@@ -15,40 +15,34 @@ With `dtype = "float16"`, for GPUs before Ampere, a script must scale its loss (
 small gradients vanish. It is never planned, but may be written into a plan or pinned if the script scales.
 Calls without gradients, such as evaluation, run unchanged. The step computes a different function: the
 certificate says AS ASKED if everything else equals the program with this change made by hand, and shows the
-losses of both.
-
-`where` names roots.
+losses of both. `where` names roots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from torchtrim.errors import ApplyFailed
-from torchtrim.executor.places import module_at, root_of
-from torchtrim.executor.registry import Handle, Option, all_or_none
-from torchtrim.records.finding import Equivalence
+from torchtrim.executor.places import module_at, root_of, wrong_options
+from torchtrim.executor.registry import Handle, MeasuredTechnique, Option, Roots, all_or_none, names
 from torchtrim.records.plan import Technique
 from torchtrim.step.index import graded_roots
 from torchtrim.step.step import Span, Step
 
-if TYPE_CHECKING:
-    from torch import nn
-
 _HALVES = ("bfloat16", "float16")
 _WITH_SAVED = ("plain_optimizer", "optimizer_in_backward", "offload_optimizer", "low_bit_states")
-_LEAST_BYTES = 2**12
-"""Smaller float32 tensors, such as a loss, do not show that a root computes in float32."""
+_LEAST_BYTES = (
+    2**12
+)  # Smaller float32 tensors, such as a loss, do not show what a root computes in.
 
 
-class Precision:
+class Precision(MeasuredTechnique):
     """`where` names roots. `of`: `compute` or `saved`; `dtype`: `bfloat16` or `float16`."""
 
     name = "precision"
     takes = ("of", "dtype")
-    equivalence: Equivalence = "SEMANTIC"
-    helps: tuple[str, ...] = ()
+    equivalence = "SEMANTIC"
     ways = 2
 
     def options(self, step: Step) -> Sequence[Option]:
@@ -59,10 +53,7 @@ class Precision:
             for where, spans in _roots(step).items()
         ]
 
-    def edits(self, step: Step, option: Option) -> None:
-        """Return None: the saving is measured by a run."""
-
-    def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
+    def apply(self, roots: Roots, technique: Technique) -> Handle:
         """Replace the forward of the roots. Raises `ApplyFailed` and leaves the model unchanged."""
         from torchtrim.executor.half_precision import AutocastForward, NarrowSaved, lowered
 
@@ -71,7 +62,7 @@ class Precision:
             roots, technique, lambda module, dtype: lowered(module, chosen(module, dtype))
         )
 
-    def by_hand(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
+    def by_hand(self, roots: Roots, technique: Technique) -> Handle:
         """Write `with torch.autocast(...)` around the call, or plain hooks on saved tensors."""
         from torchtrim.executor.half_precision import autocast_by_hand, narrow_by_hand
 
@@ -80,8 +71,6 @@ class Precision:
 
     def bars(self, technique: Technique) -> Collection[str]:
         """Return, for `saved`, the techniques that keep, drop or recompute saved tensors."""
-        from torchtrim.executor.registry import names
-
         if _scope(technique) == "compute":
             return ()
         return [name for name in names() if name not in (*_WITH_SAVED, self.name)]
@@ -95,46 +84,34 @@ class Precision:
 TECHNIQUE = Precision()
 
 
-def _changed(roots: Mapping[str, Any], technique: Technique, change: Any) -> Handle:
+def _changed(roots: Roots, technique: Technique, change: Any) -> Handle:
     dtype = technique.options.get("dtype")
     if dtype not in _HALVES or not {*technique.options} <= {"of", "dtype"}:
-        raise ApplyFailed(
-            f"precision has the options `of` and `dtype`, one of {', '.join(_HALVES)}; the plan has "
-            f'{technique.options!r}. Write `dtype = "bfloat16"`, or plan again.'
-        )
+        takes = f"the options `of` and `dtype`, one of {', '.join(_HALVES)}"
+        raise wrong_options(technique, takes)
     return all_or_none(technique.where, lambda where: change(module_at(roots, where), dtype))
 
 
 def _scope(technique: Technique) -> str:
-    found = technique.options.get("of")
-    if found not in ("compute", "saved"):
+    scope = technique.options.get("of")
+    if scope not in ("compute", "saved"):
         raise ApplyFailed(
-            f"`of` must be `compute` or `saved`, and the plan has {found!r}. Change it in the plan."
+            f"`of` must be `compute` or `saved`, and the plan has {scope!r}. Change it in the plan."
         )
-    return str(found)
+    return str(scope)
 
 
 def _roots(step: Step) -> dict[str, tuple[Span, ...]]:
-    """Return the roots with parameters whose graded calls compute in float32, with the spans of these calls.
-
-    A loss that is called on its own has no parameters.
-    """
-    owning = _roots_with_parameters(step)
-    roots = graded_roots(step, lambda span: _computes_in_float32(step, span))
-    return {path: spans for path, spans in roots.items() if path in owning}
-
-
-def _roots_with_parameters(step: Step) -> set[str]:
+    """Return the roots with parameters whose graded calls compute in float32, with the calls' spans."""
     modules = step.profile.modules if step.profile is not None else ()
-    return {root_of(module.path) for module in modules if module.parameter_bytes}
+    with_parameters = {root_of(module.path) for module in modules if module.parameter_bytes}
+    roots = graded_roots(step, lambda span: _computes_in_float32(step, span))
+    return {path: spans for path, spans in roots.items() if path in with_parameters}
 
 
 def _computes_in_float32(step: Step, span: Span) -> bool:
-    """Return True if a span makes float32 tensors and none in half precision, which would mean autocast is
-    on."""
-    if step.profile is None:
-        return False
-    uses = [use for i in range(*span) for use in step.profile.operators[i].outputs]
+    """Return True if a span makes float32 tensors, and none in half precision, a sign of autocast."""
+    uses = [use for i in range(*span) for use in step.operators[i].outputs]
     if any(use.dtype in _HALVES for use in uses):
         return False
     large = (use.storage for use in uses if use.dtype == "float32")

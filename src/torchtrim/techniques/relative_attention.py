@@ -8,14 +8,13 @@ backward. The module's contents, and so its `state_dict`, stay.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchtrim.analysis.positions import Written, replaceable, written_positions
 from torchtrim.errors import ApplyFailed, Unsupported
 from torchtrim.executor.places import module_at
-from torchtrim.executor.registry import Handle, Handles, Option
-from torchtrim.records.finding import Equivalence
+from torchtrim.executor.registry import Handle, Handles, Option, Roots, TechniqueUnit
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
@@ -31,11 +30,11 @@ Forward = Callable[..., Any]
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
-class ReplaceRelativeAttention:
+class ReplaceRelativeAttention(TechniqueUnit):
     """`where` names modules (`Net.blocks.3.attn`); for T5, the layer with the table."""
 
     name = "relative_attention"
-    equivalence: Equivalence = "ROUNDING"
+    equivalence = "ROUNDING"
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every supported module that materializes positions, except with dropout of probabilities.
@@ -47,21 +46,21 @@ class ReplaceRelativeAttention:
             return []
         places: dict[str, dict[int, Written]] = {}
         for one in written_positions(profile):
-            if profile.operators[one.at].phase == "recompute":
-                continue
-            places.setdefault(_table_place(profile, one), {})[one.at] = one
-        found = []
+            if profile.operators[one.at].phase != "recompute":
+                places.setdefault(_table_place(profile, one), {})[one.at] = one
+        options = []
         for where in replaceable(profile, places):
             spans = tuple(Span(one.first, one.last) for one in places[where].values())
-            if not any(_draws(profile, span) for span in spans):
-                found.append(Option(self.name, where, spans))
-        return found
+            operators = [op for span in spans for op in profile.operators[span.first : span.last]]
+            if not any(base_name(op.name) in _DRAWS for op in operators):
+                options.append(Option(self.name, where, spans))
+        return options
 
     def edits(self, step: Step, option: Option) -> Edit | None:
         """Return the edit that recomputes the attention's saved tensors."""
         return rerun(step, option.spans)
 
-    def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
+    def apply(self, roots: Roots, technique: Technique) -> Handle:
         """Replace the forward of the named modules."""
         from torchtrim.executor.swap import Swapped
 
@@ -85,11 +84,6 @@ def _table_place(profile: Profile, one: Written) -> str:
     return own if f"{table}.".startswith(f"{own}.") else table.rpartition(".")[0]
 
 
-def _draws(profile: Profile, span: Span) -> bool:
-    operators = profile.operators[span.first : span.last]
-    return any(base_name(op.name) in _DRAWS for op in operators)
-
-
 def _forward_of(path: str, module: nn.Module) -> Callable[[Forward], Forward]:
     from torchtrim.attention.known import dropout_of
     from torchtrim.attention.replace import replacement
@@ -106,8 +100,8 @@ def _forward_of(path: str, module: nn.Module) -> Callable[[Forward], Forward]:
         raise ApplyFailed(f"`{path}` cannot be replaced. {error}") from error
 
 
-def _with_followers(roots: Mapping[str, nn.Module], where: str) -> list[tuple[str, nn.Module]]:
-    """Return the module, and the layers that reuse its bias: those at the same place in other blocks."""
+def _with_followers(roots: Roots, where: str) -> list[tuple[str, nn.Module]]:
+    """Return the module, and the layers at the same place in other blocks, which reuse its bias."""
     name, _, path = where.partition(".")
     first = module_at(roots, where)
     if not hasattr(first, "relative_attention_bias"):

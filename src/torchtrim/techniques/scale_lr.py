@@ -17,13 +17,10 @@ the certificate says AS ASKED. `where` names optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
-from torchtrim.errors import ApplyFailed
-from torchtrim.executor.places import optimizer_at
-from torchtrim.executor.registry import Handle, Option, all_or_none
-from torchtrim.records.finding import Equivalence
+from torchtrim.executor.places import optimizer_at, wrong_options
+from torchtrim.executor.registry import Handle, MeasuredTechnique, Option, Roots, all_or_none
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
 from torchtrim.step.step import Step
@@ -34,27 +31,19 @@ _RULES = ("linear", "sqrt")
 _LINEAR = ("SGD", "ASGD")
 
 
-class ScaleLr:
-    """`where` names optimizers (`AdamW`, a second one `AdamW#2`).
-
-    `from_batch`, `to_batch`; `rule`: `linear` or `sqrt`; `warmup`: steps until the factor has risen from 1,
-    or 0.
-    """
+class ScaleLr(MeasuredTechnique):
+    """`where` names optimizers. `rule`: `linear` or `sqrt`; `warmup`: steps until the factor is reached."""
 
     name = "scale_lr"
     takes = ("from_batch", "to_batch", "rule", "warmup")
-    equivalence: Equivalence = "SEMANTIC"
-    helps: tuple[str, ...] = ()
+    equivalence = "SEMANTIC"
     ways = 0
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return none: it saves nothing."""
         return ()
 
-    def edits(self, step: Step, option: Option) -> None:
-        """Return None."""
-
-    def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
+    def apply(self, roots: Roots, technique: Technique) -> Handle:
         """Give the optimizers a `step` with the scaled rate. Raises `ApplyFailed`."""
         from torchtrim.executor.stepping import Stepping, run_scaled
 
@@ -64,7 +53,7 @@ class ScaleLr:
             lambda where: Stepping(where, optimizer_at(roots, where), run_scaled(factor, warmup)),
         )
 
-    def by_hand(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
+    def by_hand(self, roots: Roots, technique: Technique) -> Handle:
         """Register hooks before and after `step` that multiply the rate and restore it."""
         from torchtrim.executor.stepping import scaled_by_hand
 
@@ -89,32 +78,36 @@ TECHNIQUE = ScaleLr()
 def lr_techniques(profile: Profile, now: int, wanted: int) -> tuple[Technique, ...]:
     """Return the techniques for another batch size, one for each rule that the optimizers need."""
     kinds = {one.optimizer: one.type.rpartition(".")[2] for one in profile.optimizer_steps}
-    found = []
-    for rule in _RULES:
-        where = [name for name, kind in kinds.items() if (kind in _LINEAR) is (rule == "linear")]
-        options: dict[str, str | int | float | bool] = {
-            **{"from_batch": now, "to_batch": wanted},
-            **{"rule": rule, "warmup": WARMUP if wanted > now else 0},
-        }
-        if where:
-            one = Technique(
-                name=TECHNIQUE.name, where=tuple(where), options=options, equivalence="SEMANTIC"
-            )
-            found.append(one)
-    return tuple(found)
+    warmup = WARMUP if wanted > now else 0
+    places = {
+        rule: [name for name, kind in kinds.items() if (kind in _LINEAR) is (rule == "linear")]
+        for rule in _RULES
+    }
+    return tuple(
+        Technique(
+            name=TECHNIQUE.name,
+            where=tuple(where),
+            options={"from_batch": now, "to_batch": wanted, "rule": rule, "warmup": warmup},
+            equivalence="SEMANTIC",
+        )
+        for rule, where in places.items()
+        if where
+    )
 
 
 def settings_of(technique: Technique) -> tuple[float, int]:
     """Return the factor, and the number of warm-up steps. Raises `ApplyFailed`."""
-    given = technique.options
-    sizes = given.get("from_batch"), given.get("to_batch")
-    rule, warmup = given.get("rule"), given.get("warmup", 0)
-    whole = all(type(size) is int and size > 0 for size in sizes)
-    if not whole or rule not in _RULES or type(warmup) is not int or warmup < 0:
-        raise ApplyFailed(
-            "scale_lr has the options `from_batch` and `to_batch`, 1 or more, `rule`, one of "
-            f"{', '.join(_RULES)}, and `warmup`, 0 or more steps; the plan has {given!r}."
-        )
-    now, wanted = (int(size or 1) for size in sizes)
+    options = technique.options
+    now, wanted = options.get("from_batch"), options.get("to_batch")
+    rule, warmup = options.get("rule"), options.get("warmup", 0)
+    if (
+        not (type(now) is int and now > 0 and type(wanted) is int and wanted > 0)
+        or rule not in _RULES
+        or type(warmup) is not int
+        or warmup < 0
+    ):
+        sizes = "the options `from_batch` and `to_batch`, 1 or more"
+        takes = f"`rule`, one of {', '.join(_RULES)}, and `warmup`, 0 or more steps"
+        raise wrong_options(technique, f"{sizes}, {takes}")
     ratio = wanted / now
     return (ratio if rule == "linear" else ratio**0.5), warmup

@@ -7,7 +7,7 @@ size suffices. Sums use float32 if the dtype is narrower.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,24 +23,6 @@ class LossRule(NamedTuple):
     label_smoothing: float
     z_loss: float
     rows: int
-
-
-class LogitSource(Protocol):
-    """Source of rows of logits, and sink of their gradients."""
-
-    classes: int
-
-    def spans(self, rows: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges of at most `rows` rows."""
-        ...
-
-    def logits(self, first: int, last: int) -> Tensor:
-        """Return the logits of these rows in the accumulation dtype. The caller may overwrite them."""
-        ...
-
-    def take(self, first: int, last: int, gradient: Tensor) -> None:
-        """Take the gradient of these rows' logits."""
-        ...
 
 
 def sums_type(dtype: torch.dtype) -> torch.dtype:
@@ -64,27 +46,25 @@ class Product:
         self._sums = sums_type(hidden.dtype)
         shape = (min(rows, len(hidden)), self.classes)
         self._buffer = hidden.new_empty(shape)
+        self._is_wide = hidden.dtype == self._sums
         self._wide = self._buffer if self._is_wide else hidden.new_empty(shape, dtype=self._sums)
         self.of_hidden = torch.empty_like(hidden) if wanted[0] else hidden.new_empty(0)
         self.of_weight = self._zeros(weight) if wanted[1] else weight.new_empty(0)
-        of_bias = bias is not None and wanted[2]
-        self.of_bias = self._zeros(bias) if bias is not None and of_bias else weight.new_empty(0)
-        self._wanted = (wanted[0], wanted[1], of_bias)
-
-    @property
-    def _is_wide(self) -> bool:
-        return self._hidden.dtype == self._sums
+        self.of_bias = weight.new_empty(0)
+        if bias is not None and wanted[2]:
+            self.of_bias = self._zeros(bias)
+        self._wanted = (wanted[0], wanted[1], bias is not None and wanted[2])
 
     def _zeros(self, like: Tensor) -> Tensor:
         return torch.zeros(like.shape, dtype=self._sums, device=like.device)
 
     def spans(self, rows: int) -> Iterator[tuple[int, int]]:
-        """Yield consecutive ranges."""
+        """Yield ranges of at most `rows` rows."""
         count = len(self._hidden)
         return ((at, min(at + rows, count)) for at in range(0, count, rows))
 
     def logits(self, first: int, last: int) -> Tensor:
-        """Compute the product in the buffer."""
+        """Compute logits in the accumulation dtype in the buffer, which the caller may overwrite."""
         made, hidden = self._buffer[: last - first], self._hidden[first:last]
         if self._bias is None:
             torch.mm(hidden, self._weight.t(), out=made)
@@ -128,19 +108,22 @@ class ExistingLogits:
             yield from ((at, min(at + rows, end)) for at in range(begin, end, rows))
 
     def logits(self, first: int, last: int) -> Tensor:
-        """Return a copy of the logits."""
+        """Return a copy of the logits in the accumulation dtype."""
         return self._of(self._logits, first, last).to(
             self._sums, copy=True, memory_format=torch.contiguous_format
         )
 
     def take(self, first: int, last: int, gradient: Tensor) -> None:
-        """Write the gradient."""
+        """Write the gradient of these rows' logits."""
         assert self._into is not None
         self._of(self._into, first, last).copy_(gradient)
 
     def _of(self, whole: Tensor, first: int, last: int) -> Tensor:
         sample, begin = divmod(first, self._places)
         return whole[sample, :, begin : begin + last - first].t()
+
+
+LogitSource = Product | ExistingLogits
 
 
 class Targets:
@@ -209,8 +192,6 @@ def reduced(loss: Tensor, targets: Targets, rule: LossRule) -> Tensor:
 
 
 class _Chunk:
-    """Arithmetic of one chunk."""
-
     def __init__(
         self, targets: Targets, rule: LossRule, classes: int, first: int, last: int
     ) -> None:
@@ -229,7 +210,6 @@ class _Chunk:
         return logits.sum(1) if self._weights is None else logits @ self._weights
 
     def loss(self, lse: Tensor, picked: Tensor, smooth: Tensor | None) -> Tensor:
-        """Return each row's loss."""
         found = torch.where(self._hard > 0, self._hard * (lse - picked), 0)
         if smooth is not None:
             found += self._soft * (lse * self._of_all - smooth)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import NamedTuple
 
 from torchtrim.records.operator_names import base_name
@@ -11,7 +12,7 @@ from torchtrim.records.remembered import remembered
 from torchtrim.step.index import recorded_index
 from torchtrim.step.step import Span, Step
 
-_ROWS, _ELEMENTS = 256, 2**20
+_ROWS, _ELEMENTS = 256, 2**20  # Arbitrary: 256 rows keep a GPU busy; 2**20 logits take 4 MiB.
 
 
 def rows_for(count: int, classes: int) -> int:
@@ -71,15 +72,12 @@ def _heads_of(profile: Profile) -> tuple[FoundHead, ...]:
 
 
 class _HeadFinder:
-    """Finds the head before a log_softmax."""
-
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._operators = profile.operators
         self._users = recorded_index(profile).users
 
     def head(self, softmax: int) -> FoundHead | None:
-        """Return the head whose logits a log_softmax reads, or None."""
         op = self._operators[softmax]
         if base_name(op.name) != _SOFTMAX or op.phase in _BACKWARD:
             return None
@@ -91,69 +89,52 @@ class _HeadFinder:
         losses = [i for i in readers if base_name(self._operators[i].name) in _LOSSES]
         if len(losses) != 1 or not all(self._is_known(i, family, logs) for i in readers):
             return None
-        return self._made(product, softmax, losses[0], tuple(readers), tuple(copies))
+        return self._made(product, losses[0], tuple(readers), tuple(copies))
 
     def _forward_users(self, storage: int) -> list[int]:
         users = self._users.get(storage, ())
         return [index for index in users if self._operators[index].phase not in _BACKWARD]
 
     def _back(self, storage: int) -> tuple[int, list[int], list[int]]:
-        """Trace logits back to their product (-1 if unknown). Return it, the family of copies, and their
-        tasks.
-        """
+        """Return the product of logits (-1 if unknown), the family of its copies, and their tasks."""
         family, copies = [storage], list[int]()
         while True:
             maker = self._profile.storages[family[-1]].birth
-            if maker < 0 or self._operators[maker].phase in _BACKWARD:
+            if maker < 0 or (op := self._operators[maker]).phase in _BACKWARD:
                 return -1, family, copies
-            name = base_name(self._operators[maker].name)
-            if name in _PRODUCTS:
+            if base_name(op.name) in _PRODUCTS:
                 return maker, family, copies
-            if name not in _COPIES or len(self._operators[maker].inputs) != 1:
+            if base_name(op.name) not in _COPIES or len(op.inputs) != 1:
                 return -1, family, copies
             copies.append(maker)
-            family.append(self._operators[maker].inputs[0].storage)
+            family.append(op.inputs[0].storage)
 
     def _is_known(self, index: int, family: list[int], logs: int) -> bool:
-        """Return True if a reader of the logits or their log_softmax is part of the loss, or only moves
-        elements.
-        """
-        op, every = self._operators[index], {*family, logs}
-        name = base_name(op.name)
-        if op.mutates:
-            return False
-        if all(use.storage in every for use in op.outputs):
-            return True
+        """Return True if a reader of the logits or `logs` is part of the loss, or only moves elements."""
+        op = self._operators[index]
         of_logs = logs in {use.storage for use in op.inputs}
-        return of_logs and name in (*_LOSSES, *_OF_SMOOTHING)
+        in_loss = of_logs and base_name(op.name) in (*_LOSSES, *_OF_SMOOTHING)
+        return not op.mutates and (
+            in_loss or all(use.storage in (*family, logs) for use in op.outputs)
+        )
 
     def _made(
-        self,
-        product: int,
-        softmax: int,
-        loss: int,
-        readers: tuple[int, ...],
-        copies: tuple[int, ...],
+        self, product: int, loss: int, readers: tuple[int, ...], copies: tuple[int, ...]
     ) -> FoundHead | None:
         op, lost = self._operators[product], self._operators[loss]
         hidden, weight = op.inputs[-2:]
-        module = op.module
-        if module < 0 or not self._is_weight(weight) or len(lost.inputs) < 2:
+        if op.module < 0 or not self._is_weight(weight) or len(lost.inputs) < 2:
             return None
-        count = 1
-        for size in lost.inputs[1].shape:
-            count *= size
-        record = self._profile.modules[module]
         return FoundHead(
-            where=record.path,
+            where=self._profile.modules[op.module].path,
             product=product,
             loss=loss,
             readers=readers,
             hidden=hidden,
-            number=count,
+            number=prod(lost.inputs[1].shape),
             classes=op.outputs[0].shape[1],
             width=hidden.shape[1],
-            biased=len(op.inputs) > len(("hidden", "weight")),
+            biased=len(op.inputs) > 2,
             each=bool(lost.outputs[0].shape),
             copied=copies,
         )

@@ -7,7 +7,7 @@ function gets the real logits, which are then computed and kept.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -48,11 +48,9 @@ class Head(NamedTuple):
         """Raise if hidden states or weights have changed."""
         if tuple(one._version for one in self.tensors) != self.versions:
             raise _refused(
-                (
-                    f"the logits of `{self.where}` are read after its weights or its input changed, so "
-                    "chunked_loss can no longer compute them. Read them before the optimizer steps, or "
-                    "take it out of the plan."
-                ),
+                f"the logits of `{self.where}` are read after its weights or its input changed, so "
+                "chunked_loss can no longer compute them. Read them before the optimizer steps, or "
+                "take it out of the plan.",
                 self.where,
             )
 
@@ -99,10 +97,8 @@ class Logits(Tensor):
         mine = next((one for one in args if isinstance(one, Logits)), None)
         where = mine.head.where if mine is not None else ""
         raise _refused(
-            (
-                f"{func} reads the logits of `{where}` below Python, where chunked_loss cannot "
-                "compute them. Take it out of the plan."
-            ),
+            f"{func} reads the logits of `{where}` below Python, where chunked_loss cannot compute them. "
+            "Take it out of the plan.",
             where,
         )
 
@@ -132,10 +128,8 @@ class Logits(Tensor):
         others = [one for ref in self._family if (one := ref()) is not None and one is not self]
         if self.log_probabilities or (self.there is None and others):
             raise _refused(
-                (
-                    f"the logits of `{self.head.where}` are changed in place while other variables "
-                    "alias them, which chunked_loss does not support. Take it out of the plan."
-                ),
+                f"the logits of `{self.head.where}` are changed in place while other variables alias "
+                "them, which chunked_loss does not support. Take it out of the plan.",
                 self.head.where,
             )
         with torch.enable_grad():
@@ -161,7 +155,6 @@ def kept(real: Tensor, dim: int, where: str, rows: int) -> Logits:
 
 
 def _computed(head: Head) -> Tensor:
-    """Compute the logits, in the dtype of their casts."""
     head.check()
     moved, device = head.moved, head.moved.hidden.device.type
     hidden = moved.hidden.movedim(moved.dim, -1)
@@ -195,7 +188,7 @@ def _apply_move(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     if not args or not isinstance(args[0], Logits):
         return NotImplemented
     mine: Logits = args[0]
-    if name in ("log_softmax",) and not mine.log_probabilities:
+    if name == "log_softmax" and not mine.log_probabilities:
         return _log_softmax(mine, func, args, kwargs)
     move = MOVES.get(name)
     moved = move(mine.head.moved, *args[1:], **kwargs) if move is not None else None
@@ -203,9 +196,9 @@ def _apply_move(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     if moved is None and dtype is None:
         return NotImplemented
     real = func(mine.there, *args[1:], **kwargs) if mine.there is not None else None
-    if moved is None:
-        assert dtype is not None
+    if dtype is not None and moved is None:
         return Logits.of(mine.head._replace(dtype=dtype), real, mine.log_probabilities)
+    assert moved is not None
     bias = mine.head.bias
     if bias is not None and name == "detach":
         bias = bias.detach()
@@ -242,7 +235,6 @@ def _cast(name: str, mine: Logits, args: Any, kwargs: Any) -> torch.dtype | None
 
 
 def _chunked_loss(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Compute a loss without materializing the logits."""
     loss = _LOSSES.get(name)
     if loss is None:
         return NotImplemented
@@ -252,7 +244,8 @@ def _chunked_loss(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
 
 
-def _cross_entropy(
+def _class_loss(
+    log: bool,
     input: Any,
     target: Any,
     weight: Tensor | None = None,
@@ -262,25 +255,12 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    known = isinstance(input, Logits) and not input.log_probabilities
-    if not known or size_average is not None or reduce is not None:
+    """Compute `nll_loss` if `log`, else `cross_entropy`."""
+    known = isinstance(input, Logits) and input.log_probabilities is log
+    dated = size_average is not None or reduce is not None
+    if not known or dated or (log and label_smoothing):
         return NotImplemented
     return _loss(input, target, weight, reduction, ignore_index, label_smoothing)
-
-
-def _nll_loss(
-    input: Any,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Any:
-    known = isinstance(input, Logits) and input.log_probabilities
-    if not known or size_average is not None or reduce is not None:
-        return NotImplemented
-    return _loss(input, target, weight, reduction, ignore_index, 0.0)
 
 
 def _logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
@@ -302,8 +282,8 @@ def _logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
 
 
 _LOSSES: dict[str, Callable[..., Any]] = {
-    "cross_entropy": _cross_entropy,
-    "nll_loss": _nll_loss,
+    "cross_entropy": functools.partial(_class_loss, False),
+    "nll_loss": functools.partial(_class_loss, True),
     "logsumexp": _logsumexp,
 }
 
@@ -358,7 +338,6 @@ def _loss_type(mine: Logits) -> torch.dtype:
 
 
 def _run_with_logits(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run any other function with the real logits."""
     written = list(_written_logits(name, args, kwargs))
     for one in written:
         one.become_real()
@@ -381,8 +360,7 @@ def _written_logits(name: str, args: Any, kwargs: Any) -> Iterator[Logits]:
 
 def _refused(said: str, where: str) -> ApplyFailed:
     error = ApplyFailed(said)
-    with contextlib.suppress(AttributeError):
-        note(error, where)
+    note(error, where)
     return error
 
 

@@ -10,10 +10,7 @@ from torch import Tensor
 
 
 class MovedHidden(NamedTuple):
-    """Hidden states whose dimension `dim` becomes the classes of logits by `weight`.
-
-    `classes`: slice of the weight's rows, or None for all.
-    """
+    """Hidden states whose dimension `dim` becomes the `classes`, a slice or all, of logits by `weight`."""
 
     hidden: Tensor
     weight: Tensor
@@ -138,8 +135,7 @@ def _is_plain(part: Any) -> bool:
 
 def _is_list(part: Any) -> bool:
     """Return True for one dimension's indices. Masks are excluded: their number of rows is unknown."""
-    listed = isinstance(part, list) and all(type(place) is int for place in part)
-    return listed and bool(part)
+    return isinstance(part, list) and bool(part) and all(type(place) is int for place in part)
 
 
 def _filled(parts: tuple[Any, ...], missing: int) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ The second reads existing logits and writes their gradient in backward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,7 +54,6 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *call: Any) -> Tensor:
-        """Return the loss."""
         hidden, weight, bias, target, class_weight, *rule = call
         wanted = list(ctx.needs_input_grad[:3])
         ctx.early = is_early(rule[0], hidden.dtype)
@@ -69,7 +69,6 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden, weight and bias."""
         only_once("torchtrim's linear_cross_entropy")
         if ctx.early:
             found = [_scaled(one, grad) for one in ctx.saved_tensors]
@@ -81,11 +80,8 @@ class _Linear(torch.autograd.Function):
 
 
 class _Chunked(torch.autograd.Function):
-    """Cross entropy of existing logits."""
-
     @staticmethod
     def forward(ctx: Any, *call: Any) -> Tensor:
-        """Return the loss."""
         loss, lse = _ops.chunked_cross_entropy_forward(*call)
         ctx.save_for_backward(lse, *call[:3])
         ctx.rule = call[3:]
@@ -94,7 +90,6 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the logits."""
         only_once("torchtrim's chunked_cross_entropy")
         lse, *tensors = ctx.saved_tensors
         found = _ops.chunked_cross_entropy_backward(grad, lse, *tensors, *ctx.rule)
@@ -127,37 +122,26 @@ def _chunked(*call: Any) -> Tensor:
     return made
 
 
-def _linear_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    rule, wanted = LossRule(*rest[:-1]), tuple(rest[-1])
-    targets = Targets(target, class_weight, rule, sums_type(hidden.dtype))
-    source = Product(hidden, weight, bias, wanted, rule.rows)
-    loss, lse = losses(source, targets, rule, targets.scale() if any(wanted) else None)
-    kept = lse if not any(wanted) else lse.new_empty(0)
+def _linear_forward(*call: Any) -> tuple[Tensor, ...]:
+    source, targets, rule = _linear_parts(*call)
+    any_wanted = any(call[-1])
+    loss, lse = losses(source, targets, rule, targets.scale() if any_wanted else None)
+    kept = lse.new_empty(0) if any_wanted else lse
     return reduced(loss, targets, rule), kept, *source.gradients()
 
 
-def _linear_backward(
-    grad: Tensor,
-    lse: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    rule, wanted = LossRule(*rest[:-1]), tuple(rest[-1])
-    targets = Targets(target, class_weight, rule, sums_type(hidden.dtype))
-    source = Product(hidden, weight, bias, wanted, rule.rows)
+def _linear_backward(grad: Tensor, lse: Tensor, *call: Any) -> tuple[Tensor, ...]:
+    source, targets, rule = _linear_parts(*call)
     gradients(source, targets, rule, lse, targets.scale(grad))
     return source.gradients()
+
+
+def _linear_parts(
+    hidden: Tensor, weight: Tensor, bias: Any, target: Tensor, class_weight: Any, *rest: Any
+) -> tuple[Product, Targets, LossRule]:
+    rule = LossRule(*rest[:-1])
+    targets = Targets(target, class_weight, rule, sums_type(hidden.dtype))
+    return Product(hidden, weight, bias, tuple(rest[-1]), rule.rows), targets, rule
 
 
 def _chunked_forward(
@@ -170,12 +154,7 @@ def _chunked_forward(
 
 
 def _chunked_backward(
-    grad: Tensor,
-    lse: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    class_weight: Tensor | None,
-    *rest: Any,
+    grad: Tensor, lse: Tensor, logits: Tensor, target: Tensor, class_weight: Any, *rest: Any
 ) -> Tensor:
     rule = LossRule(*rest)
     targets = Targets(target, class_weight, rule, sums_type(logits.dtype))
@@ -201,52 +180,11 @@ def _chunked_under_autocast(logits: Tensor, *rest: Any) -> Tensor:
 
 
 def _loss_like(like: Tensor, target: Tensor, reduction: str) -> Tensor:
-    shape = target.shape if reduction == "none" else ()
+    return _sums_like(like, target.shape if reduction == "none" else ())
+
+
+def _sums_like(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return like.new_empty(shape, dtype=sums_type(like.dtype))
-
-
-def _linear_cross_entropy_like(
-    hidden: Tensor, weight: Tensor, bias: Any, target: Tensor, _: Any, *rule: Any
-) -> Tensor:
-    return _loss_like(hidden, target, rule[0])
-
-
-def _linear_cross_entropy_forward_like(
-    hidden: Tensor, weight: Tensor, bias: Any, target: Tensor, _: Any, *rule: Any
-) -> tuple[Tensor, ...]:
-    wanted = rule[-1]
-    lse = hidden.new_empty((0,) if any(wanted) else target.shape, dtype=sums_type(hidden.dtype))
-    return _loss_like(hidden, target, rule[0]), lse, *_gradients_like(hidden, weight, bias, wanted)
-
-
-def _linear_cross_entropy_backward_like(
-    grad: Tensor,
-    lse: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Any,
-    target: Tensor,
-    _: Any,
-    *rule: Any,
-) -> tuple[Tensor, ...]:
-    return _gradients_like(hidden, weight, bias, rule[-1])
-
-
-def _chunked_cross_entropy_like(logits: Tensor, target: Tensor, _: Any, *rule: Any) -> Tensor:
-    return _loss_like(logits, target, rule[0])
-
-
-def _chunked_cross_entropy_forward_like(
-    logits: Tensor, target: Tensor, _: Any, *rule: Any
-) -> tuple[Tensor, Tensor]:
-    lse = logits.new_empty(target.shape, dtype=sums_type(logits.dtype))
-    return _loss_like(logits, target, rule[0]), lse
-
-
-def _chunked_cross_entropy_backward_like(
-    grad: Tensor, lse: Tensor, logits: Tensor, *rest: Any
-) -> Tensor:
-    return torch.empty_like(logits)
 
 
 def _gradients_like(
@@ -258,22 +196,33 @@ def _gradients_like(
     )
 
 
+_SHAPES: dict[str, Callable[..., Any]] = {
+    "linear_cross_entropy": lambda x, w, b, target, cw, *rule: _loss_like(x, target, rule[0]),
+    "linear_cross_entropy_forward": lambda x, w, b, target, cw, *rule: (
+        _loss_like(x, target, rule[0]),
+        _sums_like(x, (0,) if any(rule[-1]) else target.shape),
+        *_gradients_like(x, w, b, rule[-1]),
+    ),
+    "linear_cross_entropy_backward": lambda grad, lse, x, w, b, *rest: _gradients_like(
+        x, w, b, rest[-1]
+    ),
+    "chunked_cross_entropy": lambda x, target, cw, *rule: _loss_like(x, target, rule[0]),
+    "chunked_cross_entropy_forward": lambda x, target, cw, *rule: (
+        _loss_like(x, target, rule[0]),
+        _sums_like(x, target.shape),
+    ),
+    "chunked_cross_entropy_backward": lambda grad, lse, x, *rest: torch.empty_like(x),
+}
+_KERNELS = {
+    "linear_cross_entropy_forward": _linear_forward,
+    "linear_cross_entropy_backward": _linear_backward,
+    "chunked_cross_entropy_forward": _chunked_forward,
+    "chunked_cross_entropy_backward": _chunked_backward,
+}
 _fake: Any = torch.library.register_fake
-for _name, _shape in (
-    ("linear_cross_entropy", _linear_cross_entropy_like),
-    ("linear_cross_entropy_forward", _linear_cross_entropy_forward_like),
-    ("linear_cross_entropy_backward", _linear_cross_entropy_backward_like),
-    ("chunked_cross_entropy", _chunked_cross_entropy_like),
-    ("chunked_cross_entropy_forward", _chunked_cross_entropy_forward_like),
-    ("chunked_cross_entropy_backward", _chunked_cross_entropy_backward_like),
-):
+for _name, _shape in _SHAPES.items():
     _fake(f"torchtrim::{_name}")(_shape)
-for _name, _kernel in (
-    ("linear_cross_entropy_forward", _linear_forward),
-    ("linear_cross_entropy_backward", _linear_backward),
-    ("chunked_cross_entropy_forward", _chunked_forward),
-    ("chunked_cross_entropy_backward", _chunked_backward),
-):
+for _name, _kernel in _KERNELS.items():
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
 for _name, _graded, _cast in (
     ("linear_cross_entropy", _linear, _under_autocast),

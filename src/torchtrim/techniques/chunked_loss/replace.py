@@ -15,21 +15,16 @@ from torchtrim.techniques.chunked_loss.logits import Logits, head_of
 
 Forward = Callable[..., Any]
 _PRODUCTS = ("matmul", "mm", "__matmul__")
-_OF_MATRIX = ("rows", "columns")
 
 
 def replaced(module: nn.Module, where: str, rows: int, classes: int) -> Swapped:
-    """Make a module return a stand-in, or its matrix products with `classes` columns.
-
-    `revert` undoes it.
-    """
+    """Make a module return a stand-in, or its matrix products with `classes` columns."""
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return Swapped(module, lambda forward: _of_linear(module, forward, where, rows))
     if not classes:
         raise ApplyFailed(
-            f"`{where}` is a {type(module).__name__}, not an nn.Linear, so chunked_loss cannot "
-            "tell which of its products are logits. Give the option classes, the number of "
-            "classes."
+            f"`{where}` is a {type(module).__name__}, not an nn.Linear, so chunked_loss cannot tell which of "
+            "its products are logits. Give the option classes, the number of classes."
         )
     return Swapped(module, lambda forward: _of_products(module, forward, where, rows, classes))
 
@@ -69,8 +64,7 @@ class _Products(TorchFunctionMode):
 
     def __init__(self, module: nn.Module, where: str, rows: int, classes: int) -> None:
         super().__init__()
-        matrices = [one for one in module.parameters() if one.dim() == len(_OF_MATRIX)]
-        self._own = {id(one) for one in matrices}
+        self._own = {id(one) for one in module.parameters() if one.dim() == 2}
         self._where, self._rows, self._classes = where, rows, classes
 
     def __torch_function__(
@@ -78,22 +72,18 @@ class _Products(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         operands = self._operands(getattr(func, "__name__", ""), args, kwargs)
-        if operands is not None:
-            made = _lazy_product(*operands, self._where, self._rows)
-            if made is not None:
-                return made
-        return func(*args, **kwargs)
+        made = operands and _lazy_product(*operands, self._where, self._rows)
+        return func(*args, **kwargs) if made is None else made
 
     def _operands(
         self, name: str, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Return hidden states, weight and bias of such a product, or None."""
         if name == "linear" and len(args) > 1 and self._is_own(args[1], args[1]):
-            return args[0], args[1], args[2] if len(args) > len(_OF_MATRIX) else kwargs.get("bias")
-        if name not in _PRODUCTS or len(args) != len(_OF_MATRIX) or kwargs:
+            return args[0], args[1], args[2] if len(args) > 2 else kwargs.get("bias")
+        if name not in _PRODUCTS or len(args) != 2 or kwargs:
             return None
         hidden, turned = args
-        if not isinstance(turned, Tensor) or turned.dim() != len(_OF_MATRIX):
+        if not isinstance(turned, Tensor) or turned.dim() != 2:
             return None
         whole = turned if turned._base is None else turned._base
         return (hidden, turned.t(), None) if self._is_own(whole, turned.t()) else None

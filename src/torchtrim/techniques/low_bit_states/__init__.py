@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-LEAST = 4096
-"""Elements: torchao and bitsandbytes leave smaller states in full precision."""
-BLOCK = 256
-"""Elements that share a scale."""
+LEAST = 4096  # elements: torchao and bitsandbytes leave smaller states in full precision
+BLOCK = 256  # elements that share a scale
 
 
 def narrow_bytes(count: int, wide: int, states: str) -> int:

@@ -9,13 +9,13 @@ import importlib.util
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from torchtrim.capture.optimizers import parameters_of
 from torchtrim.errors import ApplyFailed
-from torchtrim.executor.stepping import OwnStep, cut, refuse
+from torchtrim.executor.stepping import Hooked, OwnStep, cut, refuse
 from torchtrim.techniques.low_bit_states import BLOCK, LEAST
 
 State = dict[str, Any]
@@ -23,34 +23,10 @@ Seeds = Mapping[torch.Tensor, int]
 Tensors = Sequence[torch.Tensor]
 
 _UNSIGNED = ("exp_avg_sq", "max_exp_avg_sq")
-_PIECE = {"cpu": 2**14}
-"""Elements converted at a time on a CPU, whole blocks of them. Arbitrary; some 40 bytes per element are
-temporary."""
-_LARGE_PIECE = 2**22
-"""The same on other devices. Arbitrary; fewer launches, for 160 MiB of temporaries."""
-
-
-class StateFormat(Protocol):
-    """The format of a narrow state: the suffixes of its names, and its tensors."""
-
-    name: str
-    suffixes: tuple[str, ...]
-
-    def fits(self, value: Any) -> bool:
-        """Return True if the value is a state to narrow."""
-        ...
-
-    def kinds(self, count: int) -> tuple[tuple[torch.dtype, int], ...]:
-        """Return the type and size of each tensor that holds `count` elements."""
-        ...
-
-    def narrowed(self, key: str, value: torch.Tensor, into: Tensors, seed: int) -> Tensors:
-        """Return the narrow state, a tensor for each suffix: written into `into` unless that is empty."""
-        ...
-
-    def widened(self, key: str, kept: Tensors, like: torch.Tensor) -> torch.Tensor:
-        """Return the state as a tensor like `like`."""
-        ...
+_PIECE = {
+    "cpu": 2**14
+}  # Arbitrary: elements converted at a time, with 40 bytes each of temporaries.
+_LARGE_PIECE = 2**22  # The same on other devices: fewer launches, for 160 MiB of temporaries.
 
 
 def format_of(options: Mapping[str, Any]) -> StateFormat:
@@ -103,7 +79,10 @@ def _in_silence() -> Iterator[None]:
 
 
 class EightBitFormat:
-    """Codes of one byte, and a scale for each block."""
+    """Codes of one byte, and a scale for each block.
+
+    As every format, it has a narrow tensor for each suffix, and writes into the tensors of `into`, if given.
+    """
 
     name = "8bit"
     suffixes: tuple[str, ...] = ("codes", "scale")
@@ -115,7 +94,8 @@ class EightBitFormat:
     def fits(self, value: Any) -> bool:
         """Return True for a state of whole blocks, in half or single precision."""
         large = isinstance(value, torch.Tensor) and value.numel() >= LEAST
-        return large and value.is_floating_point() and _is_whole(value)
+        whole = large and value.numel() % BLOCK == 0 and value.element_size() <= 4
+        return whole and value.is_floating_point()
 
     def kinds(self, count: int) -> tuple[tuple[torch.dtype, int], ...]:
         """Return the types and sizes of codes and scales."""
@@ -179,10 +159,10 @@ class Bfloat16Format:
 
     def widened(self, key: str, kept: Tensors, like: torch.Tensor) -> torch.Tensor:
         """Return the state in single precision."""
-        (one,) = kept
-        return torch.empty_like(like, device=one.device).copy_(one.view(like.shape))
+        return torch.empty_like(like, device=kept[0].device).copy_(kept[0].view(like.shape))
 
 
+StateFormat = EightBitFormat | Bfloat16Format
 _FORMATS: dict[str, Callable[[Any], StateFormat]] = {"8bit": EightBitFormat, "bf16": Bfloat16Format}
 
 
@@ -200,7 +180,10 @@ class NarrowStates:
         refuse(where, optimizer)
         self._optimizer = optimizer
         self._form = form
-        self._before = _wide_states(optimizer, form)
+        self._before: dict[torch.Tensor, State] = {
+            parameter: _on_host({key: value for key, value in state.items() if form.fits(value)})
+            for parameter, state in optimizer.state.items()
+        }
         self._own = OwnStep(optimizer, self._run)
         self._saved = _StateDictHooks(optimizer, form)
         _narrow_all(optimizer, form, _seeds(optimizer))
@@ -216,7 +199,6 @@ class NarrowStates:
         self._before.clear()
 
     def _run(self, step: Callable[[], Any]) -> None:
-        """Run the step, one parameter at a time."""
         optimizer, form = self._optimizer, self._form
         self._before.clear()
         whole = optimizer.param_groups
@@ -247,36 +229,30 @@ class NarrowedByHand:
             _narrow_all(optimizer, form, seeds)
 
         after()
-        self._hooks = [
-            optimizer.register_step_pre_hook(before),
-            optimizer.register_step_post_hook(after),
-        ]
+        self._hooks = Hooked(
+            optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+        )
         self._saved = _StateDictHooks(optimizer, form)
         self._wide = functools.partial(_widen_all, optimizer, form)
 
     def revert(self) -> None:
         """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.revert()
         self._saved.revert()
         self._wide()
 
 
-class _StateDictHooks:
+class _StateDictHooks(Hooked):
     """Hooks on saving and loading an optimizer: states are saved wide, with the narrow ones beside them."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, form: StateFormat) -> None:
         self._form = form
         self._coming: Any = None
-        self._hooks = [
+        super().__init__(
             optimizer.register_state_dict_post_hook(self._saves),
             optimizer.register_load_state_dict_pre_hook(self._comes),
             optimizer.register_load_state_dict_post_hook(self._loaded),
-        ]
-
-    def revert(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        )
 
     def _saves(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         parameters = list(parameters_of(optimizer))
@@ -319,13 +295,11 @@ def _restore_narrow(
 
 
 def _may_be_narrow(form: StateFormat, tensors: Any, wide: torch.Tensor) -> bool:
-    """Return True if tensors have the types and sizes of a narrow state."""
     if not form.fits(wide) or not isinstance(tensors, (tuple, list)):
         return False
-    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-        return False
-    found = tuple((tensor.dtype, tensor.numel()) for tensor in tensors)
-    return found == form.kinds(wide.numel()) and all(tensor.dim() == 1 for tensor in tensors)
+    flat = [one for one in tensors if isinstance(one, torch.Tensor) and one.dim() == 1]
+    kinds = tuple((tensor.dtype, tensor.numel()) for tensor in flat)
+    return len(flat) == len(tensors) and kinds == form.kinds(wide.numel())
 
 
 def _by_state_name(form: StateFormat, key: str, kept: Tensors) -> State:
@@ -333,7 +307,6 @@ def _by_state_name(form: StateFormat, key: str, kept: Tensors) -> State:
 
 
 def _widen(form: StateFormat, state: State, like: torch.Tensor) -> dict[str, Tensors]:
-    """Widen the states of one parameter, and return their narrow tensors by key."""
     found: dict[str, Tensors] = {}
     last = f"_{form.suffixes[0]}"
     for key in [name.removesuffix(last) for name in state if name.endswith(last)]:
@@ -359,14 +332,6 @@ def _narrow_all(optimizer: torch.optim.Optimizer, form: StateFormat, seeds: Seed
         _narrow(form, state, {}, seeds[parameter])
 
 
-def _wide_states(optimizer: torch.optim.Optimizer, form: StateFormat) -> dict[torch.Tensor, State]:
-    """Return the states to narrow, on the host."""
-    return {
-        parameter: _on_host({key: value for key, value in state.items() if form.fits(value)})
-        for parameter, state in optimizer.state.items()
-    }
-
-
 def _on_host(state: Mapping[str, Any]) -> State:
     return {
         key: value.cpu() if isinstance(value, torch.Tensor) else value
@@ -384,14 +349,9 @@ def _seeds(optimizer: torch.optim.Optimizer) -> Seeds:
 
 @contextlib.contextmanager
 def _random(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed the random number generators, and restore the program's own afterwards."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
-
-
-def _is_whole(value: torch.Tensor) -> bool:
-    return value.numel() % BLOCK == 0 and value.element_size() <= 4
 
 
 def _pieces(flat: torch.Tensor) -> Iterator[tuple[slice, slice]]:

@@ -8,35 +8,31 @@ fewer bits, with [torchao](https://github.com/pytorch/ao)'s arithmetic (`pip ins
   They are the codes of `torchao.optim.AdamW8bit`. As there, a state of fewer than 4,096 elements, or of a
   number that is not divisible by 256, stays in full precision.
 * `states = "bf16"`: bfloat16, half of the bytes, with stochastic rounding. With rounding to nearest, a second
-  moment would stop moving, since a step changes it by less than the resolution of bfloat16. torchao has this
-  rounding, but no optimizer that keeps bfloat16 states for float32 parameters. The noise is drawn from the
-  number of the step and of the parameter, so the program's own random numbers do not change.
+  moment would stop moving, since a step changes it by less than the resolution of bfloat16. The noise is
+  drawn from the number of the step and of the parameter, so the program's own random numbers do not change.
 
 The optimizer stays the user's own object, and its own step computes in its usual type: one parameter at a
 time, its state is widened, updated and narrowed again. So schedulers, groups, clipping, accumulation,
-scalers, closures and `fused` work as before. torchao's own optimizers are different objects, whose learning
-rate must be a tensor and whose step is compiled for each shape. The technique costs time in each step, most
-on a CPU.
+scalers, closures and `fused` work as before; torchao's own optimizers need a tensor as learning rate, and
+compile a step for each shape. The technique costs time in each step, most on a CPU.
 
 `state_dict` returns the states widened, on the host, together with the narrow ones: a plain optimizer loads
 the former, and this one resumes to the bit. A plain optimizer's `state_dict` is narrowed on load. Reverting
 widens: a rounded value stays rounded.
 
 The step computes a different function: the certificate says AS ASKED if everything else equals a run with
-states narrowed by hand after each step, and shows the losses of both. Only Adam and AdamW are supported:
-torchao has no counterpart of others. torchao's 4-bit and 8-bit float formats are not offered. `where` names
-optimizers.
+states narrowed by hand after each step, and shows the losses of both. torchao supports only Adam and AdamW;
+its 4-bit and 8-bit float formats are not offered. `where` names optimizers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.places import optimizer_at
-from torchtrim.executor.registry import Handle, Option, all_or_none
-from torchtrim.records.finding import Equivalence
+from torchtrim.executor.registry import Handle, MeasuredTechnique, Option, Roots, all_or_none
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
 from torchtrim.step.optimizers import OptimizerCall, optimizer_calls
@@ -47,13 +43,12 @@ COUNTERPARTS = ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW")
 _ALONE = ("plain_optimizer", "optimizer_in_backward", "offload_optimizer")
 
 
-class LowBitStates:
+class LowBitStates(MeasuredTechnique):
     """`where` names optimizers (`AdamW`, a second one `AdamW#2`). `states`: `8bit` or `bf16`."""
 
     name = "low_bit_states"
     takes = ("states",)
-    equivalence: Equivalence = "SEMANTIC"
-    helps: tuple[str, ...] = ()
+    equivalence = "SEMANTIC"
     ways = 2
 
     def options(self, step: Step) -> Sequence[Option]:
@@ -65,16 +60,13 @@ class LowBitStates:
             if step.profile is not None and _saves(step.profile, calls, states)
         ]
 
-    def edits(self, step: Step, option: Option) -> None:
-        """Return None: the saving is measured by a run."""
-
-    def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
+    def apply(self, roots: Roots, technique: Technique) -> Handle:
         """Narrow the states, and give the optimizers a `step` that widens them. Raises `ApplyFailed`."""
         from torchtrim.techniques.low_bit_states.states import NarrowStates
 
         return self._changed(roots, technique, NarrowStates)
 
-    def by_hand(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
+    def by_hand(self, roots: Roots, technique: Technique) -> Handle:
         """Register step hooks that widen all states before the step and narrow them after it."""
         from torchtrim.techniques.low_bit_states.states import NarrowedByHand
 
@@ -88,7 +80,7 @@ class LowBitStates:
         """Return what to check."""
         return "compare the losses of a longer run before you keep low-bit states"
 
-    def _changed(self, roots: Mapping[str, Any], technique: Technique, change: Any) -> Handle:
+    def _changed(self, roots: Roots, technique: Technique, change: Any) -> Handle:
         from torchtrim.techniques.low_bit_states.states import format_of
 
         form = format_of(technique.options)
@@ -108,7 +100,7 @@ def _saves(profile: Profile, calls: Sequence[OptimizerCall], states: str) -> boo
     return any(narrow_bytes(size // 4, 4, states) < size for size in sizes)
 
 
-def _adam_at(roots: Mapping[str, Any], where: str) -> Any:
+def _adam_at(roots: Roots, where: str) -> Any:
     optimizer = optimizer_at(roots, where)
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     if kind not in COUNTERPARTS:

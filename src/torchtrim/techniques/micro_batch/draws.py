@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtrim.errors import ApplyFailed
 from torchtrim.techniques.micro_batch.rows import SampleLayout, SampleRows, order_of
 
-SHARED = -1
+SHARED = -1  # dimension of numbers that all samples share
 _INTO_SELF = frozenset(
     f"aten::{name}_"
     for name in ("bernoulli", "uniform", "normal", "exponential", "random", "geometric", "cauchy")
@@ -35,7 +35,9 @@ class DrawRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.orders: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = None if can_be_split(func._schema.name) else _states() if draws(func) else ()
+        # Attention has this tag, but draws only with dropout.
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        before = None if can_be_split(func._schema.name) else _states() if seeded else ()
         made = func(*args, **(kwargs or {}))
         if before is None or (before and not all(map(torch.equal, before, _states()))):
             first = made[0] if isinstance(made, (tuple, list)) else made
@@ -46,10 +48,7 @@ class DrawRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives a part the random numbers of its rows.
-
-    `along`: how samples are laid out in each drawn tensor, with `SHARED` for numbers common to all.
-    """
+    """Gives a part the random numbers of its rows. `along`: the samples' layout in each drawn tensor."""
 
     def __init__(self, along: Sequence[SampleLayout], rows: SampleRows) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -87,11 +86,6 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kept = rows.mine(func(whole.fill_(1), *rest, **kwargs)[1], dim).clone()
         scale = 1 / (1 - rest[0]) if rest[0] < 1 else 0.0
         return given * kept * scale, kept
-
-
-def draws(func: Any) -> bool:
-    """Return True if an operator may draw random numbers. Attention does so only with dropout."""
-    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _states() -> list[torch.Tensor]:

@@ -41,9 +41,9 @@ def splits_of(step: Step) -> list[Split]:
     if step.profile is None or step.profile.world > 1:
         return []
     finder = _SplitFinder(step)
-    found = [one for number in range(len(step.modules)) for one in finder.splits(number)]
-    found.sort(key=lambda one: -one[0])
-    distinct = {split.spans: split for _, split in found}
+    sized = [one for number in range(len(step.modules)) for one in finder.splits(number)]
+    sized.sort(key=lambda one: -one[0])
+    distinct = {split.spans: split for _, split in sized}
     return list(distinct.values())[:_MOST_PLACES]
 
 
@@ -54,7 +54,6 @@ class _SplitFinder:
         self._bytes = sum(self._kept(Span(i, i + 1)) for i in range(len(step.tasks)))
 
     def splits(self, number: int) -> Iterator[tuple[int, Split]]:
-        """Yield the module, or ranges of it, each with its bytes."""
         calls = self._index.graded_calls[number]
         if not calls or number in self._index.runs_once:
             return
@@ -72,8 +71,9 @@ class _SplitFinder:
             yield taken, Split(where, tuple(spans), size)
 
     def _ranges(self, calls: Sequence[StepCall]) -> dict[tuple[int, int], list[Span]]:
-        """Find the longest ranges of two or more children between those that take batch statistics. The first
-        child of a range may not write to its input.
+        """Return the longest ranges of two or more children without batch statistics, with their calls.
+
+        The first child of a range may not write to its input.
         """
         found: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
         for call in calls:
@@ -130,9 +130,7 @@ def batch_size(step: Step, span: Span) -> int:
 
 
 def given_to(step: Step, span: Span) -> frozenset[int]:
-    """Return the inputs of the span's calls, or of the first call in it for a range, without parameters and
-    other state.
-    """
+    """Return the inputs of the span's calls, or of a range's first call, without state."""
     assert step.profile is not None
     begun = [c for c in step.calls if c.span.first == span.first and c.span.last <= span.last]
     longest = max((call.span.last for call in begun), default=0)

@@ -61,14 +61,12 @@ class CallArguments(NamedTuple):
     @property
     def without_tensors(self) -> CallArguments:
         """Return the call without its tensors, which are kept elsewhere."""
-        leaves = [
-            None if number in self.tensors else leaf for number, leaf in enumerate(self.leaves)
-        ]
+        leaves = [None if n in self.tensors else leaf for n, leaf in enumerate(self.leaves)]
         return self._replace(tree=filled(self.tree, leaves), leaves=leaves)
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Return what must be equal for two calls that differ only in sizes."""
+        """Return a key of the call, equal for calls that differ only in sizes."""
         tensors = (
             (leaf.dim(), leaf.dtype, leaf.requires_grad, self.batched.get(number))
             for number, leaf in enumerate(self.leaves)
@@ -91,11 +89,9 @@ class CallArguments(NamedTuple):
         leaves = list(self.leaves)
         for number, tensor in zip(self.tensors, tensors, strict=True):
             dim = self.batched.get(number)
-            if dim is not None:
-                mine = rows.mine(tensor, dim)
-                leaves[number] = mine.contiguous() if dim else mine
-            else:
-                leaves[number] = tensor
+            leaves[number] = tensor if dim is None else rows.mine(tensor, dim)
+            if dim:
+                leaves[number] = leaves[number].contiguous()
         self.pair(leaves)
         return leaves
 

@@ -68,18 +68,14 @@ def _mean_of(func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor, Any] | No
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    if given["reduction"] not in ("mean", "batchmean") or _is_dated(given):
+    is_dated = given.get("size_average") is not None or given.get("reduce") is not None
+    if given["reduction"] not in ("mean", "batchmean") or is_dated:
         return None
     count = _count_of(func, given)
     if count is None:
         return None
     given["reduction"] = "sum"
     return count, lambda: func(*bound.args, **bound.kwargs)
-
-
-def _is_dated(given: dict[str, Any]) -> bool:
-    """Return True if the call uses the arguments from before `reduction` existed."""
-    return given.get("size_average") is not None or given.get("reduce") is not None
 
 
 def _count_of(func: Any, given: dict[str, Any]) -> torch.Tensor | None:

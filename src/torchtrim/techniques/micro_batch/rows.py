@@ -50,9 +50,7 @@ def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 class SampleLayout(NamedTuple):
-    """Layout of the samples in a tensor of the whole batch: their dimension, and the dimensions by descending
-    stride, which a part of one sample does not show.
-    """
+    """Dimension of the samples in a tensor of the whole batch, and its dimensions by descending stride."""
 
     dim: int
     order: tuple[int, ...]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from torchtrim.errors import ApplyFailed
-from torchtrim.executor.block_state import BlockState, Left
+from torchtrim.executor.block_state import BlockState
 from torchtrim.executor.chains import Range, Ranges
 from torchtrim.executor.failing import note
 from torchtrim.executor.ordinals import passed, unnumbered
@@ -35,6 +35,7 @@ from torchtrim.techniques.micro_batch.study import SAME, SUM, Study, StudyResult
 
 Forward = Callable[..., Any]
 Tensors = Sequence[torch.Tensor]
+Gradients = list[torch.Tensor | None]
 
 
 class InParts:
@@ -52,23 +53,19 @@ class InParts:
         given = CallArguments.of(args, kwargs)
         if not torch.is_grad_enabled() or given.size < 2 or not self._is_graded(given):
             return forward(*args, **kwargs)
-        if why := self._state.why_once() or self._why_whole():
-            self._state.says_once(why)
-            return forward(*args, **kwargs)
-        try:
-            return self._result(forward, given)
-        except _UnsafeWrite as wrote:
-            self._state.says_once(str(wrote))
-        except Exception as error:
-            note(error, self._where)
-            raise
+        why = self._state.why_once()
+        if not why and self._known and any(map(has_gradient_hooks, self._module.parameters())):
+            why = "its parameters have gradient hooks, which would see the gradients of each part"
+        if not why:
+            try:
+                return self._result(forward, given)
+            except _UnsafeWrite as wrote:
+                why = str(wrote)
+            except Exception as error:
+                note(error, self._where)
+                raise
+        self._state.says_once(why)
         return forward(*args, **kwargs)
-
-    def _why_whole(self) -> str:
-        """Return why the samples must run together in this call, or ""."""
-        if self._known and any(map(has_gradient_hooks, self._module.parameters())):
-            return "its parameters have gradient hooks, which would see the gradients of each part"
-        return ""
 
     def _result(self, forward: Forward, given: CallArguments) -> Any:
         """Return the whole batch's result from parts. If it raises `_UnsafeWrite`, state is restored."""
@@ -98,35 +95,22 @@ class InParts:
         return self._known[key]
 
     def _studied(self, forward: Forward, given: CallArguments) -> StudyResult:
-        """Study the module with samples along the first dimension, or else along the second of sequences."""
+        def study(call: CallArguments) -> StudyResult:
+            where, module, parts = self._where, self._module, self._parts
+            return Study(where, module, forward, call, parts, self._state).facts()
+
         try:
-            return self._study(forward, given)
+            return study(given)
         except ApplyFailed:
             given = given.transposed
             if given.size >= 2:
                 with contextlib.suppress(ApplyFailed):
-                    return self._study(forward, given)
+                    return study(given)
             raise
-
-    def _study(self, forward: Forward, given: CallArguments) -> StudyResult:
-        where, module, parts = self._where, self._module, self._parts
-        return Study(where, module, forward, given, parts, self._state).facts()
 
 
 class _UnsafeWrite(Exception):
     """The first part changed state or drew numbers that each further part would change or draw again."""
-
-    @staticmethod
-    def of(left: Left) -> _UnsafeWrite | None:
-        """Return the error for a part's side effects, or None if every part may have them, such as `random`
-        for layer drop.
-        """
-        drawn = [one for one in left.drawn if not isinstance(one, random.Random)]
-        if left.written:
-            return _UnsafeWrite(f"it writes to `{left.written[0]}`, which each part would repeat")
-        return (
-            _UnsafeWrite("it draws from its own generator, once for all samples") if drawn else None
-        )
 
 
 class _PartedRun:
@@ -141,7 +125,7 @@ class _PartedRun:
         parts: int,
     ) -> None:
         self._forward = forward
-        self._facts = facts
+        self.facts = facts
         self._parts = tuple(parts_of(given.size, parts))
         tensors = [given.leaves[n] for n in given.tensors]
         self._ambient = Ambient(tensors)
@@ -156,22 +140,16 @@ class _PartedRun:
         rest, tree = iter(tensors), self._result
         self._result = None
         leaves = leaves_of(tree)
-        return filled(tree, [next(rest) if isinstance(x, _Tensor) else x for x in leaves])
-
-    @property
-    def graded(self) -> tuple[bool, ...]:
-        """Tell which results have gradients."""
-        return self._facts.graded
+        return filled(tree, [next(rest) if leaf is _TENSOR else leaf for leaf in leaves])
 
     def forward(self, tensors: Tensors) -> list[torch.Tensor]:
-        """Run all parts without gradients."""
         joined = self._pass(tensors)
-        if any(self._facts.losses) and self._totals is not None:
-            totals = [t for t, split in zip(self._totals, self._facts.losses, strict=True) if split]
-            if self._facts.scales and all(bool(total == totals[0]) for total in totals[1:]):
-                sums = [n for n, dim in enumerate(self._facts.outputs) if dim == SUM]
-                for n in sums:
-                    joined[n] = joined[n] / totals[0].to(joined[n].dtype)
+        if any(self.facts.losses) and self._totals is not None:
+            totals = [t for t, split in zip(self._totals, self.facts.losses, strict=True) if split]
+            if self.facts.scales and all(bool(total == totals[0]) for total in totals[1:]):
+                for n, dim in enumerate(self.facts.outputs):
+                    if dim == SUM:
+                        joined[n] = joined[n] / totals[0].to(joined[n].dtype)
             else:
                 joined = self._pass(tensors)
         return joined
@@ -194,44 +172,45 @@ class _PartedRun:
             self._join(joined, made, rows)
             if plain:
                 self._check_left()
-                self._result = filled(tree, [_marked(leaf) for leaf in leaves_of(tree)])
+                leaves = leaves_of(tree)
+                marked = [_TENSOR if isinstance(one, torch.Tensor) else one for one in leaves]
+                self._result = filled(tree, marked)
         if self._totals is None:
             self._totals = [sum(one[1:], one[0]) for one in zip(*counts, strict=True)]
         return joined
 
     def _check_left(self) -> None:
         """Raise `_UnsafeWrite`, with state restored, if parts would repeat the first one's effects."""
-        wrote = _UnsafeWrite.of(self._before.has_run())
-        if wrote is not None:
+        written, drawn = self._before.has_run()
+        why = f"it writes to `{written[0]}`, which each part would repeat" if written else ""
+        # Every part may draw from `random`, as layer drop does.
+        if not why and any(not isinstance(one, random.Random) for one in drawn):
+            why = "it draws from its own generator, once for all samples"
+        if why:
             self._before.restore()
             self._ambient.rewind()
-            raise wrote
+            raise _UnsafeWrite(why)
 
     def _join(self, joined: list[torch.Tensor], made: Tensors, rows: SampleRows) -> None:
-        """Add a part's results to the whole batch's."""
-        for number, (dim, tensor) in enumerate(zip(self._facts.outputs, made, strict=True)):
+        for number, (dim, tensor) in enumerate(zip(self.facts.outputs, made, strict=True)):
             if rows.first == 0:
-                along = SampleLayout(dim, self._facts.orders[number])
+                along = SampleLayout(dim, self.facts.orders[number])
                 joined.append(rows.room(tensor, along) if dim >= 0 else tensor.clone())
             if dim >= 0:
-                rows.put(joined[number], dim, self._facts.times[number], tensor)
+                rows.put(joined[number], dim, self.facts.times[number], tensor)
             elif dim == SUM and rows.first:
                 joined[number] += tensor
 
     def backward(self, tensors: Tensors, grads: Sequence[Any]) -> list[torch.Tensor | None]:
         """Rerun each part with gradients, followed by its backward. Return the gradients of the inputs."""
-        found: list[torch.Tensor | None] = [None for _ in tensors]
+        of_inputs: Gradients = [None for _ in tensors]
         with self._ambient.aside():
             for rows in self._parts:
-                self._part_backward(rows, tensors, grads, found)
-        return found
+                self._part_backward(rows, tensors, grads, of_inputs)
+        return of_inputs
 
     def _part_backward(
-        self,
-        rows: SampleRows,
-        tensors: Tensors,
-        grads: Sequence[Any],
-        found: list[torch.Tensor | None],
+        self, rows: SampleRows, tensors: Tensors, grads: Sequence[Any], of_inputs: Gradients
     ) -> None:
         given = [t.detach() for t in tensors]
         leaves = self._given.part(rows, given)
@@ -252,58 +231,46 @@ class _PartedRun:
                 _run_backward(pairs)
         for number, tensor in enumerate(mine):
             if tensor is not None and tensor.grad is not None:
-                self._collect(found, number, tensor.grad, rows)
+                self._collect(of_inputs, number, tensor.grad, rows)
 
     def _pairs(
         self, made: Tensors, grads: Sequence[Any], rows: SampleRows
     ) -> Iterator[tuple[GradientEdge, torch.Tensor]]:
         """Return where backward of the part starts, with gradients. The results may be freed."""
-        facts = self._facts
+        facts = self.facts
         for dim, times, tensor, grad in zip(facts.outputs, facts.times, made, grads, strict=True):
             if grad is None or not tensor.requires_grad or (dim == SAME and rows.first):
                 continue
             yield get_gradient_edge(tensor), rows.take(grad, dim, times) if dim >= 0 else grad
 
-    def _collect(
-        self, found: list[torch.Tensor | None], number: int, grad: torch.Tensor, rows: SampleRows
-    ) -> None:
-        """Write the gradient of a part's input to its rows."""
-        there = found[number]
+    def _collect(self, sums: Gradients, number: int, grad: torch.Tensor, rows: SampleRows) -> None:
+        there = sums[number]
         dim = self._given.batched.get(self._given.tensors[number])
         if dim is None:
-            found[number] = grad if there is None else there + grad
+            sums[number] = grad if there is None else there + grad
             return
         if there is None:
-            there = found[number] = rows.room(grad, SampleLayout(dim, order_of(grad)))
-            there.zero_()
+            there = sums[number] = rows.room(grad, SampleLayout(dim, order_of(grad))).zero_()
         rows.mine(there, dim).copy_(grad)
 
     @contextlib.contextmanager
     def _part(self, *, again: bool) -> Iterator[Losses]:
-        """Set up the generators, Python state and losses of a part's run."""
-        facts = self._facts
-        losses = Losses(facts.losses, self._totals)
-        with contextlib.ExitStack() as stack:
-            if again:
-                stack.enter_context(self._before.again())
-            if again and facts.draws:
+        losses = Losses(self.facts.losses, self._totals)
+        nothing = contextlib.nullcontext()
+        with self._before.again() if again else nothing:
+            if again and self.facts.draws:
                 self._ambient.rewind()
-            if facts.losses:
-                stack.enter_context(losses)
-            yield losses
+            with losses if self.facts.losses else nothing:
+                yield losses
 
     def _drawing(self, rows: SampleRows) -> contextlib.AbstractContextManager[Any]:
         """Give each sample its own random numbers, if any are drawn."""
-        draws = self._facts.draws
+        draws = self.facts.draws
         return Draws(draws, rows) if draws else contextlib.nullcontext()
 
 
-class _Tensor:
-    """Placeholder for a tensor of the result."""
-
-
-def _marked(leaf: Any) -> Any:
-    return _Tensor() if isinstance(leaf, torch.Tensor) else leaf
+_TENSOR = object()
+"""Placeholder for a tensor of the result."""
 
 
 def _run_backward(pairs: Sequence[tuple[GradientEdge, torch.Tensor]]) -> None:
@@ -325,14 +292,16 @@ class _PartsFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         made = run.forward(tensors)
-        ctx.mark_non_differentiable(*(t for t, g in zip(made, run.graded, strict=True) if not g))
+        ctx.mark_non_differentiable(
+            *(t for t, g in zip(made, run.facts.graded, strict=True) if not g)
+        )
         return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         try:
-            whole: Any = torch.autograd._is_checkpoint_valid
-            if torch.is_grad_enabled() or not whole():
+            is_plain: Any = torch.autograd._is_checkpoint_valid
+            if torch.is_grad_enabled() or not is_plain():
                 raise ApplyFailed(
                     f"`{ctx.where}` runs in parts of the batch, so it supports `backward()` without "
                     "`inputs` and `create_graph`, but not torch.autograd.grad. Take micro_batch out of "

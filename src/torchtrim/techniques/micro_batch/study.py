@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchtrim import capture as observe
+from torchtrim.capture.modules import HOOKS
 from torchtrim.capture.recording import tensors_in
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.block_state import BlockState
@@ -34,9 +35,8 @@ from torchtrim.techniques.micro_batch.rows import (
 
 SUM, SAME = -1, -2
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_NEAR = {torch.float64: 1e-6, torch.float32: 1e-3}
-_NEAR_SUM = {torch.float64: 1e-10, torch.float32: 2e-5}
+_NEAR = {torch.float64: 1e-6, torch.float32: 1e-3}  # Arbitrary: far above rounding of one layer.
+_NEAR_SUM = {torch.float64: 1e-10, torch.float32: 2e-5}  # Arbitrary: rounding of a long sum.
 _NARROW = 5e-2  # Arbitrary: a bound for float16 and bfloat16, some units in their last place.
 
 Forward = Callable[..., Any]
@@ -66,9 +66,7 @@ class StudyResult(NamedTuple):
 
 
 class StudyRun(NamedTuple):
-    """A run of the module: its leaves, random draws, divisors of means, tensors held by modules, and operator
-    counts.
-    """
+    """A run: its leaves, random draws, divisors of means, tensors on modules, and operator counts."""
 
     leaves: list[Any]
     drawn: DrawRecorder
@@ -98,7 +96,7 @@ class Study:
         self._state = state
         self._forward = forward
         self._given = given
-        self._modules = [(name, inner) for name, inner in module.named_modules()]
+        self._modules = [*module.named_modules()]
         self._half = min(-(-given.size // parts), given.size // 2)
         self._tensors = [given.leaves[n].detach() for n in given.tensors]
         self._ambient = Ambient(self._tensors)
@@ -112,15 +110,19 @@ class Study:
         self._check_kept(whole, halves)
         draws = self._draws(whole, halves[0])
         losses = self._losses(whole, halves)
-        outputs, graded = self._outputs(whole, halves[0]), self._graded(whole)
-        orders = tuple(map(order_of, whole.tensors))
-        second = self._given.times > 1
-        times = (1,) * len(outputs)
-        found = StudyResult(
-            outputs, graded, draws, losses, orders, times, whole.operators, second=second
+        outputs = self._outputs(whole, halves[0])
+        facts = StudyResult(
+            outputs,
+            self._graded(whole),
+            draws,
+            losses,
+            orders=tuple(map(order_of, whole.tensors)),
+            times=(1,) * len(outputs),
+            operators=whole.operators,
+            second=self._given.times > 1,
         )
-        found = found._replace(times=self._equal_times(found, whole))
-        return found._replace(scales=self._scales(found, whole))
+        facts = facts._replace(times=self._equal_times(facts, whole))
+        return facts._replace(scales=self._scales(facts, whole))
 
     def _refused(self, reason: str) -> ApplyFailed:
         return ApplyFailed(f"`{self._where}` cannot run in parts of the batch: {reason}")
@@ -136,12 +138,7 @@ class Study:
                     "statistics over all samples. Pass `--allow semantic=replace_norm` to replace it "
                     "by GroupNorm, or freeze it with .eval()."
                 )
-            if (
-                inner._forward_hooks
-                or inner._forward_pre_hooks
-                or inner._backward_hooks
-                or inner._backward_pre_hooks
-            ):
+            if any(getattr(inner, hooks) for hooks in HOOKS):
                 raise self._refused(
                     f"{self._name(name)} has hooks, which would be called for each part."
                 )
@@ -171,38 +168,33 @@ class Study:
 
     def _check_kept(self, whole: StudyRun, halves: Sequence[StudyRun]) -> None:
         """Require that tensors held by modules after forward, such as masks, are the same for any samples."""
-        held = self._kept()
-        for at, tensors in whole.kept.items():
-            others = [run.kept.get(at, ()) for run in halves]
-            if _same(held.get(at, ()), tensors):
-                continue
-            if not all(_shared(tensors, other) for other in others):
+        for at, tensors in self._new(whole):
+            if not all(_shared(tensors, run.kept.get(at, ())) for run in halves):
                 raise self._refused(
                     f"{self._name(at[0])} keeps tensors of its forward in `self.{at[1]}`, which would "
                     "hold only one part. Return them instead."
                 )
 
+    def _new(self, run: StudyRun) -> Iterator[tuple[tuple[str, str], tuple[torch.Tensor, ...]]]:
+        """Yield tensors on modules that a run has put there."""
+        held = self._kept()
+        for at, tensors in run.kept.items():
+            if list(map(id, held.get(at, ()))) != list(map(id, tensors)):
+                yield at, tensors
+
     def _check_apart(self, whole: StudyRun) -> None:
         """Require that the first half does not change when the second half does."""
         other = self._run(self._mixed())
-        if self._differ(whole, other):
-            place = self._mixing()
-            raise self._refused(
-                f"{place} mixes samples: its result for some samples changes with the others. "
-                "Losses that compare samples, and batch statistics, need all samples at once."
-            )
-
-    def _differ(self, whole: StudyRun, other: StudyRun) -> bool:
-        return any(
-            one.shape == two.shape and not _near(first, second, 1e-5)
-            for one, two in zip(whole.tensors, other.tensors, strict=True)
-            for first, second in [self._first_half(one, two)]
-        )
+        for one, two in zip(whole.tensors, other.tensors, strict=True):
+            if one.shape == two.shape and not _near(*self._first_half(one, two), 1e-5):
+                raise self._refused(
+                    f"{self._mixing()} mixes samples: its result for some samples changes with the others. "
+                    "Losses that compare samples, and batch statistics, need all samples at once."
+                )
 
     def _first_half(
         self, one: torch.Tensor, two: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows of the first half, along the batch dimension."""
         both, times = 2 * self._half, self._given.times
         if times > 1 and one.dim() and one.shape[0] == times * both:
             one, two = (apart(tensor, 0, times) for tensor in (one, two))
@@ -216,12 +208,13 @@ class Study:
         return one[:count], two[:count]
 
     def _mixing(self) -> str:
-        """Return the first module whose result for the first half changes."""
         firsts = [self._noted(leaves) for leaves in (self._rows(0, 2 * self._half), self._mixed())]
-        for (name, one), (_, two) in zip(*firsts, strict=False):
-            if one.shape == two.shape and not _near(one, two, 1e-5):
-                return self._name(name)
-        return f"`{self._where}`"
+        differing = (
+            name
+            for (name, one), (_, two) in zip(*firsts, strict=False)
+            if one.shape == two.shape and not _near(one, two, 1e-5)
+        )
+        return self._name(next(differing, ""))
 
     def _noted(self, leaves: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
         """Record the results of each leaf module for the first half."""
@@ -232,20 +225,15 @@ class Study:
                 if tensor.dim():
                     noted.append((name, self._first_half(tensor, tensor)[0].clone()))
 
-        hooks = [
-            inner.register_forward_hook(lambda _m, _a, output, name=name: note(name, output))
-            for name, inner in self._modules
-            if name
-        ]
-        try:
+        with contextlib.ExitStack() as hooks:
+            for name, inner in self._modules[1:]:
+                hook = inner.register_forward_hook(lambda _m, _a, made, name=name: note(name, made))
+                hooks.callback(hook.remove)
             self._run(leaves)
-        finally:
-            for hook in hooks:
-                hook.remove()
         return noted
 
     def _draws(self, whole: StudyRun, half: StudyRun) -> tuple[SampleLayout, ...]:
-        found = []
+        layouts = []
         if whole.drawn.names != half.drawn.names:
             raise self._refused("the random numbers it draws depend on the number of samples.")
         drawn = whole.drawn
@@ -258,8 +246,8 @@ class Study:
                     f"{name} draws random numbers for all samples at once, and a part cannot get its own."
                 )
             if can_be_split(name):
-                found.append(SampleLayout(dim, order))
-        return tuple(found)
+                layouts.append(SampleLayout(dim, order))
+        return tuple(layouts)
 
     def _losses(self, whole: StudyRun, halves: Sequence[StudyRun]) -> tuple[bool, ...]:
         counts = [run.counts for run in (whole, *halves)]
@@ -273,7 +261,7 @@ class Study:
     def _outputs(self, whole: StudyRun, half: StudyRun) -> tuple[int, ...]:
         if len(whole.leaves) != len(half.leaves):
             raise self._refused("the structure of its result depends on the number of samples.")
-        found = []
+        dims = []
         for all_, part in zip(whole.leaves, half.leaves, strict=True):
             if not isinstance(all_, torch.Tensor):
                 self._check_plain(all_, part)
@@ -284,12 +272,12 @@ class Study:
                     f"it returns a tensor of {tuple(all_.shape)} for {2 * self._half} samples and of "
                     f"{tuple(part.shape)} for {self._half}."
                 )
-            found.append(dim if dim >= 0 else SAME if torch.equal(all_, part) else SUM)
-            if found[-1] == SUM and all_.dim():
+            dims.append(dim if dim >= 0 else SAME if torch.equal(all_, part) else SUM)
+            if dims[-1] == SUM and all_.dim():
                 raise self._refused(
                     f"it returns a tensor of {tuple(all_.shape)} that sums over samples."
                 )
-        return tuple(found)
+        return tuple(dims)
 
     def _check_plain(self, all_: Any, part: Any) -> None:
         if not isinstance(all_, _PLAIN):
@@ -301,32 +289,27 @@ class Study:
             raise self._refused(f"it returns {all_!r}, a number that depends on the samples.")
 
     def _graded(self, whole: StudyRun) -> tuple[bool, ...]:
-        rows = SampleRows(0, self._half, 2 * self._half)
         tensors = [t.detach() for t in self._tensors]
         for number, tensor in zip(self._given.tensors, tensors, strict=True):
             tensor.requires_grad_(self._given.leaves[number].requires_grad)
-        leaves = self._given.part(rows._replace(whole=self._given.size), tensors)
+        leaves = self._given.part(SampleRows(0, self._half, self._given.size), tensors)
         run = self._run(leaves, graded=True)
-        self._check_no_gradients_kept(run)
+        for at, held in self._new(run):
+            if any(t.requires_grad for t in held):
+                raise self._refused(
+                    f"{self._name(at[0])} keeps a tensor with gradients in `self.{at[1]}`, which would "
+                    "have no gradients. Return it instead."
+                )
         made = run.tensors
         assert len(made) == len(whole.tensors)
         if whole.drawn.names:
             self._check_backward([t for t in made if t.requires_grad])
         return tuple(t.requires_grad for t in made)
 
-    def _check_no_gradients_kept(self, run: StudyRun) -> None:
-        held = self._kept()
-        for at, tensors in run.kept.items():
-            if any(t.requires_grad for t in tensors) and not _same(held.get(at, ()), tensors):
-                raise self._refused(
-                    f"{self._name(at[0])} keeps a tensor with gradients in `self.{at[1]}`, which would "
-                    "have no gradients. Return it instead."
-                )
-
     def _check_backward(self, made: list[torch.Tensor]) -> None:
         """Require that backward draws no random numbers, as the rerun of a script's own checkpoint would."""
-        parameters = [p for _, inner in self._modules for p in inner.parameters(recurse=False)]
-        trained = [p for p in parameters if p.requires_grad]
+        (_, root), *_ = self._modules
+        trained = [p for p in root.parameters() if p.requires_grad]
         if not trained or not made:
             return
         zeros = [torch.zeros_like(t) for t in made]
@@ -343,7 +326,7 @@ class Study:
 
     def _equal_times(self, facts: StudyResult, whole: StudyRun) -> tuple[int, ...]:
         """Require joined halves to equal the whole. Return how often the batch repeats in each output."""
-        found = [1] * len(facts.outputs)
+        repeats = [1] * len(facts.outputs)
         halves = [self._guarded(rows, facts, whole.counts) for rows in self._halves]
         for number, (dim, all_) in enumerate(zip(facts.outputs, whole.tensors, strict=True)):
             parts = [run.tensors[number] for run in halves]
@@ -351,12 +334,11 @@ class Study:
                 raise self._refused(
                     "it returns a number that is neither a sum over samples nor torch's own mean of "
                     f"them ({float(all_):.6g} of all, {float(parts[0] + parts[1]):.6g} of two parts), "
-                    "so the weight of each part is unknown. Take the loss outside, or use "
-                    "reduction='sum'."
+                    "so the weight of each part is unknown. Take the loss outside, or use reduction='sum'."
                 )
             if dim >= 0:
-                found[number] = self._times(parts, all_, dim)
-        return tuple(found)
+                repeats[number] = self._times(parts, all_, dim)
+        return tuple(repeats)
 
     def _times(self, parts: Sequence[torch.Tensor], all_: torch.Tensor, dim: int) -> int:
         """Return how often the batch repeats in an output along a dimension."""
@@ -394,7 +376,6 @@ class Study:
         facts: StudyResult | None = None,
         totals: Sequence[torch.Tensor] | None = None,
     ) -> StudyRun:
-        """Run a part and report its errors."""
         leaves = self._rows(rows.first, rows.last)
         try:
             if facts is None:
@@ -430,10 +411,8 @@ class Study:
             return StudyRun(found, drawn, losses.counts, self._kept(), counting.counts)
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, inner in self._modules:
-            for key, buffer in inner._buffers.items():
-                if buffer is not None:
-                    yield f"{name}.{key}".lstrip("."), buffer
+        (_, root), *_ = self._modules
+        yield from root.named_buffers(remove_duplicate=False)
 
     def _kept(self) -> Kept:
         """Return the tensors that modules hold besides parameters and buffers."""
@@ -445,13 +424,7 @@ class Study:
         }
 
 
-def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    """Return True if all are the same objects."""
-    return list(map(id, one)) == list(map(id, other))
-
-
 def _shared(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    """Return True if all have the same values."""
     return len(one) == len(other) and all(
         a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True)
     )
@@ -467,12 +440,10 @@ def _takes_statistics(module: nn.Module) -> bool:
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Return True if anything but the recorder hooks the parameter's gradient."""
     after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    theirs = [hook for hook in after.values() if not _records(hook)]
-    return bool(parameter._backward_hooks or theirs)
-
-
-def _records(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith(observe.__name__)
+    homes = (str(getattr(hook, "__module__", "")) for hook in after.values())
+    return bool(parameter._backward_hooks) or not all(
+        home.startswith(observe.__name__) for home in homes
+    )
 
 
 def _bound(bounds: dict[torch.dtype, float], tensor: torch.Tensor) -> float:

@@ -11,44 +11,38 @@ scalar that is neither a sum nor such a mean is refused. Each part draws the dro
 takes its rows, so each sample gets the mask it would have had.
 
 At the first batch the module is tried on some samples, on the same with half of them replaced, and on the
-halves. It is refused, by name, if it mixes samples (BatchNorm in training, batch statistics, losses that
-compare samples), changes buffers in forward, leaves tensors on modules, has results that cannot be joined, or
-has hooks that would see each part. Evaluation without gradients is unchanged. `torch.autograd.grad`,
-`backward(inputs=...)` and `create_graph` are refused.
+halves. It is refused, by name, if it mixes samples (BatchNorm in training, losses that compare samples),
+changes buffers in forward, leaves tensors on modules, has results that cannot be joined, or has hooks that
+would see each part. Evaluation without gradients is unchanged. `torch.autograd.grad`, `backward(inputs=...)`
+and `create_graph` are refused.
 
 Samples are along the first dimension of the first input tensor; if these mix, as the time steps of a sequence
-do, along the second.
-
-`where` names modules (`Net.blocks.3`) and ranges of a Sequential (`Net.layers[2:6]`), such as the range
-between two BatchNorms. Option `parts`: number of parts, 2 or more.
+do, along the second. `where` names modules (`Net.blocks.3`) and ranges of a Sequential (`Net.layers[2:6]`),
+such as the range between two BatchNorms. Option `parts`: number of parts, 2 or more.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from torchtrim.errors import ApplyFailed
-from torchtrim.executor.registry import Handle, Option, all_or_none
-from torchtrim.records.finding import Equivalence
+from torchtrim.executor.places import wrong_options
+from torchtrim.executor.registry import Handle, Option, Roots, TechniqueUnit, all_or_none
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.plan import Technique
-from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, Rise, joined
+from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, Rise, drops_of, joined
 from torchtrim.step.step import DEVICE, Span, Step
 from torchtrim.techniques.micro_batch.found import PARTS, batch_size, given_to, splits_of
 
-if TYPE_CHECKING:
-    from torch import nn
 
-
-class MicroBatch:
+class MicroBatch(TechniqueUnit):
     """`where` names modules and ranges of a Sequential that run in `parts` parts of the batch."""
 
     name = "micro_batch"
     takes = ("parts",)
-    equivalence: Equivalence = "ROUNDING"
+    equivalence = "ROUNDING"
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every module with a batch that holds much for backward, in 2, 4, 8 parts and so on."""
@@ -62,50 +56,36 @@ class MicroBatch:
     def edits(self, step: Step, option: Option) -> Edit | None:
         """Run the parts instead of the whole batch. None if the span has no backward."""
         parts = int(dict(option.settings)["parts"])
-        found = [edit_of(step, span, parts) for span in option.spans]
-        edits = [edit for edit in found if edit is not None]
+        changes = [_PartsEdit(step, span, parts) for span in option.spans]
+        edits = [change.edit() for change in changes if change.backward]
         return joined(edits) if edits else None
 
-    def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
+    def apply(self, roots: Roots, technique: Technique) -> Handle:
         """Make the named modules run in parts. If it raises `ApplyFailed`, the model is unchanged."""
+        import torch.distributed as distributed
+
         from torchtrim.techniques.micro_batch.running import in_parts
 
         parts = technique.options.get("parts")
         if type(parts) is not int or parts < 2 or len(technique.options) > 1:
+            raise wrong_options(technique, "one option, `parts`, 2 or more")
+        several = distributed.is_available() and distributed.is_initialized()
+        if several and distributed.get_world_size() > 1:
             raise ApplyFailed(
-                "micro_batch has one option, `parts`, which must be 2 or more, but the plan has "
-                f"{technique.options!r}. Write `parts = 2`, or plan again."
+                "micro_batch accumulates gradients over parts, but several processes exchange them "
+                "only once. Take it out of the plan, and give each process a smaller batch."
             )
-        _refuse_several_processes()
         return all_or_none(technique.where, lambda where: in_parts(roots, where, parts))
 
 
 TECHNIQUE = MicroBatch()
 
 
-def _refuse_several_processes() -> None:
-    import torch.distributed as distributed
-
-    several = distributed.is_available() and distributed.is_initialized()
-    if several and distributed.get_world_size() > 1:
-        raise ApplyFailed(
-            "micro_batch accumulates gradients over parts, but several processes exchange them "
-            "only once. Take it out of the plan, and give each process a smaller batch."
-        )
-
-
 _STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathered"))
 _FIRST_MATRIX = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 _SECONDS_AN_OPERATOR = 1e-5  # Arbitrary: the order of one kernel launch.
 _SECONDS_A_PART = 5e-4  # Arbitrary: generators, autocast and slicing, for each part.
-_SECONDS_WATCHED = 1e-5
-"""Time to check one operator for random numbers."""
-
-
-def edit_of(step: Step, span: Span, parts: int) -> Edit | None:
-    """Return the edit for parts instead of the whole batch, or None if the span has no backward."""
-    change = _PartsEdit(step, span, parts)
-    return change.edit() if change.backward else None
+_SECONDS_WATCHED = 1e-5  # Time to check one operator for random numbers.
 
 
 class _PartsEdit:
@@ -125,12 +105,10 @@ class _PartsEdit:
     def edit(self) -> Edit:
         """Run forward without gradients, then each part's forward and backward where backward starts."""
         begins, ends = self.backward[0], self.backward[-1] + 1
-        early = (
-            *self._early(self._leaving, self._span.first),
-            *self._early(self._gradients, begins),
-        )
+        leaving = self._early(self._leaving, self._span.first)
+        gradients = self._early(self._gradients, begins)
         forward, backward = self._seconds
-        out, grads = (self._bytes(self._leaving), self._bytes(self._gradients))
+        out, grads = (sum(block.bytes for block in early) for early in (leaving, gradients))
         state = self._step.overhead.random_state
         inserts = (
             Insert(self._span.first, forward, self._rise(range(*self._span)) + out, out),
@@ -139,7 +117,7 @@ class _PartsEdit:
         return Edit(
             drops=tuple(self._drops()),
             needs=tuple(Need(number, ends) for number in self._needed),
-            blocks=(*early, Block(state, self._span.first, ends)),
+            blocks=(*leaving, *gradients, Block(state, self._span.first, ends)),
             inserts=inserts,
             rises=tuple(Rise(task, 0) for task in self._tasks),
             claims=(self._span, Span(begins, ends)),
@@ -147,7 +125,6 @@ class _PartsEdit:
 
     @cached_property
     def _made(self) -> list[int]:
-        """Tensors made by the span and its backward."""
         return [n for task in self._tasks for n in self._step.made_by[task]]
 
     @cached_property
@@ -169,31 +146,21 @@ class _PartsEdit:
     def _gradients(self) -> list[int]:
         """Results of backward: gradients of parameters and of inputs."""
         made = (n for task in self.backward for n in self._step.made_by[task])
-        return [
-            n for n in made if n in self._read_outside or self._step.tensors[n].kind == "gradient"
-        ]
+        tensors = self._step.tensors
+        return [n for n in made if n in self._read_outside or tensors[n].kind == "gradient"]
 
-    def _bytes(self, numbers: Iterable[int]) -> int:
-        tensors = (self._step.tensors[n] for n in numbers)
-        return sum(t.bytes for t in tensors if t.pool == DEVICE)
-
-    def _early(self, numbers: Iterable[int], at: int) -> Iterator[Block]:
-        """Allocate results from the first part on."""
-        for number in numbers:
-            tensor = self._step.tensors[number]
-            if tensor.pool == DEVICE:
-                yield Block(tensor.bytes, at, tensor.birth + 1)
+    def _early(self, numbers: Iterable[int], at: int) -> list[Block]:
+        """Return blocks for results, allocated from the first part on."""
+        tensors = (self._step.tensors[number] for number in numbers)
+        return [Block(one.bytes, at, one.birth + 1) for one in tensors if one.pool == DEVICE]
 
     def _drops(self) -> Iterator[Drop]:
         """Drop all tensors of the whole batch except results."""
-        stays = {*self._leaving, *self._gradients}
-        for number in self._made:
-            if number not in stays:
-                holds = range(len(self._step.tensors[number].holds))
-                yield from (Drop(number, hold) for hold in holds)
+        stays, made = {*self._leaving, *self._gradients}, set(self._made)
+        yield from drops_of(self._step, (number for number in self._made if number not in stays))
         for task in range(*self._span):
             for number, hold in self._step.saved[task]:
-                if number in stays or number not in set(self._made):
+                if number in stays or number not in made:
                     yield Drop(number, hold)
 
     @property
@@ -234,11 +201,7 @@ class _PartsEdit:
         return sum(map(self._size, made)) + self._scratch(index, max(task.transient - own, 0))
 
     def _scratch(self, index: int, scratch: int) -> int:
-        """Return the scratch bytes of a part's task.
-
-        A matrix product packs its first operand as a whole, which is smaller in a part, and the others by
-        blocks, which are not.
-        """
+        """Return a part's scratch: a matrix product packs its first operand whole, the second by blocks."""
         operator = self._step.operators[index]
         first = _FIRST_MATRIX.get(base_name(operator.name))
         if first is None or operator.inputs[first].storage not in self._of_batch:

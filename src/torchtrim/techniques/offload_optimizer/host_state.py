@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -12,15 +12,7 @@ from torchtrim.executor.mapped_files import mapped
 from torchtrim.executor.stepping import Group, OwnStep, cut, refuse
 
 Parameter = torch.Tensor
-
-
-class _Copy(NamedTuple):
-    """One state tensor, on the host and temporarily on the device."""
-
-    parameter: Parameter
-    key: str
-    host: torch.Tensor
-    here: torch.Tensor
+StateTensor = tuple[Parameter, str, torch.Tensor]
 
 
 class _State(defaultdict[Parameter, Any]):
@@ -35,17 +27,14 @@ class _State(defaultdict[Parameter, Any]):
         return super().__getitem__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Like `dict.get`."""
         self._wait_for_copies()
         return super().get(key, default)
 
     def items(self) -> Any:
-        """Like `dict.items`."""
         self._wait_for_copies()
         return super().items()
 
     def values(self) -> Any:
-        """Like `dict.values`."""
         self._wait_for_copies()
         return super().values()
 
@@ -57,8 +46,8 @@ class _State(defaultdict[Parameter, Any]):
 class HostState:
     """Handle of an optimizer whose state is on the host between steps.
 
-    A step updates parameters of at most `most` bytes at a time. Meanwhile the
-    next chunk's state is fetched and the previous chunk's is written back, so at most two are on the device.
+    A step updates parameters of at most `most` bytes at a time, while the next chunk's state is fetched and
+    the previous chunk's is written back, so at most two are on the device.
     `in_file`: the state is in memory-mapped files; CPU parameters are updated with the mapped tensors. Raises
     `ApplyFailed` if the optimizer does not update each element independently, or has step hooks.
     """
@@ -113,12 +102,12 @@ class HostState:
             coming = self._fetch(parts[0]) if parts else []
             leaving: Any = None
             for number, part in enumerate(parts):
-                here, arrived = coming, self._arrived()
+                here, arrived = coming, self._copy_streams()[1].record_event()
                 leaving = self._free_written(leaving)
                 coming = self._fetch(parts[number + 1]) if number + 1 < len(parts) else []
                 arrived.wait()
-                for one in here:
-                    optimizer.state[one.parameter][one.key] = one.here
+                for parameter, key, tensor in here:
+                    optimizer.state[parameter][key] = tensor
                 optimizer.param_groups = [part]
                 step()
                 leaving = self._write_back(part)
@@ -129,7 +118,6 @@ class HostState:
             self._busy = False
 
     def _run_on_cpu(self, step: Callable[[], Any]) -> None:
-        """Step chunk by chunk on a CPU, and move new state to files."""
         optimizer = self._optimizer
         whole = optimizer.param_groups
         try:
@@ -141,40 +129,30 @@ class HostState:
             optimizer.param_groups = whole
 
     def _move_to_files(self, part: Group) -> None:
-        """Move the large state tensors of a chunk to files."""
         for parameter in part["params"] if self._in_file else ():
             state = dict.get(self._optimizer.state, parameter, {})
             for key, value in state.items():
-                if (
-                    self._is_large(value, parameter)
-                    and self._hosts[parameter].get(key) is not value
-                ):
+                in_file = self._hosts[parameter].get(key) is value
+                if self._is_large(value, parameter) and not in_file:
                     state[key] = self._host_tensor(parameter, key, value).copy_(value)
-
-    def _arrived(self) -> Any:
-        return self._copy_streams()[1].record_event()
 
     def _copy_streams(self) -> tuple[Any, Any]:
         if self._streams is None:
             self._streams = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         return self._streams
 
-    def _fetch(self, part: Group) -> list[_Copy]:
+    def _fetch(self, part: Group) -> list[StateTensor]:
         """Start to copy the state of a chunk to the device, into memory of the compute stream."""
-        found = [
-            _Copy(parameter, key, host, torch.empty_like(host, device=parameter.device))
-            for parameter, key, host in self._offloaded(part["params"])
-        ]
+        hosts = [*self._offloaded(part["params"])]
+        fetched = [(p, key, torch.empty_like(host, device=p.device)) for p, key, host in hosts]
         _, home = self._copy_streams()
         home.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(home):
-            for one in found:
-                one.here.copy_(one.host, non_blocking=True)
-        return found
+            for (*_, host), (*_, tensor) in zip(hosts, fetched, strict=True):
+                tensor.copy_(host, non_blocking=True)
+        return fetched
 
-    def _offloaded(
-        self, parameters: list[Parameter]
-    ) -> Iterator[tuple[Parameter, str, torch.Tensor]]:
+    def _offloaded(self, parameters: list[Parameter]) -> Iterator[StateTensor]:
         for parameter in parameters:
             state: dict[str, Any] = dict.get(self._optimizer.state, parameter, {})
             for key, value in state.items():
@@ -201,34 +179,29 @@ class HostState:
         return kept, self._written
 
     def _host_tensor(self, parameter: Parameter, key: str, value: torch.Tensor) -> torch.Tensor:
-        """Return the host tensor for a state tensor."""
-        known = self._hosts[parameter].get(key)
-        if known is None or known.shape != value.shape or known.dtype != value.dtype:
-            known = self._hosts[parameter][key] = self._allocate(value)
-        return known
-
-    def _allocate(self, value: torch.Tensor) -> torch.Tensor:
-        """Allocate a host tensor for a state tensor."""
-        if not self._in_file:
-            return torch.empty_like(value, device="cpu", pin_memory=True)
-        like = torch.empty_like(value, device="meta")
-        return mapped(value.nbytes).view(value.dtype).as_strided(like.size(), like.stride())
+        host = self._hosts[parameter].get(key)
+        if host is None or host.shape != value.shape or host.dtype != value.dtype:
+            if self._in_file:
+                like = torch.empty_like(value, device="meta")
+                host = mapped(value.nbytes).view(value.dtype)
+                host = host.as_strided(like.size(), like.stride())
+            else:
+                host = torch.empty_like(value, device="cpu", pin_memory=True)
+            self._hosts[parameter][key] = host
+        return host
 
     @staticmethod
     def _free_written(leaving: tuple[list[torch.Tensor], Any] | None) -> None:
-        """Free the device tensors that have been written back."""
         if leaving is not None:
             kept, written = leaving
             written.wait()
             kept.clear()
 
     def _wait_for_copies(self) -> None:
-        """Block the host until pending copies have arrived."""
         if not self._busy and self._written is not None:
             self._written.synchronize()
 
     def _offload_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Move existing or loaded state to the host."""
         self._wait_for_copies()
         optimizer.state = _State(self._wait_for_copies, optimizer.state)
         for group in optimizer.param_groups:

@@ -2,9 +2,8 @@
 
 Adam's moments take twice the memory of the parameters, and only `step` reads them. They move to pinned host
 memory. A step updates `chunk_bytes` of parameters at a time with the optimizer's own step on the device,
-while the next chunk's state is fetched and the previous chunk's is written back. The arithmetic of
-each element is unchanged, so results are bitwise equal. The device holds the state of two chunks at most, and
-none between steps.
+while the next chunk's state is fetched and the previous chunk's is written back. The arithmetic of each
+element is unchanged: bitwise equal. The device holds the state of two chunks at most, none between steps.
 
 The optimizer remains the user's own object: schedulers, clipping, accumulation, scalers, `zero_grad`,
 closures and parameter groups added later work as before. `state_dict` returns the state on the host; a plain
@@ -19,41 +18,35 @@ usual. On a CPU the optimizer updates the mapped pages directly.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torchtrim.analysis.prices import device_of
-from torchtrim.errors import ApplyFailed
-from torchtrim.executor.places import optimizer_at
-from torchtrim.executor.registry import Handle, Option, Settings, all_or_none
-from torchtrim.records.finding import Equivalence
+from torchtrim.executor.places import optimizer_at, wrong_options
+from torchtrim.executor.registry import Handle, Option, Roots, Settings, TechniqueUnit, all_or_none
 from torchtrim.records.plan import Technique
-from torchtrim.step.edits import DISK, FILE, PINNED, Block, Drop, Edit, Insert, joined
+from torchtrim.step.edits import DISK, FILE, PINNED, Block, Edit, Insert, drops_of, joined
 from torchtrim.step.links import stall_in_parts
 from torchtrim.step.optimizers import (
     OptimizerCall,
     chunked,
     launches_seconds,
     optimizer_calls,
+    parameter_sizes,
     rise,
     without_temporaries,
 )
 from torchtrim.step.step import DEVICE, Step
 
-_PARTS = (4, 16, 64)
-_LEAST_BYTES = 1024
-"""Smaller state tensors are step counts, which stay on the device."""
+_PARTS = (4, 16, 64)  # Arbitrary: numbers of chunks to offer, from few launches to little memory.
+_LEAST_BYTES = 1024  # Smaller state tensors are step counts, which stay on the device.
 
 
-class OffloadOptimizer:
-    """`where` names optimizers (`AdamW`, a second one `AdamW#2`).
-
-    `chunk_bytes`: bytes of parameters per chunk. `file`: use memory-mapped files.
-    """
+class OffloadOptimizer(TechniqueUnit):
+    """`where` names optimizers. `chunk_bytes`: bytes of parameters a chunk. `file`: state in mapped files."""
 
     name = "offload_optimizer"
     takes = ("chunk_bytes", "file")
-    equivalence: Equivalence = "BITWISE"
+    equivalence = "BITWISE"
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return several chunk sizes for every optimizer with state on a device."""
@@ -66,15 +59,15 @@ class OffloadOptimizer:
         return self._options(step, (("file", True),))
 
     def _options(self, step: Step, more: Settings) -> Sequence[Option]:
-        found = []
+        options = []
         for name, calls in optimizer_calls(step).items():
             if any(_states(step, seen) for seen in calls):
-                total = max(sum(_sizes(step, seen)) for seen in calls)
+                total = max(sum(parameter_sizes(step, seen)) for seen in calls)
                 spans = tuple(seen.span for seen in calls)
                 for most in dict.fromkeys(max(total // parts, 1) for parts in _PARTS):
                     settings = (("chunk_bytes", most), *more)
-                    found.append(Option(self.name, name, spans, None, settings))
-        return found
+                    options.append(Option(self.name, name, spans, None, settings))
+        return options
 
     def edits(self, step: Step, option: Option) -> Edit | None:
         """Drop the state, except for two chunks during the optimizer's step."""
@@ -83,22 +76,20 @@ class OffloadOptimizer:
         calls = optimizer_calls(step).get(option.where, [])
         return joined(_edit(step, seen, most, in_file) for seen in calls) if calls else None
 
-    def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
+    def apply(self, roots: Roots, technique: Technique) -> Handle:
         """Move the state to the host and replace the optimizers' `step`. Raises `ApplyFailed`."""
         from torchtrim.techniques.offload_optimizer.host_state import HostState
 
         most = technique.options.get("chunk_bytes")
         in_file = bool(technique.options.get("file"))
 
-        def moved(where: str) -> HostState:
-            if not isinstance(most, int) or most < 1:
-                raise ApplyFailed(
-                    f"`{where}`: offload_optimizer needs `chunk_bytes`, the bytes of parameters updated "
-                    f"at a time, but the plan has {most!r}. Plan again."
-                )
-            return HostState(where, optimizer_at(roots, where), most, in_file=in_file)
-
-        return all_or_none(technique.where, moved)
+        if not isinstance(most, int) or most < 1:
+            takes = "the options `chunk_bytes`, of parameters to update at a time, and `file`, true"
+            raise wrong_options(technique, takes)
+        return all_or_none(
+            technique.where,
+            lambda where: HostState(where, optimizer_at(roots, where), most, in_file=in_file),
+        )
 
 
 TECHNIQUE = OffloadOptimizer()
@@ -107,7 +98,7 @@ TECHNIQUE = OffloadOptimizer()
 def _edit(step: Step, seen: OptimizerCall, most: int, in_file: bool) -> Edit:
     assert step.profile is not None
     on_cpu = step.profile.device.startswith("cpu")
-    sizes = _sizes(step, seen)
+    sizes = parameter_sizes(step, seen)
     chunks = chunked(seen.step.updates, sizes, most)
     parts = [sum(step.tensors[n].bytes for n in _of(step, seen, chunk)) for chunk in chunks]
     states = _states(step, seen)
@@ -123,7 +114,7 @@ def _edit(step: Step, seen: OptimizerCall, most: int, in_file: bool) -> Edit:
         two, seconds = 0, 2 * total / link + launches_seconds(step, seen, len(chunks))
     edit = without_temporaries(step, seen)
     return edit._replace(
-        drops=(*edit.drops, *(d for number in states for d in _drops(step, number))),
+        drops=(*edit.drops, *drops_of(step, states)),
         blocks=(Block(total, 0, len(step.tasks), FILE if in_file else PINNED),),
         inserts=(Insert(seen.span.first, seconds, highest + two),),
     )
@@ -134,18 +125,6 @@ def _states(step: Step, seen: OptimizerCall) -> list[int]:
 
 
 def _of(step: Step, seen: OptimizerCall, chunk: Sequence[int]) -> list[int]:
-    states = (number for update in chunk for number in seen.step.updates[update].states)
-    found = dict.fromkeys(states)
-    return [
-        number
-        for number in found
-        if step.tensors[number].pool == DEVICE and step.tensors[number].bytes >= _LEAST_BYTES
-    ]
-
-
-def _drops(step: Step, number: int) -> list[Drop]:
-    return [Drop(number, hold) for hold in range(len(step.tensors[number].holds))]
-
-
-def _sizes(step: Step, seen: OptimizerCall) -> list[int]:
-    return [step.tensors[update.parameter].bytes for update in seen.step.updates]
+    states = dict.fromkeys(n for update in chunk for n in seen.step.updates[update].states)
+    tensors = step.tensors
+    return [n for n in states if tensors[n].pool == DEVICE and tensors[n].bytes >= _LEAST_BYTES]

@@ -41,16 +41,15 @@ class EarlyUpdates:
         self._late = False
         self._placeholders: list[torch.Tensor] = []
         self._saved = optimizer.register_state_dict_pre_hook(lambda _: self.check_settled())
-        self._groups: dict[int, int] = {}
         self._marks: dict[int, Spent] = {}
-        self._hooks = []
-        for number, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                if parameter.requires_grad and parameter.is_leaf:
-                    self._groups[id(parameter)] = number
-                    self._hooks.append(
-                        parameter.register_post_accumulate_grad_hook(self._accumulated)
-                    )
+        numbers = {
+            parameter: number
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+            if parameter.requires_grad and parameter.is_leaf
+        }
+        self._groups = {id(parameter): number for parameter, number in numbers.items()}
+        self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in numbers]
 
     def revert(self) -> None:
         """Restore the optimizer, and remove the placeholders of used gradients."""
@@ -69,7 +68,6 @@ class EarlyUpdates:
             )
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        """Count an accumulation of a gradient, and update its parameter after the last one."""
         if not self._is_early():
             return
         self._added[id(parameter)] += 1
@@ -84,8 +82,7 @@ class EarlyUpdates:
         self._update(parameter)
 
     def _is_early(self) -> bool:
-        """Return True if this backward may update parameters, and so may those before it since the last
-        step."""
+        """Return True if this backward, and each before it since the last step, may update parameters."""
         backward = torch._C._current_graph_task_id()
         if backward != self._backward and not self._late:
             self._backward = backward
@@ -100,7 +97,6 @@ class EarlyUpdates:
         return not self._late
 
     def _why_late(self) -> str:
-        """Return why this backward must not update parameters, or an empty string."""
         if has_step_hooks(self._optimizer):
             return "the optimizer has step hooks, which would see no gradients"
         follows = step_follows(self._optimizer)

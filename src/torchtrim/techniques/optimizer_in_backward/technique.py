@@ -3,18 +3,17 @@
 A parameter's gradient is final after its last accumulation in backward, and is then kept for
 `optimizer.step()`. Here the optimizer's own step runs for that parameter at once, on the same numbers, so the
 result is identical, bit for bit, and the gradients never exist at the same time. `optimizer.step()` skips the
-updated parameters, and updates the rest. If the script accumulates, parameters are updated in the last
-backward.
+updated parameters, and updates the rest. If the script accumulates, the last backward updates.
 
 Schedulers, parameter groups, `state_dict`, `load_state_dict` and `zero_grad` work as before. Code between
 backward and step would see no gradients: clipping by their norm, a GradScaler, logging. If a recorded step
 has such code, the technique is not planned, and a missed budget reports the reason and the cost of an
 alternative: the norm of all gradients is known only when all of them are computed, so either they are kept,
 or forward and backward run a second time. Clipping each parameter's gradient on its own, in a hook of
-`register_post_accumulate_grad_hook`, is compatible. If a later step reads gradients, the read raises.
-Likewise if a gradient is accumulated more often than recorded, is dropped or replaced, if `step` is called
-twice, or if the learning rate is changed between backward and step. Several processes and optimizers other
-than torch's own are refused.
+`register_post_accumulate_grad_hook`, is compatible. An error is raised if a later step reads gradients, if a
+gradient is accumulated more often than recorded, dropped or replaced, if `step` is called twice, or if the
+learning rate changes between backward and step. Several processes and optimizers other than torch's own are
+refused.
 
 A backward updates parameters only if `step` follows it on every path of the program, according to the source
 of the line that calls `backward` and of the code after it. A step guarded by a test of the loss, a backward
@@ -25,17 +24,14 @@ the plan, and the run reports that. If a loop guards its step this way, the tech
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from torchtrim.analysis.user_source import line_of
 from torchtrim.core.units import format_bytes
-from torchtrim.errors import ApplyFailed
-from torchtrim.executor.places import optimizer_at
-from torchtrim.executor.registry import Handle, Option, all_or_none
-from torchtrim.records.finding import Equivalence
+from torchtrim.executor.places import optimizer_at, wrong_options
+from torchtrim.executor.registry import Handle, Option, Roots, TechniqueUnit, all_or_none
 from torchtrim.records.plan import Technique
-from torchtrim.records.profile import Profile, Update
-from torchtrim.step.edits import Drop, Edit, Insert, Need, joined
+from torchtrim.records.profile import Profile
+from torchtrim.step.edits import Edit, Insert, Need, drops_of, joined
 from torchtrim.step.optimizers import (
     OptimizerCall,
     launches_seconds,
@@ -53,13 +49,12 @@ and `foreach`, including 130 us for its operators.
 """
 
 
-class OptimizerInBackward:
-    """`where` names optimizers (`AdamW`, a second one `AdamW#2`). `backwards`: the number of backwards in a
-    step."""
+class OptimizerInBackward(TechniqueUnit):
+    """`where` names optimizers (`AdamW`, a second one `AdamW#2`). `backwards`: backwards in a step."""
 
     name = "optimizer_in_backward"
     takes = ("backwards",)
-    equivalence: Equivalence = "BITWISE"
+    equivalence = "BITWISE"
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every optimizer whose final gradients were read only by its own step."""
@@ -67,22 +62,18 @@ class OptimizerInBackward:
         if profile is None or profile.world > 1:
             return []
         touched = _operators_by_gradient(profile)
-        found = []
+        options = []
         for name, calls in optimizer_calls(step).items():
             counts = {update.added for seen in calls for update in seen.step.updates}
             if len(counts) == 1 and all(_is_free(step, seen, touched) for seen in calls):
                 spans = tuple(seen.span for seen in calls)
-                found.append(Option(self.name, name, spans, None, (("backwards", counts.pop()),)))
-        return found
+                settings = (("backwards", counts.pop()),)
+                options.append(Option(self.name, name, spans, None, settings))
+        return options
 
     def refusals(self, step: Step) -> Iterator[str]:
-        """Yield the optimizers that may not step after a backward, and those whose gradients are read before
-        the step.
-
-        The latter come with the cost of an alternative.
-        """
-        profile = step.profile
-        if profile is None:
+        """Yield why an optimizer must wait: a skipped step, or read gradients, with an alternative's cost."""
+        if (profile := step.profile) is None:
             return
         touched = _operators_by_gradient(profile)
         for name, calls in optimizer_calls(step).items():
@@ -101,21 +92,18 @@ class OptimizerInBackward:
             for edit in (without_temporaries(step, seen), *_early(step, seen))
         )
 
-    def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
+    def apply(self, roots: Roots, technique: Technique) -> Handle:
         """Hook the parameters of the named optimizers, and make `step` skip the updated ones."""
         from torchtrim.techniques.optimizer_in_backward.running import EarlyUpdates
 
         backwards = technique.options.get("backwards")
-
-        def hooked(where: str) -> EarlyUpdates:
-            if not isinstance(backwards, int) or backwards < 1:
-                raise ApplyFailed(
-                    f"`{where}`: optimizer_in_backward needs `backwards`, the number of backwards in a "
-                    f"step, and the plan has {backwards!r}. Plan again."
-                )
-            return EarlyUpdates(where, optimizer_at(roots, where), backwards)
-
-        return all_or_none(technique.where, hooked)
+        if not isinstance(backwards, int) or backwards < 1:
+            takes = "one option, `backwards`, the number of backwards in a step"
+            raise wrong_options(technique, takes)
+        return all_or_none(
+            technique.where,
+            lambda where: EarlyUpdates(where, optimizer_at(roots, where), backwards),
+        )
 
 
 TECHNIQUE = OptimizerInBackward()
@@ -148,11 +136,13 @@ def _is_free(step: Step, seen: OptimizerCall, touched: Mapping[int, Sequence[int
 
 
 def _read_after(seen: OptimizerCall, touched: Mapping[int, Sequence[int]]) -> Iterator[int]:
-    """Yield the operators between backward and the optimizer's step that read a final gradient."""
-    for update in seen.step.updates:
-        for index in touched.get(update.gradient, ()):
-            if 0 <= update.ready <= index < seen.step.first:
-                yield index
+    """Return the operators between backward and the optimizer's step that read a final gradient."""
+    return (
+        index
+        for update in seen.step.updates
+        for index in touched.get(update.gradient, ())
+        if 0 <= update.ready <= index < seen.step.first
+    )
 
 
 def _refusal(step: Step, profile: Profile, name: str, seen: OptimizerCall, reader: int) -> str:
@@ -171,30 +161,19 @@ def _refusal(step: Step, profile: Profile, name: str, seen: OptimizerCall, reade
 
 
 def _early(step: Step, seen: OptimizerCall) -> Iterator[Edit]:
+    """Yield the edit of each update, which claims the last accumulation of its gradient."""
     updates = seen.step.updates
     seconds = launches_seconds(step, seen, len(updates)) / len(updates) + _SECONDS_A_HOOK
     for number, update in enumerate(updates):
-        yield _update_edit(step, update, rise(step, seen, (number,)), seconds)
-    yield Edit(
-        drops=tuple(drop for number in _old_gradients(step, seen) for drop in _drops(step, number))
-    )
-
-
-def _update_edit(step: Step, update: Update, temporaries: int, seconds: float) -> Edit:
-    """Return the edit of one update: the gradient lives until the update, which claims its last
-    accumulation."""
-    gradient = step.tensors[update.gradient]
-    size = gradient.bytes if gradient.pool == DEVICE else 0
-    return Edit(
-        drops=_drops(step, update.gradient),
-        needs=(Need(update.gradient, update.ready),),
-        inserts=(Insert(update.ready, seconds, size + temporaries),),
-        claims=(Span(update.ready - 1, update.ready),),
-    )
-
-
-def _drops(step: Step, number: int) -> tuple[Drop, ...]:
-    return tuple(Drop(number, hold) for hold in range(len(step.tensors[number].holds)))
+        gradient = step.tensors[update.gradient]
+        size = gradient.bytes if gradient.pool == DEVICE else 0
+        yield Edit(
+            drops=drops_of(step, (update.gradient,)),
+            needs=(Need(update.gradient, update.ready),),
+            inserts=(Insert(update.ready, seconds, size + rise(step, seen, (number,))),),
+            claims=(Span(update.ready - 1, update.ready),),
+        )
+    yield Edit(drops=drops_of(step, _old_gradients(step, seen)))
 
 
 def _old_gradients(step: Step, seen: OptimizerCall) -> list[int]:

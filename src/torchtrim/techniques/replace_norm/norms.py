@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.failing import note
 from torchtrim.executor.half_precision import ForwardByHand
-from torchtrim.executor.registry import Handle, Handles, all_or_none
+from torchtrim.executor.registry import Handle, all_or_none
 from torchtrim.executor.swap import Swapped
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -37,11 +37,12 @@ def replaced(where: str, module: nn.Module, to: str, groups: int) -> Handle:
 
 def replaced_by_hand(module: nn.Module, to: str, groups: int) -> Handle:
     """Call modules of `nn` that share the weights in place of each BatchNorm."""
-    handles = Handles()
-    for path in _paths("", module):
-        norm: Any = module.get_submodule(path)
-        handles.add(ForwardByHand(norm, _written(norm, to, groups)))
-    return handles
+
+    def change(path: str) -> Handle:
+        norm = module.get_submodule(path)
+        return ForwardByHand(norm, _written(norm, to, groups))
+
+    return all_or_none(_paths("", module), change)
 
 
 def _paths(where: str, module: nn.Module) -> list[str]:
@@ -64,10 +65,15 @@ def _own_norm(where: str, norm: Any, to: str, groups: int) -> Forward:
         raise ApplyFailed(
             f"`{where}` is a SyncBatchNorm, which exchanges statistics between processes. Convert it back."
         )
-    if to == "frozen":
-        _check_statistics(where, norm)
-        return functools.partial(_frozen, norm)
-    return functools.partial(_apart, where, norm, groups_of(norm.num_features, to, groups))
+    if to != "frozen":
+        return functools.partial(_apart, where, norm, groups_of(norm.num_features, to, groups))
+    seen = norm.num_batches_tracked
+    if norm.running_mean is None or (seen is not None and not int(seen)):
+        raise ApplyFailed(
+            f"`{where}` has no running statistics yet, so it would not normalize when frozen. Train it "
+            'first, or write `to = "group"`.'
+        )
+    return functools.partial(_frozen, norm)
 
 
 def _apart(where: str, norm: Any, groups: int, x: torch.Tensor) -> torch.Tensor:
@@ -86,15 +92,6 @@ def _frozen(norm: Any, x: torch.Tensor) -> torch.Tensor:
     return functional.batch_norm(
         x, mean, variance, norm.weight, norm.bias, training=False, momentum=0.0, eps=norm.eps
     )
-
-
-def _check_statistics(where: str, norm: Any) -> None:
-    seen = norm.num_batches_tracked
-    if norm.running_mean is None or (seen is not None and not int(seen)):
-        raise ApplyFailed(
-            f"`{where}` has no running statistics yet, so it would not normalize when frozen. Train it "
-            'first, or write `to = "group"`.'
-        )
 
 
 def _written(norm: Any, to: str, groups: int) -> Forward:

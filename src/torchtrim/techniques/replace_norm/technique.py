@@ -10,10 +10,10 @@ and small batches a poor one. `to` names the replacement, which keeps the weight
 
 Weights are kept, but they were trained with other statistics. A model at the start of its training needs at
 most a lower learning rate for the first steps. A trained model must be fine-tuned after `group`, `layer` or
-`instance` until its loss is back at its former value, since its activations get another scale; not so after
-`frozen`, if the statistics fit the data. Evaluation uses the same norm as training. Modules keep their class,
-parameters, buffers and `state_dict`; without torchtrim, a checkpoint loads as BatchNorm, which is then a
-different function, so write the replacement into the model once it is decided.
+`instance` until its loss is back at its former value; not so after `frozen`, if the statistics fit the data.
+Evaluation uses the same norm as training. Modules keep their class, parameters, buffers and `state_dict`;
+without torchtrim, a checkpoint loads as BatchNorm, a different function, so write the replacement into the
+model once it is decided.
 
 It saves nothing on its own, but makes `micro_batch` possible. The step computes a different function, and the
 certificate says AS ASKED. `where` names modules; every BatchNorm inside is replaced.
@@ -21,14 +21,11 @@ certificate says AS ASKED. `where` names modules; every BatchNorm inside is repl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
-from torchtrim.errors import ApplyFailed
-from torchtrim.executor.places import module_at
-from torchtrim.executor.registry import Handle, Option, all_or_none
-from torchtrim.records.finding import Equivalence
+from torchtrim.executor.places import module_at, wrong_options
+from torchtrim.executor.registry import Handle, MeasuredTechnique, Option, Roots, all_or_none
 from torchtrim.records.plan import Technique
 from torchtrim.step.index import graded_roots
 from torchtrim.step.step import Step
@@ -39,17 +36,13 @@ _GROUPS = 32
 """The default of the GroupNorm paper (Wu and He, 2018)."""
 
 
-class ReplaceNorm:
-    """`where` names modules.
-
-    `to`: `group`, `layer`, `instance` or `frozen`; `groups`: the most groups of `group`.
-    """
+class ReplaceNorm(MeasuredTechnique):
+    """`where` names modules. `to`: the replacement; `groups`: the most groups of `group`."""
 
     name = "replace_norm"
     takes = ("to", "groups")
-    equivalence: Equivalence = "SEMANTIC"
+    equivalence = "SEMANTIC"
     helps: tuple[str, ...] = ("micro_batch",)
-    ways = 1
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return each root that computes statistics over the batch, with every replacement."""
@@ -59,12 +52,8 @@ class ReplaceNorm:
             for where, spans in graded_roots(step, partial(takes_statistics, step)).items()
         ]
 
-    def edits(self, step: Step, option: Option) -> None:
-        """Return None: it saves nothing on its own."""
-
-    def apply(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
-        """Replace the forward of every BatchNorm inside. Raises `ApplyFailed` and leaves the model
-        unchanged."""
+    def apply(self, roots: Roots, technique: Technique) -> Handle:
+        """Replace the forward of every BatchNorm inside. Raises `ApplyFailed`."""
         from torchtrim.techniques.replace_norm.norms import replaced
 
         to, groups = _settings(technique)
@@ -72,7 +61,7 @@ class ReplaceNorm:
             technique.where, lambda where: replaced(where, module_at(roots, where), to, groups)
         )
 
-    def by_hand(self, roots: Mapping[str, Any], technique: Technique) -> Handle:
+    def by_hand(self, roots: Roots, technique: Technique) -> Handle:
         """Put `nn.GroupNorm` with the same weight and bias in place of each norm, or call `eval()`."""
         from torchtrim.techniques.replace_norm.norms import replaced_by_hand
 
@@ -80,10 +69,6 @@ class ReplaceNorm:
         return all_or_none(
             technique.where, lambda where: replaced_by_hand(module_at(roots, where), to, groups)
         )
-
-    def bars(self, technique: Technique) -> Collection[str]:
-        """Return no techniques."""
-        return ()
 
     def advice(self, technique: Technique) -> str:
         """Return the fine-tuning it needs."""
@@ -98,8 +83,6 @@ TECHNIQUE = ReplaceNorm()
 def _settings(technique: Technique) -> tuple[str, int]:
     to, groups = technique.options.get("to"), technique.options.get("groups", _GROUPS)
     if to not in TO or type(groups) is not int or groups < 1:
-        raise ApplyFailed(
-            f"replace_norm has the options `to`, one of {', '.join(TO)}, and `groups`, 1 or more; the "
-            f'plan has {technique.options!r}. Write `to = "group"`.'
-        )
+        takes = f"the options `to`, one of {', '.join(TO)}, and `groups`, 1 or more"
+        raise wrong_options(technique, takes)
     return str(to), groups

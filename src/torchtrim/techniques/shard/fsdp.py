@@ -16,17 +16,17 @@ from torch import nn
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.gradient_sync import make_anew, refuse, without_reducer
+from torchtrim.executor.stepping import Hooked
 from torchtrim.executor.swap import Forward, Swapped
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _ADVICE = "Remove shard from the plan, or plan again."
 _CONTAINERS = (list, tuple, dict, set)
-_PATIENCE_SECONDS = 60.0
-"""Arbitrary; ranks of one step seldom differ by as much."""
+_PATIENCE_SECONDS = 60.0  # Arbitrary; ranks of one step seldom differ by as much.
+# Arbitrary; pauses between looks at the store start short and double up to the longest.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
-"""Arbitrary; pauses between looks at the store start short and double up to the longest."""
+# Every rank applies the same plans in the same order, so all agree on the number.
 _APPLICATIONS = count()
-"""Every rank applies the same plans in the same order, so all agree on the number."""
 
 
 class ShardedReplica:
@@ -63,7 +63,8 @@ class ShardedReplica:
         ]
         for parameter in self._whole.values():
             parameter.data = parameter.data.new_empty(0)
-        self._hooks = [hook for one in self._inner.named_modules() for hook in self._hooked(*one)]
+        hooks = (hook for one in self._inner.named_modules() for hook in self._hooked(*one))
+        self._hooks = Hooked(*hooks)
         self._swapped = Swapped(module, self._without_reducer)
 
     def revert(self) -> None:
@@ -73,8 +74,7 @@ class ShardedReplica:
         updating = _optimizers_of(self._shards.values())
         states = [self._gathering.states(one) for one in updating]
         self._swapped.revert()
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.revert()
         for name, parameter in self._whole.items():
             parameter.data, parameter.grad = whole[name], None
         self._put_back()
@@ -130,7 +130,6 @@ class ShardedReplica:
         yield owner.register_load_state_dict_pre_hook(partial(_split_loaded, shards))
 
     def _gather_saved(self, module: nn.Module, state: Any, prefix: str, _: Any) -> None:
-        """Put whole tensors into a `state_dict`."""
         self._gathering.meet("state_dict")
         for name in module._parameters:
             if f"{prefix}{name}" in state:
@@ -147,18 +146,16 @@ def _split_loaded(
 
 
 class _Gatherer:
-    """Gathers whole tensors from the parts of all ranks."""
-
     def __init__(self, where: str, group: Any) -> None:
         self._where, self._group = where, group
         self._application, self._meetings = next(_APPLICATIONS), 0
 
     def states(self, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
         """Return the whole states of an optimizer's parameters, by their ids. All ranks must call it."""
-        every = [one for group in optimizer.param_groups for one in group["params"]]
         return {
             id(one): _mapped(optimizer.state[one], self.whole)
-            for one in every
+            for group in optimizer.param_groups
+            for one in group["params"]
             if one in optimizer.state
         }
 
@@ -188,7 +185,7 @@ class _Gatherer:
         self._meetings += 1
 
 
-class _ShardedOptimizer:
+class _ShardedOptimizer(Hooked):
     """An optimizer that updates this rank's parts instead of whole parameters."""
 
     def __init__(
@@ -201,15 +198,10 @@ class _ShardedOptimizer:
             if id(one) in shards
         }
         _replace_parameters(optimizer, shards, states)
-        self._hooks = [
+        super().__init__(
             optimizer.register_state_dict_post_hook(self._gather_saved),
             optimizer.register_load_state_dict_pre_hook(self._split_loaded),
-        ]
-
-    def revert(self) -> None:
-        """Remove the hooks on saving and loading."""
-        for hook in self._hooks:
-            hook.remove()
+        )
 
     def _gather_saved(self, optimizer: Any, saved: Any) -> Any:
         self._gathering.meet("state_dict")
@@ -219,8 +211,8 @@ class _ShardedOptimizer:
         return {**saved, "state": states}
 
     def _split_loaded(self, optimizer: Any, saved: Any) -> Any:
-        numbers = [n for group in saved["param_groups"] for n in group["params"]]
-        shards = [one for group in optimizer.param_groups for one in group["params"]]
+        numbers = (n for group in saved["param_groups"] for n in group["params"])
+        shards = (one for group in optimizer.param_groups for one in group["params"])
         states = dict(saved["state"])
         for number, shard in zip(numbers, shards, strict=False):
             if number in states:
@@ -233,14 +225,13 @@ def _replace_parameters(
     instead: Mapping[int, Any],
     states: Mapping[int, dict[str, Any]],
 ) -> None:
-    """Make an optimizer update the tensors `instead`, with `states`; both are keyed by ids of the current
-    tensors."""
+    """Make an optimizer update `instead`, with `states`; ids of the current tensors are keys of both."""
     for group in optimizer.param_groups:
         for one in group["params"]:
             if id(one) in instead:
                 optimizer.state.pop(one, None)
-            if id(one) in instead and id(one) in states:
-                optimizer.state[instead[id(one)]] = states[id(one)]
+                if id(one) in states:
+                    optimizer.state[instead[id(one)]] = states[id(one)]
         group["params"][:] = [instead.get(id(one), one) for one in group["params"]]
 
 
@@ -285,9 +276,8 @@ def _part(value: Any, shard: Any) -> Any:
     """Return this rank's part of a tensor with the shape of a shard, or any other value unchanged."""
     from torch.distributed.tensor import distribute_tensor
 
-    if not isinstance(value, torch.Tensor) or _is_part(value) or not _is_part(shard):
-        return value
-    if value.shape != shard.shape:
+    plain = isinstance(value, torch.Tensor) and not _is_part(value)
+    if not plain or not _is_part(shard) or value.shape != shard.shape:
         return value
     on_device = value.to(shard.device)
     return distribute_tensor(on_device, shard.device_mesh, shard.placements, src_data_rank=None)
@@ -330,10 +320,7 @@ def _refuse_kept_parameters(
     parameters: Mapping[str, nn.Parameter],
     optimizers: list[torch.optim.Optimizer],
 ) -> None:
-    """Raise `ApplyFailed` if the script has a container with some of the parameters.
-
-    They would stay whole there, and get no gradients.
-    """
+    """Raise `ApplyFailed` if the script has a container with parameters: they would stay whole there."""
     ours = [
         parameters,
         module._module_parameters,
@@ -371,29 +358,17 @@ def matching(root: nn.Module, patterns: tuple[str, ...]) -> Iterator[tuple[str, 
             yield path, module
 
 
-def repeated(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def repeated(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the blocks that a model repeats: the most frequent class in its outermost lists of modules.
 
     Only modules with parameters count. A list without two of a class is searched like any other module.
     """
-    return _repeated(root, "")
-
-
-def _repeated(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    children = [
-        (f"{path}.{name}" if path else name, child) for name, child in module.named_children()
-    ]
-    kind = _repeated_class(module)
-    for where, child in children:
-        if kind is not None and type(child) is kind:
+    owning = [type(one) for one in module.children() if any(True for _ in one.parameters())]
+    most = [kind for kind, number in Counter(owning).most_common(1) if number > 1]
+    repeated_class = most[0] if most and isinstance(module, _LISTS) else None
+    for name, child in module.named_children():
+        where = f"{path}.{name}" if path else name
+        if type(child) is repeated_class:
             yield where, child
         else:
-            yield from _repeated(child, where)
-
-
-def _repeated_class(module: nn.Module) -> type | None:
-    if not isinstance(module, _LISTS):
-        return None
-    owning = [type(one) for one in module.children() if any(True for _ in one.parameters())]
-    kind, number = next(iter(Counter(owning).most_common(1)), (None, 0))
-    return kind if number > 1 else None
+            yield from repeated(child, where)

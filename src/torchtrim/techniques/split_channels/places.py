@@ -1,5 +1,4 @@
-"""Finds BatchNorms, and ranges that begin with one, whose channels are independent, and splits their
-channels."""
+"""Finds BatchNorms, and ranges that begin with one, with independent channels, and splits them."""
 
 from __future__ import annotations
 
@@ -32,10 +31,8 @@ Functions that are computed in another way at the end of a row than within it ar
 _BESIDE = ("aten::add_", "aten::empty")
 """Other operators of BatchNorm: it counts the batch, and allocates an empty tensor for other kernels."""
 _COMPUTED = ("activation", "temporary")
-_MOST_PLACES = 64
-"""Arbitrary; bounds the options of a step."""
-_LEAST_SHARE = 0.01
-"""Arbitrary; inputs below this share of the largest storage hardly affect the peak."""
+_MOST_PLACES = 64  # Arbitrary; bounds the options of a step.
+_LEAST_SHARE = 0.01  # Arbitrary; smaller inputs hardly affect the peak, beside the largest storage.
 
 
 class ChannelRange(NamedTuple):
@@ -57,9 +54,8 @@ def parts_of(step: Step, span: Span, parts: int) -> int:
     given = next(op for op in ops if is_training_norm(op)).inputs[0]
     layout = layout_of(given.shape, given.strides)
     assert layout is not None
-    return given.shape[1] // max(
-        end - first for first, end in spans_of(given.shape[1], layout, parts)
-    )
+    spans = spans_of(given.shape[1], layout, parts)
+    return given.shape[1] // max(end - first for first, end in spans)
 
 
 @remembered
@@ -71,8 +67,6 @@ def _places_of(profile: Profile) -> tuple[ChannelRange, ...]:
 
 
 class _ChannelFinder:
-    """Finds the calls that keep channels apart."""
-
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._index = recorded_index(profile)
@@ -104,8 +98,7 @@ class _ChannelFinder:
                 yield from self._place(f"{path}[{first}:{last}]", spans)
 
     def _turns(self, call: StepCall) -> tuple[StepCall, ...]:
-        """Return the calls of a chain's children in one of its calls, or none if they run in another
-        order."""
+        """Return the calls of a chain's children in one of its calls, if they run in their order."""
         inner = self._index.child_calls(call)
         order = tuple(one.module for one in inner)
         return inner if order == self._index.children[call.module] else ()
@@ -135,15 +128,13 @@ class _ChannelFinder:
         )
 
     def _keeps_apart(self, turn: Sequence[StepCall]) -> bool:
-        """Return True if a norm computes statistics over a batch of layers whose channels are each
-        contiguous."""
+        """Return True if a norm computes statistics over a batch of layers with contiguous channels."""
         norm = turn[0]
         ops = self._profile.operators[norm.span.first : norm.span.last]
-        if self._profile.modules[norm.module].hooked or len(norm.inputs) != 1:
-            return False
         norms = [op for op in ops if is_training_norm(op)]
-        others = [op for op in ops if op not in norms]
-        if len(norms) != 1 or any(not _is_beside(op) for op in others):
+        if self._profile.modules[norm.module].hooked or len(norm.inputs) != 1 or len(norms) != 1:
+            return False
+        if not all(op in norms or _is_beside(op) for op in ops):
             return False
         given, made = norms[0].inputs[0], norms[0].outputs[0]
         storages = self._profile.storages
@@ -154,17 +145,13 @@ class _ChannelFinder:
         """Return True if only the norm's backward, which runs once, reads the input from then on."""
         number, norm = turn[0].inputs[0], range(*turn[0].span)
         storage = self._profile.storages[number]
-        if (
-            storage.birth < 0
-            or storage.kind not in _COMPUTED
-            or number in self._index.hooked_tensors
-        ):
+        computed = storage.birth >= 0 and storage.kind in _COMPUTED
+        if not computed or number in self._index.hooked_tensors:
             return False
         operators, readers = self._profile.operators, self._index.readers.get(number, ())
         own = [index for index in readers if operators[index].forward in norm]
-        others = [index for index in readers if index not in own]
         once = len(own) == 1 and storage.death <= own[0] + 1
-        return once and max(others, default=-1) < own[0]
+        return once and max(readers) == own[0]
 
 
 def _is_beside(op: Operator) -> bool:

@@ -26,10 +26,7 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def split(where: str, part: ModulePart, parts: int, *, overwrites: bool) -> Handle:
-    """Make a norm, or a range that begins with one, run in parts of the channels.
-
-    Raises `ApplyFailed` if the first module is not a BatchNorm, or one has hooks.
-    """
+    """Make a BatchNorm, or a range that begins with one, run in parts of the channels, if it has no hooks."""
     modules = [part.module] if part.span is None else list(part.chain)[slice(*part.span)]
     norm = modules[0] if modules else None
     if not isinstance(norm, _NORMS):
@@ -56,11 +53,9 @@ class _Channels(NamedTuple):
     overwrites: bool
 
     def wrapped(self, forward: Run) -> Run:
-        """Return the norm's forward in parts."""
         return forward if is_of_another(forward, self.norm) else partial(self.run, forward)
 
     def run(self, forward: Run, given: Any) -> Any:
-        """Return the result. `forward` runs all channels at once."""
         if not self._may_split(given):
             return forward(given)
         weight, bias = self.norm.weight, self.norm.bias
@@ -91,7 +86,11 @@ class _Channels(NamedTuple):
                     made = self.part(some, owned, statistics, momentum)
                 del some
                 if whole is None:
-                    whole = self._empty(made, given)
+                    shape = (made.shape[0], given.shape[1], *made.shape[2:])
+                    layout = _layout(made) or torch.contiguous_format
+                    whole = torch.empty(
+                        shape, dtype=made.dtype, device=made.device, memory_format=layout
+                    )
                 whole[:, slice(*span)] = made
                 del made
         assert whole is not None
@@ -104,7 +103,6 @@ class _Channels(NamedTuple):
         statistics: Sequence[Tensor | None],
         momentum: float,
     ) -> Tensor:
-        """Return the result of some channels."""
         (mean, variance), (weight, bias), eps = statistics, owned, self.norm.eps
         made = functional.batch_norm(
             given, mean, variance, weight, bias, training=True, momentum=momentum, eps=eps
@@ -113,24 +111,13 @@ class _Channels(NamedTuple):
         return result
 
     def spans(self, given: Tensor) -> tuple[tuple[int, int], ...]:
-        """Return the spans of channels that run together."""
         layout = layout_of(given.shape, given.stride())
         assert layout is not None
         return spans_of(given.shape[1], layout, self.parts)
 
-    def _empty(self, made: Tensor, given: Tensor) -> Tensor:
-        """Return an empty tensor for the results of all parts."""
-        shape = (made.shape[0], given.shape[1], *made.shape[2:])
-        layout = _layout(made) or torch.contiguous_format
-        return torch.empty(shape, dtype=made.dtype, device=made.device, memory_format=layout)
-
 
 class _ChannelParts(torch.autograd.Function):
-    """A norm and the modules after it; only its input is saved.
-
-    Backward runs all channels together if the gradient has another layout than the result: torch then sums
-    with loops that depend on all of them.
-    """
+    """A norm and the modules after it; only its input is saved."""
 
     @staticmethod
     def forward(
@@ -154,16 +141,12 @@ class _ChannelParts(torch.autograd.Function):
         given, *owned = ctx.saved_tensors
         over, given = channels.overwrites and not given.is_leaf, given.detach()
         of_given, *of_owned = ctx.needs_input_grad[2:]
-        found = [
-            (given if over else torch.empty_like(given)) if of_given else None,
-            *(
-                torch.empty_like(one) if want else None
-                for one, want in zip(owned, of_owned, strict=True)
-            ),
-        ]
-        whole_span = ((0, given.shape[1]),)
+        found = [(given if over else torch.empty_like(given)) if of_given else None]
+        for one, want in zip(owned, of_owned, strict=True):
+            found.append(torch.empty_like(one) if want else None)
+        # In another layout than the result, torch sums with loops that depend on all channels.
         as_made = _layout(gradient) is ctx.layout
-        for span in channels.spans(given) if as_made else whole_span:
+        for span in channels.spans(given) if as_made else ((0, given.shape[1]),):
             part, comes = _copy_of(given, span), _copy_of(gradient, span)
             inputs = [part, *(_cut(one, span) for one in owned)]
             with ctx.cast.again():
@@ -200,16 +183,16 @@ def _counted(
         seen.add_(1)
     momentum = norm.momentum
     if momentum is None:
-        momentum = 1.0 / float(seen) if seen is not None else 0.0
+        momentum = 0.0 if seen is None else 1.0 / float(seen)
     return (norm.running_mean, norm.running_var), momentum
 
 
 def _layout(tensor: Tensor) -> torch.memory_format | None:
     """Return the memory format of a tensor: contiguous, or channels last."""
-    found = layout_of(tensor.shape, tensor.stride())
-    return (
-        torch.contiguous_format if found == "contiguous" else _LAST[tensor.dim()] if found else None
-    )
+    layout = layout_of(tensor.shape, tensor.stride())
+    if layout == "contiguous":
+        return torch.contiguous_format
+    return _LAST[tensor.dim()] if layout else None
 
 
 def _copy_of(tensor: Tensor, span: tuple[int, int]) -> Tensor:

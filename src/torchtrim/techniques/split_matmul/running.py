@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -44,10 +44,11 @@ def _in_parts(where: str, module: nn.Module, forward: Forward, parts: int) -> Fo
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = args[0] if len(args) == 1 and not kwargs else None
-        if not isinstance(given, Tensor) or not _may_split(given, parts):
+        plain = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if not plain or not isinstance(given, Tensor) or given.dim() < 2:
             return forward(*args, **kwargs)
         owned = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if not (given.requires_grad or owned):
+        if prod(given.shape[:-1]) < parts or not (given.requires_grad or owned):
             return forward(given)
         try:
             return _RowParts.apply(forward, parts, given, *owned)  # type: ignore[no-untyped-call]
@@ -58,18 +59,15 @@ def _in_parts(where: str, module: nn.Module, forward: Forward, parts: int) -> Fo
     return call
 
 
-def _may_split(given: Tensor, parts: int) -> bool:
-    plain = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    return plain and given.dim() > 1 and prod(given.shape[:-1]) >= parts
-
-
 class _RowParts(torch.autograd.Function):
     """A module's forward, one part of the rows at a time; only its input is saved."""
 
     @staticmethod
     def forward(ctx: Any, forward: Forward, parts: int, given: Tensor, *owned: Tensor) -> Tensor:
         ctx.again, ctx.cast = forward, casting(given.device.type)
-        ctx.spans = list(_spans(prod(given.shape[:-1]), parts))
+        count = prod(given.shape[:-1])
+        size = -(-count // parts)
+        ctx.spans = [(at, min(at + size, count)) for at in range(0, count, size)]
         ctx.save_for_backward(given, *owned)
         with unnumbered() as as_before:
             rows, whole = _rows(given), None
@@ -99,22 +97,16 @@ class _RowParts(torch.autograd.Function):
                 made = ctx.again(part)
             edge, comes_here = get_gradient_edge(made), comes[first:last].view(made.shape)
             del made
-            found = _gradients(edge, [part, *owned] if wanted else owned, comes_here)
-            if of_given is not None:
-                _put(of_given[..., first:last, :], found.pop(0))
+            inputs = [part, *owned] if wanted else owned
+            found: list[Tensor | None] = [
+                *torch.autograd.grad(edge, inputs, comes_here, allow_unused=True)
+            ]
+            if of_given is not None and found[0] is not None:
+                of_given[..., first:last, :].copy_(found[0])
+            del found[: len(found) - len(owned)]
             _add(sums, found)
         whole = of_given.view(given.shape) if of_given is not None else None
         return None, None, whole, *sums
-
-
-def _gradients(edge: GradientEdge, inputs: Sequence[Tensor], comes: Tensor) -> list[Tensor | None]:
-    """Return the gradients of a part, without holding its result."""
-    return list(torch.autograd.grad(edge, inputs, comes, allow_unused=True))
-
-
-def _put(place: Tensor, gradient: Tensor | None) -> None:
-    if gradient is not None:
-        place.copy_(gradient)
 
 
 def _add(sums: list[Tensor | None], found: list[Tensor | None]) -> None:
@@ -131,18 +123,10 @@ def _rows(given: Tensor) -> Tensor:
 
 
 def _empty_result(made: Any, rows: Tensor, count: int) -> Tensor:
-    fits = isinstance(made, Tensor) and made.shape[:-1] == (*rows.shape[:-2], count)
-    if not fits:
+    if not isinstance(made, Tensor) or made.shape[:-1] != (*rows.shape[:-2], count):
         raise ApplyFailed(
             f"a module that split_matmul runs in parts returned "
             f"{getattr(made, 'shape', type(made).__name__)} for {count} rows, so its rows are not "
             "independent. Remove it from the plan."
         )
-    whole: Tensor = made.new_empty(rows.shape[-2], made.shape[-1])
-    return whole
-
-
-def _spans(rows: int, parts: int) -> Iterator[tuple[int, int]]:
-    size = -(-rows // parts)
-    for first in range(0, rows, size):
-        yield first, min(first + size, rows)
+    return made.new_empty(rows.shape[-2], made.shape[-1])

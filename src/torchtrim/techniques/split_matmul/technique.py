@@ -17,15 +17,12 @@ no attention, whose rows interact. Calls without gradients run unchanged. `where
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
-from torchtrim.errors import ApplyFailed
-from torchtrim.executor.places import module_at
-from torchtrim.executor.registry import Handle, Option, all_or_none
+from torchtrim.executor.places import module_at, wrong_options
+from torchtrim.executor.registry import Handle, Option, Roots, TechniqueUnit, all_or_none
 from torchtrim.executor.row_edits import edit_of
-from torchtrim.records.finding import Equivalence
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Operator, Profile, TensorUse
@@ -34,19 +31,15 @@ from torchtrim.step.edits import Edit, joined_if_all
 from torchtrim.step.index import recorded_index
 from torchtrim.step.step import Span, Step, StepCall
 
-if TYPE_CHECKING:
-    from torch import nn
-
-_PARTS = 8
-"""Arbitrary; with eight parts, hidden states take less than the input and output of an MLP."""
+_PARTS = 8  # Arbitrary; then hidden states take less than the input and output of an MLP.
 
 
-class SplitMatmul:
+class SplitMatmul(TechniqueUnit):
     """`where` names modules that treat each row independently. `parts`: the number of parts of the rows."""
 
     name = "split_matmul"
     takes = ("parts",)
-    equivalence: Equivalence = "ROUNDING"
+    equivalence = "ROUNDING"
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return the modules with independent rows that are wider inside than outside."""
@@ -60,16 +53,13 @@ class SplitMatmul:
         parts = int(dict(option.settings)["parts"])
         return joined_if_all(edit_of(step, span, parts) for span in option.spans)
 
-    def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
-        """Give the modules a forward that runs in parts. Raises `ApplyFailed` and leaves the model
-        unchanged."""
+    def apply(self, roots: Roots, technique: Technique) -> Handle:
+        """Give the modules a forward that runs in parts. Raises `ApplyFailed`."""
         from torchtrim.techniques.split_matmul.running import split
 
         parts = technique.options.get("parts")
         if type(parts) is not int or parts < 2 or len(technique.options) != 1:
-            raise ApplyFailed(
-                f"split_matmul has one option, `parts`, 2 or more; the plan has {technique.options!r}."
-            )
+            raise wrong_options(technique, "one option, `parts`, 2 or more")
         return all_or_none(
             technique.where, lambda where: split(where, module_at(roots, where), parts)
         )
@@ -112,19 +102,16 @@ def _modules_of(profile: Profile) -> Places:
 
 
 class _RowReader:
-    """Determines if calls treat each row independently."""
-
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._once = [m.path for m in profile.modules if m.hooked or m.writes]
 
     def by_rows(self, call: StepCall) -> bool:
-        """Return True if a call has one input and one output, its rows never interact, and a product is wider
-        than both."""
+        """Return True if a call has one input and one output, a wider product, and independent rows."""
         path = self._profile.modules[call.module].path
         ops = self._profile.operators[call.span.first : call.span.last]
         outer = {*call.inputs, *call.outputs}
-        if len(call.inputs) != 1 or len(call.outputs) != 1 or len(outer) != len(("in", "out")):
+        if len(call.inputs) != 1 or len(call.outputs) != 1 or len(outer) != 2:
             return False
         if any(f"{one}.".startswith(f"{path}.") for one in self._once):
             return False
@@ -134,12 +121,10 @@ class _RowReader:
             return False
         if len(given.shape) < 2 or not _is_contiguous(given):
             return False
-        rows = prod(given.shape[:-1])
-        wide = max(
-            (use.shape[-1] for op in ops if _is_product(op) for use in op.outputs), default=0
-        )
+        products = [op for op in ops if base_name(op.name) in _PRODUCTS]
+        wide = max((use.shape[-1] for op in products for use in op.outputs), default=0)
         return wide > max(given.shape[-1], made.shape[-1]) and all(
-            self._keeps_apart(op, rows, call) for op in ops
+            self._keeps_apart(op, _rows(given), call) for op in ops
         )
 
     def _keeps_apart(self, op: Operator, rows: int, call: StepCall) -> bool:
@@ -164,10 +149,6 @@ class _RowReader:
         """Return True for a tensor that is neither the input nor made within the call."""
         birth = self._profile.storages[use.storage].birth
         return use.storage not in call.inputs and not call.span.first <= birth < call.span.last
-
-
-def _is_product(op: Operator) -> bool:
-    return base_name(op.name) in _PRODUCTS
 
 
 def _rows(use: TensorUse) -> int:

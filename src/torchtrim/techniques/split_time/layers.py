@@ -13,17 +13,13 @@ from torchtrim.records.remembered import remembered
 from torchtrim.step.index import recorded_index
 from torchtrim.step.step import Span, Step, StepCall
 
-PIECE = 4
-"""Arbitrary; time steps computed at once."""
+PIECE = 4  # Arbitrary; time steps computed at once.
 
-_CELLS = {"LSTM": 1, "GRU": 0}
-"""Number of cell states."""
+_CELLS = {"LSTM": 1, "GRU": 0}  # numbers of cell states
 _GATES = {"LSTM": 4, "GRU": 3}
-_SEQUENCE = 3
-"""Dimensions of a batch of sequences."""
+_SEQUENCE = 3  # dimensions of a batch of sequences
 _HALVES = ("float16", "bfloat16")
-_TEMPORARIES = 10
-"""Number of temporaries of a state's size in a time step."""
+_TEMPORARIES = 10  # temporaries of a state's size in a time step
 
 
 class RecurrentCall(NamedTuple):
@@ -42,8 +38,7 @@ class RecurrentCall(NamedTuple):
 
 
 def layers_of(step: Step) -> dict[str, tuple[RecurrentCall, ...]]:
-    """Return the LSTMs and GRUs whose calls all have one tensor of three dimensions as input, and draw no
-    randomness."""
+    """Return the LSTMs and GRUs that take one tensor of three dimensions and draw no random numbers."""
     return _layers_of(step.profile) if step.profile is not None else {}
 
 
@@ -52,12 +47,10 @@ def _layers_of(profile: Profile) -> dict[str, tuple[RecurrentCall, ...]]:
     calls = recorded_index(profile).graded_calls
     found: dict[str, tuple[RecurrentCall, ...]] = {}
     for number, module in enumerate(profile.modules):
-        if module.type not in _CELLS or not _is_supported(profile, module.path):
-            continue
-        seen = [_recurrent_call(profile, call) for call in calls[number]]
-        kept = tuple(one for one in seen if one is not None)
-        if kept and len(kept) == len(seen):
-            found[module.path] = kept
+        if module.type in _CELLS and _is_supported(profile, module.path):
+            known = tuple(filter(None, (_recurrent_call(profile, one) for one in calls[number])))
+            if known and len(known) == len(calls[number]):
+                found[module.path] = known
     return found
 
 
@@ -69,7 +62,7 @@ def _is_supported(profile: Profile, path: str) -> bool:
 
 
 def _recurrent_call(profile: Profile, call: StepCall) -> RecurrentCall | None:
-    """Return a call, if it takes and returns one sequence in the type of the weights."""
+    """Return a call if it takes and returns one sequence in the type of the weights."""
     operators = profile.operators[call.span.first : call.span.last]
     uses = [use for op in operators for use in (*op.inputs, *op.outputs)]
     given = [use for use in uses if use.storage in call.inputs[:1]]
@@ -90,11 +83,9 @@ def _recurrent_call(profile: Profile, call: StepCall) -> RecurrentCall | None:
     gates = _GATES[module.type] * one
     forward = (piece + 2) * gates + _TEMPORARIES * one + entering
     backward = 2 * (piece + 1) * gates + (2 * piece + _TEMPORARIES) * one + 2 * entering
-    between = states if layers > 1 else 0
-    within = forward, backward + between
+    within = forward, backward + (states if layers > 1 else 0)
     result = -1 if both else whole.storage
-    turns = steps * layers * (1 + both)
-    return RecurrentCall(call.span, turns, kept, within, result)
+    return RecurrentCall(call.span, steps * layers * (1 + both), kept, within, result)
 
 
 def _is_cast(profile: Profile, path: str, uses: Sequence[TensorUse]) -> bool:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from torch.utils import _pytree as pytree
 
 from torchtrim.errors import ApplyFailed
@@ -37,59 +38,37 @@ class CellGradients(NamedTuple):
     before: CellState
 
 
-class RecurrentCell(Protocol):
-    """One kind of cell. `gates`: their number; `cells`: True if it has a cell state beside the hidden one."""
-
-    gates: int
-    cells: bool
-
-    def forward(self, of_given: Tensor, of_state: Tensor, before: CellState) -> CellState:
-        """Return the state after a step."""
-        ...
-
-    def backward(
-        self,
-        of_given: Tensor,
-        of_state: Tensor,
-        before: CellState,
-        after: CellState,
-        slope: CellState,
-    ) -> CellGradients:
-        """Return the gradients of a step; `after.hidden` is not read."""
-        ...
-
-
 class LstmCell:
     """Hochreiter and Schmidhuber, Long short-term memory, 1997, with forget gates."""
 
     gates = 4
-    cells = True
 
-    def forward(self, of_given: Tensor, of_state: Tensor, before: CellState) -> CellState:
-        """See `RecurrentCell`."""
+    @staticmethod
+    def forward(of_given: Tensor, of_state: Tensor, before: CellState) -> CellState:
+        """Return the state after a step."""
         assert before.cell is not None
         enters, stays, new, leaves = (of_given + of_state).chunk(4, 1)
         cell = stays.sigmoid() * before.cell + enters.sigmoid() * new.tanh()
         return CellState(leaves.sigmoid() * cell.tanh(), cell)
 
+    @staticmethod
     def backward(
-        self,
         of_given: Tensor,
         of_state: Tensor,
         before: CellState,
-        after: CellState,
+        after: Tensor | None,
         slope: CellState,
     ) -> CellGradients:
-        """See `RecurrentCell`."""
+        """Return the gradients of a step. `after`: the cell state after it."""
         assert before.cell is not None
-        assert after.cell is not None
+        assert after is not None
         assert slope.cell is not None
         sums = of_given + of_state
         enters, stays, new, leaves = sums.chunk(4, 1)
         for gate in (enters, stays, leaves):
             gate.sigmoid_()
         new.tanh_()
-        shown = after.cell.tanh()
+        shown = after.tanh()
         cell = slope.cell + slope.hidden * leaves * (1 - shown * shown)
         before_cell = cell * stays
         leaves.copy_(slope.hidden * shown * leaves * (1 - leaves))
@@ -104,23 +83,19 @@ class GruCell:
     """Cho et al., Learning phrase representations using RNN encoder-decoder, 2014, as cuDNN computes it."""
 
     gates = 3
-    cells = False
 
-    def forward(self, of_given: Tensor, of_state: Tensor, before: CellState) -> CellState:
-        """See `RecurrentCell`."""
-        _, update, new, _ = self._gates(of_given, of_state)
+    @staticmethod
+    def forward(of_given: Tensor, of_state: Tensor, before: CellState) -> CellState:
+        """Return the state after a step."""
+        _, update, new, _ = GruCell._gates(of_given, of_state)
         return CellState(new + update * (before.hidden - new), None)
 
+    @staticmethod
     def backward(
-        self,
-        of_given: Tensor,
-        of_state: Tensor,
-        before: CellState,
-        after: CellState,
-        slope: CellState,
+        of_given: Tensor, of_state: Tensor, before: CellState, _: Tensor | None, slope: CellState
     ) -> CellGradients:
-        """See `RecurrentCell`."""
-        reset, update, new, of_new = self._gates(of_given, of_state)
+        """Return the gradients of a step."""
+        reset, update, new, of_new = GruCell._gates(of_given, of_state)
         of_update = slope.hidden * (before.hidden - new) * update * (1 - update)
         slope_new = slope.hidden * (1 - update) * (1 - new * new)
         of_reset = slope_new * of_new * reset * (1 - reset)
@@ -138,10 +113,10 @@ class GruCell:
         return reset, update, (of_given[:, 2 * width :] + reset * of_new).tanh_(), of_new
 
 
+Cell = type[LstmCell] | type[GruCell]
 Forward = Callable[..., Any]
 _FORWARDS = (nn.LSTM.forward, nn.GRU.forward)
-_SEQUENCE = 3
-"""Dimensions of a batch of sequences."""
+_SEQUENCE = 3  # dimensions of a batch of sequences
 
 
 def split(where: str, module: nn.Module) -> Swapped:
@@ -202,7 +177,7 @@ def _is_ours(module: nn.LSTM | nn.GRU, given: Any) -> bool:
 
 def _layers(module: nn.LSTM | nn.GRU, given: Tensor, hx: Any) -> tuple[Tensor, Any]:
     """Run all layers and directions, with the shapes of the module's own forward."""
-    cell: RecurrentCell = LstmCell() if isinstance(module, nn.LSTM) else GruCell()
+    cell: Cell = LstmCell if isinstance(module, nn.LSTM) else GruCell
     directions = 2 if module.bidirectional else 1
     x = given.transpose(0, 1) if module.batch_first else given
     firsts = _firsts(module, x, hx, directions)
@@ -214,11 +189,11 @@ def _layers(module: nn.LSTM | nn.GRU, given: Tensor, hx: Any) -> tuple[Tensor, A
             weights = _weights(module, layer, direction)
             out, *last = _Time.apply(cell, bool(direction), x, *first, *weights)  # type: ignore[no-untyped-call]
             outs.append(out)
-            ends.append(CellState(last[0], last[1] if cell.cells else None))
+            ends.append(CellState(last[0], last[1] if cell is LstmCell else None))
         x = torch.cat(outs, 2) if directions > 1 else outs[0]
     hidden = torch.stack([one.hidden for one in ends])
     whole = x.transpose(0, 1) if module.batch_first else x
-    if not cell.cells:
+    if cell is GruCell:
         return whole, hidden
     return whole, (hidden, torch.stack([one.cell for one in ends if one.cell is not None]))
 
@@ -239,18 +214,17 @@ def _firsts(module: nn.LSTM | nn.GRU, x: Tensor, hx: Any, directions: int) -> li
 def _weights(module: nn.RNNBase, layer: int, direction: int) -> list[Tensor | None]:
     """Return weights and biases of a layer in one direction, for the input and for the state."""
     suffix = f"_l{layer}{'_reverse' if direction else ''}"
-    names = ["weight_ih", "weight_hh", "bias_ih", "bias_hh"]
+    names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
     return [getattr(module, f"{name}{suffix}", None) for name in names]
 
 
 class _Time(torch.autograd.Function):
-    """One layer in one direction: x (time, batch, width of the input) to states (time, batch, width) and the
-    last one."""
+    """One layer in one direction: x (time, batch, width of x) to states (time, batch, width) and the last."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        cell: RecurrentCell,
+        cell: Cell,
         backwards: bool,
         x: Tensor,
         hidden: Tensor,
@@ -263,21 +237,19 @@ class _Time(torch.autograd.Function):
         assert of_h is not None
         steps, batch = x.shape[:2]
         out = x.new_empty(steps, batch, hidden.shape[1])
-        cells = torch.empty_like(out) if cell.cells else None
+        cells = torch.empty_like(out) if cell is LstmCell else None
         state = CellState(hidden, first_cell)
         for piece in _pieces(steps, backwards):
-            given = _product(_part(x, piece), of_x, bias_x).view(len(piece), batch, -1)
+            given = linear(_part(x, piece), of_x, bias_x).view(len(piece), batch, -1)
             for at, time in enumerate(piece):
-                state = cell.forward(given[at], _product(state.hidden, of_h, bias_h), state)
+                state = cell.forward(given[at], linear(state.hidden, of_h, bias_h), state)
                 out[time] = state.hidden
                 if cells is not None and state.cell is not None:
                     cells[time] = state.cell
         ctx.save_for_backward(x, hidden, first_cell, out, cells, *weights)
         ctx.set_materialize_grads(False)
-        last = (out[_last(steps, backwards)].clone(),)
-        return (
-            (out, *last) if cells is None else (out, *last, cells[_last(steps, backwards)].clone())
-        )
+        last = 0 if backwards else -1
+        return out, *(one[last].clone() for one in (out, cells) if one is not None)
 
     @staticmethod
     def backward(ctx: Any, *comes: Tensor | None) -> tuple[Any, ...]:
@@ -289,21 +261,20 @@ class _Backward:
     """The gradients of one layer in one direction, summed over pieces of time."""
 
     def __init__(self, ctx: Any, comes: tuple[Tensor | None, ...]) -> None:
-        self._cell: RecurrentCell = ctx.cell
+        self._cell: Cell = ctx.cell
         self._backwards: bool = ctx.backwards
         self._wanted: tuple[bool, ...] = ctx.needs_input_grad[2:]
         self._x, self._hidden, self._first, self._out, self._cells, *self._weights = (
             ctx.saved_tensors
         )
         self._of_out = comes[0]
-        made = [None, *self._weights]
         self._of_x = torch.empty_like(self._x) if self._wanted[0] else None
         self._sums = [
             torch.zeros_like(one) if one is not None and wanted else None
-            for one, wanted in zip(made[1:], self._wanted[3:], strict=True)
+            for one, wanted in zip(self._weights, self._wanted[3:], strict=True)
         ]
         self._slope = CellState(
-            self._zeros(comes[1]), self._zeros(comes[2]) if self._cell.cells else None
+            self._zeros(comes[1]), self._zeros(comes[2]) if self._cell is LstmCell else None
         )
 
     def run(self) -> tuple[Any, ...]:
@@ -322,8 +293,8 @@ class _Backward:
         of_x, of_h, bias_x, bias_h = self._weights
         batch = self._x.shape[1]
         part, before = _part(self._x, piece), self._before(self._out, self._hidden, piece)
-        given = _product(part, of_x, bias_x).view(len(piece), batch, -1)
-        state = _product(before, of_h, bias_h).view(len(piece), batch, -1)
+        given = linear(part, of_x, bias_x).view(len(piece), batch, -1)
+        state = linear(before, of_h, bias_h).view(len(piece), batch, -1)
         starts = None
         if self._cells is not None:
             starts = self._before(self._cells, self._first, piece).view(len(piece), batch, -1)
@@ -331,7 +302,11 @@ class _Backward:
             then = CellState(
                 before[at * batch : (at + 1) * batch], starts[at] if starts is not None else None
             )
-            slopes = self._slopes(given[at], state[at], then, piece[at])
+            after = None if self._cells is None else self._cells[piece[at]]
+            slope = self._slope
+            if self._of_out is not None:
+                slope = slope._replace(hidden=slope.hidden + self._of_out[piece[at]])
+            slopes = self._cell.backward(given[at], state[at], then, after, slope)
             given[at], state[at] = slopes.of_given, slopes.of_state
             self._slope = CellState(
                 torch.addmm(slopes.before.hidden, state[at], of_h), slopes.before.cell
@@ -342,35 +317,21 @@ class _Backward:
             for at, time in enumerate(piece):
                 self._of_x[time] = made[at]
 
-    def _slopes(self, given: Tensor, state: Tensor, then: CellState, time: int) -> Any:
-        hidden = self._slope.hidden
-        if self._of_out is not None:
-            hidden = hidden + self._of_out[time]
-        after = CellState(self._out[time], self._cells[time] if self._cells is not None else None)
-        return self._cell.backward(given, state, then, after, CellState(hidden, self._slope.cell))
-
     def _add(self, part: Tensor, before: Tensor, given: Tensor, state: Tensor) -> None:
         """Add a piece's gradients of the weights and biases."""
-        of_x, of_h, bias_x, bias_h = self._sums
-        if of_x is not None:
-            of_x.addmm_(given.t(), part)
-        if of_h is not None:
-            of_h.addmm_(state.t(), before)
-        if bias_x is not None:
-            bias_x.add_(given.sum(0))
-        if bias_h is not None:
-            bias_h.add_(state.sum(0))
+        weights, biases = self._sums[:2], self._sums[2:]
+        pairs = ((given, part), (state, before))
+        for of_weight, of_bias, (slope, entered) in zip(weights, biases, pairs, strict=True):
+            if of_weight is not None:
+                of_weight.addmm_(slope.t(), entered)
+            if of_bias is not None:
+                of_bias.add_(slope.sum(0))
 
     def _before(self, states: Tensor, first: Tensor, piece: list[int]) -> Tensor:
         """Return the states before the steps of a piece, concatenated along the batch."""
         back = 1 if self._backwards else -1
-        times = [time + back for time in piece]
-        known = [states[time] if 0 <= time < len(states) else first for time in times]
-        return torch.cat(known)
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(x, weight, bias)
+        times = (time + back for time in piece)
+        return torch.cat([states[at] if 0 <= at < len(states) else first for at in times])
 
 
 def _pieces(steps: int, backwards: bool) -> Iterator[list[int]]:
@@ -383,7 +344,3 @@ def _pieces(steps: int, backwards: bool) -> Iterator[list[int]]:
 def _part(x: Tensor, piece: list[int]) -> Tensor:
     """Return the inputs at some times, concatenated along the batch."""
     return torch.cat([x[time] for time in piece])
-
-
-def _last(steps: int, backwards: bool) -> int:
-    return 0 if backwards else steps - 1

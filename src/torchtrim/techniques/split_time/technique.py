@@ -3,48 +3,45 @@
 In PyTorch, a recurrent layer keeps the gates of every time step for backward, or a workspace of the library
 that computes it, and backward computes the gradients of all gates: each is four times as wide as the states,
 and there are copies of the weights in a layout of the library's own. That often sets the peak of a language
-model or a speech model. Here a layer is computed with plain matrix products. It keeps only its input and its
-states; backward runs through time in pieces of a few steps, recomputes their gates from the states before
-them, and accumulates the gradients of the weights piece by piece.
+or speech model. Here a layer is computed with plain matrix products and keeps only its input and its states;
+backward runs through time in pieces of a few steps, recomputes their gates from the states before them, and
+accumulates the gradients of the weights.
 
 The gates are the same functions of the same sums, but a product of fewer rows may add in another order, and
 gradients of weights are sums over pieces. So it is planned only with `--allow rounding`.
 
 It supports `nn.LSTM` and `nn.GRU` that take one batched tensor and draw no random numbers. Calls with packed
 sequences, under autocast, without gradients, in a compiled model and of a replica of `nn.DataParallel` run
-unchanged. An LSTM with projections, and dropout between layers, are refused. The output is needed for its own
-backward, so overwriting it, as in `out.relu_()`, raises, and it cannot be differentiated twice
-(`create_graph=True` raises). `where` names modules.
+unchanged. An LSTM with projections, and dropout between layers, are refused. Overwriting the output, as in
+`out.relu_()`, raises, since its own backward needs it, and so does `create_graph=True`. `where` names
+modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torchtrim.errors import ApplyFailed
-from torchtrim.executor.places import module_at
-from torchtrim.executor.registry import Handle, Option, all_or_none
+from torchtrim.executor.places import module_at, wrong_options
+from torchtrim.executor.registry import Handle, Option, Roots, TechniqueUnit, all_or_none
 from torchtrim.executor.row_edits import edit_of
-from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.step.edits import Block, Edit, Need, joined_if_all
 from torchtrim.step.step import Step
 from torchtrim.techniques.split_time.layers import RecurrentCall, layers_of
 
 if TYPE_CHECKING:
-    from torch import nn
+    pass
 
 
-_TURN_SECONDS = 1.1e-4
-"""Cost of a small time step of one layer in one direction, forward and backward."""
+_TURN_SECONDS = 1.1e-4  # Measured: a small time step of one layer in one direction, both passes.
 
 
-class SplitTime:
+class SplitTime(TechniqueUnit):
     """`where` names LSTMs and GRUs."""
 
     name = "split_time"
-    equivalence: Equivalence = "ROUNDING"
+    equivalence = "ROUNDING"
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return the recurrent layers that take one tensor and draw no random numbers."""
@@ -58,13 +55,12 @@ class SplitTime:
         calls = layers_of(step).get(option.where, ())
         return joined_if_all(_edit(step, one) for one in calls)
 
-    def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
-        """Give the modules a forward in pieces of time. Raises `ApplyFailed` and leaves the model
-        unchanged."""
+    def apply(self, roots: Roots, technique: Technique) -> Handle:
+        """Give the modules a forward in pieces of time. Raises `ApplyFailed`."""
         from torchtrim.techniques.split_time.running import split
 
         if technique.options:
-            raise ApplyFailed(f"split_time has no options, but the plan has {technique.options!r}.")
+            raise wrong_options(technique, "no options")
         return all_or_none(technique.where, lambda where: split(where, module_at(roots, where)))
 
 
