@@ -31,8 +31,18 @@ def parse_amount(text: str | int, *, zero: bool = False) -> Amount:
 
     Raises `UsageError` for anything else, for zero unless `zero`, and for more than 4 EiB.
     """
-    number, unit = _read(text)
-    number *= _FACTORS.get(unit, 1)
+    if isinstance(text, int) and not isinstance(text, bool):
+        number, unit = float(max(min(text, 2 * _MOST), -1)), ""
+    else:
+        match = _AMOUNT.fullmatch(text) if isinstance(text, str) else None
+        if match is None or (match[2] != "%" and match[2].lower() not in _FACTORS):
+            raise UsageError(
+                f"cannot read {_shown(text)} as an amount of memory. Write a number with a unit, "
+                "such as 8GiB (8 x 2^30), 500MB (500 x 10^6), 1048576 (bytes), or 60% of the "
+                "original's peak."
+            )
+        unit = match[2].lower()
+        number = float(match[1]) * _FACTORS.get(unit, 1)
     if number < 0 or number > _MOST or not (number or zero):
         raise UsageError(
             f"{_shown(text)} is not a usable amount of memory. Give more than zero and less "
@@ -60,19 +70,6 @@ def check_bytes(text: str | int, *, share: bool = False, zero: bool = False) -> 
     `share`: accept percentages, since the total will be known later.
     """
     parse_bytes(text, whole=1 if share else None, zero=zero)
-
-
-def _read(text: object) -> tuple[float, str]:
-    if isinstance(text, int) and not isinstance(text, bool):
-        return float(max(min(text, 2 * _MOST), -1)), ""
-    match = _AMOUNT.fullmatch(text) if isinstance(text, str) else None
-    if match is None or (match[2] != "%" and match[2].lower() not in _FACTORS):
-        raise UsageError(
-            f"cannot read {_shown(text)} as an amount of memory. Write a number with a unit, "
-            "such as 8GiB (8 x 2^30), 500MB (500 x 10^6), 1048576 (bytes), or 60% of the "
-            "original's peak."
-        )
-    return float(match[1]), match[2].lower()
 
 
 def _shown(text: object) -> str:

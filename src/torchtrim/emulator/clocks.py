@@ -321,7 +321,7 @@ class Clocks:
         """Record reads. Returns the storages whose contents may not be ready."""
         early = []
         for storage, span in uses:
-            watched = self._watched(storage)
+            watched = self.watched(storage)
             if not all(self._ordered(part.write, access) for part in watched.met(span)):
                 self.races.append(Race(READ, access))
                 early.append(watched.key)
@@ -331,7 +331,7 @@ class Clocks:
     def write(self, uses: Iterable[Use], access: Access) -> None:
         """Record writes."""
         for storage, span in uses:
-            watched = self._watched(storage)
+            watched = self.watched(storage)
             earlier = (user for part in watched.met(span) for user in part.users)
             if not all(self._ordered(user, access) for user in earlier):
                 self.races.append(Race(WRITE, access))
@@ -343,18 +343,6 @@ class Clocks:
         for storage in storages:
             watched = self._watch(storage, access.stream if on_device else _HOST)
             watched.parts = [_StorageRange(WHOLE, access)]
-
-    def keep(self, storage: Any, stream: int) -> None:
-        """Record that a stream uses a storage (`record_stream`)."""
-        self._watched(storage).kept.add(stream)
-
-    def home(self, storage: Any) -> int:
-        """Return the stream that owns a storage's memory."""
-        return self._watched(storage).home
-
-    def is_kept(self, storage: Any, stream: int) -> bool:
-        """Return True if the allocator knows that a stream uses a storage."""
-        return stream in self._watched(storage).kept
 
     def recorded(self, event: Any, stream: int) -> None:
         """Record an event after all work that a stream has queued."""
@@ -390,7 +378,7 @@ class Clocks:
                 if access.stream not in watched.kept and not self._ordered(access, now):
                     self.races.append(Race(FREE, access))
 
-    def _watched(self, storage: Any) -> _Watched:
+    def watched(self, storage: Any) -> _Watched:
         """Return a known storage. An unknown one belongs to the default stream."""
         known = self._storages.get(storage._cdata)
         return known or self._watch(storage, 0 if self._on_device(storage) else _HOST)

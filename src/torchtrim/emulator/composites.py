@@ -19,9 +19,7 @@ _KEYS = ("AutogradCPU", "CPU")
 _FUSED = "_scaled_dot_product_efficient_attention"
 _MEAN = 1  # `at::Reduction::Mean`.
 _NUMBERS = itertools.count()
-_STATES: dict[
-    int, torch.Tensor
-] = {}  # Random number states for backward passes to draw from again.
+_STATES: dict[int, torch.Tensor] = {}  # Random states that backward passes draw from again.
 _aten: Any = torch.ops.aten
 
 

@@ -25,14 +25,7 @@ from torchtrim.emulator.orders import Orders, StreamOrder
 from torchtrim.emulator.runtime import DEFAULT, DeviceModel, Runtime
 from torchtrim.emulator.streams import current_stream
 from torchtrim.emulator.tags import DEVICE, Tags
-from torchtrim.emulator.tensors import (
-    patch_exchange,
-    patch_gradients,
-    patch_moves,
-    patch_properties,
-    patch_reads,
-    patch_storages,
-)
+from torchtrim.emulator.tensors import patch_tensors
 from torchtrim.errors import UsageError
 
 _BEFORE_CPU = 5  # Below 10, the priority of torch's own restore function of CPU tensors.
@@ -149,12 +142,7 @@ class Emulation:
         patches, tags = self._patches, self.tags
         mover = DeviceMover(self.accelerator)
         self._runtime.install()
-        patch_properties(patches, tags)
-        patch_gradients(patches, self.accelerator)
-        patch_moves(patches, mover)
-        patch_reads(patches, mover, self.accelerator)
-        patch_storages(patches, tags)
-        patch_exchange(patches, tags)
+        patch_tensors(patches, self.accelerator, mover)
         Construction(patches, mover).install()
         Autocast(patches, tags).install()
         Composites(patches, self.accelerator).install()

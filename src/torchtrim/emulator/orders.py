@@ -147,7 +147,7 @@ class Orders:
 
     def keep(self, tensor: torch.Tensor, stream: Any) -> None:
         """`record_stream`."""
-        self.clocks.keep(tensor.untyped_storage(), stream_number(stream))
+        self.clocks.watched(tensor.untyped_storage()).kept.add(stream_number(stream))
 
     def finish(self) -> None:
         """Run all pending work."""
@@ -276,11 +276,11 @@ class Orders:
         """Return True if freed memory may already be reused, now that `stream` continues."""
         if not self._tags.holds(cell.storage):
             return False
-        home = self.clocks.home(cell.storage)
+        watched = self.clocks.watched(cell.storage)
+        home = watched.home
         for other in +cell.pending:
-            if other == home or self.clocks.has_seen(home, other, cell.last[other]):
-                continue
-            if not self.clocks.is_kept(cell.storage, other):
+            known = other == home or other in watched.kept
+            if not known and not self.clocks.has_seen(home, other, cell.last[other]):
                 return True if home == stream else None
         return False
 

@@ -123,13 +123,12 @@ class Counters:
     def stats(self, device: Any = None) -> OrderedDict[str, int]:
         """Return the most used statistics."""
         allocator = self.settle()
-        pairs = {
-            "allocated_bytes": (allocator.allocated, allocator.peak_allocated),
-            "active_bytes": (allocator.allocated, allocator.peak_allocated),
-            "reserved_bytes": (allocator.reserved, allocator.peak_reserved),
-        }
         stats: OrderedDict[str, int] = OrderedDict()
-        for name, (current, peak) in pairs.items():
+        for name, current, peak in (
+            ("allocated_bytes", allocator.allocated, allocator.peak_allocated),
+            ("active_bytes", allocator.allocated, allocator.peak_allocated),
+            ("reserved_bytes", allocator.reserved, allocator.peak_reserved),
+        ):
             stats[f"{name}.all.current"] = current
             stats[f"{name}.all.peak"] = peak
         for name, made, ended in (

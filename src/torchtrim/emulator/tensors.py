@@ -22,7 +22,17 @@ from torchtrim.emulator.tags import DEVICE, HOST, Tags
 Tensor: Any = torch.Tensor
 
 
-def patch_properties(patches: Patches, tags: Tags) -> None:
+def patch_tensors(patches: Patches, accelerator: Accelerator, mover: DeviceMover) -> None:
+    """Patch everything that queries, moves, reads or exports a tensor or a storage."""
+    _patch_properties(patches, mover.tags)
+    _patch_gradients(patches, accelerator)
+    _patch_moves(patches, mover)
+    _patch_reads(patches, mover, accelerator)
+    _patch_storages(patches, mover.tags)
+    _patch_exchange(patches, mover.tags)
+
+
+def _patch_properties(patches: Patches, tags: Tags) -> None:
     """Make `device`, `is_cuda`, `is_cpu` and `get_device()` report the logical device."""
     own_device = Tensor.device.__get__
     own_cpu = Tensor.is_cpu.__get__
@@ -67,7 +77,7 @@ def patch_properties(patches: Patches, tags: Tags) -> None:
     patches.replace(Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper_subclass))
 
 
-def patch_gradients(patches: Patches, accelerator: Accelerator) -> None:
+def _patch_gradients(patches: Patches, accelerator: Accelerator) -> None:
     """Patch `grad`, which must be on its tensor's device; autograd moves the gradient of a number."""
     tags = accelerator.tags
     own = Tensor.grad
@@ -88,8 +98,8 @@ def patch_gradients(patches: Patches, accelerator: Accelerator) -> None:
     patches.replace(Tensor, "grad", property(get, put, lambda self: own.__delete__(self)))
 
 
-def patch_moves(patches: Patches, mover: DeviceMover) -> None:
-    """Patch `to`, `cuda`, `cpu`, `type`, `type_as`."""
+def _patch_moves(patches: Patches, mover: DeviceMover) -> None:
+    """Patch `to`, `cuda`, `cpu`, `type`, `type_as`, `copy_` and the parser of `Module.to`."""
     tags = mover.tags
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +157,7 @@ def patch_moves(patches: Patches, mover: DeviceMover) -> None:
     patches.replace(Tensor, "type_as", _overridable(type_as))
 
 
-def patch_reads(patches: Patches, mover: DeviceMover, accelerator: Accelerator) -> None:
+def _patch_reads(patches: Patches, mover: DeviceMover, accelerator: Accelerator) -> None:
     """Patch `numpy`, `tolist`, pinning, deep copies, `record_stream` and new tensors from data."""
     tags = mover.tags
 
@@ -205,7 +215,7 @@ def patch_reads(patches: Patches, mover: DeviceMover, accelerator: Accelerator) 
     patches.replace(Tensor, "is_shared", lambda self: tags.on_device(self) or own_is_shared(self))
 
 
-def patch_storages(patches: Patches, tags: Tags) -> None:
+def _patch_storages(patches: Patches, tags: Tags) -> None:
     """Keep a copied storage on its source's device, and treat a resized one as a new allocation."""
     storage: Any = torch.UntypedStorage
 
@@ -236,7 +246,7 @@ def patch_storages(patches: Patches, tags: Tags) -> None:
     patches.replace(storage, "to", to)
 
 
-def patch_exchange(patches: Patches, tags: Tags) -> None:
+def _patch_exchange(patches: Patches, tags: Tags) -> None:
     """Patch DLPack: other libraries see the device, and torch gets its own tensors back."""
 
     def device(self: Any) -> Any:

@@ -92,7 +92,9 @@ class _LinearBuilder:
             for block in edit.blocks:
                 if block.pool == DEVICE:
                     self._alive(option, block.first, block.last, block.bytes)
-        self._add_clashes()
+        for clique in cliques(self._edits):
+            terms = tuple((option, 1.0) for option in sorted(clique))
+            self._rows.append(Constraint(-math.inf, 1.0, terms))
         return Linear(
             options=len(self._edits),
             forced=self._forced,
@@ -115,7 +117,8 @@ class _LinearBuilder:
             reasons[tensor.holds[hold].until].append(Constraint(1.0, math.inf, terms))
         for option, until in tie.needs:
             reasons[until].append(Constraint(0.0, math.inf, ((option, -1.0),)))
-        self._change(sure, tensor.death, -tensor.bytes)
+        self._rise[bisect_left(self._starts, sure)] -= tensor.bytes
+        self._rise[bisect_left(self._starts, tensor.death)] += tensor.bytes
         before, begin = -1, sure
         for end in sorted(until for until in reasons if until > sure):
             column = self._columns
@@ -127,24 +130,12 @@ class _LinearBuilder:
             self._alive(column, begin, end, tensor.bytes)
             before, begin = column, end
 
-    def _change(self, first: int, last: int, size: int) -> None:
-        """Add bytes during `first <= task < last` in every choice."""
-        begin, end = bisect_left(self._starts, first), bisect_left(self._starts, last)
-        self._rise[begin] += size
-        self._rise[end] -= size
-
     def _alive(self, column: int, first: int, last: int, size: int) -> None:
         """Add bytes during `first <= task < last` if the column is 1."""
         begin, end = bisect_left(self._starts, first), bisect_left(self._starts, last)
         if begin < end:
             self._changes[begin][column] += size
             self._changes[end][column] -= size
-
-    def _add_clashes(self) -> None:
-        """Add constraints that allow at most one of the options that claim a task."""
-        for clique in cliques(self._edits):
-            terms = tuple((option, 1.0) for option in sorted(clique))
-            self._rows.append(Constraint(-math.inf, 1.0, terms))
 
     def _tops(self) -> Iterator[PeakMoment]:
         changes: defaultdict[int, dict[int, int]] = defaultdict(dict)

@@ -2,15 +2,13 @@
 
 A bucket is exchanged when the last of its gradients is ready, one bucket after the other, as in Li et al.,
 PyTorch Distributed, VLDB 2020, sections 3.2.3 and 4.2. An exchange takes a latency and a time per byte, both
-fitted to the recorded exchanges. Unless the script sets a size, torch's first bucket has 1 MiB
-(`torch.distributed._DEFAULT_FIRST_BUCKET_BYTES`). It holds the gradients that are ready first. If the module
-searches for unused parameters, it holds gradients of the model's first parameters, which are ready last.
+fitted to the recorded exchanges. Torch's first bucket has 1 MiB by default (`_DEFAULT_FIRST_BUCKET_BYTES`),
+for the gradients ready first, or ready last if the module searches for unused parameters.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -65,20 +63,19 @@ def exchange_of(step: Step, replica: Replica) -> GradientExchange:
         if storage.kind == "gradient" and storage.name.startswith(prefix)
     } - buckets
     copied: dict[int, int] = {}
-    copies: Counter[int] = Counter()
     back = []
+    old = tuple(number for number in sorted(gradients) if profile.storages[number].birth < 0)
+    again = bool(old)
     for number, task in enumerate(step.tasks):
         if task.phase != "backward" or task.name.startswith(_COLLECTIVES):
             continue
         reads, writes = set(task.reads), set(task.writes)
         if writes & buckets:
             for gradient in (reads & gradients) - writes:
+                again = again or gradient in copied
                 copied.setdefault(gradient, number)
-                copies[gradient] += 1
         elif reads & buckets and writes & gradients:
             back.append(number)
-    old = tuple(number for number in sorted(gradients) if profile.storages[number].birth < 0)
-    again = bool(old) or max(copies.values(), default=0) > 1
     return GradientExchange(copied, old, tuple(back), again)
 
 

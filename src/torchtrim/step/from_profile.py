@@ -19,13 +19,12 @@ _BACKWARD = ("backward", "recompute")
 @remembered
 def step_of(profile: Profile, seconds: float | None = None) -> Step:
     """Return the recorded step. `seconds`: its time without a recorder, if measured."""
-    overhead = OVERHEAD
+    state = OVERHEAD.random_state if profile.device.startswith("cpu") else 0
+    overhead = OVERHEAD._replace(random_state=state)
     if (own := profile.overheads) is not None:
         overhead = overhead._replace(
             task=own.operator, span=own.part, recipe=own.tensor, watched=own.watched
         )
-    if not profile.device.startswith("cpu"):
-        overhead = overhead._replace(random_state=0)
     return Step(
         tasks=tuple(map(_task, profile.operators)),
         tensors=_Tensors(profile).all(),

@@ -91,14 +91,11 @@ class StepIndex:
         The result is empty if a child runs more than once in the call, or not at all.
         """
         children = self.children[call.module]
-        inner = [
-            each
-            for child in children
-            for each in self.running_calls[child]
-            if call.span.first <= each.span.first and each.span.last <= call.span.last
-        ]
-        inner.sort(key=lambda each: each.span)
-        return tuple(inner) if len(inner) == len(children) else ()
+        first, last = call.span
+        calls = (inner for child in children for inner in self.running_calls[child])
+        inside = [inner for inner in calls if first <= inner.span.first and inner.span.last <= last]
+        inside.sort(key=lambda inner: inner.span)
+        return tuple(inside) if len(inside) == len(children) else ()
 
     def _tasks_by_tensor(
         self, tensors: Callable[[Task], Iterable[int]]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 from torchtrim.records.profile import Operator, Profile
@@ -114,10 +113,9 @@ class Overhead(NamedTuple):
     """Cost of recomputation beyond the tasks themselves.
 
     In seconds: for each `task`, each `span`, each `recipe` that rebuilds a tensor, and each task `watched`
-    for a recipe. The defaults are from `bench.planning` and `bench.replay` on a busy AMD EPYC; they hold if
-    the profile has no measurements of its own machine. `random_state`: bytes of the CPU generator's state,
-    kept from the first run of a span to its rerun; zero if the step's memory is a device's, since the state
-    is on the host.
+    for a recipe. Profiles without measurements get defaults from `bench.planning` and `bench.replay` on a
+    busy AMD EPYC. `random_state`: bytes of the CPU generator's state, kept from a span's first run to its
+    rerun; zero if the step's memory is a device's.
     """
 
     task: float = 2.7e-5
@@ -165,8 +163,10 @@ class Step:
 
         `detach` takes no time: it does no work, and saved-tensor hooks make autograd run it elsewhere.
         """
-        seconds = (0.0 if task.name.startswith(DETACH) else task.seconds for task in self.tasks)
-        return tuple(accumulate(seconds, initial=0.0))
+        moments = [0.0]
+        for task in self.tasks:
+            moments.append(moments[-1] + (0.0 if task.name.startswith(DETACH) else task.seconds))
+        return tuple(moments)
 
     @cached_property
     def made_by(self) -> tuple[tuple[int, ...], ...]:

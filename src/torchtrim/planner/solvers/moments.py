@@ -79,17 +79,12 @@ def solve(
         solver.setSolution(program.integers, numbers, values)
     if program.integers:
         solver.cbMipInterrupt += _interrupt_when_near(program.near, now() + enough, now() + seconds)
-    if not _runs(highspy, solver):
-        return ProgramAnswer(None, -math.inf, infeasible=False, proven=False)
+    if solver.run() == highspy.HighsStatus.kError:
+        # It may fail beside the user's threads, but not with new threads.
+        highspy.Highs.resetGlobalScheduler(True)
+        if solver.run() == highspy.HighsStatus.kError:
+            return ProgramAnswer(None, -math.inf, infeasible=False, proven=False)
     return _solved(highspy, solver, whole=bool(program.integers))
-
-
-def _runs(highspy: Any, solver: Any) -> bool:
-    """Run the solver. If it fails, as it may beside the user's threads, run it again with new threads."""
-    if solver.run() != highspy.HighsStatus.kError:
-        return True
-    highspy.Highs.resetGlobalScheduler(True)
-    return bool(solver.run() != highspy.HighsStatus.kError)
 
 
 def _interrupt_when_near(near: float, enough: float, until: float) -> Any:
@@ -108,12 +103,11 @@ def _solved(highspy: Any, solver: Any, *, whole: bool) -> ProgramAnswer:
     if status == highspy.HighsModelStatus.kInfeasible:
         return ProgramAnswer(None, math.inf, infeasible=True, proven=True)
     proven = status == highspy.HighsModelStatus.kOptimal
-    found = info.objective_function_value
-    values = numpy.array(solver.getSolution().col_value)
-    if not whole:
-        return ProgramAnswer(values if proven else None, found if proven else 0.0, False, proven)
-    known = proven or math.isfinite(found)
-    return ProgramAnswer(values if known else None, info.mip_dual_bound, False, proven)
+    objective = info.objective_function_value
+    known = proven or (whole and math.isfinite(objective))
+    values = numpy.array(solver.getSolution().col_value) if known else None
+    bound = info.mip_dual_bound if whole else objective if proven else 0.0
+    return ProgramAnswer(values, bound, infeasible=False, proven=proven)
 
 
 def _highs_model(highspy: Any, program: IntegerProgram) -> Any:

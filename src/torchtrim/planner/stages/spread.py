@@ -18,7 +18,7 @@ from torchtrim.errors import InfeasibleBudget, Unsupported
 from torchtrim.planner.stages.chain import Chain, Segment
 from torchtrim.planner.stages.choose import Orders, balanced_cuts
 from torchtrim.planner.stages.timing import Link, StageCost, stage_of, step_seconds
-from torchtrim.records.pipeline import Order, Schedule
+from torchtrim.records.pipeline import Schedule
 
 _SCHEDULE: Schedule = "1F1B"
 _MOST_MICROBATCHES = 512  # Arbitrary; bounds the layouts. The bubble is negligible long before.
@@ -175,7 +175,13 @@ def _simulated(
         _stage(chain.segments, first, last, layout, fabric) for first, last in pairwise(edges)
     ]
     costs = [stage.cost for stage in stages]
-    running = _running(costs, order, layout, fabric)
+    running = layout.microbatches * costs[0].seconds
+    if layout.stages > 1 and order is not None:
+        apart = layout.replicas * layout.shards >= fabric.node
+        link = Link(fabric.latency, fabric.between if apart else fabric.inside)
+        # In a full pipeline the longest stage sets the pace.
+        pace = max(cost.seconds for cost in costs)
+        running = step_seconds(costs, order, link) + (layout.microbatches - few) * pace
     seconds = running + max(stage.once + stage.cost.update for stage in stages)
     mean = sum(cost.seconds for cost in costs) * layout.microbatches / len(stages)
     awaits = max(stage.exposed * layout.microbatches + stage.once for stage in stages)
@@ -187,18 +193,6 @@ def _simulated(
         max(_peak(stage, number, layout) for number, stage in enumerate(stages)),
         tuple(cost.where for cost in costs[1:]),
     )
-
-
-def _running(
-    costs: Sequence[StageCost], order: Order | None, layout: RankLayout, fabric: Fabric
-) -> float:
-    """Return the seconds of all micro-batches; in a full pipeline the longest stage sets the pace."""
-    if layout.stages == 1 or order is None:
-        return layout.microbatches * costs[0].seconds
-    apart = layout.replicas * layout.shards >= fabric.node
-    link = Link(fabric.latency, fabric.between if apart else fabric.inside)
-    more = max(0, layout.microbatches - _SIMULATED * layout.stages)
-    return step_seconds(costs, order, link) + more * max(cost.seconds for cost in costs)
 
 
 def _stage(
@@ -238,8 +232,7 @@ def _stage(
 
 def _overlapped_seconds(work: Sequence[float], gathers: Sequence[float]) -> float:
     """Return the time of `work` in sequence when each all-gather overlaps the item before."""
-    following = [*gathers[1:], 0.0]
-    return gathers[0] + sum(max(one, two) for one, two in zip(work, following, strict=True))
+    return gathers[0] + sum(map(max, work, [*gathers[1:], 0.0]))
 
 
 def _excess(seconds: float, hidden: float) -> float:

@@ -258,8 +258,8 @@ def _levels(stages: Sequence[StageCost], order: Order, rank: int) -> Iterator[in
 def _backward_rise(cost: StageCost, kind: str, stage: int, new: bool) -> int:
     """Return the rise of a backward above the bytes held before it.
 
-    Backward to the inputs frees nothing, and keeps tensors for backward to the weights; the first stage
-    leaves everything to the latter.
+    Backward to the inputs frees nothing, and keeps tensors for backward to the weights. The first stage has
+    only the latter.
     """
     if kind == "I":
         return cost.split
