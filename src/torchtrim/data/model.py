@@ -47,7 +47,7 @@ def memory_bytes(parts: BatchParts, settings: LoaderSettings) -> int:
 
 
 def _computing(parts: BatchParts, settings: LoaderSettings) -> tuple[float, float]:
-    """Return the core seconds of one batch, without and with reading; as a whole, all of it computes."""
+    """Return the seconds of one batch on a core, without and with reading. In one call, all is computing."""
     own = parts.decoding + parts.collating
     computing = parts.whole if settings.whole and parts.whole is not None else own
     return computing, computing + (0.0 if settings.whole else parts.reading)

@@ -198,7 +198,7 @@ def _parts(source: BatchSource, clock: Clock) -> BatchParts:
     mean = statistics.fmean(read.seconds)
     begin = clock.now()
     for tensor in tensors_in(batch):
-        tensor.clone()  # as a process passes it over, with shared memory
+        tensor.clone()  # A process passes a batch on with one copy, in shared memory.
     handing = (clock.now() - begin) * scale
     return BatchParts(
         samples=read.wanted,

@@ -39,7 +39,7 @@ class PromisedCall:
 
 @dataclasses.dataclass(eq=False)
 class Ledger:
-    """The recorded computation on an output of `batch` samples. `run` computes the node of `backward`."""
+    """The recorded computation on an output of `batch` samples. `run` receives the node of `backward`."""
 
     batch: int
     run: Callable[[PromisedCall], None]

@@ -142,7 +142,7 @@ class Several:
         )
 
     def _means(self, kept: dict[int, list[Tensor]], count: int, given: float) -> Sequence[Tensor]:
-        """Return the means of the numbers over all micro-batches on every rank, if all `given` are equal."""
+        """Return the means of the numbers over all micro-batches. All ranks need one checksum, `given`."""
         sums = torch.zeros(count, dtype=torch.float64, device="cpu")
         total = self._pipeline.microbatches * self._pipeline.replicas
         if kept and count:

@@ -72,7 +72,7 @@ class OptimizerInBackward(TechniqueUnit):
         return options
 
     def refusals(self, step: Step) -> Iterator[str]:
-        """Yield why an optimizer must wait: a skipped step, or read gradients, with an alternative's cost."""
+        """Yield why an optimizer cannot be used, and what the alternative would cost."""
         if (profile := step.profile) is None:
             return
         touched = _operators_by_gradient(profile)

@@ -98,7 +98,7 @@ class _ChannelFinder:
                 yield from self._place(f"{path}[{first}:{last}]", spans)
 
     def _turns(self, call: StepCall) -> tuple[StepCall, ...]:
-        """Return the calls of a chain's children in one of its calls, if they run in their order."""
+        """Return the calls of a chain's children within one of its calls, if they ran in order."""
         inner = self._index.child_calls(call)
         order = tuple(one.module for one in inner)
         return inner if order == self._index.children[call.module] else ()
