@@ -53,9 +53,8 @@ def apply_to_its_own(plan: Plan, roots: Iterable[Root]) -> Applied:
         )
     named = named_roots(roots)
     for name, root in named.items():
-        if isinstance(root, nn.Module) and plan.fingerprint.get(
-            name, fingerprint_of(root)
-        ) != fingerprint_of(root):
+        known = plan.fingerprint.get(name)
+        if known and isinstance(root, nn.Module) and known != fingerprint_of(root):
             raise ApplyFailed(f"the plan was made for another {name}. Plan again for this one.")
     return apply_plan(plan, named)
 

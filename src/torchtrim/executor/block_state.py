@@ -80,9 +80,9 @@ class BlockState:
         if self._shape() != self._known or changed(self._effects.references):
             self._look()
         everywhere = (*_global_forward_hooks.values(), *_global_forward_pre_hooks.values())
-        if not all(map(_is_ours, everywhere)):
+        if not all(map(is_ours, everywhere)):
             return "all modules have hooks, which would be called twice"
-        if any(not _is_ours(hook) for module in self._hooked for hook in hooks_of(module)):
+        if any(not is_ours(hook) for module in self._hooked for hook in hooks_of(module)):
             return "it has hooks, which would be called twice"
         return str(self._effects.writes[0]) if self._effects.writes else ""
 
@@ -367,7 +367,8 @@ def _copy_on_write(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
-def _is_ours(hook: Any) -> bool:
+def is_ours(hook: Any) -> bool:
+    """True if a hook is torchtrim's own."""
     return str(getattr(hook, "__module__", "")).startswith("torchtrim.")
 
 

@@ -37,7 +37,7 @@ def mapped(size: int) -> torch.Tensor:
     try:
         where.mkdir(parents=True, exist_ok=True)
         tidy(where)
-        return _made(where, size)
+        return _mapped(where, size)
     except OSError as error:
         raise ApplyFailed(
             f"cannot create a memory-mapped file of {format_bytes(size)} in {where}: {error.strerror}. "
@@ -57,7 +57,7 @@ def tidy(where: Path) -> None:
                 os.close(number)
 
 
-def _made(where: Path, size: int) -> torch.Tensor:
+def _mapped(where: Path, size: int) -> torch.Tensor:
     number, name = tempfile.mkstemp(dir=where, prefix=f"{os.getpid()}-", suffix=_SUFFIX)
     try:
         _lock(number)

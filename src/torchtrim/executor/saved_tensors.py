@@ -108,7 +108,13 @@ class SavedTensorWatcher(TorchDispatchMode, Generic[CallT]):  # type: ignore[no-
 
     def watch(self, module: nn.Module, where: str, new_call: Callable[[], CallT]) -> Handle:
         """Watch the calls of a module."""
-        return Swapped(module, lambda run: functools.partial(self._run, where, new_call, run))
+
+        def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args, **kwargs: self._run(
+                where, new_call, functools.partial(forward, *args, **kwargs)
+            )
+
+        return Swapped(module, wrap)
 
     def warn_if_foreign(self, where: str) -> bool:
         """Return True, and warn once, if the script's own hooks hide saved tensors at this place."""
@@ -127,28 +133,20 @@ class SavedTensorWatcher(TorchDispatchMode, Generic[CallT]):  # type: ignore[no-
             )
         return True
 
-    def _run(
-        self,
-        where: str,
-        new_call: Callable[[], CallT],
-        forward: Callable[..., Any],
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def _run(self, where: str, new_call: Callable[[], CallT], forward: Callable[[], Any]) -> Any:
         is_inner = bool(self.calls)
         if not torch.is_grad_enabled() or (is_inner and not self._nests):
-            return forward(*args, **kwargs)
+            return forward()
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if self.warn_if_foreign(where) or (top is not None and not self._nests):
-            return forward(*args, **kwargs)
+            return forward()
         self.calls.append(call := new_call())
         try:
             if is_inner:
-                return forward(*args, **kwargs)
+                return forward()
             self.keep = self._kept if top is None else top[0]
             with torch.autograd.graph.saved_tensors_hooks(*self._hooks), counting(self.skip), self:
-                return forward(*args, **kwargs)
+                return forward()
         except Exception as error:
             note(error, where)
             raise

@@ -13,6 +13,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from torchtrim.capture.optimizers import parameters_of
 from torchtrim.errors import ApplyFailed
+from torchtrim.executor.block_state import is_ours
 from torchtrim.step.optimizers import ONE_BY_ONE
 
 Around = Callable[[torch.optim.Optimizer], contextlib.AbstractContextManager[None]]
@@ -185,9 +186,8 @@ def refuse(where: str, optimizer: torch.optim.Optimizer) -> None:
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """True if the program has step hooks on this optimizer or on all optimizers."""
     hooks = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
-    if any(not str(getattr(hook, "__module__", "")).startswith("torchtrim.") for hook in hooks):
-        return True
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own) or not all(map(is_ours, hooks))
 
 
 def run_scaled(factor: float, warmup: int) -> Around:

@@ -12,7 +12,7 @@ import functools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -140,7 +140,7 @@ class Planned:
             if program is None:
                 return forward(*args, **kwargs)
             tensors = tensors_of(self._module, program.captured)
-            with _without_autocast():
+            with _autocasting(_autocast(), enabled=False):  # Its casts are part of the graph.
                 results = program.run(leaves, tensors)
             return pytree.tree_unflatten(results, program.captured.returns)
 
@@ -233,9 +233,7 @@ def _captured(
     """Capture in a new thread, without the caller's recorder, modes and gradients."""
     _CAPTURING.now = True
     try:
-        with contextlib.ExitStack() as stack:
-            for kind, dtype in autocast:
-                stack.enter_context(torch.autocast(kind, dtype))
+        with _autocasting(autocast, enabled=True):
             return capture(module, args, kwargs)
     except Unsupported as error:
         return str(error)
@@ -257,9 +255,8 @@ def _callable_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[st
 
 
 @contextlib.contextmanager
-def _without_autocast() -> Iterator[None]:
-    """Disable autocast: its casts are part of the graph."""
+def _autocasting(dtypes: Iterable[tuple[str, torch.dtype]], *, enabled: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for kind, _ in _autocast():
-            stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind, dtype in dtypes:
+            stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
         yield

@@ -54,9 +54,13 @@ class Aside:
         numbers: dict[int, int] = {}
         try:
             for parameter in module.parameters():
-                gradient = parameter.grad
-                if gradient is not None and gradient.layout is torch.strided:
-                    self._take_down(parameter, gradient, numbers)
+                if (grad := parameter.grad) is not None and grad.layout is torch.strided:
+                    storage, at = grad.untyped_storage(), int(grad.storage_offset())
+                    number = numbers.setdefault(storage._cdata, len(self._blocks))
+                    if number == len(self._blocks):
+                        self._blocks.append(self._save(storage))
+                    geometry = grad.shape, grad.stride(), at, grad.dtype
+                    self._places.append(_Place(parameter, number, *geometry))
         except OSError as error:
             self._file.close()
             raise ApplyFailed(
@@ -85,18 +89,6 @@ class Aside:
         self._places.clear()
         self._blocks.clear()
         self._file.close()
-
-    def _take_down(
-        self, parameter: nn.Parameter, gradient: torch.Tensor, numbers: dict[int, int]
-    ) -> None:
-        storage = gradient.untyped_storage()
-        number = numbers.get(storage._cdata)
-        if number is None:
-            number = numbers[storage._cdata] = len(self._blocks)
-            self._blocks.append(self._save(storage))
-        at = int(gradient.storage_offset())
-        geometry = gradient.shape, gradient.stride(), at, gradient.dtype
-        self._places.append(_Place(parameter, number, *geometry))
 
     def _save(self, storage: torch.UntypedStorage) -> _Block:
         size, at = storage.nbytes(), self._file.seek(0, 2)
