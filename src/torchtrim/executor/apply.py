@@ -110,5 +110,5 @@ def _applied(one: Technique, roots: Mapping[str, Root], by_hand: bool) -> Handle
 
 
 def shards(plan: Plan | None) -> bool:
-    """True if the plan shards state over the ranks."""
+    """Return True if the plan shards state over the ranks."""
     return plan is not None and any(one.name == "shard" for one in plan.techniques)

@@ -343,14 +343,14 @@ def _raw() -> Iterator[None]:
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two tensors have equal values; False if they cannot be compared, such as sparse ones."""
+    """Return True if two tensors have equal values; False if they cannot be compared, such as sparse ones."""
     with contextlib.suppress(RuntimeError), _raw():
         return torch.equal(one, other)
     return False
 
 
 def _shares(tensor: torch.Tensor) -> bool:
-    """True if the tensor is a copy-on-write clone that has not been written to."""
+    """Return True if the tensor is a copy-on-write clone that has not been written to."""
     return tensor.layout is torch.strided and torch._C._is_cow_tensor(tensor)  # type: ignore[attr-defined]
 
 
@@ -368,7 +368,7 @@ def _copy_on_write(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_ours(hook: Any) -> bool:
-    """True if a hook is torchtrim's own."""
+    """Return True if a hook is torchtrim's own."""
     return str(getattr(hook, "__module__", "")).startswith("torchtrim.")
 
 

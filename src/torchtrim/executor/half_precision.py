@@ -186,7 +186,7 @@ def narrow_by_hand(module: nn.Module, dtype: str) -> Handle:
 
 
 def _may_narrow(tensor: torch.Tensor, exempt: set[int]) -> bool:
-    """True for a plain strided float32 tensor whose storage is not exempt."""
+    """Return True for a plain strided float32 tensor whose storage is not exempt."""
     return (
         (tensor.dtype, type(tensor), tensor.layout) == (torch.float32, torch.Tensor, torch.strided)
         and tensor.numel() > 1

@@ -33,7 +33,7 @@ _thread = _Thread()
 
 
 def is_numbered() -> bool:
-    """True if the operators running now are the program's own."""
+    """Return True if the operators running now are the program's own."""
     return _thread.depth == 0
 
 

@@ -184,7 +184,7 @@ def refuse(where: str, optimizer: torch.optim.Optimizer) -> None:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the program has step hooks on this optimizer or on all optimizers."""
+    """Return True if the program has step hooks on this optimizer or on all optimizers."""
     hooks = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(own) or not all(map(is_ours, hooks))

@@ -53,7 +53,7 @@ class Swapped:
 
 
 def is_swapped(module: nn.Module) -> bool:
-    """True if a technique replaced the module's forward."""
+    """Return True if a technique replaced the module's forward."""
     return hasattr(module.forward, _SWAPPED) or hasattr(type(module), _SWAPPED)
 
 

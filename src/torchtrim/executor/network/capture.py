@@ -237,7 +237,7 @@ def _check(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def takes_fused_path(module: nn.Module) -> bool:
-    """True if torch runs the module by a fused kernel in eval mode, which tracing does not see."""
+    """Return True if torch runs the module by a fused kernel in eval mode, which tracing does not see."""
     fused = any(type(module).forward is kind.forward for kind in _FUSED)
     return fused and not module.training and torch.backends.mha.get_fastpath_enabled()
 

@@ -159,7 +159,7 @@ def _linear(op: Op, values: tuple[NetworkValue, ...], _most: int) -> OutVariant 
 
 
 def _by_rows(x: Tensor, weight: Tensor) -> bool:
-    """True if torch's `matmul` folds all rows into one product instead of one per matrix of the batch.
+    """Return True if torch's `matmul` folds all rows into one product instead of one per matrix of the batch.
 
     Source: `should_fold` in ATen/native/LinearAlgebra.cpp.
     """
@@ -278,18 +278,15 @@ def _pad(op: Op, values: tuple[NetworkValue, ...], _most: int) -> OutVariant | N
 
 
 _SPECIAL: dict[OpOverload, _Way] = {
-    aten.clone.default: _copy,
-    aten._to_copy.default: _copy,
-    aten.to.dtype: _copy,
-    aten.contiguous.default: _copy,
+    **dict.fromkeys((aten.clone.default, aten._to_copy.default), _copy),
+    **dict.fromkeys((aten.to.dtype, aten.contiguous.default), _copy),
     aten.relu.default: lambda *_: OutVariant(_relu, over=True),
     aten.linear.default: _linear,
     aten._native_batch_norm_legit_no_training.default: _norm,
     aten.softmax.int: partial(_softmax, aten._softmax.out),
     aten.log_softmax.int: partial(_softmax, aten._log_softmax.out),
     aten.max_pool2d.default: _pool,
-    aten.pad.default: _pad,
-    aten.constant_pad_nd.default: _pad,
+    **dict.fromkeys((aten.pad.default, aten.constant_pad_nd.default), _pad),
     aten.slice_scatter.default: lambda *_: _scatter(aten.slice.Tensor),
     aten.select_scatter.default: lambda *_: _scatter(aten.select.int),
 }
@@ -330,7 +327,7 @@ def samples_apart(op: Op, values: tuple[NetworkValue, ...]) -> tuple[int, ...]:
 
 
 def _plain_attention(op: Op, arguments: list[NetworkValue | None]) -> bool:
-    """True without mask and dropout, and with equal numbers of samples."""
+    """Return True without mask and dropout, and with equal numbers of samples."""
     options = dict(zip(("attn_mask", "dropout_p"), op.args[3:5], strict=False)) | op.kwargs
     lengths = {x.shape[0] for x in arguments if x is not None}
     return options.get("attn_mask") is None and not options.get("dropout_p") and len(lengths) == 1

@@ -61,7 +61,7 @@ def _grown(
 
 
 def keeps_apart(op: Op, values: tuple[NetworkValue, ...], along: Sequence[BatchDim | None]) -> bool:
-    """True if the operator's samples are independent."""
+    """Return True if the operator's samples are independent."""
     dims: Dims = {
         v: (place := along[v]) and place.dimension for v in (*op.inputs, *op.outputs) if v >= 0
     }
@@ -78,7 +78,7 @@ def keeps_apart(op: Op, values: tuple[NetworkValue, ...], along: Sequence[BatchD
 
 
 def _aligned(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
-    """True if broadcasting aligns samples: they have the same dimension, counted from the last."""
+    """Return True if broadcasting aligns samples: they have the same dimension, counted from the last."""
     places = {dim - len(values[v].shape) for v, dim in dims.items() if dim is not None}
     return len(places) == 1
 
@@ -91,7 +91,7 @@ def _by_table(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
 
 
 def _first(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
-    """True if only the first argument has samples, in its first dimension."""
+    """Return True if only the first argument has samples, in its first dimension."""
     return _only_first(op, dims) and dims[op.args[0].value] == 0
 
 
@@ -102,7 +102,7 @@ def _only_first(op: Op, dims: Dims) -> bool:
 
 
 def _not_last(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
-    """True for a product with a matrix if samples are rows."""
+    """Return True for a product with a matrix if samples are rows."""
     first = op.args[0].value
     return _only_first(op, dims) and dims[first] != len(values[first].shape) - 1
 
@@ -120,7 +120,7 @@ def _matmul(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
 
 
 def _viewed(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
-    """True if a view keeps the number of elements before and after the batch dimension."""
+    """Return True if a view keeps the number of elements before and after the batch dimension."""
     (source, *_), out = op.inputs, op.outputs[0]
     before, after = dims[source], dims[out]
     if before is None or after is None:
