@@ -112,6 +112,12 @@ def test_what_asks_for_something_else_is_no_match(body: str) -> None:
     assert not proving.matches(FIX, proving.code_of("import torch\ndef f(x, m, n, k):\n", body))
 
 
+def test_an_array_is_refused() -> None:
+    code = "def function(x, m):\n    if m.any():\n        x[m] = 0\n    return x\n"
+    inputs = {"x": torch.ones(2).numpy(), "m": (torch.ones(2) > 0).numpy()}
+    proving.refuses(FIX, code, inputs, "`x` is not a tensor")
+
+
 def test_without_evidence_it_is_open() -> None:
     code = f"import torch\ndef function(x, m, on):\n{BODIES['masked_fill']}"
     assert not proving.unseen(FIX, code).safe

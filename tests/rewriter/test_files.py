@@ -52,33 +52,16 @@ def test_a_file_is_written_with_its_mode_and_encoding(tmp_path: Path) -> None:
     assert sorted(one.name for one in tmp_path.iterdir()) == [".torchtrim", "script.py"]
 
 
-def test_a_byte_order_mark_stays(tmp_path: Path) -> None:
-    path = tmp_path / "script.py"
-    path.write_bytes(b"\xef\xbb\xbfx = 1\n")
-    before = text_of(path)
-    write_sources({str(path): before.replace("1", "2")}, {str(path): before}, tmp_path)
-    assert path.read_bytes() == b"\xef\xbb\xbfx = 2\n"
-
-
-def test_a_link_stays_a_link(tmp_path: Path) -> None:
+def test_a_file_named_twice_is_written_once_and_its_link_stays_a_link(tmp_path: Path) -> None:
     real, link = tmp_path / "real.py", tmp_path / "link.py"
     real.write_text("x = 1\n")
     link.symlink_to(real)
-    write_sources({str(link): "x = 2\n"}, {str(link): "x = 1\n"}, tmp_path)
-    assert link.is_symlink()
-    assert real.read_text() == "x = 2\n"
-
-
-def test_a_file_named_twice_is_written_once(tmp_path: Path) -> None:
-    real, link = str(tmp_path / "real.py"), str(tmp_path / "link.py")
-    Path(real).write_text("x = 1\n")
-    Path(link).symlink_to(real)
-    before = dict.fromkeys((real, link), "x = 1\n")
+    before = {str(real): "x = 1\n", str(link): "x = 1\n"}
     with pytest.raises(UsageError, match="two names, each with another new text"):
-        write_sources({real: "x = 2\n", link: "x = 3\n"}, before, tmp_path)
-    assert Path(real).read_text() == "x = 1\n"
-    write_sources(dict.fromkeys((real, link), "x = 2\n"), before, tmp_path)
-    assert Path(real).read_text() == "x = 2\n"
+        write_sources({str(real): "x = 2\n", str(link): "x = 3\n"}, before, tmp_path)
+    assert real.read_text() == "x = 1\n"
+    write_sources(dict.fromkeys(before, "x = 2\n"), before, tmp_path)
+    assert (real.read_text(), link.is_symlink()) == ("x = 2\n", True)
     assert len(undo_sources(tmp_path).restored) == 1
 
 
@@ -307,11 +290,12 @@ def test_a_killed_write_whose_file_was_edited_leaves_the_edit(project: Path) -> 
     assert texts(project) == {**OLD, "a.py": "a = 'mine'\n"}
 
 
-def test_modes_and_bytes_come_back(tmp_path: Path) -> None:
+def test_modes_byte_order_marks_and_line_ends_stay(tmp_path: Path) -> None:
     path = tmp_path / "a.py"
     path.write_bytes(b"\xef\xbb\xbfx = 1\r\n")
     path.chmod(0o750)
     write_sources({str(path): "x = 2\r\n"}, {str(path): "x = 1\r\n"}, tmp_path)
+    assert path.read_bytes() == b"\xef\xbb\xbfx = 2\r\n"
     undo_sources(path)
     assert path.read_bytes() == b"\xef\xbb\xbfx = 1\r\n"
     assert path.stat().st_mode & 0o777 == 0o750

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from torchtrim.source.selections import read_tree, selection
+from torchtrim.source.selections import Tree, read_tree, selection
 from torchtrim.source.source import SourceFile
 
 HEAD = "import torch\nimport torch.nn.functional as F\n"
@@ -17,6 +17,13 @@ def expression(text: str) -> tuple[ast.expr, SourceFile]:
     (*_, statement) = source.tree.body
     assert isinstance(statement, ast.Expr)
     return statement.value, source
+
+
+def tree_of(text: str) -> tuple[Tree, SourceFile]:
+    node, source = expression(text)
+    tree = read_tree(node, source)
+    assert tree is not None
+    return tree, source
 
 
 @pytest.mark.parametrize(
@@ -42,18 +49,14 @@ def test_other_indices_are_none(text: str) -> None:
 
 
 def test_the_mask_is_told_from_other_indices() -> None:
-    node, source = expression("weights[level] * (x[valid_mask] - y[valid_mask]).abs() / scale")
-    tree = read_tree(node, source)
-    assert tree is not None
+    tree, source = tree_of("weights[level] * (x[valid_mask] - y[valid_mask]).abs() / scale")
     assert source.segment(tree.mask) == "valid_mask"
     assert [source.segment(leaf.tensor) for leaf, _ in tree.leaves] == ["x", "y"]
     assert [source.segment(part.node) for part in tree.operands] == ["weights[level]", "scale"]
 
 
 def test_reduced_dimensions_are_counted() -> None:
-    node, source = expression("x[m].softmax(-1).sum(dim=-1) + y[m]")
-    tree = read_tree(node, source)
-    assert tree is not None
+    tree, _ = tree_of("x[m].softmax(-1).sum(dim=-1) + y[m]")
     assert [lost for _, lost in tree.leaves] == [1, 0]
     assert sorted(tree.rows) == [1, 1]
 
@@ -73,5 +76,4 @@ def test_reduced_dimensions_are_counted() -> None:
     ],
 )
 def test_what_is_not_element_by_element_is_no_tree(text: str) -> None:
-    node, source = expression(text)
-    assert read_tree(node, source) is None
+    assert read_tree(*expression(text)) is None

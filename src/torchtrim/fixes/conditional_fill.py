@@ -141,7 +141,10 @@ def _fits(match: Match, facts: Facts, found: _Fill) -> tuple[str, tuple[TextEdit
         return "", ()
     known = [known_names(match.parts, values) for values in facts.executions]
     target = source.segment(found.parts["X"])
-    kinds = {seen.dtype for names in known if (seen := names.get(ast.unparse(found.parts["X"])))}
+    filled = [seen for names in known if (seen := names.get(ast.unparse(found.parts["X"])))]
+    if not all(map(is_tensor, filled)):
+        raise FixRefused(f"`{target}` is not a tensor")
+    kinds = {seen.dtype for seen in filled}
     if len(kinds) != 1:
         raise FixRefused(f"the type of `{target}` differs between observed runs")
     torch, imports = torch_of(source)

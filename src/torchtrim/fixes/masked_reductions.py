@@ -245,7 +245,7 @@ def _write_masked_cross_entropy(match: Match, facts: Facts) -> Writing:
     facts.need(
         f"`{match.text('X')}` has one more dimension, of scores",
         lambda v: (
-            len(v.X.shape) > 0
+            len(v.X.shape) == len(v.Y.shape) + 1
             and v.X.shape[:-1] == v.Y.shape
             and v.X.device == v.Y.device
             and is_floating(v.X)
@@ -269,7 +269,7 @@ def _write_masked_cross_entropy(match: Match, facts: Facts) -> Writing:
 
 
 def _edits(source: SourceFile, found: _Loss, texts: dict[ast.AST, str]) -> Iterator[TextEdit]:
-    named = {assign.value for assign in found.assigned}
+    named = [assign.value for assign in found.assigned]
     for node in named:
         yield TextEdit.of(source, node, texts[node])
     if inner := {node: text for node, text in texts.items() if node not in named}:

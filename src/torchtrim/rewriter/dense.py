@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from torchtrim.rewriter.fix import Match, TextEdit
 from torchtrim.rewriter.replace import atom, fresh, insert_before, runs_first
-from torchtrim.source.facts import Facts, FixRefused, without_grad
+from torchtrim.source.facts import Facts, FixRefused
 from torchtrim.source.forms import equal
 from torchtrim.source.names import assigned_name, loads, stores
 from torchtrim.source.nodes import names_bound, names_in
@@ -34,8 +34,10 @@ class Dense:
         self.behind = facts.only(_REPEATED, lambda v: trailing(v, tree), 0)
         self.mask, self.edits = named_mask(self._source, tree.mask, at)
         need_order(self._source, tree, hoisted=bool(self.edits))
-        parts = tree.parts()
-        self.flows = not facts.holds(lambda v: without_grad(v, *(getattr(v, p) for p in parts)))
+        parts = tree.parts().keys() - {"M"}
+        self.flows = not facts.holds(
+            lambda v: not v.grad or not any(getattr(v, p).requires_grad for p in parts)
+        )
         if self.flows and not self.edits:
             _check_unchanged(self._source, tree.mask)
 
@@ -79,7 +81,9 @@ class Dense:
 
     def _guards(self, number: int) -> bool:
         """Return True if an operand needs a harmless value because a gradient flows into it."""
-        graded = not self._facts.holds(lambda v: without_grad(v, getattr(v, f"C{number}")))
+        graded = not self._facts.holds(
+            lambda v: not v.grad or not getattr(v, f"C{number}").requires_grad
+        )
         return self.flows and self._facts.seen and graded
 
     def leaf(self, number: int, *, everywhere: bool = False, name: str = "") -> str:

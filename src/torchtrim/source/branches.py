@@ -71,15 +71,11 @@ def is_guard(test: ast.expr) -> bool:
 
 def is_fallback(source: SourceFile, node: ast.AST) -> bool:
     """Return True if a guard keeps the node for other ranks and types: no fix should change it again."""
-    chain: list[ast.AST] = []
-    at: ast.AST | None = node
-    while at is not None and at not in source.fallback:
-        chain.append(at)
-        at = source.parents.get(at)
-    found = at is not None and source.fallback[at]
-    for inner in reversed(chain):
-        found = found or _is_kept(source, inner)
-        source.fallback[inner] = found
+    chain = [node, *source.around(node)]
+    known = next((n for n, one in enumerate(chain) if one in source.fallback), len(chain))
+    found = source.fallback[chain[known]] if known < len(chain) else False
+    for inner in reversed(chain[:known]):
+        found = source.fallback[inner] = found or _is_kept(source, inner)
     return found
 
 

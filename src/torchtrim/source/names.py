@@ -157,16 +157,15 @@ def assigned_to(source: SourceFile, target: ast.Name) -> ast.expr | None:
 
 
 def _is_own(source: SourceFile, function: ast.AST, node: ast.Name) -> bool:
+    """Return True if a use of a name is in the function itself, or means another name of an inner one."""
     inner = source.function(node)
-    while inner is not function:
+    if inner is function:
+        return True
+    while inner is not function and not isinstance(inner, ast.Module):
         if node.id in source.bound(inner):
             return True
-        if isinstance(inner, ast.Module):
-            return False
         inner = source.function(inner)
-        if inner is function:
-            return False
-    return True
+    return False
 
 
 def _reading_call(source: SourceFile, call: ast.Call) -> bool:

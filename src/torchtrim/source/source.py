@@ -57,25 +57,21 @@ class SourceFile:
         self.private: dict[tuple[ast.AST, str], bool] = {}
         self.private_but: dict[ast.AST, frozenset[str]] = {}
 
-    @property
+    @cached_property
     def nodes(self) -> tuple[ast.AST, ...]:
-        """All nodes in the order of `ast.walk`, without operators. The tree is walked once."""
-        return self._walked[0]
-
-    @property
-    def parents(self) -> dict[ast.AST, ast.AST]:
-        """The parent of each node."""
-        return self._walked[1]
+        """All nodes in the order of `ast.walk`, without operators."""
+        return (self.tree, *self.parents)
 
     @cached_property
-    def _walked(self) -> tuple[tuple[ast.AST, ...], dict[ast.AST, ast.AST]]:
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        """The parent of each node, in the order of `nodes`."""
         nodes: list[ast.AST] = [self.tree]
         parents: dict[ast.AST, ast.AST] = {}
         for node in nodes:
             inner = children(node)
             parents.update(dict.fromkeys(inner, node))
             nodes += inner
-        return tuple(nodes), parents
+        return parents
 
     def only(self, lines: Iterable[int]) -> SourceFile:
         """Return the file with only the functions and classes at some lines, and their base classes."""
