@@ -429,9 +429,13 @@ def test_a_model_without_values_is_let_alone(told: Told, watcher: Watcher) -> No
 
 
 def test_torchs_profiler_finds_the_module_of_each_call() -> None:
-    """With stacks it looks at the frame of `nn.Module.__call__`, whose code it learns once in a process."""
+    """With stacks it looks at the frame of `nn.Module.__call__`, whose code it learns once in a process.
+
+    Torch imports dynamo on the way; inside a profile, the freed code of its modules would have garbage names.
+    """
     code = """
 import torch
+import torch._dynamo
 from torch.profiler import ProfilerActivity, profile
 from torchtrim.capture.watch import Listener, Watcher
 with Watcher(Listener()), profile(activities=[ProfilerActivity.CPU], with_stack=True) as profiled:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchtrim.dispatch.places import Places, Spot, line_of, project_of
+from torchtrim.dispatch.places import CallSite, Places, line_of, project_of
 
 
 class Source:
@@ -18,7 +18,7 @@ class Source:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.project = root / "project"
-        self.spots: tuple[Spot | None, Spot | None] = (None, None)
+        self.spots: tuple[CallSite | None, CallSite | None] = (None, None)
 
     def frame(self) -> None:
         """What the modules call: finds the place that called it."""

@@ -16,9 +16,9 @@ from torchtrim.analysis.timeline import timeline
 from torchtrim.capture.allocator import Watched, rss_bytes
 from torchtrim.capture.modules import Modules
 from torchtrim.capture.recorder import RawOperator, Recorder
-from torchtrim.capture.saved import Use, saved_tensors, type_name
+from torchtrim.capture.saved import RawUse, saved_tensors, type_name
 from torchtrim.dispatch.modes import full_name
-from torchtrim.dispatch.places import Spot, line_of
+from torchtrim.dispatch.places import CallSite, line_of
 from torchtrim.dispatch.storages import StorageLife
 from torchtrim.records.profile import (
     Kind,
@@ -63,6 +63,7 @@ def build(
     tracked = recorder.storages.peak_bytes
     births = [life.birth for life in recorder.storages.lives]
     rank, world = _rank_and_world()
+    syncs = _syncs(recorder, operators, places, setting.device)  # Adds places.
     profile = Profile(
         torchtrim=__version__,
         torch=str(torch.__version__),
@@ -81,7 +82,7 @@ def build(
         places=list(places.numbers),
         labels=recorder.labels,
         waits=list(waits),
-        syncs=_syncs(recorder, operators, places, setting.device),
+        syncs=syncs,
         saved=saved_tensors(recorder.saved, recorder.makers, operators, births),
         saved_known=True,
         rank=rank,
@@ -115,7 +116,7 @@ class _PlaceTable:
         self.numbers: dict[Place, int] = {}
         self._known: dict[tuple[int, int], int] = {}
 
-    def number(self, spot: Spot | None) -> int:
+    def number(self, spot: CallSite | None) -> int:
         if spot is None:
             return -1
         code, instruction = spot
@@ -126,7 +127,7 @@ class _PlaceTable:
         return self._known[key]
 
 
-def _tensor(use: Use) -> TensorUse:
+def _tensor(use: RawUse) -> TensorUse:
     number, dtype, shape, strides = use
     return TensorUse(number, type_name(dtype), tuple(shape), strides)
 

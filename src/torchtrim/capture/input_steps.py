@@ -28,8 +28,6 @@ _LEAST = 2
 _PATIENCE = 5.0
 """Arbitrary: a step that takes this many times as long as usual is not a training step."""
 
-Phase = Literal["loading", "ready", "over"]
-
 
 class StepTime(NamedTuple):
     """A step's seconds, its seconds waiting for batches, and its CPU seconds."""
@@ -78,7 +76,9 @@ class InputSteps:
     def __init__(self, seconds: float, clock: Clock = CLOCK) -> None:
         self.loading: list[StepTime] = []
         self.ready: list[StepTime] = []
-        self.phase: Phase = "loading" if seconds <= _LONGEST else "over"
+        self.phase: Literal["loading", "ready", "over"] = (
+            "loading" if seconds <= _LONGEST else "over"
+        )
         self._seconds = seconds
         self._clock = clock
         self._kept: dict[int, Any] = {}

@@ -63,8 +63,7 @@ class Modules:
                         yield kind, f"{name}.{path}", tensor
 
     def settled(self) -> list[Module]:
-        """Return the records, with the bytes of initialized lazy parameters and each module's first side
-        effect."""
+        """Return the records, with the current bytes of lazy parameters and each module's side effect."""
         return [
             replace(
                 record,

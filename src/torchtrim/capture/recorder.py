@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.capture.collectives import Collectives, is_collective
-from torchtrim.capture.saved import SavedTensors, Use, type_name
+from torchtrim.capture.saved import RawUse, SavedTensors, type_name
 from torchtrim.capture.waits import NOTHING, Origin, Ran, SyncChecks, sync_detector
 from torchtrim.core.clock import queued_ns
 from torchtrim.dispatch.modes import (
@@ -34,14 +34,14 @@ from torchtrim.dispatch.modes import (
     written_arguments,
     written_tensors,
 )
-from torchtrim.dispatch.places import ENGINE, Places, Spot, is_in_function, line_of
+from torchtrim.dispatch.places import ENGINE, CallSite, Places, is_in_function, line_of
 from torchtrim.dispatch.storages import PLAIN, Storages, parts_of, reachable_tensors
 from torchtrim.dryrun.run import current as current_dry
 from torchtrim.emulator.device import current
 from torchtrim.records.profile import Call, Phase
 
 MARK = "torchtrim::operator"
-Cause = tuple[Phase, int, Spot | None, Spot | None, int]
+Cause = tuple[Phase, int, CallSite | None, CallSite | None, int]
 """Phase, module, innermost line, the user's line, and the forward operator."""
 
 _SCALARS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
@@ -53,12 +53,12 @@ class RawOperator(NamedTuple):
     func: Any
     phase: Phase
     module: int
-    spot: Spot | None
-    caller: Spot | None
+    spot: CallSite | None
+    caller: CallSite | None
     forward: int
     label: int
-    inputs: list[Use]
-    outputs: list[Use]
+    inputs: list[RawUse]
+    outputs: list[RawUse]
     mutates: tuple[int, ...]
     start_ns: int
     end_ns: int
@@ -70,8 +70,8 @@ class RawSync(NamedTuple):
     row: str
     operator: int
     phase: Phase = "other"
-    spot: Spot | None = None
-    caller: Spot | None = None
+    spot: CallSite | None = None
+    caller: CallSite | None = None
 
 
 class FailedOperator(NamedTuple):
@@ -80,7 +80,7 @@ class FailedOperator(NamedTuple):
     operator: str
     shapes: str
     phase: str
-    spot: Spot | None
+    spot: CallSite | None
     error: str
     live_bytes: int
 
@@ -349,9 +349,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.makers[number] = index
             self._sequence = sequence
 
-    def _uses(self, values: Iterable[Any], birth: int, kind: str = "") -> list[Use]:
+    def _uses(self, values: Iterable[Any], birth: int, kind: str = "") -> list[RawUse]:
         """Return the tensors among the values; a new storage is born at `birth`."""
-        uses: list[Use] = []
+        uses: list[RawUse] = []
         see = self.storages.see
         for value in values:
             of = type(value)
@@ -368,8 +368,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 uses += self._uses(value, birth, kind)
         return uses
 
-    def _uses_of_parts(self, tensor: torch.Tensor, birth: int, kind: str) -> list[Use]:
-        uses: list[Use] = []
+    def _uses_of_parts(self, tensor: torch.Tensor, birth: int, kind: str) -> list[RawUse]:
+        uses: list[RawUse] = []
         with DisableTorchFunctionSubclass():
             for part in parts_of(tensor):
                 if (number := self.storages.see(part, birth, kind)) < 0:

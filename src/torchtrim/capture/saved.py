@@ -21,7 +21,8 @@ from torchtrim.records.profile import Operator, SavedTensor
 _RAW = "_raw_saved_"
 _OPAQUE = ("CopySlices", "CppNode")
 _NO_NUMBER = 2**64 - 1  # UINT64_MAX, the sequence number of `AccumulateGrad` nodes
-Use = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
+RawUse = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
+"""A tensor that an operator uses: the number of its storage, dtype, shape and strides."""
 
 
 class RawSaved(NamedTuple):
@@ -71,7 +72,7 @@ class SavedTensors:
         """End a backward."""
         self._running.pop()
 
-    def ran(self, node: int, index: int, uses: Iterable[Use]) -> None:
+    def ran(self, node: int, index: int, uses: Iterable[RawUse]) -> None:
         """Record an operator that backward ran for a node."""
         run, before = self._running[-1], self.runs.get(node)
         if before is None:

@@ -16,8 +16,8 @@ class Steps:
     The optimizer steps between two forwards are a segment; a step is the shortest cycle of segments that
     has steps of all optimizers. With one optimizer that is one segment, micro-batches included. A GAN
     that alternates two optimizers is recognized after three segments, so its first step spans two cycles.
-    An optimizer that has not stepped in sixteen segments is ignored. After a segment that contradicts the
-    cycle, it is learned again, each time from twice as many segments; until then a step is 64 segments.
+    Optimizers that have not stepped in 16 segments do not count. A segment that contradicts the cycle makes
+    the detector learn it again, each time from twice as many segments; until then a step is 64 segments.
     """
 
     def __init__(self, optimizers: int = 1) -> None:

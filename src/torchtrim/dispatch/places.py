@@ -17,7 +17,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 CodeOwner = Literal["torch", "library", "user", "engine"]
-Spot = tuple[CodeType, int]
+CallSite = tuple[CodeType, int]
 
 ENGINE: CodeType = graph._engine_run_backward.__code__
 """The autograd engine's frame: lines below it did not call the operators above it."""
@@ -43,10 +43,10 @@ class Places:
         self._owners: dict[int, CodeOwner] = {id(ENGINE): "engine"}
         self._kept: list[CodeType] = []
 
-    def find(self, frame: FrameType | None) -> tuple[Spot | None, Spot | None]:
+    def find(self, frame: FrameType | None) -> tuple[CallSite | None, CallSite | None]:
         """Return `(innermost outside torch, user's own)`; the second is None if the first is the user's."""
         owners = self._owners
-        library: Spot | None = None
+        library: CallSite | None = None
         while frame is not None:
             code = frame.f_code
             owner = owners.get(id(code)) or self._judge(code)
@@ -71,7 +71,7 @@ class Places:
             frame = frame.f_back
         return "", 0, False
 
-    def is_users(self, spot: Spot) -> bool:
+    def is_users(self, spot: CallSite) -> bool:
         """Return True if a call site is in the user's own source."""
         return self._judge(spot[0]) == "user"
 
@@ -79,7 +79,7 @@ class Places:
         """Return True if a file is the user's own source."""
         return _owner(path, self._project) == "user"
 
-    def is_of_a_library(self, spot: Spot) -> bool:
+    def is_of_a_library(self, spot: CallSite) -> bool:
         """Return True if a call site is in an installed package other than torch."""
         return self._judge(spot[0]) == "library"
 
@@ -114,7 +114,7 @@ def is_in_function(frame: FrameType | None) -> bool:
     return False
 
 
-def line_of(spot: Spot) -> int:
+def line_of(spot: CallSite) -> int:
     """Return the line number of an instruction."""
     return _lines(spot[0]).get(spot[1], spot[0].co_firstlineno)
 

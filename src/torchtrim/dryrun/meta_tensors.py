@@ -6,6 +6,7 @@ plain CPU tensors to autograd, modules and code that compares pointers; reading 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 import weakref
@@ -83,16 +84,11 @@ def blanks() -> Blanks:
 
 def _region() -> mmap.mmap:
     """Map as much address space as the system allows."""
+    options: dict[str, Any] = {}
+    if hasattr(mmap, "MAP_PRIVATE"):
+        reserve = getattr(mmap, "MAP_NORESERVE", _NO_RESERVE)
+        options["flags"] = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | reserve
     for bits in range(_MOST_BITS, _LEAST_BITS, -1):
-        try:
-            return _mapping(1 << bits)
-        except (OSError, ValueError, OverflowError):
-            continue
-    return _mapping(1 << _LEAST_BITS)
-
-
-def _mapping(size: int) -> mmap.mmap:
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, size)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", _NO_RESERVE)
-    return mmap.mmap(-1, size, flags=flags)
+        with contextlib.suppress(OSError, ValueError, OverflowError):
+            return mmap.mmap(-1, 1 << bits, **options)
+    return mmap.mmap(-1, 1 << _LEAST_BITS, **options)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -66,8 +65,13 @@ class Oracle:
 
     def _infer_with_torch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         fakes = {name: self._fake(value) for name, value in kwargs.items()}
-        with _silent(), self._mode:
-            return _geometry(func(*[self._fake(value) for value in args], **fakes))
+        # Silence torch's log, which would report the script's errors as torch's own.
+        was, _LOG.disabled = _LOG.disabled, True
+        try:
+            with asking(), self._mode:
+                return _geometry(func(*[self._fake(value) for value in args], **fakes))
+        finally:
+            _LOG.disabled = was
 
     def _fake(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -77,17 +81,6 @@ class Oracle:
         if isinstance(value, (list, tuple)):
             return [self._fake(item) for item in value]
         return None if isinstance(value, torch.Generator) else value
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Silence torch's log: it would report the script's errors as torch's own."""
-    was, _LOG.disabled = _LOG.disabled, True
-    try:
-        with asking():
-            yield
-    finally:
-        _LOG.disabled = was
 
 
 @functools.cache

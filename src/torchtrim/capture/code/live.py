@@ -287,15 +287,15 @@ def _joined(values: Iterable[Resolved]) -> Resolved:
     return Resolved(every[0].value if same else UNKNOWN, any(one.outlives for one in every))
 
 
-Sources = dict[str, list[tuple[ast.expr, int | None]]]
+AssignedParts = dict[str, list[tuple[ast.expr, int | None]]]
 _WHOLE = -1
 
 
 @functools.lru_cache(maxsize=4096)
-def _assignments(node: Any) -> Sources:
+def _assignments(node: Any) -> AssignedParts:
     """Return the expressions assigned to each name of a function, with the index of the assigned element:
     `_WHOLE`, or None if unknown."""
-    assigned: Sources = {}
+    assigned: AssignedParts = {}
     if isinstance(node, ast.Module):
         return assigned
     outer = {name for one in own_nodes(node) if isinstance(one, ast.Global) for name in one.names}

@@ -157,7 +157,13 @@ class SideEffects:
         if (scope := Scope.of(function, self._refer)) is None:
             self._take_from_bytecode(function.__code__)
             return
-        scope.given.update(_defaults(function))
+        # All calls share a default that is a container.
+        code, kwdefaults = function.__code__, function.__kwdefaults__ or {}
+        names = reversed(code.co_varnames[: code.co_argcount])
+        defaults = zip(names, reversed(function.__defaults__ or ()), strict=False)
+        for name, value in (*defaults, *kwdefaults.items()):
+            if isinstance(value, _CONTAINERS):
+                scope.given[name] = Resolved(value, True)
         scope.given.update(zip(scope.parameters, given, strict=False))
         scope.given.update((name, one) for name, one in named.items() if name in scope.given)
         _SideEffectReader(self, scope, function.__code__.co_filename, depth).read()
@@ -229,16 +235,6 @@ def is_trusted(thing: type | types.FunctionType) -> bool:
     names = thing.__globals__ if isinstance(thing, types.FunctionType) else vars(thing)
     module = names.get("__name__") or names.get("__module__", "")
     return str(module).partition(".")[0] in _TRUSTED or module in _ON_REQUEST
-
-
-def _defaults(function: types.FunctionType) -> Iterator[tuple[str, Resolved]]:
-    """Yield parameters whose default is a container, which all calls share."""
-    code, defaults = function.__code__, function.__defaults__ or ()
-    names = code.co_varnames[: code.co_argcount]
-    positional = zip(reversed(names), reversed(defaults), strict=False)
-    for name, value in (*positional, *(function.__kwdefaults__ or {}).items()):
-        if isinstance(value, _CONTAINERS):
-            yield name, Resolved(value, True)
 
 
 class _SideEffectReader:

@@ -33,7 +33,7 @@ from torchtrim.capture.growth.owners import NamePath, find_owners, roots_here
 from torchtrim.capture.growth.stream_frames import StreamFrames
 from torchtrim.capture.watch import Listener, Watcher
 from torchtrim.dispatch.modes import enter_below, leave, tensors_among
-from torchtrim.dispatch.places import Places, Spot
+from torchtrim.dispatch.places import CallSite, Places
 from torchtrim.dispatch.storages import reachable_tensors, storages_in
 from torchtrim.stream.growth import (
     SizeSample,
@@ -330,8 +330,8 @@ class Maker(NamedTuple):
     """The call site that created a storage: the innermost line outside torch, the user's line that led
     there if it differs, and the grad mode."""
 
-    spot: Spot | None
-    caller: Spot | None
+    spot: CallSite | None
+    caller: CallSite | None
     graded: bool
 
 

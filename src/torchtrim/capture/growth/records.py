@@ -103,8 +103,7 @@ def measure_growth(
 
     A frame is a call of the first module called, or of `frames_of`: the class of a module, or a Python
     function. Growth is measured over the last two thirds of the frames, in Python containers and tensors;
-    only `process_growth_bytes` covers the memory of other libraries.
-    Raises `UsageError` for fewer than 6 frames.
+    only `process_growth_bytes` covers other libraries. Raises `UsageError` for fewer than 6 frames.
     """
     folder = str(project or Path.cwd())
     growing = Growing(frames=_ENDLESS, project=folder, frames_of=frames_of)

@@ -47,8 +47,7 @@ _NODE_BYTES = 256
 
 @dataclass(eq=False)
 class _LongerContainer:
-    """A container: its length at each inspection, and its latest weights. `kind` is empty until the last step
-    confirms that it is a single growing container."""
+    """A container: its length at each inspection, and its latest weights; a `kind` once it is confirmed."""
 
     lengths: list[int]
     weights: list[int] = field(default_factory=list)
@@ -91,8 +90,7 @@ class StepGrowth:
         self._look_at_graphs()
 
     def next(self, *, always: bool = False) -> bool:
-        """Begin the traced step. Return False if it is over, or if nothing seems to grow and `always` is
-        not set."""
+        """Begin the traced step. Return False if it is over, or if nothing seems to grow and not `always`."""
         if self._is_last or self._looks < LEAST_LOOKS:
             return False
         self._is_last = True

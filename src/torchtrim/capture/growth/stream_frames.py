@@ -19,8 +19,7 @@ class StreamFrames:
     """A detector of the calls that end a frame.
 
     Default: calls of the first root, or of another root once the first has been idle for `_PATIENCE` calls.
-    With a name: calls of modules of that class, or of the Python function of that name, such as `step` or
-    `Tracker.step`.
+    With a name: calls of modules of that class, or of that Python function, such as `Tracker.step`.
     """
 
     def __init__(self, name: str | None) -> None:
