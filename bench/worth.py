@@ -139,10 +139,10 @@ def measure(form: str, share: float, size: int) -> dict[str, Any]:
         "size": size,
         "as_written_ms": round(was.step_ms, 4),
         "fixed_ms": round(now.step_ms, 4),
-        "busy_ms": [round(was.busy_ms, 4), round(now.busy_ms, 4)],
+        "busy_ms": [round(was.device_busy_ms, 4), round(now.device_busy_ms, 4)],
         "waits": [len(one.syncs), len(other.syncs)],
         "made": made,
-        "host_bound": was.busy_ms < HOST_BOUND * was.step_ms,
+        "host_bound": was.device_busy_ms < HOST_BOUND * was.step_ms,
         "right": made == (now.step_ms <= was.step_ms),
         "cpu_ratio": round(here[1] / here[0], 2),
     }

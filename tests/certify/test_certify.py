@@ -86,27 +86,27 @@ def no_buffers() -> tuple[Any, Any]:
     return contextlib.nullcontext(), contextlib.nullcontext()
 
 
-def forgets_random_numbers(function: Any, buffers: Any, *args: Any, **kwargs: Any) -> Any:
+def forgets_random_numbers(buffers: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(
         function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=buffers.contexts
     )
 
 
-def updates_norm_twice(function: Any, buffers: Any, *args: Any, **kwargs: Any) -> Any:
+def updates_norm_twice(buffers: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(function, *args, use_reentrant=False, context_fn=no_buffers)
 
 
-def off_by_a_thousandth(function: Any, buffers: Any, *args: Any, **kwargs: Any) -> Any:
+def off_by_a_thousandth(buffers: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs) + 1e-3
 
 
-def scales_gradient(function: Any, buffers: Any, *args: Any, **kwargs: Any) -> Any:
+def scales_gradient(buffers: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
     output = function(*args, **kwargs)
     output.register_hook(lambda gradient: gradient * 1.001)
     return output
 
 
-def loses_buffer(function: Any, buffers: Any, *args: Any, **kwargs: Any) -> Any:
+def loses_buffer(buffers: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
     before = {key: tensor.clone() for key, tensor in buffers._state.tensors()}
     output = function(*args, **kwargs)
     for key, value in before.items():
@@ -136,7 +136,7 @@ def test_faults_are_caught(
 
 
 def test_an_extra_random_number_is_caught(step: TrainStep, monkeypatch: pytest.MonkeyPatch) -> None:
-    def draws(function: Any, buffers: Any, *args: Any, **kwargs: Any) -> Any:
+    def draws(buffers: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         output = function(*args, **kwargs)
         torch.rand(1)
         return output
@@ -146,7 +146,7 @@ def test_an_extra_random_number_is_caught(step: TrainStep, monkeypatch: pytest.M
 
 
 def test_rounding_is_told_from_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
-    def thirds(function: Any, buffers: Any, *args: Any, **kwargs: Any) -> Any:
+    def thirds(buffers: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         output = function(*args, **kwargs)
         return output / 3 + output / 3 + output / 3
 
@@ -162,7 +162,7 @@ def test_rounding_is_told_from_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_small_bug_is_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nearly(function: Any, buffers: Any, *args: Any, **kwargs: Any) -> Any:
+    def nearly(buffers: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) * (1 + 1e-6)
 
     torch.manual_seed(0)
@@ -210,7 +210,7 @@ def test_verifying_leaves_the_workload_alone(step: TrainStep) -> None:
 def test_a_generator_of_random_numbers_has_no_rounding(
     step: TrainStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def draws(function: Any, buffers: Any, *args: Any, **kwargs: Any) -> Any:
+    def draws(buffers: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         random.random()
         return function(*args, **kwargs)
 
@@ -221,7 +221,7 @@ def test_a_generator_of_random_numbers_has_no_rounding(
 
 
 def test_a_plan_with_a_fingerprint_is_judged_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    def thirds(function: Any, buffers: Any, *args: Any, **kwargs: Any) -> Any:
+    def thirds(buffers: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         output = function(*args, **kwargs)
         return output / 3 + output / 3 + output / 3
 

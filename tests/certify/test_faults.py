@@ -36,7 +36,7 @@ def test_the_table_in_the_documentation_is_that_of_the_last_run() -> None:
     figures = found["figures"]
     assert figures == faults.table({one["name"]: one for one in found["faults"]})
     page = (RESULTS.parent.parent / "docs" / "certificates.md").read_text()
-    (every,) = re.findall(r"\| who looks \| catches, of (\d+) \|", page)
+    (every,) = re.findall(r"\| method \| catches, of (\d+) \|", page)
     rows = re.findall(r"^\| (.+) \| (\d+) \|$", page, re.MULTILINE)
     named = ("certificate", "assert_close on the loss", "loss curve at 1e-4", "an exception")
     assert [int(count) for _, count in rows] == [

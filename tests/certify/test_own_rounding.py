@@ -39,7 +39,7 @@ def test_enlarged_rounding_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtrim.certify.certify.SHRINKS_BY", 1e30)
     found = certified()
     assert found.verdict == "ROUNDING"
-    assert "one rounding away" in found.reason
+    assert "perturbed by one rounding" in found.reason
 
 
 def test_an_error_a_little_larger_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,7 +155,7 @@ def test_the_devices_that_it_sees(run: Run) -> None:
 
 
 def test_a_script_that_is_not_there() -> None:
-    with pytest.raises(UsageError, match="there is no script"):
+    with pytest.raises(UsageError, match="does not exist"):
         Script("nowhere.py").check()
     Script("a.module", module=True).check()
     assert Script("a.module", module=True).path is None

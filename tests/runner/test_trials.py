@@ -138,7 +138,7 @@ def test_out_of_memory_says_who_was_alive() -> None:
     error = fails("memory")
     assert "ran out of memory" in str(error)
     assert "aten.new_empty.default" in error.learnt
-    assert "were alive then" in error.learnt
+    assert "were live then" in error.learnt
     assert "1.00 MiB" in error.learnt
 
 
@@ -146,7 +146,7 @@ def test_out_of_memory_says_who_was_alive() -> None:
     ("kind", "says"),
     [
         ("exit", "exited with 3"),
-        ("early", "never called a module"),
+        ("early", "without calling a module"),
         ("thread", "in another thread than its main one"),
         ("no-optimizer", "no torch.optim.Optimizer ever stepped"),
         ("stdin", "reads standard input"),
@@ -169,7 +169,7 @@ def test_a_script_that_hangs_is_stopped() -> None:
 
 
 def test_no_such_script() -> None:
-    with pytest.raises(UsageError, match="no script"):
+    with pytest.raises(UsageError, match="does not exist"):
         run("none")
 
 

@@ -92,7 +92,7 @@ def test_the_line_that_races(tmp_path: Path) -> None:
     racing = diagnose_report(script, Request(steps=1))
     found = [finding for finding in racing.report.findings if finding.code == "TT105"]
     assert [finding.line for finding in found] == [RACING]
-    assert "What another stream computes or copies is read too early" in found[0].message
+    assert "Data that another stream computes or copies is read too early" in found[0].message
     waiting = diagnose_report(script._replace(args=("waits",)), Request(steps=1))
     assert not [finding for finding in waiting.report.findings if finding.code == "TT105"]
 

@@ -258,7 +258,7 @@ def test_what_else_is_alive_is_told_and_takes_its_part_of_the_budget() -> None:
     found = torchtrim.estimate(training("mlp", "sgd"))
     assert found.facts.unused_bytes - before.facts.unused_bytes >= other.nbytes
     assert own_bytes(found.profile) == own_bytes(before.profile)
-    with pytest.raises(UsageError, match=r"not use hold .*in a process of its own"):
+    with pytest.raises(UsageError, match=r"not use hold .*in a fresh process"):
         found.max_batch(other.nbytes)
 
 
@@ -355,8 +355,8 @@ def test_a_module_that_was_compiled_before() -> None:
     [
         (nn.Linear(3, 3), r"torchtrim\.Inference\(model, inputs\)"),
         ("train.py", "Script"),
-        (lambda: nn.Linear(3, 3), "the function gave Linear"),
-        (lambda: None, "the function gave NoneType"),
+        (lambda: nn.Linear(3, 3), "the function returned Linear"),
+        (lambda: None, "the function returned NoneType"),
     ],
 )
 def test_what_is_no_workload(argument: Any, told: str) -> None:
@@ -367,7 +367,7 @@ def test_what_is_no_workload(argument: Any, told: str) -> None:
 def test_a_model_on_another_device_is_to_be_made_in_a_function() -> None:
     with torch.device("meta"):
         model = nn.Linear(3, 3)
-    with pytest.raises(UsageError, match=r"2 of the model's tensors lie on meta.*lambda"):
+    with pytest.raises(UsageError, match=r"2 of the model's tensors are on meta.*lambda"):
         torchtrim.estimate(Inference(model, torch.randn(2, 3)))
 
 

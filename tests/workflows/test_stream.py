@@ -94,4 +94,4 @@ def test_nothing_bounded_proves_nothing() -> None:
     certificate = verified("flat").certificate
     assert certificate is not None
     assert certificate.verdict == "UNDECIDED"
-    assert "nothing was bounded" in certificate.reason
+    assert "no state was bounded" in certificate.reason

@@ -1,4 +1,4 @@
-"""Original and planned -> certificate. Where they differ, the original is compared with itself too."""
+"""Certificate of a planned trial against the original, and of the original against itself if they differ."""
 
 from __future__ import annotations
 
@@ -13,33 +13,20 @@ from typing import NamedTuple
 
 import msgspec
 
-from torchtrim.certify.compare import (
-    GENERATOR,
-    Beyond,
-    Parting,
-    beyond_rounding,
-    compared,
-    coverage_of,
-    differences,
-    is_updated,
-    largest_difference,
-    left_behind,
-    parting,
-    said_of,
-)
+from torchtrim.certify import compare
+from torchtrim.certify.compare import GENERATOR, Parting, differences, largest_difference
 from torchtrim.errors import ApplyFailed, ScriptFailed
 from torchtrim.records.certificate import Certificate, Difference, Verdict
-from torchtrim.records.trial import Request, Trial, TrialStep
+from torchtrim.records.trial import Request, Trial
 from torchtrim.runner.ranks import folder_of
 from torchtrim.runner.script import Script
 from torchtrim.runner.trials import Progress, Workload, run_trial
 
-NOISE_FACTOR = 2.0
-ROUNDING_LIMIT = 1e-2
-SHRINKS_BY = 1e4
-_SURE = 1e-8
-"""No difference above it is one of float64's rounding."""
-_MOST_KEPT = 48
+NOISE_FACTOR = 2.0  # arbitrary, above the spread among pairs of the original's runs
+ROUNDING_LIMIT = 1e-2  # far above what sums in another order change in float32, before an update
+SHRINKS_BY = 1e4  # well below 2**29, by which rounding shrinks from float32 to float64
+_SURE = 1e-8  # some 5e7 roundings of float64; a larger difference is a bug
+_MOST_KEPT = 48  # arbitrary, enough of each quantity and few enough to write quickly
 _CALLS_NAMES = """
     recompute replay overwrite plain_optimizer offload_activations offload_optimizer optimizer_in_backward
     data_parallel low_bit_states
@@ -52,9 +39,9 @@ _COUNTED = ("random state:", "step:", "hyperparameter:", "call:", "exception:", 
 
 
 class Contest(NamedTuple):
-    """A comparison: a workload, and the workload and request that should equal it.
+    """Comparison of a workload with a workload and a request that should equal it.
 
-    `limit`: above it no difference is taken for rounding. `jobs`: the runs of a job, where both are a rank.
+    `limit`: largest difference that may be rounding. `jobs`: the job's runs, if both workloads are ranks.
     """
 
     original: Workload
@@ -69,7 +56,7 @@ class RelativeDifferences(NamedTuple):
     """Largest relative differences: planned against original, and original against itself.
 
     `early`: planned against original in the first step that differs, up to its first update of parameters.
-    Updates enlarge rounding: the first of Adam takes but the sign of a gradient.
+    Updates enlarge rounding: Adam's first update depends on the sign of a gradient alone.
     """
 
     difference: float
@@ -78,13 +65,17 @@ class RelativeDifferences(NamedTuple):
 
 
 def certify(contest: Contest, original: Trial, planned: Trial, progress: Progress) -> Certificate:
-    """The verdict on a planned trial.
+    """Return the verdict on a planned trial.
 
-    A planned run that gives the original's every bit has repeated it, and no more is run. Where bits differ,
-    the original is run again, for what it differs from itself; and where the verdict is not that it is equal,
-    both once more, for the operator at which they part.
+    If bits differ, run the original again, for its differences from itself; if the verdict is not equal, run
+    both once more, for the first operator that differs.
     """
-    found = _counted(contest, differences(original, planned)) + left_behind(original, planned)
+    found = differences(original, planned)
+    plan = contest.planned_request.plan
+    if plan is not None and any(one.name not in _CALLS_AS_BEFORE for one in plan.techniques):
+        # Such a technique may call modules otherwise, as once for each part of a batch.
+        found = [label for label in found if not _name(label).startswith("call:")]
+    found += compare.left_behind(original, planned)
     verdict: Verdict = "BITWISE"
     figures = RelativeDifferences(0.0, 0.0)
     reason = "every bit of two runs agrees"
@@ -92,78 +83,62 @@ def certify(contest: Contest, original: Trial, planned: Trial, progress: Progres
         found, noise, alone, figures = _measure(contest, original, found, progress)
         if found:
             verdict, reason = _judge(contest, original, found, noise, figures, progress)
-        reason += (
-            f"; {alone} differs between two runs of the original, and counts for nothing"
-            if alone
-            else ""
-        )
+        if alone:
+            reason += f"; {alone} differs between two runs of the original, and does not count"
+    first = _first(contest, original, _cause(found), verdict, progress) if found else None
     return Certificate(
         verdict=verdict,
-        compared=compared(original),
+        compared=compare.compared(original),
         largest_difference=_finite(figures.difference) if found else 0.0,
-        first_difference=_first(contest, original, _cause(found), verdict, progress)
-        if found
-        else None,
+        first_difference=first,
         noise=_finite(figures.noise),
         seeds=original.seeds,
         steps=len(original.steps),
         reason=reason,
-        coverage=coverage_of(original),
+        coverage=compare.coverage_of(original),
     )
 
 
-def _counted(contest: Contest, found: list[str]) -> list[str]:
-    """Without counts of calls where a technique calls modules otherwise, as once for each part of a batch."""
-    plan = contest.planned_request.plan
-    if plan is None or all(one.name in _CALLS_AS_BEFORE for one in plan.techniques):
-        return found
-    return [one for one in found if not _name(one).startswith("call:")]
-
-
 def failed(original: Trial, error: Exception) -> Certificate:
-    """The verdict on a run that raised where the original did not."""
+    """Return the verdict on a run that raised, unlike the original."""
     said = f"{type(error).__name__}: {error}"
+    places = re.findall(r'File "([^"]+)", line (\d+)', getattr(error, "traceback", "") or said)
+    path, line = places[-1] if places else ("", "0")
     return Certificate(
         verdict="NOT EQUAL",
         compared=(),
         largest_difference=None,
-        first_difference=_raised(getattr(error, "traceback", "") or said),
+        first_difference=Difference(
+            module="", op="error raised", other_path=path, other_line=int(line)
+        ),
         noise=None,
         seeds=original.seeds,
         steps=len(original.steps),
         reason=f"the original runs, and the other fails: {said}",
-        coverage=coverage_of(original),
+        coverage=compare.coverage_of(original),
     )
 
 
-def _raised(trace: str) -> Difference:
-    """The exception, at the innermost line that the text of a traceback names."""
-    places = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    path, line = places[-1] if places else ("", "0")
-    return Difference(module="", op="error raised", other_path=path, other_line=int(line))
-
-
 def _without_own(found: list[str], noise: list[str]) -> tuple[list[str], list[str], str]:
-    """What differs, and what of the original does, without attributes and variables that no two runs of the
-    original share, such as times; and the first of those."""
-    own = {_name(one) for one in noise if _name(one).startswith(KEPT_BY_PYTHON)}
-    left, noise = ([one for one in names if _name(one) not in own] for names in (found, noise))
-    return left, noise, next((_name(one) for one in found if _name(one) in own), "")
+    """Remove attributes and variables in which two runs of the original differ, such as times, from the
+    plan's differences and the original's own; also return the first of them."""
+    own = {_name(label) for label in noise if _name(label).startswith(KEPT_BY_PYTHON)}
+    left, noise = (
+        [label for label in names if _name(label) not in own] for names in (found, noise)
+    )
+    return left, noise, next((_name(label) for label in found if _name(label) in own), "")
 
 
 def _cause(found: list[str]) -> str:
-    """The difference of the first step that explains others: a module's mode, a
-    setting where only the update differs; else the first."""
+    """Return the difference of the first step that explains others: a module's mode, or a hyperparameter if
+    only the update differs; else the first."""
     step = found[0].partition("/")[0]
-    labels = [one for one in found if one.partition("/")[0] == step]
-    quantities = {_name(one).partition(":")[0] for one in labels}
-    for one in labels:
-        name = _name(one)
-        if name.endswith(".training"):
-            return one
+    labels = [label for label in found if label.partition("/")[0] == step]
+    quantities = {_name(label).partition(":")[0] for label in labels}
+    causes = [label for label in labels if _name(label).endswith(".training")]
     if not quantities & {"loss", "output", "gradient"}:
-        return next((one for one in labels if _name(one).startswith("hyperparameter:")), found[0])
-    return found[0]
+        causes += [label for label in labels if _name(label).startswith("hyperparameter:")]
+    return causes[0] if causes else found[0]
 
 
 def _name(label: str) -> str:
@@ -171,7 +146,7 @@ def _name(label: str) -> str:
 
 
 def before_update(labels: Sequence[str]) -> Iterator[str]:
-    """Those of the first step among these, as far as the gradients of its first update."""
+    """Yield the labels of the first step, up to the gradients of its first update."""
     first = labels[0].partition("/")[0] if labels else ""
     graded = False
     for label in labels:
@@ -184,7 +159,6 @@ def before_update(labels: Sequence[str]) -> Iterator[str]:
 
 
 def _finite(figure: float) -> float | None:
-    """The figure, None where shapes or NaNs differ and there is none."""
     return figure if math.isfinite(figure) else None
 
 
@@ -207,13 +181,13 @@ def _judge(
             f"{figures.noise:.1e}"
         )
     if math.isinf(figures.difference):
-        return "NOT EQUAL", f"what is there, a shape or a NaN differs, first in {found[0]}"
+        return "NOT EQUAL", f"tensors, shapes or NaNs differ, first in {found[0]}"
     if figures.early > contest.limit:
         return "NOT EQUAL", f"the difference, {figures.early:.1e}, is too large for rounding"
     if _name(found[0]) == _LEFT:
-        return "NOT EQUAL", "more is alive after each step than after the original's"
-    if whole := [name for name in found if not _has_values(name)]:
-        return "NOT EQUAL", f"what has no rounding differs, first {whole[0].partition('/')[2]}"
+        return "NOT EQUAL", "more memory is live after each step than after the original's"
+    if exact := [label for label in found if not _has_values(label)]:
+        return "NOT EQUAL", f"quantities without rounding differ, first {_name(exact[0])}"
     return _judge_in_double(contest, original, found, figures, progress)
 
 
@@ -224,8 +198,8 @@ def _judge_in_double(
     figures: RelativeDifferences,
     progress: Progress,
 ) -> tuple[Verdict, str]:
-    """Whether what differs is rounding: the first step in float64 beside what one rounding does to it there,
-    and the rest by how much less it differs in float64."""
+    """Decide by runs in float64: the first step may differ as far as one rounding changes the original, and
+    later differences have to shrink as rounding does."""
     first = first_quantities(original)
     names = tuple(dict.fromkeys((*sample_of(found), *first)))
     plain, planned = (
@@ -241,10 +215,14 @@ def _judge_in_double(
         except (ApplyFailed, ScriptFailed, RuntimeError):
             return (
                 "NOT EQUAL",
-                "it differs, and could not be run in float64 to tell rounding from a bug",
+                "it differs, and the run in float64, to tell rounding from a bug, failed",
             )
-        if (beyond := beyond_rounding(one, two, three, names, first)) is not None:
-            return "NOT EQUAL", _said_beyond(beyond)
+        if (beyond := compare.beyond_rounding(one, two, three, names, first)) is not None:
+            step, _, name = beyond.name.partition("/")
+            return "NOT EQUAL", (
+                f"in float64 {name} of step {int(step) + 1} still differs by {beyond.difference:.1e}, while "
+                f"one rounding of parameters and inputs changes the original by {beyond.own:.1e}"
+            )
         shrunk = largest_difference(one, two, names)
         if shrunk * SHRINKS_BY <= figures.difference:
             return "ROUNDING", (
@@ -254,8 +232,8 @@ def _judge_in_double(
         own = _own_rounding(contest, nudged, one, four, progress) if shrunk <= _SURE else 0.0
     if shrunk <= NOISE_FACTOR * own and own <= _SURE:
         return "ROUNDING", (
-            f"the difference, {shrunk:.1e} in float64, is within what the original itself changes by when "
-            f"its parameters are one rounding away ({own:.1e})"
+            f"the difference, {shrunk:.1e} in float64, is within the change of the original when its "
+            f"parameters are perturbed by one rounding ({own:.1e})"
         )
     return "NOT EQUAL", (
         f"the difference stays at {shrunk:.1e} in float64 ({figures.difference:.1e} before), which "
@@ -263,19 +241,11 @@ def _judge_in_double(
     )
 
 
-def _said_beyond(beyond: Beyond) -> str:
-    step, _, name = beyond.name.partition("/")
-    return (
-        f"in float64 {name} of step {int(step) + 1} still differs by {beyond.difference:.1e}, where one "
-        f"rounding of parameters and inputs changes the original by {beyond.own:.1e}"
-    )
-
-
 def _measure(
     contest: Contest, original: Trial, found: list[str], progress: Progress
 ) -> tuple[list[str], list[str], str, RelativeDifferences]:
-    """Run again and keep what differs: `(what differs, what of the original does not repeat itself, the first
-    that is left out of both, by how much)`."""
+    """Run again and keep the values that differ. Return the plan's differences, the original's own, the first
+    label removed from both, and the sizes of the differences."""
     names = sample_of(found)
     with _folders(3) as (one, two, three):
         again = _attempt(contest, False, _keeping(contest.request, names), one, progress)
@@ -300,8 +270,10 @@ def _measure(
 def _own_rounding(
     contest: Contest, nudged: Request, plain: Path, folder: Path, progress: Progress
 ) -> float:
-    """By how much the original changes in float64 when its parameters do by one rounding; 0 if it cannot
-    run so. A loss that hardly depends on the parameters, as behind a norm, enlarges rounding."""
+    """Return the change of the original in float64 with perturbed parameters, 0 if that run fails.
+
+    A loss that hardly depends on the parameters, as behind a norm, enlarges rounding.
+    """
     try:
         _attempt(contest, False, nudged, folder, progress, again="nudged")
     except (ApplyFailed, ScriptFailed, RuntimeError):
@@ -310,23 +282,21 @@ def _own_rounding(
 
 
 def first_quantities(trial: Trial) -> tuple[str, ...]:
-    """What the first step computes up to its first update, and what it leaves in buffers, parameters and
-    optimizers."""
-    number, step = next(
-        ((n, one) for n, one in enumerate(trial.steps) if any(map(_is_computed, one.digests))),
-        (0, TrialStep()),
+    """Return the labels of the first step up to its first update, then of its buffers, parameters and
+    optimizer states."""
+    computed = ("loss:", "output:", "gradient:")
+    steps = (
+        [f"{number}/{name}" for name in step.digests if not name.startswith("initial state:")]
+        for number, step in enumerate(trial.steps)
+        if any(name.startswith(computed) for name in step.digests)
     )
-    labels = [f"{number}/{name}" for name in step.digests if not name.startswith("initial state:")]
-    left = (one for one in labels if is_updated(one) or _name(one).startswith("buffer:"))
+    labels = next(steps, [])
+    left = (one for one in labels if compare.is_updated(one) or _name(one).startswith("buffer:"))
     return tuple(dict.fromkeys((*filter(_has_values, before_update(labels)), *left)))
 
 
-def _is_computed(name: str) -> bool:
-    return name.startswith(("loss:", "output:", "gradient:"))
-
-
 def sample_of(names: list[str]) -> tuple[str, ...]:
-    """The first of those that have values, and others spread over the rest."""
+    """Return the first labels with values, and others spread over the rest."""
     valued = [name for name in names if _has_values(name)]
     if len(valued) <= _MOST_KEPT:
         return tuple(valued)
@@ -336,7 +306,7 @@ def sample_of(names: list[str]) -> tuple[str, ...]:
 
 
 def _has_values(name: str) -> bool:
-    """Whether it is of tensors: the states of random generators, settings and the count of steps are not."""
+    """Return True for a label of tensors, not of random generators, hyperparameters or counts."""
     if _name(name).startswith((*_COUNTED, GENERATOR)):
         return False
     if _name(name).startswith(KEPT_BY_PYTHON):
@@ -356,7 +326,7 @@ def _attempt(
     progress: Progress,
     again: str = "",
 ) -> Trial:
-    """One more run. `again` names one that repeats another."""
+    """Run a workload once more. `again` tells a repeated run from the run before."""
     workload = contest.planned if planned else contest.original
     what = "looking closer, in float64" if request.double else "looking closer"
 
@@ -380,23 +350,22 @@ def _folders(count: int) -> Iterator[tuple[Path, ...]]:
 def _first(
     contest: Contest, trial: Trial, label: str, verdict: Verdict, progress: Progress
 ) -> Difference:
-    """The first difference: the quantity, and where the two part in that step."""
     step, _, rest = label.partition("/")
     quantity, _, name = rest.partition(":")
-    found = _parting(contest, int(step), progress) if verdict == "NOT EQUAL" else None
-    if found is not None and found.inputs and quantity in ("output", "loss", "gradient"):
-        quantity, name = _of_root("input", found.inputs)
+    apart = _parting(contest, int(step), progress) if verdict == "NOT EQUAL" else None
+    if apart is not None and apart.inputs and quantity in ("output", "loss", "gradient"):
+        quantity, name = _of_root("input", apart.inputs)
         return Difference(module=name, op=f"{quantity} in step {int(step) + 1}")
     if quantity == "output":
         quantity, name = _of_root(quantity, name)
     what = f"{quantity} in step {int(step) + 1}"
-    if found is None or found.spots is None:
+    if apart is None or apart.spots is None:
         path, line = _line_of(trial, name) if trial.profile is not None else ("", 0)
         return Difference(module=name, op=what, path=path, line=line)
-    one, other = found.spots
+    one, other = apart.spots
     return Difference(
         module=name,
-        op=f"{what}{said_of(one, other)}",
+        op=f"{what}{compare.said_of(one, other)}",
         path=one.path,
         line=one.line,
         operator=one.op,
@@ -408,7 +377,7 @@ def _first(
 
 
 def _of_root(quantity: str, name: str) -> tuple[str, str]:
-    """Which input or output of which root a name such as `"Net (2).1"` is, of its second call the second."""
+    """Return the quantity and root of a name such as `"Net (2).1"`: "output [1] of call 2", and "Net"."""
     match = _OF_ROOT.fullmatch(name)
     if match is None:
         return quantity, name
@@ -418,7 +387,6 @@ def _of_root(quantity: str, name: str) -> tuple[str, str]:
 
 
 def _parting(contest: Contest, step: int, progress: Progress) -> Parting | None:
-    """Where both part in a step, each run once more; None if that cannot be."""
     traced = [
         msgspec.structs.replace(_keeping(r, ()), traced=step, steps=max(step - r.warmup, 1))
         for r in (contest.request, contest.planned_request)
@@ -429,11 +397,10 @@ def _parting(contest: Contest, step: int, progress: Progress) -> Parting | None:
             planned = _attempt(contest, True, traced[1], two, progress)
         except (ApplyFailed, ScriptFailed, RuntimeError):
             return None
-    return parting(original, planned, step)
+    return compare.parting(original, planned, step)
 
 
 def _line_of(trial: Trial, name: str) -> tuple[str, int]:
-    """Where the module that a name begins with was called."""
     assert trial.profile is not None
     profile = trial.profile
     within = [
@@ -449,7 +416,7 @@ def _line_of(trial: Trial, name: str) -> tuple[str, int]:
 
 
 class Jobs:
-    """Keeps what each run left, in a folder of its own below `folder`."""
+    """Cache of a job's runs, each with a folder of its own below `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -458,26 +425,20 @@ class Jobs:
     def run(
         self, script: Script, request: Request, what: str, folder: Path, progress: Progress
     ) -> Trial:
-        """The trial of the rank `script.only`, with what it kept in `folder`.
+        """Return the trial of the rank `script.only`, with its kept values in `folder`.
 
-        `what` tells apart runs that are to be made anew though nothing in them differs. Raises what the run
-        raised, for each rank that asks.
+        `what` tells runs apart that repeat each other. Raises the error of the run for each rank.
         """
         key = script._replace(only=-1), msgspec.json.encode(request), what
         if key not in self._known:
-            self._known[key] = self._ran(key[0], request, progress)
-        own, found = self._known[key]
-        if isinstance(found, Exception):
-            raise found
+            own = self._folder / str(len(self._known))
+            own.mkdir()
+            try:
+                self._known[key] = own, run_trial(key[0], request, own, progress)
+            except Exception as error:
+                self._known[key] = own, error
+        own, trial = self._known[key]
+        if isinstance(trial, Exception):
+            raise trial
         shutil.copytree(folder_of(own, script.only), folder, dirs_exist_ok=True)
-        return found.ranks[script.only]
-
-    def _ran(
-        self, script: Script, request: Request, progress: Progress
-    ) -> tuple[Path, Trial | Exception]:
-        own = self._folder / str(len(self._known))
-        own.mkdir()
-        try:
-            return own, run_trial(script, request, own, progress)
-        except Exception as error:
-            return own, error
+        return trial.ranks[script.only]

@@ -1,4 +1,4 @@
-"""Compares what two trials computed, step by step and name by name."""
+"""Comparison of two trials' results, step by step and name by name."""
 
 from __future__ import annotations
 
@@ -14,25 +14,23 @@ from torchtrim.evidence.evidence import QUANTITIES
 from torchtrim.records.certificate import Coverage
 from torchtrim.records.trial import RootCall, Trial, TrialStep
 
-_PLURAL = {
-    "loss": "losses",
-    "random state": "random generators",
-    "call": "counts of calls",
-    "checkpoint": "tensors saved and loaded",
+_SINGULAR_PLURAL = {
+    "loss": ("loss", "losses"),
+    "random state": ("random generator", "random generators"),
+    "call": ("count of calls", "counts of calls"),
+    "checkpoint": ("tensor saved and loaded", "tensors saved and loaded"),
 }
-_SINGULAR = {
-    "random state": "random generator",
-    "call": "count of calls",
-    "checkpoint": "tensor saved and loaded",
-}
-_MOST_LEFT = 4096
-_WITHIN = 10.0
-_WITHIN_UPDATED = 1e4
+_MOST_LEFT = 4096  # bytes; arbitrary, above scalars such as counters and below any activation
+_WITHIN = 10.0  # arbitrary: room for sums in another order, whose rounding varies
+_WITHIN_UPDATED = (
+    1e4  # arbitrary, since Adam's first update follows the sign of the smallest gradient
+)
+_MEASURED = 2  # steps that must keep more, since a buffer made in one step is no leak
 GENERATOR = "script generator:"
 
 
 def differences(one: Trial, other: Trial) -> list[str]:
-    """What differs, as `"step/quantity:name"` in the order in which it was computed."""
+    """Return the differences, as `"step/quantity:name"` in the order of computation."""
     found = []
     for number, (a, b) in enumerate(zip(one.steps, other.steps, strict=False)):
         names = [*a.digests, *(name for name in b.digests if name not in a.digests)]
@@ -44,7 +42,7 @@ def differences(one: Trial, other: Trial) -> list[str]:
 
 
 def _is_on_both(name: str, one: TrialStep, other: TrialStep) -> bool:
-    """Another program may name its own variables as it likes."""
+    """Return False for a variable of one program alone: programs may name their variables freely."""
     if not name.startswith(("script state:", GENERATOR)) or (
         name in one.digests and name in other.digests
     ):
@@ -53,7 +51,7 @@ def _is_on_both(name: str, one: TrialStep, other: TrialStep) -> bool:
 
 
 def _is_replaced(name: str, one: TrialStep, other: TrialStep) -> bool:
-    """Whether the other has this generator's state under no name, and a new one of its kind instead."""
+    """Return True if the other step lacks this generator's state, and has a new one of its kind."""
     mine, others = _states(one), _states(other)
     state = mine[name]
     if state in others.values():
@@ -68,40 +66,32 @@ def _states(step: TrialStep) -> dict[str, str]:
 
 
 def left_behind(one: Trial, other: Trial) -> list[str]:
-    """Where the other keeps more alive after each of the last two measured steps; empty for nowhere.
-
-    What is alive once, such as a buffer that is made in the first step, is none of that.
-    """
+    """Return a difference if the other keeps more memory live after each of the last measured steps."""
     pairs = list(zip(one.steps, other.steps, strict=False))
-    last = [(a, b) for a, b in pairs if a.peak_bytes and b.peak_bytes][-2:]
+    last = [(a, b) for a, b in pairs if a.peak_bytes and b.peak_bytes][-_MEASURED:]
     later = min(len(pairs) - one.request.warmup - 1, len(last))
-    grows = later == 2 and all(b.left_bytes - a.left_bytes > _MOST_LEFT for a, b in last)
+    grows = later == _MEASURED and all(b.left_bytes - a.left_bytes > _MOST_LEFT for a, b in last)
     return [f"{len(pairs) - 1}/memory:left behind"] if grows else []
 
 
 def compared(one: Trial) -> tuple[str, ...]:
-    """What there was to compare, such as `"24 gradients x 4 steps"`."""
+    """Return counts of the compared values, such as `"24 gradients x 4 steps"`."""
     totals: Counter[str] = Counter()
     steps: Counter[str] = Counter()
     for step in one.steps:
         kinds = Counter(name.partition(":")[0] for name in step.digests)
         totals.update(kinds)
         steps.update(kinds.keys())
-    return tuple(
-        f"{_counted(round(totals[kind] / steps[kind]), kind)} x {steps[kind]} steps"
-        for kind in QUANTITIES
-        if totals[kind]
-    )
+    said = []
+    for kind in filter(totals.get, QUANTITIES):
+        count = round(totals[kind] / steps[kind])
+        name = _SINGULAR_PLURAL.get(kind, (kind, f"{kind}s"))[count != 1]
+        said.append(f"{count} {name} x {steps[kind]} steps")
+    return tuple(said)
 
 
-def _counted(count: int, kind: str) -> str:
-    if count == 1:
-        return f"1 {_SINGULAR.get(kind, kind)}"
-    return f"{count} {_PLURAL.get(kind, kind + 's')}"
-
-
-def load_kept(folder: Path, number: int) -> torch.Tensor | None:
-    """A kept value, in float64; None if it was not seen."""
+def _load_kept(folder: Path, number: int) -> torch.Tensor | None:
+    """Return a kept value in float64, None if the run did not compute it."""
     path = folder / f"kept-{number}"
     if not path.exists():
         return None
@@ -114,16 +104,15 @@ def load_kept(folder: Path, number: int) -> torch.Tensor | None:
 
 
 def largest_difference(one: Path, other: Path, names: Sequence[str]) -> float:
-    """The largest difference among kept values, relative to the largest magnitude of their group; inf
-    where shapes, NaNs or presence differ.
+    """Return the largest difference among kept values, relative to the largest magnitude of their group, or
+    inf if shapes, NaNs or presence differ.
 
-    A group is one quantity in one step, so that a gradient which is zero but for rounding is measured
-    by the size of the others.
+    A group is a quantity in a step: a gradient that is zero up to rounding is relative to other gradients.
     """
     scales: dict[str, float] = {}
     gaps: dict[str, float] = {}
     for number, name in enumerate(names):
-        gap, scale = _gap(load_kept(one, number), load_kept(other, number))
+        gap, scale = _gap(_load_kept(one, number), _load_kept(other, number))
         group = _group(name)
         scales[group] = max(scales.get(group, 0.0), scale)
         gaps[group] = max(gaps.get(group, 0.0), gap)
@@ -131,9 +120,9 @@ def largest_difference(one: Path, other: Path, names: Sequence[str]) -> float:
 
 
 class Beyond(NamedTuple):
-    """A quantity that differs by more than rounding explains, relative to the largest of its group.
+    """Quantity that differs by more than rounding explains, relative to the largest of its group.
 
-    `own`: by how much one rounding of parameters and inputs changes the original.
+    `own`: change of the original when parameters and inputs are perturbed by one rounding.
     """
 
     name: str
@@ -144,21 +133,21 @@ class Beyond(NamedTuple):
 def beyond_rounding(
     one: Path, other: Path, nudged: Path, names: Sequence[str], wanted: Sequence[str]
 ) -> Beyond | None:
-    """The first of the wanted values, kept in float64, that differs by more than rounding explains.
+    """Return the first of the wanted values, kept in float64, that differs by more than rounding explains.
 
-    Ten times what one rounding does to the original is allowed, and ten roundings of the largest value in its
-    group: a gradient that is zero but for rounding is a sum of parts as large as others. Updates enlarge what
-    differs, so after one a value may differ by more.
+    Rounding explains ten times the change of the perturbed original, and ten roundings of the largest value
+    in the group: a gradient that is zero up to rounding is a sum of parts as large as others. Updates enlarge
+    differences.
     """
-    found: dict[str, tuple[float, float]] = {}
+    gaps: dict[str, tuple[float, float]] = {}
     scales: dict[str, float] = {}
     for number, name in enumerate(names):
-        value = load_kept(one, number) if name in wanted else None
+        value = _load_kept(one, number) if name in wanted else None
         if value is not None:
-            gap, scale = _gap(value, load_kept(other, number))
-            found[name] = gap, _gap(value, load_kept(nudged, number))[0]
+            gap, scale = _gap(value, _load_kept(other, number))
+            gaps[name] = gap, _gap(value, _load_kept(nudged, number))[0]
             scales[_group(name)] = max(scales.get(_group(name), 0.0), scale)
-    for name, (gap, own) in found.items():
+    for name, (gap, own) in gaps.items():
         scale = scales[_group(name)]
         factor = _WITHIN_UPDATED if is_updated(name) else _WITHIN
         if gap > max(factor * own, _WITHIN * torch.finfo(torch.float64).eps * scale):
@@ -167,12 +156,12 @@ def beyond_rounding(
 
 
 def is_updated(label: str) -> bool:
-    """Whether the quantity of a label is what an update leaves."""
+    """Return True for a quantity that an update computes."""
     return label.partition("/")[2].startswith(("parameter:", "optimizer state:"))
 
 
 def _group(name: str) -> str:
-    """`"1/optimizer state:0.net.weight.exp_avg.0"` is of the group `"1/optimizer state exp_avg.0"`."""
+    """Return `"1/optimizer state exp_avg.0"` for `"1/optimizer state:0.net.weight.exp_avg.0"`."""
     quantity, _, rest = name.partition(":")
     if quantity.endswith("optimizer state"):
         return f"{quantity} {'.'.join(rest.split('.')[-2:])}"
@@ -180,7 +169,6 @@ def _group(name: str) -> str:
 
 
 def _gap(one: torch.Tensor | None, other: torch.Tensor | None) -> tuple[float, float]:
-    """`(largest difference, largest magnitude)`."""
     if one is None or other is None or one.shape != other.shape:
         return float("inf"), 1.0
     if one.numel() == 0:
@@ -193,7 +181,7 @@ def _gap(one: torch.Tensor | None, other: torch.Tensor | None) -> tuple[float, f
 
 
 class Spot(NamedTuple):
-    """An operator of a traced step, by name, module and line; empty for the end of the step."""
+    """Operator of a traced step, by name, module and line; empty for the end of the step."""
 
     op: str = ""
     module: str = ""
@@ -203,15 +191,15 @@ class Spot(NamedTuple):
 
 
 class Parting(NamedTuple):
-    """Where two runs part in a step. `inputs`: the first input of a root, such as `"Net.0 (0)"`, where it
-    differs. `spots`: the first operators that differ, of the one and of the other run."""
+    """First difference of two runs in a step. `inputs`: a root's first input, such as `"Net.0 (0)"`, if it
+    differs. `spots`: the first operators that differ, one of each run."""
 
     inputs: str
     spots: tuple[Spot, Spot] | None
 
 
 def parting(one: Trial, other: Trial, step: int) -> Parting:
-    """Where two runs part in the step that was traced."""
+    """Return the first difference of two runs in the traced step."""
     if step >= min(len(one.steps), len(other.steps)):
         return Parting("", None)
     given, taken = one.steps[step].inputs, other.steps[step].inputs
@@ -222,7 +210,7 @@ def parting(one: Trial, other: Trial, step: int) -> Parting:
 
 
 def said_of(one: Spot, other: Spot) -> str:
-    """What two operators that keep a gradient tell: whether one was there already."""
+    """Explain two operators that accumulate a gradient, if one run has not cleared the gradient before."""
     pair = (one.op, other.op)
     if pair == ("aten::detach.default", "aten::add_.Tensor"):
         return ", which the other adds to one that was not cleared"
@@ -235,11 +223,10 @@ def _spots(one: Trial, other: Trial) -> tuple[Spot, Spot] | None:
     if not one.digests or not other.digests:
         return None
     pairs = zip(_tokens(one), _tokens(other), strict=False)
-    first = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
-    if first is None:
-        if len(one.digests) == len(other.digests):
-            return None
-        first = min(len(one.digests), len(other.digests))
+    shorter = min(len(one.digests), len(other.digests))
+    first = next((n for n, (a, b) in enumerate(pairs) if a != b), shorter)
+    if first == len(one.digests) == len(other.digests):
+        return None
     return _spot(one, first), _spot(other, first)
 
 
@@ -262,23 +249,21 @@ def _spot(trial: Trial, number: int) -> Spot:
     return Spot(operator.name, profile.module_of(number), path, line, operator.phase)
 
 
-_MOST = 24
+_MOST = 24  # lines of a certificate that a person still reads
 
 
 def coverage_of(trial: Trial) -> Coverage:
-    """What the steps of a trial were given."""
+    """Return the kinds of inputs, modes and devices of a trial's steps."""
     calls = list(dict.fromkeys(call for step in trial.steps for call in step.calls))
-    inputs = [one for call in calls for one in call.inputs]
-    shapes = [_shape(one) for one in inputs]
+    inputs = [text for call in calls for text in call.inputs]
+    said = [f"{call.root}: {', '.join(call.inputs) or 'no tensor'}" for call in calls]
     modes: dict[bool, Literal["training", "evaluation"]] = {True: "training", False: "evaluation"}
     rank = trial.profile.rank if trial.profile is not None else 0
     return Coverage(
-        inputs=tuple(f"{call.root}: {', '.join(call.inputs) or 'no tensor'}" for call in calls)[
-            :_MOST
-        ],
-        dtypes=tuple(sorted({one.partition("[")[0] for one in inputs})),
+        inputs=tuple(said[:_MOST]),
+        dtypes=tuple(sorted({text.partition("[")[0] for text in inputs})),
         batch_sizes=tuple(sorted({*_batch_sizes(calls)})),
-        dimensions=tuple(sorted({len(shape) for shape in shapes})),
+        dimensions=tuple(sorted({len(_shape(text)) for text in inputs})),
         modes=tuple(modes[one] for one in dict.fromkeys(call.training for call in calls)),
         steps=len(trial.steps),
         device=trial.device,
@@ -287,13 +272,12 @@ def coverage_of(trial: Trial) -> Coverage:
 
 
 def _batch_sizes(calls: Iterable[RootCall]) -> Iterable[int]:
-    """The first dimension of the first input that has one, of each call."""
     for call in calls:
-        if first := next((shape for one in call.inputs if (shape := _shape(one))), ()):
+        if first := next(filter(None, map(_shape, call.inputs)), ()):
             yield first[0]
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    """`"float32[8, 3]"` -> `(8, 3)`."""
+    """Return `(8, 3)` for `"float32[8, 3]"`."""
     inner = text.partition("[")[2].rstrip("]")
     return tuple(int(size) for size in inner.split(",")) if inner else ()

@@ -1,4 +1,4 @@
-"""Has this process be the first of many ranks, all of which only seem to be there."""
+"""A fake process group, with this process as its first rank."""
 
 from __future__ import annotations
 
@@ -21,60 +21,72 @@ _LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER
 
 
 @contextlib.contextmanager
-def seeming_ranks(ranks: int, *, sharded: bool = False) -> Iterator[None]:
-    """A process group of so many ranks, in which nothing is sent. None where `ranks` is 0.
+def fake_ranks(ranks: int, *, sharded: bool = False) -> Iterator[None]:
+    """Put this process into a fake process group, which sends nothing; with 0 `ranks`, do nothing.
 
-    What torchrun would set is set, and the program's own calls that begin or end a group do nothing.
-    `sharded`: its models are to be, so `DistributedDataParallel` only calls what it is given. Raises
-    `UsageError` where this process is in a group already.
+    Set torchrun's variables, and ignore the program's own calls that begin or end a group. `sharded`: the
+    models will be sharded, so make `DistributedDataParallel` a plain call of its module. Raises `UsageError`
+    if this process is in a group already.
     """
     if not ranks:
         yield
         return
-    group = _group()
+    group: Any = torch.distributed
+    if not group.is_available():
+        raise Unsupported(
+            "this torch was built without torch.distributed, so models cannot be sharded."
+        )
+    if group.is_initialized():
+        raise UsageError(
+            "this process is in a process group already, and an estimate over ranks makes one of its own. "
+            "End it with torch.distributed.destroy_process_group(), or estimate in another process."
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
     launched = {**_LAUNCHED, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    former = {name: os.environ.get(name) for name in launched}
+    former = {name: os.environ[name] for name in launched if name in os.environ}
     patches = Patches()
     os.environ.update(launched)
-    group.init_process_group("fake", store=_fake_store(), rank=0, world_size=ranks)
+    group.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        patches.replace(group, "init_process_group", _ignored)
-        patches.replace(group, "destroy_process_group", _ignored)
+        patches.replace(group, "init_process_group", lambda *_, **__: None)
+        patches.replace(group, "destroy_process_group", lambda *_, **__: None)
         _patch_dtensor(patches)
         if sharded:
-            patches.replace(nn.parallel, "DistributedDataParallel", Alone)
-            patches.replace(nn.parallel.distributed, "DistributedDataParallel", Alone)
+            patches.replace(nn.parallel, "DistributedDataParallel", _PlainCall)
+            patches.replace(nn.parallel.distributed, "DistributedDataParallel", _PlainCall)
         yield
     finally:
         patches.undo()
         group.destroy_process_group()
-        _restore(former)
+        for name in launched:
+            os.environ.pop(name, None)
+        os.environ.update(former)
 
 
-class Alone(nn.Module):
-    """Stands for `DistributedDataParallel` around a model that is sharded instead."""
+class _PlainCall(nn.Module):
+    """Stand-in for `DistributedDataParallel` around a sharded model."""
 
     def __init__(self, module: nn.Module, *_: Any, **__: Any) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's."""
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Nothing: `fully_shard` reduces in every backward unless it is set otherwise."""
+        """Do nothing: `fully_shard` reduces in every backward by default."""
         yield
 
 
-Alone.__name__ = "DistributedDataParallel"
+_PlainCall.__name__ = "DistributedDataParallel"
 
 
 def reduce_in_place(root: nn.Module) -> None:
-    """Have a `DistributedDataParallel` take a gradient as it is for the mean over the ranks."""
+    """Have a `DistributedDataParallel` use its own gradients as the mean over the ranks."""
     if isinstance(root, DistributedDataParallel):
-        with contextlib.suppress(RuntimeError):  # it has a hook of the script's
+        with contextlib.suppress(RuntimeError):  # the script has registered a hook
             root.register_comm_hook(None, lambda _, bucket: _done(bucket.buffer()))
 
 
@@ -84,28 +96,9 @@ def _done(result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     return done
 
 
-def _group() -> Any:
-    if not torch.distributed.is_available():
-        raise Unsupported(
-            "this torch was built without torch.distributed, so nothing can be sharded."
-        )
-    if torch.distributed.is_initialized():
-        raise UsageError(
-            "this process is in a process group already, and an estimate over ranks makes one of its own. "
-            "End it with torch.distributed.destroy_process_group(), or estimate in another process."
-        )
-    return torch.distributed
-
-
-def _fake_store() -> Any:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    return FakeStore()
-
-
 def _patch_dtensor(patches: Patches) -> None:
-    """A shard's random numbers are drawn as they come, since ranks that are not there agree on none; and
-    results' shapes are asked of the host, since a device that is not there has no fake tensors."""
+    """Draw a shard's random numbers locally, since fake ranks cannot agree on a seed, and infer the shapes
+    of results on the host, since an emulated device has no fake tensors."""
     from torch.distributed.tensor import _dispatch, _op_schema
 
     def like(spec: Any) -> torch.Tensor:
@@ -116,20 +109,8 @@ def _patch_dtensor(patches: Patches) -> None:
     patches.replace(_op_schema, "_rebuild_tensor_from_dtensor_meta", like)
 
 
-def _ignored(*_: Any, **__: Any) -> None:
-    """The group is there."""
-
-
-def _restore(former: dict[str, str | None]) -> None:
-    for name, value in former.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
 class Sharder:
-    """Shards roots over the ranks of this process's group. `blocks`: the paths of the sharded modules."""
+    """Sharder of roots over this process's group. `blocks`: paths of the sharded modules."""
 
     def __init__(self, sharding: Sharding) -> None:
         self.blocks: list[str] = []
@@ -137,8 +118,8 @@ class Sharder:
         self._shards: Any = WeakTensorKeyDictionary()
 
     def shard(self, name: str, root: nn.Module) -> None:
-        """Shard a root by blocks. Raises `UsageError` and `Unsupported` where that cannot be done."""
-        from torch.distributed.fsdp import FSDPModule
+        """Shard a root by blocks. Raises `UsageError` or `Unsupported` if it cannot be sharded."""
+        from torch.distributed.fsdp import FSDPModule, fully_shard
 
         parameters = list(root.named_parameters(remove_duplicate=False))
         if any(isinstance(one, FSDPModule) for one in root.modules()):
@@ -147,79 +128,64 @@ class Sharder:
             )
         if not parameters:
             return
-        found = list(self._blocks(root))
-        _check_shared(name, parameters, [path for path, _ in found])
-        self.blocks += [f"{name}.{path}" for path, _ in found]
+        blocks = list(self._blocks(root))
+        if tied := split_parameter(parameters, [path for path, _ in blocks]):
+            raise Unsupported(_refused(name, f"{tied[0]} and {tied[1]} are one parameter."))
+        self.blocks += [f"{name}.{path}" for path, _ in blocks]
         options = self._options(parameters[0][1].device)
         try:
-            for _, block in (*reversed(found), (name, root)):
-                _fully_shard(block, options)
+            for _, block in (*reversed(blocks), (name, root)):
+                fully_shard(block, **options)
         except (AssertionError, ValueError, NotImplementedError) as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise Unsupported(_refused(name, first)) from error
         after = dict(root.named_parameters(remove_duplicate=False))
-        for path, one in parameters:
-            self._shards[one] = after[path]
+        for path, parameter in parameters:
+            self._shards[parameter] = after[path]
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have an optimizer update the shards of what it was made for."""
+        """Replace an optimizer's parameters by their shards."""
         for group in optimizer.param_groups:
             group["params"] = [self._shards.get(one, one) for one in group["params"]]
-        for one in [one for one in optimizer.state if one in self._shards]:
-            del optimizer.state[one]
+        for parameter in [one for one in optimizer.state if one in self._shards]:
+            del optimizer.state[parameter]
 
     def _blocks(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         patterns = self._sharding.blocks
         if not patterns:
             yield from repeated(root)
             return
-        found = list(matching(root, patterns))
-        if not found:
+        blocks = list(matching(root, patterns))
+        if not blocks:
             paths = [path for path, _ in root.named_modules() if path]
-            raise UsageError(_no_match(patterns, paths))
-        yield from found
+            some = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
+            raise UsageError(
+                f"no module with parameters matches {', '.join(map(repr, patterns))}. A pattern is of a "
+                f"module's path below the model, such as 'layers.*'; there are: {some}."
+            )
+        yield from blocks
 
     def _options(self, device: torch.device) -> dict[str, Any]:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-        asked = self._sharding
+        sharding = self._sharding
         options: dict[str, Any] = {
             "mesh": init_device_mesh(device.type, (torch.distributed.get_world_size(),)),
         }
-        if not asked.reshard:
+        if not sharding.reshard:
             options["reshard_after_forward"] = False
-        if asked.compute:
+        if sharding.compute:
             options["mp_policy"] = MixedPrecisionPolicy(
-                param_dtype=getattr(torch, asked.compute), reduce_dtype=torch.float32
+                param_dtype=getattr(torch, sharding.compute), reduce_dtype=torch.float32
             )
-        if asked.offload:
+        if sharding.offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
         return options
 
 
-def _check_shared(name: str, parameters: list[tuple[str, nn.Parameter]], blocks: list[str]) -> None:
-    """Raises `Unsupported` for a parameter of two blocks, or of one and what is outside of all."""
-    if tied := split_parameter(parameters, blocks):
-        raise Unsupported(_refused(name, f"{tied[0]} and {tied[1]} are one parameter."))
-
-
-def _fully_shard(block: nn.Module, options: dict[str, Any]) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    fully_shard(block, **options)
-
-
 def _refused(name: str, why: str) -> str:
     return (
-        f"fully_shard cannot shard {name}: {why} Say which modules are to be sharded one by one with "
-        "--fsdp-blocks PATTERN: parameters that are shared have to lie in one of them, or outside of all."
-    )
-
-
-def _no_match(patterns: tuple[str, ...], paths: list[str]) -> str:
-    some = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
-    return (
-        f"no module with parameters matches {', '.join(map(repr, patterns))}. A pattern is of a module's "
-        f"path below the model, such as 'layers.*'; there are: {some}."
+        f"fully_shard cannot shard {name}: {why} Name the modules to shard one by one with "
+        "--fsdp-blocks PATTERN: all owners of a shared parameter must be in one of them, or in none."
     )

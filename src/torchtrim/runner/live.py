@@ -1,5 +1,5 @@
-"""Checks steps of a run that goes on: a copy of the process runs the next step without the plan, another with
-it, and the run waits meanwhile. Its own step comes afterwards, as if nothing had happened."""
+"""Checks of steps within a run: a copy of the process runs the next step without the plan, another copy runs
+it with the plan, and then the run continues with that step unchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ from torchtrim.records.trial import TrialStep
 from torchtrim.runner.planned_script import Applier, EndOfScript
 
 Found = Literal["equal", "different", "unchecked"]
+# A copy's limit: a minute for its digests, and 20 steps' time on one thread, since it runs single-threaded.
 _SECONDS, _TIMES = 60.0, 20.0
+_STEPS = 16  # recent steps whose median is the usual time
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _EFFECTS_NAMES = """
     os.remove os.rename os.rmdir os.mkdir os.link os.symlink os.truncate os.chmod os.chown os.kill os.killpg
@@ -44,8 +46,8 @@ _EFFECTS = frozenset(_EFFECTS_NAMES.split())
 
 
 class Shadow(msgspec.Struct, kw_only=True):
-    """What a copy found. `failed`: the error that the step raised; `effect`: what it would have done outside
-    of the process in the middle of the step. `bytes`: at most so many were the copy's own."""
+    """A copy's result. `failed`: error raised by the step; `effect`: the effect outside the process in the
+    middle of the step that the copy did not perform. `bytes`: upper bound of the copy's own memory."""
 
     step: TrialStep = msgspec.field(default_factory=TrialStep)
     failed: str = ""
@@ -54,7 +56,7 @@ class Shadow(msgspec.Struct, kw_only=True):
 
 
 class StepVerdict(NamedTuple):
-    """On one step: what was found, and why; `largest` is what a copy took at most."""
+    """Verdict on one step, and its reason; `bytes`: memory of the larger copy."""
 
     found: Found
     reason: str
@@ -62,7 +64,7 @@ class StepVerdict(NamedTuple):
 
 
 class ShadowTask(NamedTuple):
-    """What a copy is to do: the step with the plan or without, and which values to keep in a folder."""
+    """Task of a copy: the step with the plan or without, and the values to keep in a folder."""
 
     planned: bool
     keep: tuple[str, ...] = ()
@@ -73,10 +75,10 @@ RunShadow = Callable[[ShadowTask], Shadow | None]
 
 
 class Live(Applier, Listener):
-    """Applies the plan, and has each step whose number is a multiple of `every` judged before it runs.
+    """Applier of a plan that has every `every`-th step judged before it runs.
 
-    `judge` gets a way to ask for a copy's step, None for one that died. `differs` is called with the number
-    of the step and the verdict: the plan may be reverted there, or the run stopped.
+    `judge` gets a function that runs a step in a copy, and returns None if the copy died. `differs` gets the
+    number and verdict of a step that differs, and may revert the plan or stop the run.
     """
 
     def __init__(
@@ -95,16 +97,13 @@ class Live(Applier, Listener):
         self._steps = 0
         self._began = self._step_began = time.perf_counter()
         self._step_seconds: list[float] = []
-        self._copy: Copy | None = None
+        self._copy: int | None = None
         self._plain = self._ours = False
         self._evidence: Evidence | None = None
 
     @property
     def alone(self) -> bool:
-        """Whether this is the run itself, no copy of it."""
         return self._copy is None
-
-    # -- in the run ------------------------------------------------------------------------------
 
     def root_appears(self, root: nn.Module) -> None:
         _check_copies(root)
@@ -117,7 +116,8 @@ class Live(Applier, Listener):
     def step_ends(self) -> None:
         if self._copy is not None:
             self._finish()
-        self._step_seconds = [*self._step_seconds[-15:], time.perf_counter() - self._step_began]
+        took = time.perf_counter() - self._step_began
+        self._step_seconds = [*self._step_seconds[1 - _STEPS :], took]
         self._steps += 1
         self._next()
 
@@ -130,40 +130,35 @@ class Live(Applier, Listener):
                 return
             self.seconds.append(time.perf_counter() - begin)
             self.checked.append((self._steps + 1, verdict))
-            self._say(verdict)
+            share = sum(self.seconds) / max(time.perf_counter() - self._began, 1e-9)
+            tell(
+                f"step {self._steps + 1}: {verdict.reason} (checked in {self.seconds[-1]:.2f} s, {share:.1%} "
+                f"of the run so far, and at most {verdict.bytes / 2**20:.0f} MiB more)"
+            )
             if verdict.found == "different":
                 self._differs(self, self._steps + 1, verdict)
         self._step_began = time.perf_counter()
 
-    def _ask(self, ask: ShadowTask) -> Shadow | None:
+    def _ask(self, task: ShadowTask) -> Shadow | None:
         usual = statistics.median(self._step_seconds or [1.0]) * torch.get_num_threads()
-        answer = copy_process(_SECONDS + _TIMES * usual)
-        if isinstance(answer, Copy):
-            self._become(answer, ask)
+        answer = _copy_process(_SECONDS + _TIMES * usual)
+        if isinstance(answer, int):
+            self._become(answer, task)
             raise _InCopy
         return None if answer is None else msgspec.json.decode(answer, type=Shadow)
-
-    def _say(self, verdict: StepVerdict) -> None:
-        share = sum(self.seconds) / max(time.perf_counter() - self._began, 1e-9)
-        tell(
-            f"step {self._steps + 1}: {verdict.reason} (checked in {self.seconds[-1]:.2f} s, {share:.1%} of "
-            f"the run so far, and at most {verdict.bytes / 2**20:.0f} MiB besides)"
-        )
 
     def _apply(self, name: str, root: nn.Module | torch.optim.Optimizer) -> None:
         if not self._plain:
             super()._apply(name, root)
 
     def take_back(self) -> None:
-        """Revert the plan; there is nothing more to check."""
+        """Revert the plan, and stop checking."""
         self.revert()
         self.watcher.remove()
 
-    # -- in a copy -------------------------------------------------------------------------------
-
-    def _become(self, copy: Copy, ask: ShadowTask) -> None:
-        """Be the copy from here to the end of the step."""
-        self._copy, self._plain = copy, not ask.planned
+    def _become(self, pipe: int, task: ShadowTask) -> None:
+        """Prepare this process, the copy, for the step. `pipe`: its end of the pipe to the run."""
+        self._copy, self._plain = pipe, not task.planned
         self.watcher.follow()
         sys.dont_write_bytecode = True
         torch.set_num_threads(1)
@@ -171,13 +166,13 @@ class Live(Applier, Listener):
             self.revert()
 
         def keep(name: str, tensor: torch.Tensor) -> None:
-            if name in ask.keep:
+            if name in task.keep:
                 self._ours = True
-                keep_value(ask.folder / f"kept-{ask.keep.index(name)}", tensor)
+                keep_value(task.folder / f"kept-{task.keep.index(name)}", tensor)
                 self._ours = False
 
-        self._evidence = Evidence(self.modules, keep if ask.keep else None)
-        sys.addaudithook(self._sees)
+        self._evidence = Evidence(self.modules, keep if task.keep else None)
+        sys.addaudithook(self._audit)
         writer = torch.serialization._open_zipfile_writer
 
         def opened(target: Any) -> Any:
@@ -187,8 +182,8 @@ class Live(Applier, Listener):
 
         torch.serialization._open_zipfile_writer = opened  # type: ignore[assignment]
 
-    def _sees(self, event: str, args: tuple[Any, ...]) -> None:
-        """An audit event of Python: what would change something outside."""
+    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+        """End the copy at an audit event of Python that changes something outside the process."""
         if self._ours:
             return
         if event == "open":
@@ -199,11 +194,11 @@ class Live(Applier, Listener):
         elif event in _EFFECTS:
             self._outside(f"calls {event}{args[:1]}")
 
-    def _outside(self, what: str) -> NoReturn:
-        """The step is over where it would touch what is outside, unless it is in the middle."""
+    def _outside(self, effect: str) -> NoReturn:
+        """End the copy before an effect: the step may be complete by then, or in the middle."""
         if self.watcher.would_end:
             self._finish()
-        self._answer(Shadow(effect=what))
+        self._answer(Shadow(effect=effect))
 
     def _finish(self) -> NoReturn:
         assert self._evidence is not None
@@ -215,28 +210,24 @@ class Live(Applier, Listener):
     def _answer(self, shadow: Shadow) -> NoReturn:
         assert self._copy is not None
         self._ours = True
-        shadow.bytes = own_bytes()
-        self._copy.answer(msgspec.json.encode(shadow))
+        shadow.bytes = _own_bytes()
+        view = memoryview(msgspec.json.encode(shadow))
+        while view:
+            view = view[os.write(self._copy, view) :]
+        os._exit(0)  # without closing or cleaning up anything of the script
 
     def ended(self, error: BaseException | None) -> None:
-        """The script has ended, so or with an error; in a copy that is the end of the step."""
+        """See `Applier`; in a copy, the script's end ends the step."""
         if self._copy is None:
             super().ended(error)
             return
         if error is None or self.watcher.would_end:
             self._finish()
-        said = "".join(traceback.format_exception_only(error)).strip()
-        self._answer(Shadow(failed=said))
+        self._answer(Shadow(failed="".join(traceback.format_exception_only(error)).strip()))
 
     def loader_asked(self, workers: int) -> None:
-        if self._copy is None:
-            return
-        if self.watcher.would_end:
-            self._finish()
-        if workers:
-            self._answer(
-                Shadow(effect=f"takes a batch from {workers} processes in the middle of a step")
-            )
+        if self._copy is not None and (workers or self.watcher.would_end):
+            self._outside(f"takes a batch from {workers} processes in the middle of a step")
 
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
         if self._evidence is not None:
@@ -264,23 +255,22 @@ class Live(Applier, Listener):
 
 
 class _InCopy(Exception):
-    """Raised in a copy to get out of what judges."""
+    """Way out of `judge` in a copy."""
 
 
 _INSTEAD = "Leave it out, and compare some steps before: torchtrim verify SCRIPT --plan PLAN."
 
 
 def _check_copies(root: nn.Module) -> None:
-    """Raises `EndOfScript` where a step of this root cannot be run in a copy."""
     tensors = [*root.parameters(), *root.buffers()]
     elsewhere = [str(one.device) for one in tensors if one.device.type not in ("cpu", "meta")]
     why = ""
-    if not can_copy():
-        why = "which Linux alone can make"
+    if sys.platform != "linux" or not Path("/proc/self/fd").is_dir():
+        why = "which needs Linux"
     elif elsewhere:
-        why = f"and what is on {elsewhere[0]} cannot be copied so"
+        why = f"and the memory of {elsewhere[0]} cannot be copied with it"
     elif torch.distributed.is_available() and torch.distributed.is_initialized():
-        why = "and one that talks with other ranks cannot be copied"
+        why = "and a copy of a rank cannot talk with other ranks"
     if why:
         raise EndOfScript(
             Unsupported(f"--verify-every runs a step in a copy of the process, {why}. {_INSTEAD}")
@@ -288,37 +278,19 @@ def _check_copies(root: nn.Module) -> None:
 
 
 def tell(text: str) -> None:
-    """Say something of the run's checks on stderr."""
+    """Print a message about the run's checks on stderr."""
     print(f"torchtrim: {text}", file=sys.stderr, flush=True)
 
 
-_MAP_FIXED = 0x10
-_PR_SET_PDEATHSIG = 1
-_BLOCK = 1 << 16
+_MAP_FIXED = 0x10  # of Linux's mman.h, which Python's mmap lacks
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
+_BLOCK = 1 << 16  # a pipe's usual capacity on Linux
 
 
-class Copy(NamedTuple):
-    """The copy's own view: the end of the pipe by which it answers."""
+def _copy_process(timeout: float) -> int | bytes | None:
+    """Fork; return the pipe in the copy, and its answer here: None if the copy died or took too long.
 
-    pipe: int
-
-    def answer(self, data: bytes) -> NoReturn:
-        """Send the answer, and end at once: nothing of the script is closed or cleaned up."""
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self.pipe, view) :]
-        os._exit(0)
-
-
-def can_copy() -> bool:
-    """Whether processes can be copied so here."""
-    return sys.platform == "linux" and Path("/proc/self/fd").is_dir()
-
-
-def copy_process(timeout: float) -> Copy | bytes | None:
-    """In the copy its `Copy`; here, once it has ended, its answer: None if it died or took too long.
-
-    Python seeds `random` anew in a copy; this one goes on with the numbers that come next here.
+    Python reseeds `random` in a fork; restore the state, for the copy to draw the run's next numbers.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
@@ -332,7 +304,7 @@ def copy_process(timeout: float) -> Copy | bytes | None:
         os.close(read)
         random.setstate(drawn)
         _isolate(write)
-        return Copy(write)
+        return write
     os.close(write)
     try:
         data = _read_all(read, time.monotonic() + timeout)
@@ -349,8 +321,8 @@ def copy_process(timeout: float) -> Copy | bytes | None:
     return data if data is not None and status == 0 else None
 
 
-def own_bytes() -> int:
-    """At most so many bytes this copy had of its own at any time, in memory that it does not share."""
+def _own_bytes() -> int:
+    """Return an upper bound of the highest number of bytes that this copy has not shared."""
     fields = {}
     for name in ("/proc/self/smaps_rollup", "/proc/self/status"):
         with suppress(OSError), Path(name).open() as file:
@@ -379,7 +351,7 @@ def _isolate(keep: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for number in [int(one.name) for one in Path("/proc/self/fd").iterdir()]:
+    for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
         if number not in (keep, nowhere):
             with suppress(OSError):
                 _own_file(number, nowhere)
@@ -388,7 +360,7 @@ def _isolate(keep: int) -> None:
 
 
 def _own_file(number: int, nowhere: int) -> None:
-    """A file that is read is opened anew, where it is read now; all else that holds data leads nowhere."""
+    """Reopen a file that is only read, at its position; point any other descriptor at /dev/null."""
     mode = os.fstat(number).st_mode
     if stat.S_ISDIR(mode):
         return
@@ -403,7 +375,7 @@ def _own_file(number: int, nowhere: int) -> None:
 
 
 class _SharedMapping(NamedTuple):
-    """A shared mapping for writing: `file` is empty where it has no name that can be opened."""
+    """Shared writable mapping; `file` is empty if the mapped file cannot be opened by name."""
 
     start: int
     size: int
@@ -412,25 +384,19 @@ class _SharedMapping(NamedTuple):
 
 
 def _shared_maps() -> Iterator[_SharedMapping]:
-    """Batches of a loader's workers, semaphores, arrays in files."""
+    """Yield shared mappings: batches of a loader's workers, semaphores, arrays in files."""
     with Path("/proc/self/maps").open() as file:
         for line in file:
             span, rights, offset, _, _, *name = line.split(maxsplit=5)
             if rights.startswith("rw") and rights[3] == "s":
-                start, _, end = span.partition("-")
-                size = int(end, 16) - int(start, 16)
+                start, end = (int(at, 16) for at in span.split("-"))
                 path = name[0].rstrip("\n") if name else ""
                 named = path.startswith("/") and not path.startswith("/dev/")
-                yield _SharedMapping(
-                    int(start, 16),
-                    size,
-                    int(offset, 16),
-                    path if named and Path(path).is_file() else "",
-                )
+                opens = path if named and Path(path).is_file() else ""
+                yield _SharedMapping(start, end - start, int(offset, 16), opens)
 
 
 def _own_memory(libc: ctypes.CDLL, shared: _SharedMapping) -> None:
-    """Put memory of this process alone in the place of a shared mapping, with the same in it."""
     place = libc.mmap
     place.restype = ctypes.c_void_p
     place.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -440,6 +406,6 @@ def _own_memory(libc: ctypes.CDLL, shared: _SharedMapping) -> None:
         place(*at, mmap.MAP_PRIVATE | _MAP_FIXED, file, shared.offset)
         os.close(file)
         return
-    kept = ctypes.string_at(shared.start, shared.size)
+    contents = ctypes.string_at(shared.start, shared.size)
     if place(*at, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED, -1, 0) == shared.start:
-        ctypes.memmove(shared.start, kept, shared.size)
+        ctypes.memmove(shared.start, contents, shared.size)

@@ -1,4 +1,4 @@
-"""What a session learns of its loader: waits of the timed steps, then steps with and without it."""
+"""Phases of a session after its compared steps: steps with and without the loader, and growth."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 from torchtrim.capture.growth.steps import StepGrowth
 from torchtrim.capture.input_steps import InputSteps, Loaders, cost_of, waited_cost
 from torchtrim.capture.watch import Listener
-from torchtrim.core.clock import CLOCK, Clock
 from torchtrim.data.model import Consumer
 from torchtrim.data.parts import cores_here
 from torchtrim.data.rebuild import end_workers, rebuilt
@@ -32,36 +31,31 @@ from torchtrim.records.trial import Trial, TuningRequest
 Aside = Callable[[], AbstractContextManager[None]]
 
 
-_PATIENCE = 5.0
+_PATIENCE = 5.0  # arbitrary, above the spread of steps and below a loop that evaluates
 
 
 class InputPhase(Listener):
-    """Begins after the last compared step, where the loop has a loader. `places` say who makes a loader.
+    """Phase that runs steps with and without the loader, then, on request, with other loader settings.
 
-    `aside`: nothing is watched in it, such as modules with which a data set changes the samples that it is
-    asked for.
-
-    At first steps are run with the loader and without it; then, where that is asked for, the loader is
-    tried with other settings.
+    `places` finds the line that makes a loader. `aside` pauses watching, for modules of a data set.
     """
 
     def __init__(self, places: Places, aside: Aside) -> None:
-        self.loaders = Loaders(lambda: places.users_line(sys._getframe(4))[:2])
+        self.loaders = Loaders(lambda: places.users_line(sys._getframe(5))[:2])
         self._aside = aside
         self._steps: InputSteps | None = None
-        self._tried: TriedLoaders | None = None
+        self._tried: _TriedLoaders | None = None
         self._cost: LoaderCost | None = None
         self._waits: list[float] = []
         self._waited = 0.0
         self._last: Any = None
 
     @property
-    def _running(self) -> InputSteps | TriedLoaders | None:
+    def _running(self) -> InputSteps | _TriedLoaders | None:
         return self._tried or self._steps
 
     @property
     def runs(self) -> bool:
-        """Whether steps are run for it."""
         return self._steps is not None
 
     def loader_appears(self, loader: DataLoader[Any]) -> None:
@@ -73,8 +67,7 @@ class InputPhase(Listener):
     def loader_waited(self, start_ns: int, end_ns: int, workers: int) -> None:
         self._waited += (end_ns - start_ns) / 1e9
 
-    def step_is_timed(self) -> None:
-        """One of the compared steps is complete."""
+    def compared_step_ends(self) -> None:
         self._waits.append(self._waited)
         self._waited = 0.0
 
@@ -84,7 +77,6 @@ class InputPhase(Listener):
         return running.batch(iterator, following) if running else following(iterator)
 
     def next(self, wanted: bool, trial: Trial) -> bool:
-        """Begin a step with or without its loader; False if there are to be no more."""
         if self._steps is None:
             if not wanted or self._last is None:
                 return False
@@ -94,36 +86,30 @@ class InputPhase(Listener):
         return self._tries(trial) and self._tried is not None and self._tried.next()
 
     def _tries(self, trial: Trial) -> bool:
-        """Whether there is a loader to try with other settings."""
-        if self._tried is None and trial.request.tunes is not None and self._steps is not None:
+        tunes = trial.request.tunes
+        if self._tried is None and tunes is not None and self._steps is not None:
             cost = self._costs(trial)
-            loader = self.loaders.loader(self._steps.main)
+            main = self._steps.main
+            loader = self.loaders.loader(main)
             if cost is not None and cost.parts is not None and loader is not None:
-                self._tried = TriedLoaders(
-                    cost,
-                    loader,
-                    self._steps.main,
-                    trial.request.tunes,
-                    pins=trial.device.startswith("cuda"),
-                )
+                pins = trial.device.startswith("cuda")
+                self._tried = _TriedLoaders(cost, loader, main, tunes, pins=pins)
         return self._tried is not None
 
     def late(self) -> bool:
-        """Whether the step that runs takes so long that the loop does something else."""
+        """Return True if the current step takes so long that the loop must be doing something else."""
         return self._running is not None and self._running.late()
 
     def idles(self) -> None:
-        """The loop evaluates within the step that runs."""
+        """Discard the current step, since the loop evaluates within it."""
         if self._running is not None:
             self._running.spoil()
 
     def step_ends(self) -> None:
-        """The step that runs is complete."""
         if self._running is not None:
             self._running.step_ends()
 
     def end(self, trial: Trial) -> None:
-        """Stop, and note what was learnt."""
         if trial.request.times or trial.request.tunes:
             trial.loader = self._costs(trial)
         if self._tried is not None:
@@ -131,14 +117,12 @@ class InputPhase(Listener):
             trial.tuning = self._tried.tuning()
 
     def _costs(self, trial: Trial) -> LoaderCost | None:
-        """What the loader costs a step; by the waits alone where nothing could be compared."""
+        """Return the loader's cost of a step, from the waits alone if no steps could be compared."""
         if self._cost is None and self._last is not None:
             with self._aside():
-                self._cost = self._compared() or self._by_waits(trial)
+                compared = cost_of(self._steps, self.loaders) if self._steps is not None else None
+                self._cost = compared or self._by_waits(trial)
         return self._cost
-
-    def _compared(self) -> LoaderCost | None:
-        return cost_of(self._steps, self.loaders) if self._steps is not None else None
 
     def _by_waits(self, trial: Trial) -> LoaderCost | None:
         timed = self._waits[trial.request.warmup + 1 :] or self._waits[-1:]
@@ -148,22 +132,14 @@ class InputPhase(Listener):
         return waited_cost(self._last, trial.seconds, waited, self.loaders)
 
 
-class TriedLoaders:
-    """Tries what a search asks for, each setting in some steps of the script itself.
+class _TriedLoaders:
+    """Trials of the loader settings of a search, each in some steps of the script itself.
 
-    `iterator` is the script's loop over the loader, of which `cost` says what it costs. `pins`: the batches
-    go to a device.
+    `iterator`: the script's loop over the loader; `cost`: the loader's cost; `pins`: batches go to a GPU.
     """
 
     def __init__(
-        self,
-        cost: LoaderCost,
-        loader: Any,
-        iterator: Any,
-        tunes: TuningRequest,
-        *,
-        pins: bool = False,
-        clock: Clock = CLOCK,
+        self, cost: LoaderCost, loader: Any, iterator: Any, tunes: TuningRequest, *, pins: bool
     ) -> None:
         assert cost.parts is not None
         ready = cost.step_seconds if cost.ready_seconds is None else cost.ready_seconds
@@ -174,8 +150,7 @@ class TriedLoaders:
         self._loader = loader
         self._dataset = iterator._dataset
         self._tunes = tunes
-        self._clock = clock
-        self._start = self._began = clock.now()
+        self._start = self._began = time.perf_counter()
         self._settings: LoaderSettings | None = None
         self._made: Any = None
         self._batches: Any = None
@@ -185,27 +160,23 @@ class TriedLoaders:
         self._skipped: list[str] = []
 
     def next(self) -> bool:
-        """Begin another step; False if there are to be no more."""
         if self._settings is None and not self._begin():
             return False
         self._clean = True
-        self._began = self._clock.now()
+        self._began = time.perf_counter()
         return True
 
     def late(self) -> bool:
-        """Whether the step takes so long that the loop does something else."""
         usual = self._cost.step_seconds + 1.0
-        return self._clock.now() - self._began > _PATIENCE * usual
+        return time.perf_counter() - self._began > _PATIENCE * usual
 
     def spoil(self) -> None:
-        """The step that runs is not one like the others."""
         self._clean = False
 
     def step_ends(self) -> None:
-        """The step that runs is complete."""
         if self._settings is None:
             return
-        took = self._clock.now() - self._began
+        took = time.perf_counter() - self._began
         dropped, timed = self._search.window(self._settings)
         self._seen += self._cost.batches
         if self._clean and self._seen > dropped:
@@ -215,7 +186,7 @@ class TriedLoaders:
             self.end()
 
     def batch(self, iterator: Any, following: Callable[[Any], Any]) -> Any:
-        """A batch of the loader that is tried; the script's own from its other loaders."""
+        """Return a batch of the tried loader, or of the script's other loaders."""
         if self._made is None or iterator._dataset is not self._dataset:
             return following(iterator)
         try:
@@ -225,7 +196,6 @@ class TriedLoaders:
             return next(self._batches)
 
     def end(self) -> None:
-        """End the workers of the loader that is tried."""
         if self._made is not None:
             workers = getattr(self._batches, "_shutdown_workers", None)
             if workers is not None:
@@ -234,13 +204,13 @@ class TriedLoaders:
         self._settings = self._made = self._batches = None
 
     def _begin(self) -> bool:
-        """Make the next loader that is worth a try, if there is one and the time for it."""
+        """Make the loader with the next settings worth a try, if there is time for it."""
         while (settings := self._search.ask()) is not None:
             dropped, timed = self._search.window(settings)
             lasts = self._search.foreseen(settings) * (dropped + timed)
-            spent = self._clock.now() - self._start
+            spent = time.perf_counter() - self._start
             if self._search.tried and spent + lasts > self._tunes.seconds:
-                self._skipped.append(f"{said_of(settings)}: there was no time left to try it")
+                self._skipped.append(f"{said_of(settings)}: not tried, since the time was over")
                 continue
             self._settings, self._taken, self._seen = settings, [], 0
             self._made = rebuilt(self._loader, settings)
@@ -249,22 +219,21 @@ class TriedLoaders:
         return False
 
     def tuning(self) -> Tuning | None:
-        """What was found, None where nothing was tried to its end."""
         if not self._search.tried:
             return None
-        found = tuning_of(self._search, self._clock.now() - self._start, self._skipped)
+        tuning = tuning_of(self._search, time.perf_counter() - self._start, self._skipped)
         cores = self._tunes.cores
         if cores is not None and cores > self._search.limits.cores:
-            found = for_cores(found, self._search, cores)
-        return replace(found, path=self._cost.path, line=self._cost.line)
+            tuning = for_cores(tuning, self._search, cores)
+        return replace(tuning, path=self._cost.path, line=self._cost.line)
 
 
+# Tracing each line slows Python code some ten times, and the first traced step also reads the sources.
 _GROWTH_PATIENCE, _LEAST_SECONDS = 20.0, 2.0
-"""Of how many steps' time, and how many seconds more, a step may take whose lines are followed."""
 
 
 class GrowthPhase:
-    """Looks for growth after each of so many steps, 0 for none, and within one more."""
+    """Search for growth after each of `steps` steps, and within one more; with 0 it does nothing."""
 
     def __init__(
         self, steps: int, places: Places, modules: Callable[[], Iterable[nn.Module]]
@@ -274,18 +243,18 @@ class GrowthPhase:
 
     @property
     def runs(self) -> bool:
-        """Whether a step is run for it."""
+        """True if the current step runs for this phase."""
         return self._growth.follows
 
     def step_ended(self, peak: int) -> None:
-        """Look, after a compared step with this peak."""
+        """Look for growth after a compared step with this peak."""
         with torch.utils._python_dispatch._disable_current_modes():
             self._growth.step_ended(peak)
 
     def next(self, seconds: float) -> bool:
-        """Begin a step of about so many seconds that is run for it; False if there is to be none.
+        """Begin a step for this phase, of about so many seconds; return False if none is needed.
 
-        Of several ranks all run it, since each waits for the others' gradients.
+        All ranks run it, since each waits for the others' gradients.
         """
         self._until = time.perf_counter() + _GROWTH_PATIENCE * seconds + _LEAST_SECONDS
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -293,13 +262,13 @@ class GrowthPhase:
             return self._growth.next(always=several)
 
     def late(self) -> bool:
-        """Whether the step that is run for it takes so long that the loop does something else."""
+        """Return True if the step for this phase takes too long to be a step."""
         return self.runs and time.perf_counter() > self._until
 
     def step_ends(self) -> None:
-        """The step that is run for it is over, if one is."""
+        """Stop tracing the step for this phase, if it runs."""
         self._growth.stop()
 
     def into(self, profile: Profile) -> Profile:
-        """The profile with what grows."""
+        """Return the profile with its growth."""
         return self._growth.into(profile)

@@ -1,4 +1,4 @@
-"""Runs a script in this process with a plan applied to its models when they first run."""
+"""Run of a script in this process, with a plan applied to its models when they first run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,22 +28,19 @@ from torchtrim.runner.joining import Spawning
 from torchtrim.runner.processes import LIFELINE, end_with_parent
 from torchtrim.runner.script import Script
 from torchtrim.runner.settings import Eagerly
-from torchtrim.runner.stage_worker import PutsInStages, among_ranks
+from torchtrim.runner.stage_worker import StageApplier, among_ranks
 from torchtrim.runner.trials import Workload
 from torchtrim.runner.worker import run_target
 
 _EAGER = (
-    "torchtrim: the script uses torch.compile; what it compiles runs eagerly, since the plan was made and "
-    "certified so. Without --plan it runs compiled."
+    "torchtrim: the script uses torch.compile; its compiled functions run eagerly, since the plan was made "
+    "and certified so. Without --plan they run compiled."
 )
 _OURS = (__file__, worker.__file__, runpy.__file__)
 
 
-Check = Callable[[], None]
-
-
 class EndOfScript(BaseException):
-    """Raised in the script where it must end, with the error. No `except Exception` catches it."""
+    """End of a script that must not go on, with the error; no `except Exception` catches it."""
 
     def __init__(self, error: TorchtrimError) -> None:
         super().__init__(str(error))
@@ -51,8 +48,7 @@ class EndOfScript(BaseException):
 
 
 class Applier(Listener):
-    """Applies the plan to each root that it names; when all are there, the script is let alone, unless it
-    `stays`."""
+    """Applier of a plan to each root it names. After the last root it stops watching, unless it `stays`."""
 
     def __init__(self, plan: Plan, *, stays: bool = False) -> None:
         self.modules = Modules()
@@ -85,31 +81,27 @@ class Applier(Listener):
             self.watcher.remove()
 
     def revert(self) -> None:
-        """Take the plan back."""
         while self._applied:
             self._applied.pop().revert()
 
     def ended(self, error: BaseException | None) -> None:
-        """The script has ended, so or with an error: tell what the plan never changed or has left undone.
+        """Report the roots that never ran and updates without a `step`, after the script's end.
 
-        Raises `EndOfScript` for the latter where the script itself has not failed.
+        Raises `EndOfScript` for such updates, unless the script itself has failed.
         """
         well = error is None or (isinstance(error, SystemExit) and not error.code)
         if self._waits_for and well:
-            print(self._unapplied(), file=sys.stderr, flush=True)
+            names = ", ".join(sorted(self._waits_for))
+            said = f"the plan left {names} unchanged, which the script's main thread never ran"
+            if self.watcher.elsewhere:
+                said += ". Another thread called modules: train in the main thread, which the plan is for"
+            print(f"torchtrim: {said}", file=sys.stderr, flush=True)
         try:
             self.check_settled()
         except EndOfScript as end:
             if error is None or isinstance(error, SystemExit):
                 raise
             print(f"torchtrim: {end.error}", file=sys.stderr, flush=True)
-
-    def _unapplied(self) -> str:
-        names = ", ".join(sorted(self._waits_for))
-        said = f"torchtrim: the plan changed nothing of {names}, which the script's main thread never ran"
-        if not self.watcher.elsewhere:
-            return said
-        return f"{said}. Another thread called modules: train in the main thread, which the plan is for"
 
     def check_settled(self) -> None:
         """Raise `EndOfScript` if the plan has updated parameters whose `step` has not come."""
@@ -121,29 +113,30 @@ class Applier(Listener):
 
 
 def run_planned(script: Script, plan: Plan | None, applier: Applier | None = None) -> None:
-    """Run the script as `python` would, planned. Its exceptions and exits are its own.
+    """Run the script as `python` would, planned; the script's exceptions and exits pass through.
 
-    `applier`: who applies the plan, if it does more.
+    `applier`: an `Applier` that does more than apply the plan.
     """
-    target = script.target if script.module else str(script.path)
     if lifeline := os.environ.pop(LIFELINE, ""):
         end_with_parent(int(lifeline))
-        _join_ranks()
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if world > 1:
+            Spawning(world).install()
     if plan is not None and plan.pipeline is not None:
-        _in_stages(script, target, plan)
+        _in_stages(script, plan)
         return
     if plan is None or not plan.techniques:
         try:
-            _as_python(script, target)
+            _as_python(script)
         finally:
             flush_files()
         return
     applier = applier or Applier(plan)
-    eagerly = Eagerly(_say_eager)
+    eagerly = Eagerly(lambda: print(_EAGER, file=sys.stderr, flush=True))
     eagerly.install()
     try:
         with applier.watcher, checked_saves(applier.check_settled):
-            _as_python(script, target, applier.ended)
+            _as_python(script, applier.ended)
     except EndOfScript as end:
         raise end.error from None
     finally:
@@ -151,98 +144,72 @@ def run_planned(script: Script, plan: Plan | None, applier: Applier | None = Non
         flush_files()
 
 
-def _join_ranks() -> None:
-    """One of the ranks that `torchtrim run --processes 4` started runs what the script would spawn."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        Spawning(world).install()
-
-
 _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 
 def flush_files() -> None:
-    """Write out what the script's open files still hold.
+    """Flush the script's open files.
 
-    What keeps the script alive to the end of the process, such as a graph that runs its modules again, keeps
-    its files open.
+    An object that keeps the script alive to the end of the process, such as a graph that recomputes its
+    modules, also keeps its files open.
     """
-    for one in gc.get_objects():
-        if issubclass(type(one), _BUFFERED):
+    for obj in gc.get_objects():
+        if issubclass(type(obj), _BUFFERED):
             with contextlib.suppress(OSError, ValueError):
-                one.flush()
+                obj.flush()
 
 
-def _in_stages(script: Script, target: str, plan: Plan) -> None:
-    """Run the script as one rank of the plan's pipeline."""
+def _in_stages(script: Script, plan: Plan) -> None:
     assert plan.pipeline is not None
-    puts = PutsInStages(plan, several=True, refused=lambda said: EndOfScript(ApplyFailed(said)))
-    watcher = Watcher(puts)
-    puts.watches = watcher.remove
-    with among_ranks(plan.pipeline), contextlib.closing(puts):
+    stages = StageApplier(plan, several=True, refused=lambda said: EndOfScript(ApplyFailed(said)))
+    watcher = Watcher(stages)
+    stages.applied = watcher.remove
+    with among_ranks(plan.pipeline), contextlib.closing(stages):
         try:
             with watcher:
-                _as_python(script, target, passed=(TorchtrimError,))
+                _as_python(script, passed=(TorchtrimError,))
         except EndOfScript as end:
             raise end.error from None
 
 
-def _say_eager() -> None:
-    print(_EAGER, file=sys.stderr, flush=True)
-
-
 def _as_python(
     script: Script,
-    target: str,
     ended: Callable[[BaseException | None], None] = lambda _: None,
     passed: tuple[type[BaseException], ...] = (),
 ) -> None:
-    """Run it. `passed`: exceptions that are not the script's own."""
+    """Run the script, and exit as `python` does on an exception. `passed`: exceptions of torchtrim's."""
     try:
-        _run(script, target, ended)
+        try:
+            run_target(script.command)
+        except BaseException as error:
+            ended(error)
+            raise
+        ended(None)
     except passed:
         raise
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         _show(error)
-        _end(1)
-    except KeyboardInterrupt as error:
-        _show(error)
-        _end(130)
-
-
-def _run(script: Script, target: str, ended: Callable[[BaseException | None], None]) -> None:
-    try:
-        run_target(target, script.module, script.args)
-    except BaseException as error:
-        ended(error)
-        raise
-    ended(None)
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def _show(error: BaseException) -> None:
     """Show an exception as `python` would: by the script's own hook, without the frames that run it."""
     trace = error.__traceback__
-    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+    while trace is not None and (
+        (path := trace.tb_frame.f_code.co_filename) in _OURS or path.startswith("<frozen runpy")
+    ):
         trace = trace.tb_next
     if trace is not None:
         error = error.with_traceback(trace)
     sys.excepthook(type(error), error, error.__traceback__)
 
 
-def _is_ours(path: str) -> bool:
-    return path in _OURS or path.startswith("<frozen runpy")
-
-
-def _end(code: int) -> NoReturn:
-    sys.exit(code)
-
-
 @contextlib.contextmanager
-def checked_saves(check: Check) -> Iterator[None]:
+def checked_saves(check: Callable[[], None]) -> Iterator[None]:
     """Call `check` before each `state_dict` of a module and each `torch.save`; it raises to stop them.
 
-    After a backward that updated parameters comes `step`. Where the program is thrown out in between (Ctrl-C,
-    an exception) and saves its weights in a handler, they are not the original's.
+    A planned backward may update parameters before `step`. If Ctrl-C or an exception comes in between, and a
+    handler of the program's saves the weights, they differ from the original's.
     """
     with contextlib.ExitStack() as undo:
         for owner, name in ((nn.Module, "state_dict"), (torch, "save")):
@@ -250,8 +217,8 @@ def checked_saves(check: Check) -> Iterator[None]:
         yield
 
 
-def _checking(owner: Any, name: str, check: Check) -> Callable[[], None]:
-    """Put the check before a function; the result takes it off, unless another has wrapped it meanwhile."""
+def _checking(owner: Any, name: str, check: Callable[[], None]) -> Callable[[], None]:
+    """Wrap a function with the check; return the undo, which keeps a later wrapper of another's."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -268,15 +235,15 @@ def _checking(owner: Any, name: str, check: Check) -> Callable[[], None]:
 
 
 def check_script(plan: Plan, workload: Workload) -> None:
-    """Raises `ApplyFailed` for a plan that was made for another script, and `UsageError` for one with a
-    technique or an option that this torchtrim does not have."""
-    for one in plan.techniques:
-        check_known(one)
+    """Raise `ApplyFailed` for a plan that was made for another script, and `UsageError` for a plan with a
+    technique or an option that this torchtrim lacks."""
+    for technique in plan.techniques:
+        check_known(technique)
     path = workload.path if isinstance(workload, Script) else None
     if path is None or not plan.script_sha256:
         return
     if not path.is_file():
-        raise UsageError(f"there is no script {path}.")
+        raise UsageError(f"the script {path} does not exist.")
     if sha256_of(path) != plan.script_sha256:
         raise ApplyFailed(
             f"the plan was made for {plan.script}, and {path.name} is another script or has changed "

@@ -18,11 +18,11 @@ from typing import Protocol
 
 POSIX = os.name == "posix"
 LIFELINE = "TORCHTRIM_LIFELINE"
-"""The variable with the pipe that ends with the parent, for a process whose command line is a person's."""
+"""Variable with the lifeline of a rank of `torchtrim run`, whose command line is the user's."""
 
 
 def end_with_parent(lifeline: int) -> None:
-    """Have this process group end when the other end of a pipe is closed: when the parent is gone."""
+    """End this process group when the parent dies, which closes the other end of the pipe."""
 
     def watch() -> None:
         with contextlib.suppress(OSError):
@@ -33,22 +33,22 @@ def end_with_parent(lifeline: int) -> None:
 
 
 class Process(Protocol):
-    """A run's process, which leads a group of its own. `returncode` is known once it was ended."""
+    """Process of a run, leader of its own group. `returncode` is valid after `end`."""
 
     pid: int
     returncode: int
 
     def ended(self) -> bool:
-        """Whether it has ended by itself."""
+        """Return True if the process has ended by itself."""
         ...
 
     def end(self) -> None:
-        """End it and its group, workers too; it is gone when this returns."""
+        """Kill the process and its group, loader workers included, and wait for it."""
         ...
 
 
 class Fresh:
-    """`python -m entry folder lifeline`. The lifeline is a pipe that ends with this process."""
+    """Process `python -m entry folder lifeline`; the lifeline is a pipe that this process closes."""
 
     def __init__(self, entry: str, folder: Path, output: Path, environment: dict[str, str]) -> None:
         self._ends = os.pipe() if POSIX else (-1, -1)
@@ -66,11 +66,11 @@ class Fresh:
         self.pid = self._process.pid
 
     def ended(self) -> bool:
-        """Whether it has ended by itself."""
+        """See `Process`."""
         return self._process.poll() is not None
 
     def end(self) -> None:
-        """End it and its group."""
+        """See `Process`."""
         if POSIX:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -83,9 +83,9 @@ class Fresh:
 
 
 class Forked:
-    """A fork of the warm worker's. What looks after it tells its end, and kills it if the channel closes.
+    """Fork of the warm worker, whose supervisor reports its end and kills it when the channel closes.
 
-    Raises `OSError` where there is no process.
+    Raises `OSError` if no process was forked.
     """
 
     def __init__(self, channel: socket.socket) -> None:
@@ -93,10 +93,13 @@ class Forked:
         self._text = b""
         self._over = False
         self.returncode = -signal.SIGKILL
-        self.pid = int(self._line() or self._gone())
+        line = self._line()
+        if not line:
+            raise ConnectionError("the warm worker has died")
+        self.pid = int(line)
 
     def ended(self) -> bool:
-        """Whether it has ended by itself."""
+        """See `Process`."""
         self._channel.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             self._line()
@@ -104,7 +107,7 @@ class Forked:
         return self._over
 
     def end(self) -> None:
-        """End it and its group."""
+        """See `Process`."""
         self._channel.setblocking(True)
         with self._channel, contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)
@@ -113,7 +116,6 @@ class Forked:
                     self.returncode = int(line)
 
     def _line(self) -> bytes:
-        """The next line; empty where there is none any more."""
         while b"\n" not in self._text:
             part = self._channel.recv(64)
             if not part:
@@ -122,43 +124,39 @@ class Forked:
         line, _, self._text = self._text.partition(b"\n")
         return line
 
-    def _gone(self) -> int:
-        raise ConnectionError("the warm worker is gone")
 
-
-STACK = "stack"
+_STACK = "stack"
 _SIGNAL = getattr(signal, "SIGUSR1", None)
-_SECONDS = 2.0
+_SECONDS = 2.0  # arbitrary: faulthandler writes in milliseconds, unless the machine is very busy
 _LINE = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
-def tells_where(folder: Path) -> None:
-    """Have this process write its stacks into the folder when it is asked."""
+def register_stack_dump(folder: Path) -> None:
+    """Have this process write its stacks into the folder on a signal."""
     if _SIGNAL is not None:
-        faulthandler.register(_SIGNAL, file=(folder / STACK).open("w"), all_threads=True)
+        faulthandler.register(_SIGNAL, file=(folder / _STACK).open("w"), all_threads=True)
 
 
-def asked_where(processes: Sequence[tuple[int, Path]]) -> list[tuple[str, ...]]:
-    """The lines at which processes' main threads are, innermost first, as `"path:line in function"`.
+def dumped_stacks(ranks: Sequence[tuple[int, Path]]) -> list[tuple[str, ...]]:
+    """Return the stack of each main thread, innermost frame first, as `"path:line in function"`.
 
-    Empty for one that does not tell within two seconds.
+    `ranks`: process numbers and folders. A process that does not answer in time has an empty stack.
     """
+    processes = [(pid, folder / _STACK) for pid, folder in ranks]
     for pid, path in processes:
         if _SIGNAL is not None and path.exists():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, _SIGNAL)
     deadline = time.monotonic() + _SECONDS
-    while time.monotonic() < deadline and not all(_written(path) for _, path in processes):
+    while time.monotonic() < deadline and any(
+        path.exists() and not path.stat().st_size for _, path in processes
+    ):
         time.sleep(_SECONDS / 40)
     return [_main_thread(path) for _, path in processes]
 
 
-def _written(path: Path) -> bool:
-    return not path.exists() or path.stat().st_size > 0
-
-
 def _main_thread(path: Path) -> tuple[str, ...]:
-    """The last thread that is listed is the one that was there first."""
+    """Return the stack of the thread listed last, which is the oldest."""
     try:
         text = path.read_text(errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""Starts the ranks of a job on this machine, and sees to it that all of them end."""
+"""The ranks of a job on this machine: their start, their supervision, and the end of all of them."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
 
 from torchtrim.errors import ScriptFailed, Unsupported
 from torchtrim.records.trial import Crash, Trial
-from torchtrim.runner.processes import LIFELINE, POSIX, STACK, Process, asked_where
+from torchtrim.runner.processes import LIFELINE, POSIX, Process, dumped_stacks
 from torchtrim.runner.script import (
     OUTCOME,
     STATUS,
     TASK,
     Ended,
     Script,
+    ended_of,
     environment_of,
     text_of,
-    what_ended,
 )
 from torchtrim.runner.warm import start
 
-SURVIVORS_SECONDS = 15.0
-"""How long the other ranks may go on once one has failed."""
-PATIENCE_SECONDS = 60.0
-"""How much longer than the first rank that is done the others may take, besides as long again."""
+# Time for the ranks that lose a peer to fail with errors of their own.
+_SURVIVORS_SECONDS = 15.0
+# The ranks' own imports and files take tens of seconds at most; beyond, a rank waits for a dead peer.
+_PATIENCE_SECONDS = 60.0
 _HOST = "127.0.0.1"
-_POLL_SECONDS = 0.05
-_WORKER = "torchtrim.runner.worker"
+_POLL_SECONDS = 0.05  # short beside a run's seconds, and no load
+_STACK_LINES = 6  # innermost frames of torch between an exchange and the caller
 State = Literal["runs", "done", "failed"]
 
 
 class RankEnded(NamedTuple):
-    """How a rank ended. `failed_ns`: when it failed, None where it did not or was stopped by us.
+    """The end of a rank. `failed_ns`: time of its failure, None if it did not fail or torchtrim stopped it.
 
-    `stopped`: it still ran when it was, after so many `seconds`. `stack`: where its main thread was then,
-    innermost line first.
+    `stopped`: torchtrim stopped it after `seconds`. `stack`: its main thread's stack then, innermost frame
+    first.
     """
 
     number: int
@@ -55,30 +55,16 @@ class RankEnded(NamedTuple):
     stack: tuple[str, ...]
 
 
-class WatchedRank(Protocol):
-    """A rank that is watched; `look` sees what has become of it."""
-
-    state: State
-
-    def look(self) -> None:
-        """Bring `state` up to date."""
-        ...
-
-
-class _Glance(msgspec.Struct):
-    """What of an outcome tells how a rank ended."""
-
+class _Crashed(msgspec.Struct):
     crash: Crash | None = None
 
 
 def crash_in(outcome: bytes | None) -> Crash | None:
-    """The crash that a rank left in its outcome, None where it left none."""
-    return None if outcome is None else msgspec.json.decode(outcome, type=_Glance).crash
+    """Return the crash in an outcome of any worker, if it has one."""
+    return None if outcome is None else msgspec.json.decode(outcome, type=_Crashed).crash
 
 
 class _RunningRank:
-    """One rank that runs."""
-
     def __init__(self, number: int, folder: Path, process: Process) -> None:
         self.number = number
         self.folder = folder
@@ -88,25 +74,21 @@ class _RunningRank:
         self.stack: tuple[str, ...] = ()
 
     def look(self) -> None:
-        """See whether it is done or has failed: it has where it left a crash, or ended and left nothing."""
+        """Update `state`: a rank fails by a crash in its outcome, or by ending without an outcome."""
         if self.state != "runs":
             return
-        gone = self.process.ended()
+        ended = self.process.ended()  # first, since the outcome comes before the end
         outcome = self.folder / OUTCOME
         if outcome.exists():
             crash = crash_in(outcome.read_bytes())
             self.state = "done" if crash is None else "failed"
             self.failed_ns = outcome.stat().st_mtime_ns if crash is not None else None
-        elif gone:
+        elif ended:
             self.state, self.failed_ns = "failed", time.time_ns()
-
-    def status(self) -> str:
-        """What it said last."""
-        return text_of(self.folder / STATUS)
 
 
 def folder_of(folder: Path, number: int, only: int = -1) -> Path:
-    """Where a rank's files are; those of the rank that alone is wanted lie in the folder itself."""
+    """Return the folder of a rank's files: `folder` itself for the only requested rank."""
     return folder if number == only else folder / f"rank-{number}"
 
 
@@ -116,30 +98,40 @@ def run_ranks(
     *,
     folder: Path,
     progress: Callable[[str], None],
-    entry: str = _WORKER,
+    entry: str = "torchtrim.runner.worker",
     hide_gpu: bool = False,
 ) -> list[RankEnded]:
-    """Run a task for each rank. All are gone, with what they started, when this returns or raises.
+    """Run a task for each rank. The ranks and their children are dead when this returns or raises.
 
-    Where one fails, the others have `SURVIVORS_SECONDS` left. `entry` is what runs a task and leaves its
-    outcome; `hide_gpu`: it sees none.
+    `entry`: the module that runs a task; `hide_gpu`: hide GPUs from it.
     """
-    store = meeting_place()
+    store = _new_store()
     ranks: list[_RunningRank] = []
     began = time.monotonic()
+    said = ""
+
+    def tell() -> None:
+        nonlocal said
+        running = next((rank for rank in ranks if rank.state == "runs"), None)
+        status = text_of(running.folder / STATUS) if running else ""
+        if status and status != said:
+            said = status
+            progress(f"{status}, {len(ranks)} ranks")
+
     try:
         for number, task in enumerate(tasks):
             own = folder_of(folder, number, script.only)
             own.mkdir(exist_ok=True)
             (own / TASK).write_bytes(task)
             environment = environment_of(script, hide_gpu)
-            environment |= rank_environment(number, len(tasks), store.port)
+            environment |= _rank_environment(number, len(tasks), store.port)
             process = start(entry, own, own / "output", environment, script.path)
             ranks.append(_RunningRank(number, own, process))
-        timed_out = await_all(ranks, script.timeout, _Tells(ranks, progress).tell)
+        timed_out = _await_all(ranks, script.timeout, tell)
         seconds = min(time.monotonic() - began, script.timeout)
         running = [rank for rank in ranks if rank.state == "runs"]
-        for rank, stack in zip(running, asked_where([_of(r) for r in running]), strict=True):
+        stacks = dumped_stacks([(rank.process.pid, rank.folder) for rank in running])
+        for rank, stack in zip(running, stacks, strict=True):
             rank.stack = stack
     finally:
         for rank in ranks:
@@ -147,7 +139,7 @@ def run_ranks(
     return [
         RankEnded(
             rank.number,
-            what_ended(rank.folder, rank.process, timed_out and rank.state == "runs"),
+            ended_of(rank.folder, rank.process, timed_out and rank.state == "runs"),
             rank.failed_ns,
             rank.state == "runs",
             seconds,
@@ -157,29 +149,23 @@ def run_ranks(
     ]
 
 
-def _of(rank: _RunningRank) -> tuple[int, Path]:
-    return rank.process.pid, rank.folder / STACK
-
-
-def meeting_place() -> Any:
-    """Where the ranks meet: at a free port, which is ours from the beginning."""
+def _new_store() -> Any:
+    """Return the ranks' store on a free port, which this process holds from now on."""
     distributed: Any = torch.distributed
     if not distributed.is_available():
-        raise Unsupported("this build of torch has no torch.distributed, so there are no ranks.")
+        raise Unsupported(
+            "this build of torch lacks torch.distributed, so torchtrim cannot start ranks."
+        )
     return distributed.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
 
 
-def rank_environment(number: int, world: int, port: int) -> dict[str, str]:
-    """What a rank finds in its environment, as torchrun would set it."""
+def _rank_environment(number: int, world: int, port: int) -> dict[str, str]:
+    """Return the variables of a rank, as torchrun would set them."""
     return {
-        "RANK": str(number),
-        "LOCAL_RANK": str(number),
-        "ROLE_RANK": str(number),
-        "ROLE_WORLD_SIZE": str(world),
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(number)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(world)),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": _HOST,
         "MASTER_PORT": str(port),
         "TORCHTRIM_PORT": str(port),
@@ -190,16 +176,17 @@ def rank_environment(number: int, world: int, port: int) -> dict[str, str]:
     }
 
 
-def await_all(
-    ranks: Sequence[WatchedRank],
+def _await_all(
+    ranks: Sequence[_RunningRank | _RankProcess],
     timeout: float,
-    tell: Callable[[], None] = lambda: None,
+    tell: Callable[[], None],
     *,
     patient: bool = False,
 ) -> bool:
-    """Wait until every rank is done, or may not go on. True if one ran too long, and none failed.
+    """Wait for every rank, until its time is over; return True if one ran too long, and none failed.
 
-    `patient`: when the first is done, the others may take as long as they want.
+    Once a rank has failed, the others have `_SURVIVORS_SECONDS`. Once the first is done they have as long
+    again and `_PATIENCE_SECONDS`, or any time if `patient`.
     """
     began = time.monotonic()
     deadline = began + timeout
@@ -211,49 +198,27 @@ def await_all(
         if "runs" not in now:
             return False
         if now != states:
-            states, deadline = now, min(deadline, _limit(now, began, patient))
+            states, seconds = now, time.monotonic() - began
+            if "failed" in states:
+                deadline = min(deadline, began + seconds + _SURVIVORS_SECONDS)
+            elif "done" in states and not patient:
+                deadline = min(deadline, began + 2 * seconds + _PATIENCE_SECONDS)
         tell()
         time.sleep(_POLL_SECONDS)
     return "failed" not in states
-
-
-def _limit(states: tuple[State, ...], began: float, patient: bool) -> float:
-    """Until when those that run may go on."""
-    now = time.monotonic()
-    if "failed" in states:
-        return now + SURVIVORS_SECONDS
-    if patient or "done" not in states:
-        return float("inf")
-    return now + (now - began) + PATIENCE_SECONDS
-
-
-class _Tells:
-    """Says what the first of the ranks that run is at, if that is news."""
-
-    def __init__(self, ranks: Sequence[_RunningRank], progress: Callable[[str], None]) -> None:
-        self._ranks = ranks
-        self._progress = progress
-        self._said = ""
-
-    def tell(self) -> None:
-        """Look, and say it."""
-        status = next((rank.status() for rank in self._ranks if rank.state == "runs"), "")
-        if status and status != self._said:
-            self._said = status
-            self._progress(f"{status}, {len(self._ranks)} ranks")
 
 
 _LOST = (
     *("connection", "gloo", "nccl", "distbackenderror", "diststoreerror", "distnetworkerror"),
     *("broken pipe", "socket", "timed out", "timeout", "store"),
 )
-"""Words of the errors that a rank meets when another one is gone."""
+"""Words of errors that a rank raises after the loss of a peer."""
 _TORCH = ("/torch/", "torch\\")
 _EXCHANGES = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/")
 
 
 def merged(trials: Sequence[Trial], only: int = -1) -> Trial:
-    """The trial of the rank with the highest peak, with those of all; or that of `only`."""
+    """Return the trial of the rank with the highest peak, with all ranks' trials, or the trial of `only`."""
     if only >= 0:
         return trials[only]
     largest = max(trials, key=lambda trial: trial.peak_bytes)
@@ -261,9 +226,9 @@ def merged(trials: Sequence[Trial], only: int = -1) -> Trial:
 
 
 def first_failed(ranks: Sequence[RankEnded]) -> RankEnded | None:
-    """The rank that failed for a reason of its own, as far as can be told; None if none failed.
+    """Return the rank that most likely failed for a reason of its own; None if no rank failed.
 
-    One that died by itself comes before those that raised, and what only tells of a lost peer comes last.
+    Ranks that died come first, then ranks that raised, at last ranks whose error is of a lost peer.
     """
     failed = [rank for rank in ranks if rank.failed_ns is not None]
     if failed:
@@ -277,27 +242,22 @@ def _order(rank: RankEnded) -> tuple[int, int]:
     crash = crash_in(rank.ended.outcome)
     if crash is None:
         return 0, rank.failed_ns
-    return 1 + _tells_of_lost_peer(crash), rank.failed_ns
-
-
-def _tells_of_lost_peer(crash: Crash) -> bool:
-    return any(word in crash.message.lower() for word in _LOST)
+    return 1 + any(word in crash.message.lower() for word in _LOST), rank.failed_ns
 
 
 def on_rank(
     error: Exception, culprit: RankEnded, ranks: Sequence[RankEnded], project: Path
 ) -> None:
-    """Have the error of one rank name it, and say what became of the others."""
+    """Add the rank to an error, and the fate of the other ranks."""
     error.args = (f"rank {culprit.number} of {len(ranks)}: {error}",)
     if isinstance(error, ScriptFailed):
-        others = [account(rank, project) for rank in ranks if rank is not culprit]
+        others = [_account(rank, project) for rank in ranks if rank is not culprit]
         where = _where(culprit, project)
         own = [f"rank {culprit.number} was at {where}"] if where else []
         error.learnt = "\n".join([*own, *others, *filter(None, [error.learnt])])
 
 
-def account(rank: RankEnded, project: Path) -> str:
-    """What became of a rank, in a line."""
+def _account(rank: RankEnded, project: Path) -> str:
     crash = crash_in(rank.ended.outcome)
     who = f"rank {rank.number}"
     if crash is not None:
@@ -308,101 +268,88 @@ def account(rank: RankEnded, project: Path) -> str:
     if not rank.stopped:
         return f"{who} did all its steps"
     where = _where(rank, project)
-    waits = ", where it waited for others" if _exchanges(rank) else ""
+    waits = ", waiting for others" if _exchanges(rank) else ""
     at = f" and {where}{waits}" if where else ""
-    limit = "" if rank.ended.timed_out else f" within {SURVIVORS_SECONDS:.0f} s of the failure"
+    limit = "" if rank.ended.timed_out else f" within {_SURVIVORS_SECONDS:.0f} s of the failure"
     return f"{who} was stopped{limit} at {rank.ended.status or 'its start'}{at}"
 
 
 def _where(rank: RankEnded, project: Path) -> str:
-    """The user's own line among those where the rank is."""
     own = (line for line in rank.stack if line.startswith(str(project)))
     others = (line for line in rank.stack if not any(part in line for part in _TORCH))
     return next(own, next(others, ""))
 
 
 def _exchanges(rank: RankEnded) -> bool:
-    """Whether the rank is inside an exchange with others."""
-    return any(part in line for line in rank.stack[:6] for part in _EXCHANGES)
+    return any(part in line for line in rank.stack[:_STACK_LINES] for part in _EXCHANGES)
 
 
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 5.0  # arbitrary, enough to flush files and leave a process group
 
 
 class _RankProcess:
-    """`python -m torchtrim ARGUMENTS` as one rank. It ends when the pipe does."""
+    """Rank `python -m torchtrim ARGUMENTS`, which ends when the lifeline in `more` is closed."""
 
-    def __init__(self, number: int, arguments: Sequence[str], told: dict[str, str]) -> None:
+    def __init__(self, number: int, arguments: Sequence[str], more: dict[str, str]) -> None:
         self.number = number
         self.state: State = "runs"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "torchtrim", *arguments],
-            env={**os.environ, **told},
+            env={**os.environ, **more},
             start_new_session=POSIX,
-            pass_fds=(int(told[LIFELINE]),) if POSIX else (),
+            pass_fds=(int(more[LIFELINE]),) if POSIX else (),
         )
 
     def look(self) -> None:
-        """See whether it has ended, and how."""
         if self.state == "runs" and (code := self.process.poll()) is not None:
             self.state = "failed" if code else "done"
 
 
-class _Job:
-    """Ranks that run. `code` is the first one's that failed, 0 where none has."""
-
-    def __init__(self) -> None:
-        self.ranks: list[_RankProcess] = []
-        self.code = 0
-
-    def note(self) -> None:
-        """Say it when the first has failed."""
-        failed = next((rank for rank in self.ranks if rank.state == "failed"), None)
-        if self.code or failed is None:
-            return
-        self.code = failed.process.returncode
-        said = f"torchtrim: rank {failed.number} ended with {_said(self.code)}"
-        print(said, file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        """End those that run, in their own way if they do so in time, and then whatever they started."""
-        running = [rank.process for rank in self.ranks if rank.process.poll() is None]
-        for process in running:
-            process.terminate()
-        deadline = time.monotonic() + _GRACE_SECONDS
-        while any(one.poll() is None for one in running) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-        for rank in self.ranks:
-            if POSIX:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(rank.process.pid, signal.SIGKILL)
-            elif rank.process.poll() is None:
-                rank.process.kill()
-            rank.process.wait()
-
-
 def launch(arguments: Sequence[str], processes: int) -> int:
-    """Run `python -m torchtrim ARGUMENTS` as so many ranks; the exit code of the first that fails, else 0.
+    """Run `python -m torchtrim ARGUMENTS` on each rank; return the exit code of the first to fail, else 0.
 
-    Where one fails the others have `SURVIVORS_SECONDS` left. When this returns or raises, all are gone with
-    what they started; they go too when this process is killed.
+    The ranks and their children are dead when this returns or raises, and die with this process.
     """
-    store = meeting_place()
+    store = _new_store()
     ends = os.pipe() if POSIX else (-1, -1)
-    job = _Job()
+    ranks: list[_RankProcess] = []
+    code = 0
+
+    def note() -> None:
+        nonlocal code
+        failed = next((rank for rank in ranks if rank.state == "failed"), None)
+        if not code and failed is not None:
+            code = failed.process.returncode
+            named = -code in list(signal.Signals)
+            said = signal.Signals(-code).name if named else f"exit code {code}"
+            text = f"torchtrim: rank {failed.number} ended with {said}"
+            print(text, file=sys.stderr, flush=True)
+
     try:
         for number in range(processes):
-            told = rank_environment(number, processes, store.port) | {LIFELINE: str(ends[0])}
-            job.ranks.append(_RankProcess(number, arguments, told))
-        await_all(job.ranks, float("inf"), job.note, patient=True)
-        job.note()
+            more = _rank_environment(number, processes, store.port) | {LIFELINE: str(ends[0])}
+            ranks.append(_RankProcess(number, arguments, more))
+        _await_all(ranks, float("inf"), note, patient=True)
+        note()
     finally:
-        job.end()
+        _end([rank.process for rank in ranks])
         for descriptor in ends if POSIX else ():
             os.close(descriptor)
-    return 128 - job.code if job.code < 0 else job.code
+    return 128 - code if code < 0 else code
 
 
-def _said(code: int) -> str:
-    named = -code in list(signal.Signals)
-    return signal.Signals(-code).name if named else f"exit code {code}"
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Terminate processes; after a grace period, kill their groups."""
+    running = [process for process in processes if process.poll() is None]
+    for process in running:
+        process.terminate()
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while any(process.poll() is None for process in running) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    for process in processes:
+        if POSIX:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        elif process.poll() is None:
+            process.kill()
+        process.wait()

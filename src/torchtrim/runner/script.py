@@ -1,4 +1,4 @@
-"""Runs an unmodified script in a process of its own, and sees to it that nothing of it stays behind."""
+"""Run of an unmodified script in its own process, which leaves no processes behind."""
 
 from __future__ import annotations
 
@@ -11,22 +11,32 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from torchtrim.dispatch.places import project_of
 from torchtrim.errors import ScriptFailed, UsageError
 from torchtrim.runner.processes import Process
 from torchtrim.runner.warm import environment_of_runs, start
 
 TASK, OUTCOME, STATUS = "task.json", "outcome.json", "status"
-_GRACE_SECONDS = 10.0
-_POLL_SECONDS = 0.05
-_TAIL_BYTES = 4000
+_GRACE_SECONDS = 10.0  # arbitrary, enough to flush output; exit handlers of a script may hang
+_POLL_SECONDS = 0.05  # short beside a run's seconds, and no load
+_TAIL_BYTES = 4000  # some 50 lines, enough for a traceback
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """A script's path or a module's name, and its arguments."""
+
+    name: str
+    module: bool
+    args: tuple[str, ...]
 
 
 class Script(NamedTuple):
-    """A script or, with `module`, a module to run as one. `timeout` in seconds is for one run.
+    """A script or, with `module`, a module to run as one. `timeout`: seconds for one run.
 
     `streams`: the order of an emulated device's streams: `early`, `late`, `random` or `random:SEED`.
-    `processes`: how many ranks of it run; `only`: the one of them whose trial is wanted, -1 for all.
+    `processes`: number of ranks; `only`: the rank whose trial to return, or -1 for all ranks.
     """
 
     target: str
@@ -44,21 +54,27 @@ class Script(NamedTuple):
         return None if self.module else Path(self.target).resolve()
 
     @property
+    def command(self) -> Target:
+        """The script as its process runs it."""
+        name = self.target if self.module else str(self.path)
+        return Target(name=name, module=self.module, args=self.args)
+
+    @property
     def project(self) -> Path:
-        """The folder whose source is the user's own."""
+        """The folder of the user's own source."""
         return project_of(self.path or Path.cwd() / "module")
 
     def check(self) -> None:
-        """Raises `UsageError` if there is nothing to run."""
+        """Raise `UsageError` if the script does not exist."""
         if self.path is not None and not self.path.is_file():
             raise UsageError(
-                f"there is no script {self.target}. Give the path of a Python file, or -m and the "
+                f"the script {self.target} does not exist. Give the path of a Python file, or -m and the "
                 "name of a module."
             )
 
 
 class Ended(NamedTuple):
-    """How a run ended. `outcome` is what the process left, None if nothing."""
+    """The end of a run. `outcome`: the outcome file of the process, if it left one."""
 
     outcome: bytes | None
     returncode: int
@@ -76,10 +92,10 @@ def run_script(
     progress: Callable[[str], None],
     hide_gpu: bool = False,
 ) -> Ended:
-    """Run `python -m entry FOLDER`, which finds its task there and leaves its outcome there.
+    """Run `python -m entry FOLDER`, or a fork of a process that has imported torch.
 
-    It may be a fork of a process that has imported torch. It and all that it started are gone when this
-    returns or raises. `hide_gpu`: it sees none.
+    The process reads its task from the folder, and writes its outcome there. It and its children are dead
+    when this returns or raises. `hide_gpu`: hide GPUs from it.
     """
     (folder / TASK).write_bytes(task)
     output = folder / "output"
@@ -88,11 +104,19 @@ def run_script(
         timed_out = _wait(process, script.timeout, folder, progress)
     finally:
         process.end()
-    return what_ended(folder, process, timed_out)
+    return ended_of(folder, process, timed_out)
 
 
-def what_ended(folder: Path, process: Process, timed_out: bool) -> Ended:
-    """How a process that was ended had ended, and what it left in its folder."""
+def environment_of(script: Script, hide_gpu: bool) -> dict[str, str]:
+    """Return the environment of the script's process."""
+    environment = environment_of_runs()
+    if hide_gpu or script.device not in (None, "cuda"):
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
+
+
+def ended_of(folder: Path, process: Process, timed_out: bool) -> Ended:
+    """Return the end of a dead process, from its files."""
     done = folder / OUTCOME
     return Ended(
         done.read_bytes() if done.exists() else None,
@@ -104,7 +128,7 @@ def what_ended(folder: Path, process: Process, timed_out: bool) -> Ended:
 
 
 def failure(ended: Ended, timeout: float) -> ScriptFailed:
-    """The error for a process that left no outcome."""
+    """Return the error for a process without an outcome."""
     learnt = f"Until then: {ended.status or 'no module had been called'}."
     if ended.timed_out:
         return ScriptFailed(
@@ -123,26 +147,13 @@ def failure(ended: Ended, timeout: float) -> ScriptFailed:
 
 @contextlib.contextmanager
 def working_folder() -> Iterator[Path]:
-    """A folder for a run's files, gone afterwards."""
+    """Return a temporary folder for a run's files."""
     with tempfile.TemporaryDirectory(prefix="torchtrim-", ignore_cleanup_errors=True) as name:
         yield Path(name)
 
 
-def environment_of(script: Script, hide_gpu: bool = False) -> dict[str, str]:
-    """What the script's process finds in its environment."""
-    environment = environment_of_runs()
-    if hide_gpu or script.device not in (None, "cuda"):
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    return environment
-
-
-def _wait(
-    process: Process,
-    timeout: float,
-    folder: Path,
-    progress: Callable[[str], None],
-) -> bool:
-    """Wait for the process, a little only once its outcome is there. True if it ran too long."""
+def _wait(process: Process, timeout: float, folder: Path, progress: Callable[[str], None]) -> bool:
+    """Wait for the process, shortly once its outcome exists; return True if it ran too long."""
     deadline = time.monotonic() + timeout
     settled = False
     said = ""
@@ -160,7 +171,7 @@ def _wait(
 
 
 def text_of(path: Path) -> str:
-    """What a file says; empty where there is none."""
+    """Return the text of a file, empty if it does not exist."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -168,7 +179,6 @@ def text_of(path: Path) -> str:
 
 
 def _tail(path: Path) -> str:
-    """The end of what the script printed, from the beginning of a line if there is one."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - _TAIL_BYTES, 0))

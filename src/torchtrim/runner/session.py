@@ -1,11 +1,10 @@
-"""Leads one run through its steps: warm-up, the recorded step, then steps that are timed and compared."""
+"""A session: one run's warm-up steps, its recorded step, and the steps that are timed and compared."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -27,7 +26,6 @@ from torchtrim.errors import ApplyFailed, Unsupported, UsageError
 from torchtrim.evidence.script_state import ScriptState
 from torchtrim.executor.apply import apply_plan, fingerprint_of
 from torchtrim.executor.registry import Handle
-from torchtrim.records.plan import Plan
 from torchtrim.records.profile import is_emulated
 from torchtrim.records.trial import Request, Trial
 from torchtrim.runner.fake_process_group import Sharder, reduce_in_place
@@ -38,51 +36,34 @@ from torchtrim.runner.steps import ComparedSteps, StepMeasure
 _BY_HAND = (
     "no optimizer of torch.optim steps, so a step ends where the script changed parameters itself"
 )
-_RANKS = (
-    "of the first rank, whose shards are the largest; what the communication library keeps for itself is "
-    "not counted"
-)
-Progress = Callable[[str], None]
+_RANKS = "of the first rank, whose shards are the largest; without the communication library's own buffers"
 Event = TypeVar("Event", bound=Callable[..., None])
 
 
 def _forwarded(event: Event) -> Event:
-    """Return the method of a forwarder that passes an event on to each of its listeners, in their order."""
-    name = event.__name__
+    """Return a method of `Session` that forwards an event to the listeners of the current phase."""
 
-    def tell(self: Forwarder, *args: Any) -> None:
-        for listener in self.listeners():
-            getattr(listener, name)(*args)
+    def forward(self: Session, *args: Any) -> None:
+        self.forward(event.__name__, *args)
 
-    return cast(Event, tell)
+    return cast(Event, forward)
 
 
-class Forwarder(Listener):
-    """Forwards events to whoever listens in the current phase."""
+class Session(Listener):
+    """Leader of a run through its steps and phases. `done` is called once, after the last step.
 
-    def listeners(self) -> Iterator[Listener]:
-        """The listeners of the current phase, in the order in which they are told."""
-        yield from ()
+    With `frames` a step ends with a frame, not with the optimizers' step. `ours` returns the storages of
+    torchtrim's, which only the process's own memory includes.
+    """
 
-    module_starts = _forwarded(Listener.module_starts)
-    module_ends = _forwarded(Listener.module_ends)
     backward_starts = _forwarded(Listener.backward_starts)
     backward_ends = _forwarded(Listener.backward_ends)
     optimizer_starts = _forwarded(Listener.optimizer_starts)
-    optimizer_ends = _forwarded(Listener.optimizer_ends)
     update_starts = _forwarded(Listener.update_starts)
     update_ends = _forwarded(Listener.update_ends)
     loader_appears = _forwarded(Listener.loader_appears)
     loader_begins = _forwarded(Listener.loader_begins)
     loader_waited = _forwarded(Listener.loader_waited)
-
-
-class Session(Forwarder, Listener):
-    """Leads a whole run. `done` is called once when all steps are there.
-
-    With `frames` a step is over where these say that a frame is, and not where optimizers have stepped.
-    `ours` gives the storages that torchtrim itself keeps: they are in no figure but the process's own.
-    """
 
     def __init__(
         self,
@@ -91,7 +72,7 @@ class Session(Forwarder, Listener):
         *,
         folder: Path | None = None,
         done: Callable[[], None] = lambda: None,
-        progress: Progress = lambda _: None,
+        progress: Callable[[str], None] = lambda _: None,
         trains: bool = True,
         frames: StreamFrames | None = None,
         ours: Callable[[], Sequence[Any]] = lambda: (),
@@ -121,12 +102,13 @@ class Session(Forwarder, Listener):
         self.trial.notes += (_RANKS,) if request.ranks else ()
         self._sharder = Sharder(request.sharding) if request.sharding is not None else None
 
-    def listeners(self) -> Iterator[Listener]:
-        yield self._input
-        if (recording := self._measure.running) is not None:
-            yield recording
+    def forward(self, event: str, *args: Any) -> None:
+        """Forward an event to the input phase, then the recording, then the collector of evidence."""
+        getattr(self._input, event)(*args)
+        if (recording := self.recording) is not None and recording.running:
+            getattr(recording, event)(*args)
         if self._compared.listens:
-            yield self._compared
+            getattr(self._compared, event)(*args)
 
     def root_appears(self, root: nn.Module) -> None:
         prepare(root, self.trial.request)
@@ -138,10 +120,6 @@ class Session(Forwarder, Listener):
         self._apply(name, root)
         if len(self.modules.roots) == 1:
             self._settle_device(root)
-        self._shard(name, root)
-
-    def _shard(self, name: str, root: nn.Module) -> None:
-        """Shard it over the ranks that there seem to be, if that is wanted."""
         if self.trial.request.ranks:
             reduce_in_place(root)
         if self._sharder is None:
@@ -163,7 +141,6 @@ class Session(Forwarder, Listener):
         self._next()
 
     def step_idles(self) -> None:
-        """Stop measuring: what comes until the next step is evaluation."""
         if self._input.runs:
             self._input.idles()
         elif self._growth.runs:
@@ -174,10 +151,9 @@ class Session(Forwarder, Listener):
             self._measure.idle()
 
     def step_ends(self) -> None:
-        """Close the step, and begin the next or call `done`."""
         if self._times is not None:
             phases = (self._growth, self._input)
-            next((one for one in phases if one.runs), self._times).step_ends()
+            next((phase for phase in phases if phase.runs), self._times).step_ends()
             self._go_on_or_finish(self._times)
             return
         evidence, optimizers = self._compared.evidence, self.watcher.optimizers
@@ -188,58 +164,53 @@ class Session(Forwarder, Listener):
             with torch.no_grad():
                 evidence.state(optimizers)
         self.trial.steps.append(evidence.next_step())
-        self._input.step_is_timed()
+        self._input.compared_step_ends()
         self._growth.step_ended(self.trial.steps[-1].peak_bytes)
         request = self.trial.request
         if request.round_trip and len(self.trial.steps) == request.total - 1:
             evidence.round_trip(optimizers)
         if self.complete:
             self._note_counts()
-            self._times = Times(self._more_times(), self.trial.seconds, self._places)
+            times = request.times if self.trial.profile is not None and self._real_time else 0
+            self._times = Times(times, self.trial.seconds, self._places)
             self._go_on_or_finish(self._times)
         else:
             self._next()
 
     @property
     def complete(self) -> bool:
-        """Whether all steps are there; others may be recorded for their times."""
+        """True after the last compared step; more steps may follow, for their times."""
         return len(self.trial.steps) >= self.trial.request.total
 
     @property
     def times_more(self) -> bool:
-        """Whether a step is being recorded for its times."""
+        """True during the further steps, for their times."""
         return self._times is not None and not self._over
 
-    def _more_times(self) -> int:
-        """How many steps more are worth recording: nothing takes its real time on an emulated device."""
-        if self.trial.profile is None or is_emulated(self.trial.device) or self.trial.request.dry:
-            return 0
-        return self.trial.request.times
+    @property
+    def _real_time(self) -> bool:
+        return not (self.trial.request.dry or is_emulated(self.trial.device))
 
     def _go_on_or_finish(self, times: Times) -> None:
-        """Begin a step that is wanted besides those that are compared, or finish."""
+        """Begin a further step, for growth, operator times or the loader, or finish."""
         if self._growth.next(self.trial.seconds) or times.next():
             return
-        if not self._input.next(self._compares_input(), self.trial):
+        request = self.trial.request
+        wanted = bool(request.times or request.tunes is not None) and self._real_time
+        if not self._input.next(wanted, self.trial):
             self.finish()
             self._done()
 
-    def _is_late(self, times: Times) -> bool:
-        """Whether the step that is wanted besides takes so long that the loop does something else."""
-        return times.late() or self._input.late() or self._growth.late()
-
-    def _compares_input(self) -> bool:
-        """Whether steps with and without their loader are worth running."""
-        request = self.trial.request
-        wanted = request.times or request.tunes is not None
-        return bool(wanted) and not (request.dry or is_emulated(self.trial.device))
-
     def finish(self) -> Trial:
-        """Stop whatever runs, and complete the trial."""
         if not self._over:
             self._over = True
             self._measure.abandon()
-            self._note_times()
+            if self._times is not None:
+                self._times.abandon()
+                self._input.end(self.trial)
+                if self.trial.profile is not None:
+                    timed = with_times(self.trial.profile, self._times.steps)
+                    self.trial.profile = replace(timed, loader=self.trial.loader)
             self._note_plans()
             if self.trial.profile is None:
                 self.trial.profile = self._measure.fallback
@@ -258,46 +229,38 @@ class Session(Forwarder, Listener):
         trial.backwards = seen.backwards + seen.gradients
         trial.rss_bytes = rss_bytes()
 
-    def _note_times(self) -> None:
-        if self._times is not None:
-            self._times.abandon()
-            self._input.end(self.trial)
-            if self.trial.profile is not None:
-                timed = with_times(self.trial.profile, self._times.steps)
-                self.trial.profile = replace(timed, loader=self.trial.loader)
-
     def _note_plans(self) -> None:
-        """What plans of the roots' calls say, where such are applied."""
         if not self._frames or self.trial.request.plan is None:
             return
         from torchtrim.executor.network.planned import Planned
 
-        known = [found for root in self.watcher.roots if (found := Planned.known(root)) is not None]
-        needed = [found.peak_bytes for found in known]
-        self.trial.call_bytes = max((n for n in needed if n is not None), default=None)
-        self.trial.notes += tuple(note for found in known for note in found.reasons())
+        planned = [
+            known for root in self.watcher.roots if (known := Planned.known(root)) is not None
+        ]
+        peaks = [calls.peak_bytes for calls in planned if calls.peak_bytes is not None]
+        self.trial.call_bytes = max(peaks, default=None)
+        self.trial.notes += tuple(note for calls in planned for note in calls.reasons())
         self.trial.notes += tuple(
-            f"{type(root).__name__} is in training mode, and its calls run as they are: call eval() first"
+            f"{type(root).__name__} is in training mode, so its calls are not planned: call eval() first"
             for root in self.watcher.roots
             if root.training
         )
 
     @property
     def stepped(self) -> bool:
-        """Whether a step is over that was not closed, since nothing came after it."""
+        """True if a step has ended but is not closed, since no further step began."""
         return self._frame_over or self.watcher.stepped
 
-    def partial(self) -> Recording | None:
-        """The recording that runs."""
+    @property
+    def recording(self) -> Recording | None:
         return self._measure.recording
 
     def revert(self) -> None:
-        """Take the plan back."""
         while self._applied:
             self._applied.pop().revert()
 
     def _settle_device(self, root: nn.Module) -> None:
-        """Where no device was named it is the first root's."""
+        """Take the device from the first root, if the request has none."""
         emulation = current()
         if emulation is not None and is_emulated(self._setting.device):
             emulation.adopt(root)
@@ -311,7 +274,6 @@ class Session(Forwarder, Listener):
         self.trial.device = self._setting.device
 
     def _check(self, name: str) -> None:
-        """Refuse a plan that was made for another root."""
         plan = self.trial.request.plan
         if plan is None:
             return
@@ -326,64 +288,58 @@ class Session(Forwarder, Listener):
             raise self.refused
 
     def _apply(self, name: str, root: nn.Module | torch.optim.Optimizer) -> None:
-        plan = self.trial.request.plan
+        request = self.trial.request
+        plan, exported = request.plan, request.exported
         if plan is None:
             return
         try:
-            self._applied.append(self._planned(plan, name, root))
+            handle: Handle
+            if exported and name in plan.fingerprint and isinstance(root, nn.Module):
+                handle = _apply_exported(exported, root, name, check=not request.double)
+            else:
+                handle = apply_plan(plan, {name: root}, by_hand=request.by_hand)
         except ApplyFailed as error:
             self.refused = error
             raise
-
-    def _planned(self, plan: Plan, name: str, root: nn.Module | torch.optim.Optimizer) -> Handle:
-        request = self.trial.request
-        if request.exported and name in plan.fingerprint and isinstance(root, nn.Module):
-            return apply_exported(request.exported, root, name, check=not request.double)
-        return apply_plan(plan, {name: root}, by_hand=request.by_hand)
+        self._applied.append(handle)
 
     def _next(self) -> None:
-        number = len(self.trial.steps)
-        request = self.trial.request
-        self._progress(f"step {number + 1} of {request.total}")
+        self._progress(f"step {len(self.trial.steps) + 1} of {self.trial.request.total}")
         self._measure.begin(self.watcher.optimizers)
 
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
         if self._frame_over and depth == 0:
             self._frame_over = False
             self.step_ends()
-        if self._times is not None and depth == 0 and self._is_late(self._times):
-            self.finish()
+        if self._times is not None and depth == 0:
+            phases = (self._times, self._input, self._growth)
+            if any(phase.late() for phase in phases):
+                self.finish()
         if self._over:
             self._done()
-        super().module_starts(module, args, kwargs, depth)
+        self.forward("module_starts", module, args, kwargs, depth)
 
     def module_ends(self, module: nn.Module, output: Any, depth: int) -> None:
-        super().module_ends(module, output, depth)
+        self.forward("module_ends", module, output, depth)
         if self._frames is not None and self._frames.ends(module, depth):
             self._frame_over = output is not None
 
     def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
         self.trial.optimizer_steps += not self.complete
-        super().optimizer_ends(optimizer)
+        self.forward("optimizer_ends", optimizer)
 
     def batch(self, iterator: Any, following: Callable[[Any], Any]) -> Any:
         return self._input.batch(iterator, following)
 
 
-def apply_exported(path: str, root: nn.Module, name: str, *, check: bool) -> Handle:
-    """What the `apply` of the module of that file returns. Raises `ApplyFailed`."""
-    module = _module_of(path)
-    try:
-        handle: Handle = module.apply(root, name, check=check)
-    except module.ApplyFailed as error:
-        raise ApplyFailed(str(error)) from error
-    return handle
-
-
-def _module_of(path: str) -> ModuleType:
+def _apply_exported(path: str, root: nn.Module, name: str, *, check: bool) -> Handle:
     spec = importlib.util.spec_from_file_location("exported_plan", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    try:
+        handle: Handle = module.apply(root, name, check=check)
+    except module.ApplyFailed as error:
+        raise ApplyFailed(str(error)) from error
+    return handle

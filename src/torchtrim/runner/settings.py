@@ -1,4 +1,4 @@
-"""What a script compiles is run eagerly: inside a compiled graph nothing can be seen or planned."""
+"""The settings of a script's run: eager mode, float64 or perturbed tensors, and filled empty ones."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch.utils._pytree import tree_map
 from torchtrim.records.trial import Request
 
 NOTE = (
-    "the script uses torch.compile: what it compiles was run eagerly here, and every figure is of that. "
-    "A plan holds for eager runs too, and `torchtrim run` runs it so"
+    "the script uses torch.compile: its compiled functions ran eagerly here, and every figure is of that. "
+    "A plan is for eager runs, and `torchtrim run` runs it eagerly"
 )
 
 
 class Eagerly:
-    """From `install` on, `torch.compile` gives what it always does, and calling that compiles nothing.
+    """Replacement of `torch.compile` that runs functions eagerly: a compiled graph hides its operators.
 
-    `asked` tells whether the script ever compiled, `told` is called when it first does.
+    `asked`: the script has compiled; `told` is called when it first does.
     """
 
     def __init__(self, told: Callable[[], None] = lambda: None) -> None:
@@ -32,11 +32,11 @@ class Eagerly:
         self._told = told
 
     def install(self) -> None:
-        """Stand in for `torch.compile`, the decorator too, and for `Module.compile`."""
+        """Replace `torch.compile`, also as a decorator, and `Module.compile`."""
         original = torch.compile
 
         @functools.wraps(original)
-        def compile_nothing(model: Any = None, **options: Any) -> Any:
+        def compile_eager(model: Any = None, **options: Any) -> Any:
             self._ask()
             for unused in ("backend", "mode", "options"):
                 options.pop(unused, None)
@@ -47,11 +47,11 @@ class Eagerly:
             self._ask()
 
         self._instead = torch.compile, nn.Module.compile
-        torch.compile = compile_nothing
+        torch.compile = compile_eager
         nn.Module.compile = stay_eager  # type: ignore[assignment, method-assign]
 
     def remove(self) -> None:
-        """What `install` replaced is there again."""
+        """Undo `install`."""
         torch.compile, nn.Module.compile = self._instead  # type: ignore[method-assign]
         if self.asked:
             torch.compiler.set_stance("default")
@@ -70,13 +70,13 @@ _NAMES = {
 
 
 def widen_old_types() -> None:
-    """`torch.FloatTensor(2, 3)`, which no mode sees, makes float64 in this process from now on."""
+    """Have `torch.FloatTensor(2, 3)`, which modes cannot intercept, make float64 in this process."""
     for module, narrow, wide in _OLD_TYPES:
         setattr(module, narrow, getattr(module, wide))
 
 
 def load_as_written() -> None:
-    """What is read from a file, or sent by a loader's worker, has the type that it was written in."""
+    """Keep the type of tensors read from a file or received from a loader's worker."""
     rebuild = torch._utils._rebuild_tensor
 
     @functools.wraps(rebuild)
@@ -88,7 +88,7 @@ def load_as_written() -> None:
 
 
 def keep_wide_in_backward() -> None:
-    """What runs again in backward does so under `Wide`, as at first: torch turns modes off there."""
+    """Run recomputation in backward under `Wide` too: torch turns modes off there."""
     run_backward = torch.autograd.graph._engine_run_backward
 
     @functools.wraps(run_backward)
@@ -101,52 +101,47 @@ def keep_wide_in_backward() -> None:
 
 
 def prepare(root: nn.Module, request: Request) -> None:
-    """Widen and nudge its parameters, buffers and what it is first called with, as is requested."""
+    """Upcast or perturb parameters, buffers and the inputs of the first call, as requested."""
     if request.double:
         root.double()
     if request.nudged:
         with torch.no_grad():
             for tensor in (*root.parameters(), *root.buffers()):
-                tensor.copy_(_nudged(tensor))
-        _nudge_inputs(root, torch.float64 if request.double else None)
+                tensor.copy_(_perturbed(tensor))
+        _perturb_inputs(root, request.double)
 
 
-def _nudge_inputs(root: nn.Module, dtype: torch.dtype | None) -> None:
-    """Nudge the inputs of the next call, those of float32 in the wider type."""
-
-    def nudge(value: Any) -> Any:
+def _perturb_inputs(root: nn.Module, double: bool) -> None:
+    def perturb(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return _nudged(value.to(dtype) if dtype and value.dtype is torch.float32 else value)
+            return _perturbed(value.double() if double and _is_narrow(value) else value)
         return value
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         handle.remove()
-        return tree_map(nudge, args), tree_map(nudge, kwargs)
+        return tree_map(perturb, args), tree_map(perturb, kwargs)
 
     handle = root.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def _nudged(value: torch.Tensor) -> torch.Tensor:
-    """The numbers moved by one rounding each, up or down at random, the same way each time.
+def _perturbed(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor perturbed by one rounding of each number, up or down at random but reproducibly.
 
-    Of a type narrower than float32 they stay, since there one rounding is no small change.
+    Types narrower than float32 stay, since one of their roundings is a large change.
     """
     if value.dtype not in (torch.float32, torch.float64) or value.layout is not torch.strided:
         return value
     own = torch.Generator("cpu").manual_seed(value.numel())
-    signs = (
-        torch.randint(2, value.shape, generator=own, dtype=torch.int64, device="cpu").to(value) * 2
-        - 1
-    )
-    return value * (1 + torch.finfo(value.dtype).eps * signs)
+    bits = torch.randint(2, value.shape, generator=own, dtype=torch.int64, device="cpu").to(value)
+    return value * (1 + torch.finfo(value.dtype).eps * (bits * 2 - 1))
 
 
 class Wide(TorchFunctionMode):
-    """What is cast to or made in float32 is in float64: `x.float()`, `softmax(x, -1, dtype=torch.float32)`,
-    `x.type("torch.FloatTensor")`. So is data that came in float32 and meets float64 where torch wants one
-    type, but for what is written to.
+    """Mode that makes float64 of each float32 a program names: `x.float()`, `x.type("torch.FloatTensor")`,
+    `softmax(x, -1, dtype=torch.float32)`. It also upcasts float32 data that meets float64 in an operator of
+    one type, except in tensors that are written to.
 
-    Else the program rounds to float32 itself, and by how much less two runs differ says nothing.
+    Otherwise the program would round to float32 itself, which hides how much less two runs differ.
     """
 
     def __torch_function__(
@@ -159,27 +154,23 @@ class Wide(TorchFunctionMode):
         try:
             return func(*args, **named)
         except RuntimeError:
-            if not _are_mixed((*args, *named.values())) or _writes_narrow(func, args, named):
+            values = (*args, *named.values())
+            types = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+            mixed = {torch.float32, torch.float64} <= types
+            if not mixed or _writes_narrow(func, args, named):
                 raise
-        named = {name: _widened(value) for name, value in named.items()}
-        return func(*map(_widened, args), **named)
-
-
-def _are_mixed(values: tuple[Any, ...]) -> bool:
-    """Whether there are tensors of float32 and of float64."""
-    types = {value.dtype for value in values if isinstance(value, torch.Tensor)}
-    return {torch.float32, torch.float64} <= types
+        named = {name: _upcast(value) for name, value in named.items()}
+        return func(*map(_upcast, args), **named)
 
 
 def _writes_narrow(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Whether a function writes to a tensor of float32: to a copy in float64 it would be lost."""
+    """Return True if a function writes to a float32 tensor: an upcast copy would lose the write."""
     name = getattr(func, "__name__", "")
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     return _is_narrow(named.get("out")) or (in_place and _is_narrow(args[0] if args else None))
 
 
-def _widened(value: Any) -> Any:
-    """A tensor of float32 in float64; anything else as it is."""
+def _upcast(value: Any) -> Any:
     return value.double() if _is_narrow(value) else value
 
 
@@ -193,27 +184,27 @@ def _wide(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
-_SEED = 7_081_990
-_SCALE = 0.02
+_SEED = 7_081_990  # arbitrary
+_SCALE = 0.02  # the usual deviation of initial weights of transformers, so that steps stay finite
 _NOTE = (
-    "{count} tensors of {root}, first `{first}`, hold what `to_empty` left in memory: the script has not "
+    "{count} tensors of {root}, first `{first}`, are uninitialized memory of `to_empty`: the script has not "
     "written them before its first forward. Here they are the same small numbers in every run; without "
     "torchtrim they hold anything. Have `reset_parameters` reach them"
 )
 
 
-class _Left(NamedTuple):
-    """A tensor as `to_empty` left it, and the versions that it and this rank's part of it had."""
+class _Filled(NamedTuple):
+    """A tensor filled after `to_empty`, and its versions then."""
 
     tensor: weakref.ref[torch.Tensor]
     versions: tuple[int, int]
 
 
-_left: dict[int, _Left] = {}
+_filled: dict[int, _Filled] = {}
 
 
 def fill_uninitialized() -> None:
-    """From now on fill what `to_empty` leaves, in this process."""
+    """From now on fill the tensors of `to_empty` with small numbers, in this process."""
     original = nn.Module.to_empty
 
     @functools.wraps(original)
@@ -227,8 +218,12 @@ def fill_uninitialized() -> None:
 
 
 def note_uninitialized(root: nn.Module) -> tuple[str, ...]:
-    """What is to be said of a root whose first forward begins; nothing where all was written."""
-    names = [name for name, tensor in _tensors_of(root) if _is_left(tensor)]
+    """Return a note on the tensors that a root has not written before its first forward, if any."""
+    names = []
+    for name, tensor in _tensors_of(root):
+        filled = _filled.get(id(tensor))
+        if filled and filled.tensor() is tensor and filled.versions == _versions(tensor):
+            names.append(name)
     if not names:
         return ()
     return (_NOTE.format(count=len(names), root=type(root).__name__, first=names[0]),)
@@ -243,25 +238,18 @@ def _fill(module: nn.Module) -> None:
             own.copy_(drawn.normal_(0.0, _SCALE, generator=draws))
         else:
             own.zero_()
-        _left[id(tensor)] = _Left(weakref.ref(tensor), _versions(tensor))
-
-
-def _is_left(tensor: torch.Tensor) -> bool:
-    left = _left.get(id(tensor))
-    return left is not None and left.tensor() is tensor and left.versions == _versions(tensor)
+        _filled[id(tensor)] = _Filled(weakref.ref(tensor), _versions(tensor))
 
 
 def _versions(tensor: torch.Tensor) -> tuple[int, int]:
-    """What writes to a sharded tensor counts at that, or at its part."""
+    """Return the versions of a tensor and its shard: a write counts at either."""
     return tensor._version, _own_part(tensor)._version
 
 
 def _own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a tensor that is shared out over ranks, the part of this one."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, by name."""
     return [*module.named_parameters(), *module.named_buffers()]

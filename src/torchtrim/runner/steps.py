@@ -1,4 +1,4 @@
-"""What a session measures and keeps of a step: its seconds, its peak, its operators; what it computed."""
+"""Measures and evidence of a session's steps: seconds, peaks, operators and digests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torchtrim.records.trial import Trial, TrialStep
 
 
 class StepClock:
-    """The seconds of a step without those that torchtrim takes itself."""
+    """Clock of a step's seconds, without torchtrim's own work."""
 
     def __init__(self) -> None:
         self._began = self._own = 0.0
@@ -42,7 +42,7 @@ class StepClock:
         return max(now() - self._began - self._own, 0.0)
 
     def aside(self, function: Callable[..., None], *args: Any) -> None:
-        """Call it as torchtrim's own doing: unrecorded, and not part of the step's time."""
+        """Call a function unrecorded, and outside the step's time."""
         begin = now()
         with torch.utils._python_dispatch._disable_current_modes():
             function(*args)
@@ -50,9 +50,9 @@ class StepClock:
 
 
 class StepMeasure:
-    """Measures one step of a trial after another: by a recording, or by its peak alone.
+    """Measure of a trial's steps, one after another: a recording, or the peak alone.
 
-    `ours` gives the storages that torchtrim itself keeps: they are in no figure but the process's own.
+    `ours` returns the storages of torchtrim's, which only the process's own memory includes.
     """
 
     def __init__(
@@ -80,18 +80,12 @@ class StepMeasure:
         self._lines: list[tuple[str, int, bool]] = []
 
     def settle(self, setting: Setting) -> None:
-        """Measure on the device that was not known until now."""
+        """Measure on a device that was unknown until now."""
         self._setting = setting
         self._watching = allocator_for(setting.device)
 
-    @property
-    def running(self) -> Recording | None:
-        """The recording that listens, None where there is none."""
-        recording = self.recording
-        return recording if recording is not None and recording.running else None
-
     def begin(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Begin to measure the next step."""
+        """Begin measuring the next step."""
         number, request = len(self._trial.steps), self._trial.request
         if self._idled:
             self._idled, self._alive = False, reachable_bytes()
@@ -117,7 +111,7 @@ class StepMeasure:
             self._idled = True
 
     def stop(self) -> None:
-        """Stop measuring, unless that was done; `close` notes the step until here."""
+        """Stop measuring, if not stopped yet; `close` notes the step until here."""
         if self._watched is not None:
             return
         self._seconds = self.clock.seconds
@@ -132,7 +126,11 @@ class StepMeasure:
         step.seconds = self._seconds
         recording, self.recording = self.recording, None
         if recording is None:
-            self._note_peak(step, self._watched or NOTHING)
+            watched = self._watched or NOTHING
+            before = self._alive if watched.before is None else watched.before
+            step.peak_bytes = before - self._ours_bytes + watched.peak if watched.peak else 0
+            step.reserved_bytes, step.left_bytes = watched.reserved, watched.end
+            self._alive += watched.end
             return
         trial, number = self._trial, len(self._trial.steps)
         if number == trial.request.traced:
@@ -151,36 +149,26 @@ class StepMeasure:
         step.peak_bytes = profile.peak_bytes
         step.reserved_bytes = profile.reserved_bytes
 
-    def _note_peak(self, step: TrialStep, watched: Watched) -> None:
-        before = self._alive if watched.before is None else watched.before
-        step.peak_bytes = before - self._ours_bytes + watched.peak if watched.peak else 0
-        step.reserved_bytes, step.left_bytes = watched.reserved, watched.end
-        self._alive += watched.end
-
     def abandon(self) -> None:
-        """Stop a recording or a watch without its result."""
+        """Stop measuring without a result."""
         recording, self.recording = self.recording, None
         if recording is not None:
             recording.abandon()
         self._watching.stop()
 
     def _look(self, operator: Any, given: Any) -> None:
-        """Keep the user's line and a digest of what an operator gave; new memory holds anything."""
+        """Keep the user's line and a digest of an operator's outputs, the shape alone of empty tensors."""
         self._lines.append(self._places.users_line(sys._getframe(2)))
-        new = "empty" in str(operator)
+        digest = kind_of if "empty" in str(operator) else digest_of
         with torch._C._DisableTorchDispatch(), torch.no_grad(), own():
-            found = [
-                kind_of(one) if new else digest_of(one)
-                for one in tensors_in(given)
-                if has_bits(one)
-            ]
-        self._digests.append(",".join(found))
+            digests = [digest(tensor) for tensor in tensors_in(given) if has_bits(tensor)]
+        self._digests.append(",".join(digests))
 
 
 class ComparedSteps(Listener):
-    """Has the evidence of each step collected outside its time. What the recorded step does is not compared.
+    """Collector of each step's evidence outside the step's time; the recorded step has none.
 
-    `trains`: a step is one of training; `folder`: where values are kept that the request asks for.
+    `trains`: steps train; `folder`: folder for the values that the request keeps.
     """
 
     def __init__(
@@ -203,7 +191,6 @@ class ComparedSteps(Listener):
 
     @property
     def listens(self) -> bool:
-        """Whether there are steps to compare yet."""
         trial = self._trial
         return not trial.request.dry and len(trial.steps) < trial.request.total
 
@@ -212,7 +199,6 @@ class ComparedSteps(Listener):
         return len(self._trial.steps) != self._trial.request.warmup
 
     def begins(self, name: str, root: nn.Module) -> None:
-        """Collect what a root holds before it runs for the first time."""
         if self.listens:
             self._clock.aside(self.evidence.begins, name, root)
 

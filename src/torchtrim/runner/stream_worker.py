@@ -1,10 +1,9 @@
-"""A stream in the script's own process: `python -m torchtrim.runner.stream_worker FOLDER LIFELINE`."""
+"""Main module of a streaming script's own process: `... stream_worker FOLDER LIFELINE`."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,8 +24,8 @@ from torchtrim.records.plan import Plan, Technique
 from torchtrim.records.profile import Profile
 from torchtrim.records.report import StreamReport
 from torchtrim.records.trial import Crash
-from torchtrim.runner.script import OUTCOME, STATUS, TASK
-from torchtrim.runner.worker import Stop, crash_of, run_in_folder, run_target, seed_all
+from torchtrim.runner.script import OUTCOME, STATUS, TASK, Target
+from torchtrim.runner.worker import Stop, run_in_folder, run_to_crash, seed_all
 from torchtrim.stream.lifetimes import bounded, unbounded
 from torchtrim.techniques.bounded_state import TECHNIQUE, knows
 
@@ -34,12 +33,10 @@ KEPT = "kept"
 
 
 class StreamTask(Struct, frozen=True, kw_only=True):
-    """What the parent asks for. `bounds`: as the script has them, `on` also for what it leaves unbounded,
-    `off` for none at all. `keep`: the frame whose results are wanted, -1 for none."""
+    """The parent's order. `bounds`: `script` leaves state to the script, `on` also bounds the state that
+    the script does not, `off` bounds none. `keep`: the frame whose results to keep, or -1."""
 
-    target: str
-    module: bool
-    args: tuple[str, ...]
+    target: Target
     project: str
     frames: int
     frames_of: str | None = None
@@ -50,7 +47,7 @@ class StreamTask(Struct, frozen=True, kw_only=True):
 
 
 class StreamTrial(Struct, kw_only=True):
-    """What one run left: what grew, a digest of each frame's results, the bounded state."""
+    """The outcome of one run: growth, a digest of each frame's results, the bounded state."""
 
     profile: Profile | None = None
     stream: StreamReport | None = None
@@ -58,12 +55,11 @@ class StreamTrial(Struct, kw_only=True):
     frames: int = 0
     what: str = ""
     bounded: tuple[str, ...] = ()
-    seeds: str = "torchtrim"
     crash: Crash | None = None
 
 
 class _Watching(Growing):
-    """Binds what the script leaves unbounded, as its models appear."""
+    """Observer of growth that bounds the state of models, if requested, as they appear."""
 
     def __init__(self, task: StreamTask, **options: Any) -> None:
         super().__init__(frames=task.frames, project=task.project, **options)
@@ -72,31 +68,25 @@ class _Watching(Growing):
         self._handles: list[Handle] = []
 
     def root_appears(self, root: nn.Module) -> None:
-        """See `Listener`."""
         if self._task.bounds != "on":
             return
-        for model in (root, *trackers_of(root)):
-            if knows(model) or self._planned(model):
-                self._bind(model)
-
-    def _bind(self, model: nn.Module) -> None:
-        name = type(model).__name__
-        technique = self._planned(model) or Technique(name=TECHNIQUE.name, where=(name,))
-        self._handles.append(TECHNIQUE.apply({name: model}, technique))
-
-    def _planned(self, model: nn.Module) -> Technique | None:
         techniques = self._task.plan.techniques if self._task.plan else ()
-        name = type(model).__name__
-        return next((t for t in techniques if t.name == TECHNIQUE.name and name in t.where), None)
+        ours = [technique for technique in techniques if technique.name == TECHNIQUE.name]
+        for model in (root, *trackers_of(root)):
+            name = type(model).__name__
+            technique = next((t for t in ours if name in t.where), None)
+            if technique is None and knows(model):
+                technique = Technique(name=TECHNIQUE.name, where=(name,))
+            if technique is not None:
+                self._handles.append(TECHNIQUE.apply({name: model}, technique))
 
 
-class StreamRunner:
-    """Runs one task, and writes its outcome into the folder."""
+class _StreamRunner:
+    """Runner of one task, which writes the outcome into the folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._task = msgspec.json.decode((folder / TASK).read_bytes(), type=StreamTask)
-        self._trial = StreamTrial()
         self._written = False
         self._growing = _Watching(
             self._task, frames_of=self._task.frames_of, ended=self._ended, done=self._done
@@ -105,25 +95,9 @@ class StreamRunner:
     def run(self) -> None:
         """Run the script until its frames are done, it ends or it fails; leave the outcome."""
         seed_all()
-        crash = None
-        with self._bounds(), self._growing:
-            try:
-                run_target(self._task.target, self._task.module, self._task.args)
-            except Stop:
-                pass
-            except SystemExit as ended:
-                if ended.code not in (None, 0):
-                    crash = Crash(kind="exited", message=f"the script exited with {ended.code!r}")
-            except ApplyFailed as error:
-                crash = Crash(kind="refused", message=str(error))
-            except BaseException as error:
-                crash = crash_of(error)
-            self._write(crash)
-
-    @contextlib.contextmanager
-    def _bounds(self) -> Iterator[None]:
-        with unbounded() if self._task.bounds == "off" else contextlib.nullcontext():
-            yield
+        off = self._task.bounds == "off"
+        with unbounded() if off else contextlib.nullcontext(), self._growing:
+            self._write(run_to_crash(self._task.target, refusals=(ApplyFailed,)))
 
     def _ended(self, frame: int, output: Any) -> None:
         (self._folder / STATUS).write_text(f"frame {frame + 1} of {self._task.frames}")
@@ -132,14 +106,9 @@ class StreamRunner:
         tensors = [one for one in tensors_in(output) if one.layout is torch.strided]
         with torch.no_grad():
             self._growing.digests.append(" ".join(map(digest_of, tensors)))
-            if frame == self._task.keep:
-                self._keep(tensors)
-
-    def _keep(self, tensors: list[torch.Tensor]) -> None:
-        for number, tensor in enumerate(tensors):
-            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            wide = real.double()
-            (self._folder / f"{KEPT}{number}").write_bytes(bytes_of(wide))
+            for number, tensor in enumerate(tensors if frame == self._task.keep else ()):
+                real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                (self._folder / f"{KEPT}{number}").write_bytes(bytes_of(real.double()))
 
     def _done(self) -> NoReturn:
         if self._written:
@@ -151,23 +120,28 @@ class StreamRunner:
         if self._written:
             return
         self._written = True
-        trial, growing = self._trial, self._growing
-        trial.crash, trial.frames, trial.what = crash, growing.frames, growing.clock.what
-        trial.bounded = tuple(sorted(bounded))
-        trial.digests = growing.digests
+        growing, script = self._growing, self._task.target.name
         if crash is None:
             try:
                 check_frames(growing)
             except TorchtrimError as error:
-                trial.crash = Crash(kind="no step", message=str(error))
-        trial.profile = profile_of(growing, script=self._task.target, project=self._task.project)
-        trial.stream = stream_of(growing, trial.profile)
+                crash = Crash(kind="no step", message=str(error))
+        profile = profile_of(growing, script=script, project=self._task.project)
+        trial = StreamTrial(
+            profile=profile,
+            stream=stream_of(growing, profile),
+            digests=growing.digests,
+            frames=growing.frames,
+            what=growing.clock.what,
+            bounded=tuple(sorted(bounded)),
+            crash=crash,
+        )
         write_atomically(self._folder / OUTCOME, msgspec.json.encode(trial))
 
 
 def main() -> None:
-    """Run the task that the command line names."""
-    run_in_folder(lambda folder: StreamRunner(folder).run())
+    """Run the task named on the command line."""
+    run_in_folder(lambda folder: _StreamRunner(folder).run())
 
 
 if __name__ == "__main__":

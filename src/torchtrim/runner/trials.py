@@ -1,4 +1,4 @@
-"""Runs a workload once: a script in its own process, a live model in this one, state put back."""
+"""One run of a workload: of a script in its own process, of a live model in this one, then restored."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from torchtrim.capture.build import Setting
 from torchtrim.capture.snapshot import Snapshot
 from torchtrim.capture.workload import Inference, TrainStep
 from torchtrim.core.units import format_bytes
+from torchtrim.dryrun.mode import Dry
 from torchtrim.dryrun.run import dry_run
-from torchtrim.emulator.orders import Order
+from torchtrim.emulator.orders import StreamOrder
 from torchtrim.errors import (
     ApplyFailed,
     NothingTrains,
@@ -28,9 +29,9 @@ from torchtrim.errors import (
 )
 from torchtrim.executor.failing import note, place_of
 from torchtrim.records.trial import Crash, Request, Trial
-from torchtrim.runner.fake_process_group import seeming_ranks
+from torchtrim.runner.fake_process_group import fake_ranks
 from torchtrim.runner.ranks import first_failed, merged, on_rank, run_ranks
-from torchtrim.runner.script import Ended, Script, failure, run_script
+from torchtrim.runner.script import Ended, Script, failure, run_script, working_folder
 from torchtrim.runner.session import Session
 from torchtrim.runner.settings import Wide
 from torchtrim.runner.worker import ScriptTask
@@ -43,24 +44,36 @@ Progress = Callable[[str], None]
 def run_trial(
     workload: Workload, request: Request, folder: Path, progress: Progress = lambda _: None
 ) -> Trial:
-    """Run it. Kept values are in the folder.
+    """Run the workload, and put the values that the request keeps into the folder.
 
-    Raises `ScriptFailed` with what was learnt, and `ApplyFailed` where a plan was refused.
+    Raises `ScriptFailed` with the facts known until the failure, and `ApplyFailed` for a refused plan.
     """
     if isinstance(workload, Script):
         return _run_script(workload, request, folder, progress)
     return _run_live(workload, request, folder, progress)
 
 
+def run_once(workload: Workload, request: Request, what: str, progress: Progress) -> Trial:
+    """Run a workload in a temporary folder, with `what` before each text of its progress."""
+    with working_folder() as folder:
+        return run_trial(workload, request, folder, lambda text: progress(f"{what}: {text}"))
+
+
 def _run_script(script: Script, request: Request, folder: Path, progress: Progress) -> Trial:
     script.check()
     if script.device == "cuda" and request.dry:
         raise UsageError(
-            "an estimate needs no GPU, but the name of one: --device h100, or emulated for any."
+            "an estimate runs without a GPU: give the name of one, --device h100, or emulated for any."
         )
     if script.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: there is no CUDA device here. Leave it out, or say cpu.")
-    _check_streams(script)
+        raise UsageError("--device cuda: found no CUDA device. Leave it out, or give cpu.")
+    if script.streams:
+        StreamOrder.parse(script.streams)  # raises for an unknown order
+        if script.device in ("cpu", "cuda"):
+            raise UsageError(
+                f"--streams {script.streams} orders the streams of an emulated device: leave --device "
+                f"{script.device} out, or give --device emulated."
+            )
     if script.processes > 1:
         return _run_ranks(script, request, folder, progress)
     ended = run_script(
@@ -76,9 +89,7 @@ def _run_script(script: Script, request: Request, folder: Path, progress: Progre
 
 def _task(script: Script, request: Request) -> ScriptTask:
     return ScriptTask(
-        target=script.target if script.module else str(script.path),
-        module=script.module,
-        args=script.args,
+        target=script.command,
         project=str(script.project),
         request=msgspec.structs.replace(
             request, device=script.device, streams="" if request.dry else script.streams
@@ -88,7 +99,6 @@ def _task(script: Script, request: Request) -> ScriptTask:
 
 
 def _trial_of(script: Script, request: Request, ended: Ended) -> Trial:
-    """The trial that a process left. Raises what a person reads where it failed."""
     if ended.outcome is None:
         died = failure(ended, script.timeout)
         ours = _is_planned(request, died) and not ended.timed_out
@@ -101,12 +111,15 @@ def _trial_of(script: Script, request: Request, ended: Ended) -> Trial:
 
 
 def _run_ranks(script: Script, request: Request, folder: Path, progress: Progress) -> Trial:
-    """Run every rank. What fails on one names it, and tells of the others."""
+    """Run all ranks; the error of a failed one names it, with the fate of the others."""
     if request.dry:
         raise Unsupported(
-            "an estimate is of one process. Leave --processes out, or watch the ranks: torchtrim diagnose."
+            "an estimate does not support --processes. Leave it out, or watch the ranks: torchtrim diagnose."
         )
-    task = msgspec.json.encode(_task(script, _of_ranks(request)))
+    # All run the same number of steps, since they await each other, and two warm up, since in its second
+    # step `DistributedDataParallel` rebuilds its buckets.
+    same = msgspec.structs.replace(request, times=0, warmup=max(request.warmup, 2))
+    task = msgspec.json.encode(_task(script, same))
     ranks = run_ranks(script, [task] * script.processes, folder=folder, progress=progress)
     culprit = first_failed(ranks)
     if culprit is not None:
@@ -118,32 +131,11 @@ def _run_ranks(script: Script, request: Request, folder: Path, progress: Progres
     return merged([_trial_of(script, request, rank.ended) for rank in ranks], script.only)
 
 
-def _of_ranks(request: Request) -> Request:
-    """The request for each rank: all run the same number of steps, since they await each other.
-
-    In its second step `DistributedDataParallel` arranges its buckets anew, so that one warms up too.
-    """
-    return msgspec.structs.replace(request, times=0, warmup=max(request.warmup, 2))
-
-
-def _check_streams(script: Script) -> None:
-    """Raises `UsageError` for an unknown order of streams, and where there are no streams to order."""
-    if not script.streams:
-        return
-    Order.parse(script.streams)
-    if script.device in ("cpu", "cuda"):
-        raise UsageError(
-            f"--streams {script.streams} is about the streams of an emulated device: leave --device "
-            f"{script.device} out, or say --device emulated."
-        )
-
-
-def _run_live(
-    workload: TrainStep | Inference, request: Request, folder: Path, progress: Progress
-) -> Trial:
+def _run_live(workload: Model, request: Request, folder: Path, progress: Progress) -> Trial:
     dry = request.dry
-    kept = () if request.sharding is not None else (workload.model,)
-    snapshot = Snapshot(kept, workload.optimizers if kept else (), values=not dry)
+    # Sharding changes a model for good, so that model was made for the estimate.
+    models = () if request.sharding is not None else (workload.model,)
+    snapshot = Snapshot(models, workload.optimizers if models else (), values=not dry)
     setting = Setting(request.device or "", "", str(Path.cwd()))
     if request.total > 1 and not dry:
         workload.prepare()
@@ -156,18 +148,21 @@ def _run_live(
         trains=workload.trains,
         ours=lambda: [*snapshot.kept(), *workload.spare()],
     )
+    running: contextlib.AbstractContextManager[Dry | None] = contextlib.nullcontext()
+    if dry:
+        running = dry_run(str(Path.cwd()), owned_only=True)
     dtype = torch.float64 if request.double else None
-    kept_dtypes = [(p, p.dtype) for p in workload.model.parameters()] if dtype else []
+    dtypes = [(p, p.dtype) for p in workload.model.parameters()] if dtype else []
     try:
         if dtype is not None:
-            _widen(workload.optimizers, dtype)
+            _upcast_states(workload.optimizers, dtype)
         session.watcher.optimizers.extend(workload.optimizers)
         wide = Wide() if dtype is not None else contextlib.nullcontext()
         with (
             session.watcher,
-            _running_dry(dry) as notes,
+            running as mode,
             wide,
-            seeming_ranks(request.ranks, sharded=request.sharding is not None),
+            fake_ranks(request.ranks, sharded=request.sharding is not None),
             _finished_first(session),
         ):
             for number in range(request.total):
@@ -179,25 +174,28 @@ def _run_live(
             _time_more(workload, session)
         trial = session.finish()
         trial.seeds = "script"
-        trial.notes += tuple(notes)
+        trial.notes += tuple(mode.guesses.notes()) if mode is not None else ()
         return trial
     except Exception as error:
         if not _is_planned(request, error):
             raise
-        said = _not_the_same(error) if isinstance(error, CheckpointError) else _failed(error)
-        raise PlannedStepFailed(said, place=place_of(error)) from error
+        said = f"{type(error).__name__}: {error}"
+        message = f"the step failed with the plan applied, and the model is unchanged: {said}"
+        if isinstance(error, CheckpointError):
+            message = f"{_NOT_THE_SAME} torch says: {error}"
+        raise PlannedStepFailed(message, place=place_of(error)) from error
     finally:
         session.finish()
         session.revert()
-        for parameter, kind in kept_dtypes:
-            parameter.data = parameter.data.to(kind)
+        for parameter, before in dtypes:
+            parameter.data = parameter.data.to(before)
         workload.turn(0)
         snapshot.restore()
 
 
 @contextlib.contextmanager
 def _finished_first(session: Session) -> Iterator[None]:
-    """After an error the session takes its own patches back before those that it was begun under go."""
+    """After an error, undo the session's patches before the patches under which it began."""
     try:
         yield
     except BaseException:
@@ -205,8 +203,7 @@ def _finished_first(session: Session) -> Iterator[None]:
         raise
 
 
-def _time_more(workload: TrainStep | Inference, session: Session) -> None:
-    """Run steps that are wanted for their times alone; one that raises is done without."""
+def _time_more(workload: Model, session: Session) -> None:
     with contextlib.suppress(Exception):
         for number in itertools.count(session.trial.request.total):
             if not session.times_more:
@@ -216,20 +213,8 @@ def _time_more(workload: TrainStep | Inference, session: Session) -> None:
             session.step_ends()
 
 
-@contextlib.contextmanager
-def _running_dry(dry: bool) -> Iterator[list[str]]:
-    """A dry run, if it is to be one; the list has its notes at the end."""
-    notes: list[str] = []
-    if not dry:
-        yield notes
-        return
-    with dry_run(str(Path.cwd()), owned_only=True) as mode:
-        yield notes
-        notes += mode.guesses.notes()
-
-
 def _is_planned(request: Request, error: Exception) -> bool:
-    """Whether it failed with a plan applied; one that was refused as a whole is not tried again."""
+    """Return True for a failure with a plan applied, unless the plan was refused as a whole."""
     changes = request.plan is not None and bool(request.plan.techniques)
     refused = isinstance(error, ApplyFailed) and not place_of(error)
     return changes and not request.double and not refused
@@ -240,23 +225,16 @@ def _of_plan(error: Exception, place: str) -> PlannedStepFailed:
     return PlannedStepFailed(str(error), place=place, learnt=learnt, traceback=trace)
 
 
-def _failed(error: Exception) -> str:
-    said = f"{type(error).__name__}: {error}"
-    return f"the step failed with the plan applied, and the model is as it was: {said}"
+_NOT_THE_SAME = (
+    "a block of the plan computes something else when it runs again in backward, so the planned step "
+    "failed; the model is unchanged. Such a block depends on state that torchtrim cannot restore: a list "
+    "or a cache that grows with every call, a global, a generator of its own. "
+    "Take it out of the plan, or make it depend on its inputs only."
+)
 
 
-def _not_the_same(error: CheckpointError) -> str:
-    """What a block that is not the same when it runs again tells the person."""
-    return (
-        "a block of the plan computes something else when it runs again in backward, so the planned step "
-        "failed; the model is as it was. Such a block depends on what torchtrim cannot put back: a list "
-        "or a cache that grows with every call, a global, a generator of its own. "
-        f"Take it out of the plan, or make it depend on its inputs only. torch says: {error}"
-    )
-
-
-def _widen(optimizers: Iterable[torch.optim.Optimizer], dtype: torch.dtype) -> None:
-    """Optimizer states in that type; the snapshot has the old ones."""
+def _upcast_states(optimizers: Iterable[torch.optim.Optimizer], dtype: torch.dtype) -> None:
+    """Upcast optimizer states; the snapshot restores them."""
     for optimizer in optimizers:
         for state in optimizer.state.values():
             for key, value in state.items():
@@ -264,16 +242,11 @@ def _widen(optimizers: Iterable[torch.optim.Optimizer], dtype: torch.dtype) -> N
                     state[key] = value.to(dtype)
 
 
-_WANTS_RANKS = (
-    "environment variable RANK",
-    "environment variable WORLD_SIZE",
-    "'LOCAL_RANK'",
-    "'RANK'",
-)
+_WANTS_RANKS = ("environment variable RANK", "variable WORLD_SIZE", "'LOCAL_RANK'", "'RANK'")
 
 
 def crash_error(trial: Trial, crash: Crash, output: str) -> Exception:
-    """The error for a script that failed: what happened, and what was learnt until then."""
+    """Return the error for a script that failed, with the facts known until the failure."""
     if crash.kind == "refused":
         refused = ApplyFailed(crash.message)
         note(refused, crash.place)
@@ -281,68 +254,59 @@ def crash_error(trial: Trial, crash: Crash, output: str) -> Exception:
     learnt = _learnt(trial, crash)
     trace = crash.traceback or output
     if crash.kind == "no step":
-        return _kind_of_no_step(trial)(_no_step(trial), learnt=learnt, traceback=output)
+        trains = trial.backwards or trial.processes or trial.request.infers
+        kind = NothingTrains if trial.fingerprint and not trains else ScriptFailed
+        return kind(_no_step(trial), learnt=learnt, traceback=output)
+    message = f"the script failed: {crash.message}"
     if "EOFError" in crash.message:
-        return ScriptFailed(
-            "the script reads standard input, and torchtrim gives it none, since it runs the script "
-            "several times. Pass what it asks for as arguments, after `--`.",
-            learnt=learnt,
-            traceback=trace,
+        message = (
+            "the script reads standard input, which torchtrim closes, since it runs the script several "
+            "times. Pass the input as arguments, after `--`."
         )
-    if any(words in crash.message for words in _WANTS_RANKS):
-        return ScriptFailed(
-            f"the script is one of several processes: {crash.message}. Say how many: --processes 2, or "
-            "run torchtrim under torchrun.",
-            learnt=learnt,
-            traceback=trace,
+    elif any(words in crash.message for words in _WANTS_RANKS):
+        message = (
+            f"the script is one of several processes: {crash.message}. Give their number: --processes 2, "
+            "or run torchtrim under torchrun."
         )
-    if crash.kind == "out of memory":
-        return ScriptFailed(
-            f"the script ran out of memory: {crash.message}", learnt=learnt, traceback=trace
-        )
-    return ScriptFailed(f"the script failed: {crash.message}", learnt=learnt, traceback=trace)
-
-
-def _kind_of_no_step(trial: Trial) -> type[ScriptFailed]:
-    trains = trial.backwards or trial.processes or trial.request.infers
-    return NothingTrains if trial.fingerprint and not trains else ScriptFailed
+    elif crash.kind == "out of memory":
+        message = f"the script ran out of memory: {crash.message}"
+    return ScriptFailed(message, learnt=learnt, traceback=trace)
 
 
 def _no_step(trial: Trial) -> str:
     if trial.processes:
         return (
             f"the script started {trial.processes} process(es) of its own and trained nothing in the one "
-            "that torchtrim runs, so there is no step to record. Give --processes with the number of ranks "
+            "that torchtrim runs, so torchtrim recorded no step. Give --processes with the number of ranks "
             "that it spawns, or have it train in a single process: most scripts have an option for that."
         )
     if trial.elsewhere and not trial.forwards:
         return (
             "the script called its modules in another thread than its main one, and torchtrim watches the "
-            "main one alone, so there is no step to record. Call the function that trains directly, not "
+            "main one alone, so torchtrim recorded no step. Call the function that trains directly, not "
             "through threading.Thread or a pool of threads."
         )
     if trial.request.infers:
         return (
-            f"the script ended after {trial.forwards} calls of its models, and {trial.request.total} are "
-            "wanted of the first one. Let it run for more, or give --steps 1 --warmup 0."
+            f"the script ended after {trial.forwards} calls of its models, and torchtrim needs "
+            f"{trial.request.total} of the first one. Let it run longer, or give --steps 1 --warmup 0."
         )
     if not trial.forwards:
         return (
-            "the script ended, and it never called a module with gradients on. torchtrim needs a loop "
-            "that trains; check that the script was given the arguments with which it does. For one that "
+            "the script ended without calling a module with gradients on. torchtrim needs a loop that "
+            "trains; check that the script was given the arguments with which it does. For a script that "
             "only runs a model: torchtrim optimize SCRIPT --mode inference."
         )
     if not trial.optimizer_steps:
         return (
             f"the script ended after {trial.forwards} forwards and {trial.backwards} backwards, and no "
-            "torch.optim.Optimizer ever stepped, nor did parameters change after a backward, so there is no "
-            "step to record. Check that the script was given the arguments with which it trains."
+            "torch.optim.Optimizer ever stepped, nor did parameters change after a backward, so torchtrim "
+            "recorded no step. Check that the script was given the arguments with which it trains."
         )
     return "the script ended before its first step was complete. Let it run for more steps."
 
 
 def _learnt(trial: Trial, crash: Crash) -> str:
-    """What was seen until the failure: the operator, and who was alive."""
     lines = [
         f"{len(trial.steps)} steps were complete; {trial.forwards} forwards, {trial.backwards} "
         f"backwards, {trial.optimizer_steps} optimizer steps."
@@ -353,10 +317,10 @@ def _learnt(trial: Trial, crash: Crash) -> str:
     profile = trial.profile
     if profile is not None and profile.operators:
         last = len(profile.operators) - 1
-        found = holders(profile, last, 6)
-        total = sum(holder.bytes for holder in found)
-        lines.append(f"{format_bytes(total)} were alive then:")
-        for holder in found:
+        largest = holders(profile, last, 6)
+        total = sum(holder.bytes for holder in largest)
+        lines.append(f"{format_bytes(total)} were live then:")
+        for holder in largest:
             place = f" {holder.path}:{holder.line}" if holder.path else ""
             lines.append(
                 f"  {format_bytes(holder.bytes):>9}  {holder.kind} {holder.module}{place} ({holder.why})"

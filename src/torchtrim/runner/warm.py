@@ -1,4 +1,4 @@
-"""The warm worker of this process: started once, it forks for every run that may begin in a fork."""
+"""The warm worker of this process, started once, which forks for every run that may begin in a fork."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _ENTRIES = (
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 _PASSING = frozenset(("PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES"))
 _SWITCH = "TORCHTRIM_FRESH"
-"""Set to anything but 0, every run gets a fresh process."""
+"""Variable that, set to anything but 0, gives every run a fresh process."""
 
 
-class Warm:
-    """A process of `torchtrim.runner.warm_worker`. It ends when the control socket is closed."""
+class _Warm:
+    """Process of `torchtrim.runner.warm_worker`, which ends when the control socket is closed."""
 
     def __init__(self) -> None:
-        self.made_for = _settled()
+        self.made_for = _relevant_environment()
         self.made_by = os.getpid()
         self._control, theirs = socket.socketpair()
         lifeline, self._lifeline = os.pipe()
@@ -50,7 +50,7 @@ class Warm:
         os.close(lifeline)
 
     def fork(self, entry: str, folder: Path, output: Path, environment: dict[str, str]) -> Forked:
-        """Have it fork. Raises `OSError` where it is gone."""
+        """Have it fork a run. Raises `OSError` if the worker has died."""
         from torchtrim.runner.warm_worker import RunOrder, send_order
 
         output.touch()
@@ -71,7 +71,6 @@ class Warm:
             raise
 
     def close(self) -> None:
-        """End it, and what it runs."""
         self._control.close()
         os.close(self._lifeline)
         self.process.kill()
@@ -79,11 +78,11 @@ class Warm:
 
 
 _lock = threading.Lock()
-_warm: Warm | None = None
+_warm: _Warm | None = None
 
 
 def environment_of_runs() -> dict[str, str]:
-    """What every run's process finds in its environment."""
+    """Return the environment common to all runs."""
     return {
         "PYTHONHASHSEED": "0",
         **os.environ,
@@ -93,15 +92,16 @@ def environment_of_runs() -> dict[str, str]:
 
 
 def may_fork(path: Path | None, hidden: bool) -> bool:
-    """Whether a run of a script may begin in a fork. `hidden`: it sees no real device.
+    """Return True if a run of a script may begin in a fork. `hidden`: real devices are hidden from it.
 
-    A module's file is not known before it is imported, and a real device wants a process of its own.
+    A module's file is unknown before its import, and a real device needs a fresh process.
     """
     if not sys.platform.startswith("linux") or not hasattr(os, "pidfd_open"):
         return False
     if path is None or not path.is_file() or os.environ.get(_SWITCH, "0") != "0":
         return False
-    return (hidden or not _has_gpu()) and not what_it_changes(path)
+    has_gpu = os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(map(os.path.exists, _GPUS))
+    return (hidden or not has_gpu) and not what_it_changes(path)
 
 
 def warm_up(path: Path | None, device: str | None) -> None:
@@ -112,13 +112,9 @@ def warm_up(path: Path | None, device: str | None) -> None:
 
 
 def start(
-    entry: str,
-    folder: Path,
-    output: Path,
-    environment: dict[str, str],
-    path: Path | None,
+    entry: str, folder: Path, output: Path, environment: dict[str, str], path: Path | None
 ) -> Process:
-    """The process of a run of a script: a fork where that may be, else a fresh one."""
+    """Start a run of a script, in a fork if possible, else in a fresh process."""
     hidden = environment.get("CUDA_VISIBLE_DEVICES") == ""
     if entry in _ENTRIES and may_fork(path, hidden):
         for _ in range(2):
@@ -130,7 +126,7 @@ def start(
 
 
 def end() -> None:
-    """End the warm worker; the next run that may fork starts another."""
+    """End the warm worker; the next run that may fork starts a new one."""
     global _warm
     with _lock:
         warm, _warm = _warm, None
@@ -138,24 +134,18 @@ def end() -> None:
         warm.close()
 
 
-def _ready() -> Warm:
-    """The warm worker, a new one where there is none or the environment has changed."""
+def _ready() -> _Warm:
     global _warm
     if _warm is not None and _warm.made_by == os.getpid():
-        if _warm.made_for == _settled() and _warm.process.poll() is None:
+        if _warm.made_for == _relevant_environment() and _warm.process.poll() is None:
             return _warm
         _warm.close()
-    _warm = Warm()
+    _warm = _Warm()
     return _warm
 
 
-def _settled() -> dict[str, str]:
-    """The environment that a process would begin with, without what says nothing."""
+def _relevant_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _PASSING}
-
-
-def _has_gpu() -> bool:
-    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(map(os.path.exists, _GPUS))
 
 
 atexit.register(end)
@@ -177,22 +167,20 @@ _SETS = re.compile(
     re.MULTILINE,
 )
 _AT_START = ("GLIBC_", "LD_", "MALLOC_", "PYTHON")
-_MOST_FILES = 500
-_MOST_BYTES = 2**20
+_MOST_FILES = 500  # reading more takes longer than the imports that a fork saves
+_MOST_BYTES = 2**20  # far above any handwritten file, so that generated ones cost no time
 
 
 def what_it_changes(path: Path) -> str:
-    """The name of a variable that the script or a file that it imports speaks of; empty if there is none."""
-    for text in _texts(path):
-        if found := _NAMES.search(text):
-            return found.group()
-    return ""
+    """Return the first such variable that the script or a file it imports mentions, or an empty string."""
+    found = (_NAMES.search(text) for text in _texts(path))
+    return next((match.group() for match in found if match), "")
 
 
 def what_it_sets(path: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """What a script sets before it imports torch, in so many words, for torch to find when it is imported.
+    """Return the variables that a script sets literally before it imports torch, which reads them then.
 
-    What the interpreter reads when it starts would not be changed by the script either.
+    Without the variables that the interpreter reads at its start, before any script could set them.
     """
     text = next(_texts(path), "")
     first = _IMPORTS_TORCH.search(text)
@@ -206,7 +194,6 @@ def what_it_sets(path: Path, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """The script's text, and of each file beside it that is imported."""
     root = path.parent
     seen: set[Path] = set()
     waiting = [path]
@@ -236,7 +223,7 @@ def _imported(text: str, file: Path, root: Path) -> Iterator[Path]:
 
 
 def _files(base: Path, parts: list[str]) -> Iterator[Path]:
-    """The files that importing a dotted name runs: each package's, then the module."""
+    """Yield the files that importing a dotted name runs: each package's, then the module."""
     for count in range(1, len(parts) + 1):
         place = base.joinpath(*parts[:count])
         for file in (place.with_suffix(".py"), place / "__init__.py"):

@@ -1,7 +1,7 @@
-"""A process that has imported torch and forks for each trial, so that none imports it again.
+"""A process that has imported torch and forks for each trial, to save the trial its imports.
 
 `python -m torchtrim.runner.warm_worker CONTROL LIFELINE`: both are file descriptors. It runs no
-operator and starts no thread; each fork is a process as `python -m ENTRY FOLDER LIFELINE` would be.
+operator and starts no thread; each fork acts as `python -m ENTRY FOLDER LIFELINE` would.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import NoReturn
 import msgspec
 
 IMPORTED = ("torch", "torch._dynamo", "torchtrim.runner.worker")
-"""What each trial would import: an optimizer imports the second when it is made."""
+"""Imports of every trial; making an optimizer imports the second."""
 
-_LENGTH = 8
+_LENGTH = 8  # bytes of a message's length, more than any message needs
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class RunOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """One run: `python -m entry folder`, with its output in a file."""
+    """Order of one run: `python -m entry folder`, with its output in a file."""
 
     entry: str
     folder: str
@@ -39,21 +39,23 @@ class RunOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def send_order(control: socket.socket, order: RunOrder, channel: socket.socket) -> None:
-    """Ask for a run. Through the channel come its process number, its end, and its exit status."""
+    """Send an order. The channel then receives the process number, its end, and its exit status."""
     text = msgspec.json.encode(order)
     socket.send_fds(control, [len(text).to_bytes(_LENGTH, "big")], [channel.fileno()])
     control.sendall(text)
 
 
 def serve(control: socket.socket, lifeline: int) -> None:
-    """Fork for each order until the other end is closed."""
+    """Fork a supervisor for each order, until the other end is closed."""
     while (received := _next_order(control)) is not None:
         order, channel = received
         with channel:
             if _fork() == 0:
                 control.close()
-                _look_after(order, channel, lifeline)
-        _bury()
+                _supervise(order, channel, lifeline)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:  # collect the supervisors that have ended
+                pass
 
 
 def _next_order(control: socket.socket) -> tuple[RunOrder, socket.socket] | None:
@@ -71,23 +73,16 @@ def _next_order(control: socket.socket) -> tuple[RunOrder, socket.socket] | None
 
 
 def _fork() -> int:
-    """Fork. Python warns of the threads of others, such as numpy's, which see to forks themselves."""
+    """Fork without Python's warning of threads: those of numpy and others handle forks."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
 
-def _bury() -> None:
-    """Those that look after a run leave their status when they end."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+def _supervise(order: RunOrder, channel: socket.socket, lifeline: int) -> NoReturn:
+    """Fork the run, report its end, and kill its group on request or when the channel closes.
 
-
-def _look_after(order: RunOrder, channel: socket.socket, lifeline: int) -> NoReturn:
-    """Fork for the run, tell of its end, and kill its whole group when asked, or when nobody is there.
-
-    The run stays a zombie until then, so that its number is no other process's.
+    The run stays a zombie until then, so that no other process gets its number.
     """
     pid = _fork()
     if pid == 0:
@@ -108,7 +103,6 @@ def _look_after(order: RunOrder, channel: socket.socket, lifeline: int) -> NoRet
 
 
 def _become(order: RunOrder, channel: socket.socket, lifeline: int) -> NoReturn:
-    """Be the run's process: a session, input, output, folder and environment of its own."""
     try:
         os.setsid()
         channel.sendall(f"{os.getpid()}\n".encode())
@@ -132,22 +126,17 @@ def _open_as(number: int, path: str, flags: int) -> None:
     os.close(opened)
 
 
-def _import() -> None:
-    """Import what trials will. The empty folder that torch makes for its cache meanwhile is taken away."""
-    given = os.environ.get(_CACHE)
+def main() -> None:
+    """Import the modules of trials, then serve."""
+    control, lifeline = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    os.set_inheritable(lifeline, False)
+    has_cache = _CACHE in os.environ
     for name in IMPORTED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    if given is None and _CACHE in os.environ:
+    if not has_cache and _CACHE in os.environ:
         with contextlib.suppress(OSError):
-            Path(os.environ[_CACHE]).rmdir()
-
-
-def main() -> None:
-    """Import, then serve."""
-    control, lifeline = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    os.set_inheritable(lifeline, False)
-    _import()
+            Path(os.environ[_CACHE]).rmdir()  # torch has made an empty folder
     gc.collect()
     gc.freeze()
     serve(control, lifeline)

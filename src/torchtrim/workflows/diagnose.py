@@ -1,10 +1,10 @@
-"""Runs the original and finds what is wasteful in its step."""
+"""Findings of waste in a step of the original."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
+from msgspec.structs import replace
 
 from torchtrim.analysis.prices import priced
 from torchtrim.core.isolation import failures
@@ -33,12 +33,12 @@ def record(workload: Workload, warmup: int, progress: Progress) -> Profile:
 def findings_of(
     workload: Workload, select: Sequence[str] | None, progress: Progress
 ) -> tuple[Finding, ...]:
-    """What is wasteful in a step, most expensive first."""
+    """Return the findings on a step, most expensive first."""
     if isinstance(workload, Script) and workload.processes > 1:
         trial = Fitting(workload, Request(steps=1), progress).observe()
-        found = report_of("diagnose", workload, trial).findings
+        findings = report_of("diagnose", workload, trial).findings
         starts = tuple(select) if select is not None else ("",)
-        return tuple(one for one in found if one.code.startswith(starts))
+        return tuple(one for one in findings if one.code.startswith(starts))
     profile = record(workload, 1, progress)
     return with_settings(priced(profile, diagnose(profile, select))[0], profile.project)
 
@@ -50,29 +50,26 @@ def diagnose_report(
     capture: bool = False,
     progress: Progress = lambda _: None,
 ) -> Result:
-    """What is wasteful in a step, with its figures.
+    """Report the findings on a step, with its figures.
 
-    `capture`: also what keeps it from being captured in a CUDA graph (TT402), and whether anything does.
+    `capture`: also report the obstacles to its capture in a CUDA graph (TT402), or that it has none.
     """
-    trial = _observed(workload, msgspec.structs.replace(request, grows=True), progress)
+    trial = _observed(workload, replace(request, grows=True), progress)
     report = report_of("diagnose", workload, trial)
     if capture and trial.profile is not None:
-        found = diagnose(trial.profile, (CAPTURE,))
-        said = verdict(trial.profile, len({(one.path, one.line) for one in found}))
+        obstacles = diagnose(trial.profile, (CAPTURE,))
+        said = verdict(trial.profile, len({(one.path, one.line) for one in obstacles}))
         if any(one.name == CAPTURE for one in failures("rule")):
-            said = f"whether anything keeps the step from being captured is not known: {CAPTURE} failed"
-        report = msgspec.structs.replace(
-            report, findings=(*report.findings, *found), notes=(said, *report.notes)
-        )
+            said = f"obstacles to the step's capture are not known: {CAPTURE} failed"
+        findings, notes = (*report.findings, *obstacles), (said, *report.notes)
+        report = replace(report, findings=findings, notes=notes)
     return Result(report, trial.profile, ranks=ranks_of(trial))
 
 
 def _observed(workload: Workload, request: Request, progress: Progress) -> Trial:
-    """A step, or a call where the script trains nothing."""
     try:
         return Fitting(workload, request, progress).observe()
     except NothingTrains:
-        calls = msgspec.structs.replace(request, infers=True)
-        trial = Fitting(workload, calls, progress).observe()
+        trial = Fitting(workload, replace(request, infers=True), progress).observe()
         trial.notes += (TAKEN_AS_CALLS,)
         return trial

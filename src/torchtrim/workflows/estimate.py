@@ -1,4 +1,4 @@
-"""Estimates a workload: a dry run of it, what that says, and how far its batch can grow."""
+"""Estimates of a workload by dry runs: its memory, and the largest batch that fits a budget."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch.nn.parameter import is_lazy
 
 from torchtrim.analysis.peak import holders
@@ -30,7 +30,6 @@ from torchtrim.planner.estimate import estimate_of, has_samples, largest_length,
 from torchtrim.planner.stages.chain import ChainReader
 from torchtrim.planner.stages.spread import FABRIC, Fabric, RankLayout, SimulatedLayout, spread
 from torchtrim.records.estimate import EstimateReport, GrowthLimit
-from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.report import Holder, Result
 from torchtrim.records.sharding import ShardedModel
@@ -46,14 +45,13 @@ _REQUEST = Request(steps=0, warmup=1, dry=True)
 
 
 class Estimate:
-    """What a workload would need, as far as that is known without running it.
+    """Memory that a workload would need, by a dry run.
 
-    `peak_bytes` is the highest allocated, on a device that is emulated in the caching allocator's blocks;
-    `reserved_bytes` what that allocator would hold, None on the CPU. `by_kind` and `by_module` say what
-    and whose the bytes at the peak are, `holders` the largest of them and why they are alive; each adds
-    up to the peak. `facts` has the bytes of parameters, gradients and optimizer state, exact, what other
-    tensors of this process add to the peak (`unused_bytes`), and what recomputation would leave. `notes`
-    name the assumptions where nobody could know.
+    `peak_bytes`: highest bytes allocated, on an emulated device in the caching allocator's blocks;
+    `reserved_bytes`: bytes held by that allocator, None on the CPU. `by_kind` and `by_module` split the peak,
+    and `holders` lists its largest tensors with the reasons why they are live. `facts` has the exact bytes of
+    parameters, gradients and optimizer state, the share of other tensors of this process (`unused_bytes`),
+    and the peak with recomputation. `notes` list assumptions.
     """
 
     def __init__(
@@ -65,7 +63,13 @@ class Estimate:
         progress: Progress = lambda _: None,
     ) -> None:
         self._progress = progress
-        self._request = _asked(msgspec.structs.replace(request, dry=True, steps=0))
+        if request.ranks < 0:
+            raise UsageError(f"{request.ranks} ranks: give at least 1.")
+        if request.sharding is not None and not request.ranks:
+            raise UsageError(
+                "sharding needs the number of ranks: --ranks 8, or estimate(..., ranks=8)."
+            )
+        self._request = replace(request, dry=True, steps=0)
         self._make = _maker(workload, self._request)
         self.workload, self._made_notes = _built(workload)
         self.device = _checked(self.workload, device)
@@ -77,16 +81,10 @@ class Estimate:
 
     @functools.cached_property
     def facts(self) -> EstimateReport:
-        """What else is known; what recomputation would leave is searched for when first asked."""
-        return msgspec.structs.replace(estimate_of(self.profile), sharded=self._sharded())
-
-    def _sharded(self) -> ShardedModel | None:
-        request = self._request
-        if not request.ranks:
-            return None
-        return ShardedModel(
-            ranks=request.ranks, blocks=self.trial.sharded, options=request.sharding
-        )
+        """Further figures; the first access searches for the peak with recomputation."""
+        ranks, blocks = self._request.ranks, self.trial.sharded
+        shards = ShardedModel(ranks=ranks, blocks=blocks, options=self._request.sharding)
+        return replace(estimate_of(self.profile), sharded=shards if ranks else None)
 
     @functools.cached_property
     def _unused(self) -> int:
@@ -94,17 +92,17 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int:
-        """The highest bytes allocated in a step, what is alive before it included."""
+        """Highest bytes allocated in a step, including bytes live before the step."""
         return self.profile.peak_bytes
 
     @property
     def reserved_bytes(self) -> int | None:
-        """What the caching allocator would hold; None on the CPU, which has none."""
+        """Bytes that the caching allocator would hold; None on the CPU, which has none."""
         return self.profile.reserved_bytes
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """Bytes at the peak by what they are for."""
+        """Bytes at the peak by their kind."""
         return by_kind(self.profile, peak_operator(self.profile))
 
     @property
@@ -114,50 +112,46 @@ class Estimate:
 
     @property
     def holders(self) -> tuple[Holder, ...]:
-        """The largest at the peak, and why they are alive."""
+        """The largest tensors at the peak, and the reasons why they are live."""
         return holders(self.profile)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The assumptions, and where they were made."""
-        return (*self._made_notes, *self.trial.notes, *self._about_compiled())
-
-    def _about_compiled(self) -> tuple[str, ...]:
-        """What is not known of modules that were compiled before."""
-        if isinstance(self.workload, Script):
-            return ()
+        """The assumptions, with their places."""
+        notes = (*self._made_notes, *self.trial.notes)
+        modules = () if isinstance(self.workload, Script) else self.workload.model.modules()
         compiled = [
             type(module).__name__
-            for module in self.workload.model.modules()
+            for module in modules
             if type(module).__module__.startswith("torch._dynamo") or module._compiled_call_impl
         ]
         if not compiled:
-            return ()
+            return notes
         return (
-            f"{', '.join(compiled)}: compiled, and counted as it runs without; fused operators may need "
-            "less, and the compiler's own buffers more",
+            *notes,
+            f"{', '.join(compiled)}: compiled, and counted as run without; fused operators may need less, "
+            "and the compiler's own buffers more",
         )
 
     def fits(self, memory: str | int) -> bool:
-        """Whether it fits in `"80GiB"`: what the caching allocator holds, or on the CPU the peak."""
+        """Return True if the workload fits in a budget such as `"80GiB"`."""
         return self.bytes_held <= parse_bytes(memory)
 
     def max_batch(self, memory: str | int) -> int:
-        """The largest batch that was found to fit; 0 for none. One more would not fit, nor do a few larger
-        ones that were tried; `grown` says what is known of others.
+        """Return the largest batch found to fit, or 0. A batch of one more does not fit.
 
-        Raises `UsageError` where the batch has no samples that could be more, and where other tensors of
-        this process hold the budget already.
+        Raises `UsageError` if the batch has no samples to grow by, or if other tensors of this process fill
+        the budget already.
         """
         return self.grown("batch", memory).largest
 
     def max_sequence(self, memory: str | int) -> int:
-        """The longest sequence that fits, by the second dimension of the batch; else as `max_batch`."""
+        """Return the longest sequence that fits, by the batch's second dimension; see `max_batch`."""
         return self.grown("sequence", memory).largest
 
     @property
     def bytes_held(self) -> int:
-        """The bytes that have to fit: on a device those reserved by its caching allocator, else the peak."""
+        """The bytes that have to fit: reserved by a device's caching allocator, or the peak on the CPU."""
         return _held(self.profile)
 
     def __repr__(self) -> str:
@@ -165,61 +159,58 @@ class Estimate:
         return f"<Estimate of {format_bytes(self.peak_bytes)}{reserved} on {self.profile.device}>"
 
     def grown(self, what: str, memory: str | int) -> GrowthLimit:
-        """How far the batch, or its sequences, can grow until the budget is full.
-
-        Raises `UsageError` where the batch has no such length, and where other tensors of this process
-        hold the budget already.
-        """
+        """Return the largest batch, or longest sequence, within the budget. Raises as `max_batch`."""
         budget = parse_bytes(memory, whole=self.bytes_held)
         now, at = self._lengths(what)
         unused = self._unused
         if unused and budget <= unused:
-            raise UsageError(_taken(budget, unused))
+            raise UsageError(
+                _TAKEN.format(unused=format_bytes(unused), budget=format_bytes(budget))
+            )
         refused = self._refused.setdefault(what, {})
         known = self._known.setdefault(what, {now: self.bytes_held})
         in_script = isinstance(self.workload, Script) and has_samples(self.profile, now)
 
         def peak_of(length: int) -> int | None:
             self._progress(f"{what} of {length}")
+            known[length] = None
             try:
                 other = at(length)
-                trial = self._run(other)
+                profile = self._run(other).profile
             except (RuntimeError, ValueError, IndexError, ScriptFailed) as error:
                 refused[length] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                known[length] = None
                 return None
-            assert trial.profile is not None
-            if in_script and not has_samples(trial.profile, length):
+            assert profile is not None
+            if in_script and not has_samples(profile, length):
                 refused[length] = "no second step of the script has so many samples"
-                known[length] = None
-                return None
-            known[length] = _held(trial.profile) - self.given_bytes(trial.profile, other)
+            else:
+                known[length] = _held(profile) - self.given_bytes(profile, other)
             return known[length]
 
-        found = largest_length(peak_of, budget, now, known)
+        limit = largest_length(peak_of, budget, now, known)
         return GrowthLimit(
             what="batch" if what == "batch" else "sequence",
             budget_bytes=budget,
             now=now,
-            largest=found.length,
-            peak_bytes=found.peak,
-            next_bytes=found.next_peak,
-            limited_by=refused.get(found.length + 1, ""),
-            tried=found.tried,
-            falls=found.falls,
+            largest=limit.length,
+            peak_bytes=limit.peak,
+            next_bytes=limit.next_peak,
+            limited_by=refused.get(limit.length + 1, ""),
+            tried=limit.tried,
+            falls=limit.falls,
             unused_bytes=unused,
         )
 
     def at(self, what: str, length: int) -> tuple[Workload, dict[str, Any]]:
-        """The workload at another length, to be run, and what its request has besides."""
+        """Return the workload at another length, and further fields of its request."""
         now, sized = self._lengths(what)
-        given = sized(length) if length != now else self.workload
-        if isinstance(given, _Sized):
-            return given.script, {"batch_size": given.size}
-        return given, {}
+        workload = sized(length) if length != now else self.workload
+        if isinstance(workload, _Sized):
+            return workload.script, {"batch_size": workload.size}
+        return workload, {}
 
     def given_bytes(self, profile: Profile, other: Workload | _Sized) -> int:
-        """What of the peak of another length is the batch that was given, which would not be there."""
+        """Return the bytes of the original batch in the peak of another length, to subtract them."""
         if profile.reserved_bytes or isinstance(other, (Script, _Sized)):
             return 0
         assert not isinstance(self.workload, Script)
@@ -227,11 +218,18 @@ class Estimate:
         return min(beside, other.replaced_bytes(self.workload))
 
     def _lengths(self, what: str) -> tuple[int, Callable[[int], Workload | _Sized]]:
-        """The length that there is, and the workload at another."""
-        if isinstance(self.workload, Script):
-            return self._lengths_of_script(self.workload, what)
+        workload = self.workload
+        if isinstance(workload, Script):
+            size = self.trial.batch_size
+            if what != "batch" or size is None:
+                raise UsageError(
+                    f"a script's {what} length is not known: torchtrim can set the batch size of a "
+                    "torch.utils.data.DataLoader, and this script has none that batches. Give the length "
+                    "as an argument of the script and estimate it at two, or use torchtrim.estimate."
+                )
+            return size, lambda length: _Sized(workload, length)
         dimension = 0 if what == "batch" else 1
-        now = _common_length(self.workload, dimension)
+        now = _common_length(workload, dimension)
         if now is None:
             raise UsageError(
                 f"the batch has no tensor with a {what} length (dimension {dimension}), so it cannot be "
@@ -240,44 +238,26 @@ class Estimate:
         return now, lambda length: self._fresh().resized(dimension, now, length)
 
     def _fresh(self) -> Model:
-        """The live workload; one that is sharded is made anew, since that cannot be undone."""
-        if self._make is not None:
-            return _built(self._make)[0]  # type: ignore[return-value]
-        assert not isinstance(self.workload, Script)
-        return self.workload
+        """Return the live workload, rebuilt if sharded, since sharding cannot be undone."""
+        workload = self.workload if self._make is None else _built(self._make)[0]
+        assert not isinstance(workload, Script)
+        return workload
 
-    def _lengths_of_script(
-        self, script: Script, what: str
-    ) -> tuple[int, Callable[[int], Workload | _Sized]]:
-        now = self.trial.batch_size
-        if what != "batch" or now is None:
-            raise UsageError(
-                f"a script's {what} length is not known: torchtrim can set the batch size of a "
-                "torch.utils.data.DataLoader, and this script has none that batches. Give the length "
-                "as an argument of the script and estimate it at two, or use torchtrim.estimate."
-            )
-        return now, lambda length: _Sized(script, length)
-
-    def _run(self, given: Workload | _Sized) -> Trial:
-        workload = given.script if isinstance(given, _Sized) else given
-        size = given.size if isinstance(given, _Sized) else None
-        live = not isinstance(workload, Script)
-        request = msgspec.structs.replace(
-            self._request, batch_size=size, device=self.device if live else None
-        )
-        with working_folder() as folder, self._emulating(live):
+    def _run(self, sized: Workload | _Sized) -> Trial:
+        workload, size = sized if isinstance(sized, _Sized) else (sized, None)
+        device = None if isinstance(workload, Script) else self.device
+        request = replace(self._request, batch_size=size, device=device)
+        emulation: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if device is not None and is_emulated(device):
+            emulation = emulate(model_named(device.partition(" ")[2]))
+        with working_folder() as folder, emulation:
             trial = run_trial(workload, request, folder, self._progress)
         if trial.profile is None or not trial.profile.operators:
             raise Unsupported(
-                "no operator was seen in the step, so there is nothing to estimate. Is the model a "
-                "torch.nn.Module that computes on tensors?"
+                "the step ran no operator that torchtrim could estimate. Is the model a torch.nn.Module "
+                "that computes on tensors?"
             )
         return trial
-
-    def _emulating(self, live: bool) -> contextlib.AbstractContextManager[Any]:
-        if not live or not is_emulated(self.device or ""):
-            return contextlib.nullcontext()
-        return emulate(model_named((self.device or "").partition(" ")[2]))
 
 
 def estimate_report(
@@ -289,58 +269,46 @@ def estimate_report(
     grown: Callable[[Estimate], GrowthLimit] | None = None,
     progress: Progress = lambda _: None,
 ) -> Result:
-    """The estimate of a script with its figures, and the largest batch of its loaders that fits.
+    """Estimate a script, and the largest batch of its loaders that fits.
 
-    `grown`: what says how far, if not the estimate.
+    `grown`: a search for the largest batch in place of the estimate's own.
     """
     budget = parse_bytes(fits) if fits is not None else None
     if max_batch is not None:
         check_bytes(max_batch, share=True)
-    found = Estimate(script, device=script.device, request=request, progress=progress)
-    facts = found.facts
+    estimated = Estimate(script, device=script.device, request=request, progress=progress)
+    facts, profile = estimated.facts, estimated.profile
     if grown is not None:
-        facts = msgspec.structs.replace(facts, growth=(grown(found),))
+        facts = replace(facts, growth=(grown(estimated),))
     elif max_batch is not None:
-        facts = msgspec.structs.replace(facts, growth=(found.grown("batch", max_batch),))
-    report = msgspec.structs.replace(
-        report_of("estimate", script, found.trial),
-        original=msgspec.structs.replace(
-            figures_of(found.trial), step_seconds=0.0, spread_seconds=0.0, rss_bytes=None
-        ),
-        findings=memory_findings(found.profile),
+        facts = replace(facts, growth=(estimated.grown("batch", max_batch),))
+    findings = (one for one in priced(profile, find(profile))[0] if one.code.startswith("TT2"))
+    figures = figures_of(estimated.trial)
+    report = replace(
+        report_of("estimate", script, estimated.trial),
+        original=replace(figures, step_seconds=0.0, spread_seconds=0.0, rss_bytes=None),
+        findings=tuple(replace(one, price_ms=None) for one in findings),
         waiting=None,
         steps=0,
         budget_bytes=budget,
-        memory_kind="reserved" if found.reserved_bytes else "allocated",
+        memory_kind="reserved" if estimated.reserved_bytes else "allocated",
         estimated=facts,
     )
-    return Result(report, found.profile)
+    return Result(report, profile)
 
 
-def memory_findings(profile: Profile) -> tuple[Finding, ...]:
-    """What of a profile's findings is about bytes: a dry run has no times."""
-    found = priced(profile, find(profile))[0]
-    return tuple(
-        msgspec.structs.replace(one, price_ms=None) for one in found if one.code.startswith("TT2")
-    )
+class _Sized(NamedTuple):
+    """Script with another batch size of its loaders."""
+
+    script: Script
+    size: int | None
 
 
-class _Sized:
-    """A script whose loaders give batches of another size."""
-
-    def __init__(self, script: Script, size: int) -> None:
-        self.script = script
-        self.size = size
-
-
-def _taken(budget: int, unused: int) -> str:
-    """The error where other tensors hold the budget."""
-    return (
-        f"tensors of this process that the step does not use hold {format_bytes(unused)}, so nothing fits "
-        f"in {format_bytes(budget)}: they are a part of every peak here. Let go of them first (another "
-        "model, a data set, results of a notebook), estimate in a process of its own, or add them to the "
-        "budget: they are `estimate(...).facts.unused_bytes`."
-    )
+_TAKEN = (
+    "tensors of this process that the step does not use hold {unused}, so no batch fits in {budget}: they "
+    "are a part of every peak here. Delete them first (another model, a data set, results of a notebook), "
+    "estimate in a fresh process, or add them to the budget: they are `estimate(...).facts.unused_bytes`."
+)
 
 
 def _held(profile: Profile) -> int:
@@ -348,10 +316,7 @@ def _held(profile: Profile) -> int:
 
 
 def _built(workload: Workload | Callable[[], Model]) -> tuple[Workload, tuple[str, ...]]:
-    """The workload to estimate, and the assumptions made while it was built.
-
-    A function is called dry, so that what it makes takes no memory.
-    """
+    """Return the workload, and the assumptions of its dry construction if a function makes it."""
     if isinstance(workload, (Script, TrainStep, Inference)):
         return workload, ()
     if isinstance(workload, torch.nn.Module) or not callable(workload):
@@ -363,26 +328,15 @@ def _built(workload: Workload | Callable[[], Model]) -> tuple[Workload, tuple[st
         built = workload()
     if not isinstance(built, (TrainStep, Inference)):
         raise UsageError(
-            f"the function gave {type(built).__name__}; it is to give a TrainStep or an Inference."
+            f"the function returned {type(built).__name__}, not a TrainStep or an Inference."
         )
     return built, dry.guesses.notes()
-
-
-def _asked(request: Request) -> Request:
-    """The request. Raises `UsageError` where it speaks of ranks that cannot be."""
-    if request.ranks < 0:
-        raise UsageError(f"{request.ranks} ranks: there is at least 1.")
-    if request.sharding is not None and not request.ranks:
-        raise UsageError(
-            "a model is sharded over ranks: say how many, --ranks 8, or estimate(..., ranks=8)."
-        )
-    return request
 
 
 def _maker(
     workload: Workload | Callable[[], Model], request: Request
 ) -> Callable[[], Model] | None:
-    """The function that makes the workload, where it is wanted again.
+    """Return the function that makes the workload, if it has to be made again.
 
     Raises `UsageError` for a live model that would be sharded.
     """
@@ -391,13 +345,13 @@ def _maker(
     if isinstance(workload, (TrainStep, Inference)):
         raise UsageError(
             "fully_shard changes a model for good, so the estimate makes one of its own: hand over a "
-            "function, `estimate(lambda: TrainStep(...), ranks=8)`. Nothing in it takes memory."
+            "function, `estimate(lambda: TrainStep(...), ranks=8)`, whose tensors take no memory."
         )
     return workload
 
 
 def _checked(workload: Workload, device: str | None) -> str | None:
-    """The device as a profile names it. Raises `UsageError` for one that cannot be estimate_of."""
+    """Return the device's name in a profile. Raises `UsageError` for one that cannot be estimated."""
     if isinstance(workload, Script):
         return device
     if device not in (None, *_DEVICES):
@@ -411,10 +365,9 @@ def _checked(workload: Workload, device: str | None) -> str | None:
     if others:
         kind = next(iter(others))
         raise UsageError(
-            f"{others[kind]} of the model's tensors lie on {kind}, and an estimate is made of a model on "
-            "the CPU, for any device. Hand over a function that makes it, "
-            "`estimate(lambda: TrainStep(...))`: nothing in it takes memory; for a GPU add "
-            'device="h100".'
+            f"{others[kind]} of the model's tensors are on {kind}, and an estimate needs a model on the "
+            "CPU, for any device. Hand over a function that makes it, `estimate(lambda: TrainStep(...))`, "
+            'whose tensors take no memory; for a GPU add device="h100".'
         )
     if device in (None, "cpu"):
         return "cpu"
@@ -422,7 +375,6 @@ def _checked(workload: Workload, device: str | None) -> str | None:
 
 
 def _common_length(workload: Model, dimension: int) -> int | None:
-    """The length that most of the batch's tensors have there."""
     sizes = Counter(
         tensor.shape[dimension]
         for tensor in tensors_in(workload.batch)
@@ -442,24 +394,20 @@ def spread_over(
     layouts: Sequence[RankLayout] = (),
     progress: Progress = lambda _: None,
 ) -> tuple[SimulatedLayout, ...]:
-    """Stages x replicas x shards for a step of `batch` samples on so many devices, the quickest first.
+    """Return stages x replicas x shards for a step of `batch` samples on `devices`, quickest first.
 
-    The workload runs dry once, with the few samples that it has; nothing is computed, and nothing is
-    allocated for a function that makes it. Seconds are the device's at its full rates (`costs.devices`),
-    so a real step takes longer: the order of layouts is what they are for. Raises `InfeasibleBudget`,
+    The workload runs dry once, with the samples it has. Seconds are at the device's full rates
+    (`costs.devices`), so a real step takes longer; only their order matters. Raises `InfeasibleBudget`,
     `Unsupported`, `UsageError`.
     """
     if device not in DEVICES:
-        raise UsageError(
-            f"there is no device {device!r} to plan for; there are {', '.join(DEVICES)}."
-        )
+        raise UsageError(f"unknown device {device!r}: give one of {', '.join(DEVICES)}.")
     if devices < 1 or batch < 1:
-        raise UsageError(f"{batch} samples on {devices} devices: there is at least one of each.")
+        raise UsageError(f"{batch} samples on {devices} devices: give at least one of each.")
     budget = parse_bytes(memory)
-    request = Request(steps=0, warmup=1, dry=True)
-    found = Estimate(workload, device=device, request=request, progress=progress)
-    times = estimate(found.profile, DEVICES[device]).device_seconds
-    reader = ChainReader(found.profile, 0.0, times)
+    profile = Estimate(workload, device=device, progress=progress).profile
+    times = estimate(profile, DEVICES[device]).device_seconds
+    reader = ChainReader(profile, 0.0, times)
     progress("looking for stages, replicas and shards")
     chain_of = functools.lru_cache(maxsize=None)(reader.chain)
     return spread(chain_of, devices, batch, budget, order_of, fabric, layouts)

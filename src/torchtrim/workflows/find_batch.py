@@ -1,11 +1,11 @@
-"""The largest batch that fits a budget: predicted by dry runs, and then run, so that the answer was tried."""
+"""The largest batch that fits a budget, predicted by dry runs and then tried by real ones."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-import msgspec
+from msgspec.structs import replace
 
 from torchtrim.core.units import format_bytes
 from torchtrim.errors import ScriptFailed, UsageError
@@ -21,9 +21,8 @@ from torchtrim.techniques.scale_lr import lr_techniques
 from torchtrim.workflows.estimate import Estimate, estimate_report
 from torchtrim.workflows.optimize.trials import check_named, measured
 
-PROBES = 4
-_TRUSTED = 0.25
-"""By what share of the budget a prediction may be off and still be corrected by its error."""
+PROBES = 4  # one for a good prediction, one beside it for proof, and two corrections
+_TRUSTED = 0.25  # of the budget: a prediction off by more is not corrected by its error
 _REQUEST = Request(steps=1)
 _FAILURES = (ScriptFailed, RuntimeError, ValueError, IndexError, MemoryError)
 
@@ -36,7 +35,7 @@ def find_batch(
     probes: int = PROBES,
     progress: Progress = lambda _: None,
 ) -> GrowthLimit:
-    """As `torchtrim.find_batch`; `request`: what each run is."""
+    """See `torchtrim.find_batch`; `request`: the request of each run."""
     if probes < 1:
         raise UsageError(f"probes={probes}: an answer has to be tried at least once.")
     limit = memory_limit(memory)
@@ -51,23 +50,23 @@ def find_batch_report(
     allow: str = "BITWISE",
     progress: Progress = lambda _: None,
 ) -> Result:
-    """The estimate of a script, and the largest batch of its loaders that was run in that memory.
+    """Estimate a script, and find the largest batch of its loaders that runs in that memory.
 
-    Where `scale_lr` is allowed, a plan with the learning rates for that batch too.
+    If `scale_lr` is allowed, also write a plan with the learning rates for that batch.
     """
     allowed = allowance(allow)
     check_named(allowed)
     limit = memory_limit(memory)
 
-    def grown(found: Estimate) -> GrowthLimit:
-        return BatchSearch(found, limit, request, progress).run(PROBES)
+    def grown(estimate: Estimate) -> GrowthLimit:
+        return BatchSearch(estimate, limit, request, progress).run(PROBES)
 
     dry = Request(steps=0, dry=True)
     result = estimate_report(script, dry, grown=grown, progress=progress)
     assert result.report.estimated is not None
     (growth,) = result.report.estimated.growth
-    said = tuple(note for note in (probe_note(growth), advice(growth)) if note)
-    report = msgspec.structs.replace(result.report, notes=(*result.report.notes, *said))
+    said = filter(None, (probe_note(growth), advice(growth)))
+    report = replace(result.report, notes=(*result.report.notes, *said))
     result = result._replace(report=report)
     wanted = allowed.holds("SEMANTIC", "scale_lr") and growth.largest not in (0, growth.now)
     if not wanted or result.before is None:
@@ -77,7 +76,7 @@ def find_batch_report(
 
 
 class BatchSearch:
-    """Looks for the largest batch: where the prediction says it is, corrected by what runs need."""
+    """Search for the largest batch, by predictions corrected by real runs."""
 
     def __init__(
         self, estimate: Estimate, limit: MemoryLimit, request: Request, progress: Progress
@@ -92,18 +91,21 @@ class BatchSearch:
         self._reasons: dict[int, str] = {}
 
     def run(self, probes: int) -> GrowthLimit:
-        """At most so many runs; the answer is one that fitted, 0 for none."""
+        """Search with at most so many runs; the answer is the largest batch that fitted, or 0."""
         predicted = self._at(self._budget)
         self._now = predicted.now
         batch = max(predicted.largest, 1)
         while len(self._tried) < probes and not self._is_proven:
-            error = self._probe(batch)
-            batch = self._next(self._aim(batch, error))
+            aim = self._aim(batch, self._probe(batch))
+            low, high = self._low, self._high
+            batch = max(low + 1, aim if high is None else min(aim, high - 1))
         return self._answer(predicted)
 
     def _aim(self, batch: int, error: int) -> int:
-        """Where the budget is met: by the prediction and its error, or, where that is far off, on the line
-        through the batch as it is and the one that was run."""
+        """Return the batch that should fill the budget, by the prediction and its error.
+
+        If the error is large, it is on the line through the present batch and the tried one.
+        """
         if not error:
             return batch
         if abs(error) <= self._budget * _TRUSTED:
@@ -117,34 +119,24 @@ class BatchSearch:
 
     @property
     def _low(self) -> int:
-        """The largest that fitted."""
         return max((n for n, one in self._tried.items() if one.fits), default=0)
 
     @property
     def _high(self) -> int | None:
-        """The smallest that did not, of those above."""
-        return min(
-            (n for n, one in self._tried.items() if not one.fits and n > self._low), default=None
-        )
+        too_large = (n for n, one in self._tried.items() if not one.fits and n > self._low)
+        return min(too_large, default=None)
 
     @property
     def _is_proven(self) -> bool:
         return self._high == self._low + 1
 
-    def _next(self, aim: int) -> int:
-        """What to try: where the corrected prediction says it is, or beside what is known."""
-        low, high = self._low, self._high
-        return max(low + 1, aim if high is None else min(aim, high - 1))
-
     def _at(self, budget: int) -> GrowthLimit:
-        """The prediction for a budget."""
         grown = self._estimate.grown("batch", max(budget, 1))
         self._predicted[grown.largest] = grown.peak_bytes
         self._predicted[grown.largest + 1] = grown.next_bytes
         return grown
 
     def _probe(self, batch: int) -> int:
-        """Run it at that batch; by how much it needs more than was predicted."""
         self._progress(f"a batch of {batch}, for real")
         predicted = self._predicted.get(batch)
         try:
@@ -159,20 +151,19 @@ class BatchSearch:
         return peak - predicted if peak is not None and predicted is not None else 0
 
     def _measured(self, batch: int) -> int:
-        workload, request = self._estimate.at("batch", batch)
-        chosen = msgspec.structs.replace(self._request, **request)
+        estimate = self._estimate
+        workload, fields = estimate.at("batch", batch)
         with working_folder() as folder:
-            trial = run_trial(workload, chosen, folder, self._progress)
-        kind: MemoryKind = "reserved" if self._estimate.reserved_bytes else "allocated"
-        given = (
-            self._estimate.given_bytes(trial.profile, workload) if trial.profile is not None else 0
-        )
+            request = replace(self._request, **fields)
+            trial = run_trial(workload, request, folder, self._progress)
+        kind: MemoryKind = "reserved" if estimate.reserved_bytes else "allocated"
+        given = estimate.given_bytes(trial.profile, workload) if trial.profile is not None else 0
         return measured(trial, kind) - given
 
     def _answer(self, predicted: GrowthLimit) -> GrowthLimit:
         low = self._low
         after = self._tried.get(low + 1)
-        return msgspec.structs.replace(
+        return replace(
             predicted,
             largest=low,
             peak_bytes=self._tried[low].peak_bytes if low else None,
@@ -184,20 +175,20 @@ class BatchSearch:
 
 
 def advice(growth: GrowthLimit) -> str:
-    """What else a batch of another size asks for, as a sentence; empty where it is the same."""
+    """Return advice on the learning rate for another batch size; empty for the same size."""
     if growth.largest in (0, growth.now):
         return ""
     times = growth.largest / growth.now
     return (
-        f"the batch is {times:.3g} times what it was: with SGD scale the learning rate by {times:.3g}, with "
-        f"Adam by {times**0.5:.3g}, each over a warm-up of some hundred steps (--allow "
+        f"the batch is {times:.3g} times the former one: with SGD scale the learning rate by {times:.3g}, "
+        f"with Adam by {times**0.5:.3g}, each over a warm-up of some hundred steps (--allow "
         f"semantic=scale_lr writes a plan that does), or accumulate so that the effective batch stays "
         f"{growth.now}"
     )
 
 
 def probe_note(growth: GrowthLimit) -> str:
-    """What was run to find it, as a sentence."""
+    """Return a sentence on the batches that were run."""
     tried = ", ".join(
         f"{one.length} ({format_bytes(one.peak_bytes) if one.peak_bytes is not None else 'fails'})"
         for one in growth.probes

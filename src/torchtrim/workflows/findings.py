@@ -1,4 +1,4 @@
-"""What is wasteful in an original that ran, and the report that begins with it."""
+"""Findings on an original that ran, and the report that begins with them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import platform
 from collections.abc import Iterable
 from pathlib import Path
 
-import msgspec
 import torch
+from msgspec.structs import replace
 
 from torchtrim.analysis.prices import priced
 from torchtrim.analysis.syncs import CODES, unknown_note
@@ -20,39 +20,37 @@ from torchtrim.records.profile import Profile
 from torchtrim.records.report import Report
 from torchtrim.records.trial import Trial
 from torchtrim.report.assemble import PricedFindings, Subject, original_report, with_ranks
-from torchtrim.rewriter.advice import SettingAdvice, advice_at, advice_for
+from torchtrim.rewriter.advice import advice_at, advice_for
 from torchtrim.rules.registry import diagnose, diagnose_ranks, in_order
 from torchtrim.runner.script import Script
 from torchtrim.runner.trials import Workload
 from torchtrim.source.source import SourceFile, read_source
 
 _OF_TIME = ("TT601", "TT602", "TT606")
-_STILL = 1.2
+_STILL = 1.2  # of the slowest rank's quickest step: above its usual spread
 
 
 def report_of(verb: str, workload: Workload, trial: Trial) -> Report:
-    """The report of an original that ran."""
-    found = found_in(trial.profile) if trial.profile is not None else PricedFindings()
-    if trial.ranks and trial.profile is not None:
-        found = found_on_ranks(trial, trial.profile)
+    """Return the report of an original that ran."""
+    profile, priced_findings, unread = trial.profile, PricedFindings(), ""
+    if profile is not None:
+        priced_findings = _on_ranks(trial, profile) if trial.ranks else _in_one(profile)
+        unread = unknown_note(profile)
     subject = subject_of(workload, trial.device)
-    report = with_ranks(original_report(verb, subject, trial, found), trial)
-    warning = untested(str(torch.__version__))
-    unread = unknown_note(trial.profile) if trial.profile is not None else ""
-    notes = (*report.notes, *filter(None, (warning, unread)))
-    return msgspec.structs.replace(report, notes=notes)
+    report = with_ranks(original_report(verb, subject, trial, priced_findings), trial)
+    notes = (*report.notes, *filter(None, (untested(str(torch.__version__)), unread)))
+    return replace(report, notes=notes)
 
 
-def found_in(profile: Profile) -> PricedFindings:
-    """The findings, priced, with the settings that end some of them."""
+def _in_one(profile: Profile) -> PricedFindings:
     findings, waiting = priced(profile, diagnose(profile))
     return PricedFindings(with_settings(findings, profile.project), waiting)
 
 
-def found_on_ranks(trial: Trial, lead: Profile) -> PricedFindings:
-    """Those of the largest rank, what other ranks have besides, and what all of them show together.
+def _on_ranks(trial: Trial, lead: Profile) -> PricedFindings:
+    """Return the findings of the largest rank, further ones of other ranks, and those across ranks.
 
-    A wait that is longer than a whole step without the recorder was of the recorded step alone.
+    A wait longer than a whole step without the recorder occurs in the recorded step alone, and is dropped.
     """
     findings, waiting = priced(lead, diagnose(lead, alone=False))
     others = [one for one in ranks_of(trial) if one.rank != lead.rank]
@@ -68,12 +66,12 @@ def found_on_ranks(trial: Trial, lead: Profile) -> PricedFindings:
 
 
 def ranks_of(trial: Trial) -> tuple[Profile, ...]:
-    """The profiles of all ranks; none where there was one process."""
+    """Return the profiles of all ranks, empty for a single process."""
     return tuple(one.profile for one in trial.ranks if one.profile is not None)
 
 
 def subject_of(workload: Workload, device: str) -> Subject:
-    """What a report on a workload is of."""
+    """Return the subject of a report on a workload."""
     script = workload if isinstance(workload, Script) else None
     model = None if isinstance(workload, Script) else workload.model
     return Subject(
@@ -86,7 +84,7 @@ def subject_of(workload: Workload, device: str) -> Subject:
 
 
 def with_settings(findings: Iterable[Finding], project: str) -> tuple[Finding, ...]:
-    """The findings; those of waits that a setting of a library ends say which, and the line to write."""
+    """Add library settings to findings of waits that they would end, with the line to write."""
     known = _Settings(project)
     return tuple(
         known.settle(one) if one.code in CODES and one.fix and one.fix.kind == "advice" else one
@@ -95,7 +93,7 @@ def with_settings(findings: Iterable[Finding], project: str) -> tuple[Finding, .
 
 
 class _Settings:
-    """Reads each user file once."""
+    """Finder of library settings, which reads each user file once."""
 
     def __init__(self, project: str) -> None:
         self._project = project
@@ -103,17 +101,14 @@ class _Settings:
         self._sources: dict[str, SourceFile | None] = {}
 
     def settle(self, finding: Finding) -> Finding:
-        advice = self._advice(finding)
+        function = self._lines.function(finding.path, finding.line).rpartition(".")[2]
+        advice = advice_for(finding.path, function)
+        if advice is None and (source := self._source(finding.path)) is not None:
+            advice = advice_at(source, finding.line)
         if advice is None:
             return finding
         fix = Suggestion(kind="config", reason=f"{advice.why}. Write: {advice.line}")
-        return msgspec.structs.replace(finding, fix=fix)
-
-    def _advice(self, finding: Finding) -> SettingAdvice | None:
-        function = self._lines.function(finding.path, finding.line).rpartition(".")[2]
-        found = advice_for(finding.path, function)
-        source = self._source(finding.path) if found is None else None
-        return found if source is None else advice_at(source, finding.line)
+        return replace(finding, fix=fix)
 
     def _source(self, path: str) -> SourceFile | None:
         if path not in self._sources:
@@ -126,7 +121,7 @@ class _Settings:
 
 
 def machine(device: str) -> str:
-    """The processor, its threads and, where it was used, the GPU."""
+    """Describe the processor, its threads and, if used, the GPU."""
     facts = [platform.system(), platform.machine(), f"{os.cpu_count()} cores"]
     facts.append(f"{torch.get_num_threads()} torch threads")
     if device.startswith("cuda") and torch.cuda.is_available():

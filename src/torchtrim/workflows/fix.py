@@ -1,12 +1,12 @@
-"""Fixes the host-device syncs of a script, and what a report says of the fixes."""
+"""Fixes of a script's host-device syncs, and their part of a report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from torchtrim.analysis.syncs import CODES
 from torchtrim.certify.certify import Contest, certify
@@ -22,8 +22,8 @@ from torchtrim.report.assemble import with_planned
 from torchtrim.rewriter.edits import compatible, diff_of, line_before, patch
 from torchtrim.rewriter.files import write_sources
 from torchtrim.rewriter.fix import Match, Rewrite, matches
-from torchtrim.runner.script import Script, working_folder
-from torchtrim.runner.trials import Progress, run_trial
+from torchtrim.runner.script import Script
+from torchtrim.runner.trials import Progress, run_once
 from torchtrim.source.facts import Facts, FixRefused
 from torchtrim.source.source import SourceFile, read_source
 from torchtrim.workflows.findings import report_of
@@ -51,10 +51,10 @@ def fix_report(
     ready: Callable[[str], object] = lambda _: None,
     progress: Progress = lambda _: None,
 ) -> Result:
-    """The fixes of the host-device syncs in a script's own source, each proved.
+    """Fix the host-device syncs in a script's own source, with a proof of each fix.
 
-    With `write` they are in the files afterwards, else only in the report's diff; before any file is
-    written `ready` gets the diff. `unsafe`: apply also those that rest on what no run has shown.
+    `write`: write the files, after `ready` has got the diff. `unsafe`: also apply fixes whose assumptions no
+    run has shown.
     """
     settle(script.path or Path.cwd())
     fixed = Fixing(script, request, progress, unsafe=unsafe).fix()
@@ -69,13 +69,23 @@ def fix_report(
 
 
 def fixes_of(fixed: Fixed, project: Path, *, written: bool = False) -> Fixes:
-    """The fixes, with the diff of all that were applied."""
+    """Return the report's fixes, with the diff of all that were applied."""
     diff = "".join(
         diff_of(_relative(path, project), fixed.before[path], text)
         for path, text in sorted(fixed.texts.items())
     )
+    # Another fix has freed these lines of their syncs, which makes a refusal there moot.
+    freed = {
+        (one.path, one.line)
+        for one in fixed.records
+        if one.state == "applied" and not one.syncs_after
+    }
     return Fixes(
-        places=tuple(_told(fixed.records)),
+        places=tuple(
+            one
+            for one in fixed.records
+            if one.state != "refused" or (one.path, one.line) not in freed
+        ),
         syncs_before=_waits(fixed.original, project),
         syncs_after=_waits(fixed.planned or fixed.original, project),
         diff=diff,
@@ -84,18 +94,8 @@ def fixes_of(fixed: Fixed, project: Path, *, written: bool = False) -> Fixes:
     )
 
 
-def _told(records: Sequence[FixRecord]) -> Iterator[FixRecord]:
-    """The records without refusals of a line that another fix has freed of its syncs."""
-    fixed_lines = {
-        (one.path, one.line) for one in records if one.state == "applied" and not one.syncs_after
-    }
-    for record in records:
-        if record.state != "refused" or (record.path, record.line) not in fixed_lines:
-            yield record
-
-
 def with_fixes(report: Report, fixes: Fixes) -> Report:
-    """The report with the fixes, and with what became of each at its finding."""
+    """Add the fixes to the report, and the state of each to its finding."""
     by_line: dict[tuple[str, int], list[FixRecord]] = {}
     for record in sorted(fixes.places, key=lambda one: _RANK[one.state]):
         by_line.setdefault((record.path, record.line), []).append(record)
@@ -103,7 +103,7 @@ def with_fixes(report: Report, fixes: Fixes) -> Report:
         _with_fix(finding, by_line.get((finding.path, finding.line), []))
         for finding in report.findings
     )
-    return msgspec.structs.replace(report, findings=findings, fixes=fixes)
+    return replace(report, findings=findings, fixes=fixes)
 
 
 def _with_fix(finding: Finding, records: list[FixRecord]) -> Finding:
@@ -117,7 +117,7 @@ def _with_fix(finding: Finding, records: list[FixRecord]) -> Finding:
         diff=first.diff or None,
         reason=reason if first.state != "suggested" else f"unsafe, {reason}",
     )
-    return msgspec.structs.replace(finding, fix=fix)
+    return replace(finding, fix=fix)
 
 
 def _waits(trial: Trial, project: Path) -> int:
@@ -128,18 +128,18 @@ def _relative(path: str, project: Path) -> str:
     return str(Path(path).relative_to(project)) if Path(path).is_relative_to(project) else path
 
 
-_MOST_ROUNDS = 20
+_MOST_ROUNDS = 20  # against endless rounds: each fix uncovers at most a few further syncs
 Key = tuple[str, str, str]
-"""A fix's name, the file, and the text that it is for."""
+"""A fix's name, its file, and the text of its expression."""
 Place = tuple[str, str, str, int, int]
-"""The same, and the first and last line."""
+"""A key with the first and last line."""
 
 
 @dataclass
 class Fixed:
-    """What fixing gave: the new texts by absolute path, what became of each fix, and the proof.
+    """Result of fixing: the new texts by absolute path, the record of each fix, and the certificate.
 
-    `grown` has, for each fix applied, the number of its record and by how many ms it keeps the device longer.
+    `grown`: for each applied fix, the number of its record, and the ms it keeps the device longer.
     """
 
     original: Trial
@@ -152,9 +152,9 @@ class Fixed:
 
 
 class Fixing:
-    """Fixes one script. Nothing is written: the script is run as the texts would be.
+    """Fixing of one script, which runs with new texts in place of its files.
 
-    `unsafe`: apply also those fixes that rest on what nobody has seen, or may differ otherwise.
+    `unsafe`: also apply fixes whose assumptions no run has shown, or that may differ otherwise.
     """
 
     def __init__(
@@ -171,11 +171,11 @@ class Fixing:
         self._step_by_step = False
 
     def fix(self, original: Trial | None = None) -> Fixed:
-        """Fix what can be fixed until nothing more is found, and is worth it together.
+        """Fix until no more fixes are found, and all fixes together pay.
 
-        Each fix can uncover the next sync, so whether they pay is judged at the end. Where they do not,
-        the one that keeps the device longest is left out, and all begins anew. The certificate is on all
-        fixes together. Where that is NOT EQUAL all begins anew too, each round with a certificate.
+        Each fix can uncover the next sync, so the costs are compared at the end. If the fixes cost more than
+        the syncs, begin again without the fix that keeps the device longest. The certificate is on all fixes
+        together; if it is NOT EQUAL, begin again with a certificate for each round.
         """
         original = original or self._run({}, "original")
         while True:
@@ -189,12 +189,11 @@ class Fixing:
             self._done = set(self._left_out)
 
     def _proved(self, fixed: Fixed) -> bool:
-        """Certify all fixes together, unless they are. False where they must be taken round by round."""
+        """Certify all fixes together, if not done; return False to certify them round by round."""
         if fixed.planned is None or fixed.certificate is not None:
             return True
-        certificate = self._certify(fixed, fixed.planned, fixed.texts)
-        self._step_by_step = certificate.verdict == "NOT EQUAL"
-        fixed.certificate = certificate
+        fixed.certificate = self._certify(fixed, fixed.planned, fixed.texts)
+        self._step_by_step = fixed.certificate.verdict == "NOT EQUAL"
         return not self._step_by_step
 
     def _rounds(self, original: Trial) -> Fixed:
@@ -205,12 +204,10 @@ class Fixing:
             rewrites = self._propose(fixed, trial.profile)
             if not rewrites:
                 break
-            made = self._settle(fixed, trial, rewrites, f"fixes, round {number + 1}")
-            trial = made or trial
+            trial = self._settle(fixed, trial, rewrites, f"fixes, round {number + 1}") or trial
         return fixed
 
     def _slowest(self, fixed: Fixed) -> Key | None:
-        """The fix that costs the device most, where all together cost more than the syncs."""
         if fixed.planned is None or not fixed.grown:
             return None
         reason = costs_more(profile_of(fixed.planned), profile_of(fixed.original))
@@ -219,32 +216,26 @@ class Fixing:
             return None
         record = fixed.records[number]
         why = f"its dense form keeps the device {grown:.3g} ms longer, more than the syncs cost: {reason}"
-        self._too_slow.append(msgspec.structs.replace(record, state="reverted", reason=why))
+        self._too_slow.append(replace(record, state="reverted", reason=why))
         return key
 
     def _propose(self, fixed: Fixed, profile: Profile) -> list[Rewrite]:
-        """The rewrites to try next; those that are not to be applied are noted."""
+        """Return the rewrites of syncs in a profile to try next, and note those not to apply."""
         waits = waiting_lines(profile, self._script.project)
-        found = self._found(fixed, profile)
-        observed = self._observe(fixed, found) if found else ()
-        return compatible(
-            rewrite
-            for match, seen in zip(found, observed, strict=True)
-            if (rewrite := self._judge(fixed, match, seen, waits)) is not None
-        )
-
-    def _found(self, fixed: Fixed, profile: Profile) -> list[Match]:
-        """What waits in a profile and can be rewritten, and was not tried."""
-        waits = waiting_lines(profile, self._script.project)
-        return [
+        new = [
             match
             for path in sorted({path for path, _ in waits})
             for match in self._matches(fixed, path)
             if waits_of(match, waits) and self._key(match) not in self._done
         ]
+        observed = self._observe(fixed, new) if new else ()
+        return compatible(
+            rewrite
+            for match, seen in zip(new, observed, strict=True)
+            if (rewrite := self._judge(fixed, match, seen, waits)) is not None
+        )
 
     def _judge(self, fixed: Fixed, match: Match, seen: ProbeResult, waits: Waits) -> Rewrite | None:
-        """The rewrite of a match if it may be applied; else what speaks against it is noted."""
         try:
             rewrite = match.fix.rewrite(match, Facts(seen))
             if rewrite.safe or self._unsafe:
@@ -253,7 +244,7 @@ class Fixing:
         except FixRefused as error:
             self._note(fixed, match, "refused", waits, reason=str(error))
             return None
-        reason = rewrite.risk or f"nobody has seen that {' and that '.join(rewrite.open_needs)}"
+        reason = rewrite.risk or f"no run has shown that {' and that '.join(rewrite.open_needs)}"
         self._note(fixed, match, "suggested", waits, reason=reason, diff=diff)
         return None
 
@@ -266,7 +257,7 @@ class Fixing:
             return []
 
     def _observe(self, fixed: Fixed, found: Sequence[Match]) -> tuple[ProbeResult, ...]:
-        """What the matches' expressions hold; the original is looked at once."""
+        """Return the observed values of the matches' expressions, remembered for the original."""
         if fixed.texts:
             return self._look(fixed, found)
         new = [match for match in found if self._place(match) not in self._looked]
@@ -276,23 +267,20 @@ class Fixing:
 
     def _look(self, fixed: Fixed, found: Sequence[Match]) -> tuple[ProbeResult, ...]:
         probes = tuple(match.probe(number) for number, match in enumerate(found))
-        request = msgspec.structs.replace(
-            self._request, texts=fixed.texts, probes=probes, measured=False
-        )
-        return self._run_request(request, "looking at values").observed
+        request = replace(self._request, texts=fixed.texts, probes=probes, measured=False)
+        return run_once(self._script, request, "looking at values", self._progress).observed
 
     def _settle(
         self, fixed: Fixed, trial: Trial, rewrites: Sequence[Rewrite], what: str
     ) -> Trial | None:
-        """Apply all rewrites together; where that fails, the first that may stay. None if none may."""
+        """Apply all rewrites together, or the first that works; return the trial, None if all fail."""
         together = self._try(fixed, trial, rewrites, what)
         if not together.wrong:
             return self._keep(fixed, trial, together)
-        if len(rewrites) == 1:
-            self._revert(fixed, trial, together)
-            return None
         for rewrite in rewrites:
-            alone = self._try(fixed, trial, [rewrite], f"{what}, {rewrite.match.fix.name}")
+            alone = together
+            if len(rewrites) > 1:
+                alone = self._try(fixed, trial, [rewrite], f"{what}, {rewrite.match.fix.name}")
             if not alone.wrong:
                 return self._keep(fixed, trial, alone)
             self._revert(fixed, trial, alone)
@@ -304,30 +292,30 @@ class Fixing:
         def run(texts: dict[str, str]) -> Trial:
             return self._run(texts, what)
 
-        found = attempt(rewrites, fixed.texts, before, project, run)
-        if found.wrong or found.trial is None or not self._step_by_step:
-            return found
-        certificate = self._certify(fixed, found.trial, found.texts)
+        tried = attempt(rewrites, fixed.texts, before, project, run)
+        if tried.wrong or tried.trial is None or not self._step_by_step:
+            return tried
+        certificate = self._certify(fixed, tried.trial, tried.texts)
         unequal = certificate.verdict == "NOT EQUAL"
-        return found._replace(certificate=certificate, wrong=certificate.reason if unequal else "")
+        return tried._replace(certificate=certificate, wrong=certificate.reason if unequal else "")
 
     def _certify(self, fixed: Fixed, after: Trial, texts: Mapping[str, str]) -> Certificate:
-        request = msgspec.structs.replace(self._request, texts=dict(texts))
+        request = replace(self._request, texts=dict(texts))
         contest = Contest(self._script, self._script, self._request, request)
         return certify(contest, fixed.original, after, self._progress)
 
-    def _keep(self, fixed: Fixed, trial: Trial, made: Attempt) -> Trial:
-        assert made.trial is not None
+    def _keep(self, fixed: Fixed, trial: Trial, tried: Attempt) -> Trial:
+        assert tried.trial is not None
         before, project = profile_of(trial), self._script.project
         waits = waiting_lines(before, project)
-        grown = grown_ms(made, before, project)
-        for rewrite, left, more in zip(made.rewrites, made.left, grown, strict=True):
+        grown = grown_ms(tried, before, project)
+        for rewrite, left, more in zip(tried.rewrites, tried.left, grown, strict=True):
             diff = self._diff(rewrite.match.source, rewrite)
             fixed.grown[self._key(rewrite.match)] = (len(fixed.records), more)
             self._note(fixed, rewrite.match, "applied", waits, diff=diff, left=left)
-        fixed.texts, fixed.certificate = dict(made.texts), made.certificate
-        fixed.planned = made.trial
-        return made.trial
+        fixed.texts, fixed.certificate = dict(tried.texts), tried.certificate
+        fixed.planned = tried.trial
+        return tried.trial
 
     def _revert(self, fixed: Fixed, trial: Trial, tried: Attempt) -> None:
         waits = waiting_lines(profile_of(trial), self._script.project)
@@ -346,13 +334,13 @@ class Fixing:
         diff: str = "",
         left: int | None = None,
     ) -> None:
-        """Note what became of a match, which is not tried again."""
+        """Record the state of a match, which is not tried again."""
         self._done.add(self._key(match))
         before = fixed.before[match.source.path]
         fixed.records.append(
             FixRecord(
                 name=match.fix.name,
-                path=self._relative(match.source.path),
+                path=_relative(match.source.path, self._script.project),
                 line=line_before(before, match.source.text, match.lines[0]),
                 state=state,
                 equivalence=match.fix.equivalence,
@@ -364,11 +352,8 @@ class Fixing:
         )
 
     def _diff(self, source: SourceFile, rewrite: Rewrite) -> str:
-        return diff_of(self._relative(source.path), source.text, patch(source, [rewrite]).text)
-
-    def _relative(self, path: str) -> str:
-        project = self._script.project
-        return str(Path(path).relative_to(project)) if Path(path).is_relative_to(project) else path
+        path = _relative(source.path, self._script.project)
+        return diff_of(path, source.text, patch(source, [rewrite]).text)
 
     def _key(self, match: Match) -> Key:
         return match.fix.name, match.source.path, match.source.segment(match.node)
@@ -377,10 +362,5 @@ class Fixing:
         return *self._key(match), *match.lines
 
     def _run(self, texts: dict[str, str], what: str) -> Trial:
-        return self._run_request(msgspec.structs.replace(self._request, texts=texts), what)
-
-    def _run_request(self, request: Request, what: str) -> Trial:
-        with working_folder() as folder:
-            return run_trial(
-                self._script, request, folder, lambda text: self._progress(f"{what}: {text}")
-            )
+        request = replace(self._request, texts=texts)
+        return run_once(self._script, request, what, self._progress)

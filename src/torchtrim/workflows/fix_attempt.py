@@ -1,17 +1,17 @@
-"""One set of rewrites, tried: the script is run with them, and what speaks against them is found."""
+"""An attempt at a set of rewrites: a run of the script with them, and the reasons against them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torchtrim.analysis.prices import device_of
 from torchtrim.analysis.syncs import waits_in
 from torchtrim.analysis.user_source import line_of
 from torchtrim.costs.roofline import estimate
-from torchtrim.costs.syncs import price_syncs
+from torchtrim.costs.syncs import PricedSyncs, price_syncs
 from torchtrim.errors import ScriptFailed
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.profile import Profile, is_emulated
@@ -23,12 +23,14 @@ from torchtrim.source.facts import FixRefused
 Waits = Counter[tuple[str, int]]
 
 
-_DEARER = 1.002
+_Amount = TypeVar("_Amount", int, float)
+_DEARER = 1.002  # of the step's time: above the rounding of modelled times
 Region = tuple[str, int, int]
+"""A path, with a first and a last line."""
 
 
 class Attempt(NamedTuple):
-    """What came of running rewrites. `left`: the syncs left at each; `wrong`: why they may not stay."""
+    """Result of a run with rewrites. `left`: remaining syncs of each; `wrong`: the reason to revert them."""
 
     rewrites: tuple[Rewrite, ...]
     texts: Mapping[str, str]
@@ -46,13 +48,12 @@ def attempt(
     project: Path,
     run: Callable[[dict[str, str]], Trial],
 ) -> Attempt:
-    """Run the texts with the rewrites in them, and see whether what they fix synchronizes less."""
+    """Run the texts with the rewrites, and check that their places synchronize less."""
     new = dict(texts)
     regions: dict[int, tuple[Region, ...]] = {}
+    sources = {id(rewrite.match.source): rewrite.match.source for rewrite in rewrites}
     try:
-        for source in {
-            id(rewrite.match.source): rewrite.match.source for rewrite in rewrites
-        }.values():
+        for source in sources.values():
             own = [rewrite for rewrite in rewrites if rewrite.match.source is source]
             patched = patch(source, own)
             new[source.path] = patched.text
@@ -61,29 +62,30 @@ def attempt(
         trial = run(new)
     except (FixRefused, ScriptFailed) as error:
         return Attempt(tuple(rewrites), new, f"with it the script fails: {error}")
-    found = Attempt(
-        tuple(rewrites),
-        new,
-        regions=tuple(regions[id(rewrite)] for rewrite in rewrites),
-        trial=trial,
-    )
+    own_regions = tuple(regions[id(rewrite)] for rewrite in rewrites)
+    tried = Attempt(tuple(rewrites), new, regions=own_regions, trial=trial)
     if trial.profile is None:
-        return found._replace(wrong="with it the script did not come to a recorded step")
-    left, wrong = _waits_left(found, before, trial.profile, project)
-    return found._replace(left=left, wrong=wrong)
+        return tried._replace(wrong="with it the script did not come to a recorded step")
+    left, wrong = _waits_left(tried, before, trial.profile, project)
+    return tried._replace(left=left, wrong=wrong)
 
 
-def grown_ms(found: Attempt, before: Profile, project: Path) -> list[float]:
-    """By how much longer than what it replaces each rewrite of an attempt keeps the device, modelled."""
-    pairs = [
-        (_own_region(rewrite.match), spans)
-        for rewrite, spans in zip(found.rewrites, found.regions, strict=True)
+def grown_ms(tried: Attempt, before: Profile, project: Path) -> list[float]:
+    """Return the ms by which each rewrite keeps the device longer, modelled, backward included.
+
+    Each is 0 without an emulated device.
+    """
+    if not is_emulated(before.device):
+        return [0.0] * len(tried.rewrites)
+    was, now = _by_line(before, project), _by_line(profile_of(tried.trial), project)
+    return [
+        1e3 * (sum(_within(now, span) for span in spans) - _within(was, _own_region(rewrite.match)))
+        for rewrite, spans in zip(tried.rewrites, tried.regions, strict=True)
     ]
-    return growth_ms(before, profile_of(found.trial), pairs, project)
 
 
 def profile_of(trial: Trial | None) -> Profile:
-    """The profile of a trial that is known to have one."""
+    """Return the profile of a trial that must have one."""
     assert trial is not None
     assert trial.profile is not None
     return trial.profile
@@ -103,7 +105,7 @@ def _waits_left(
 
 
 def waiting_lines(profile: Profile, project: Path) -> Waits:
-    """How often a step synchronizes at each line of the project's files, by absolute path."""
+    """Count a step's syncs at each line of the project's files, by absolute path."""
     found: Waits = Counter()
     for path, line, _, _, count in waits_in(profile):
         absolute = (project / path).resolve()
@@ -113,7 +115,7 @@ def waiting_lines(profile: Profile, project: Path) -> Waits:
 
 
 def waits_of(match: Match, waits: Waits) -> int:
-    """How often a step synchronizes at the match's own lines."""
+    """Count a step's syncs at the match's own lines."""
     return _within(waits, _own_region(match))
 
 
@@ -121,72 +123,37 @@ def _own_region(match: Match) -> Region:
     return match.source.path, *match.lines
 
 
-def _within(waits: Waits, region: Region) -> int:
+def _within(amounts: Mapping[tuple[str, int], _Amount], region: Region) -> _Amount:
     path, first, last = region
-    return sum(n for (p, line), n in waits.items() if p == path and first <= line <= last)
+    return sum(n for (p, line), n in amounts.items() if p == path and first <= line <= last)
 
 
-class ModelledStep(NamedTuple):
-    """A step on the emulated device, in ms: how long it takes, and how long the device is busy in it."""
-
-    step_ms: float
-    busy_ms: float
-
-
-def modelled(profile: Profile) -> ModelledStep | None:
-    """The step as it is modelled; None where no device was emulated."""
-    if not is_emulated(profile.device):
-        return None
-    found = price_syncs(profile, device_of(profile))
-    return ModelledStep(found.step_ms, found.device_busy_ms)
+def modelled(profile: Profile) -> PricedSyncs | None:
+    """Return the step's modelled times, None without an emulated device."""
+    return price_syncs(profile, device_of(profile)) if is_emulated(profile.device) else None
 
 
 def costs_more(after: Profile, before: Profile) -> str:
-    """Why fixes are not worth it together, as a dense form may cost more than its sync; empty where they are.
+    """Return the reason why fixes do not pay together, as dense forms may cost more; empty if they pay.
 
-    They are not where the device alone is busy longer with them than the whole step took, its waits
-    included. The host's share is left out: it is modelled for each operator alike, though selecting by a mask
-    launches several kernels.
+    They do not pay if the device alone is busy longer with them than the whole step took, waits included. The
+    host's share is ignored: the model has one time for all operators, but a selection by a mask launches
+    several kernels.
     """
     now, was = modelled(after), modelled(before)
-    if now is None or was is None or now.busy_ms <= _DEARER * was.step_ms:
+    if now is None or was is None or now.device_busy_ms <= _DEARER * was.step_ms:
         return ""
     return (
-        f"the device alone is busy for {now.busy_ms:.3g} ms with the fixes, and the step took "
+        f"the device alone is busy for {now.device_busy_ms:.3g} ms with the fixes, and the step took "
         f"{was.step_ms:.3g} ms without, modelled"
     )
 
 
-def growth_ms(
-    before: Profile,
-    after: Profile,
-    regions: Sequence[tuple[Region, Sequence[Region]]],
-    project: Path,
-) -> list[float]:
-    """By how much longer each place keeps the device, backward included; 0 where none was emulated.
-
-    A place is a region before, and what it became: paths with a first and a last line.
-    """
-    if not is_emulated(before.device):
-        return [0.0] * len(regions)
-    was, now = _by_line(before, project), _by_line(after, project)
-    return [
-        1e3 * (sum(_seconds_within(now, one) for one in new) - _seconds_within(was, old))
-        for old, new in regions
-    ]
-
-
 def _by_line(profile: Profile, project: Path) -> dict[tuple[str, int], float]:
-    """Seconds of the device by the absolute path and the line that asked for them."""
-    found: dict[tuple[str, int], float] = {}
+    times: dict[tuple[str, int], float] = {}
     seconds = estimate(profile, device_of(profile)).device_seconds
     for number, time in enumerate(seconds):
         line = line_of(profile, number)
         place = str((project / line.path).resolve()), line.line
-        found[place] = found.get(place, 0.0) + time
-    return found
-
-
-def _seconds_within(times: dict[tuple[str, int], float], region: Region) -> float:
-    path, first, last = region
-    return sum(time for (p, line), time in times.items() if p == path and first <= line <= last)
+        times[place] = times.get(place, 0.0) + time
+    return times

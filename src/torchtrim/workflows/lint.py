@@ -1,4 +1,4 @@
-"""Reads source, finds host-device syncs, and edits it where that is asked."""
+"""Findings of host-device syncs in source, and edits of the source on request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from torchtrim.errors import TorchtrimError
 from torchtrim.linter.files import (
@@ -26,11 +26,11 @@ from torchtrim.linter.files import (
 from torchtrim.records.finding import Suggestion
 from torchtrim.records.report import Report
 from torchtrim.report import assemble
-from torchtrim.rewriter.files import UndoResult, holder_of, last_write, settle_killed, undo_sources
+from torchtrim.rewriter.files import holder_of, last_write, settle_killed, undo_sources
 
 
 class Checked(NamedTuple):
-    """What reading gave: the report, the files that could not be read, and the edits; None for not asked."""
+    """Result of linting: the report, the unreadable files, and the edits if requested."""
 
     report: Report
     errors: tuple[str, ...]
@@ -46,10 +46,10 @@ def lint_report(
     write: bool = True,
     cached: bool = False,
 ) -> Checked:
-    """The findings of files and folders, by paths relative to the current one.
+    """Lint files and folders; findings have paths relative to the current folder.
 
-    `cached`: what was found in files that have not changed since is not looked for again. `fix`: apply the
-    fixes that are safe without a run, with `unsafe` also others; `write` them.
+    `cached`: reuse the findings of unchanged files. `fix`: apply the fixes that are safe without a run, with
+    `unsafe` also others, and `write` them.
     """
     selected, files, project = Selected(select), files_of(paths), project_of(paths)
     fixed = None
@@ -66,7 +66,7 @@ def lint_report(
 def _report(linted: Sequence[Linted], paths: Sequence[Path], errors: tuple[str, ...]) -> Report:
     base = str(Path.cwd())
     findings = tuple(
-        msgspec.structs.replace(found, path=relative(found.path, base), fix=_near(found.fix, base))
+        replace(found, path=relative(found.path, base), fix=_near(found.fix, base))
         for one in linted
         for found in one.findings
     )
@@ -78,28 +78,21 @@ def _near(fix: Suggestion | None, base: str) -> Suggestion | None:
     if fix is None or not fix.diff:
         return fix
     diff = fix.diff.replace(f"--- a/{base}/", "--- a/").replace(f"+++ b/{base}/", "+++ b/")
-    return msgspec.structs.replace(fix, diff=diff)
+    return replace(fix, diff=diff)
 
 
-def undo(start: Path) -> UndoResult:
-    """Take out the last write of source in the project around a path; later edits stay."""
-    return undo_sources(start)
-
-
-def settle(start: Path) -> tuple[str, ...]:
-    """Restore or complete a write of source around a path that was killed, and say so."""
-    return settle_killed(start)
+undo, settle = undo_sources, settle_killed  # their names in the Python API
 
 
 class Watch:
-    """Knows, whatever happens afterwards, which files torchtrim has written around a path since."""
+    """Watch of the files that torchtrim writes around a path, even if its run then fails."""
 
     def __init__(self, start: Path) -> None:
         self._start = start
         self._before = self._last()[0]
 
     def written(self) -> tuple[Path, ...]:
-        """The files of the last write, if there was one since; empty where it was undone."""
+        """Return the files of the last write since the start, empty if it was undone."""
         key, paths = self._last()
         return paths if key != self._before else ()
 

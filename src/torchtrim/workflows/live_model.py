@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -53,12 +52,7 @@ class Fitted:
     def __enter__(self) -> Fitted:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.revert()
 
 
@@ -101,6 +95,9 @@ _LONGER, _LESS, _NOISE = 1.05, 0.99, 0.001
 """Factors of time and bytes, and seconds: smaller differences are noise."""
 
 
+_ADVICE = " Leave out an option: inplace=False, reuse_buffers=False, split_batch=1."
+
+
 class Optimized(NamedTuple):
     """Model with a plan applied. `fit` is None without verification.
 
@@ -140,15 +137,22 @@ def optimize_calls(
     _check(model, options)
     before = _table_of(model, inputs)
     plan = plan_for(model, options, before.outputs)
-    applied, program, notes = _tried(model, inputs, plan)
+    applied = apply_plan(plan, _roots(model))
     try:
+        planned = Planned.of(model)
+        args, kwargs = arguments_of(inputs)
+        program, notes = planned.program(*args, **kwargs), planned.reasons()
         after = _table_of(model, inputs, program)
         predicted = Prediction(peak_bytes=after.total, step_seconds=0.0)
         plan = plan_for(model, options, before.outputs, predicted)
         fit = seconds = None
         if verify:
             applied.revert()
-            fit = _verified(model, inputs, plan, before.total, progress)
+            fitting = Fitting(Inference(model, inputs), Request(steps=2, warmup=0), progress)
+            original, trial = fitting.observe(), fitting.run_planned(plan)
+            certificate = fitting.verify(original, plan, trial)
+            check_equal(certificate, "call", _ADVICE)
+            fit = Fit(original, Budget(before.total), plan, trial, certificate, ())
             plain = seconds_of_call(model, inputs)
             applied = apply_plan(plan, _roots(model))
             seconds = plain, seconds_of_call(model, inputs)
@@ -160,7 +164,6 @@ def optimize_calls(
 
 
 def _costs(fit: Fit, table: MemoryTable, before: float, after: float) -> Iterator[str]:
-    """Yield notes if the plan does not pay, by the measured calls."""
     assert fit.planned is not None
     model = table.parameters + table.buffers + table.gradients
     original, planned = (one.peak_bytes - model for one in (fit.original, fit.planned))
@@ -229,7 +232,6 @@ def plan_for(
 
 
 def _table_of(model: nn.Module, inputs: Any, program: PlannedProgram | None = None) -> MemoryTable:
-    """Return the bytes of a model and of one call, by a program if given."""
     resident = count_resident(model)
     if program is not None:
         most, made = program.output_bytes, program.made_bytes
@@ -244,32 +246,6 @@ def _table_of(model: nn.Module, inputs: Any, program: PlannedProgram | None = No
         gradients=resident.gradients,
         planned=program is not None,
     )
-
-
-def _tried(
-    model: nn.Module, inputs: Any, plan: Plan
-) -> tuple[Applied, PlannedProgram | None, tuple[str, ...]]:
-    """Apply the plan; return it with the program of these inputs, and notes."""
-    applied = apply_plan(plan, _roots(model))
-    try:
-        planned = Planned.of(model)
-        args, kwargs = arguments_of(inputs)
-        program = planned.program(*args, **kwargs)
-    except BaseException:
-        applied.revert()
-        raise
-    return applied, program, planned.reasons()
-
-
-def _verified(model: nn.Module, inputs: Any, plan: Plan, budget: int, progress: Progress) -> Fit:
-    """Run the original and the planned call on the inputs, and on the inputs in another order."""
-    fitting = Fitting(Inference(model, inputs), Request(steps=2, warmup=0), progress)
-    original = fitting.observe()
-    planned = fitting.run_planned(plan)
-    certificate = fitting.verify(original, plan, planned)
-    advice = " Leave out an option: inplace=False, reuse_buffers=False, split_batch=1."
-    check_equal(certificate, "call", advice)
-    return Fit(original, Budget(budget), plan, planned, certificate, ())
 
 
 _OF_OPTIMIZERS = ("optimizer_in_backward", "plain_optimizer")

@@ -1,8 +1,8 @@
-"""Plans the calls of a script that only runs its models, measures and verifies them."""
+"""Plans of the calls of a script that only runs its models, measured and verified."""
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from torchtrim.core.units import format_bytes
 from torchtrim.errors import InfeasibleBudget, PlannedStepFailed, UsageError
@@ -18,12 +18,11 @@ from torchtrim.step.from_profile import step_of
 from torchtrim.step.simulate import timeline
 from torchtrim.workflows.diagnose import TAKEN_AS_CALLS
 from torchtrim.workflows.optimize.fitting import Fit, Fitting
-from torchtrim.workflows.optimize.levers import Reached
+from torchtrim.workflows.optimize.levers import reached
 from torchtrim.workflows.optimize.report import fitted
 from torchtrim.workflows.optimize.trials import NOTHING, MeasuredPlan, measured
 
-_MOST_PARTS = 32
-RELEASE = "release"
+_MOST_PARTS = 32  # arbitrary: each doubling costs a run, and smaller parts compute slowly
 
 
 def optimize_calls_report(
@@ -34,13 +33,12 @@ def optimize_calls_report(
     memory_kind: MemoryKind = "allocated",
     progress: Progress = lambda _: None,
 ) -> Result:
-    """The loop for a script that only runs its models; without `memory` in as little as can be."""
-    fitting = Fitting(script, msgspec.structs.replace(request, infers=True), progress)
+    """Fit a script that only runs its models; without `memory`, into as little as possible."""
+    fitting = Fitting(script, replace(request, infers=True), progress)
     limit = None if memory is None else memory_limit(memory, memory_kind)
-    found = fit_calls(fitting, script, limit, memory_kind)
-    result = fitted(script, found)
+    result = fitted(script, _fit_calls(fitting, script, limit, memory_kind))
     if memory is None:
-        return result._replace(report=msgspec.structs.replace(result.report, budget_bytes=None))
+        return result._replace(report=replace(result.report, budget_bytes=None))
     return result
 
 
@@ -52,37 +50,49 @@ def optimize_calls_instead(
     memory_kind: MemoryKind = "allocated",
     progress: Progress = lambda _: None,
 ) -> Result:
-    """As `optimize_calls_report`, for a script of which nobody has said that it only runs its models."""
-    found = optimize_calls_report(
+    """Fit a script that turned out to only run its models, with a note on that."""
+    result = optimize_calls_report(
         script, memory, request, memory_kind=memory_kind, progress=progress
     )
-    notes = (TAKEN_AS_CALLS, *found.report.notes)
-    return found._replace(report=msgspec.structs.replace(found.report, notes=notes))
+    notes = (TAKEN_AS_CALLS, *result.report.notes)
+    return result._replace(report=replace(result.report, notes=notes))
 
 
-def fit_calls(fitting: Fitting, script: Script, limit: MemoryLimit | None, kind: MemoryKind) -> Fit:
-    """Plan every call; where a budget wants less, the first layers in ever more parts of the batch.
+def _fit_calls(
+    fitting: Fitting, script: Script, limit: MemoryLimit | None, kind: MemoryKind
+) -> Fit:
+    """Plan every call; to meet a budget, run the first layers in ever more parts of the batch.
 
-    Where nothing fits it gives the plan that needs least, and `missed`. Raises `UsageError` for a script that
-    trains.
+    If no plan fits, return the plan that needs least, and `missed`. Raises `UsageError` if the script trains.
     """
     if script.device not in (None, "cpu", "cuda"):
         raise UsageError(
-            f"--device {script.device}: --mode inference plans calls on a device that is there. Give cpu."
+            f"--device {script.device}: --mode inference plans calls on a real device. Give cpu."
         )
     original = fitting.observe()
-    _check(original)
+    if original.optimizer_steps or original.backwards:
+        raise UsageError(
+            f"the script trains: it ran {original.backwards} backwards and {original.optimizer_steps} "
+            "optimizer steps. --mode inference is for scripts that only run a model; leave it out, and "
+            "give --memory."
+        )
     whole = measured(original, kind)
     budget = Budget(whole, kind) if limit is None else limit.budget(whole)
     parts = 1
     best: MeasuredPlan | None = None
     notes: tuple[str, ...] = (NOTHING,)
     while parts <= _MOST_PARTS:
-        plan = _plan(script, original, budget, parts)
+        plan = plan_of_calls(
+            script.target,
+            original.fingerprint,
+            CallOptions(gradients_aside=False, parts=parts),
+            budget,
+            script_sha256=sha256_of(script.path) if script.path else "",
+        )
         try:
             planned = fitting.run_planned(plan)
         except PlannedStepFailed as error:
-            notes = (f"the calls failed as planned, and not as they are: {error}", NOTHING)
+            notes = (f"the calls failed with the plan, and not without: {error}", NOTHING)
             break
         used = measured(planned, kind)
         if used <= (whole if best is None else best.used - 1):
@@ -90,73 +100,42 @@ def fit_calls(fitting: Fitting, script: Script, limit: MemoryLimit | None, kind:
         if limit is None or used <= budget.bytes:
             break
         parts *= 2
-    nothing = Fit(original, budget, _nothing(plan, whole, original), None, None, notes)
-    found = nothing if best is None else _verified(fitting, original, budget, best)
-    used = whole if best is None else best.used
+    if best is None:
+        unchanged = Prediction(peak_bytes=whole, step_seconds=original.seconds)
+        nothing = replace(plan, techniques=(), predicted=unchanged)
+        fit, used = Fit(original, budget, nothing, None, None, notes), whole
+    else:
+        chosen, trial, used = best
+        assert chosen is not None
+        assert trial is not None
+        plan = replace(chosen, predicted=_predicted(original, trial))
+        certificate = fitting.verify(original, plan, trial)
+        fit = Fit(original, budget, plan, trial, certificate, trial.notes)
     met = limit is None or used <= budget.bytes
-    return found if met else _with_missed(found, budget.bytes, used)
+    return fit if met else _with_missed(fit, budget.bytes, used)
 
 
-def _nothing(plan: Plan, whole: int, original: Trial) -> Plan:
-    """The plan that changes nothing."""
-    as_it_is = Prediction(peak_bytes=whole, step_seconds=original.seconds)
-    return msgspec.structs.replace(plan, techniques=(), predicted=as_it_is)
-
-
-def _with_missed(found: Fit, budget: int, smallest: int) -> Fit:
-    missed = _missed(budget, smallest)
-    missed.plan, missed.certificate = found.plan, found.certificate
-    if found.planned is not None:
-        reached = Reached(found.plan.techniques, smallest, found.planned.seconds)
-        missed.levers = (reached.lever,)
-    return found._replace(missed=missed, levers=missed.levers)
-
-
-def _verified(fitting: Fitting, original: Trial, budget: Budget, best: MeasuredPlan) -> Fit:
-    assert best.plan is not None
-    assert best.trial is not None
-    plan = msgspec.structs.replace(best.plan, predicted=_predicted(original, best.trial))
-    certificate = fitting.verify(original, plan, best.trial)
-    return Fit(original, budget, plan, best.trial, certificate, best.trial.notes)
-
-
-def _missed(budget: int, smallest: int) -> InfeasibleBudget:
-    return InfeasibleBudget(
+def _with_missed(fit: Fit, budget: int, smallest: int) -> Fit:
+    missed = InfeasibleBudget(
         f"no plan brings the peak to {format_bytes(budget)}. The smallest found needs "
         f"{format_bytes(smallest)} ({smallest} bytes), the first layers in up to {_MOST_PARTS} parts of "
         f"the batch. Give --memory {smallest} or more, or make the batch smaller.",
         smallest_bytes=smallest,
-        set_by="the calls' results and what is there always",
+        set_by="the calls' results and the memory held between calls",
     )
+    missed.plan, missed.certificate = fit.plan, fit.certificate
+    if fit.planned is not None:
+        missed.levers = (reached(fit.plan.techniques, smallest, fit.planned.seconds),)
+    return fit._replace(missed=missed, levers=missed.levers)
 
 
 def is_of_calls(plan: Plan) -> bool:
-    """Whether the plan is one of calls without gradients."""
-    return any(one.name == RELEASE for one in plan.techniques)
-
-
-def _check(trial: Trial) -> None:
-    if trial.optimizer_steps or trial.backwards:
-        raise UsageError(
-            f"the script trains: it ran {trial.backwards} backwards and {trial.optimizer_steps} "
-            "optimizer steps. --mode inference is for scripts that only run a model; leave it out, and "
-            "give --memory."
-        )
-
-
-def _plan(script: Script, original: Trial, budget: Budget, parts: int) -> Plan:
-    path = script.path
-    return plan_of_calls(
-        script.target,
-        original.fingerprint,
-        CallOptions(gradients_aside=False, parts=parts),
-        budget,
-        script_sha256=sha256_of(path) if path else "",
-    )
+    """Return True for a plan of calls without gradients."""
+    return any(one.name == "release" for one in plan.techniques)
 
 
 def _predicted(original: Trial, planned: Trial) -> Prediction:
-    """What the calls' plans predict: what is there when a call begins, and what the plan needs."""
+    """Predict the peak: the memory live when a call begins, and the memory of the call's plan."""
     profile = original.profile
     assert profile is not None
     level = timeline(step_of(profile)).before

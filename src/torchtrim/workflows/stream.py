@@ -1,4 +1,4 @@
-"""Streams of scripts: what grows in one, and whether its bounds change what it computes."""
+"""Streams of scripts: their growth, and certificates that bounds do not change their results."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.errors import ApplyFailed, ScriptFailed
@@ -27,22 +28,14 @@ Progress = Callable[[str], None]
 
 
 class StreamRequest(NamedTuple):
-    """How many frames, what a frame is, and a plan of the bounds."""
+    """Number of frames, the definition of a frame, and a plan of the bounds."""
 
     frames: int
     frames_of: str | None = None
     plan: Plan | None = None
 
 
-class StreamPair(NamedTuple):
-    """A stream with its bounds beside the same one without."""
-
-    bounded: StreamTrial
-    unbounded: StreamTrial
-    certificate: Certificate
-
-
-def run_stream(
+def _run_stream(
     script: Script,
     request: StreamRequest,
     folder: Path,
@@ -52,13 +45,11 @@ def run_stream(
     compare: bool = False,
     keep: int = -1,
 ) -> StreamTrial:
-    """Run a script for some frames. Raises `ScriptFailed` where it failed or had fewer than growth needs; a
-    run with its bounds `on` may fail, and says so in its trial."""
+    """Run a script for some frames. Raises `ScriptFailed` if it fails or has too few frames to measure
+    growth; a run with bounds `on` may fail, with a crash in its trial."""
     script.check()
     task = StreamTask(
-        target=script.target if script.module else str(script.path),
-        module=script.module,
-        args=script.args,
+        target=script.command,
         project=str(script.project),
         frames=request.frames,
         frames_of=request.frames_of,
@@ -73,43 +64,15 @@ def run_stream(
     if ended.outcome is None:
         raise failure(ended, script.timeout)
     trial = msgspec.json.decode(ended.outcome, type=StreamTrial)
-    if trial.crash is not None and _is_fatal(trial.crash, bounds, keep):
-        raise _error(trial, ended.output)
+    crash = trial.crash
+    if crash is not None:
+        short = crash.kind == "no step"
+        if crash.kind == "refused" or (bounds != "on" and not (short and keep >= 0)):
+            raise _error(trial, crash, ended.output)
     return trial
 
 
-def _is_fatal(crash: Crash, bounds: str, keep: int) -> bool:
-    if crash.kind == "no step":
-        return keep < 0 and bounds != "on"
-    return bounds != "on" or crash.kind == "refused"
-
-
-def compare_streams(script: Script, request: StreamRequest, progress: Progress) -> StreamPair:
-    """Run a stream without its bounds and with them, and compare what each frame gives."""
-    with ExitStack() as stack:
-        folders = [stack.enter_context(working_folder()) for _ in range(2)]
-        free = run_stream(script, request, folders[0], progress, bounds="off", compare=True)
-        tied = run_stream(script, request, folders[1], progress, bounds="on", compare=True)
-    certificate = _certificate(script, request, free, tied, progress)
-    return StreamPair(tied, free, certificate)
-
-
-def both(compared: StreamPair) -> StreamReport:
-    """The figures of the bounded stream, with those of the unbounded one."""
-    tied, free = compared.bounded.stream, compared.unbounded.stream
-    assert tied is not None
-    assert free is not None
-    return msgspec.structs.replace(
-        tied,
-        bounded=compared.bounded.bounded,
-        unbounded_growth_bytes=free.growth_bytes,
-        unbounded_frame_seconds=free.frame_seconds,
-    )
-
-
-def _error(trial: StreamTrial, output: str) -> Exception:
-    crash = trial.crash
-    assert crash is not None
+def _error(trial: StreamTrial, crash: Crash, output: str) -> Exception:
     if crash.kind == "refused":
         return ApplyFailed(crash.message)
     learnt = f"{trial.frames} frames were complete."
@@ -124,15 +87,17 @@ def _certificate(
 ) -> Certificate:
     first = _first_difference(free, tied)
     difference: float | None = 0.0
-    same = True
+    named, same = None, True
     if first is not None:
         difference, same = _looked_at(script, request, first, free, tell)
+        module = free.what.removeprefix("a call of ")
+        named = Difference(module=module, op=f"output in frame {first}")
     verdict, reason = _judged(free, tied, first, same)
     return Certificate(
         verdict=verdict,
         compared=(f"results of {len(free.digests)} frames ({free.what})",),
         largest_difference=difference,
-        first_difference=_named(free, first),
+        first_difference=named,
         noise=0.0 if first is not None and same else None,
         seeds="torchtrim",
         steps=len(free.digests),
@@ -140,18 +105,10 @@ def _certificate(
     )
 
 
-def _named(free: StreamTrial, first: int | None) -> Difference | None:
-    if first is None:
-        return None
-    return Difference(module=free.what.removeprefix("a call of "), op=f"output in frame {first}")
-
-
 def _first_difference(free: StreamTrial, tied: StreamTrial) -> int | None:
     pairs = zip(free.digests, tied.digests, strict=False)
-    first = next((frame for frame, (one, other) in enumerate(pairs) if one != other), None)
-    if first is None and len(tied.digests) < len(free.digests):
-        return len(tied.digests)
-    return first
+    end = len(tied.digests) if len(tied.digests) < len(free.digests) else None
+    return next((frame for frame, (one, other) in enumerate(pairs) if one != other), end)
 
 
 def _judged(
@@ -160,7 +117,7 @@ def _judged(
     if first is None:
         if not tied.bounded:
             return "UNDECIDED", (
-                "nothing was bounded: the script uses no torchtrim.stream, and no adapter knows its models"
+                "no state was bounded: the script uses no torchtrim.stream, and no adapter knows its models"
             )
         if len(set(free.digests)) <= len(free.digests) // 2:
             return "UNDECIDED", (
@@ -178,13 +135,13 @@ def _judged(
 def _looked_at(
     script: Script, request: StreamRequest, frame: int, free: StreamTrial, tell: Progress
 ) -> tuple[float | None, bool]:
-    """How much that frame's results differ, relative to the largest; and whether the unbounded stream gave
-    the same again until then."""
+    """Return the relative difference of a frame's results, and True if the unbounded stream repeats its own
+    results up to there."""
     few = request._replace(frames=frame + 1)
     with ExitStack() as stack:
         one, other = (stack.enter_context(working_folder()) for _ in range(2))
-        again = run_stream(script, few, one, tell, bounds="off", compare=True, keep=frame)
-        run_stream(script, few, other, tell, bounds="on", compare=True, keep=frame)
+        again = _run_stream(script, few, one, tell, bounds="off", compare=True, keep=frame)
+        _run_stream(script, few, other, tell, bounds="on", compare=True, keep=frame)
         return _largest(one, other), again.digests == free.digests[: frame + 1]
 
 
@@ -194,43 +151,46 @@ def _largest(one: Path, other: Path) -> float | None:
         return None
     worst = 0.0
     for name in names:
-        a, b = (_values(folder / name) for folder in (one, other))
-        if a.shape != b.shape:
+        data, others = (bytearray((folder / name).read_bytes()) for folder in (one, other))
+        if len(data) != len(others):
             return None
-        if a.numel():
+        if data:
+            a, b = (torch.frombuffer(part, dtype=torch.float64) for part in (data, others))
             scale = float(a.abs().max()) or 1.0
             worst = max(worst, float((a - b).abs().max()) / scale)
     return worst
 
 
-def _values(path: Path) -> torch.Tensor:
-    data = bytearray(path.read_bytes())
-    return (
-        torch.frombuffer(data, dtype=torch.float64)
-        if data
-        else torch.empty(0, dtype=torch.float64, device="cpu")
-    )
-
-
 def check_report(
     script: Script, request: StreamRequest, max_growth: int, progress: Progress
 ) -> Result:
-    """What grows in a script that streams."""
+    """Measure the growth of a script that streams."""
     with working_folder() as folder:
-        trial = run_stream(script, request, folder, progress)
+        trial = _run_stream(script, request, folder, progress)
     assert trial.profile is not None
     assert trial.stream is not None
-    stream = msgspec.structs.replace(trial.stream, max_growth_bytes=max_growth)
+    stream = replace(trial.stream, max_growth_bytes=max_growth)
     return Result(_report("stream-check", script, trial.profile, stream), trial.profile)
 
 
 def compared_report(script: Script, request: StreamRequest, progress: Progress) -> Result:
-    """Whether the bounds of a stream change what it computes, with what they save."""
-    compared = compare_streams(script, request, progress)
-    profile = compared.bounded.profile
-    assert profile is not None
-    report = _report("verify", script, profile, both(compared))
-    return Result(msgspec.structs.replace(report, certificate=compared.certificate), profile)
+    """Compare a stream with and without its bounds: its results, and its growth."""
+    with ExitStack() as stack:
+        folders = [stack.enter_context(working_folder()) for _ in range(2)]
+        free = _run_stream(script, request, folders[0], progress, bounds="off", compare=True)
+        tied = _run_stream(script, request, folders[1], progress, bounds="on", compare=True)
+    certificate = _certificate(script, request, free, tied, progress)
+    assert tied.profile is not None
+    assert tied.stream is not None
+    assert free.stream is not None
+    stream = replace(
+        tied.stream,
+        bounded=tied.bounded,
+        unbounded_growth_bytes=free.stream.growth_bytes,
+        unbounded_frame_seconds=free.stream.frame_seconds,
+    )
+    report = _report("verify", script, tied.profile, stream)
+    return Result(replace(report, certificate=certificate), tied.profile)
 
 
 def _report(verb: str, script: Script, profile: Profile, stream: StreamReport) -> Report:
@@ -239,21 +199,19 @@ def _report(verb: str, script: Script, profile: Profile, stream: StreamReport) -
 
 
 def _notes(stream: StreamReport) -> list[str]:
+    grew = stream.process_growth_bytes
     notes = [
         f"a frame is {stream.frame}; {stream.frames} frames, growth measured from frame {stream.first} on; "
         f"{format_seconds(stream.frame_seconds)} a frame while it is watched",
-        f"the process grew by {_signed(stream.process_growth_bytes)} a frame, its allocators' noise included",
+        f"the process grew by {'+' if grew > 0 else ''}{format_bytes(grew)} a frame, its allocators' noise "
+        "included",
     ]
     if stream.max_growth_bytes is not None and stream.growth_bytes > stream.max_growth_bytes:
-        grew, most = format_bytes(stream.growth_bytes), format_bytes(stream.max_growth_bytes)
-        notes.insert(0, f"over the limit: {grew} a frame, --max-growth {most}")
+        over, most = format_bytes(stream.growth_bytes), format_bytes(stream.max_growth_bytes)
+        notes.insert(0, f"over the limit: {over} a frame, --max-growth {most}")
     if stream.unbounded_growth_bytes is not None:
         seconds = format_seconds(stream.unbounded_frame_seconds or 0.0)
         notes.append(
             f"without bounds {format_bytes(stream.unbounded_growth_bytes)} a frame, and {seconds} a frame"
         )
     return notes
-
-
-def _signed(amount: int) -> str:
-    return ("+" if amount > 0 else "") + format_bytes(amount)

@@ -1,11 +1,12 @@
-"""Files -> report: reads every trace that is named and analyses it."""
+"""Reports on trace files, and saved profiles as traces."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from torchtrim.analysis.prices import priced
 from torchtrim.errors import TorchtrimError
@@ -28,8 +29,8 @@ def diagnose_traces(
 ) -> TraceReport:
     """Find and price the waits of the traces: one file, the files of several ranks, or a folder.
 
-    `source` is a folder of source files in which the lines of calls are looked up. What cannot be read
-    raises, unless it was only found in a folder beside others that can; then a note says it.
+    `source`: folder of the source files of calls. An unreadable file raises if it is named, and is a note if
+    a folder has it beside readable ones.
     """
     files = find_traces(list(paths))
     named = set(paths)
@@ -50,28 +51,22 @@ def diagnose_traces(
         raise failed[0]
     report = joined(reports, talks)
     left_out = tuple(f"Left out: {error}" for error in failed)
-    return msgspec.structs.replace(report, notes=(*report.notes, *left_out))
+    return replace(report, notes=(*report.notes, *left_out))
 
 
 def perfetto_trace(path: Path, *, source: bool = True) -> bytes:
-    """A saved profile as a trace for ui.perfetto.dev: operators, modules, waits, memory, findings.
+    """Return a saved profile as a trace for ui.perfetto.dev: operators, modules, waits, memory, findings.
 
-    Where a plan is beside it, also the copies to and from the host that it plans.
+    With a plan in its folder, also show the planned copies to and from the host.
     """
     loaded = load_profile(path)
     findings, waiting = priced(loaded, diagnose(loaded))
     if not source:
         findings = tuple(
-            msgspec.structs.replace(f, message=scrubbed(f.message, (loaded.script, f.path)))
-            for f in findings
+            replace(f, message=scrubbed(f.message, (loaded.script, f.path))) for f in findings
         )
-    techniques = _planned(path.with_name("plan.toml"))
+    techniques: tuple[Technique, ...] = ()
+    plan = path.with_name("plan.toml")
+    with suppress(TorchtrimError, OSError):
+        techniques = load_plan(plan).techniques if plan.exists() else ()
     return perfetto.render(loaded, findings, waiting, techniques=techniques, source=source)
-
-
-def _planned(path: Path) -> tuple[Technique, ...]:
-    """The techniques of a plan, where there is one that can be read."""
-    try:
-        return load_plan(path).techniques if path.exists() else ()
-    except (TorchtrimError, OSError):
-        return ()

@@ -91,7 +91,6 @@ def diff_for(tuning: Tuning, project: str | Path) -> str:
 
 
 def _call_at(source: SourceFile, line: int) -> ast.Call | None:
-    """Return the call that makes a loader at a line, unless its arguments are unpacked."""
     calls = (
         node
         for node in source.nodes

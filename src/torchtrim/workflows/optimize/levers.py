@@ -80,7 +80,6 @@ def refusals(original: Trial, exclude: Collection[str]) -> tuple[str, ...]:
 
 
 def _lever(name: str, plan: Plan, allow: Allowance, measured: int | None) -> Lever:
-    """Return the lever of a plan with one technique, by measurement if there is one."""
     equivalence = _least([one.equivalence for one in plan.techniques])
     used = tuple(dict.fromkeys(one.name for one in plan.techniques))
     several = len(used) > 1

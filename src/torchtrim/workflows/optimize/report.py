@@ -1,13 +1,13 @@
-"""What fitting a workload gives: a report, an exported plan, or a live model with its plan applied."""
+"""The results of fitting a workload: a report, an exported plan, or a live model with its plan applied."""
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from torchtrim import __version__
 from torchtrim.core.isolation import isolated
 from torchtrim.core.units import format_bytes
-from torchtrim.errors import ApplyFailed, ExportFailed
+from torchtrim.errors import ExportFailed
 from torchtrim.executor.apply import Applied, apply_plan, named_roots
 from torchtrim.executor.export import exported
 from torchtrim.records.budget import MemoryKind, MemoryLimit, memory_limit
@@ -19,7 +19,7 @@ from torchtrim.runner.script import Script
 from torchtrim.runner.trials import Progress, Workload
 from torchtrim.workflows.findings import ranks_of, report_of
 from torchtrim.workflows.fix import Fixing, fixes_of, with_fixes
-from torchtrim.workflows.optimize.fitting import Fit, Fitting
+from torchtrim.workflows.optimize.fitting import Fit, Fitting, check_equal
 from torchtrim.workflows.optimize.trials import measured
 
 
@@ -33,36 +33,30 @@ def optimize_report(
     fixes: bool = False,
     progress: Progress = lambda _: None,
 ) -> Result:
-    """The whole loop. Where nothing fits, it gives the plan with the smallest peak, and what would help.
+    """Fit a workload; if no plan fits, report the plan with the smallest peak, and the levers.
 
-    With `fixes`, a script's host-device syncs are fixed too, as a diff beside the plan.
+    With `fixes`, also fix a script's host-device syncs, as a diff beside the plan.
     """
-    limit = memory_limit(memory, memory_kind)
-    fitting = Fitting(workload, request, progress, terms)
-    fixing = Fixing(workload, request, progress) if fixes and isinstance(workload, Script) else None
-    found = fitting.nearest(limit)
-    result = fitted(workload, found)
-    if fixing is not None and found.missed is None and isinstance(workload, Script):
+    fit = Fitting(workload, request, progress, terms).nearest(memory_limit(memory, memory_kind))
+    result = fitted(workload, fit)
+    if fixes and isinstance(workload, Script) and fit.missed is None:
         with isolated("fix", "of host-device syncs"):
-            fixed = fixing.fix(found.original)
-            cured = with_fixes(result.report, fixes_of(fixed, workload.project))
-            result = result._replace(report=cured)
+            fixed = Fixing(workload, request, progress).fix(fit.original)
+            report = with_fixes(result.report, fixes_of(fixed, workload.project))
+            result = result._replace(report=report)
     return result
 
 
-def fitted(workload: Workload, found: Fit, verb: str = "optimize") -> Result:
-    """What fitting gave, as a report."""
-    report = with_planned(
-        report_of(verb, workload, found.original), found.planned, found.certificate
-    )
-    report = with_plan(report, found.plan, found.budget)
-    report = with_ranks(report, found.original, found.planned)
-    report = msgspec.structs.replace(report, notes=(*found.original.notes, *found.notes))
-    after = found.planned.profile if found.planned else None
-    if found.missed is not None:
-        report = with_missed_budget(report, found.missed, found.budget, after)
-    ranks = ranks_of(found.original)
-    return Result(report, found.original.profile, after, found.plan, ranks=ranks)
+def fitted(workload: Workload, fit: Fit, verb: str = "optimize") -> Result:
+    """Return the report of a fit."""
+    report = with_planned(report_of(verb, workload, fit.original), fit.planned, fit.certificate)
+    report = with_plan(report, fit.plan, fit.budget)
+    report = with_ranks(report, fit.original, fit.planned)
+    report = replace(report, notes=(*fit.original.notes, *fit.notes))
+    after = fit.planned.profile if fit.planned else None
+    if fit.missed is not None:
+        report = with_missed_budget(report, fit.missed, fit.budget, after)
+    return Result(report, fit.original.profile, after, fit.plan, ranks=ranks_of(fit.original))
 
 
 def fit_model(fitting: Fitting, limit: MemoryLimit) -> tuple[Fit, Applied]:
@@ -72,13 +66,9 @@ def fit_model(fitting: Fitting, limit: MemoryLimit) -> tuple[Fit, Applied]:
     """
     workload = fitting.workload
     assert not isinstance(workload, Script)
-    found = fitting.fit(limit)
-    if found.certificate is not None and found.certificate.verdict == "NOT EQUAL":
-        raise ApplyFailed(
-            f"the planned step does not equal the original: {found.certificate.reason}. "
-            "The model is as it was."
-        )
-    return found, apply_plan(found.plan, named_roots((workload.model, *workload.optimizers)))
+    fit = fitting.fit(limit)
+    check_equal(fit.certificate, "step")
+    return fit, apply_plan(fit.plan, named_roots((workload.model, *workload.optimizers)))
 
 
 def plan_report(
@@ -91,7 +81,7 @@ def plan_report(
     frontier: bool = False,
     progress: Progress = lambda _: None,
 ) -> Result:
-    """A plan with its figures and, if asked, what other budgets would cost. Raises `InfeasibleBudget`."""
+    """Return a plan with its figures and, if requested, the frontier. Raises `InfeasibleBudget`."""
     limit = memory_limit(memory, memory_kind)
     fitting = Fitting(workload, request, progress, terms)
     trial = fitting.observe_longest()
@@ -103,7 +93,7 @@ def plan_report(
     report = with_plan(report_of("plan", workload, trial), chosen, chosen.budget)
     pinned = [note] if (note := planner.pinned.note()) else []
     notes = (*report.notes, *fitting.notes, *pinned)
-    report = msgspec.structs.replace(report, frontier=points, notes=notes)
+    report = replace(report, frontier=points, notes=notes)
     return Result(report, trial.profile, None, chosen)
 
 
@@ -116,29 +106,28 @@ def export_report(
     terms: Terms = BITWISE,
     progress: Progress = lambda _: None,
 ) -> Result:
-    """A plan as plain PyTorch, run and verified as that. Raises `InfeasibleBudget` and `ExportFailed`."""
+    """Export a plan as plain PyTorch, verified in that form. Raises `InfeasibleBudget`, `ExportFailed`."""
     fitting = Fitting(workload, request, progress, terms._replace(exports=True))
-    found = fitting.fit(memory_limit(memory, memory_kind))
-    if found.certificate is not None and found.certificate.verdict == "NOT EQUAL":
+    fit = fitting.fit(memory_limit(memory, memory_kind))
+    if fit.certificate is not None and fit.certificate.verdict == "NOT EQUAL":
         raise ExportFailed(
-            f"the exported plan does not compute the same: {found.certificate.reason}. Nothing was written."
+            f"the exported plan does not compute the same: {fit.certificate.reason}. Nothing was written."
         )
-    result = fitted(workload, found, "plan")
-    return result._replace(exported=exported(found.plan, _said(found)))
+    result = fitted(workload, fit, "plan")
+    return result._replace(exported=exported(fit.plan, _docstring(fit)))
 
 
-def _said(found: Fit) -> str:
-    """What an exported plan says of itself."""
-    script = found.plan.script.replace("\\", "/").replace('"', "'")
+def _docstring(fit: Fit) -> str:
+    script = fit.plan.script.replace("\\", "/").replace('"', "'")
     lines = [
         f"The plan of torchtrim {__version__} for {script}, in plain PyTorch: it needs torch alone.",
         "",
         "    applied = planned.apply(model)  # before the first step, once the model is on its device",
-        "    applied.revert()  # the model as it was; a state_dict is the same either way",
+        "    applied.revert()  # restores the model; a state_dict is the same either way",
     ]
-    if found.planned is not None and found.certificate is not None:
-        verdict, steps = found.certificate.verdict, found.certificate.steps
-        before, after = map(format_bytes, (found.original.peak_bytes, found.planned.peak_bytes))
+    if fit.planned is not None and fit.certificate is not None:
+        verdict, steps = fit.certificate.verdict, fit.certificate.steps
+        before, after = map(format_bytes, (fit.original.peak_bytes, fit.planned.peak_bytes))
         lines += [
             "",
             f"Measured with this file: peak {before} -> {after}, {verdict} over {steps} steps.",

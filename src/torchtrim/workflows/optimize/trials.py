@@ -274,7 +274,11 @@ def choices(
     """Return the allowed ways of each technique to try without a pin."""
     found: list[Choice] = []
     for name in names:
-        options = [one for one in _options(original, name) if not _is_dropped(one, dropped)]
+        options = [
+            one
+            for one in _options(original, name)
+            if {one.technique, one.where, f"{one.technique}:{one.where}"}.isdisjoint(dropped)
+        ]
         ways = techniques_of(options)[: _unit_of(name).ways]
         found += [(one,) for one in ways if allowed.holds(one.equivalence, name)]
     return found
@@ -301,7 +305,7 @@ def recorded(
             if known is None or trial.trial.peak_bytes < known.trial.peak_bytes:
                 lowest[choice[0].name] = trial
     saving = [one for one in lowest.values() if one.trial.peak_bytes < original.peak_bytes]
-    together = tuple(technique for one in saving for technique in one.techniques)
+    together = tuple(part for one in saving for part in one.techniques)
     barred = {name for one in saving for name in one.barred}
     if len(together) > 1 and barred.isdisjoint(one.name for one in together):
         several = _recorded(together, run, failed)
@@ -325,11 +329,6 @@ def _recorded(
 def _options(original: Trial, name: str) -> list[Option]:
     assert original.profile is not None
     return options_of(name, step_of(original.profile, original.seconds))
-
-
-def _is_dropped(option: Option, dropped: Collection[str]) -> bool:
-    names = {option.technique, option.where, f"{option.technique}:{option.where}"}
-    return not names.isdisjoint(dropped)
 
 
 _REFUSED = "ApplyFailed: "
@@ -413,7 +412,6 @@ def _only(plan: Plan, places: Collection[str]) -> Plan:
 
 
 def _modules_at(profile: Profile, place: str) -> list[int]:
-    """Return the module of a path, or the children of a range of a chain."""
     numbers = {module.path: number for number, module in enumerate(profile.modules)}
     match = _RANGE.fullmatch(place)
     if match is None:
