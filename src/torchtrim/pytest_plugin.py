@@ -316,17 +316,15 @@ def section(measured: Measured, root: Path) -> str:
     from torchtrim.report.safe import clean
 
     lines = ["host-device syncs:" if measured.waits else "no host-device syncs"]
-    lines += [_wait(wait, root) for wait in sorted(measured.waits)]
+    lines += [
+        f"  {_place(path, line, root)}  {what} ({row}), {counted(count, 'time')}"
+        for path, line, what, row, count in sorted(measured.waits)
+    ]
     lines.append(f"peak {format_bytes(measured.peak_bytes)}, held by:")
     for held in holders(measured.profile, most=_MOST_HOLDERS):
         parts = (held.module or held.kind, _place(held.path, held.line, root), held.why)
         lines.append(f"  {format_bytes(held.bytes):>9}  {'  '.join(p for p in parts if p)}")
     return "\n".join(map(clean, lines))
-
-
-def _wait(wait: tuple[str, int, str, str, int], root: Path) -> str:
-    path, line, what, row, count = wait
-    return f"  {_place(path, line, root)}  {what} ({row}), {counted(count, 'time')}"
 
 
 def _place(path: str, line: int, root: Path) -> str:

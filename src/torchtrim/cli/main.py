@@ -57,7 +57,7 @@ def torchtrim(ctx: click.Context) -> None:
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         code = torchtrim.main(standalone_mode=False)
         sys.stdout.flush()
@@ -98,14 +98,9 @@ def _say_defect(error: Exception) -> None:
 
 
 def _say_writes() -> None:
-    """Report what was written into source, however the run ended."""
     sources = sys.modules.get("torchtrim.cli.options")
     if sources is not None and (note := sources.writes_note()):
         _say(note)
-
-
-def _terminated(number: int, _frame: object) -> None:
-    sys.exit(128 + number)
 
 
 def _show(error: TorchtrimError) -> None:
@@ -125,7 +120,6 @@ def _say(text: str) -> None:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Read defaults from `[tool.torchtrim]` of the nearest pyproject.toml."""
     for candidate in (folder, *folder.parents):
         path = candidate / "pyproject.toml"
         if path.is_file():

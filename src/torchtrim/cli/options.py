@@ -171,7 +171,6 @@ def ranks_asked(context: click.Context, value: int | None) -> int:
 
 
 def _allowed(_: click.Context, __: click.Parameter, value: str) -> str:
-    """Return `--allow`. Raises `UsageError` for an unknown word."""
     allowance(value)
     return value
 
@@ -186,7 +185,7 @@ _timeout = click.option(
     type=click.FloatRange(1.0),
     default=600.0,
     metavar="S",
-    help="Time limit of one run, in seconds.",
+    help="Time limit of one run, in seconds. Default: 600.",
 )
 _device = click.option(
     "--device",
@@ -233,13 +232,13 @@ runs_script = _adds(
         "--steps",
         type=click.IntRange(1, 1000),
         default=3,
-        help="Number of steps to time and compare.",
+        help="Number of steps to time and compare. Default: 3.",
     ),
     click.option(
         "--warmup",
         type=click.IntRange(0, 1000),
         default=1,
-        help="Number of steps to run before those.",
+        help="Number of steps to run before those. Default: 1.",
     ),
     click.option(
         "--processes",
@@ -353,13 +352,13 @@ def fits(*, required: bool = True) -> Callable[[F], F]:
             callback=_allowed,
             metavar="WHAT",
             help="Changes that a plan may make: bitwise (none), rounding (the order of additions), or "
-            "semantic=NAME,... (the function, by the techniques named, such as precision).",
+            "semantic=NAME,... (the function, by the named techniques, such as precision). Default: bitwise.",
         ),
         click.option(
             "--memory-kind",
             type=click.Choice(["allocated", "reserved", "rss"]),
             default="allocated",
-            help="Kind of memory that the budget limits.",
+            help="Kind of memory that the budget limits. Default: allocated.",
         ),
     )
 

@@ -190,7 +190,6 @@ def _write_data(result: Result, folder: Path, plan: Path | None) -> dict[str, Pa
 
 
 def _write_report(result: Result, folder: Path, source: bool) -> dict[str, Path]:
-    """Write the page and the report unless their renderer fails, and return their paths by name."""
 
     def page() -> bytes:
         report, profiles = _with_failures(result.report), (result.before, result.after)
@@ -218,7 +217,6 @@ def _renderer(name: str) -> Any:
 
 
 def _attempted(name: str, render: Callable[[], T]) -> T | None:
-    """Return the output of a renderer, or None if it fails."""
     rendered = None
     with isolated("renderer", name):
         rendered = render()
@@ -226,7 +224,6 @@ def _attempted(name: str, render: Callable[[], T]) -> T | None:
 
 
 def _with_failures(report: Report) -> Report:
-    """Add the failures so far to the report's notes."""
     from msgspec.structs import replace
 
     known = (one for kind in KINDS for one in failures(kind))
@@ -239,7 +236,6 @@ def is_lost() -> bool:
 
 
 def _write_ranks(profiles: Sequence[Profile], folder: Path, source: bool) -> Path | None:
-    """Write the profile of each rank, and one trace of them all. Return the trace's path, if any."""
     from torchtrim.records.files import save_profile
 
     for profile in profiles:
@@ -277,7 +273,6 @@ def show(
 
 
 def _parameter(name: str) -> Any:
-    """Return a parameter of the running verb, or None."""
     import click
 
     context = click.get_current_context(silent=True)

@@ -170,7 +170,6 @@ def _check_version(data: bytes, kind: type[Any], source: str) -> None:
 
 
 def _version_of(kind: type[Any]) -> int | None:
-    """Return the schema version of a kind of record, or None."""
     fields = msgspec.structs.fields(kind)
     return next((int(f.default) for f in fields if f.name == "schema_version"), None)
 
@@ -246,7 +245,6 @@ def load_toml(
 
 
 def _is_newer(version: object) -> bool:
-    """Return True if the version in the file is newer than this torchtrim."""
     theirs, ours = (tuple(map(int, _NUMBER.findall(str(one)))) for one in (version, __version__))
     return theirs > ours
 

@@ -56,9 +56,17 @@ def _text_lines(record: Profile | Finding | Plan | Certificate) -> Iterable[str]
     if isinstance(record, Profile):
         return profile_lines(record)
     if isinstance(record, Finding):
-        return _finding_lines(record)
+        where = facts.place(record.path, record.line)
+        head = "  ".join(part for part in (record.code, where, facts.price(record)) if part)
+        fix = [record.fix.reason] if record.fix and record.fix.reason else []
+        return [head, record.message, *fix]
     if isinstance(record, Plan):
-        return [_plan_head(record), *map(facts.technique_line, record.techniques)]
+        head = (
+            f"plan for {format_bytes(record.budget_bytes)}: predicted peak "
+            f"{format_bytes(record.predicted.peak_bytes)}, "
+            f"step {format_seconds(record.predicted.step_seconds)}"
+        )
+        return [head, *map(facts.technique_line, record.techniques)]
     return [record.verdict, *facts.certificate_lines(record)]
 
 
@@ -76,31 +84,13 @@ def _blocks(record: NotebookRecord) -> Iterable[Markup]:
 
 def profile_lines(profile: Profile) -> list[str]:
     """Return three lines on a profile: its script, its peak and step time, its counts."""
-    counts = (
-        f"{len(profile.operators)} operators, {len(profile.modules)} modules, "
-        f"{len(profile.syncs)} host-device syncs"
-    )
     return [
         f"profile of {profile.script or 'a call'} on {profile.device}",
         f"peak {format_bytes(profile.peak_bytes)}, "
         f"step {format_seconds(profile.step_seconds)} with the recorder",
-        counts,
+        f"{len(profile.operators)} operators, {len(profile.modules)} modules, "
+        f"{len(profile.syncs)} host-device syncs",
     ]
-
-
-def _finding_lines(finding: Finding) -> list[str]:
-    where = facts.place(finding.path, finding.line)
-    head = "  ".join(part for part in (finding.code, where, facts.price(finding)) if part)
-    fix = [finding.fix.reason] if finding.fix and finding.fix.reason else []
-    return [head, finding.message, *fix]
-
-
-def _plan_head(plan: Plan) -> str:
-    predicted = plan.predicted
-    return (
-        f"plan for {format_bytes(plan.budget_bytes)}: predicted peak "
-        f"{format_bytes(predicted.peak_bytes)}, step {format_seconds(predicted.step_seconds)}"
-    )
 
 
 def _report(report: Report) -> Iterable[Markup]:

@@ -219,22 +219,24 @@ def trade_off(points: Sequence[FrontierPoint]) -> Markup:
     """Draw the step time over the peak of each plan; empty with fewer than two points."""
     if len(points) < 2:
         return Markup()
-    scale = _scale(points)
-    plans = sorted((p for p in points if not p.by_hand), key=lambda p: p.peak_bytes)
-    marks = [*_time_grid(scale), *(_dot(scale, p) for p in plans)]
-    marks += [_dot(scale, p) for p in points if p.by_hand]
-    return Markup(
-        '<div class="chart trade"><div class="plot">{line}{marks}</div>'
-        '<div class="bytes">{bytes}</div></div>'
-    ).format(line=_line(scale, plans), marks=Markup().join(marks), bytes=_bytes(scale))
-
-
-def _scale(points: Sequence[FrontierPoint]) -> _TradeScale:
     quickest = min(one.step_seconds for one in points)
     slowest = max(one.step_seconds for one in points)
     widest = max(one.peak_bytes for one in points)
     most = quickest + max(slowest - quickest, quickest * _SHARES[0]) * _MARGIN
-    return _TradeScale(widest * _MARGIN, quickest, most)
+    scale = _TradeScale(widest * _MARGIN, quickest, most)
+    plans = sorted((p for p in points if not p.by_hand), key=lambda p: p.peak_bytes)
+    marks = [*_time_grid(scale), *(_dot(scale, p) for p in plans)]
+    marks += [_dot(scale, p) for p in points if p.by_hand]
+    sizes = Markup().join(
+        Markup('<span style="left:{:.2f}%">{}</span>').format(
+            100 * value / scale.bytes, format_bytes(value)
+        )
+        for value in ticks(scale.bytes)[1:]
+    )
+    return Markup(
+        '<div class="chart trade"><div class="plot">{line}{marks}</div>'
+        '<div class="bytes">{bytes}</div></div>'
+    ).format(line=_line(scale, plans), marks=Markup().join(marks), bytes=sizes)
 
 
 def _line(scale: _TradeScale, plans: Sequence[FrontierPoint]) -> Markup:
@@ -262,15 +264,6 @@ def _time_grid(scale: _TradeScale) -> Iterator[Markup]:
         yield Markup('<div class="tick" style="bottom:{:.2f}%"><span>{}</span></div>').format(
             100 * up, text
         )
-
-
-def _bytes(scale: _TradeScale) -> Markup:
-    return Markup().join(
-        Markup('<span style="left:{:.2f}%">{}</span>').format(
-            100 * value / scale.bytes, format_bytes(value)
-        )
-        for value in ticks(scale.bytes)[1:]
-    )
 
 
 def _dot(scale: _TradeScale, point: FrontierPoint) -> Markup:

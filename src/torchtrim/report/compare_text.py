@@ -87,8 +87,7 @@ def price_change(found: FindingChange) -> str:
 
 def render(comparison: Comparison, console: Console) -> None:
     """Print the comparison."""
-    width = max(60, min(console.width, WIDEST))
-    show(_lines(comparison, width), console)
+    show(_lines(comparison, max(60, min(console.width, WIDEST))), console)
 
 
 def _lines(comparison: Comparison, width: int) -> Iterator[Text]:

@@ -28,17 +28,13 @@ def render(
     unneeded = [entry for entry in report.allowed if not entry.used]
     used = [entry for entry in report.allowed if entry.used]
     if used:
-        lines.append(f"allowed by {allow_list}: {_sum(used)}")
+        count = sum(entry.used for entry in used)
+        places = counted(len({(entry.path, entry.line) for entry in used}), "place")
+        lines.append(f"allowed by {allow_list}: {count} a step at {places}")
     if unneeded:
         lines.append(f"no longer needed in {allow_list}, delete these entries:")
         lines += first(map(_entry, unneeded), _MOST, "  and {} more")
     return "".join(f"{keep_left(clean(line, encoding), _WIDTH)}\n" for line in lines)
-
-
-def _sum(used: Sequence[AllowedFinding]) -> str:
-    count = sum(entry.used for entry in used)
-    places = len({(entry.path, entry.line) for entry in used})
-    return f"{count} a step at {counted(places, 'place')}"
 
 
 def _site(report: Report, found: Finding) -> str:

@@ -61,7 +61,6 @@ def headline(report: Report) -> Headline:
 
 
 def _is_of_fixes(report: Report) -> bool:
-    """Return True if the report applied fixes only, and they are equal."""
     equal = report.certificate is None or tone_of(report.certificate) == "good"
     return report.budget_bytes is None and report.plan is None and equal
 
@@ -77,7 +76,6 @@ def _tone(report: Report) -> Tone:
 
 
 def _main(report: Report) -> str:
-    """Return the sentence without the fixes."""
     if report.tuned is not None:
         return tuned_sentence(report)
     verdict = report.certificate.verdict if report.certificate else ""
@@ -145,7 +143,6 @@ def _results(report: Report) -> str:
 
 
 def _fixes(report: Report) -> Iterable[str]:
-    """Yield the number of fixes and their weakest equivalence."""
     fixes = report.fixes
     if fixes is None or not fixes.diff:
         return

@@ -110,8 +110,6 @@ def _typeset(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _PageLimits:
-    """Limits on the contents of one page."""
-
     findings: int
     rows: int
     diff_lines: int
@@ -200,7 +198,6 @@ def _view(report: Report, drawings: _Drawings, caps: _PageLimits, source: bool) 
 
 
 def _step(drawings: _Drawings, caps: _PageLimits, source: bool) -> _TemplateItem:
-    """Return the timeline, the copies and the operators of the profile, if any."""
     profile, lanes, copies = drawings.profile, drawings.lanes, drawings.copies
     if profile is None or lanes is None:
         names = ("timeline", "copies", "operators", "scripted")

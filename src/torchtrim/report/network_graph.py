@@ -75,7 +75,6 @@ def _svg(record: NetworkGraph) -> str:
 
 
 def _drawn(section: Section, top: float) -> tuple[Markup, float, float]:
-    """Draw a section, and return it with its height and width."""
     shown = section.operators[:MOST_LINES]
     lanes, shades = lanes_of(section.memories), colours_of(section)
     begin = _LEFT + _LANE * (max(lanes, default=-1) + 1) + 10
@@ -160,7 +159,6 @@ def _place(memory: GraphMemory) -> str:
 def _dots(
     operator: GraphOperator, across: Sequence[int], shades: Sequence[str], y: float
 ) -> Markup:
-    """Draw a ring for each memory that is read, a disc for each that is written."""
     ring = Markup('<circle class="r" cx="{}" cy="{:.0f}" r="3" stroke="{}"/>')
     disc = Markup('<circle class="w" cx="{}" cy="{:.0f}" r="6" fill="{}"/>')
     read = [number for number in operator.reads if number not in operator.writes]

@@ -53,9 +53,7 @@ def render(
     events = [
         *_names(profile, drawn),
         *_operators(profile, drawn, source),
-        *_modules(profile, drawn),
-        *_waits(drawn),
-        *_device(profile, drawn),
+        *_other_spans(profile, drawn),
         *_memory(profile, drawn),
         *_findings(profile, drawn, findings, source),
         *(_copies(profile, copies) if copies is not None else ()),
@@ -106,20 +104,13 @@ def _operators(profile: Profile, drawn: Lanes, source: bool) -> Iterator[Perfett
         yield _complete(span, base_name(op.name), _HOST, _OPERATORS, "cpu_op", args)
 
 
-def _modules(profile: Profile, drawn: Lanes) -> Iterator[PerfettoEvent]:
-    for lane in drawn.modules:
-        for span in lane:
-            module = profile.modules[span.index]
-            args = {"type": clean(module.type)}
-            yield _complete(span, module.path, _HOST, _MODULES, "module", args)
-
-
-def _waits(drawn: Lanes) -> Iterator[PerfettoEvent]:
+def _other_spans(profile: Profile, drawn: Lanes) -> Iterator[PerfettoEvent]:
+    for span in (span for lane in drawn.modules for span in lane):
+        module = profile.modules[span.index]
+        args: Mapping[str, object] = {"type": clean(module.type)}
+        yield _complete(span, module.path, _HOST, _MODULES, "module", args)
     for span in drawn.waits:
         yield _complete(span, f"wait: {span.name}", _HOST, _WAITS, "wait")
-
-
-def _device(profile: Profile, drawn: Lanes) -> Iterator[PerfettoEvent]:
     for span in drawn.device:
         name = base_name(profile.operators[span.index].name)
         args = {"External id": span.index, "device": 0, "stream": _STREAM}

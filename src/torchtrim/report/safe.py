@@ -91,7 +91,9 @@ def sentence(text: str, width: int, most: int) -> list[str]:
 
 def without_source(report: Report) -> Report:
     """Remove all paths, line numbers, diffs and the script name from a report."""
-    known = _paths(report)
+    paths = [report.script, *(f.path for f in report.findings), *(h.path for h in report.holders)]
+    first = report.certificate.first_difference if report.certificate else None
+    known = _with_names([*paths, first.path, first.other_path] if first else paths)
     return msgspec.structs.replace(
         report,
         script="",
@@ -114,14 +116,7 @@ def scrubbed(text: str, paths: Iterable[str]) -> str:
     return _scrub(text, _with_names(paths))
 
 
-def _paths(report: Report) -> list[str]:
-    paths = [report.script, *(f.path for f in report.findings), *(h.path for h in report.holders)]
-    first = report.certificate.first_difference if report.certificate else None
-    return _with_names([*paths, first.path, first.other_path] if first else paths)
-
-
 def _with_names(paths: Iterable[str]) -> list[str]:
-    """Return the paths and their file names, longest first."""
     known = {part for path in paths for part in (path, re.split(r"[/\\]", path)[-1])}
     return sorted((part for part in known if len(part) > 2), key=len, reverse=True)
 

@@ -80,10 +80,12 @@ def _result(
 ) -> dict[str, Any]:
     finding = found.finding
     code = clean(finding.code)
+    text = f"{found.message}: {found.facts}" if found.facts else found.message
+    advice = f" {found.advice[:1].upper()}{found.advice[1:]}." if found.advice else ""
     result: dict[str, Any] = {
         "ruleId": code,
         "level": "note" if found.covered else "warning",
-        "message": {"text": plain(_text(found))},
+        "message": {"text": plain(f"{text}.{advice}")},
         "locations": [place],
         "partialFingerprints": {FINGERPRINT: fingerprint},
         "occurrenceCount": max(finding.count_per_step, 1),
@@ -96,12 +98,6 @@ def _result(
         covered = {"kind": "external", "status": "accepted", "justification": why}
         result["suppressions"] = [covered] if found.covered else []
     return result
-
-
-def _text(found: LocatedFinding) -> str:
-    advice = f" {found.advice[:1].upper()}{found.advice[1:]}." if found.advice else ""
-    text = f"{found.message}: {found.facts}" if found.facts else found.message
-    return f"{text}.{advice}"
 
 
 def plain(text: str) -> str:

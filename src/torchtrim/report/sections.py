@@ -8,7 +8,7 @@ from torchtrim.core.units import counted, format_bytes, format_seconds
 from torchtrim.records import Report
 from torchtrim.records.estimate import GrowthLimit
 from torchtrim.records.figures import RankFigures
-from torchtrim.records.loader import LoaderSettings, MeasuredSettings
+from torchtrim.records.loader import LoaderSettings
 from torchtrim.records.profile import is_emulated
 from torchtrim.records.sharding import ShardedModel
 from torchtrim.report import facts
@@ -55,23 +55,23 @@ def _rank_line(rank: RankFigures, timed: bool) -> str:
 
 def estimate_lines(report: Report) -> list[str]:
     """Return lines on an estimate: exact bytes, the effect of recomputation, and the largest batch."""
-    found = report.estimated
-    if found is None:
+    estimate = report.estimated
+    if estimate is None:
         return []
     exact = (
-        ("parameters", found.parameter_bytes),
-        ("gradients", found.gradient_bytes),
-        ("optimizer state", found.optimizer_bytes),
+        ("parameters", estimate.parameter_bytes),
+        ("gradients", estimate.gradient_bytes),
+        ("optimizer state", estimate.optimizer_bytes),
     )
     lines = [", ".join(f"{name} {format_bytes(size)}" for name, size in exact if size)]
-    if found.sharded is not None:
-        lines.insert(0, _sharded_line(found.sharded))
-    if found.recomputed_bytes is not None:
-        places = ", ".join(facts.runs(found.recomputed))
+    if estimate.sharded is not None:
+        lines.insert(0, _sharded_line(estimate.sharded))
+    if estimate.recomputed_bytes is not None:
+        places = ", ".join(facts.runs(estimate.recomputed))
         lines.append(
-            f"with recomputation, predicted to need {format_bytes(found.recomputed_bytes)}: {places}"
+            f"with recomputation, predicted to need {format_bytes(estimate.recomputed_bytes)}: {places}"
         )
-    return [line for line in (*lines, *map(_growth_line, found.growth)) if line]
+    return [line for line in (*lines, *map(_growth_line, estimate.growth)) if line]
 
 
 def _sharded_line(sharded: ShardedModel) -> str:
@@ -80,7 +80,11 @@ def _sharded_line(sharded: ShardedModel) -> str:
     options = sharded.options
     if options is None:
         return first
-    words = [f"{first}, fully_shard on {_blocks(sharded.blocks)}"]
+    blocks = "the whole model: no block repeats (--fsdp-blocks PATTERN)"
+    if sharded.blocks:
+        some = ", ".join(facts.runs(sharded.blocks))
+        blocks = f"{counted(len(sharded.blocks), 'block')} ({some}) and on the rest"
+    words = [f"{first}, fully_shard on {blocks}"]
     if not options.reshard:
         words.append("blocks stay gathered until backward")
     if options.compute:
@@ -88,12 +92,6 @@ def _sharded_line(sharded: ShardedModel) -> str:
     if options.offload:
         words.append("shards and optimizer state on the host")
     return "; ".join(words)
-
-
-def _blocks(blocks: tuple[str, ...]) -> str:
-    if not blocks:
-        return "the whole model: no block repeats (--fsdp-blocks PATTERN)"
-    return f"{counted(len(blocks), 'block')} ({', '.join(facts.runs(blocks))}) and on the rest"
 
 
 def _growth_line(growth: GrowthLimit) -> str:
@@ -117,18 +115,21 @@ def _growth_line(growth: GrowthLimit) -> str:
 
 def tuned_lines(report: Report) -> list[str]:
     """Return the line to change, the measured settings, fastest first, and the skipped ones."""
-    found = report.tuned
-    if found is None:
+    tuned = report.tuned
+    if tuned is None:
         return []
-    tuning = found.tuning
-    lines = [f"change {found.change}" if tuning.chosen != tuning.before else "nothing to change"]
+    tuning = tuned.tuning
+    lines = [f"change {tuned.change}" if tuning.chosen != tuning.before else "nothing to change"]
     if tuning.path:
         lines[0] += f", at {tuning.path}:{tuning.line}"
     if tuning.source == "modelled":
         lines.append(
             f"modelled for {tuning.cores} cores from measurements on this machine; measure it there"
         )
-    lines += map(_setting_line, sorted(tuning.tried, key=lambda one: one.seconds))
+    lines += [
+        f"{format_seconds(one.seconds)} a batch: {settings_words(one.settings)} ({one.batches} batches)"
+        for one in sorted(tuning.tried, key=lambda one: one.seconds)
+    ]
     return [*lines, *(f"not tried: {one}" for one in tuning.skipped)]
 
 
@@ -144,10 +145,6 @@ def tuned_sentence(report: Report) -> str:
         f"Loader: {format_seconds(before)} -> {format_seconds(after)}{predicted} a batch, step included, "
         f"{before / max(after, 1e-9):.1f} times as fast"
     )
-
-
-def _setting_line(one: MeasuredSettings) -> str:
-    return f"{format_seconds(one.seconds)} a batch: {settings_words(one.settings)} ({one.batches} batches)"
 
 
 def settings_words(settings: LoaderSettings) -> str:

@@ -51,8 +51,6 @@ class _RowLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class _Page:
-    """The report and the terminal it is printed on."""
-
     report: Report
     width: int
     encoding: str
@@ -148,16 +146,14 @@ def _lines(page: _Page, room: _RowLimits) -> list[Text]:
 
 
 def _verdict(page: _Page, room: _RowLimits) -> list[Text]:
-    """Return the headline, and its further figures below."""
-    found = headline(page.report)
-    lines = [Text(line, _STYLES[found.tone]) for line in wrap(page.say(found.word), page.width)]
-    parts = (" ".join(sentence(page.say(one), page.width - 2, 2)) for one in found.parts)
+    head = headline(page.report)
+    lines = [Text(line, _STYLES[head.tone]) for line in wrap(page.say(head.word), page.width)]
+    parts = (" ".join(sentence(page.say(part), page.width - 2, 2)) for part in head.parts)
     figures = wrap(", ".join(parts), page.width - 2)
     return [*lines, *(Text(f"  {line}") for line in figures)]
 
 
 def _missed(page: _Page, room: _RowLimits) -> list[Text]:
-    """Return the parts of the smallest peak if a budget is missed, and the peaks of techniques."""
     wide = replace(room, text=max(room.text, 2)) if room.notes else room
     levers = _items(page, "levers", min(4, room.findings), room) if room.notes else []
     return [*_items(page, "smallest is", 1, wide), *levers]
@@ -178,8 +174,8 @@ def _tail(page: _Page, room: _RowLimits) -> list[Text]:
 
 def _proof(page: _Page, room: _RowLimits) -> Sequence[str]:
     """Return the certificate. If space is short and all bits are equal, omit its figures, which are 0."""
-    found, lines = page.report.certificate, page.items["certificate"].texts
-    equal = found is not None and found.verdict == "BITWISE"
+    certificate, lines = page.report.certificate, page.items["certificate"].texts
+    equal = certificate is not None and certificate.verdict == "BITWISE"
     return [lines[0], *lines[2:]] if equal and len(lines) > 2 and not room.gaps else lines
 
 
@@ -233,7 +229,6 @@ def _next(page: _Page, command: str | None) -> list[Text]:
 
 
 def _evidence(page: _Page, room: _RowLimits) -> list[Text]:
-    """Return measured and predicted figures, and the kinds of memory at the peak with bars."""
     heads, rows = figure_rows(page.report)
     if not heads:
         return []
@@ -269,7 +264,6 @@ def _more(title: str, total: int, shown: int) -> Text:
 
 
 def _holders(page: _Page, room: _RowLimits) -> list[Text]:
-    """Return the storages live at the peak: bytes, module, place, reason."""
     shown = page.report.holders[: room.holders]
     if not shown:
         return []
@@ -294,7 +288,6 @@ def _holders(page: _Page, room: _RowLimits) -> list[Text]:
 
 
 def _findings(page: _Page, room: _RowLimits) -> list[Text]:
-    """Return counts, then a line for each finding: code, place, message, price."""
     report = page.report
     if not report.findings:
         return []
@@ -325,7 +318,6 @@ def _finding(page: _Page, finding: Finding, where: str, room: _RowLimits) -> lis
 
 
 def _frontier(page: _Page, room: _RowLimits) -> list[Text]:
-    """Return the predicted peak and step of plans for other budgets."""
     points = page.report.frontier
     hand = tuple(point for point in points if point.by_hand)
     shown = (*points[: min(room.findings, len(points) - len(hand))], *hand)

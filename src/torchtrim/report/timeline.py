@@ -182,8 +182,6 @@ def _svg(shapes: Markup) -> Markup:
 
 
 class _StringTable:
-    """Texts by number, each stored once."""
-
     def __init__(self) -> None:
         self.known: dict[str, int] = {}
         self._seen: dict[str, int] = {}

@@ -33,7 +33,10 @@ def render(report: TraceReport, console: Console, *, top: int, next_command: str
     table = list(_table(report, top, width))
     sets = list(_sets(report, width))
     bound = _labelled("bound", _BOUND[report.bound], width)
-    end = [*bound, *_command(next_command, width)]
+    end = [*bound]
+    if next_command:
+        command = Text(keep_left(clean(next_command), max(width, 200)), "bold cyan")
+        end.append(Text("next".ljust(_LABEL), "bold").append(command))
     room = SCREEN - len(head) - len(table) - len(sets) - len(end)
     show((*head, *table, *sets, *_notes(report.notes, width, room), *end), console)
 
@@ -75,7 +78,6 @@ def _ranks(report: TraceReport, width: int) -> Iterator[Text]:
 
 
 def _together(job: TraceJob) -> str:
-    """Return the rank the others waited for, and the exposed communication of each rank."""
     many = counted(job.collectives, "collective")
     worst = max(job.ranks, key=lambda one: one.made_others_wait_ms)
     late = f"rank {worst.rank} joins last, and the others wait {worst.made_others_wait_ms:,.1f} ms for it"
@@ -155,9 +157,3 @@ def _labelled(label: str, text: str, width: int) -> Iterator[Text]:
     for line in labelled(label, [clean(text)], width, indent=_LABEL, lines=3):
         line.style = "bold"
         yield line
-
-
-def _command(command: str | None, width: int) -> Iterator[Text]:
-    if command:
-        text = keep_left(clean(command), max(width, 200))
-        yield Text("next".ljust(_LABEL), "bold").append(Text(text, "bold cyan"))

@@ -128,23 +128,18 @@ def _packed(
         return found[-1], True
 
 
-def _optimal(packing: Packing, limit: int | None) -> str:
-    if packing.optimal:
-        return "yes"
-    met = limit is not None and packing.height <= limit
-    return f"unknown; {'the search stopped at the capacity' if met else 'found no lower packing'}"
-
-
 def _show(
     packing: Packing, count: int, limit: int | None, took: float, following: str | None
 ) -> None:
     above = packing.height - packing.lower_bound
     share = f"{above / packing.lower_bound:.2%} above" if above else "met"
+    met = limit is not None and packing.height <= limit
+    why = "the search stopped at the capacity" if met else "found no lower packing"
     lines = [
         f"PACKED  {count} buffers in {packing.height} bytes ({format_bytes(packing.height)}), "
         f"{format_seconds(took)}",
         f"  bound    {packing.lower_bound} bytes live at one time: {share}",
-        f"  optimal  {_optimal(packing, limit)}",
+        f"  optimal  {'yes' if packing.optimal else f'unknown; {why}'}",
     ]
     if limit is not None:
         over = packing.height - limit

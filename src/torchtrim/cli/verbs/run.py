@@ -58,16 +58,11 @@ def command(**options: Any) -> None:
                 "--verify-every compares the steps of one process, but --processes starts several. Pass "
                 "only one of them; `torchtrim verify` with --processes compares all ranks beforehand."
             )
-        raise click.exceptions.Exit(launch(_rank_command(options), options["processes"]))
+        words = ["--plan", str(options["plan_path"])] if plan is not None else []
+        words += ["-m", script.target] if script.module else [path_argument(script.target)]
+        command_line = ["run", *words, "--", *script.args]
+        raise click.exceptions.Exit(launch(command_line, options["processes"]))
     if options["every"] is not None:
         run_checked(script, plan, options["every"], options["on_difference"])
     else:
         run_planned(script, plan)
-
-
-def _rank_command(options: dict[str, Any]) -> list[str]:
-    """Return the command line of each rank."""
-    plan = ["--plan", str(options["plan_path"])] if options["plan_path"] is not None else []
-    module = ["-m"] if options["module"] else []
-    script = options["script"] if options["module"] else path_argument(options["script"])
-    return ["run", *plan, *module, script, "--", *options["args"]]
