@@ -201,9 +201,13 @@ def test_what_cannot_be_applied_is_said(where: str, options: dict[str, int], sai
     chosen = Technique(
         name="chunked_loss", where=(where,), options=dict(options), equivalence="ROUNDING"
     )
-    with pytest.raises((ApplyFailed, UsageError), match=said):
+
+    def apply() -> None:
         check_known(chosen)
         technique("chunked_loss").apply({"Language": Language()}, chosen)
+
+    with pytest.raises((ApplyFailed, UsageError), match=said):
+        apply()
 
 
 @pytest.mark.slow
