@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import torchtrim
-from torchtrim.linter.static_syncs import is_asked_for, keeps, static_syncs
+from torchtrim.linter.static_syncs import is_used, keeps, static_syncs
 
 HEAD = """
 import functools
@@ -170,14 +170,14 @@ def test_what_a_function_does_not_keep(body: str) -> None:
 
 def test_what_a_file_asks_for() -> None:
     text = "def f(): ...\nclass C:\n    def g(self): self.h()\n    def h(self): f()\n"
-    assert is_asked_for("f", text, method=False)
-    assert is_asked_for("h", text, method=True)
-    assert not is_asked_for("g", text, method=True)
-    assert not is_asked_for("g", text, method=False)
+    assert is_used("f", text, method=False)
+    assert is_used("h", text, method=True)
+    assert not is_used("g", text, method=True)
+    assert not is_used("g", text, method=False)
 
 
-@pytest.mark.parametrize("room", ["attention", "stream", "executor", "runner", "certify"])
-def test_the_same_is_found_where_only_what_is_asked_for_is_followed(room: str) -> None:
+@pytest.mark.parametrize("room", ["attention", "stream", "executor", "evidence", "certify"])
+def test_the_same_is_found_where_only_what_is_used_is_followed(room: str) -> None:
     found = 0
     for path in sorted((PACKAGE / room).rglob("*.py")):
         text = path.read_text()

@@ -148,6 +148,5 @@ def test_what_only_tensors_have_numpy_has_not() -> None:
 
 def test_functions_layers_and_types_are_torchs() -> None:
     assert {name for name in names.FUNCTIONAL if not hasattr(F, name)} == set()
-    assert {name for name in names.LINALG if not hasattr(torch.linalg, name)} == set()
     assert {name for name in names.LAYERS if not hasattr(torch.nn, name)} == set()
     assert {name for name in names.LIKE | names.DTYPES if not hasattr(torch, name)} == set()

@@ -8,7 +8,7 @@ import pytest
 
 from torchtrim.linter.kinds import ValueKind
 from torchtrim.linter.static_syncs import static_syncs
-from torchtrim.linter.text import fixed_text, lint_source, told_of
+from torchtrim.linter.text import fixed_text, lint_source, static_values
 from torchtrim.rewriter.fix import matches
 from torchtrim.source.source import SourceFile
 
@@ -113,7 +113,7 @@ def test_a_fix_is_offered_only_where_its_own_sync_is() -> None:
         assert one.candidate is None or one.candidate.match.fix.name != "row_by_index"
 
 
-def test_what_is_told_of_parts() -> None:
+def test_what_is_static_values_parts() -> None:
     code = code_of("i = x.argmax()\nx[i.item()] = a.b\nx[mask[n].item()] = n")
     source, kinds = SourceFile("model.py", code), dict[ast.AST, ValueKind]()
     static_syncs(source.tree, "model.py", kinds=kinds)
@@ -121,7 +121,7 @@ def test_what_is_told_of_parts() -> None:
         (match.text(part), vars(one))
         for match in matches(source, {"TT103"})
         if match.fix.name == "index_assignment"
-        for part, one in told_of(match, kinds).items()
+        for part, one in static_values(match, kinds).items()
     ]
     known = dict(told)
     assert known["x"] == {"kind": "tensor"}

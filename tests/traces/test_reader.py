@@ -77,7 +77,7 @@ def test_times_that_cannot_be(tmp_path: Path) -> None:
     made.event("cpu_op", "aten::add", 3, -50)
     made.event("kernel", "long", 3, 1e12, pid=0, tid=7)
     trace = made.trace(tmp_path)
-    assert "2 events lie more than a day" in trace.notes[0]
+    assert "2 events are more than a day" in trace.notes[0]
     assert "1 events have a negative duration" in trace.notes[1]
     assert trace.ended() < 1e5
 

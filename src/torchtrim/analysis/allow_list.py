@@ -6,19 +6,17 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
-from torchtrim.analysis.user_source import SourceLines
+from torchtrim.analysis.user_source import SourceLines, text_of
 from torchtrim.records.allow import AllowedFinding, Entry
-from torchtrim.records.files import read_head
 from torchtrim.records.finding import Finding
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A finding and the fields by which an entry matches it."""
+    """A finding, with the fields that an entry must match."""
 
     finding: Finding
     path: str
@@ -33,14 +31,14 @@ class Site:
 
 @dataclass(frozen=True, kw_only=True)
 class AllowOutcome:
-    """`allowed`: what each entry covered. `counted`: the findings left, reduced to the excess."""
+    """`allowed`: the entries and their use. `counted`: the remaining findings, reduced to the excess."""
 
     allowed: tuple[AllowedFinding, ...]
     counted: tuple[Finding, ...]
 
     @property
     def unneeded(self) -> tuple[AllowedFinding, ...]:
-        """Entries that match nothing any more."""
+        """Entries without a match."""
         return tuple(entry for entry in self.allowed if not entry.used)
 
 
@@ -68,7 +66,7 @@ def near(path: str, project: str) -> str:
 
 
 def hold(entries: Sequence[Entry], found: Sequence[Site], seen: Container[str]) -> AllowOutcome:
-    """Subtract from each finding what the entries allow. Entries that name a function apply first.
+    """Subtract the allowed counts from the findings. Entries that name a function apply first.
 
     Findings on equal lines share their entry's count, starting from the first line. Entries whose path is
     not in `seen` belong to another script and are left out.
@@ -82,8 +80,7 @@ def hold(entries: Sequence[Entry], found: Sequence[Site], seen: Container[str]) 
             left[index] -= used
             over[place] -= used
             if used:
-                row = _allowed(entries[index], used, found[place].finding.line)
-                covered[index].append(row)
+                covered[index].append(_allowed(entries[index], used, found[place].finding.line))
     rows = ((e, covered[i] or [_allowed(e, 0, 0)]) for i, e in enumerate(entries))
     return AllowOutcome(
         allowed=tuple(row for e, some in rows if e.path in seen or some[0].used for row in some),
@@ -97,10 +94,10 @@ def updated(
     seen: Container[str],
     adds: Callable[[Finding], bool],
 ) -> tuple[Entry, ...]:
-    """Return entries that allow what was found: present ones with new counts, then new ones.
+    """Return entries that allow the findings: present ones with new counts, then new ones.
 
-    `adds` selects the findings that get a new entry. An entry that matches nothing is removed, unless it has
-    a reason or belongs to another script.
+    `adds` selects the findings that get a new entry. An entry without a match is removed, unless it has a
+    reason or belongs to another script.
     """
     counts: dict[int, int] = defaultdict(int)
     fresh: dict[tuple[str, str, str, str], int] = defaultdict(int)
@@ -123,14 +120,15 @@ def updated(
 
 
 def _matching(entries: Sequence[Entry], site: Site) -> list[int]:
-    indices = [i for i, entry in enumerate(entries) if _matches(entry, site)]
-    return sorted(indices, key=lambda i: not entries[i].function)
-
-
-def _matches(entry: Entry, site: Site) -> bool:
-    where = (entry.code, entry.path, entry.line_text)
-    same = where == (site.finding.code, site.path, site.line_text)
-    return same and entry.function in ("", site.function)
+    """Return the indices of matching entries, those that name a function first."""
+    wanted = (site.finding.code, site.path, site.line_text)
+    indices = (
+        index
+        for index, entry in enumerate(entries)
+        if (entry.code, entry.path, entry.line_text) == wanted
+        and entry.function in ("", site.function)
+    )
+    return sorted(indices, key=lambda index: not entries[index].function)
 
 
 def _allowed(entry: Entry, used: int, line: int) -> AllowedFinding:
@@ -150,7 +148,6 @@ def _excess(site: Site, over: int) -> Finding:
     )
 
 
-_MOST_BYTES = 4 * 2**20
 _COMMENT = re.compile(r"#\s*torchtrim:\s*ignore\[([A-Z0-9,\s]*)\]", re.IGNORECASE)
 
 
@@ -169,11 +166,11 @@ class Ignores:
         if finding.line <= 0:
             return False
         if finding.path not in self._codes:
-            self._codes[finding.path] = ignored_codes(_text(self._project, finding.path))
-        codes = self._codes[finding.path]
+            self._codes[finding.path] = ignored_codes(text_of(self._project, finding.path))
+        last = max(finding.line, finding.end_line)
         return any(
-            finding.line <= line <= max(finding.line, finding.end_line) and finding.code in found
-            for line, found in codes.items()
+            finding.line <= line <= last and finding.code in codes
+            for line, codes in self._codes[finding.path].items()
         )
 
 
@@ -184,11 +181,3 @@ def ignored_codes(text: str) -> dict[int, frozenset[str]]:
         for number, line in enumerate(text.splitlines(), start=1)
         if (match := _COMMENT.search(line))
     }
-
-
-def _text(project: str, path: str) -> str:
-    """Return the file's text, empty if it is missing, unreadable or not a regular file."""
-    try:
-        return read_head(Path(project, path), _MOST_BYTES).decode("utf-8", errors="replace")
-    except (OSError, ValueError):
-        return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
@@ -43,41 +42,47 @@ def verdict(cost: LoaderCost) -> LoaderVerdict | None:
     if not 0 < SHARE * cost.step_seconds <= cost.price:
         return None
     if cost.parts is None:
-        return LoaderVerdict("unknown", "", _more_workers(cost, ""))
+        # The data set could not be measured.
+        if cost.settings.workers >= cost.cores:
+            advice = "make reading a sample cheaper: every core has a worker already"
+        else:
+            advice = (
+                f"num_workers={cost.cores}, persistent_workers=True: workers read the next batches "
+                "while the step computes"
+            )
+        return LoaderVerdict("unknown", "", advice)
     return _of_parts(cost, cost.parts)
 
 
 def _of_parts(cost: LoaderCost, parts: BatchParts) -> LoaderVerdict:
-    settings = cost.settings
-    slowest = _slowest(parts)
-    said = _said(parts)
+    workers, times = cost.settings.workers, _times(parts)
     if parts.whole is not None and 2 * parts.whole < parts.work:
-        once = format_seconds(parts.whole)
-        return LoaderVerdict(
-            "one by one", f"{said}; fetching all samples at once takes {once}", _AT_ONCE
-        )
-    if settings.workers > cost.cores and parts.reading < parts.work / 2:
-        why = f"{said}, and {settings.workers} workers share {_cores(cost)} with the step"
+        why = f"{times}; fetching all samples at once takes {format_seconds(parts.whole)}"
+        return LoaderVerdict("one by one", why, _AT_ONCE)
+    if workers > cost.cores and parts.reading < parts.work / 2:
+        cores = f"{cost.cores} core{'s' * (cost.cores != 1)}"
+        why = f"{times}, and {workers} workers share {cores} with the step"
         return LoaderVerdict("many workers", why, _settings_advice(cost, parts))
-    if settings.workers and parts.handing > parts.work / settings.workers:
+    if workers and parts.handing > parts.work / workers:
         why = (
-            f"{said}; to take its {format_bytes(parts.bytes)} from a worker takes "
+            f"{times}; to take its {format_bytes(parts.bytes)} from a worker takes "
             f"{format_seconds(parts.handing)}"
         )
         return LoaderVerdict("handing over", why, _SMALLER)
     chosen = best_settings(cost, parts)
-    if 0 < settings.workers < chosen.workers:
-        why = f"{said}, more than {settings.workers} worker{_s(settings.workers)} can hide"
+    if 0 < workers < chosen.workers:
+        why = f"{times}, more than {workers} worker{'s' * (workers != 1)} can hide"
         return LoaderVerdict("few workers", why, _settings_advice(cost, parts))
+    slowest = _slowest(parts)
     advice = _CHEAPER[slowest]
-    if not settings.workers and chosen.workers:
+    if not workers and chosen.workers:
         advice = f"{_settings_advice(cost, parts)}; beyond that, {advice}"
-    return LoaderVerdict(slowest, said, advice)
+    return LoaderVerdict(slowest, times, advice)
 
 
 _AT_ONCE = (
     "sampler=BatchSampler(RandomSampler(dataset), batch_size, drop_last=False), batch_size=None: the data "
-    "set is indexed with a list, and nothing is collated"
+    "set is indexed with a list, without collating"
 )
 _SMALLER = (
     "ship narrower types and widen them on the device, crop before and not after the batch is shipped, or "
@@ -90,13 +95,13 @@ def best_settings(cost: LoaderCost, parts: BatchParts) -> LoaderSettings:
     memory."""
     consumer = consumer_of(cost)
     most = cost.free_bytes // 2 or None
-    found = [
+    options = [
         replace(cost.settings, workers=workers, persistent=workers > 0)
         for workers in range(min(cost.cores, enough_workers(parts, cost.settings, consumer)) + 1)
     ]
-    fitting = [one for one in found if most is None or memory_bytes(parts, one) <= most]
+    fitting = [one for one in options if most is None or memory_bytes(parts, one) <= most]
     return min(
-        fitting or found[:1],
+        fitting or options[:1],
         key=lambda one: (batch_seconds(parts, one, consumer, cost.cores), one.workers),
     )
 
@@ -114,45 +119,26 @@ def _slowest(parts: BatchParts) -> Literal["reading", "decoding", "collating"]:
     return "reading" if parts.reading > parts.decoding else "decoding"
 
 
-def _said(parts: BatchParts) -> str:
-    """Describe a batch's time, largest part first."""
-    named: Iterable[tuple[str, float]] = (
-        ("waiting for data", parts.reading),
-        ("making the samples", parts.decoding),
-        ("collating", parts.collating),
+def _times(parts: BatchParts) -> str:
+    """Describe a batch's time, largest part first, without parts below a twentieth."""
+    named = (
+        (parts.reading, "waiting for data"),
+        (parts.decoding, "making the samples"),
+        (parts.collating, "collating"),
     )
-    order = sorted(named, key=lambda one: -one[1])
-    told = ", ".join(
+    listed = ", ".join(
         f"{format_seconds(seconds)} {name}"
-        for name, seconds in order
+        for seconds, name in sorted(named, key=lambda part: -part[0])
         if seconds > 0.05 * parts.work
     )
-    return f"a batch takes {format_seconds(parts.work)} ({told})"
+    return f"a batch takes {format_seconds(parts.work)} ({listed})"
 
 
 def _settings_advice(cost: LoaderCost, parts: BatchParts) -> str:
     chosen = best_settings(cost, parts)
     ahead = batch_seconds(parts, chosen, consumer_of(cost), cost.cores) * max(cost.batches, 1)
-    words = [f"num_workers={chosen.workers}"]
-    if chosen.workers:
-        words.append("persistent_workers=True")
-    foreseen = f"a step then takes about {format_seconds(ahead)}, as modelled"
-    return f"{', '.join(words)}: {foreseen}; torchtrim tune-loader measures it"
-
-
-def _more_workers(cost: LoaderCost, pinned: str) -> str:
-    """Return advice for a loader whose data set could not be measured."""
-    if cost.settings.workers >= cost.cores:
-        return "make reading a sample cheaper: every core has a worker already"
+    persistent = ", persistent_workers=True" if chosen.workers else ""
     return (
-        f"num_workers={cost.cores}, persistent_workers=True{pinned}: workers read the next batches while "
-        "the step computes"
+        f"num_workers={chosen.workers}{persistent}: a step then takes about {format_seconds(ahead)}, "
+        "as modelled; torchtrim tune-loader measures it"
     )
-
-
-def _cores(cost: LoaderCost) -> str:
-    return f"{cost.cores} core{_s(cost.cores)}"
-
-
-def _s(count: int) -> str:
-    return "s" * (count != 1)

@@ -41,31 +41,25 @@ _CARRIES = {
     *("aten::where", "aten::constant_pad_nd", "aten::native_dropout", "aten::cat"),
 }
 _EMPTY = {"aten::zeros", "aten::empty", "aten::new_zeros", "aten::zeros_like", "aten::empty_like"}
-_MOST_TRACED = 400
-"""Arbitrary; stops the walk if every tensor is read on, far beyond one attention."""
+_MOST_TRACED = 400  # Arbitrary: far more operators than one attention has.
 _LAYERS = re.compile(
     r"(qkv|proj|[qkvo]|[qkvo]_proj|query|key|value|out_proj)\.(weight|bias)|[qkv]_bias|qkv_bias"
 )
-_TABLES = tuple(
-    map(
-        re.compile,
-        (
-            r"rpe_[qkv]\.(rp_rows\.|rp_cols\.)?lookup_table_(weight|bias)",
-            r"(relative_position_bias\.)?relative_position_bias_table",
-            r"rel_pos_[hw]",
-            r"rel_pos_embed_[kv]\.embeddings_table_[vh]",
-            r"relative_attention_bias\.weight",
-        ),
-    )
+_TABLES = (
+    re.compile(r"rpe_[qkv]\.(rp_rows\.|rp_cols\.)?lookup_table_(weight|bias)"),
+    re.compile(r"(relative_position_bias\.)?relative_position_bias_table"),
+    re.compile(r"rel_pos_[hw]"),
+    re.compile(r"rel_pos_embed_[kv]\.embeddings_table_[vh]"),
+    re.compile(r"relative_attention_bias\.weight"),
 )
 
 
 class Written(NamedTuple):
     """Positions that one attention call materializes.
 
-    `gather` is the operator that indexes the table, `operators` those that only handle positions, `at` the
-    softmax or the fused attention. `scores` is the shape of the scores. The whole attention, from products
-    with keys to products with values, is `first <= i < last`.
+    `gather` is the operator that indexes the table, `operators` handle only positions, `at` is the softmax or
+    the fused attention. `scores` is the shape of the scores. The whole attention, from products with keys to
+    products with values, is `first <= i < last`.
     """
 
     form: Form
@@ -80,14 +74,15 @@ class Written(NamedTuple):
 def written_positions(profile: Profile) -> tuple[Written, ...]:
     """Return the materialized positions of a profile, in order."""
     trace = _Trace(profile)
-    found = [
-        one._replace(first=min(first, *trace.inside(one)), last=max(last, at + 1))
-        for at in range(len(profile.operators))
-        if (around := list(trace.around(at)))
-        for first, last in (trace.reach(at),)
-        for one in around
-    ]
-    return tuple(sorted(found, key=lambda one: (one.gather, one.at)))
+    positions: list[Written] = []
+    for at in range(len(profile.operators)):
+        if around := list(trace.around(at)):
+            first, last = trace.reach(at)
+            positions += (
+                written._replace(first=min(first, *trace.inside(written)), last=max(last, at + 1))
+                for written in around
+            )
+    return tuple(sorted(positions, key=lambda written: (written.gather, written.at)))
 
 
 class _Scores(NamedTuple):
@@ -120,8 +115,7 @@ class _Trace:
             return
         name = base_name(op.name)
         if name in _SOFTMAX:
-            scores = _scores_of(op.inputs[0].shape)
-            if scores:
+            if scores := _scores_of(op.inputs[0].shape):
                 yield from self._added(op.inputs[0], at, scores)
                 yield from self._values(at, scores)
         elif name.startswith(_FUSED) and len(op.inputs) > 3:
@@ -135,16 +129,16 @@ class _Trace:
         op = self._profile.operators[at]
         if base_name(op.name) not in _SOFTMAX:
             return at, at + 1
-        leaves = (leaf for leaf, _ in self._leaves(op.inputs[0].storage, at))
-        before = [leaf for leaf in leaves if self._is_product(leaf)]
+        before = (leaf for leaf, _ in self._leaves(op.inputs[0].storage, at))
         after = self._after({use.storage for use in op.outputs}, at)
-        return min([at, *before]), max([at, *filter(self._is_product, after)]) + 1
+        products = list(filter(self._is_product, (*before, *after)))
+        return min([at, *products]), max([at, *products]) + 1
 
-    def inside(self, one: Written) -> list[int]:
+    def inside(self, written: Written) -> list[int]:
         """Return the operators on positions that ran in the attention's own module."""
-        own = self._profile.module_of(one.at)
-        modules = ((i, self._profile.module_of(i)) for i in one.operators)
-        return [one.at, *(i for i, path in modules if f"{path}.".startswith(f"{own}."))]
+        own = self._profile.module_of(written.at)
+        modules = ((i, self._profile.module_of(i)) for i in written.operators)
+        return [written.at, *(i for i, path in modules if f"{path}.".startswith(f"{own}."))]
 
     def _is_product(self, index: int) -> bool:
         return base_name(self._profile.operators[index].name) in _PRODUCTS
@@ -152,18 +146,20 @@ class _Trace:
     def _added(self, use: TensorUse, at: int, scores: _Scores) -> Iterator[Written]:
         for leaf, path in self._leaves(use.storage, at):
             op = self._profile.operators[leaf]
-            if self._indexes_pairs(op, scores) or self._is_compiled(op, scores):
+            indexes = _gathers(op) and _indexed(op)[0] >= scores.pairs
+            indexes = indexes and prod(op.outputs[0].shape) >= scores.pairs
+            if indexes or self._is_compiled(op, scores):
                 yield Written("bias", leaf, (leaf, *path), at, scores.shape)
             elif self._is_product(leaf):
-                for form, gather, way in self._of_product(leaf, scores):
-                    yield Written(form, gather, (gather, *way, leaf, *path), at, scores.shape)
+                for form, gather, between in self._of_product(leaf, scores):
+                    yield Written(form, gather, (gather, *between, leaf, *path), at, scores.shape)
 
     def _of_product(
         self, product: int, scores: _Scores
     ) -> Iterator[tuple[Form, int, tuple[int, ...]]]:
         """Return the indexed tables of vectors that a product uses."""
         op = self._profile.operators[product]
-        made = sum(prod(use.shape) for use in op.outputs)
+        computed = sum(prod(use.shape) for use in op.outputs)
         for use in op.inputs:
             for leaf, path in self._leaves(use.storage, product):
                 gather = self._profile.operators[leaf]
@@ -172,7 +168,7 @@ class _Trace:
                 number, last = _indexed(gather)
                 if number == scores.pairs and prod(gather.outputs[0].shape) > number:
                     yield "vectors", leaf, path
-                elif 1 < last < scores.keys and made * scores.keys == scores.number * last:
+                elif 1 < last < scores.keys and computed * scores.keys == scores.number * last:
                     yield "decomposed", leaf, path
 
     def _values(self, at: int, scores: _Scores) -> Iterator[Written]:
@@ -186,28 +182,29 @@ class _Trace:
 
     def _after(self, carries: set[int], at: int) -> list[int]:
         """Return forward operators that read tensors derived from the probabilities."""
-        found: set[int] = set()
-        waiting = list(carries)
-        while waiting and len(found) < _MOST_TRACED:
-            readers = self._readers[waiting.pop()]
+        after: set[int] = set()
+        pending = list(carries)
+        while pending and len(after) < _MOST_TRACED:
+            readers = self._readers[pending.pop()]
             for reader in readers[bisect_left(readers, at + 1) :]:
                 op = self._profile.operators[reader]
-                if reader in found or op.phase != self._profile.operators[at].phase:
+                if reader in after or op.phase != self._profile.operators[at].phase:
                     continue
-                found.add(reader)
+                after.add(reader)
                 if base_name(op.name) in _CARRIES:
-                    waiting += {use.storage for use in op.outputs} - carries
+                    pending += {use.storage for use in op.outputs} - carries
                     carries |= {use.storage for use in op.outputs}
-        return sorted(found)
+        return sorted(after)
 
     def _leaves(self, storage: int, before: int) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Trace a tensor to its origins. Also return the operators on the way, last first."""
-        waiting: list[tuple[int, int, tuple[int, ...]]] = [(storage, before, ())]
+        pending: list[tuple[int, int, tuple[int, ...]]] = [(storage, before, ())]
         seen: set[int] = set()
-        while waiting and len(seen) < _MOST_TRACED:
-            storage, before, path = waiting.pop()
-            writer = self._writer(storage, before)
-            if writer < 0 or writer in seen:
+        while pending and len(seen) < _MOST_TRACED:
+            storage, before, path = pending.pop()
+            writers = self._writers[storage]
+            position = bisect_left(writers, before)
+            if not position or (writer := writers[position - 1]) in seen:
                 continue
             seen.add(writer)
             op = self._profile.operators[writer]
@@ -215,19 +212,7 @@ class _Trace:
                 yield writer, path
                 continue
             through = {u.storage for u in op.inputs if _is_float(u)} | set(op.mutates)
-            waiting += [(one, writer, (*path, writer)) for one in sorted(through)]
-
-    def _writer(self, storage: int, before: int) -> int:
-        writers = self._writers[storage]
-        position = bisect_left(writers, before)
-        return writers[position - 1] if position else -1
-
-    def _indexes_pairs(self, op: Operator, scores: _Scores) -> bool:
-        return (
-            _gathers(op)
-            and _indexed(op)[0] >= scores.pairs
-            and prod(op.outputs[0].shape) >= scores.pairs
-        )
+            pending += [(source, writer, (*path, writer)) for source in sorted(through)]
 
     def _is_compiled(self, op: Operator, scores: _Scores) -> bool:
         """Return True for an empty tensor of scores that iRPE's `rpe_index` fills outside the dispatcher."""
@@ -250,8 +235,8 @@ def _is_float(use: TensorUse) -> bool:
 def _gathers(op: Operator) -> bool:
     """Return True if an operator looks up numbers in a table by integers."""
     name = base_name(op.name)
-    asked = name in _GATHERS or name.endswith("rpe_index")
-    return asked and bool(op.outputs) and _is_float(op.outputs[0]) and bool(list(_ids(op)))
+    looks_up = name in _GATHERS or name.endswith("rpe_index")
+    return looks_up and bool(op.outputs) and _is_float(op.outputs[0]) and any(_ids(op))
 
 
 def _ids(op: Operator) -> Iterator[TensorUse]:
@@ -264,26 +249,25 @@ def _indexed(op: Operator) -> tuple[int, int]:
     return prod(largest.shape), (largest.shape or (1,))[-1]
 
 
-def modules_of(profile: Profile, found: Iterable[Written]) -> dict[str, list[Written]]:
+def modules_of(profile: Profile, positions: Iterable[Written]) -> dict[str, list[Written]]:
     """Group positions by the path of the module that computes the softmax."""
     modules: dict[str, list[Written]] = defaultdict(list)
-    for one in found:
-        modules[profile.module_of(one.at)].append(one)
+    for written in positions:
+        modules[profile.module_of(written.at)].append(written)
     return dict(modules)
 
 
 def replaceable(profile: Profile, modules: Iterable[str]) -> list[str]:
-    """Return those modules whose parameters are only an attention's layers and position tables of one kind.
+    """Return the modules whose parameters are only an attention's layers and position tables of one kind.
 
-    A module with other parameters, such as a learnt temperature, computes something else.
+    A module with other parameters, such as a learnt temperature, computes another function.
     """
-    asked = set(modules)
-    owned: dict[str, list[str]] = {module: [] for module in asked}
+    owned: dict[str, list[str]] = {module: [] for module in modules}
     for storage in profile.storages:
         if storage.kind == "parameter":
             parts = storage.name.split(".")
             for length in range(1, len(parts)):
-                if (path := ".".join(parts[:length])) in asked:
+                if (path := ".".join(parts[:length])) in owned:
                     owned[path].append(".".join(parts[length:]))
     return sorted(module for module, names in owned.items() if _is_known(names))
 

@@ -31,7 +31,7 @@ def memory_share(profile: Profile, finding: Finding) -> float:
 
 
 _DEFAULT = "a100"
-_NOTHING = 0.003  # Said in _LITTLE. Arbitrary; a modelled step is not known to three in a thousand.
+_NOTHING = 0.003  # As in _LITTLE. Arbitrary; a modelled step is less exact.
 _MOVES = "; without it alone the next wait takes over, no gain expected"
 _LITTLE = "; all waits together are worth less than 0.3 % of the step"
 
@@ -39,21 +39,20 @@ _LITTLE = "; all waits together are worth less than 0.3 % of the step"
 def priced(
     profile: Profile, findings: Iterable[Finding]
 ) -> tuple[tuple[Finding, ...], WaitCost | None]:
-    """Price syncs by what the step gains without each alone. Return all findings, most expensive first, and
-    the gains of sets.
+    """Price syncs by the step's gain without each alone. Return all findings, most expensive first, and the
+    gains of sets.
 
     Only emulated steps are priced; real ones were measured.
     """
-    found = tuple(findings)
-    waiting = [finding for finding in found if finding.code in CODES]
+    findings = tuple(findings)
+    waiting = [finding for finding in findings if finding.code in CODES]
     if not is_emulated(profile.device) or not waiting:
-        return found, None
+        return findings, None
     device = device_of(profile)
-    sites = sync_numbers(profile, waiting)
     with without_collection():
-        model = price_syncs(profile, device, sites)
+        model = price_syncs(profile, device, sync_numbers(profile, waiting))
     prices = {id(f): wait.saves_alone_ms for f, wait in zip(waiting, model.waits, strict=True)}
-    ordered = sorted(found, key=lambda finding: _order(profile, model, finding, prices))
+    ordered = sorted(findings, key=lambda finding: _order(profile, model, finding, prices))
     places = {id(finding): number for number, finding in enumerate(ordered)}
     sets = tuple(
         WaitSet(findings=tuple(sorted(places[id(waiting[i])] for i in chosen)), saves_ms=gain)
@@ -61,12 +60,7 @@ def priced(
     )
     least = _NOTHING * model.step_ms
     small = _LITTLE if model.all_saves_ms < least else _MOVES
-    told = tuple(_told(one, prices.get(id(one)), least, small) for one in ordered)
-    return told, _waiting(device, model, sets)
-
-
-def _waiting(device: DeviceSpec, model: PricedSyncs, sets: tuple[WaitSet, ...]) -> WaitCost:
-    return WaitCost(
+    cost = WaitCost(
         device=device.name,
         source="modelled",
         step_ms=model.step_ms,
@@ -75,14 +69,15 @@ def _waiting(device: DeviceSpec, model: PricedSyncs, sets: tuple[WaitSet, ...]) 
         all_saves_ms=model.all_saves_ms,
         sets=sets,
     )
+    return tuple(_with_price(one, prices.get(id(one)), least, small) for one in ordered), cost
 
 
-def _told(finding: Finding, price: float | None, least: float, small: str) -> Finding:
-    """Add the price. If it is below `least`, a few thousandths of the step, the message says why."""
+def _with_price(finding: Finding, price: float | None, least: float, small: str) -> Finding:
+    """Add the price. If it is below `least`, a few thousandths of the step, append the reason `small`."""
     if price is None:
         return finding
-    why = small if price < least else ""
-    return replace(finding, price_ms=price, message=finding.message + why, source="modelled")
+    message = finding.message + (small if price < least else "")
+    return replace(finding, price_ms=price, message=message, source="modelled")
 
 
 def _order(

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
-from torchtrim.analysis.user_source import SourceLine, line_of
-from torchtrim.records.files import read_head
+from torchtrim.analysis.user_source import CodeLine, line_of, text_of
 from torchtrim.records.profile import Profile
 from torchtrim.step.job import Job
 
 SHARE = 0.2
 """A fifth of the step is worth a finding."""
-_MOST_BYTES = 2**20
 
 
 class Lag(NamedTuple):
@@ -38,9 +35,7 @@ def lags(job: Job) -> list[Lag]:
         times[last] += any(exchange.waited(part) > 0 for part in exchange.parts)
         for part in exchange.parts:
             waited[last, part.rank] += exchange.waited(part)
-    loading = {
-        profile.rank: sum(wait.seconds for wait in profile.waits) for profile in job.profiles
-    }
+    loading = {p.rank: sum(wait.seconds for wait in p.waits) for p in job.profiles}
     found = []
     for last in times:
         seconds, other = max((waited[last, p.rank], p.rank) for p in job.profiles if p.rank != last)
@@ -50,18 +45,17 @@ def lags(job: Job) -> list[Lag]:
     return found
 
 
-def slower_line(job: Job, rank: int) -> SourceLine:
+def slower_line(job: Job, rank: int) -> CodeLine:
     """Return the line with a rank's largest delay, or line 0 of the script if the ranks run different
     operators."""
     own = next(profile for profile in job.profiles if profile.rank == rank)
     others = [profile for profile in job.profiles if profile.rank != rank]
     names = [op.name for op in own.operators]
-    alike = [one for one in others if [op.name for op in one.operators] == names]
+    alike = [other for other in others if [op.name for op in other.operators] == names]
     if not alike or not names:
-        return SourceLine(own.script, 0)
-    taken = _until_next(own)
+        return CodeLine(own.script, 0)
     usual = [min(times) for times in zip(*map(_until_next, alike), strict=True)]
-    excess = [mine - theirs for mine, theirs in zip(taken, usual, strict=True)]
+    excess = [mine - theirs for mine, theirs in zip(_until_next(own), usual, strict=True)]
     return line_of(own, excess.index(max(excess)))
 
 
@@ -71,12 +65,8 @@ def _until_next(profile: Profile) -> list[float]:
     return [end - before for before, end in pairwise(ends)]
 
 
-def line_with(profile: Profile, text: str) -> SourceLine:
+def line_with(profile: Profile, text: str) -> CodeLine:
     """Return the first line of the script that contains a text, or line 0."""
-    try:
-        data = read_head(Path(profile.project, profile.script), _MOST_BYTES)
-        lines = data.decode("utf-8", errors="replace").split("\n")
-    except (OSError, ValueError):
-        lines = []
-    number = next((at for at, line in enumerate(lines, 1) if text in line), 0)
-    return SourceLine(profile.script, number)
+    lines = text_of(profile.project, profile.script).split("\n")
+    number = next((number for number, line in enumerate(lines, 1) if text in line), 0)
+    return CodeLine(profile.script, number)

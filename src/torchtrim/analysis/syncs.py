@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from torchtrim.analysis.user_source import SourceLine, line_of
-from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.analysis.user_source import CodeLine, line_at, line_of
+from torchtrim.records.finding import Finding
 from torchtrim.records.operator_names import base_name
-from torchtrim.records.profile import Place, Profile, Sync
+from torchtrim.records.profile import Operator, Place, Profile, Sync
 from torchtrim.syncs.explicit import is_unknown
 from torchtrim.syncs.lookup import row
 
-_MOST_NAMED = 3  # Arbitrary; as many names as one line of a message holds.
+_MOST_NAMED = 3  # Arbitrary: as many names as fit one line of a message.
 CODES = ("TT101", "TT102", "TT103", "TT104")
 """Codes of syncs. TT105 is about races, which do not synchronize."""
 
@@ -26,9 +26,9 @@ def sync_numbers(profile: Profile, findings: Iterable[Finding]) -> list[tuple[in
     return [tuple(numbers[one.code, one.path, one.line]) for one in findings]
 
 
-def waits_by_line(profile: Profile, code: str) -> dict[SourceLine, list[Sync]]:
+def waits_by_line(profile: Profile, code: str) -> dict[CodeLine, list[Sync]]:
     """Group the syncs that a rule reports by the line that caused them."""
-    lines: dict[SourceLine, list[Sync]] = defaultdict(list)
+    lines: dict[CodeLine, list[Sync]] = defaultdict(list)
     known = {name for name in {sync.row for sync in profile.syncs} if code_of(name) == code}
     for sync in profile.syncs:
         if sync.row in known:
@@ -53,61 +53,51 @@ def waits_in(profile: Profile) -> tuple[tuple[str, int, str, str, int], ...]:
 def waiting_findings(profile: Profile, code: str, what: str) -> Iterator[Finding]:
     """Yield a finding for each line that synchronizes."""
     for line, syncs in waits_by_line(profile, code).items():
-        yield waiting_finding(profile, code, line, syncs, what=what, advice=advice(profile, syncs))
-
-
-def waiting_finding(
-    profile: Profile, code: str, line: SourceLine, syncs: Sequence[Sync], *, what: str, advice: str
-) -> Finding:
-    """Build a finding for the syncs of one line. Their cost is known only from a real device."""
-    measured = [sync.seconds for sync in syncs if sync.seconds is not None]
-    price = sum(measured) * 1e3 if measured else None
-    inside = inside_libraries(library_place(profile, sync) for sync in syncs)
-    cost = f", {price:.3g} ms in all" if price is not None else ""
-    return Finding(
-        code=code,
-        path=line.path,
-        line=line.line,
-        end_line=line.line,
-        message=f"sync at {', '.join(_counted(profile, syncs))}: {what}, "
-        f"{times(len(syncs))} a step{cost}{inside}",
-        count_per_step=len(syncs),
-        price_ms=price,
-        source="measured" if price is not None else "modelled",
-        fix=Suggestion(kind="advice", reason=advice),
-    )
+        measured = [sync.seconds for sync in syncs if sync.seconds is not None]
+        price = sum(measured) * 1e3 if measured else None  # Only a real device shows it.
+        inside = inside_libraries(library_place(profile, sync) for sync in syncs)
+        cost = f", {price:.3g} ms in all" if price is not None else ""
+        yield line.finding(
+            code,
+            f"sync at {', '.join(_counted(profile, syncs))}: {what}, "
+            f"{times(len(syncs))} a step{cost}{inside}",
+            advice(profile, syncs),
+            count_per_step=len(syncs),
+            price_ms=price,
+            source="measured" if price is not None else "modelled",
+        )
 
 
 def unknown_operators(profile: Profile) -> Counter[str]:
     """Count device operators whose source was not read, so that it is unknown if they synchronize."""
-    there = [not storage.device.startswith("cpu") for storage in profile.storages]
+    on_device = [not storage.device.startswith("cpu") for storage in profile.storages]
     return Counter(
         base_name(op.name)
         for op in profile.operators
-        if is_unknown(op.name) and any(there[use.storage] for use in (*op.inputs, *op.outputs))
+        if is_unknown(op.name) and any(on_device[use.storage] for use in (*op.inputs, *op.outputs))
     )
 
 
 def unknown_note(profile: Profile) -> str:
     """Return the report's note about unknown operators, or an empty text."""
-    found = unknown_operators(profile)
-    if not found:
+    counts = unknown_operators(profile)
+    if not counts:
         return ""
-    named = ", ".join(f"{name} ({times(count)})" for name, count in found.most_common(_MOST_NAMED))
-    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    named = ", ".join(f"{name} ({times(count)})" for name, count in counts.most_common(_MOST_NAMED))
+    more = f" and {len(counts) - _MOST_NAMED} more" if len(counts) > _MOST_NAMED else ""
     return f"operators whose source was not read, so whether they wait is unknown: {named}{more}"
 
 
 def inside_libraries(places: Iterable[Place | None]) -> str:
     """Name the library lines that a user's line led to, most frequent first, for a message."""
-    found = Counter(place for place in places if place is not None)
-    if not found:
+    counts = Counter(place for place in places if place is not None)
+    if not counts:
         return ""
     named = ", ".join(
-        f"{_short(place)}{f' ({times(count)})' if len(found) > 1 else ''}"
-        for place, count in found.most_common(_MOST_NAMED)
+        f"{_short(place)}{f' ({times(count)})' if len(counts) > 1 else ''}"
+        for place, count in counts.most_common(_MOST_NAMED)
     )
-    more = f" and {len(found) - _MOST_NAMED} more lines" if len(found) > _MOST_NAMED else ""
+    more = f" and {len(counts) - _MOST_NAMED} more lines" if len(counts) > _MOST_NAMED else ""
     return f", inside {named}{more}"
 
 
@@ -115,19 +105,18 @@ def library_place(profile: Profile, sync: Sync) -> Place | None:
     """Return the innermost library line of a sync, if the user's own line only led to it."""
     if sync.operator >= 0:
         return library_place_of(profile, sync.operator)
-    return _library(profile, sync.place, sync.caller)
+    return _library(profile, sync)
 
 
 def library_place_of(profile: Profile, operator: int) -> Place | None:
     """Return the innermost library line of an operator; for one in backward, of its forward operator."""
-    op = profile.operators[operator]
-    if op.forward >= 0:
-        op = profile.operators[op.forward]
-    return _library(profile, op.place, op.caller)
+    forward = profile.operators[operator].forward
+    return _library(profile, profile.operators[forward if forward >= 0 else operator])
 
 
-def _library(profile: Profile, place: int, caller: int) -> Place | None:
-    return profile.places[place] if place >= 0 and caller >= 0 and place != caller else None
+def _library(profile: Profile, called: Sync | Operator) -> Place | None:
+    led = min(called.place, called.caller) >= 0 and called.place != called.caller
+    return profile.places[called.place] if led else None
 
 
 def _short(place: Place) -> str:
@@ -143,8 +132,7 @@ def advice(profile: Profile, syncs: Sequence[Sync]) -> str:
             "the optimizer keeps a number on the device that it needs on the host: "
             "use fused=True or capturable=True, or load its state so that `step` stays on the CPU"
         )
-    said = dict.fromkeys(row(sync.row).advice for sync in syncs)
-    return " ".join(said)
+    return " ".join(dict.fromkeys(row(sync.row).advice for sync in syncs))
 
 
 def times(count: int) -> str:
@@ -160,13 +148,12 @@ def code_of(name: str) -> str:
         return ""
 
 
-def line_of_sync(profile: Profile, sync: Sync) -> SourceLine:
+def line_of_sync(profile: Profile, sync: Sync) -> CodeLine:
     """Return the line that synchronizes."""
     if sync.operator >= 0:
         return line_of(profile, sync.operator)
     index = sync.caller if sync.caller >= 0 else sync.place
-    place: Place | None = profile.places[index] if index >= 0 else None
-    return SourceLine(place.path, place.line) if place else SourceLine(profile.script, 0)
+    return line_at(profile, profile.places[index] if index >= 0 else None)
 
 
 def _counted(profile: Profile, syncs: Sequence[Sync]) -> Iterator[str]:

@@ -19,8 +19,8 @@ WORKSPACE = "workspace"
 class MemoryTimeline(NamedTuple):
     """Bytes per operator of the step.
 
-    `live[i]`: live when operator `i` has ended. `high[i]`: the highest while it ran, that is what was live
-    before it plus what it allocated itself; never below `live[i]`.
+    `live[i]`: live when operator `i` has ended. `high[i]`: the highest while it ran, the bytes live before it
+    plus its own allocations; never below `live[i]`.
     """
 
     live: list[int]
@@ -45,14 +45,11 @@ def _live_and_high(profile: Profile) -> tuple[array[int], array[int]]:
     count = len(profile.operators)
     live = _alive(count, profile.storages)
     entering = _alive(count, profile.storages, late=1)
-    high = array(
-        "q",
-        (
-            max(after, before + op.transient_bytes)
-            for after, before, op in zip(live, entering, profile.operators, strict=True)
-        ),
+    high = (
+        max(after, before + op.transient_bytes)
+        for after, before, op in zip(live, entering, profile.operators, strict=True)
     )
-    return array("q", live), high
+    return array("q", live), array("q", high)
 
 
 def peak_operator(profile: Profile) -> int:
@@ -76,7 +73,7 @@ def alive(profile: Profile, operator: int) -> list[int]:
 def by_kind(profile: Profile, operator: int) -> dict[str, int]:
     """Return the bytes at an operator by storage kind; -1 is before the step.
 
-    `workspace` is what the operator allocated beyond its storages, so that the values add up to
+    `workspace` holds the operator's allocations beyond its storages, so that the values add up to
     `timeline(profile).high[operator]`.
     """
     kinds: dict[str, int] = dict.fromkeys(KINDS, 0)

@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 from torchtrim.analysis.timeline import alive, peak_operator
 from torchtrim.records.operator_names import base_name
-from torchtrim.records.profile import Call, Kind, Operator, Profile, Storage
+from torchtrim.records.profile import Call, Kind, Profile
 from torchtrim.records.remembered import remembered
 
 _ZEROING = frozenset(("aten::zero_", "aten::_foreach_zero_"))
+_Write = tuple[int, bool]
+"""An operator that writes a gradient, and True if it fills it with zeros."""
 
 
 class Zeroed(NamedTuple):
@@ -30,13 +32,8 @@ class Zeroed(NamedTuple):
     accumulated: bool
 
 
-class _Write(NamedTuple):
-    operator: int
-    zeroing: bool
-
-
 def zeroed_gradients(profile: Profile) -> list[Zeroed]:
-    """Return every interval of the step in which an allocated gradient holds only zeros."""
+    """Return every interval of the step during which an allocated gradient holds only zeros."""
     return list(_zeroed(profile))
 
 
@@ -46,31 +43,30 @@ def _zeroed(profile: Profile) -> tuple[Zeroed, ...]:
     for index, op in enumerate(profile.operators):
         for storage in op.mutates:
             if profile.storages[storage].kind == "gradient":
-                writes[storage].append(_Write(index, _fills_with_zeros(op)))
+                zeroing = base_name(op.name) in _ZEROING
+                zeroing = zeroing and op.phase not in ("backward", "recompute")
+                writes[storage].append((index, zeroing))
     return tuple(
-        z for storage, found in writes.items() for z in _stretches(profile, storage, found)
+        zeroed for storage, own in writes.items() for zeroed in _stretches(profile, storage, own)
     )
-
-
-def _fills_with_zeros(op: Operator) -> bool:
-    return base_name(op.name) in _ZEROING and op.phase not in ("backward", "recompute")
 
 
 def _stretches(profile: Profile, storage: int, writes: list[_Write]) -> Iterator[Zeroed]:
     life = profile.storages[storage]
-    for write, following in zip(writes, [*writes[1:], None], strict=True):
-        if write.zeroing:
-            yield _stretch(storage, write.operator, write.operator, following, life.death)
-    if writes[-1].zeroing and life.birth < 0 and life.death == len(profile.operators):
-        yield _stretch(storage, writes[-1].operator, 0, writes[0], life.death)
+    for (operator, zeroing), following in zip(writes, [*writes[1:], None], strict=True):
+        if zeroing:
+            yield _stretch(storage, operator, operator, following, life.death)
+    last, zeroing = writes[-1]
+    if zeroing and life.birth < 0 and life.death == len(profile.operators):
+        yield _stretch(storage, last, 0, writes[0], life.death)
 
 
 def _stretch(storage: int, by: int, first: int, until: _Write | None, death: int) -> Zeroed:
     """Include the operator that accumulates: before it runs, the gradient is still zero."""
     if until is None:
         return Zeroed(storage, by, first, death, accumulated=False)
-    accumulated = not until.zeroing
-    return Zeroed(storage, by, first, until.operator + accumulated, accumulated)
+    operator, zeroing = until
+    return Zeroed(storage, by, first, operator + (not zeroing), accumulated=not zeroing)
 
 
 _ALWAYS: dict[Kind, str] = {
@@ -98,15 +94,16 @@ def why_alive(profile: Profile, storages: Iterable[int], at: int) -> dict[int, s
     The words name what keeps it: `saved for backward of aten::addmm`, `read later by aten::add`, `held by a
     Python reference`, `gradient until zero_grad`.
     """
-    reads = last_reads(profile, storages)
     zeroed = {z.storage for z in zeroed_gradients(profile) if z.first <= at < z.last}
-    words = {index: _why(profile, index, at, last) for index, last in reads.items()}
     in_graph = _graph_without_backward(profile)
-    for index, why in words.items():
+    words = {}
+    for index, reads in last_reads(profile, storages).items():
+        why = _why(profile, index, at, reads)
         if index in zeroed:
-            words[index] = "zeroed gradient, not dropped"
+            why = "zeroed gradient, not dropped"
         elif why == _HELD and profile.storages[index].birth in in_graph:
-            words[index] = _NO_BACKWARD
+            why = _NO_BACKWARD
+        words[index] = why
     return words
 
 
@@ -130,11 +127,9 @@ def _last_of_all(profile: Profile) -> tuple[array[int], array[int]]:
 
 
 def kept_for_backward(profile: Profile, storage: int, at: int, reads: LastReads) -> bool:
-    """Return True if forward created the storage and the graph keeps it: backward still reads or releases
-    it."""
-    return _from_forward(profile, storage) and (
-        reads.backward >= at or _dies_in_backward(profile, storage)
-    )
+    """Return True for a storage from forward that the graph keeps: backward still reads or releases it."""
+    later = reads.backward >= at or _dies_in_backward(profile, storage)
+    return later and _from_forward(profile, storage)
 
 
 def _why(profile: Profile, index: int, at: int, reads: LastReads) -> str:
@@ -148,32 +143,24 @@ def _why(profile: Profile, index: int, at: int, reads: LastReads) -> str:
     if 0 <= at == storage.birth:
         return f"being computed by {_name(profile, at)}"
     if reads.any >= max(at, 0):
-        return _read_again(profile, index, at, reads)
-    return _not_read_again(profile, index, reads)
-
-
-def _read_again(profile: Profile, index: int, at: int, reads: LastReads) -> str:
-    if reads.backward >= at and _from_forward(profile, index):
-        return _saved(profile, index, reads.backward)
-    when = "being read" if reads.any == at else "read later"
-    return f"{when} by {_name(profile, reads.any)}"
-
-
-def _saved(profile: Profile, index: int, reader: int) -> str:
-    made = profile.operators[profile.storages[index].birth]
-    verb = "recomputed" if made.phase == "recompute" else "saved"
-    forward = profile.operators[reader].forward
-    if forward < 0:
-        return f"{verb} for {_name(profile, reader)} in backward"
-    return f"{verb} for backward of {_name(profile, forward)}"
-
-
-def _not_read_again(profile: Profile, index: int, reads: LastReads) -> str:
-    if profile.storages[index].birth < 0:
+        if reads.backward >= at and _from_forward(profile, index):
+            return _saved(profile, index, reads.backward)
+        when = "being read" if reads.any == at else "read later"
+        return f"{when} by {_name(profile, reads.any)}"
+    if storage.birth < 0:
         return "held by a Python reference since before the step"
     if _from_forward(profile, index) and _dies_in_backward(profile, index):
         return f"released by backward {'after' if reads.backward >= 0 else 'without'} being read"
     return _HELD
+
+
+def _saved(profile: Profile, index: int, reader: int) -> str:
+    maker = profile.operators[profile.storages[index].birth]
+    verb = "recomputed" if maker.phase == "recompute" else "saved"
+    forward = profile.operators[reader].forward
+    if forward < 0:
+        return f"{verb} for {_name(profile, reader)} in backward"
+    return f"{verb} for backward of {_name(profile, forward)}"
 
 
 def _from_forward(profile: Profile, index: int) -> bool:
@@ -206,9 +193,14 @@ def saved_storages(profile: Profile, at: int | None = None) -> list[int]:
     In order of birth, without parameters, inputs and storages from before the step.
     """
     at = peak_operator(profile) if at is None else at
-    candidates = [i for i in alive(profile, at) if _computed_in_step(profile.storages[i])]
-    reads = last_reads(profile, candidates)
-    kept = (i for i in candidates if kept_for_backward(profile, i, at, reads[i]))
+    computed = [
+        index
+        for index in alive(profile, at)
+        if profile.storages[index].birth >= 0
+        and profile.storages[index].kind in ("activation", "temporary")
+    ]
+    reads = last_reads(profile, computed)
+    kept = (i for i in computed if kept_for_backward(profile, i, at, reads[i]))
     return sorted(kept, key=lambda i: profile.storages[i].birth)
 
 
@@ -236,7 +228,3 @@ def released_by_recompute(
         stays = {*call.inputs, *call.outputs}
         released.append(sum(profile.storages[i].counted for i in inside if i not in stays))
     return released
-
-
-def _computed_in_step(storage: Storage) -> bool:
-    return storage.birth >= 0 and storage.kind in ("activation", "temporary")

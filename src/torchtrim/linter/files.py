@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -34,9 +34,9 @@ CODES = ("TT101", "TT102", "TT103", "TT104")
 """The codes that lint can report from source alone."""
 
 _SKIPPED = frozenset(("__pycache__", "node_modules", "site-packages", "dist-packages"))
-_PROCESSES = 2
-_FEW = 64
-_CHUNK = 16
+_PROCESSES = 2  # beside the user's own work: more would slow an editor or a commit hook
+_FEW = 64  # files that take less time than starting a process and importing the linter there
+_CHUNK = 16  # small enough that both processes end at about the same time
 _MARKS = ("pyproject.toml", ".git")
 
 
@@ -45,22 +45,17 @@ class Selected:
     no code."""
 
     def __init__(self, starts: Iterable[str] = ("TT",)) -> None:
-        self._starts = tuple(start.strip().upper() for start in starts)
-        for start in self._starts:
+        self.starts = tuple(start.strip().upper() for start in starts)
+        for start in self.starts:
             if not start or not any(code.startswith(start) for code in CODES):
                 raise UsageError(
                     f"lint has no code that starts with {start!r}. Its codes are {', '.join(CODES)}; "
                     "others need a run: torchtrim diagnose."
                 )
 
-    @property
-    def starts(self) -> tuple[str, ...]:
-        """The prefixes."""
-        return self._starts
-
     def __call__(self, code: str) -> bool:
         """Return True if a code is selected."""
-        return code.startswith(self._starts)
+        return code.startswith(self.starts)
 
 
 class Linted(NamedTuple):
@@ -101,7 +96,9 @@ def files_of(paths: Sequence[Path]) -> dict[str, tuple[str, ...]]:
     found: set[str] = set()
     for path in paths:
         if path.is_dir():
-            found.update(map(_behind, _walked(path.resolve())))
+            for name in _walked(path.resolve()):
+                # A dangling link keeps its name.
+                found.add(os.path.realpath(name) if Path(name).exists() else name)
         elif path.is_file():
             found.add(str(path.resolve()))
         elif path.is_symlink():
@@ -114,35 +111,27 @@ def files_of(paths: Sequence[Path]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(others) for name, *others in same.values()}
 
 
-def _behind(name: str) -> str:
-    """Resolve a symbolic link; return a dangling one unchanged."""
-    return os.path.realpath(name) if Path(name).exists() else name
-
-
 def _identity(name: str) -> object:
     """Return a key that hard links to one file share."""
     try:
-        found = Path(name).stat()
+        status = Path(name).stat()
     except OSError:
         return name
-    return (found.st_dev, found.st_ino) if found.st_ino else name
+    return (status.st_dev, status.st_ino) if status.st_ino else name
 
 
 def lint_files(files: Collection[str], selected: Selected | None = None) -> list[Linted]:
     """Lint each file. The results are in the order of the files."""
-    linted = _linted(files, selected or Selected())
-    for one in linted:
-        for failure in one.failed:
-            note(failure)
-    return linted
-
-
-def _linted(files: Collection[str], selected: Selected) -> list[Linted]:
-    lint = partial(_lint, selected=selected)
+    lint = partial(_lint, selected=selected or Selected())
     if len(files) < _FEW or (os.cpu_count() or 1) < _PROCESSES:
-        return list(map(lint, files))
-    with ProcessPoolExecutor(_PROCESSES, initializer=gc.disable) as pool:
-        return list(pool.map(lint, files, chunksize=_CHUNK))
+        results = list(map(lint, files))
+    else:
+        with ProcessPoolExecutor(_PROCESSES, initializer=gc.disable) as pool:
+            results = list(pool.map(lint, files, chunksize=_CHUNK))
+    for result in results:
+        for failure in result.failed:
+            note(failure)
+    return results
 
 
 def lint(*paths: str | Path, select: Iterable[str] = ("TT",)) -> tuple[Finding, ...]:
@@ -151,11 +140,10 @@ def lint(*paths: str | Path, select: Iterable[str] = ("TT",)) -> tuple[Finding, 
     `select`: codes or their prefixes. Paths of findings are absolute. Raises `UsageError` for a missing path
     or a code that lint does not know, `UnreadableInput` for a file that is not Python.
     """
-    linted = lint_files(files_of([Path(path) for path in paths]), Selected(select))
-    for one in linted:
-        if one.error:
-            raise UnreadableInput(one.error)
-    return tuple(found for one in linted for found in one.findings)
+    results = lint_files(files_of([Path(path) for path in paths]), Selected(select))
+    if error := next((result.error for result in results if result.error), ""):
+        raise UnreadableInput(error)
+    return tuple(finding for result in results for finding in result.findings)
 
 
 def fix_files(
@@ -165,8 +153,8 @@ def fix_files(
     *,
     unsafe: bool = False,
 ) -> FixedFiles:
-    """Return the files' texts with their fixes applied, the same for all hard links to a file. Nothing is
-    written."""
+    """Return the files' texts with their fixes applied, the same for all hard links to a file. Does not
+    write the files."""
     fixed = FixedFiles({}, {}, 0, {})
     applied = 0
     for name in files:
@@ -179,9 +167,8 @@ def fix_files(
             continue
         names = (name, *files[name])
         reasons = {one: why_not(Path(one), project) for one in names}
-        refused = {one: reason for one, reason in reasons.items() if reason is not None}
-        fixed.refused.update(refused)
-        if refused:
+        if refused := {one: reason for one, reason in reasons.items() if reason is not None}:
+            fixed.refused.update(refused)
             continue
         fixed.texts.update(dict.fromkeys(names, text))
         fixed.before.update(dict.fromkeys(names, before))
@@ -197,8 +184,7 @@ def write_fixed(fixed: FixedFiles, project: Path) -> None:
 def project_of(paths: Sequence[Path]) -> Path:
     """Return the folder that edits must stay inside: the nearest with pyproject.toml or .git around the
     given paths."""
-    roots = [_root(path.resolve()) for path in paths]
-    return Path(os.path.commonpath(roots))
+    return Path(os.path.commonpath([_root(path.resolve()) for path in paths]))
 
 
 def relative(path: str, base: str) -> str:
@@ -208,23 +194,17 @@ def relative(path: str, base: str) -> str:
 
 def _root(path: Path) -> Path:
     folder = path if path.is_dir() else path.parent
-    for candidate in (folder, *folder.parents):
-        if any((candidate / mark).exists() for mark in _MARKS):
-            return candidate
-    return folder
+    around = (folder, *folder.parents)
+    return next((root for root in around if any((root / m).exists() for m in _MARKS)), folder)
 
 
 def _walked(folder: Path) -> Iterator[str]:
     for top, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not _is_skipped(Path(top), name))
+        shown = (name for name in folders if not name.startswith(".") and name not in _SKIPPED)
+        folders[:] = sorted(name for name in shown if not Path(top, name, "pyvenv.cfg").exists())
         for name in names:
             if name.endswith(".py") and not name.startswith("."):
                 yield str(Path(top, name))
-
-
-def _is_skipped(top: Path, name: str) -> bool:
-    hidden = name.startswith(".") or name in _SKIPPED
-    return hidden or (top / name / "pyvenv.cfg").exists()
 
 
 def _lint(name: str, selected: Selected) -> Linted:
@@ -240,9 +220,8 @@ def _lint(name: str, selected: Selected) -> Linted:
         gc.collect(0)
 
 
-_MOST = 20_000
+_MOST = 20_000  # files in the cache: more than a large project has, in a few MiB
 _ROOMS = ("linter", "fixes", "rewriter", "source", "syncs", "rules")
-Digest = Callable[[str], str]
 
 
 class CachedFindings(Struct, array_like=True):
@@ -254,23 +233,24 @@ class CachedFindings(Struct, array_like=True):
 
 def lint_cached(files: Collection[str], selected: Selected, project: Path) -> list[Linted]:
     """Lint files as `lint_files` does, but only those that changed. Errors are not cached."""
-    place = _place(project, selected)
-    kept, digest = _read(place), cache(_digest)
-    known = {one: kept[one] for one in files if one in kept and _holds(kept[one], digest)}
+    key = "\0".join((str(project), *selected.starts, _own_version(), str(is_from("2.15"))))
+    place = caches.folder() / "lint" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    cached, digest = _read(place), cache(_digest)
+    known = {
+        name: entry
+        for name in files
+        if (entry := cached.get(name)) is not None
+        and all(digest(path) == text for path, text in entry.texts.items())
+    }
     fresh = {one.path: one for one in lint_files([f for f in files if f not in known], selected)}
+    for path, result in fresh.items():
+        cached.pop(path, None)
+        if not result.error and not result.failed:
+            texts = {name: digest(name) for name in (path, *result.used)}
+            cached[path] = CachedFindings(texts, result.findings)
     if fresh:
-        whole = (one for one in fresh.values() if not one.error and not one.failed)
-        new = {one.path: _keep(one, digest) for one in whole}
-        _write(place, {**kept, **new}, gone=set(fresh) - set(new))
+        caches.write(place, msgspec.json.encode(dict(list(cached.items())[-_MOST:])))
     return [fresh.get(path) or Linted(path, known[path].findings) for path in files]
-
-
-def _keep(one: Linted, digest: Digest) -> CachedFindings:
-    return CachedFindings({path: digest(path) for path in (one.path, *one.used)}, one.findings)
-
-
-def _holds(kept: CachedFindings, digest: Digest) -> bool:
-    return all(digest(path) == text for path, text in kept.texts.items())
 
 
 def _digest(path: str) -> str:
@@ -279,12 +259,6 @@ def _digest(path: str) -> str:
         return hashlib.sha256(read_head(Path(path), MOST_BYTES)).hexdigest()[:32]
     except OSError:
         return ""
-
-
-def _place(project: Path, selected: Selected) -> Path:
-    newer = str(is_from("2.15"))
-    asked = "\0".join((str(project), *selected.starts, _own_version(), newer))
-    return caches.folder() / "lint" / f"{hashlib.sha256(asked.encode()).hexdigest()[:32]}.json"
 
 
 @cache
@@ -302,9 +276,3 @@ def _read(place: Path) -> dict[str, CachedFindings]:
         return msgspec.json.decode(read_head(place, MOST_BYTES), type=dict[str, CachedFindings])
     except (OSError, msgspec.DecodeError, RecursionError):
         return {}
-
-
-def _write(place: Path, kept: dict[str, CachedFindings], gone: set[str]) -> None:
-    found = {path: one for path, one in kept.items() if path not in gone}
-    newest = dict(list(found.items())[-_MOST:])
-    caches.write(place, msgspec.json.encode(newest))

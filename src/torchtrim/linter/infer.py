@@ -6,7 +6,8 @@ One walk gives every expression its kind and reports those that synchronize the 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import reduce
 
 from torchtrim.linter import torch_names as names
@@ -37,11 +38,11 @@ from torchtrim.linter.plain_calls import (
     own_method,
     referred,
 )
-from torchtrim.linter.scope import KindScope, Names, changing, guard
+from torchtrim.linter.scope import KindScope, Names, Wait, changing, guard, is_self
 from torchtrim.linter.torch_calls import InferredCall, called_function
+from torchtrim.source.nodes import called
 from torchtrim.syncs.lookup import is_from
 
-Wait = Callable[[str, ast.AST], None]
 Places = list[tuple[ast.expr, ValueKind]]
 
 
@@ -57,12 +58,8 @@ def is_mask(place: ast.expr, kind: ValueKind, base: ValueKind) -> bool:
 
 def _is_named_mask(place: ast.expr) -> bool:
     if isinstance(place, ast.Call) and len(place.args) == 1:
-        return _last(place.func) in ("cat", "concat") and _is_named_mask(place.args[0])
-    return _last(place).endswith(("mask", "masks"))
-
-
-def _last(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+        return called(place.func) in ("cat", "concat") and _is_named_mask(place.args[0])
+    return called(place).endswith(("mask", "masks"))
 
 
 def read(node: ast.Subscript, base: ValueKind, places: Places, wait: Wait) -> ValueKind:
@@ -96,14 +93,13 @@ def written(
         _bounds(places, wait)
         if _from_host(base, places):
             wait("host-index-assign", node)
-        elif value.what == "plain" and _is_moved(places):
+        elif value.what == "plain" and not is_from("2.15") and any(map(_is_index, places)):
+            # Copied to the device; torch 2.15 and later creates the number there.
             wait("assigned-number", node)
 
 
-def _is_moved(places: Places) -> bool:
-    """Return True if a number is copied to the device to be assigned there; torch 2.15 and later creates it
-    there."""
-    return any(_is_index(kind) for _, kind in places) and not is_from("2.15")
+def _is_index(place: tuple[ast.expr, ValueKind]) -> bool:
+    return place[1].waits and place[1].dtype == "int" and not place[1].single
 
 
 def _of_sequence(node: ast.Subscript, base: ValueKind, places: Places, wait: Wait) -> ValueKind:
@@ -128,27 +124,20 @@ def _from_host(base: ValueKind, places: Places) -> bool:
     if not base.waits:
         return False
     for place, kind in places:
-        listed = isinstance(place, ast.List) and kind == sequence(part_of(kind))
-        if listed and place.elts and part_of(kind).what == "plain":  # type: ignore[attr-defined]
+        if isinstance(place, ast.List) and place.elts and kind == sequence(PLAIN):
             return True
         if kind.what == "tensor" and kind.on == "host" and not kind.single and base.on == "device":
             return kind.dtype != "bool"
     return False
 
 
-def _is_index(kind: ValueKind) -> bool:
-    return kind.waits and kind.dtype == "int" and not kind.single
-
-
-_SETTINGS = frozenset(("config", "cfg", "args", "hparams", "opt", "kwargs", "logger"))
-_CONFIGURATIONS = frozenset(("config", "cfg", "hparams"))
-_TENSORS = frozenset(("logits", "last_hidden_state"))
+_SETTINGS = ("config", "cfg", "args", "hparams", "opt", "kwargs", "logger")
+_CONFIGURATIONS = ("config", "cfg", "hparams")
 _COMPUTED = (ast.BitAnd, ast.BitOr, ast.BitXor)
 
 
 class KindInference(KindScope):
-    """Infers kinds of expressions in an environment of names. `wait` gets a row of the sync table and a
-    node."""
+    """Infers kinds of expressions in an environment of names."""
 
     def value(self, node: ast.expr | None) -> ValueKind:
         """Infer the kind of an expression."""
@@ -200,37 +189,34 @@ class KindInference(KindScope):
             base, places = self.value(target.value), self._places(target.slice)
             written(target, base, places, kind, self.wait)
         elif isinstance(target, ast.Attribute):
-            owner = target.value
-            self.value(owner)
-            mine = isinstance(owner, ast.Name) and owner.id == "self"
-            if mine and self.this is not None and not (node is not None and _is_none(node)):
+            self.value(target.value)
+            if is_self(target.value) and self.this is not None and not _is_none(node):
                 self.this.set(target.attr, kind)
 
     def _put(self, target: ast.Subscript, kind: ValueKind) -> bool:
         """Bind an item of a named dict. Return True if the target is one."""
-        owner = target.value
-        base = self.env.get(owner.id) if isinstance(owner, ast.Name) else None
-        if base is None or base.what != "mapping":
+        name = getattr(target.value, "id", "")
+        base = self.env.get(name, UNKNOWN)
+        if base.what != "mapping":
             return False
-        assert isinstance(owner, ast.Name)
         key = _text(target.slice)
         if key is not None:
-            self.env[owner.id] = mapping(dict(base.items) | {key: kind}, base.part)
+            self.env[name] = mapping(dict(base.items) | {key: kind}, base.part)
         else:
             self.value(target.slice)
-            self.env[owner.id] = mapping({}, kind if base.part is None else joined(base.part, kind))
+            self.env[name] = mapping({}, kind if base.part is None else joined(base.part, kind))
         return True
 
     def _unpack(self, target: ast.Tuple | ast.List, kind: ValueKind, node: ast.expr | None) -> None:
         if isinstance(node, ast.Tuple | ast.List) and len(node.elts) == len(target.elts):
-            for one, value in zip(target.elts, node.elts, strict=True):
+            for element, value in zip(target.elts, node.elts, strict=True):
                 with self.silent():
                     inner = self.value(value)
-                self.assign(one, inner)
+                self.assign(element, inner)
             return
-        known = placed(kind, len(target.elts))
-        for at, one in enumerate(target.elts):
-            self.assign(one, part_of(kind) if known is None else known[at])
+        known = placed(kind, len(target.elts)) or [part_of(kind)] * len(target.elts)
+        for element, inner in zip(target.elts, known, strict=True):
+            self.assign(element, inner)
 
     def _name(self, node: ast.Name) -> ValueKind:
         if (found := self.env.get(node.id)) is not None:
@@ -244,10 +230,13 @@ class KindInference(KindScope):
     def _attribute(self, node: ast.Attribute) -> ValueKind:
         if (full := self.dotted(node)) is not None:
             return _imported(full)
-        owner, name = node.value, node.attr
-        if isinstance(owner, ast.Name) and owner.id == "self" and self.this is not None:
-            return self._of_self(name)
-        base = self.value(owner)
+        name = node.attr
+        if is_self(node.value) and self.this is not None:
+            known = self.this.attribute(name)
+            if known is not None:
+                return PLAIN if known == UNKNOWN and name in _CONFIGURATIONS else known
+            return PLAIN if name == "training" else _named(name)
+        base = self.value(node.value)
         if base.what == "tensor":
             return _of_tensor(base, name)
         if base.what in ("plain", "array"):
@@ -256,16 +245,9 @@ class KindInference(KindScope):
             return part_of(base)
         if name == "grad":
             return tensor()
-        if name in _TENSORS:
+        if name in ("logits", "last_hidden_state"):
             return tensor(sure=False)
         return _named(name)
-
-    def _of_self(self, name: str) -> ValueKind:
-        assert self.this is not None
-        known = self.this.attribute(name)
-        if known is not None:
-            return PLAIN if known == UNKNOWN and name in _CONFIGURATIONS else known
-        return PLAIN if name == "training" else _named(name)
 
     def _subscript(self, node: ast.Subscript) -> ValueKind:
         base = self.value(node.value)
@@ -279,9 +261,9 @@ class KindInference(KindScope):
         return [(part, self.value(part)) for part in parts]
 
     def _slice(self, node: ast.Slice) -> ValueKind:
-        bounds = [self.value(one) for one in (node.lower, node.upper, node.step) if one is not None]
-        read = [kind for kind in bounds if kind.waits and kind.sure]
-        return sequence(read[0]) if read else PLAIN
+        bounds = [self.value(bound) for bound in (node.lower, node.upper, node.step)]
+        read = next((kind for kind in bounds if kind.waits and kind.sure), None)
+        return sequence(read) if read is not None else PLAIN
 
     def _binary(self, node: ast.BinOp) -> ValueKind:
         left, right = self.value(node.left), self.value(node.right)
@@ -306,10 +288,9 @@ class KindInference(KindScope):
             if kinds[1].waits and kinds[1].sure:
                 self.wait("item", node)
             return PLAIN
-        return self._compared(node, kinds)
-
-    def _compared(self, node: ast.Compare, kinds: list[ValueKind]) -> ValueKind:
-        if any(_is_text(one) for one in (node.left, *node.comparators)):
+        if any(
+            _is_none(side) or _text(side) is not None for side in (node.left, *node.comparators)
+        ):
             return PLAIN
         tensors = [kind for kind in kinds if kind.what == "tensor"]
         if not tensors:
@@ -323,40 +304,41 @@ class KindInference(KindScope):
 
     def _bool_operation(self, node: ast.BoolOp) -> ValueKind:
         kinds: list[ValueKind] = []
-        before = dict(self.env)
-        with self.silent(False):
-            quieted = 0
-            for at, value in enumerate(node.values):
-                kinds.append(self.truth(value) if not _is_plain_name(value) else self.value(value))
-                said = guard(value)
-                is_and = isinstance(node.op, ast.And)
-                self.narrow(said.when_true if is_and else said.when_false)
-                if at < len(node.values) - 1 and (said.true if is_and else said.false):
-                    self.quiet += 1
-                    quieted += 1
-            self.quiet -= quieted
-        self.env = before
+        is_and = isinstance(node.op, ast.And)
+        quiet = self.quiet
+        with self._inner_scope():
+            for value in node.values:
+                named = isinstance(value, ast.Name | ast.Attribute | ast.Constant)
+                kinds.append(self.value(value) if named else self.truth(value))
+                implied = guard(value)
+                self.narrow(implied.when_true if is_and else implied.when_false)
+                self.quiet += implied.true if is_and else implied.false
+        self.quiet = quiet
         return PLAIN if all(kind == PLAIN for kind in kinds) else UNKNOWN
 
     def _conditional(self, node: ast.IfExp) -> ValueKind:
         self.truth(node.test)
-        said = guard(node.test)
-        true = self._branch(node.body, said.true, said.when_true)
-        false = self._branch(node.orelse, said.false, said.when_false)
-        return (
-            false if _is_none(node.body) else true if _is_none(node.orelse) else joined(true, false)
-        )
+        implied = guard(node.test)
+        true = self._branch(node.body, implied.true, implied.when_true)
+        false = self._branch(node.orelse, implied.false, implied.when_false)
+        if _is_none(node.body):
+            return false
+        return true if _is_none(node.orelse) else joined(true, false)
 
     def _branch(self, node: ast.expr, never: bool, known: Names) -> ValueKind:
+        with self._inner_scope(), self.silent(never):
+            self.narrow(known)
+            return self.value(node)
+
+    @contextmanager
+    def _inner_scope(self) -> Iterator[None]:
+        """Forget at the end the names bound within."""
         before = dict(self.env)
-        self.narrow(known)
-        with self.silent(never):
-            kind = self.value(node)
+        yield
         self.env = before
-        return kind
 
     def _listed(self, node: ast.List | ast.Tuple | ast.Set) -> ValueKind:
-        kinds = [self.value(one) for one in node.elts]
+        kinds = list(map(self.value, node.elts))
         if isinstance(node, ast.Tuple) and not any(isinstance(x, ast.Starred) for x in node.elts):
             return places(kinds)
         return sequence(reduce(joined, kinds) if kinds else UNKNOWN)
@@ -378,65 +360,47 @@ class KindInference(KindScope):
                 rest = kind if rest is None else joined(rest, kind)
         return mapping(items, rest)
 
-    def _comprehended(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> ValueKind:
-        before = dict(self.env)
-        self._generators(node.generators)
-        kind = self.value(node.elt)
-        self.env = before
-        return sequence(kind)
-
-    def _dict_comprehended(self, node: ast.DictComp) -> ValueKind:
-        before = dict(self.env)
-        self._generators(node.generators)
-        self.value(node.key)
-        kind = self.value(node.value)
-        self.env = before
-        return mapping({}, kind)
-
-    def _generators(self, generators: list[ast.comprehension]) -> None:
-        for one in generators:
-            self.loop(one.target, one.iter)
-            for test in one.ifs:
-                self.truth(test)
-                self.narrow(guard(test).when_true)
+    def _comprehended(
+        self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
+    ) -> ValueKind:
+        with self._inner_scope():
+            for generator in node.generators:
+                self.loop(generator.target, generator.iter)
+                for test in generator.ifs:
+                    self.truth(test)
+                    self.narrow(guard(test).when_true)
+            if not isinstance(node, ast.DictComp):
+                return sequence(self.value(node.elt))
+            self.value(node.key)
+            return mapping({}, self.value(node.value))
 
     def loop(self, target: ast.expr, node: ast.expr) -> None:
         """Bind the target of `for` to the kind of an item."""
-        name = (
-            node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
-        )
-        if isinstance(target, ast.Tuple) and self._looped_items(target, node):
-            return
-        if name not in ("enumerate", "zip") or not isinstance(target, ast.Tuple):
+        inner = target.elts if isinstance(target, ast.Tuple) else []
+        call = node if inner and isinstance(node, ast.Call) else None
+        method = call.func if call is not None else None
+        if isinstance(method, ast.Attribute) and method.attr == "items" and len(inner) == 2:
+            base = self.value(method.value)
+            if base.what == "mapping":
+                self.assign(inner[0], PLAIN)
+                self.assign(inner[1], base.part or UNKNOWN)
+                return
+        name = getattr(method, "id", "")
+        if call is None or name not in ("enumerate", "zip"):
             self.assign(target, part_of(self.value(node)))
             return
-        assert isinstance(node, ast.Call)
-        inner = target.elts
         if name == "enumerate":
             self.assign(inner[0], PLAIN)
             inner = inner[1:]
-        for one, given in zip(inner, node.args, strict=False):
-            self.loop(one, given)
-
-    def _looped_items(self, target: ast.Tuple, node: ast.expr) -> bool:
-        """Bind `for key, value in d.items()` of a known dict. Return True if it is one."""
-        method = node.func if isinstance(node, ast.Call) else None
-        if not isinstance(method, ast.Attribute) or method.attr != "items" or len(target.elts) != 2:
-            return False
-        base = self.value(method.value)
-        if base.what == "mapping":
-            self.assign(target.elts[0], PLAIN)
-            self.assign(target.elts[1], base.part or UNKNOWN)
-        return base.what == "mapping"
+        for element, argument in zip(inner, call.args, strict=False):
+            self.loop(element, argument)
 
     def _lambda(self, node: ast.Lambda) -> ValueKind:
-        before = dict(self.env)
         arguments = node.args
-        for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
-            self.env[one.arg] = UNKNOWN
-        kind = self.value(node.body)
-        self.env = before
-        return function(gives=kind)
+        with self._inner_scope():
+            for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+                self.env[argument.arg] = UNKNOWN
+            return function(gives=self.value(node.body))
 
     def _walrus(self, node: ast.NamedExpr) -> ValueKind:
         kind = self.value(node.value)
@@ -458,7 +422,12 @@ class KindInference(KindScope):
 
     def _call(self, node: ast.Call) -> ValueKind:
         function = node.func
-        call = self._arguments(node)
+        args = tuple(map(self.value, node.args))
+        words = {
+            word.arg or f"**{number}": self.value(word.value)
+            for number, word in enumerate(node.keywords)
+        }
+        call = InferredCall(node, args, words, self.wait)
         communicated(self, function, call)
         full = self.dotted(function)
         if full is not None and full.startswith(KNOWN_MODULES):
@@ -468,21 +437,12 @@ class KindInference(KindScope):
         if not isinstance(function, ast.Attribute):
             return called_held(self, self.value(function), call)
         owner = function.value
-        if isinstance(owner, ast.Name) and owner.id == "self" and self.this is not None:
-            return own_method(self, function.attr, call)
-        given = UNKNOWN if full is None else self.file.outside(full)
-        if given != UNKNOWN:
-            return given
+        if is_self(owner) and self.this is not None:
+            return own_method(self, self.this, function.attr, call)
+        result = UNKNOWN if full is None else self.file.outside(full)
+        if result != UNKNOWN:
+            return result
         return called_on(self, owner, self.value(owner), function.attr, call)
-
-    def _arguments(self, node: ast.Call) -> InferredCall:
-        args = tuple(map(self.value, node.args))
-        words = {
-            word.arg or f"**{number}": self.value(word.value)
-            for number, word in enumerate(node.keywords)
-        }
-        exact = not any(isinstance(one, ast.Starred) for one in node.args)
-        return InferredCall(node, args, words, self.wait, exact)
 
 
 def computed(left: ValueKind, right: ValueKind, operator: ast.operator) -> ValueKind:
@@ -534,21 +494,13 @@ def _named(name: str) -> ValueKind:
     return PLAIN if name in _SETTINGS or name == "shape" else UNKNOWN
 
 
-def _is_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, str))
-
-
 def _text(node: ast.expr | None) -> str | None:
     """Return the text of a constant string."""
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
-def _is_none(node: ast.expr) -> bool:
+def _is_none(node: ast.expr | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
-
-
-def _is_plain_name(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name | ast.Attribute | ast.Constant)
 
 
 _HANDLERS: dict[type, Callable[..., ValueKind]] = {
@@ -569,7 +521,7 @@ _HANDLERS: dict[type, Callable[..., ValueKind]] = {
     ast.ListComp: KindInference._comprehended,
     ast.SetComp: KindInference._comprehended,
     ast.GeneratorExp: KindInference._comprehended,
-    ast.DictComp: KindInference._dict_comprehended,
+    ast.DictComp: KindInference._comprehended,
     ast.Lambda: KindInference._lambda,
     ast.NamedExpr: KindInference._walrus,
     ast.JoinedStr: KindInference._formatted,

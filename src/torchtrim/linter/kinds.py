@@ -1,4 +1,4 @@
-"""Kinds of values: what can be inferred of a value from source or from an annotation."""
+"""Kinds of values, as inferred from source or from an annotation."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ast
 from collections.abc import Callable, Sequence
 from functools import cache, reduce
 from typing import Literal, NamedTuple
+
+from torchtrim.source.nodes import called, name_set
 
 What = Literal[
     "unknown",
@@ -20,7 +22,7 @@ What = Literal[
     "function",
 ]
 On = Literal["", "host", "device", "mixed"]
-_MOST_FUNCTIONS = 8
+_MOST_FUNCTIONS = 8  # arbitrary: more alternatives than real code has, so that joins stay bounded
 
 
 class ValueKind(NamedTuple):
@@ -91,7 +93,7 @@ def function(name: str = "", gives: ValueKind | None = None) -> ValueKind:
 
 
 def mapping(items: dict[str, ValueKind], rest: ValueKind | None = None) -> ValueKind:
-    """Return the kind of a dict: values by key, and the kind of all other values (None if there are none)."""
+    """Return the kind of a dict: values by key, and the kind of all other values, if there are any."""
     kinds = [*items.values(), *([rest] if rest is not None else [])]
     return ValueKind(
         "mapping", part=reduce(joined, kinds) if kinds else None, items=tuple(items.items())
@@ -100,9 +102,7 @@ def mapping(items: dict[str, ValueKind], rest: ValueKind | None = None) -> Value
 
 def valued(kind: ValueKind, key: str | None) -> ValueKind:
     """Look up the value of a key in a mapping. The key is None if the source does not show it."""
-    return (
-        dict(kind.items).get(key, kind.part or UNKNOWN) if key is not None else kind.part or UNKNOWN
-    )
+    return dict(kind.items).get(key or "", kind.part or UNKNOWN)
 
 
 @cache
@@ -120,14 +120,14 @@ def is_open(kind: ValueKind) -> bool:
 
 def refined(said: ValueKind, learned: ValueKind) -> ValueKind:
     """Return an annotation's kind, or if it leaves the kind open, the kind inferred from code."""
-    if not is_open(said) or said == UNKNOWN:
-        return learned if said == UNKNOWN else said
+    if said == UNKNOWN:
+        return learned
     if said.what == "tensor":
-        return learned if learned.what == "tensor" and learned.sure else said
-    found = placed(learned, len(said.items))
-    if found is None:
+        return learned if is_open(said) and learned.what == "tensor" and learned.sure else said
+    elements = placed(learned, len(said.items)) if is_open(said) else None
+    if elements is None:
         return said
-    return places([refined(a, b) for (_, a), b in zip(said.items, found, strict=True)])
+    return places([refined(a, b) for (_, a), b in zip(said.items, elements, strict=True)])
 
 
 def part_of(kind: ValueKind) -> ValueKind:
@@ -166,11 +166,11 @@ def joined(one: ValueKind, other: ValueKind) -> ValueKind:
 
 
 def _one_of(one: ValueKind, other: ValueKind) -> ValueKind:
-    is_open = UNKNOWN in (one, other)
-    if one.what != other.what and not is_open:
+    either_unknown = UNKNOWN in (one, other)
+    if one.what != other.what and not either_unknown:
         return UNKNOWN
     items = dict(one.items) | dict(other.items)
-    if is_open or len(items) > _MOST_FUNCTIONS:
+    if either_unknown or len(items) > _MOST_FUNCTIONS:
         items = {"": UNKNOWN} | items
     parts = [kind.part for kind in (one, other) if kind.part is not None]
     return ValueKind(
@@ -181,7 +181,7 @@ def _one_of(one: ValueKind, other: ValueKind) -> ValueKind:
 
 
 def together(*kinds: ValueKind) -> On:
-    """Return where the result of operands is. Operands of unknown place follow the known ones."""
+    """Return the place of an operator's result. Operands of unknown place follow the known ones."""
     places: set[On] = {kind.on for kind in kinds if kind.what == "tensor"}
     if "device" in places:
         return "device"
@@ -204,17 +204,11 @@ def singled(kind: ValueKind) -> ValueKind:
     return kind._replace(single=True)
 
 
-_PLAIN_NAMES = """
-    int float bool str bytes complex None Callable Path PathLike
-"""
-_PLAIN = frozenset(_PLAIN_NAMES.split())
-_SEQUENCES_NAMES = """
-    list List tuple Tuple Sequence Iterable Iterator Set set
-"""
-_SEQUENCES = frozenset(_SEQUENCES_NAMES.split())
+_PLAIN = name_set("int float bool str bytes complex None Callable Path PathLike")
+_SEQUENCES = name_set("list List tuple Tuple Sequence Iterable Iterator Set set")
 _INT = ("LongTensor", "IntTensor", "ByteTensor")
 _FLOAT = ("FloatTensor", "HalfTensor", "DoubleTensor", "BFloat16Tensor", "Tensor", "Parameter")
-_DICTS = frozenset(("dict", "Dict", "Mapping", "MutableMapping"))
+_DICTS = name_set("dict Dict Mapping MutableMapping")
 Dotted = Callable[[ast.AST], str | None]
 
 
@@ -223,13 +217,11 @@ def annotated(node: ast.AST | None, dotted: Dotted) -> ValueKind:
 
     `dotted` resolves the full name of an imported object.
     """
-    options = [_one(part, dotted) for part in _options(node, dotted)]
-    options = [one for one in options if one is not None]
-    kinds = set(options)
+    kinds = {_one(part, dotted) for part in _options(node)} - {None}
     return kinds.pop() or UNKNOWN if len(kinds) == 1 else UNKNOWN
 
 
-def _options(node: ast.AST | None, dotted: Dotted) -> list[ast.AST]:
+def _options(node: ast.AST | None) -> list[ast.AST]:
     """Return the members of a union."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         try:
@@ -237,13 +229,13 @@ def _options(node: ast.AST | None, dotted: Dotted) -> list[ast.AST]:
         except (SyntaxError, ValueError):
             return []
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return _options(node.left, dotted) + _options(node.right, dotted)
+        return _options(node.left) + _options(node.right)
     if isinstance(node, ast.Subscript):
-        name = _name(node.value)
+        name = called(node.value)
         if name == "Optional":
-            return _options(node.slice, dotted)
+            return _options(node.slice)
         if name == "Union" and isinstance(node.slice, ast.Tuple):
-            return [one for part in node.slice.elts for one in _options(part, dotted)]
+            return [option for part in node.slice.elts for option in _options(part)]
     return [node] if node is not None else []
 
 
@@ -253,7 +245,7 @@ def _one(node: ast.AST, dotted: Dotted) -> ValueKind | None:
         return None if node.value is None else UNKNOWN
     if isinstance(node, ast.Subscript):
         return _several(node, dotted)
-    name = dotted(node) or _name(node)
+    name = dotted(node) or called(node)
     last = name.rpartition(".")[2]
     if name.startswith("torch."):
         return _of_torch(name, last)
@@ -280,21 +272,12 @@ def _of_torch(name: str, last: str) -> ValueKind:
 
 def _several(node: ast.Subscript, dotted: Dotted) -> ValueKind:
     inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    if _name(node.value) in _DICTS:
+    name = called(node.value)
+    if name in _DICTS:
         return mapping({}, annotated(inner[-1], dotted))
-    if _name(node.value) not in _SEQUENCES:
-        return PLAIN if _name(node.value) in ("Callable", "Literal") else UNKNOWN
-    kinds = [annotated(one, dotted) for one in inner if not _is_ellipsis(one)]
-    if _name(node.value) in ("tuple", "Tuple") and len(kinds) == len(inner):
+    if name not in _SEQUENCES:
+        return PLAIN if name in ("Callable", "Literal") else UNKNOWN
+    kinds = [annotated(one, dotted) for one in inner if getattr(one, "value", None) is not ...]
+    if name in ("tuple", "Tuple") and len(kinds) == len(inner):
         return places(kinds)
     return sequence(kinds[0] if len(set(kinds)) == 1 else UNKNOWN)
-
-
-def _is_ellipsis(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and node.value is ...
-
-
-def _name(node: ast.AST) -> str:
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""

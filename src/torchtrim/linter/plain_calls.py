@@ -20,8 +20,9 @@ from torchtrim.linter.kinds import (
     unsure,
     valued,
 )
-from torchtrim.linter.scope import KindScope
+from torchtrim.linter.scope import ClassFacts, KindScope, is_self
 from torchtrim.linter.torch_calls import InferredCall, called_function, called_method
+from torchtrim.source.nodes import called, name_set
 
 KNOWN_MODULES = ("torch.", "numpy.", "math.", "time.", "os.", "scipy.", "PIL.", "cv2.")
 _SELF = "self."
@@ -31,8 +32,8 @@ _BUILTIN = frozenset(name for name in dir(builtins) if name.islower())
 def referred(scope: KindScope, node: ast.expr | None) -> ValueKind:
     """Return the kind of a function that an expression names without calling it.
 
-    It is a function of torch, of the file or a builtin, or a method of `self`; anything else is unknown.
-    Only names in lower case and torch's layers count as functions.
+    Recognizes functions of torch, functions of the file, builtins and methods of `self`. Only names in lower
+    case and torch's layers count as functions.
     """
     if isinstance(node, ast.IfExp):
         return joined(referred(scope, node.body), referred(scope, node.orelse))
@@ -40,30 +41,16 @@ def referred(scope: KindScope, node: ast.expr | None) -> ValueKind:
         return referred(scope, node.args[0])
     if isinstance(node, ast.Name) and _is_named(scope, node.id):
         return function(node.id)
-    if _is_own(scope, node):
-        assert isinstance(node, ast.Attribute)
+    this = scope.this
+    if (
+        isinstance(node, ast.Attribute)
+        and is_self(node.value)
+        and this
+        and this.returned(node.attr)
+    ):
         return function(f"{_SELF}{node.attr}")
     full = scope.dotted(node) if node is not None else None
     return function(full) if full is not None and _is_function(full) else UNKNOWN
-
-
-def called(scope: KindScope, held: ValueKind, call: InferredCall) -> ValueKind:
-    """Infer the call of a value that may hold several functions, from those that are known.
-
-    Report syncs only if a single function is possible. If one of them is unknown, the result is not surely a
-    tensor.
-    """
-    names = [name for name, _ in held.items]
-    with scope.silent(len(names) + (held.part is not None) > 1):
-        given = [_called(scope, name, call) for name in names]
-    known = [
-        kind for name, kind in zip(names, given, strict=True) if kind != UNKNOWN or name in _BUILTIN
-    ]
-    is_open = len(known) < len(names)
-    if held.part is not None:
-        known.append(held.part)
-    found = reduce(joined, known) if known else UNKNOWN
-    return unsure(found) if is_open else found
 
 
 def _called(scope: KindScope, name: str, call: InferredCall) -> ValueKind:
@@ -82,12 +69,6 @@ def _is_named(scope: KindScope, name: str) -> bool:
     return name in _BUILTIN and not any(name in one for one in known)
 
 
-def _is_own(scope: KindScope, node: ast.expr | None) -> bool:
-    owner = node.value if isinstance(node, ast.Attribute) else None
-    mine = isinstance(owner, ast.Name) and owner.id == "self" and scope.this is not None
-    return mine and scope.this.returned(node.attr) is not None  # type: ignore[union-attr]
-
-
 def _is_function(full: str) -> bool:
     head, _, last = full.rpartition(".")
     if full.startswith("torch."):
@@ -96,12 +77,11 @@ def _is_function(full: str) -> bool:
 
 
 _READS = ("float", "int", "bool", "complex", "range", "round", "str", "format", "print", "repr")
-_PLAIN_NAMES = """
-    len isinstance hasattr issubclass id type callable hash ord chr dict open input bin hex oct divmod
-    vars dir pow
-"""
-_PLAIN_CALLS = frozenset(_PLAIN_NAMES.split())
-_ELEMENTS = frozenset(("list", "tuple", "set", "sorted", "reversed", "iter"))
+_PLAIN_CALLS = name_set("""
+    len isinstance hasattr issubclass id type callable hash ord chr dict open input bin hex oct
+    divmod vars dir pow
+""")
+_ELEMENTS = name_set("list tuple set sorted reversed iter")
 _NUMBERS = {"tolist": sequence(PLAIN), "item": PLAIN}
 
 
@@ -119,36 +99,48 @@ def called_name(scope: KindScope, function: ast.Name, call: InferredCall) -> Val
 
 
 def called_held(scope: KindScope, held: ValueKind, call: InferredCall) -> ValueKind:
-    """Infer the call of a value held by a name, an attribute or an item."""
-    if held.what == "function":
-        return called(scope, held, call)
-    return tensor() if held.what == "layer" else UNKNOWN
+    """Infer the call of a value held by a name, an attribute or an item.
+
+    If it may be one of several functions, report no syncs and join the results of the known ones. If one of
+    them is unknown, the result is not surely a tensor.
+    """
+    if held.what != "function":
+        return tensor() if held.what == "layer" else UNKNOWN
+    functions = [name for name, _ in held.items]
+    with scope.silent(len(functions) + (held.part is not None) > 1):
+        results = {name: _called(scope, name, call) for name in functions}
+    known = [kind for name, kind in results.items() if kind != UNKNOWN or name in _BUILTIN]
+    is_open = len(known) < len(functions)
+    if held.part is not None:
+        known.append(held.part)
+    result = reduce(joined, known) if known else UNKNOWN
+    return unsure(result) if is_open else result
 
 
 def _builtin(scope: KindScope, name: str, call: InferredCall) -> ValueKind:
-    args = call.args
-    read = [kind for kind in args if kind.waits]
+    read = [kind for kind in call.args if kind.waits]
+    if name == "round" and read:
+        return read[0]
     if name in _READS:
-        if read and name != "round":
+        if read:
             scope.wait("item", call.node)
-        if name == "range":
-            return sequence(PLAIN)
-        return PLAIN if name != "round" or not read else read[0]
+        return sequence(PLAIN) if name == "range" else PLAIN
     if name in ("max", "min"):
         return _greatest(scope, call, read)
+    first = call.args[0] if call.args else None
+    inner = PLAIN if first is None else part_of(first)
     if name in ("any", "all"):
-        inner = part_of(args[0]) if args else PLAIN
-        if inner.waits and inner.sure and args[0].what != "unknown":
+        if inner.waits and inner.sure:
             scope.wait("item", call.node)
         return PLAIN
     if name == "sum":
-        return part_of(args[0]) if args else PLAIN
+        return inner
     if name == "abs":
-        return args[0] if args else PLAIN
+        return PLAIN if first is None else first
     if name == "getattr":
-        return PLAIN if args[:1] == (PLAIN,) else UNKNOWN
+        return PLAIN if first == PLAIN else UNKNOWN
     if name in _ELEMENTS:
-        return sequence(part_of(args[0])) if args else sequence(UNKNOWN)
+        return sequence(UNKNOWN if first is None else inner)
     return PLAIN if name in _PLAIN_CALLS else UNKNOWN
 
 
@@ -172,23 +164,26 @@ def called_on(
         return _NUMBERS.get(method, receiver)
     if receiver.what == "mapping":
         return _of_dict(receiver, method, call)
-    if receiver.what == "sequence":
-        return _of_list(scope, owner, receiver, method, call)
-    return _of_unknown(scope, owner, method, call)
-
-
-def own_method(scope: KindScope, method: str, call: InferredCall) -> ValueKind:
-    """Infer `self.method(...)`."""
-    assert scope.this is not None
-    first = call.node.args[0] if call.node.args else None
-    if method == "register_buffer" and isinstance(first, ast.Constant):
-        kind = call.given(1, "tensor") or UNKNOWN
-        scope.this.set(str(first.value), tensor("", kind.dtype))
+    if receiver.what != "sequence":
+        return _of_unknown(scope, owner, method, call)
+    if method == "append" and isinstance(owner, ast.Name) and call.args:
+        part = receiver.part or UNKNOWN
+        new = call.args[0] if part == UNKNOWN else joined(part, call.args[0])
+        scope.env[owner.id] = sequence(new)
         return PLAIN
-    known = scope.this.attribute(method)
+    return part_of(receiver) if method == "pop" else UNKNOWN
+
+
+def own_method(scope: KindScope, this: ClassFacts, method: str, call: InferredCall) -> ValueKind:
+    """Infer `self.method(...)` in a method of the class `this`."""
+    if method == "register_buffer" and isinstance(call.first, ast.Constant):
+        kind = call.given(1, "tensor") or UNKNOWN
+        this.set(str(call.first.value), tensor("", kind.dtype))
+        return PLAIN
+    known = this.attribute(method)
     if known is not None and known.what in ("layer", "function"):
         return called_held(scope, known, call)
-    return scope.this.returned(method) or UNKNOWN
+    return this.returned(method) or UNKNOWN
 
 
 def _of_dict(receiver: ValueKind, method: str, call: InferredCall) -> ValueKind:
@@ -198,37 +193,23 @@ def _of_dict(receiver: ValueKind, method: str, call: InferredCall) -> ValueKind:
         return sequence(PLAIN)
     if method == "copy":
         return receiver
-    first = call.node.args[0] if call.node.args else None
-    if method not in ("get", "pop", "setdefault") or first is None:
+    if method not in ("get", "pop", "setdefault") or call.first is None:
         return UNKNOWN
-    known = isinstance(first, ast.Constant) and isinstance(first.value, str)
-    return valued(receiver, first.value if known else None)  # type: ignore[attr-defined]
-
-
-def _of_list(
-    scope: KindScope, owner: ast.expr, receiver: ValueKind, method: str, call: InferredCall
-) -> ValueKind:
-    if method == "append" and isinstance(owner, ast.Name) and call.args:
-        part = receiver.part or UNKNOWN
-        new = call.args[0] if part == UNKNOWN else joined(part, call.args[0])
-        scope.env[owner.id] = sequence(new)
-        return PLAIN
-    return part_of(receiver) if method == "pop" else UNKNOWN
+    key = call.first.value if isinstance(call.first, ast.Constant) else None
+    return valued(receiver, key if isinstance(key, str) else None)
 
 
 def _of_unknown(scope: KindScope, owner: ast.expr, method: str, call: InferredCall) -> ValueKind:
     if method in names.ONLY_TENSORS:
-        found = tensor()
-        if isinstance(owner, ast.Name) and owner.id not in scope.file.imports:
-            scope.env[owner.id] = found
-        return called_method(found, method, call)
+        _mark_tensor(scope, owner)
+        return called_method(tensor(), method, call)
     if _is_of_a_tensor(scope, method, call) or (method == "item" and _is_loss(owner)):
         return called_method(tensor(), method, call)
     if method in names.DEVICE_TENSORS:
         call.wait("new-tensor", call.node)
         return tensor("device")
     if method in ("backward", "manual_backward"):
-        _differentiated(scope, owner, call)
+        _mark_tensor(scope, call.first or owner)  # `loss.backward()`, `accelerator.backward(loss)`
     if method in ("clip_grad_norm_", "to_local", "full_tensor"):
         return tensor(single=method == "clip_grad_norm_")
     if method == "synchronize" and not call.args and not call.words:
@@ -241,7 +222,7 @@ def _of_unknown(scope: KindScope, owner: ast.expr, method: str, call: InferredCa
 
 
 def _is_of_a_tensor(scope: KindScope, method: str, call: InferredCall) -> bool:
-    """Return True if a method that arrays have too belongs to a tensor: it has `dim=`, or the file uses no
+    """Return True if a method that arrays share belongs to a tensor: it has `dim=`, or the file uses no
     arrays."""
     if "dim" in call.words:
         return method in names.METHODS
@@ -250,7 +231,7 @@ def _is_of_a_tensor(scope: KindScope, method: str, call: InferredCall) -> bool:
 
 
 def _is_loss(node: ast.expr) -> bool:
-    """Return True if a name or the key of an item is that of a loss."""
+    """Return True if a name or the key of an item names a loss."""
     if isinstance(node, ast.Subscript):
         node = node.slice if isinstance(node.slice, ast.Constant) else node.value
     name = getattr(node, "id", getattr(node, "attr", getattr(node, "value", "")))
@@ -259,26 +240,25 @@ def _is_loss(node: ast.expr) -> bool:
 
 def communicated(scope: KindScope, function: ast.expr, call: InferredCall) -> None:
     """Infer `dist.all_reduce(x)`, of torch or of a wrapper: ranks exchange tensors."""
-    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    if name not in names.COLLECTIVES:
+    if called(function) not in names.COLLECTIVES:
         return
-    for one in call.node.args[:2]:
-        if isinstance(one, ast.Name) and scope.env.get(one.id) == UNKNOWN:
-            scope.env[one.id] = tensor()
+    for argument in call.node.args[:2]:
+        if isinstance(argument, ast.Name) and scope.env.get(argument.id) == UNKNOWN:
+            scope.env[argument.id] = tensor()
 
 
-def _differentiated(scope: KindScope, owner: ast.expr, call: InferredCall) -> None:
-    """Infer `loss.backward()` or `accelerator.backward(loss)`: the loss is a tensor."""
-    loss = call.node.args[0] if call.node.args else owner
-    if isinstance(loss, ast.Name) and loss.id not in scope.file.imports:
-        scope.env[loss.id] = tensor()
+def _mark_tensor(scope: KindScope, node: ast.expr) -> None:
+    """Record that a name refers to a tensor, unless it is imported."""
+    if isinstance(node, ast.Name) and node.id not in scope.file.imports:
+        scope.env[node.id] = tensor()
 
 
 def _synchronized(scope: KindScope, owner: ast.expr, call: InferredCall) -> None:
     text = ast.unparse(owner).lower().rpartition(".")[2]
-    if "event" in text:
-        scope.wait("event-synchronize", call.node)
-    elif "stream" in text:
-        scope.wait("stream-synchronize", call.node)
-    elif "accelerator" in text:
-        scope.wait("synchronize", call.node)
+    rows = {
+        "event": "event-synchronize",
+        "stream": "stream-synchronize",
+        "accelerator": "synchronize",
+    }
+    if (row := next((rows[word] for word in rows if word in text), None)) is not None:
+        scope.wait(row, call.node)

@@ -9,18 +9,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchtrim.linter.kinds import ARRAY, PLAIN, UNKNOWN, ValueKind, joined, tensor
+from torchtrim.source.nodes import called, name_set
 
-_NEVER_NAMES = """
+_NEVER = name_set("""
     is_scripting is_tracing is_compiling is_dynamo_compiling is_torchdynamo_compiling is_exporting
     is_torch_fx_proxy is_fx_tracing is_in_onnx_export is_onnx_exporting is_tracing_or_scripting
     is_torchdynamo_exporting is_jit_tracing is_torch_xla_available is_tensor_or_proxy_tracing
-"""
-_NEVER = frozenset(_NEVER_NAMES.split())
+""")
 _DEVICES = ("cuda", "xpu", "gpu", "npu")
-_PLAIN_TYPES_NAMES = """
-    int float bool str list tuple dict bytes set Number Integral Real
-"""
-_PLAIN_TYPES = frozenset(_PLAIN_TYPES_NAMES.split())
+_PLAIN_TYPES = name_set("int float bool str list tuple dict bytes set Number Integral Real")
 _IS_TENSOR = ("is_tensor", "is_torch_tensor")
 Names = tuple[tuple[str, ValueKind], ...]
 
@@ -49,7 +46,7 @@ def guard(test: ast.expr) -> Guard:
         return _call(test)
     if isinstance(test, ast.Compare) and len(test.ops) == 1:
         return _compared(test.left, test.ops[0], test.comparators[0])
-    name = _last(test)
+    name = called(test)
     if name == "TYPE_CHECKING" or name in _NEVER:
         return Guard(true=True)
     if name in ("is_cuda", "is_cpu", "is_meta"):
@@ -73,10 +70,10 @@ def _several(test: ast.BoolOp) -> Guard:
 
 
 def _call(test: ast.Call) -> Guard:
-    name = _last(test.func)
+    name = called(test.func)
     if name in _NEVER:
         return Guard(true=True)
-    if name == "is_available" and _last(getattr(test.func, "value", test)) in _DEVICES:
+    if name == "is_available" and called(getattr(test.func, "value", test)) in _DEVICES:
         return Guard(false=True)
     if name in _IS_TENSOR and len(test.args) == 1 and isinstance(test.args[0], ast.Name):
         name_of = test.args[0].id
@@ -90,7 +87,7 @@ def _instance(name: str, types: ast.expr) -> Guard:
     members = types.elts if isinstance(types, ast.Tuple) else [types]
     if isinstance(types, ast.BinOp):
         members = [types.left, types.right]
-    lasts = {_last(one) for one in members}
+    lasts = {called(one) for one in members}
     if lasts <= {"Tensor", "LongTensor", "FloatTensor", "BoolTensor", "Parameter"}:
         return Guard(when_true=((name, tensor()),), when_false=((name, PLAIN),))
     if lasts <= {"ndarray", "generic"}:
@@ -102,7 +99,7 @@ def _compared(left: ast.expr, operator: ast.cmpop, right: ast.expr) -> Guard:
     """Handle `x.device.type == "cpu"` and `device != torch.device("cuda")`."""
     if not isinstance(operator, ast.Eq | ast.NotEq | ast.In | ast.NotIn):
         return NONE
-    named = _last(left) in ("type", "device", "device_type") or "device" in _last(left)
+    named = called(left) in ("type", "device", "device_type") or "device" in called(left)
     values = _texts(right)
     if not named or not values:
         return NONE
@@ -110,35 +107,26 @@ def _compared(left: ast.expr, operator: ast.cmpop, right: ast.expr) -> Guard:
     if len(devices) != 1:
         return NONE
     on_device = devices.pop()
-    found = Guard(true=not on_device, false=on_device)
-    if isinstance(operator, ast.NotEq | ast.NotIn):
-        return Guard(found.false, found.true)
-    return found
+    equal = isinstance(operator, ast.Eq | ast.In)
+    return Guard(true=on_device != equal, false=on_device == equal)
 
 
 def _texts(node: ast.expr) -> list[str]:
     """Return the device names that an expression spells out."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return [node.value]
-    if isinstance(node, ast.Call) and _last(node.func) == "device" and node.args:
+    if isinstance(node, ast.Call) and called(node.func) == "device" and node.args:
         return _texts(node.args[0])
     if isinstance(node, ast.Tuple | ast.List | ast.Set):
-        return [text for one in node.elts for text in _texts(one)]
+        return [text for element in node.elts for text in _texts(element)]
     return []
 
 
-def _last(node: ast.AST) -> str:
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-Wait = Callable[[str, ast.AST], None]
+Wait = Callable[[str, ast.expr], None]
+"""Reports a sync: gets a row of the sync table and an expression."""
 Environment = dict[str, ValueKind]
 Outside = Callable[[str], ValueKind]
-_ARRAYS = frozenset(
-    ("numpy", "scipy", "pandas", "jax", "tensorflow", "cupy", "mlx", "polars", "xarray")
-)
+_ARRAYS = name_set("numpy scipy pandas jax tensorflow cupy mlx polars xarray")
 
 
 @dataclass
@@ -193,8 +181,13 @@ def changing(name: str) -> str:
     return f"{name} changing"
 
 
+def is_self(node: ast.AST) -> bool:
+    """Return True for the name `self`."""
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
 class KindScope:
-    """Kinds of names in the function being walked. `wait` gets a row of the sync table and a node.
+    """Kinds of names in the function being walked.
 
     `env` maps the function's names, `this` is the class of a method. Code does not run on a device while
     `quiet` is above 0. `yields` counts the values that generators yielded. `kinds`, if given, collects the
@@ -208,12 +201,12 @@ class KindScope:
         self.quiet = 0
         self.yields = 0
         self.kinds: dict[ast.AST, ValueKind] | None = None
-        self._told = wait
+        self._report = wait
 
-    def wait(self, row: str, node: ast.AST) -> None:
+    def wait(self, row: str, node: ast.expr) -> None:
         """Report a sync, unless this code does not run on a device."""
         if not self.quiet:
-            self._told(row, node)
+            self._report(row, node)
 
     @contextmanager
     def silent(self, on: bool = True) -> Iterator[None]:
@@ -225,7 +218,7 @@ class KindScope:
             self.quiet -= on
 
     def narrow(self, known: Names) -> None:
-        """Apply the kinds that a condition implies. One that says tensor applies only to unknown names."""
+        """Apply the kinds that a condition implies. Only unknown names become tensors."""
         for name, kind in known:
             if kind.what != "tensor" or self.env.get(name, UNKNOWN) == UNKNOWN:
                 self.env[name] = kind

@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
+from itertools import chain
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -30,10 +31,11 @@ from torchtrim.linter.scope import (
     Environment,
     FileFacts,
     Outside,
-    Wait,
     changing,
     guard,
+    is_self,
 )
+from torchtrim.source.nodes import called, find_all, is_stored, name_set, names_bound
 
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -43,49 +45,34 @@ def keeps(function: Function) -> bool:
     """Return True if a function has lasting effects: on attributes of `self`, buffers, imports or classes."""
     pending: list[ast.AST] = list(function.body)
     while pending:
-        one = pending.pop()
-        if isinstance(one, ast.Import | ast.ImportFrom | ast.ClassDef) or _registers(one):
+        node = pending.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef):
             return True
-        if any(map(_is_of_self, _targets(one))):
+        if isinstance(node, ast.Expr):
+            call = node.value.func if isinstance(node.value, ast.Call) else None
+            if isinstance(call, ast.Attribute) and call.attr == "register_buffer":
+                return True
+        attributes = (find_all(target, ast.Attribute) for target in _targets(node))
+        if any(is_stored(part) and is_self(part.value) for part in chain(*attributes)):
             return True
         for name in _BLOCKS:
-            pending += getattr(one, name, ())
+            pending += getattr(node, name, ())
     return False
 
 
-def is_asked_for(name: str, text: str, *, method: bool) -> bool:
+def is_used(name: str, text: str, *, method: bool) -> bool:
     """Return True if a file's text may use the result of a function or method."""
     return f"self.{name}" in text if method else text.count(name) > 1
 
 
-def _registers(statement: ast.AST) -> bool:
-    called = statement.value if isinstance(statement, ast.Expr) else None
-    function = called.func if isinstance(called, ast.Call) else None
-    return isinstance(function, ast.Attribute) and function.attr == "register_buffer"
-
-
 def _targets(statement: ast.AST) -> Iterator[ast.AST]:
-    """Return the targets that a statement binds, inside tuples too."""
+    """Return the targets that a statement binds."""
     if isinstance(statement, ast.Assign):
-        given = statement.targets
+        yield from statement.targets
     elif isinstance(statement, ast.AnnAssign | ast.AugAssign | ast.For | ast.AsyncFor):
-        given = [statement.target]
+        yield statement.target
     elif isinstance(statement, ast.With | ast.AsyncWith):
-        given = [item.optional_vars for item in statement.items if item.optional_vars is not None]
-    else:
-        return
-    pending = list(given)
-    while pending:
-        one = pending.pop()
-        if isinstance(one, ast.Tuple | ast.List):
-            pending += one.elts
-        else:
-            yield one.value if isinstance(one, ast.Starred) else one
-
-
-def _is_of_self(target: ast.AST) -> bool:
-    owner = target.value if isinstance(target, ast.Attribute) else None
-    return isinstance(owner, ast.Name) and owner.id == "self"
+        yield from (item.optional_vars for item in statement.items if item.optional_vars)
 
 
 _ONCE = re.compile(
@@ -104,16 +91,14 @@ _ON_HOST = re.compile(
 _AFTER_THE_MODEL = re.compile(r"_?post_process\w*")
 _PIPELINE = re.compile(r"(Chunk)?Pipeline")
 _ONE_SHOT_FILES = re.compile(r"convert_\w+|export\w*|setup|conftest")
-_TRANSPARENT = frozenset(
-    ("property", "staticmethod", "classmethod", "no_grad", "inference_mode", "lru_cache", "cache")
-)
+_TRANSPARENT = name_set("property staticmethod classmethod no_grad inference_mode lru_cache cache")
 
 
 class StaticSync(NamedTuple):
-    """A sync point: a row of the sync table and a node."""
+    """A sync point: a row of the sync table and an expression."""
 
     row: str
-    node: ast.AST
+    node: ast.expr
 
 
 def static_syncs(
@@ -131,8 +116,9 @@ def static_syncs(
     """
     walk = _Walk(path, facts_of(tree, path, outside, text), kinds=kinds)
     walk.file(tree)
-    at = {(one.row, one.node): one for one in walk.found}
-    return sorted(at.values(), key=lambda one: (one.node.lineno, one.node.col_offset))  # type: ignore[attr-defined]
+    return sorted(
+        dict.fromkeys(walk.found), key=lambda sync: (sync.node.lineno, sync.node.col_offset)
+    )
 
 
 def outline_of(tree: ast.Module, path: str) -> FileFacts:
@@ -147,8 +133,8 @@ def facts_of(tree: ast.Module, path: str, outside: Outside, text: str | None = N
     `text` uses, if given."""
     facts = FileFacts(outside=outside)
     _Walk(path, facts, learns=True, text=text).file(tree)
-    for one in facts.classes.values():
-        one.complete = True
+    for known in facts.classes.values():
+        known.complete = True
     return facts
 
 
@@ -164,12 +150,14 @@ class _Walk:
         text: str | None = None,
         kinds: dict[ast.AST, ValueKind] | None = None,
     ) -> None:
-        self.found: list[StaticSync] = []
+        found: list[StaticSync] = []
+        self.found = found
         self._facts = facts
         self._learns = learns
         self._text = text
         self._returned: list[list[ValueKind]] = []
-        self._infer = KindInference(self._facts, _into(self.found))
+        # Refers to the list, not to the walk: without a cycle, the walk and its tree are freed early on.
+        self._infer = KindInference(facts, lambda row, node: found.append(StaticSync(row, node)))
         self._infer.kinds = kinds
         self._pending: list[Callable[[], None]] = []
         self._one_shot = _ONE_SHOT_FILES.fullmatch(PurePath(path).stem) is not None
@@ -193,8 +181,8 @@ class _Walk:
         for statement in body:
             if isinstance(statement, ast.Import | ast.ImportFrom):
                 self._import(statement)
-            for name in ("body", "orelse", "handlers", "finalbody"):
-                if isinstance(statement, ast.If | ast.Try):
+            elif isinstance(statement, ast.If | ast.Try):
+                for name in ("body", "orelse", "finalbody"):
                     self._imports(getattr(statement, name, ()))
 
     def _import(self, node: ast.Import | ast.ImportFrom) -> None:
@@ -208,9 +196,9 @@ class _Walk:
 
     def _declare(self, body: Iterable[ast.stmt], returns: Environment) -> None:
         """Record the annotated results of functions."""
-        for one in body:
-            if isinstance(one, Function) and one.name not in returns:
-                returns[one.name] = annotated(one.returns, self._infer.dotted)
+        for node in body:
+            if isinstance(node, Function) and node.name not in returns:
+                returns[node.name] = annotated(node.returns, self._infer.dotted)
 
     def _block(self, body: Iterable[ast.stmt]) -> bool:
         """Walk statements. Return True if the code after them is unreachable."""
@@ -222,9 +210,10 @@ class _Walk:
             self._infer.assign(target, kind, node.value)
 
     def _annotated(self, node: ast.AnnAssign) -> None:
-        said = annotated(node.annotation, self._infer.dotted)
         kind = self._infer.held(node.value)
-        self._infer.assign(node.target, kind if kind != UNKNOWN else said, node.value)
+        if kind == UNKNOWN:
+            kind = annotated(node.annotation, self._infer.dotted)
+        self._infer.assign(node.target, kind, node.value)
 
     def _augmented(self, node: ast.AugAssign) -> None:
         right = self._infer.value(node.value)
@@ -241,9 +230,6 @@ class _Walk:
             self._returned[-1].append(kind)
         return True
 
-    def _raise(self, node: ast.Raise) -> bool:
-        return True
-
     def _stops(self, node: ast.stmt) -> bool:
         return True
 
@@ -256,17 +242,17 @@ class _Walk:
 
     def _if(self, node: ast.If) -> bool:
         self._infer.truth(node.test)
-        said = guard(node.test)
+        implied = guard(node.test)
         before = dict(self._infer.env)
-        self._infer.narrow(said.when_true)
-        with self._infer.silent(said.true):
+        self._infer.narrow(implied.when_true)
+        with self._infer.silent(implied.true):
             true_ends = self._block(node.body)
         true = self._infer.env
         self._infer.env = before
-        self._infer.narrow(said.when_false)
-        with self._infer.silent(said.false):
+        self._infer.narrow(implied.when_false)
+        with self._infer.silent(implied.false):
             false_ends = self._block(node.orelse)
-        if true_ends and not false_ends and said.false:
+        if true_ends and not false_ends and implied.false:
             return True
         if false_ends and not true_ends:
             self._infer.env = true
@@ -293,14 +279,8 @@ class _Walk:
         """Return the markers of names that a loop rebinds, if kinds are collected."""
         if self._infer.kinds is None:
             return set()
-        bound = {
-            changing(one.id)
-            for one in ast.walk(node)
-            if isinstance(one, ast.Name)
-            and not isinstance(one.ctx, ast.Load)
-            and one.id in self._infer.env
-        }
-        return bound - self._infer.env.keys()
+        known = self._infer.env.keys()
+        return {changing(name) for name in names_bound(node) & known} - known
 
     def _with(self, node: ast.With | ast.AsyncWith) -> bool:
         for item in node.items:
@@ -352,23 +332,28 @@ class _Walk:
             if not isinstance(statement, Function):
                 self._block([statement])
         self._infer.env = outer
-        for_host, pipeline = _is_for_host(node), _has_base(node, _PIPELINE)
-        methods = [one for one in node.body if isinstance(one, Function)]
-        methods.sort(key=lambda one: one.name != "__init__")
-        for one in methods:
-            quiet = for_host and not _AFTER_THE_MODEL.fullmatch(one.name)
-            quiet = quiet or (pipeline and one.name not in ("forward", "_forward"))
-            self._later(one, facts, quiet=quiet)
+        for_host = _FOR_HOST.fullmatch(node.name) is not None or _has_base(node, _FOR_HOST)
+        pipeline = _has_base(node, _PIPELINE)
+        methods = [statement for statement in node.body if isinstance(statement, Function)]
+        methods.sort(key=lambda method: method.name != "__init__")
+        for method in methods:
+            quiet = for_host and not _AFTER_THE_MODEL.fullmatch(method.name)
+            quiet = quiet or (pipeline and method.name not in ("forward", "_forward"))
+            self._later(method, facts, quiet=quiet)
 
     def _function(self, node: Function) -> None:
         if self._infer.this is None and not self._infer.env.get(" within"):
             self._later(node, None)
         else:
-            self._within(node)
+            outer = self._infer.env
+            self._infer.env = dict(outer)
+            self._body(node)
+            self._infer.env = outer
         self._infer.env.pop(node.name, None)
 
     def _later(self, node: Function, this: ClassFacts | None, *, quiet: bool = False) -> None:
-        if self._learns and not self._teaches(node, this):
+        used = self._text is None or is_used(node.name, self._text, method=this is not None)
+        if self._learns and not (used and self._may_learn(node, this)) and not keeps(node):
             return
 
         def walk() -> None:
@@ -382,18 +367,13 @@ class _Walk:
 
         self._pending.append(walk)
 
-    def _teaches(self, node: Function, this: ClassFacts | None) -> bool:
-        """Return True if following a function may show something that the file uses."""
-        asked = self._text is None or is_asked_for(node.name, self._text, method=this is not None)
-        return (asked and self._may_learn(node, this)) or keeps(node)
-
     def _may_learn(self, node: Function, this: ClassFacts | None) -> bool:
         """Return True if the `return`s may say more than the annotation."""
         returns = self._facts.returns if this is None else this.returns
-        said = returns.get(node.name)
-        if said is None or not is_open(said) or isinstance(node, ast.AsyncFunctionDef):
+        kind = returns.get(node.name)
+        if kind is None or not is_open(kind) or isinstance(node, ast.AsyncFunctionDef):
             return False
-        return all(_called(one) in _TRANSPARENT for one in node.decorator_list)
+        return _decorators(node) <= _TRANSPARENT
 
     def _learn(self, node: Function, this: ClassFacts | None, kinds: list[ValueKind]) -> None:
         """Record a function's result from its `return`s, unless the annotation says more."""
@@ -401,41 +381,27 @@ class _Walk:
             return
         returns = self._facts.returns if this is None else this.returns
         kind = refined(returns[node.name], reduce(joined, kinds))
-        if not any(_called(one) == "property" for one in node.decorator_list):
+        if "property" not in _decorators(node):
             returns[node.name] = kind
         elif this is not None:
             this.set(node.name, kind)
 
-    def _within(self, node: Function) -> None:
-        """Walk a nested function, which sees the names around it."""
-        outer = self._infer.env
-        self._infer.env = dict(outer)
-        self._body(node)
-        self._infer.env = outer
-
-    def _given(self, said: ValueKind, default: ast.expr) -> ValueKind:
-        """Infer a parameter from its annotation, or from a function that is its default."""
-        held = referred(self._infer, default)
-        if held.what != "function" or said not in (UNKNOWN, PLAIN):
-            return said
-        return joined(held, UNKNOWN)
-
     def _body(self, node: Function) -> list[ValueKind]:
-        """Walk a function's code and return its result."""
+        """Walk a function's code and return the kinds of its results."""
         arguments = node.args
-        for one, default in _with_defaults(arguments):
-            said = annotated(one.annotation, self._infer.dotted)
-            self._infer.env[one.arg] = said if default is None else self._given(said, default)
-        for extra in (arguments.vararg, arguments.kwarg):
-            if extra is not None:
-                said = annotated(extra.annotation, self._infer.dotted)
-                self._infer.env[extra.arg] = (
-                    sequence(said) if extra is arguments.vararg else UNKNOWN
-                )
+        for parameter, default in _with_defaults(arguments):
+            kind = annotated(parameter.annotation, self._infer.dotted)
+            if default is not None and kind in (UNKNOWN, PLAIN):
+                held = referred(self._infer, default)
+                kind = joined(held, UNKNOWN) if held.what == "function" else kind
+            self._infer.env[parameter.arg] = kind
+        if (extra := arguments.vararg) is not None:
+            self._infer.env[extra.arg] = sequence(annotated(extra.annotation, self._infer.dotted))
+        if arguments.kwarg is not None:
+            self._infer.env[arguments.kwarg.arg] = UNKNOWN
         once = _ONCE.fullmatch(node.name) and not (node.name == "main" and _trains(node))
-        once = once or _ON_HOST.fullmatch(node.name) is not None
         self._returned.append([])
-        with self._infer.silent(bool(once)):
+        with self._infer.silent(bool(once or _ON_HOST.fullmatch(node.name))):
             self._block(node.body)
         return self._returned.pop()
 
@@ -450,42 +416,20 @@ def _with_defaults(arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr
 
 def merged(one: Environment, other: Environment) -> Environment:
     """Join the names of two branches. A name bound in one branch only keeps its kind."""
-    if one is other:
-        return one
-    found = dict(one)
-    for name, kind in other.items():
-        mine = one.get(name)
-        found[name] = kind if mine is None or mine == kind else joined(mine, kind)
-    return found
+    return one | {name: joined(one.get(name, kind), kind) for name, kind in other.items()}
 
 
-def _into(found: list[StaticSync]) -> Wait:
-    """Return an appender to a list. It does not refer to the walk, so the walk and its tree are freed early
-    on."""
-
-    def wait(row: str, node: ast.AST) -> None:
-        found.append(StaticSync(row, node))
-
-    return wait
-
-
-def _called(decorator: ast.expr) -> str:
-    node = decorator.func if isinstance(decorator, ast.Call) else decorator
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+def _decorators(node: Function) -> set[str]:
+    return {called(one.func if isinstance(one, ast.Call) else one) for one in node.decorator_list}
 
 
 def _trains(node: Function) -> bool:
-    """Return True if a statement contains a training loop, whose body runs many times."""
-    return any(isinstance(one, ast.Attribute) and one.attr == "backward" for one in ast.walk(node))
+    """Return True if a function contains a training loop, whose body runs many times."""
+    return any(part.attr == "backward" for part in find_all(node, ast.Attribute))
 
 
-def _is_for_host(node: ast.ClassDef) -> bool:
-    return _FOR_HOST.fullmatch(node.name) is not None or _has_base(node, _FOR_HOST)
-
-
-def _has_base(node: ast.ClassDef, named: re.Pattern[str]) -> bool:
-    bases = (getattr(base, "id", getattr(base, "attr", "")) for base in node.bases)
-    return any(named.fullmatch(name) for name in bases)
+def _has_base(node: ast.ClassDef, pattern: re.Pattern[str]) -> bool:
+    return any(pattern.fullmatch(called(base)) for base in node.bases)
 
 
 _STATEMENTS: dict[type, Callable[..., bool | None]] = {
@@ -494,7 +438,7 @@ _STATEMENTS: dict[type, Callable[..., bool | None]] = {
     ast.AugAssign: _Walk._augmented,
     ast.Expr: _Walk._expression,
     ast.Return: _Walk._return,
-    ast.Raise: _Walk._raise,
+    ast.Raise: _Walk._stops,
     ast.Continue: _Walk._stops,
     ast.Break: _Walk._stops,
     ast.Pass: _Walk._passes,

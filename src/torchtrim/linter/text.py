@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 from pathlib import Path, PurePath
 from typing import NamedTuple
@@ -26,10 +27,10 @@ from torchtrim.source.facts import Facts, FixRefused, NoTensor, StaticValue
 from torchtrim.source.source import SourceFile, spot
 from torchtrim.syncs.lookup import row
 
-_DEPTH = 2
-_FILES = 512
-_TREES = 4
-_MOST_BYTES = 2**20
+_DEPTH = 2  # re-exports followed: a package's `__init__.py`, and one more
+_FILES = 512  # files whose facts stay in memory: more than one package's imports
+_TREES = 4  # trees are large, and each is needed twice in a row
+_MOST_BYTES = 2**20  # larger files are generated code or data
 _CLASS = re.compile(rb"^class ([A-Za-z_]\w*)", re.MULTILINE)
 _TEST = re.compile(r"test_\w+|\w+_test")
 _DEVICES = re.compile(r"cuda|device|gpu|xpu|npu|hpu|accelerat", re.IGNORECASE)
@@ -81,10 +82,10 @@ def _returned(full: str, path: str, depth: int) -> tuple[ValueKind, tuple[str, .
 def _stamp(file: str) -> tuple[int, int]:
     """Return the file's size and modification time."""
     try:
-        found = Path(file).stat()
+        status = Path(file).stat()
     except OSError:
         return 0, 0
-    return found.st_size, found.st_mtime_ns
+    return status.st_size, status.st_mtime_ns
 
 
 @lru_cache(_FILES)
@@ -99,13 +100,11 @@ def _classes(file: str, stamp: tuple[int, int]) -> frozenset[str]:
 
 @lru_cache(_FILES)
 def _outline(file: str, stamp: tuple[int, int]) -> FileFacts:
-    """Return a file's imports and declarations."""
     return outline_of(_tree(file, stamp), file)
 
 
 @lru_cache(_FILES)
 def _facts(file: str, stamp: tuple[int, int]) -> FileFacts:
-    """Return a file's facts, following its code."""
     try:
         return facts_of(_tree(file, stamp), file, lambda full: UNKNOWN)
     except RecursionError:
@@ -128,18 +127,13 @@ def _file_of(module: str, path: str) -> str | None:
     dots = len(module) - len(module.lstrip("."))
     parts = [part for part in module.split(".") if part]
     here = Path(path).parent
-    if dots:
-        for _ in range(dots - 1):
-            here = here.parent
-        return _module(here, parts)
-    return _module(here, parts) or _module(_root(str(here)), parts)
-
-
-def _module(folder: Path, parts: list[str]) -> str | None:
-    base = folder.joinpath(*parts)
-    for file in (base.with_name(f"{base.name}.py") if parts else None, base / "__init__.py"):
-        if file is not None and file.is_file():
-            return str(file)
+    for _ in range(dots - 1):
+        here = here.parent
+    for folder in (here,) if dots else (here, _root(str(here))):
+        base = folder.joinpath(*parts)
+        for file in (*([base.with_name(f"{base.name}.py")] if parts else []), base / "__init__.py"):
+            if file.is_file():
+                return str(file)
     return None
 
 
@@ -161,16 +155,16 @@ _WHAT = {
     "TT103": "a copy to the device blocks the host",
     "TT104": "the program synchronizes explicitly",
 }
-_SHOWN = 60
-_MOST_ROUNDS = 20
+_SHOWN = 60  # characters of code in a message, which then fits a terminal's line
+_MOST_ROUNDS = 20  # far more than fixes of fixes that any file has needed
 _MOST_FIXED = 250
-"""Most places of a file for which fixes are searched, so that the time is linear in the file."""
+"""Lines of a file with syncs that get a search for fixes: bounds the time for long files."""
 _LATER = f"No fix was searched for, only for the first {_MOST_FIXED} places of a file. "
 _NO_TENSORS = frozenset(
     ("plain", "array", "sequence", "device", "dtype", "mapping", "layer", "function")
 )
 _DTYPES = {"bool": "bool", "int": "int64"}
-_RANK = ("safe", "unsafe", "refused")
+_RANKS = ("safe", "unsafe", "refused")
 Selected = Callable[[str], bool]
 
 
@@ -200,17 +194,12 @@ class LineSyncs(NamedTuple):
     def lines(self) -> tuple[int, int]:
         """First and last line."""
         nodes = [sync.node for sync in self.syncs]
-        return nodes[0].lineno, max(node.end_lineno for node in nodes)  # type: ignore[attr-defined]
-
-
-def every_code(code: str) -> bool:
-    """Select every code."""
-    return True
+        return nodes[0].lineno, max(node.end_lineno or node.lineno for node in nodes)
 
 
 def lint_source(
     source: SourceFile,
-    selected: Selected = every_code,
+    selected: Selected = lambda code: True,
     *,
     whole: bool = True,
     used: set[str] | None = None,
@@ -229,23 +218,26 @@ def lint_source(
         raise UnreadableInput(f"{source.path} is nested too deeply to be followed.") from None
     groups: dict[tuple[int, str], list[StaticSync]] = {}
     for sync in syncs:
-        groups.setdefault((sync.node.lineno, row(sync.row).code), []).append(sync)  # type: ignore[attr-defined]
+        groups.setdefault((sync.node.lineno, row(sync.row).code), []).append(sync)
+    ignored = ignored_codes(source.text) if "torchtrim" in source.text else {}
     found = [
-        LineSyncs(code, tuple(group), None) for (_, code), group in groups.items() if selected(code)
+        line
+        for (_, code), group in groups.items()
+        if selected(code) and not _is_ignored(line := LineSyncs(code, tuple(group), None), ignored)
     ]
-    kept = list(_not_ignored(source.text, found))
-    looked = source
-    if not whole and kept:
-        looked = source.only(one.lines[0] for one in kept)
-        kept = [one for one in kept if not _is_kept(looked, one)]
-    if not kept:
+    if not whole and found:
+        source = source.only(line.lines[0] for line in found)
+        found = [
+            line for line in found if not all(is_fallback(source, sync.node) for sync in line.syncs)
+        ]
+    if not found:
         return []
-    later = [one._replace(looked=False) for one in kept[_MOST_FIXED:]]
-    return [*_with_candidates(looked, kept[:_MOST_FIXED], kinds), *later]
+    later = [line._replace(looked=False) for line in found[_MOST_FIXED:]]
+    return [*_with_candidates(source, found[:_MOST_FIXED], kinds), *later]
 
 
 def lint_text(
-    path: str, text: str, selected: Selected = every_code, used: set[str] | None = None
+    path: str, text: str, selected: Selected = lambda code: True, used: set[str] | None = None
 ) -> list[Finding]:
     """Return the findings of a file's text. Raises `UnreadableInput` if it is not Python.
 
@@ -277,7 +269,7 @@ def finding_of(source: SourceFile, found: LineSyncs) -> Finding:
 
 
 def fixed_text(
-    path: str, text: str, selected: Selected = every_code, *, unsafe: bool = False
+    path: str, text: str, selected: Selected = lambda code: True, *, unsafe: bool = False
 ) -> tuple[str, int]:
     """Apply fixes in rounds until nothing changes. Return the text and the number of fixes.
 
@@ -323,90 +315,86 @@ def _applicable(
 ) -> Iterator[Rewrite]:
     """Return the rewrites to apply. A fix does not apply again to its own output."""
     seen = set()
-    for one in found:
-        rewrite = one.candidate.rewrite if one.candidate is not None else None
-        if rewrite is None or not (rewrite.safe or unsafe) or _is_own(rewrite.match, written):
+    for line in found:
+        rewrite = line.candidate.rewrite if line.candidate is not None else None
+        if rewrite is None or not (rewrite.safe or unsafe):
             continue
-        if id(rewrite.match.node) not in seen:
-            seen.add(id(rewrite.match.node))
+        match = rewrite.match
+        text = match.source.segment(match.node)
+        is_own = any(name == match.fix.name and new and new in text for name, new in written)
+        if not is_own and match.node not in seen:
+            seen.add(match.node)
             yield rewrite
 
 
-def _is_own(match: Match, written: set[tuple[str, str]]) -> bool:
-    text = match.source.segment(match.node)
-    return any(name == match.fix.name and new and new in text for name, new in written)
-
-
-def _not_ignored(text: str, found: Iterable[LineSyncs]) -> Iterator[LineSyncs]:
-    codes = ignored_codes(text) if "torchtrim" in text else {}
-    for one in found:
-        first, last = one.lines
-        if not any(one.code in codes.get(line, ()) for line in range(first, last + 1)):
-            yield one
+def _is_ignored(line: LineSyncs, ignored: Mapping[int, Collection[str]]) -> bool:
+    first, last = line.lines
+    return any(line.code in ignored.get(number, ()) for number in range(first, last + 1))
 
 
 def _with_candidates(
     source: SourceFile, found: list[LineSyncs], kinds: Mapping[ast.AST, ValueKind]
 ) -> list[LineSyncs]:
-    every = list(matches(source, {one.code for one in found}))
-    spans = [match.lines for match in every]
+    """Give each line its best fix: one for its code whose match handles one of its syncs."""
+    within: defaultdict[ast.AST, set[ast.AST]] = defaultdict(set)
+    for node in {sync.node for line in found for sync in line.syncs}:
+        for outer in (node, *source.around(node)):
+            within[outer].add(node)
+    handled = [
+        (match, nodes)
+        for match in matches(source, {line.code for line in found})
+        if (nodes := _handled(match, within))
+    ]
     tried: dict[int, Candidate] = {}
     chosen = []
-    for one in found:
+    for line in found:
+        own = {sync.node for sync in line.syncs}
         fitting = [
-            match for match, span in zip(every, spans, strict=True) if _fits(match, span, one)
+            match for match, nodes in handled if line.code in match.fix.codes and nodes & own
         ]
-        candidates = [tried.setdefault(id(match), _candidate(match, kinds)) for match in fitting]
-        best = min(candidates, key=lambda candidate: _order(candidate, one.code), default=None)
-        chosen.append(one._replace(candidate=best))
+        for match in fitting:
+            tried[id(match)] = tried.get(id(match)) or _candidate(match, kinds)
+        candidates = (tried[id(match)] for match in fitting)
+        best = min(candidates, key=lambda candidate: _order(candidate, line.code), default=None)
+        chosen.append(line._replace(candidate=best))
     return chosen
 
 
-def _is_kept(source: SourceFile, found: LineSyncs) -> bool:
-    return all(is_fallback(source, sync.node) for sync in found.syncs)
-
-
-def _fits(match: Match, span: tuple[int, int], found: LineSyncs) -> bool:
-    """Return True if a match contains one of the syncs and its fix is for their code."""
-    (first, last), (start, end) = span, found.lines
-    if first > end or start > last or found.code not in match.fix.codes:
-        return False
+def _handled(match: Match, within: Mapping[ast.AST, set[ast.AST]]) -> set[ast.AST]:
+    """Return the syncs that a match handles, given those within each node."""
     if match.syncs:
-        return any(one.node is node for one in found.syncs for node in match.syncs)
-    begin, close = spot(match.begin or match.node)[:2], spot(match.node)[2:]
-    return any(
-        begin <= at[:2] and at[2:] <= close for at in (spot(one.node) for one in found.syncs)
-    )
+        return set(match.syncs)
+    if match.begin is None:
+        return within.get(match.node, set())
+    begin, end = spot(match.begin)[:2], spot(match.node)[2:]
+    nodes = within.get(match.source.tree, set())
+    return {node for node in nodes if begin <= spot(node)[:2] and spot(node)[2:] <= end}
 
 
 def _order(candidate: Candidate, code: str) -> tuple[int, bool, int]:
     """Sort key: safe fixes first, then fixes for this code, then those with fewer assumptions."""
     needs = len(candidate.rewrite.open_needs) if candidate.rewrite is not None else 0
-    return _RANK.index(candidate.rank), candidate.match.fix.codes[0] != code, needs
+    return _RANKS.index(candidate.rank), candidate.match.fix.codes[0] != code, needs
 
 
 def _candidate(match: Match, kinds: Mapping[ast.AST, ValueKind]) -> Candidate:
     try:
-        rewrite = match.fix.rewrite(match, Facts(static=told_of(match, kinds)))
+        rewrite = match.fix.rewrite(match, Facts(static=static_values(match, kinds)))
         text = patch(match.source, [rewrite]).text
     except FixRefused as error:
         return Candidate(match, None, str(error))
-    needs = (
-        f"no run has shown that {' and that '.join(rewrite.open_needs)}"
-        if rewrite.open_needs
-        else ""
-    )
-    return Candidate(
-        match, rewrite, "; ".join(part for part in (rewrite.risk, needs) if part), text
-    )
+    reasons = [rewrite.risk] if rewrite.risk else []
+    if rewrite.open_needs:
+        reasons.append(f"no run has shown that {' and that '.join(rewrite.open_needs)}")
+    return Candidate(match, rewrite, "; ".join(reasons), text)
 
 
-def told_of(match: Match, kinds: Mapping[ast.AST, ValueKind]) -> dict[str, StaticValue]:
+def static_values(match: Match, kinds: Mapping[ast.AST, ValueKind]) -> dict[str, StaticValue]:
     """Return the inferred facts about each part of a match."""
-    return {name: _told(kinds.get(node, UNKNOWN)) for name, node in match.parts.items()}
+    return {name: _static_value(kinds.get(node, UNKNOWN)) for name, node in match.parts.items()}
 
 
-def _told(kind: ValueKind) -> StaticValue:
+def _static_value(kind: ValueKind) -> StaticValue:
     if kind.what in _NO_TENSORS:
         return StaticValue(kind=NoTensor(kind.what))
     if kind.what != "tensor":
@@ -422,8 +410,8 @@ def _told(kind: ValueKind) -> StaticValue:
 def _suggestion(source: SourceFile, found: LineSyncs) -> Suggestion:
     candidate = found.candidate
     if candidate is None:
-        advice = dict.fromkeys(row(sync.row).advice for sync in found.syncs)
-        return Suggestion(kind="advice", reason=("" if found.looked else _LATER) + " ".join(advice))
+        advice = " ".join(dict.fromkeys(row(sync.row).advice for sync in found.syncs))
+        return Suggestion(kind="advice", reason=advice if found.looked else _LATER + advice)
     name = candidate.match.fix.name
     if candidate.rewrite is None:
         return Suggestion(kind="refused", reason=f"{name}: {candidate.reason}")

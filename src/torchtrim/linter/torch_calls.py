@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torchtrim.linter import torch_names as names
 from torchtrim.linter.kinds import (
@@ -23,18 +22,18 @@ from torchtrim.linter.kinds import (
     tensor,
     together,
 )
+from torchtrim.linter.scope import Wait
+from torchtrim.source.nodes import called, name_set
 
 _MASKED = ("torch.cuda.", "torch.accelerator.", "torch.xpu.")
 _COLLECTIVES = ("torch.distributed._functional_collectives.",)
 _HOST_DATA = ("plain", "sequence", "array", "unknown")
-_SIZES_NAMES = """
+_SIZES = name_set("""
     zeros ones empty full rand randn new_zeros new_ones new_empty new_full eye
-"""
-_SIZES = frozenset(_SIZES_NAMES.split())
-_SHAPED_NAMES = """
-    view reshape expand repeat new_zeros new_ones new_empty new_full
-"""
-_SHAPED = frozenset(_SHAPED_NAMES.split())
+""")
+_SHAPED = name_set("view reshape expand repeat new_zeros new_ones new_empty new_full")
+_NEVER_SINGLE = name_set("stack cat unsqueeze expand repeat view reshape")
+_FLOATS = name_set("float half double bfloat16 mean softmax log_softmax")
 _SOLVERS = {
     "eigh": "eigh",
     "eigvalsh": "eigh",
@@ -57,32 +56,35 @@ _COUNTING = {
     "equal": "equal",
     "allclose": "allclose",
 }
-Wait = Callable[[str, ast.AST], None]
 
 
 @dataclass(frozen=True)
 class InferredCall:
-    """A call with inferred arguments. `wait` gets a row of the sync table and a node."""
+    """A call with inferred arguments."""
 
     node: ast.Call
     args: tuple[ValueKind, ...]
     words: dict[str, ValueKind]
     wait: Wait
-    exact: bool = field(default=True)
 
     def given(self, position: int, *keywords: str) -> ValueKind | None:
         """Return the argument at a position or of one of the keywords, or None."""
-        for word in keywords:
-            if word in self.words:
-                return self.words[word]
-        return self.args[position] if position < len(self.args) else None
+        by_word = (self.words[word] for word in keywords if word in self.words)
+        return next(by_word, self.args[position] if position < len(self.args) else None)
 
     def true(self, keyword: str) -> bool:
         """Return True if a keyword is the constant `True`."""
-        return any(
-            word.arg == keyword and isinstance(word.value, ast.Constant) and bool(word.value.value)
-            for word in self.node.keywords
-        )
+        value = self.keyword(keyword)
+        return isinstance(value, ast.Constant) and bool(value.value)
+
+    @property
+    def first(self) -> ast.expr | None:
+        """The first positional argument."""
+        return self.node.args[0] if self.node.args else None
+
+    def keyword(self, *names: str) -> ast.expr | None:
+        """Return the expression passed for the first keyword with one of the names."""
+        return next((word.value for word in self.node.keywords if word.arg in names), None)
 
 
 def called_function(name: str, call: InferredCall) -> ValueKind:
@@ -133,10 +135,8 @@ def called_method(receiver: ValueKind, method: str, call: InferredCall) -> Value
 
 def _of_torch(last: str, call: InferredCall) -> ValueKind:
     if last == "device":
-        return device(_device_of(call.node.args[0] if call.node.args else None))
-    if last in ("Tensor", "tensor", "as_tensor", "asarray", "from_numpy") or last.endswith(
-        "Tensor"
-    ):
+        return device(_device_of(call.first))
+    if last in ("tensor", "as_tensor", "asarray", "from_numpy") or last.endswith("Tensor"):
         return _from_data(last, call)
     if last in names.FACTORIES:
         return _made(last, call)
@@ -145,7 +145,7 @@ def _of_torch(last: str, call: InferredCall) -> ValueKind:
     if last == "where" and len(call.args) == 1 and not call.words:
         _count("nonzero", call.args[0], call)
         return sequence(tensor(call.args[0].on, "int"))
-    if last == "equal" or last == "allclose":
+    if last in ("equal", "allclose"):
         _count(last, call.args[0] if call.args else UNKNOWN, call)
         return PLAIN
     if last in names.PLAIN_METHODS:
@@ -164,9 +164,7 @@ def _of_functional(last: str, call: InferredCall) -> ValueKind:
     open_ended = last == "one_hot" and call.given(1, "num_classes") is None
     if open_ended and _tensor_like(call.given(0, "input", "tensor")).waits:
         call.wait("item", call.node)
-    if last not in names.FUNCTIONAL:
-        return UNKNOWN
-    if last == "embedding_bag":
+    if last not in names.FUNCTIONAL or last == "embedding_bag":
         return UNKNOWN
     made = _result(last, call.args, call, first=1)
     reduced = last in names.LOSSES and "reduction" not in call.words
@@ -182,8 +180,7 @@ def _of_linalg(last: str, call: InferredCall, head: str) -> ValueKind:
 
 
 def _solved(last: str, call: InferredCall) -> None:
-    given = _tensor_like(call.given(0, "input", "A"))
-    if given.waits:
+    if _tensor_like(call.given(0, "input", "A")).waits:
         call.wait(_SOLVERS[last], call.node)
 
 
@@ -203,34 +200,28 @@ def _count(last: str, first_kind: ValueKind, call: InferredCall, first: int = 0)
     if not first_kind.waits:
         return
     if last in _COUNTING:
-        others = [kind for kind in call.args[first:] if kind.on == "host"]
-        if last not in ("equal", "allclose", "masked_select") or not others:
+        compares = last in ("equal", "allclose", "masked_select")
+        if not compares or all(kind.on != "host" for kind in call.args[first:]):
             call.wait(_COUNTING[last], call.node)
     elif last == "unique":
         by_row = call.given(first + 3, "dim") is not None
         call.wait("unique-dim" if by_row else "unique", call.node)
     elif last == "repeat_interleave" and "output_size" not in call.words:
-        repeats = call.given(first, "repeats") or first_kind
-        if repeats.waits:
+        if (call.given(first, "repeats") or first_kind).waits:
             call.wait("repeat-interleave", call.node)
-    elif last in ("add", "sub", "add_", "sub_") and _reads_word(call, "alpha"):
-        call.wait("item", call.node)
+    elif last in ("add", "sub", "add_", "sub_"):
+        alpha = call.words.get("alpha", PLAIN)
+        if alpha.waits and alpha.sure:
+            call.wait("item", call.node)
     elif last in ("masked_fill", "masked_fill_"):
-        value = call.given(first + 1, "value")
-        if value is not None and value.waits and value.sure:
+        value = call.given(first + 1, "value") or PLAIN
+        if value.waits and value.sure:
             call.wait("masked-fill-value", call.node)
 
 
-def _reads_word(call: InferredCall, word: str) -> bool:
-    kind = call.words.get(word)
-    return kind is not None and kind.waits and kind.sure
-
-
 def _shape_of(method: str, call: InferredCall) -> None:
-    if method not in _SHAPED:
-        return
     sizes = call.args[:1] if method.startswith("new_") else call.args
-    if any(_is_read(kind) for kind in sizes):
+    if method in _SHAPED and any(map(_is_read, sizes)):
         call.wait("item", call.node)
 
 
@@ -256,22 +247,18 @@ def _made(last: str, call: InferredCall) -> ValueKind:
 
 def _placed(last: str, call: InferredCall, otherwise: On) -> ValueKind:
     """Return a new tensor on the device that the call names."""
-    on = _asked(call, otherwise)
     dtype = "bool" if last in names.BOOL else "int" if last in names.INT else ""
     dtype = call.words["dtype"].dtype if "dtype" in call.words else dtype
-    return tensor(on, dtype)
+    return tensor(_device_word(call, otherwise), dtype)
 
 
-def _asked(call: InferredCall, otherwise: On) -> On:
-    """Resolve a call's `device=`, constant device names included."""
-    if "device" not in call.words:
+def _device_word(call: InferredCall, otherwise: On) -> On:
+    """Resolve a call's `device=`, constant device names included. Unknown devices count as accelerators."""
+    kind = call.words.get("device")
+    if kind is None:
         return otherwise
-    node = next(word.value for word in call.node.keywords if word.arg == "device")
-    return _device_of(node) or _where(call.words["device"], otherwise)
-
-
-def _where(kind: ValueKind, otherwise: On) -> On:
-    """Resolve a device argument; unknown devices count as accelerators."""
+    if named := _device_of(call.keyword("device")):
+        return named
     if kind.what == "plain":
         return otherwise
     return kind.on or "device" if kind.what == "device" else "device"
@@ -302,7 +289,7 @@ def _from_data(last: str, call: InferredCall) -> ValueKind:
     inner = part_of(data)
     if made.on == "device" and data.what in _HOST_DATA and not sized and inner.what != "tensor":
         call.wait("new-tensor", call.node)
-    literal = isinstance(call.node.args[0] if call.node.args else None, ast.Constant)
+    literal = isinstance(call.first, ast.Constant)
     return singled(made) if literal and last in ("tensor", "as_tensor") else made
 
 
@@ -322,7 +309,7 @@ def _moved(receiver: ValueKind, method: str, call: InferredCall) -> ValueKind:
     elif method == "cuda":
         on = "device"
     elif method == "to" and target is not None:
-        on, dtype = _target(receiver, target, call.node)
+        on, dtype = _target(receiver, target, call)
     elif target is not None and target.what == "dtype":
         dtype = target.dtype
     free = call.true("non_blocking")
@@ -333,24 +320,21 @@ def _moved(receiver: ValueKind, method: str, call: InferredCall) -> ValueKind:
     return receiver._replace(on=on, dtype=dtype, sure=True)
 
 
-def _target(receiver: ValueKind, target: ValueKind, node: ast.Call) -> tuple[On, str]:
+def _target(receiver: ValueKind, target: ValueKind, call: InferredCall) -> tuple[On, str]:
+    """Return the place and the type after `.to(target)`. An unknown target's place follows from its name,
+    such as `self.device` or `target_device`."""
     if target.what == "dtype":
         return receiver.on, target.dtype
     if target.what == "tensor":
         return target.on, target.dtype
-    named = (word.value for word in node.keywords if word.arg in ("device", "other"))
-    argument = node.args[0] if node.args else next(named, None)
+    argument = call.first or call.keyword("device", "other")
     if isinstance(argument, ast.Constant):
         return _device_of(argument), receiver.dtype
     if target.what == "device":
         return target.on or "device", receiver.dtype
-    return "" if receiver.on != "host" else _guessed(argument), receiver.dtype
-
-
-def _guessed(node: ast.expr | None) -> On:
-    """Guess the place that a device's name suggests, such as `self.device` or `target_device`."""
-    last = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-    return "device" if last == "device" or last.endswith("_device") else ""
+    name = called(argument) if argument is not None else ""
+    named = name == "device" or name.endswith("_device")
+    return "device" if receiver.on == "host" and named else "", receiver.dtype
 
 
 def _device_of(node: ast.expr | None) -> On:
@@ -365,26 +349,16 @@ def _result(
     """Infer an operator's result. `first` is the index of a method's first own argument."""
     parts = [part_of(kind) if kind.what == "sequence" else kind for kind in operands]
     parts += [kind for word, kind in call.words.items() if word in ("other", "input", "tensors")]
-    on = together(*parts)
-    on = _asked(call, on)
-    whole = len(operands) <= first and not {"dim", "axis", "keepdim"} & set(call.words)
+    on = _device_word(call, together(*parts))
     if last in names.SEVERAL or _gives_two(last, operands, call, first):
         return sequence(tensor(on))
-    dtype = _dtype(last, parts)
-    if "dtype" in call.words:
-        dtype = call.words["dtype"].dtype
-    elementwise = bool(parts) and all(kind.single or kind.what == "plain" for kind in parts)
-    single = last in names.REDUCTIONS and whole
-    keeps = elementwise and last not in (
-        "stack",
-        "cat",
-        "unsqueeze",
-        "expand",
-        "repeat",
-        "view",
-        "reshape",
-    )
-    return tensor(on, dtype, single=single or keeps)
+    dtype = call.words["dtype"].dtype if "dtype" in call.words else _dtype(last, parts)
+    single = bool(parts) and all(kind.single or kind.what == "plain" for kind in parts)
+    if last in _NEVER_SINGLE:
+        single = False
+    elif last in names.REDUCTIONS and len(operands) <= first:
+        single = single or not {"dim", "axis", "keepdim"} & call.words.keys()
+    return tensor(on, dtype, single=single)
 
 
 def _dtype(last: str, parts: list[ValueKind]) -> str:
@@ -392,18 +366,10 @@ def _dtype(last: str, parts: list[ValueKind]) -> str:
         return "bool"
     if last in names.INT:
         return "int"
-    if last in (
-        "float",
-        "half",
-        "double",
-        "bfloat16",
-        "mean",
-        "softmax",
-        "log_softmax",
-        "sum",
-        "cumsum",
-    ):
-        return "int" if last in ("sum", "cumsum") and parts and parts[0].dtype else ""
+    if last in _FLOATS:
+        return ""
+    if last in ("sum", "cumsum"):
+        return "int" if parts and parts[0].dtype else ""
     types = {kind.dtype for kind in parts if kind.what == "tensor"}
     return types.pop() if len(types) == 1 else ""
 
@@ -418,11 +384,8 @@ def _gives_two(last: str, operands: tuple[ValueKind, ...], call: InferredCall, f
         return False
     if len(operands) <= first:
         return "dim" in call.words
-    return operands[first].what != "tensor" and not _is_other(operands[first], call)
-
-
-def _is_other(second: ValueKind, call: InferredCall) -> bool:
-    """Return True if an unknown argument is a tensor, since its name is not that of a dimension."""
-    node = call.node.args[-1] if call.node.args else None
-    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-    return second.what == "unknown" and bool(name) and "dim" not in name and "axis" not in name
+    if operands[first].what == "unknown":
+        # A named argument is a tensor, unless it is named like a dimension.
+        name = called(call.node.args[-1]) if call.node.args else ""
+        return not name or "dim" in name or "axis" in name
+    return operands[first].what != "tensor"

@@ -5,8 +5,8 @@
 Finds code that passes a tensor's value to Python: `.item()`, `float(t)`, `if t:`, `range(t)`,
 `x[:t]`, `print(t)`, `torch.equal`, `torch.allclose`, and on a device also `.cpu()`, `.numpy()` and
 `.tolist()`. Tensors in host memory, and steps that run on the CPU, do not synchronize and are left
-out. Reads are counted per line and step. On a real device the price is the time spent in them. [The
-table of waits](../waits.md) has every case with its source.
+out. The finding counts reads per line and step. On a real device the price is the time spent in
+them. [The table of waits](../waits.md) has every case with its source.
 
 ## Why is this bad?
 

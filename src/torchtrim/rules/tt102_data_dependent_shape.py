@@ -4,9 +4,9 @@
 
 Finds operators whose output size depends on the data: `x[mask]`, `x[mask] = y`, `masked_select`,
 `nonzero`, one-argument `where`, `unique`, `bincount`, and `repeat_interleave` without
-`output_size=`. Those that backward runs are counted on the line of their forward. Steps on the CPU
-and tensors in host memory are left out, as is `x[mask] = 0.0`: PyTorch fills it in without
-counting. [The table of waits](../waits.md) has every case with its source.
+`output_size=`. An operator in backward counts on the line of its forward. Steps on the CPU and
+tensors in host memory are left out, as is `x[mask] = 0.0`: PyTorch fills it in without counting.
+[The table of waits](../waits.md) has every case with its source.
 
 ## Why is this bad?
 

@@ -5,8 +5,8 @@
 Finds a copy from the device to the host with `non_blocking=True` whose result is read before the
 program waits for an event, a stream or the device; a pinned tensor that is written to while it is
 being copied to the device; and a temporary in ordinary memory that is copied with
-`non_blocking=True` and freed at once. Any wait on the copy's stream ends the danger, also one that
-the program does for another reason.
+`non_blocking=True` and freed at once. Any wait on the copy's stream ends the danger, whatever its
+reason.
 
 With `--streams`, on an emulated device, it also finds each line that uses on one stream what
 another has not finished: it reads what the other writes, overwrites what the other reads, or frees
@@ -15,7 +15,7 @@ memory that is in use. The streams then work in the requested order (`early`, `l
 
 ## Why is this bad?
 
-Nothing fails: now and then the numbers are those of the previous step, or zeros. Lightning had such
+Nothing fails: now and then the numbers come from the previous step, or are zeros. Lightning had such
 a bug when it moved predictions (wrong zeros), torchmetrics in its safe division (a source freed too
 early; wrong on Apple's devices, without any gain on CUDA), and SGLang in its scheduler.
 
@@ -58,7 +58,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from torchtrim.analysis.syncs import advice, times, waits_by_line
-from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
 from torchtrim.syncs.lookup import row
@@ -68,15 +68,12 @@ def check(profile: Profile) -> Iterator[Finding]:
     """Yield one finding for each line that uses a tensor that may still be copied."""
     for line, syncs in waits_by_line(profile, RULE.code).items():
         ways = " and ".join(Counter(row(sync.row).what for sync in syncs))
-        yield Finding(
-            code=RULE.code,
-            path=line.path,
-            line=line.line,
-            end_line=line.line,
-            message=f"{ways}, {times(len(syncs))} a step: the values may be wrong",
+        yield line.finding(
+            RULE.code,
+            f"{ways}, {times(len(syncs))} a step: the values may be wrong",
+            advice(profile, syncs),
             count_per_step=len(syncs),
             source="modelled",
-            fix=Suggestion(kind="advice", reason=advice(profile, syncs)),
         )
 
 

@@ -2,17 +2,15 @@
 
 ## What it does
 
-Looks at what is live at the operator with the highest memory and lists each activation, gradient,
-temporary or input that holds at least 20 % of it: the operator and line that created it, and why it
-is still live. Parameters, buffers and optimizer state are always live and are left out. The price
-is how far the peak would fall without the tensor, which is less than its size if another moment of
-the step is nearly as high.
+Lists each activation, gradient, temporary or input that holds at least 20 % of the highest memory:
+the operator and line that created it, and why it is still live there. Parameters, buffers and
+optimizer state are always live and are left out. The price is the fall of the peak without the
+tensor, which is less than its size if another moment of the step is nearly as high.
 
 ## Why is this bad?
 
 If one tensor dominates the peak, one decision sets it: a batch size, a full table of logits, an
-attention matrix, a result that a variable still holds. Changing that place lowers the peak;
-changing any other does not.
+attention matrix, a result that a variable still holds. Only a change there lowers the peak.
 
 ## Example
 
@@ -60,7 +58,7 @@ from torchtrim.analysis.user_source import line_of
 from torchtrim.analysis.why_live import why_alive
 from torchtrim.core.units import format_bytes
 from torchtrim.records.commands import quoted
-from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.records.finding import Finding
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.profile import ALWAYS, Profile
 from torchtrim.rules.base import Rule
@@ -72,31 +70,25 @@ def check(profile: Profile) -> Iterator[Finding]:
     """Yield one finding for each tensor that dominates the peak."""
     at = peak_operator(profile)
     peak = timeline(profile).high[at] if at >= 0 else 0
-    large = [i for i in alive(profile, at) if _owns(profile, i, peak)]
-    why = why_alive(profile, large, at)
-    for index in large:
-        yield _finding(profile, index, peak, why[index])
-
-
-def _owns(profile: Profile, index: int, peak: int) -> bool:
-    storage = profile.storages[index]
-    return storage.kind not in ALWAYS and 0 < peak * _SHARE <= storage.counted
+    large = [
+        index
+        for index in alive(profile, at)
+        if profile.storages[index].kind not in ALWAYS
+        and 0 < peak * _SHARE <= profile.storages[index].counted
+    ]
+    for index, why in why_alive(profile, large, at).items():
+        yield _finding(profile, index, peak, why)
 
 
 def _finding(profile: Profile, index: int, peak: int, why: str) -> Finding:
     storage = profile.storages[index]
-    line = line_of(profile, storage.birth)
-    return Finding(
-        code=RULE.code,
-        path=line.path,
-        line=line.line,
-        end_line=line.line,
-        message=f"one {storage.kind} of {format_bytes(storage.counted)} is "
+    return line_of(profile, storage.birth).finding(
+        RULE.code,
+        f"one {storage.kind} of {format_bytes(storage.counted)} is "
         f"{storage.counted / peak:.0%} of the peak: {_maker(profile, index)}, {why}",
-        count_per_step=1,
+        _advice(profile, why),
         price_bytes=peak - peak_without(profile, [index]),
         source="modelled",
-        fix=Suggestion(kind="advice", reason=_advice(profile, why)),
     )
 
 
@@ -105,8 +97,8 @@ def _maker(profile: Profile, index: int) -> str:
     if storage.birth < 0:
         return f"{storage.name}, from before the step" if storage.name else "from before the step"
     module = profile.module_of(storage.birth)
-    made = f"created by {base_name(profile.operators[storage.birth].name)}"
-    return f"{made} in {module}" if module else made
+    maker = f"created by {base_name(profile.operators[storage.birth].name)}"
+    return f"{maker} in {module}" if module else maker
 
 
 def _advice(profile: Profile, why: str) -> str:

@@ -3,8 +3,8 @@
 ## What it does
 
 Finds gradients on which `zero_` ran outside of backward and that stay allocated through forward, or
-at the peak, until backward adds to them. The price is the bytes of those that are still zero at the
-peak. Gradients that hold values, as between micro-batches, are left out.
+at the peak, until backward adds to them. The price is the bytes that are still zero at the peak.
+Gradients that hold values, as between micro-batches, are left out.
 
 ## Why is this bad?
 
@@ -32,7 +32,7 @@ optimizer.zero_grad()
 
 ## Fix safety
 
-Equal in every step in which backward reaches each parameter, except for the sign of zeros: adding
+Equal in every step if backward reaches each parameter, except for the sign of zeros: adding
 `-0.0` to zeros gives `0.0`. Hence its class is `ROUNDING`. The optimizer skips a parameter whose
 gradient is `None`, while zeros still move it through momentum or weight decay: the finding says if
 a profile shows such parameters. Code that reads `.grad` between steps must expect `None`.
@@ -50,10 +50,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from torchtrim.analysis.timeline import peak_operator
-from torchtrim.analysis.user_source import SourceLine, line_of
+from torchtrim.analysis.user_source import CodeLine, line_of
 from torchtrim.analysis.why_live import Zeroed, zeroed_gradients
 from torchtrim.core.units import format_bytes
-from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
 
@@ -62,49 +62,34 @@ def check(profile: Profile) -> Iterator[Finding]:
     """Yield one finding for each line that fills gradients with zeros."""
     peak = peak_operator(profile)
     forward = [i for i, op in enumerate(profile.operators) if op.phase == "forward"]
-    lines: dict[SourceLine, list[Zeroed]] = defaultdict(list)
+    lines: dict[CodeLine, list[Zeroed]] = defaultdict(list)
     for zeroed in zeroed_gradients(profile):
-        if zeroed.first <= peak < zeroed.last or _any_between(forward, zeroed):
+        spans_forward = bisect_left(forward, zeroed.first) < bisect_left(forward, zeroed.last)
+        if zeroed.first <= peak < zeroed.last or spans_forward:
             lines[line_of(profile, zeroed.by)].append(zeroed)
-    for line, found in lines.items():
-        yield _finding(profile, line, found, peak)
+    for line, zeros in lines.items():
+        yield _finding(profile, line, zeros, peak)
 
 
-def _any_between(operators: list[int], zeroed: Zeroed) -> bool:
-    return bisect_left(operators, zeroed.first) < bisect_left(operators, zeroed.last)
-
-
-def _finding(profile: Profile, line: SourceLine, found: Sequence[Zeroed], peak: int) -> Finding:
-    gradients = {z.storage for z in found}
+def _finding(profile: Profile, line: CodeLine, zeros: Sequence[Zeroed], peak: int) -> Finding:
+    gradients = {z.storage for z in zeros}
     size = sum(profile.storages[i].counted for i in gradients)
-    at_peak = {z.storage for z in found if z.first <= peak < z.last}
+    at_peak = {z.storage for z in zeros if z.first <= peak < z.last}
     price = sum(profile.storages[i].counted for i in at_peak)
-    return Finding(
-        code=RULE.code,
-        path=line.path,
-        line=line.line,
-        end_line=line.line,
-        message=f"{_gradients(len(gradients))} ({format_bytes(size)}) are filled with zeros "
-        f"instead of dropped; {format_bytes(price)} of them are still zero at the peak",
-        count_per_step=len({z.by for z in found}),
-        price_bytes=price,
-        fix=_fix(found),
-    )
-
-
-def _fix(found: Sequence[Zeroed]) -> Suggestion:
-    unused = {z.storage for z in found} - {z.storage for z in found if z.accumulated}
-    if not unused:
-        return Suggestion(
-            kind="advice",
-            equivalence="ROUNDING",
-            reason="call zero_grad() without set_to_none=False, after the optimizer's step",
+    advice = "call zero_grad() without set_to_none=False, after the optimizer's step"
+    if unused := gradients - {z.storage for z in zeros if z.accumulated}:
+        advice = (
+            f"call zero_grad() without set_to_none=False; but {_gradients(len(unused))} got "
+            "nothing from backward in this step, and the optimizer skips a parameter without one"
         )
-    return Suggestion(
-        kind="advice",
-        equivalence="SEMANTIC",
-        reason=f"call zero_grad() without set_to_none=False; but {_gradients(len(unused))} got "
-        "nothing from backward in this step, and the optimizer skips a parameter without one",
+    return line.finding(
+        RULE.code,
+        f"{_gradients(len(gradients))} ({format_bytes(size)}) are filled with zeros "
+        f"instead of dropped; {format_bytes(price)} of them are still zero at the peak",
+        advice,
+        equivalence="SEMANTIC" if unused else "ROUNDING",
+        count_per_step=len({z.by for z in zeros}),
+        price_bytes=price,
     )
 
 

@@ -4,9 +4,9 @@
 
 Finds modules of one type that occur at least twice side by side, such as the layers of a
 transformer, and adds up the activations that they keep for backward at the peak, except their
-inputs and outputs. The price is how far recomputing all blocks would lower the peak; the finding
-also gives the additional time. Both come from the simulator that plans are computed with. Savings
-below 10 % of the peak are not reported.
+inputs and outputs. The price is the fall of the peak if all blocks are recomputed; the finding
+also gives the additional time. Both come from the planner's simulator. Savings below 10 % of the
+peak are not reported.
 
 ## Why is this bad?
 
@@ -55,7 +55,7 @@ from torchtrim.analysis.user_source import line_of
 from torchtrim.analysis.why_live import released_by_recompute
 from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records.commands import quoted
-from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Call, Profile
 from torchtrim.rules.base import Rule
 from torchtrim.step.from_profile import step_of
@@ -67,7 +67,7 @@ _SHARE = 0.1  # Arbitrary; as the documentation says.
 
 
 class _Blocks(NamedTuple):
-    """All calls of the repeated modules of one type: what they hold at the peak, what recomputing saves."""
+    """All calls of the repeated modules of one type: the bytes they hold at the peak, and the savings."""
 
     type: str
     modules: frozenset[int]
@@ -117,61 +117,43 @@ def _repeated_calls(profile: Profile) -> list[Call]:
     """Return calls, with gradients, of modules with a sibling of their type; the outermost calls only."""
     siblings = Counter((m.parent, m.type) for m in profile.modules if m.parent >= 0)
     repeated = {name for (_, name), count in siblings.items() if count > 1}
-    inside = _inside_own_type(profile)
+    around: list[frozenset[str]] = []  # for each module, the types around it without the root's
+    for module in profile.modules:
+        above = profile.modules[module.parent] if module.parent >= 0 else None
+        own = {above.type} if above is not None and above.parent >= 0 else set()
+        around.append((around[module.parent] if above is not None else frozenset()) | own)
     return [
         call
         for call in profile.calls
-        if call.graded
-        and call.first < call.last
-        and profile.modules[call.module].type in repeated
-        and profile.modules[call.module].parent >= 0
-        and not inside[call.module]
+        if call.graded and call.first < call.last
+        for module in (profile.modules[call.module],)
+        if module.type in repeated and module.parent >= 0 and module.type not in around[call.module]
     ]
 
 
-def _inside_own_type(profile: Profile) -> list[bool]:
-    """Return for each module whether it is nested in another of its type, ignoring the root."""
-    around: list[frozenset[str]] = []
-    for module in profile.modules:
-        if module.parent < 0:
-            around.append(frozenset())
-        else:
-            above = profile.modules[module.parent]
-            around.append(around[module.parent] | ({above.type} if above.parent >= 0 else set()))
-    return [m.type in types for m, types in zip(profile.modules, around, strict=True)]
-
-
 def _with_ancestors(profile: Profile, modules: Iterable[int]) -> set[int]:
-    found: set[int] = set()
+    nested: set[int] = set()
     for index in modules:
-        while index >= 0 and index not in found:
-            found.add(index)
+        while index >= 0 and index not in nested:
+            nested.add(index)
             index = profile.modules[index].parent
-    return found
+    return nested
 
 
 def _finding(profile: Profile, blocks: _Blocks, peak: int) -> Finding:
-    line = line_of(profile, blocks.calls[0].first)
     paths = [profile.modules[i].path for i in sorted(blocks.modules)]
-    extra = format_seconds(blocks.seconds)
-    return Finding(
-        code=RULE.code,
-        path=line.path,
-        line=line.line,
-        end_line=line.line,
-        message=f"{len(paths)} {blocks.type} blocks ({paths[0]} to {paths[-1]}) keep "
+    return line_of(profile, blocks.calls[0].first).finding(
+        RULE.code,
+        f"{len(paths)} {blocks.type} blocks ({paths[0]} to {paths[-1]}) keep "
         f"{format_bytes(blocks.held)} of activations at the peak; computing them again in backward "
         f"frees about {format_bytes(blocks.saved)}, {blocks.saved / peak:.0%} of the peak, for "
-        f"about {extra} more a step",
+        f"about {format_seconds(blocks.seconds)} more a step",
+        f"`torchtrim optimize {quoted(profile.script)} --memory 60%` chooses which of them to "
+        "recompute and proves that the step computes the same",
+        equivalence="BITWISE",
         count_per_step=len(blocks.calls),
         price_bytes=blocks.saved,
         source="modelled",
-        fix=Suggestion(
-            kind="advice",
-            equivalence="BITWISE",
-            reason=f"`torchtrim optimize {quoted(profile.script)} --memory 60%` chooses which of them to "
-            "recompute and proves that the step computes the same",
-        ),
     )
 
 

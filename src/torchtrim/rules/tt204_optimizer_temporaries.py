@@ -3,9 +3,8 @@
 ## What it does
 
 Finds `step` calls of torch's own optimizers that run `foreach`, the default on a GPU, and set the
-peak with their temporaries. The price is how far updating one parameter at a time would lower the
-peak, from the simulator that plans are computed with. Savings below 5 % of the peak are not
-reported.
+peak with their temporaries. The price is the fall of the peak if one parameter is updated at a time,
+from the planner's simulator. Savings below 5 % of the peak are not reported.
 
 ## Why is this bad?
 
@@ -46,13 +45,12 @@ from collections.abc import Iterator
 from torchtrim.analysis.user_source import line_of
 from torchtrim.core.units import format_bytes
 from torchtrim.records.commands import quoted
-from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.optimizers import FOREACH, OptimizerCall, in_chunks, optimizer_calls
 from torchtrim.step.simulate import simulate
-from torchtrim.step.step import Step
 
 _SHARE = 0.05  # Arbitrary; as the documentation says.
 
@@ -60,44 +58,29 @@ _SHARE = 0.05  # Arbitrary; as the documentation says.
 def check(profile: Profile) -> Iterator[Finding]:
     """Yield one finding for the optimizer whose step sets the peak."""
     step = step_of(profile)
-    whole = simulate(step)
-    for calls in optimizer_calls(step).values():
-        for seen in calls:
-            at_peak = seen.span.first <= whole.task < seen.span.last
-            if at_peak and seen.style == FOREACH:
-                saved = whole.peak_bytes - _without(step, seen)
-                if saved >= _SHARE * whole.peak_bytes > 0:
-                    yield _finding(profile, seen, saved, saved / whole.peak_bytes)
+    original = simulate(step)
+    for call in (call for calls in optimizer_calls(step).values() for call in calls):
+        if call.style == FOREACH and call.span.first <= original.task < call.span.last:
+            one_by_one = tuple((number,) for number in range(len(call.step.updates)))
+            edit = in_chunks(step, call, one_by_one)
+            changed = simulate(step, [edit] if edit is not None else [])
+            saved = original.peak_bytes - changed.peak_bytes
+            if saved >= _SHARE * original.peak_bytes > 0:
+                yield _finding(profile, call, saved, saved / original.peak_bytes)
 
 
-def _without(step: Step, seen: OptimizerCall) -> int:
-    """Return the peak if one parameter is updated at a time."""
-    edit = in_chunks(step, seen, tuple((number,) for number in range(len(seen.step.updates))))
-    return simulate(step, [edit] if edit is not None else []).peak_bytes
-
-
-def _finding(profile: Profile, seen: OptimizerCall, saved: int, share: float) -> Finding:
-    line = line_of(profile, seen.span.first)
-    name = seen.step.type.rpartition(".")[2]
-    return Finding(
-        code=RULE.code,
-        path=line.path,
-        line=line.line,
-        end_line=line.line,
-        message=f"{name} updates {len(seen.step.updates)} parameters at once (foreach), and its "
-        f"temporaries set the peak; one at a time would free {format_bytes(saved)}, {share:.0%} of "
-        "the peak",
-        count_per_step=1,
+def _finding(profile: Profile, call: OptimizerCall, saved: int, share: float) -> Finding:
+    return line_of(profile, call.span.first).finding(
+        RULE.code,
+        f"{call.step.type.rpartition('.')[2]} updates {len(call.step.updates)} parameters at once "
+        f"(foreach), and its temporaries set the peak; one at a time would free {format_bytes(saved)}, "
+        f"{share:.0%} of the peak",
+        f"`torchtrim optimize {quoted(profile.script)} --memory {max(100 - int(100 * share), 1)}%` "
+        "does that bit for bit; `fused=True`, if the optimizer supports it, allocates nothing and "
+        "rounds differently",
+        equivalence="BITWISE",
         price_bytes=saved,
         source="modelled",
-        fix=Suggestion(
-            kind="advice",
-            equivalence="BITWISE",
-            reason=f"`torchtrim optimize {quoted(profile.script)} --memory "
-            f"{max(100 - int(100 * share), 1)}%` does that bit for bit; `fused=True`, where the "
-            "optimizer has it, allocates nothing and rounds "
-            "otherwise",
-        ),
     )
 
 

@@ -3,14 +3,14 @@
 ## What it does
 
 Finds gradients that are live when a step begins, that no operator reads or writes, and that are
-dropped before backward creates new ones. The price is how far the peak would fall without them.
-Savings below 2 % of the peak are not reported. Gradients that are added to, as between
-micro-batches, are left out.
+dropped before backward creates new ones. The price is the fall of the peak without them. Savings
+below 2 % of the peak are not reported. Gradients that are added to, as between micro-batches, are
+left out.
 
 ## Why is this bad?
 
 Once the optimizer has stepped, gradients are useless. If `zero_grad` comes right before `backward`,
-they are live beside all activations of the next forward, at whose end the peak usually is.
+they are live beside all activations at the end of the next forward, where the peak usually is.
 
 ## Example
 
@@ -45,7 +45,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchtrim.analysis.held import finding_at, freed, is_much, stale_gradients
-from torchtrim.analysis.user_source import SourceLine
+from torchtrim.analysis.user_source import CodeLine
 from torchtrim.core.units import format_bytes
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
@@ -61,7 +61,7 @@ def check(profile: Profile) -> Iterator[Finding]:
         size = format_bytes(sum(profile.storages[n].counted for n in stale))
         yield finding_at(
             RULE.code,
-            SourceLine(profile.script, 0),
+            CodeLine(profile.script, 0),
             saved,
             f"{many} of the previous step ({size}) are dropped only after the next forward has begun; "
             f"the peak is {format_bytes(saved)} higher for it",

@@ -2,10 +2,10 @@
 
 ## What it does
 
-Finds storages that live until the end of the step although neither an operator nor backward reads
-them any more, and those that the same variable held from the previous step: logits, losses,
-batches. The price is how far the peak would fall without them. Savings below 2 % of the peak are
-not reported. A graph kept as a whole is TT207.
+Finds storages (logits, losses, batches) that live until the end of the step although neither an
+operator nor backward reads them any more, and the same variable's storages from the previous step.
+The price is the fall of the peak without them. Savings below 2 % of the peak are not reported. A
+graph kept as a whole is TT207.
 
 ## Why is this bad?
 
@@ -56,7 +56,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from torchtrim.analysis.held import finding_at, freed, is_much, named, retained
-from torchtrim.analysis.user_source import SourceLine, line_of
+from torchtrim.analysis.user_source import CodeLine, line_of
 from torchtrim.core.units import format_bytes
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
@@ -67,7 +67,7 @@ def check(profile: Profile) -> Iterator[Finding]:
     """Yield one finding for each line whose results are kept."""
     if retained(profile):
         return
-    lines: dict[SourceLine, dict[int, int]] = defaultdict(dict)
+    lines: dict[CodeLine, dict[int, int]] = defaultdict(dict)
     for maker, deaths in named(profile).items():
         lines[line_of(profile, maker)].update(deaths)
     for line, deaths in lines.items():

@@ -2,10 +2,9 @@
 
 ## What it does
 
-Finds steps in which most of what autograd saved is still live after backward has used it, without a
-second backward that needs it. The price is how far the peak would fall if each tensor were dropped
-when backward used it, including those left from the previous step. Savings below 2 % of the peak
-are not reported.
+Finds steps whose saved tensors are mostly still live after backward has used them, without a second
+backward that needs them. The price is the fall of the peak if each tensor were dropped when backward
+used it, leftovers of the previous step included. Savings below 2 % of the peak are not reported.
 
 ## Why is this bad?
 

@@ -2,15 +2,15 @@
 
 ## What it does
 
-Finds model calls with gradients enabled that no backward of the step reaches, and what they keep.
-The price is how far the peak would fall if each tensor were dropped after its last read. Savings
-below 2 % of the peak are not reported.
+Finds model calls with gradients enabled that no backward of the step reaches, and the tensors they
+keep. The price is the fall of the peak if each tensor were dropped after its last read. Savings below
+2 % of the peak are not reported.
 
 ## Why is this bad?
 
-While gradients are enabled, every operator keeps what its backward would need until the result is
-released. That is most of the memory of training, spent on evaluation, on a teacher, or on a
-generator whose output is detached.
+While gradients are enabled, every operator keeps its saved tensors until the result is released.
+That is most of the memory of training, spent on evaluation, on a teacher, or on a generator whose
+output is detached.
 
 ## Example
 

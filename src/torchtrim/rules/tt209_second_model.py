@@ -4,8 +4,7 @@
 
 Finds tensors that a step writes from the parameters after the optimizer has stepped, such as an
 exponential moving average, and models that run without gradients and are as large as the trained
-one. The price is how far the peak would fall without them. Savings below 2 % of the peak are not
-reported.
+one. The price is the fall of the peak without them. Savings below 2 % of the peak are not reported.
 
 ## Why is this bad?
 

@@ -8,8 +8,8 @@ tensors, Python objects and, for entries that hold autograd graphs, at least the
 from step to step. The finding points to the line that fills the container. A list of numbers costs
 almost nothing and is not reported: a finding needs 2 % of the peak over a thousand steps, and a KiB
 a step, unless it holds graphs. Graphs show in five steps or more (`--steps 3`, the default, with
-one warm-up step and one recorded step), containers in six: the filling line is found in a separate
-step that does not count in any figure.
+one warm-up step and one recorded step), containers in six: a separate step, which counts in no
+figure, finds the filling line.
 
 ## Why is this bad?
 
@@ -59,9 +59,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torchtrim.analysis.user_source import line_of_growth
 from torchtrim.core.units import format_bytes
-from torchtrim.records.finding import Finding, Suggestion
-from torchtrim.records.profile import Growth, Place, Profile
+from torchtrim.records.finding import Finding
+from torchtrim.records.profile import Growth, Profile
 from torchtrim.rules.base import Rule
 
 _STEPS = 1000  # Arbitrary; a short training run.
@@ -75,63 +76,40 @@ def check(profile: Profile) -> Iterator[Finding]:
     if not profile.operators:
         return
     for growth in profile.growths:
-        if _is_graph(growth) or _is_much(profile, growth):
-            yield _finding(profile, growth)
+        is_much = _STEPS * growth.bytes >= _SHARE * profile.peak_bytes
+        if _is_graph(growth) or (is_much and growth.bytes >= _LEAST):
+            line, inside = line_of_growth(profile, growth)
+            yield line.finding(
+                RULE.code,
+                _message(growth) + inside,
+                _advice(growth),
+                equivalence="BITWISE" if _is_graph(growth) else None,
+                count_per_step=max(round(growth.entries), 1),
+                price_bytes=growth.bytes,
+            )
 
 
 def _is_graph(growth: Growth) -> bool:
     return growth.kind == "graph" or growth.kind.endswith(_OF_GRAPHS)
 
 
-def _is_much(profile: Profile, growth: Growth) -> bool:
-    over_steps = _STEPS * growth.bytes
-    return growth.bytes >= _LEAST and over_steps >= _SHARE * profile.peak_bytes
-
-
-def _finding(profile: Profile, growth: Growth) -> Finding:
-    filled, led = (_place(profile, index) for index in (growth.place, growth.caller))
-    place = led or filled
-    inside = ""
-    if led is not None and filled is not None:
-        file = filled.path.replace("\\", "/").rpartition("/")[2]
-        inside = f", filled at {file}:{filled.line} in {filled.function}"
-    return Finding(
-        code=RULE.code,
-        path=place.path if place else profile.script,
-        line=place.line if place else 0,
-        end_line=place.line if place else 0,
-        message=_message(growth) + inside,
-        count_per_step=max(round(growth.entries), 1),
-        price_bytes=growth.bytes,
-        fix=_fix(growth),
-    )
-
-
-def _place(profile: Profile, index: int) -> Place | None:
-    return profile.places[index] if index >= 0 else None
-
-
 def _message(growth: Growth) -> str:
     more = f"{format_bytes(growth.bytes)} a step"
     if growth.kind == "graph":
-        nodes = f"{growth.entries:g} operators and {more}"
-        return f"the graph of {growth.name} grows by {nodes}"
+        return f"the graph of {growth.name} grows by {growth.entries:g} operators and {more}"
     entries = f"{growth.entries:g} entr{'y' if growth.entries == 1 else 'ies'}"
     kind = growth.kind.removesuffix(_OF_GRAPHS)
     held = ", and its tensors hold their graphs" if _is_graph(growth) else ""
     return f"{kind} {growth.name} grows by {entries} and {more}{held}"
 
 
-def _fix(growth: Growth) -> Suggestion:
+def _advice(growth: Growth) -> str:
     if _is_graph(growth):
         what = growth.name if growth.kind == "graph" else "the entry"
-        reason = f"detach it: keep tensor.detach() where {what} is kept beyond the step"
-        return Suggestion(kind="advice", equivalence="BITWISE", reason=reason)
+        return f"detach it: keep tensor.detach() where {what} is kept beyond the step"
     if growth.kind == "lru_cache":
-        reason = "functools.lru_cache(maxsize=n) in place of maxsize=None"
-    else:
-        reason = "keep only the newest entries, such as in collections.deque(maxlen=n), or on disk"
-    return Suggestion(kind="advice", reason=reason)
+        return "functools.lru_cache(maxsize=n) in place of maxsize=None"
+    return "keep only the newest entries, such as in collections.deque(maxlen=n), or on disk"
 
 
 RULE = Rule(code="TT210", name="grows-from-step-to-step", check=check)

@@ -4,8 +4,8 @@
 
 Finds operators that run again in backward because the script checkpoints, and activations that it
 copies to the host and back. The price is the time that they take. The message gives an upper bound
-of the peak without them, from the simulator that plans are computed with. Less than 3 % of the
-step's time is not reported.
+of the peak without them, from the planner's simulator. Less than 3 % of the step's time is not
+reported.
 
 ## Why is this bad?
 
@@ -33,7 +33,7 @@ needs.
 ## Fix safety
 
 Bitwise equal if the checkpoint was: it draws the same random numbers (`preserve_rng_state=True`,
-the default), and what it runs twice has no side effects. BatchNorm inside a checkpoint updates its
+the default), and the code inside has no side effects. BatchNorm inside a checkpoint updates its
 statistics twice, and without it once.
 
 ## References
@@ -51,7 +51,7 @@ from typing import NamedTuple
 from torchtrim.analysis.prices import device_of
 from torchtrim.analysis.user_source import line_of
 from torchtrim.core.units import format_bytes, format_seconds
-from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.records.finding import Finding
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.profile import DEVICE_POOL, Operator, Profile, is_emulated
 from torchtrim.rules.base import Rule
@@ -64,7 +64,7 @@ _SHARE = 0.03  # Arbitrary; as the documentation says.
 
 
 class _Saving(NamedTuple):
-    """The script's own way to save memory: its operators, and the tensors that would be kept without them."""
+    """The script's own way to save memory: its operators, and the tensors kept without them."""
 
     what: str
     advice: str
@@ -86,18 +86,15 @@ def check(profile: Profile) -> Iterator[Finding]:
 def _finding(profile: Profile, step: Step, saving: _Saving, seconds: float) -> Finding:
     now = simulate(step).peak_bytes
     without = simulate(step, [Edit(blocks=saving.kept)]).peak_bytes
-    line = line_of(profile, saving.operators[0])
-    return Finding(
-        code=RULE.code,
-        path=line.path,
-        line=line.line,
-        end_line=line.line,
-        message=f"{saving.what} {format_seconds(seconds)} of each step; without it the peak is "
+    return line_of(profile, saving.operators[0]).finding(
+        RULE.code,
+        f"{saving.what} {format_seconds(seconds)} of each step; without it the peak is "
         f"{format_bytes(max(without, now))} at most, and with it {format_bytes(now)}",
+        saving.advice,
+        equivalence="BITWISE",
         count_per_step=len(saving.operators),
         price_ms=1e3 * seconds,
         source="modelled",
-        fix=Suggestion(kind="advice", equivalence="BITWISE", reason=saving.advice),
     )
 
 
@@ -105,7 +102,7 @@ def _checkpointing(profile: Profile) -> _Saving:
     """Find operators that run again; without checkpointing, their saved tensors would be kept from the
     first run on."""
     first: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
-    read = _read_in_backward(profile)
+    read = {n for op in profile.operators if op.phase == "backward" for n in _read(op)}
     again, kept = [], []
     for index, op in enumerate(profile.operators):
         key = op.module, op.name
@@ -116,7 +113,7 @@ def _checkpointing(profile: Profile) -> _Saving:
             begins = first[key].pop() if first[key] else index
             kept += [
                 Block(storage.bytes, begins, index)
-                for number in _made(op)
+                for number in _written(op)
                 if (storage := profile.storages[number]).birth == index and number in read
             ]
     return _Saving(
@@ -134,15 +131,19 @@ def _offload(profile: Profile) -> _Saving:
     for index, op in enumerate(profile.operators):
         if base_name(op.name) not in ("aten::_to_copy", "aten::copy_"):
             continue
-        given = [n for n in _read(op) if n not in _made(op)]
-        for one in (n for n in _made(op) if profile.storages[n].birth <= index):
-            there = profile.storages[one].pool != DEVICE_POOL
-            if op.phase == "forward" and there and any(_is_activation(profile, n) for n in given):
-                away[one] = index
-            elif op.phase == "backward" and not there and any(n in away for n in given):
-                begins = next(away[n] for n in given if n in away)
+        sources = _read(op) - _written(op)
+        is_activation = any(
+            profile.storages[n].pool == DEVICE_POOL and profile.storages[n].birth >= 0
+            for n in sources
+        )
+        for number in (n for n in _written(op) if profile.storages[n].birth <= index):
+            target = profile.storages[number]
+            if op.phase == "forward" and target.pool != DEVICE_POOL and is_activation:
+                away[number] = index
+            elif op.phase == "backward" and target.pool == DEVICE_POOL and sources & away.keys():
+                begins = next(away[n] for n in sources if n in away)
                 operators += [begins, index]
-                kept.append(Block(profile.storages[one].bytes, begins, index))
+                kept.append(Block(target.bytes, begins, index))
     return _Saving(
         "the script's own offload copies activations to the host and back, for",
         "remove it if that fits; else `torchtrim optimize` copies only what it must, while the "
@@ -152,20 +153,11 @@ def _offload(profile: Profile) -> _Saving:
     )
 
 
-def _is_activation(profile: Profile, number: int) -> bool:
-    storage = profile.storages[number]
-    return storage.pool == DEVICE_POOL and storage.birth >= 0
-
-
-def _read_in_backward(profile: Profile) -> set[int]:
-    return {n for op in profile.operators if op.phase == "backward" for n in _read(op)}
-
-
 def _read(op: Operator) -> set[int]:
     return {use.storage for use in op.inputs}
 
 
-def _made(op: Operator) -> set[int]:
+def _written(op: Operator) -> set[int]:
     return {use.storage for use in op.outputs} | set(op.mutates)
 
 

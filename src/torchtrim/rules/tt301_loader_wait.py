@@ -54,13 +54,15 @@ from collections.abc import Iterator
 from math import ceil
 
 from torchtrim.analysis.loaders import verdict
+from torchtrim.analysis.user_source import CodeLine
 from torchtrim.core.units import format_seconds
-from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.records.finding import Finding
 from torchtrim.records.loader import LoaderCost
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
 
-_WAITED = 0.2  # Arbitrary; as the documentation says. What waiting costs was not measured then.
+_WAITED = 0.2  # Arbitrary; as the documentation says: without a comparison, waits may cost less.
+_MOST_WORKERS = 8  # Arbitrary; if the number of cores is unknown.
 
 
 def check(profile: Profile) -> Iterator[Finding]:
@@ -82,69 +84,48 @@ def compared(script: str, cost: LoaderCost) -> Iterator[Finding]:
     if (found := verdict(cost)) is None:
         return
     ready = format_seconds(cost.ready_seconds or 0.0)
+    workers = cost.settings.workers
+    having = f"with {_count(workers)}" if workers else "without workers"
     because = f": {found.because}" if found.because else ""
-    yield Finding(
-        code=RULE.code,
-        path=cost.path or script,
-        line=cost.line,
-        end_line=cost.line,
-        message=f"the step takes {format_seconds(cost.step_seconds)}, and {ready} with its batch already "
-        f"there: the loader, {_with(cost.settings.workers)}, costs {cost.price / cost.step_seconds:.0%}"
-        f"{because}",
+    yield CodeLine(cost.path or script, cost.line).finding(
+        RULE.code,
+        f"the step takes {format_seconds(cost.step_seconds)}, and {ready} with its batch already "
+        f"there: the loader, {having}, costs {cost.price / cost.step_seconds:.0%}{because}",
+        found.advice,
         count_per_step=cost.batches,
         price_ms=cost.price * 1e3,
-        fix=Suggestion(kind="advice", reason=found.advice),
     )
 
 
 def _waited(profile: Profile, waited: float, step: float) -> Finding:
     cost = profile.loader
-    return Finding(
-        code=RULE.code,
-        path=(cost.path if cost else "") or profile.script,
-        line=cost.line if cost else 0,
-        end_line=cost.line if cost else 0,
-        message=f"the step waits {format_seconds(waited)} of {format_seconds(step)} "
-        f"({waited / step:.0%}) for its data loader, which has {_count(_workers(profile))}",
+    workers = cost.settings.workers if cost else max(wait.workers for wait in profile.waits)
+    pinned = "" if profile.device.startswith("cpu") else ", pin_memory=True"
+    advice = (
+        f"more than num_workers={workers}{pinned} while there are cores to run them; beyond that, "
+        "make reading a sample cheaper: decode once and store, or transform batches on the device"
+    )
+    if workers == 0:
+        # As many as read a batch in the time of the rest of the step.
+        enough = max(ceil(waited / max(step - waited, 1e-9)), 1)
+        most = max(cost.cores if cost else _MOST_WORKERS, 1)
+        advice = (
+            f"num_workers={min(enough, most)}, persistent_workers=True{pinned}: "
+            "workers read the next batches while the step computes"
+        )
+    path = (cost.path if cost else "") or profile.script
+    return CodeLine(path, cost.line if cost else 0).finding(
+        RULE.code,
+        f"the step waits {format_seconds(waited)} of {format_seconds(step)} "
+        f"({waited / step:.0%}) for its data loader, which has {_count(workers)}",
+        advice,
         count_per_step=max(len(profile.waits), 1),
         price_ms=waited * 1e3,
-        fix=Suggestion(kind="advice", reason=_advice(profile, waited, step)),
     )
-
-
-def _with(workers: int) -> str:
-    return f"with {_count(workers)}" if workers else "without workers"
 
 
 def _count(workers: int) -> str:
     return f"{workers} worker{'s' * (workers != 1)}"
-
-
-def _workers(profile: Profile) -> int:
-    if profile.loader is not None:
-        return profile.loader.settings.workers
-    return max(wait.workers for wait in profile.waits)
-
-
-def _advice(profile: Profile, waited: float, step: float) -> str:
-    pinned = "" if profile.device.startswith("cpu") else ", pin_memory=True"
-    workers = _workers(profile)
-    if workers == 0:
-        return (
-            f"num_workers={_enough(profile, waited, step)}, persistent_workers=True{pinned}: "
-            "workers read the next batches while the step computes"
-        )
-    return (
-        f"more than num_workers={workers}{pinned} while there are cores to run them; beyond that, "
-        "make reading a sample cheaper: decode once and store, or transform batches on the device"
-    )
-
-
-def _enough(profile: Profile, waited: float, step: float) -> int:
-    """Return the workers that read a batch in the time of the rest of the step; 1 to 8, or to the cores."""
-    most = profile.loader.cores if profile.loader is not None else 8
-    computing = max(step - waited, 1e-9)
-    return min(max(ceil(waited / computing), 1), max(most, 1))
 
 
 RULE = Rule(code="TT301", name="loader-dominates", check=check)

@@ -7,8 +7,8 @@ from a learnt table indexed once for each pair of tokens: a bias of (heads, L, L
 (batch, heads, L, L), vectors of (L, L, head_dim) on queries, keys or values, and decomposed
 positions, whose rows and columns are added up to L x L. It finds them in hand-written attention and
 in the `attn_mask` of torch's. Masks (causal, padding), ALiBi and positions added to tokens do not
-count. The price in bytes is how far the peak would fall without these tensors, in ms the time of
-their operators in forward and backward. Less than 1 % of the step and of the peak is not reported.
+count. The price in bytes is the fall of the peak without these tensors, in ms the time of their
+operators in forward and backward. Less than 1 % of the step and of the peak is not reported.
 
 ## Why is this bad?
 
@@ -53,14 +53,14 @@ another function, and need new training.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torchtrim.analysis.positions import Written, modules_of, replaceable, written_positions
-from torchtrim.analysis.timeline import peak_operator, peak_without, timeline
-from torchtrim.analysis.user_source import SourceLine, line_of
+from torchtrim.analysis.timeline import peak_without, timeline
+from torchtrim.analysis.user_source import CodeLine, line_of
 from torchtrim.core.units import format_bytes
 from torchtrim.records.commands import quoted
-from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.rules.base import Rule
 
@@ -75,109 +75,81 @@ _WORDS = {
 
 def check(profile: Profile) -> Iterator[Finding]:
     """Yield one finding for each line that indexes a table for every pair."""
-    lines: dict[SourceLine, list[Written]] = defaultdict(list)
-    for one in written_positions(profile):
-        lines[line_of(profile, one.gather)].append(one)
-    at = peak_operator(profile)
-    peak = timeline(profile).high[at] if at >= 0 else 0
-    for line, found in lines.items():
-        finding = _finding(profile, line, found, peak)
-        share = max(_share(finding.price_bytes, peak), _seconds_share(profile, found))
-        if share >= _SHARE:
+    lines: dict[CodeLine, list[Written]] = defaultdict(list)
+    for written in written_positions(profile):
+        lines[line_of(profile, written.gather)].append(written)
+    peak = max(timeline(profile).high, default=0)
+    for line, positions in lines.items():
+        own = {i for written in positions for i in written.operators}
+        operators = own | {i for i, op in enumerate(profile.operators) if op.forward in own}
+        finding = _finding(profile, line, positions, operators, peak)
+        seconds = sum(profile.operators[i].seconds for i in operators)
+        if _is_much(finding.price_bytes or 0, peak) or _is_much(seconds, profile.step_seconds):
             yield finding
 
 
-def _share(part: float | None, whole: float) -> float:
-    return (part or 0) / whole if whole else 0.0
+def _is_much(part: float, total: float) -> bool:
+    return total > 0 and part / total >= _SHARE
 
 
-def _seconds_share(profile: Profile, found: Sequence[Written]) -> float:
-    return _share(_seconds(profile, found), profile.step_seconds)
-
-
-def _with_backward(profile: Profile, found: Sequence[Written]) -> set[int]:
-    own = {i for one in found for i in one.operators}
-    return own | {i for i, op in enumerate(profile.operators) if op.forward in own}
-
-
-def _seconds(profile: Profile, found: Sequence[Written]) -> float:
-    return sum(profile.operators[i].seconds for i in _with_backward(profile, found))
-
-
-def _bytes(profile: Profile, found: Sequence[Written], peak: int) -> tuple[int, int]:
-    """Return the bytes that the operators allocated in the step, and how far the peak would fall without
-    them."""
-    operators = _with_backward(profile, found)
+def _finding(
+    profile: Profile,
+    line: CodeLine,
+    positions: Sequence[Written],
+    operators: Collection[int],
+    peak: int,
+) -> Finding:
+    modules = sorted(modules_of(profile, positions))
     born = [
         number
         for number, storage in enumerate(profile.storages)
         if storage.birth in operators and storage.kind in ("activation", "temporary")
     ]
-    made = sum(profile.storages[number].counted for number in born)
-    return made, peak - peak_without(profile, born)
-
-
-def _finding(profile: Profile, line: SourceLine, found: Sequence[Written], peak: int) -> Finding:
-    modules = sorted(modules_of(profile, found))
-    made, size = _bytes(profile, found, peak)
-    pairs = " x ".join(map(str, found[0].scores[-2:]))
-    calls = len({one.at for one in found})
+    allocated = sum(profile.storages[number].counted for number in born)
+    saved = peak - peak_without(profile, born)
+    pairs = " x ".join(map(str, positions[0].scores[-2:]))
+    calls = len({written.at for written in positions})
+    where = " to ".join(dict.fromkeys((modules[0], modules[-1])))
+    seconds = sum(profile.operators[i].seconds for i in operators)
     measured = not is_emulated(profile.device)
-    return Finding(
-        code=RULE.code,
-        path=line.path,
-        line=line.line,
-        end_line=line.line,
-        message=f"relative positions are materialized: {_WORDS[found[0].form].format(pairs=pairs)} "
-        f"in {calls} attention{'s' * (calls != 1)}{_of(modules)}; a step allocates {format_bytes(made)} "
-        f"for that, {format_bytes(size)} of it at the peak",
-        count_per_step=len({one.gather for one in found}),
-        price_ms=_seconds(profile, found) * 1e3 if measured else None,
-        price_bytes=size,
+    return line.finding(
+        RULE.code,
+        f"relative positions are materialized: {_WORDS[positions[0].form].format(pairs=pairs)} "
+        f"in {calls} attention{'s' * (calls != 1)}{f' ({where})' if any(modules) else ''}; "
+        f"a step allocates {format_bytes(allocated)} for that, {format_bytes(saved)} of it at the peak",
+        f"{_change(profile, modules)}. {_measure(positions[0])}",
+        equivalence="ROUNDING",
+        count_per_step=len({written.gather for written in positions}),
+        price_ms=seconds * 1e3 if measured else None,
+        price_bytes=saved,
         source="measured" if measured else "modelled",
-        fix=_fix(profile, found, modules),
     )
 
 
-def _of(modules: Sequence[str]) -> str:
-    if not any(modules):
-        return ""
-    return f" ({modules[0]})" if len(modules) == 1 else f" ({modules[0]} to {modules[-1]})"
-
-
-def _fix(profile: Profile, found: Sequence[Written], modules: Sequence[str]) -> Suggestion:
-    known = replaceable(profile, modules)
-    change = (
-        "call torchtrim.attention.relative_attention, or the adapter for this model beside it, which "
-        "does not materialize a tensor of query times key"
-    )
-    if not known and (types := _types(profile, modules)):
-        change = f"{change}; {types} is not among the modules that it replaces"
-    if known:
+def _change(profile: Profile, modules: Sequence[str]) -> str:
+    if known := replaceable(profile, modules):
         script = quoted(profile.script or "SCRIPT")
-        change = (
+        return (
             f"the technique relative_attention replaces {len(known)} of {len(modules)} modules: "
             f"`torchtrim plan {script} --memory 60%` chooses it where it helps, and `verify` proves "
             "that the step computes the same"
         )
-    return Suggestion(
-        kind="advice", equivalence="ROUNDING", reason=f"{change}. {_measure(found[0])}"
+    change = (
+        "call torchtrim.attention.relative_attention, or the adapter for this model beside it, which "
+        "does not materialize a tensor of query times key"
     )
+    by_path = {module.path: module.type for module in profile.modules}
+    types = ", ".join(dict.fromkeys(by_path[path] for path in modules if path in by_path))
+    return f"{change}; {types} is not among the modules that it replaces" if types else change
 
 
-def _types(profile: Profile, modules: Sequence[str]) -> str:
-    """Return the classes of these modules."""
-    types = {module.path: module.type for module in profile.modules}
-    return ", ".join(dict.fromkeys(types[path] for path in modules if path in types))
-
-
-def _measure(one: Written) -> str:
+def _measure(written: Written) -> str:
     """Return the call that measures, on this shape, options that change the function."""
-    *leading, queries, _ = one.scores
+    *leading, queries, _ = written.scores
     batch, heads = (leading[0], leading[-1]) if len(leading) > 1 else (1, leading[0])
     return (
-        f"torchtrim.attention.advise({batch}, {heads}, tokens={queries}) measures what pooling, fewer "
-        "buckets or fewer encodings would save on this shape"
+        f"torchtrim.attention.advise({batch}, {heads}, tokens={queries}) measures the savings of pooling, "
+        "fewer buckets or fewer encodings on this shape"
     )
 
 

@@ -2,10 +2,10 @@
 
 ## What it does
 
-Finds what a CUDA graph cannot hold, or would replay wrongly: host-device syncs, copies from host
-memory, host numbers that would keep their captured values, random generators unknown to the graph,
-optimizers that count their steps on the host, collectives, and operators whose source was not read.
-It runs only on request: `torchtrim diagnose --capture`. It does not need a GPU.
+Finds code that a CUDA graph cannot capture, or would replay wrongly: host-device syncs, copies from
+host memory, host numbers that would keep their captured values, random generators unknown to the
+graph, optimizers that count their steps on the host, collectives, and operators whose source was not
+read. It runs only on request: `torchtrim diagnose --capture`. It does not need a GPU.
 
 ## Why is this bad?
 
@@ -62,8 +62,8 @@ from torchtrim.analysis.syncs import (
     line_of_sync,
     times,
 )
-from torchtrim.analysis.user_source import SourceLine, SourceLines, line_of
-from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.analysis.user_source import CodeLine, SourceLines, line_of
+from torchtrim.records.finding import Finding
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.profile import Operator, Place, Profile
 from torchtrim.rules.base import Rule
@@ -72,7 +72,7 @@ from torchtrim.syncs.lookup import row
 
 _COPIES = frozenset(("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_", "aten::copy"))
 _COLLECTIVES = ("c10d::", "_c10d_functional::", "c10d_functional::")
-_STATEMENT = 4  # Arbitrary; lines of a call over which `generator=` may stand.
+_STATEMENT = 4  # Arbitrary: lines of a call that may contain `generator=`.
 
 
 class Obstacle(NamedTuple):
@@ -85,91 +85,77 @@ class Obstacle(NamedTuple):
 
 _UPLOAD = Obstacle(
     "host memory",
-    "copies from the host's memory, and a replay copies what is at the same address then",
-    "copy into a tensor of the device that stays, before the replay",
+    "copies from host memory, and a replay copies the contents of the same address",
+    "copy into a tensor that stays on the device, before the replay",
 )
 _NUMBER = Obstacle(
     "host number",
-    "computes with a tensor of the host, whose number stays what it was at the capture",
+    "computes with a tensor on the host, whose number stays as captured",
     "keep the number in a tensor on the device, and write to it before the replay",
 )
 _STEPS = Obstacle(
     "optimizer",
     "the optimizer counts its steps on the host, which a replay does not",
-    "make it with capturable=True",
+    "create it with capturable=True",
 )
 _GENERATOR = Obstacle(
     "generator",
-    "draws from a generator of its own, which the graph does not know",
+    "draws from its own generator, which the graph does not know",
     "register it: graph.register_generator_state(generator), or draw from the device's own generator",
 )
 _COLLECTIVE = Obstacle(
     "collective",
-    "a collective: NCCL's can be captured after warm-up, those of other backends cannot",
+    "a collective: NCCL's can be captured after warm-up, other backends' cannot",
     "run 11 steps before the capture, and capture with NCCL 2.9.6 or newer on all ranks alike",
 )
 
 
 def check(profile: Profile) -> Iterator[Finding]:
     """Yield one finding for each line and kind of obstacle."""
-    found: dict[tuple[SourceLine, Obstacle], list[Place | None]] = defaultdict(list)
+    lines: dict[tuple[CodeLine, Obstacle], list[Place | None]] = defaultdict(list)
     waiting = set()
     for sync in profile.syncs:
         if code_of(sync.row) in CODES:
             waiting.add(sync.operator)
             known = row(sync.row)
-            what = f"waits for the device ({known.what})"
-            obstacle = Obstacle("sync", what, known.advice)
-            found[line_of_sync(profile, sync), obstacle].append(library_place(profile, sync))
+            obstacle = Obstacle("sync", f"waits for the device ({known.what})", known.advice)
+            lines[line_of_sync(profile, sync), obstacle].append(library_place(profile, sync))
     obstacles = _Obstacles(profile)
     for number, op in enumerate(profile.operators):
-        of_it = obstacles.of(number, op) if number not in waiting else None
-        if of_it is not None:
-            found[line_of(profile, number), of_it].append(library_place_of(profile, number))
-    for (line, obstacle), places in found.items():
+        if number not in waiting and (blocked := obstacles.of(number, op)) is not None:
+            lines[line_of(profile, number), blocked].append(library_place_of(profile, number))
+    for (line, obstacle), places in lines.items():
         yield _finding(line, obstacle, places)
 
 
 class _Obstacles:
-    """Finds for each operator what a graph cannot hold."""
+    """Finds the obstacle of each operator."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._source = SourceLines(profile.project)
-        self._there = [not storage.device.startswith("cpu") for storage in profile.storages]
-        self._trained = any(self._there)
+        self._on_device = [not storage.device.startswith("cpu") for storage in profile.storages]
 
     def of(self, number: int, op: Operator) -> Obstacle | None:
         """Return the obstacle, or None for an operator that can be captured."""
         if op.name.startswith(_COLLECTIVES):
             return _COLLECTIVE
-        sides = {self._there[use.storage] for use in (*op.inputs, *op.outputs)}
-        if sides == {False}:
-            return _STEPS if op.phase == "optimizer" and self._counts(op) else None
-        if sides == {True}:
-            return self._on_device(number, op)
-        if sides == {False, True} and any(not self._there[use.storage] for use in op.inputs):
-            return self._mixed(op)
-        return None
-
-    def _counts(self, op: Operator) -> bool:
-        storages = self._profile.storages
         written = {*op.mutates, *(use.storage for use in op.outputs)}
-        return self._trained and any(storages[one].kind == "optimizer_state" for one in written)
-
-    def _on_device(self, number: int, op: Operator) -> Obstacle | None:
-        if is_unknown(op.name):
-            name = base_name(op.name)
-            what = f"`{name}`, whose source was not read, so whether it can be captured is unknown"
-            return Obstacle("unknown", what, "capture it alone on a GPU to see")
-        return _GENERATOR if op.random and self._has_generator(number) else None
-
-    def _mixed(self, op: Operator) -> Obstacle | None:
-        """Check an operator on the device that reads host memory."""
-        if base_name(op.name) in _COPIES:
-            writes = {*op.mutates, *(use.storage for use in op.outputs)}
-            return _UPLOAD if any(self._there[one] for one in writes) else None
-        return _NUMBER
+        sides = {self._on_device[use.storage] for use in (*op.inputs, *op.outputs)}
+        if sides == {False}:
+            kinds = {self._profile.storages[storage].kind for storage in written}
+            counts = op.phase == "optimizer" and "optimizer_state" in kinds
+            return _STEPS if counts and any(self._on_device) else None
+        if sides == {True}:
+            if is_unknown(op.name):
+                what = f"`{base_name(op.name)}`, whose source was not read, so it may not be capturable"
+                return Obstacle("unknown", what, "capture it alone on a GPU to see")
+            return _GENERATOR if op.random and self._has_generator(number) else None
+        if sides and any(not self._on_device[use.storage] for use in op.inputs):
+            if base_name(op.name) not in _COPIES:
+                return _NUMBER
+            return _UPLOAD if any(self._on_device[storage] for storage in written) else None
+        return None
 
     def _has_generator(self, number: int) -> bool:
         line = line_of(self._profile, number)
@@ -180,17 +166,14 @@ class _Obstacles:
         )
 
 
-def _finding(line: SourceLine, obstacle: Obstacle, places: list[Place | None]) -> Finding:
+def _finding(line: CodeLine, obstacle: Obstacle, places: list[Place | None]) -> Finding:
     count, inside = len(places), inside_libraries(places)
-    return Finding(
-        code=RULE.code,
-        path=line.path,
-        line=line.line,
-        end_line=line.line,
-        message=f"in the way of a CUDA graph: {obstacle.what}, {times(count)} a step{inside}",
+    return line.finding(
+        RULE.code,
+        f"in the way of a CUDA graph: {obstacle.what}, {times(count)} a step{inside}",
+        obstacle.advice,
         count_per_step=count,
         source="modelled",
-        fix=Suggestion(kind="advice", reason=obstacle.advice),
     )
 
 
@@ -201,7 +184,7 @@ def verdict(profile: Profile, findings: int) -> str:
     if not findings:
         return (
             "capturable: yes, nothing in the recorded step prevents a CUDA graph; shapes and "
-            "Python's numbers stay what they were at the capture"
+            "Python numbers stay as captured"
         )
     lines = "1 line is" if findings == 1 else f"{findings} lines are"
     return f"capturable: no, {lines} in the way (TT402)"

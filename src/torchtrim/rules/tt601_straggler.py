@@ -53,7 +53,7 @@ from collections.abc import Iterator, Sequence
 
 from torchtrim.analysis.ranks import lags, slower_line
 from torchtrim.core.units import format_seconds
-from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
 from torchtrim.step.job import job_of
@@ -70,21 +70,14 @@ def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
     for lag in lags(job) if len(profiles) > 1 else ():
         if lag.loading >= lag.seconds / 2:
             continue
-        path, line = slower_line(job, lag.rank)
-        yield Finding(
-            code=RULE.code,
-            path=path,
-            line=line,
-            end_line=line,
-            message=f"the other ranks wait {format_seconds(lag.seconds)} of "
+        yield slower_line(job, lag.rank).finding(
+            RULE.code,
+            f"the other ranks wait {format_seconds(lag.seconds)} of "
             f"{format_seconds(job.seconds)} ({lag.seconds / job.seconds:.0%}) for rank {lag.rank}, which "
             "comes last",
+            f"give rank {lag.rank} no more work than the others: it falls behind here",
             count_per_step=lag.times,
             price_ms=lag.seconds * 1e3,
-            fix=Suggestion(
-                kind="advice",
-                reason=f"give rank {lag.rank} no more work than the others: it falls behind here",
-            ),
         )
 
 

@@ -2,8 +2,8 @@
 
 ## What it does
 
-Adds up the time in which a rank only waited for a collective, after the last rank had reached it,
-and reports it from a fifth of the step. The price is that time, of the rank that waits longest.
+Adds up the time that a rank only waited for collectives, after the last rank had reached them, and
+reports it from a fifth of the step. The price is that time, of the rank that waits longest.
 
 Emulated devices are left out, since their ranks communicate through the host.
 
@@ -29,9 +29,9 @@ loss.backward()
 ```
 
 Smaller buckets start earlier, larger ones take less time together. If the recorded exchanges have
-several sizes, the finding says what other bucket sizes would hide, and what bfloat16 gradients
-would save: modelled, from a latency and a time for each byte. With gradient accumulation, exchange
-once a step (TT604). A larger batch for each rank overlaps more.
+several sizes, the finding estimates the savings of other bucket sizes and of bfloat16 gradients,
+modelled from a latency and a time for each byte. With gradient accumulation, exchange once a step
+(TT604). A larger batch for each rank overlaps more.
 
 ## Fix safety
 
@@ -51,11 +51,11 @@ from collections.abc import Iterator, Sequence
 from torchtrim.analysis.ranks import SHARE
 from torchtrim.analysis.user_source import line_of
 from torchtrim.core.units import format_bytes, format_seconds
-from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.rules.base import Rule
 from torchtrim.step.exchanges import MIB, overlap_of
-from torchtrim.step.job import Job, JobCollective, job_of
+from torchtrim.step.job import JobCollective, job_of
 
 
 def check(profile: Profile) -> Iterator[Finding]:
@@ -68,56 +68,43 @@ def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
     if len(profiles) < 2 or is_emulated(profiles[0].device):
         return
     job = job_of(profiles)
-    seconds, rank = max((_exposed(job, profile.rank), profile.rank) for profile in job.profiles)
+    seconds, rank = max(
+        (sum(_exposed(exchange, profile.rank) for exchange in job.exchanges), profile.rank)
+        for profile in job.profiles
+    )
     if seconds < SHARE * job.seconds:
         return
     own = next(profile for profile in job.profiles if profile.rank == rank)
-    dearest = max(job.exchanges, key=lambda one: _of(one, rank))
-    operator = next(part.operator for part in dearest.parts if part.rank == rank)
-    path, line = line_of(own, operator)
-    total = sum(one.bytes for one in job.exchanges)
-    yield Finding(
-        code=RULE.code,
-        path=path,
-        line=line,
-        end_line=line,
-        message=f"rank {rank} waits {format_seconds(seconds)} of {format_seconds(job.seconds)} "
-        f"({seconds / job.seconds:.0%}) for {_counted(len(job.exchanges))} of "
+    longest = max(job.exchanges, key=lambda exchange: _exposed(exchange, rank))
+    operator = next(part.operator for part in longest.parts if part.rank == rank)
+    count, total = len(job.exchanges), sum(exchange.bytes for exchange in job.exchanges)
+    yield line_of(own, operator).finding(
+        RULE.code,
+        f"rank {rank} waits {format_seconds(seconds)} of {format_seconds(job.seconds)} "
+        f"({seconds / job.seconds:.0%}) for {count} collective{'s' * (count != 1)} of "
         f"{format_bytes(total)} when it has nothing else to do",
-        count_per_step=len(job.exchanges),
+        "have gradients exchanged while backward computes others, in buckets of another size, "
+        f"and once a step{''.join(_each_brings(own))}",
+        count_per_step=count,
         price_ms=seconds * 1e3,
-        fix=Suggestion(
-            kind="advice",
-            reason="have gradients exchanged while backward computes others, in buckets of another size, "
-            f"and once a step{''.join(_each_brings(own))}",
-        ),
     )
 
 
 def _each_brings(profile: Profile) -> Iterator[str]:
-    """Say what each alternative exchange would hide, if the recorded step shows it."""
+    """Describe the savings of each alternative exchange, if the recorded step shows them."""
     for replica in profile.replicas:
         overlap = overlap_of(profile, replica)
         if overlap is None:
             continue
-        now = overlap.exposed_now()
         cap, saved = overlap.best_cap()
         if saved > 0:
             yield f"; bucket_cap_mb={cap // MIB} hides {format_seconds(saved)} more"
-        halved = now - overlap.exposed_now(width=0.5)
+        halved = overlap.exposed_now() - overlap.exposed_now(width=0.5)
         if halved > 0:
             yield f"; bfloat16 takes {format_seconds(halved)} less (--allow semantic=compress_gradients)"
 
 
-def _counted(number: int) -> str:
-    return f"{number} collective{'s' * (number != 1)}"
-
-
-def _exposed(job: Job, rank: int) -> float:
-    return sum(_of(exchange, rank) for exchange in job.exchanges)
-
-
-def _of(exchange: JobCollective, rank: int) -> float:
+def _exposed(exchange: JobCollective, rank: int) -> float:
     """Return how long a rank was blocked by one collective after all ranks had reached it."""
     return sum(part.blocked - exchange.waited(part) for part in exchange.parts if part.rank == rank)
 

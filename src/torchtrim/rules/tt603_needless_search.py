@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from torchtrim.analysis.ranks import line_with
-from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
 
@@ -51,27 +51,15 @@ def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
     """Yield one finding for each replica that searches and never finds unused parameters."""
     first = profiles[0]
     for replica in first.replicas:
-        unused = max(
-            (o.unused_bytes for p in profiles for o in p.replicas if o.module == replica.module),
-            default=0,
-        )
-        if unused or not replica.find_unused:
-            continue
-        path, line = line_with(first, "find_unused_parameters")
-        yield Finding(
-            code=RULE.code,
-            path=path,
-            line=line,
-            end_line=line,
-            message=f"`{first.modules[replica.module].path}` searches for unused parameters in every step, "
-            f"and on {len(profiles)} ranks all of them were used",
-            count_per_step=1,
-            fix=Suggestion(
-                kind="advice",
+        same = (one for p in profiles for one in p.replicas if one.module == replica.module)
+        if replica.find_unused and not any(one.unused_bytes for one in same):
+            yield line_with(first, "find_unused_parameters").finding(
+                RULE.code,
+                f"`{first.modules[replica.module].path}` searches for unused parameters in every step, "
+                f"and on {len(profiles)} ranks all of them were used",
+                "omit find_unused_parameters; if a step leaves one unused, backward raises an error",
                 equivalence="BITWISE",
-                reason="omit find_unused_parameters; if a step leaves one unused, backward raises an error",
-            ),
-        )
+            )
 
 
 RULE = Rule(code="TT603", name="needless-search-for-unused", check=check, across=across)

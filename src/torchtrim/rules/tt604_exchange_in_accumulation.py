@@ -47,7 +47,7 @@ from collections.abc import Iterator, Sequence
 
 from torchtrim.analysis.user_source import line_of
 from torchtrim.core.units import format_bytes
-from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
 from torchtrim.step.exchanges import rounds_of
@@ -58,21 +58,14 @@ def check(profile: Profile) -> Iterator[Finding]:
     rounds = rounds_of(profile)
     if rounds.rounds < 2:
         return
-    path, line = line_of(profile, min((call.first for call in profile.calls), default=-1))
-    yield Finding(
-        code=RULE.code,
-        path=path,
-        line=line,
-        end_line=line,
-        message=f"a step exchanges {format_bytes(rounds.all_bytes)} of gradients in {rounds.rounds} rounds, "
+    yield line_of(profile, min((call.first for call in profile.calls), default=-1)).finding(
+        RULE.code,
+        f"a step exchanges {format_bytes(rounds.all_bytes)} of gradients in {rounds.rounds} rounds, "
         f"one for each micro-batch, and {format_bytes(rounds.once_bytes)} would be enough",
+        "run all micro-batches but the last inside `with model.no_sync():`",
+        equivalence="ROUNDING",
         count_per_step=rounds.rounds - 1,
         price_ms=rounds.needless_seconds * 1e3,
-        fix=Suggestion(
-            kind="advice",
-            equivalence="ROUNDING",
-            reason="run all micro-batches but the last inside `with model.no_sync():`",
-        ),
     )
 
 

@@ -3,8 +3,8 @@
 ## What it does
 
 Compares the peaks of all ranks, and reports the largest if it is a tenth, and at least a mebibyte,
-above that of the median rank. The price is the difference. The finding names what that rank holds
-at its peak and the median rank does not.
+above the median rank's. The price is the difference. The finding names the tensor that explains
+most of it.
 
 ## Why is this bad?
 
@@ -42,13 +42,14 @@ from collections.abc import Iterator, Sequence
 from statistics import median_low
 
 from torchtrim.analysis.peak import holders
+from torchtrim.analysis.user_source import CodeLine
 from torchtrim.core.units import format_bytes
-from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
 from torchtrim.records.report import Holder
 from torchtrim.rules.base import Rule
 
-_LEAST = 2**20
+_LEAST = 2**20  # Arbitrary; as the documentation says.
 _SHARE = 0.1  # Arbitrary; as the documentation says.
 _MANY = 1000  # Arbitrary; in effect all holders, which are compared by name.
 
@@ -70,30 +71,27 @@ def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
     what = (
         f"most of it {held.kind} {held.module}".rstrip() if held else "no single tensor explains it"
     )
-    yield Finding(
-        code=RULE.code,
-        path=held.path if held and held.path else largest.script,
-        line=held.line if held else 0,
-        end_line=held.line if held else 0,
-        message=f"rank {largest.rank} peaks at {format_bytes(largest.peak_bytes)}, "
+    path = held.path if held and held.path else largest.script
+    yield CodeLine(path, held.line if held else 0).finding(
+        RULE.code,
+        f"rank {largest.rank} peaks at {format_bytes(largest.peak_bytes)}, "
         f"{format_bytes(more)} over rank {middle.rank}: {what}",
-        count_per_step=1,
+        f"have rank {largest.rank} keep no more than the others, or keep it on the host",
         price_bytes=more,
-        fix=Suggestion(
-            kind="advice",
-            reason=f"have rank {largest.rank} keep no more than the others, or keep it on the host",
-        ),
     )
 
 
 def _held_more(largest: Profile, other: Profile) -> Holder | None:
-    """Return what the largest rank holds at its peak and the other does not."""
+    """Return the holder with the largest excess over the other rank."""
     known = {_key(holder): holder.bytes for holder in holders(other, most=_MANY)}
-    excess = [
-        (holder.bytes - known.get(_key(holder), 0), number, holder)
-        for number, holder in enumerate(holders(largest, most=_MANY))
-    ]
-    return max(excess)[2] if excess and max(excess)[0] > 0 else None
+    excess, _, holder = max(
+        (
+            (holder.bytes - known.get(_key(holder), 0), number, holder)
+            for number, holder in enumerate(holders(largest, most=_MANY))
+        ),
+        default=(0, 0, None),
+    )
+    return holder if excess > 0 else None
 
 
 def _key(holder: Holder) -> tuple[str, str, str, int]:

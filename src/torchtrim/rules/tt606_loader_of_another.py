@@ -47,8 +47,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from torchtrim.analysis.ranks import lags
+from torchtrim.analysis.user_source import CodeLine
 from torchtrim.core.units import format_seconds
-from torchtrim.records.finding import Finding, Suggestion
+from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
 from torchtrim.step.job import job_of
@@ -65,21 +66,15 @@ def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
     for lag in lags(job) if len(profiles) > 1 else ():
         if lag.loading < lag.seconds / 2:
             continue
-        yield Finding(
-            code=RULE.code,
-            path=profiles[0].script,
-            line=0,
-            end_line=0,
-            message=f"the other ranks wait {format_seconds(lag.seconds)} of "
+        yield CodeLine(profiles[0].script, 0).finding(
+            RULE.code,
+            f"the other ranks wait {format_seconds(lag.seconds)} of "
             f"{format_seconds(job.seconds)} ({lag.seconds / job.seconds:.0%}) for the data loader of rank "
             f"{lag.rank}",
+            f"have the loader of rank {lag.rank} read ahead: more workers, a larger "
+            "prefetch_factor; or give it data that are as fast to read as the others'",
             count_per_step=lag.times,
             price_ms=lag.seconds * 1e3,
-            fix=Suggestion(
-                kind="advice",
-                reason=f"have the loader of rank {lag.rank} read ahead: more workers, a larger "
-                "prefetch_factor; or give it data that are as fast to read as the others'",
-            ),
         )
 
 

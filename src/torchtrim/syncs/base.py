@@ -11,8 +11,8 @@ class Ask(Protocol):
     """An operator that is about to run, or has just run. Tensors are duck-typed: `dtype`, `shape`, `dim()`.
 
     `args` maps the names of the operator's schema to arguments, defaults included. `is_on_device` and
-    `is_pinned` refer to the logical device and memory, which on an emulated accelerator differ from those of
-    the tensor's own storage. `result` is what it returned.
+    `is_pinned` refer to the logical device and memory; on an emulated accelerator, the tensor's own storage
+    is elsewhere. `result` is the operator's output.
     """
 
     @property
@@ -32,7 +32,7 @@ class Ask(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
+class Citation:
     """A line of public source that synchronizes: `repository` at `ref`, `path`, and `line`.
 
     `note` explains in our own words why.
@@ -55,51 +55,35 @@ class Row:
     """One kind of host-device sync.
 
     `operators` are the names that the row applies to, with or without overloads (`"aten::nonzero"`); empty
-    for a call that is not an operator. `waits` returns from the arguments how often the operator
-    synchronizes; the counts of several rows for one operator are added. `when` explains the same to a
-    person. `since` and `until` are torch versions, `until` excluded; `""` is open. `code` is the rule that
-    reports it.
+    for a call that is not an operator. `waits` counts an operator's syncs, given its arguments; the counts of
+    several rows for one operator are added. `when` explains the count to people. `since` and `until` are
+    torch versions, `until` excluded; `""` is open. `code` is the rule that reports it.
     """
 
     name: str
     code: str
     what: str
     when: str
-    operators: tuple[str, ...]
-    waits: Callable[[Ask], int]
-    evidence: tuple[Evidence, ...]
+    evidence: tuple[Citation, ...]
     advice: str
+    operators: tuple[str, ...] = ()
+    waits: Callable[[Ask], int] = lambda ask: 0
     since: str = ""
     until: str = ""
 
 
 REPOSITORY = "pytorch/pytorch"
 REF = "v2.12.1"
-_NATIVE = "aten/src/ATen/native/"
 
 
-def pytorch(path: str, line: int, note: str) -> Evidence:
-    """Cite a line of PyTorch, read at `REF`."""
-    return Evidence(repository=REPOSITORY, ref=REF, path=path, line=line, note=note)
+def pytorch(path: str, line: int, note: str, ref: str = REF) -> Citation:
+    """Cite a line of PyTorch."""
+    return Citation(repository=REPOSITORY, ref=ref, path=path, line=line, note=note)
 
 
-def installed(path: str, line: int, note: str) -> Evidence:
-    """Cite a line of PyTorch's Python, read in release 2.13."""
-    return Evidence(repository=REPOSITORY, ref="v2.13.0", path=path, line=line, note=note)
-
-
-def since_2_15(line: int, note: str) -> Evidence:
-    """Cite a line of the header that defines indexing in torch 2.15."""
-    path = "aten/src/ATen/TensorIndexing.h"
-    return Evidence(repository=REPOSITORY, ref="v2.15.0", path=path, line=line, note=note)
-
-
-def native(path: str, line: int, note: str) -> Evidence:
+def native(path: str, line: int, note: str) -> Citation:
     """Cite a line of an operator's implementation, by its path in ATen's `native` folder."""
-    return pytorch(_NATIVE + path, line, note)
-
-
-_MASK_TYPES = ("torch.bool", "torch.uint8")
+    return pytorch(f"aten/src/ATen/native/{path}", line, note)
 
 
 def is_tensor(value: Any) -> bool:
@@ -119,7 +103,7 @@ def on_host(ask: Ask, value: Any) -> bool:
 
 def is_mask(tensor: Any) -> bool:
     """Return True if an index tensor is a mask rather than a list of positions."""
-    return str(tensor.dtype) in _MASK_TYPES
+    return str(tensor.dtype) in ("torch.bool", "torch.uint8")
 
 
 def number_on_device(ask: Ask, names: Iterable[str]) -> int:
@@ -142,11 +126,6 @@ def filled(*names: str) -> Callable[[Ask], int]:
 def each_device(*names: str) -> Callable[[Ask], int]:
     """Count one sync for each argument on the device."""
     return lambda ask: number_on_device(ask, names)
-
-
-def no_operator(ask: Ask) -> int:
-    """Return 0, for rows about calls that are not operators."""
-    return 0
 
 
 def is_dense(tensor: Any) -> bool:

@@ -7,9 +7,11 @@ from typing import Any
 
 from torchtrim.syncs.base import Ask, Row, is_dense, native, on_device, on_host, pytorch
 
-_BLOCKING = native("cuda/Copy.cu", 488, "a copy that may not be late is waited for")
-_QUEUED = native("cuda/Copy.cu", 468, "a copy that may be late is only queued, if memory is pinned")
-_TEMPORARY = native("cuda/Copy.cu", 370, "what is not contiguous goes through memory of its own")
+_BLOCKING = native("cuda/Copy.cu", 488, "a blocking copy ends with a sync")
+_QUEUED = native("cuda/Copy.cu", 468, "a non-blocking copy is only queued, if memory is pinned")
+_TEMPORARY = native(
+    "cuda/Copy.cu", 370, "a tensor that is not contiguous goes through a temporary one"
+)
 _SPARSE = native("TensorConversions.cpp", 270, "a sparse tensor is copied in its parts")
 _PARTS = {
     "torch.sparse_coo": 2,
@@ -42,7 +44,7 @@ def _waits_for(ask: Ask, host: Any) -> bool:
 
 
 def _parts(tensor: Any) -> int:
-    """Return the number of dense tensors that it consists of, each copied separately."""
+    """Return the number of dense tensors in it, each copied separately."""
     return _PARTS.get(str(getattr(tensor, "layout", "")), 1)
 
 
@@ -96,87 +98,90 @@ def _new_tensor(ask: Ask) -> int:
     return int(on_device(ask, made) and bool(made.numel()))
 
 
-TO_HOST = Row(
-    name="copy-to-host",
-    code="TT101",
-    what="`.cpu()`, `.to('cpu')`, `.tolist()`, `.numpy()`, `torch.save`",
-    when="the tensor is on the device and not empty, and the copy is not `non_blocking`; with it the "
-    "result is pinned and must not be read before an event or a synchronize",
-    operators=("aten::_to_copy",),
-    waits=_to_host,
-    evidence=(
-        _BLOCKING,
-        native("TensorConversions.cpp", 346, "the result of a late copy to the host is pinned"),
-        _SPARSE,
+ROWS = (
+    Row(
+        name="copy-to-host",
+        code="TT101",
+        what="`.cpu()`, `.to('cpu')`, `.tolist()`, `.numpy()`, `torch.save`",
+        when="the tensor is on the device and not empty, and the copy is not `non_blocking`; with it the "
+        "result is pinned and must not be read before an event or a synchronize",
+        operators=("aten::_to_copy",),
+        waits=_to_host,
+        evidence=(
+            _BLOCKING,
+            native(
+                "TensorConversions.cpp",
+                346,
+                "the result of a non-blocking copy to the host is pinned",
+            ),
+            _SPARSE,
+        ),
+        advice="Copy less often: stack the values, and read them once.",
     ),
-    advice="Copy less often: stack the values, and read them once.",
-)
-
-INTO_HOST = Row(
-    name="copy-into-host",
-    code="TT101",
-    what="`host.copy_(device)`, `host[i] = device`",
-    when="the source is on the device, unless the target is pinned and contiguous and the copy is "
-    "`non_blocking`",
-    operators=_INTO,
-    waits=_into_host,
-    evidence=(_BLOCKING, _QUEUED, _TEMPORARY),
-    advice="A pinned target, `non_blocking=True`, and an event before it is read.",
-)
-
-UPLOAD = Row(
-    name="upload",
-    code="TT103",
-    what="`.cuda()`, `.to('cuda')`, `as_tensor(array, device='cuda')`",
-    when="the tensor is on the host, pinned or not, and the copy is not `non_blocking`; for a sparse "
-    "one its indices and its values",
-    operators=("aten::_to_copy",),
-    waits=_upload,
-    evidence=(_BLOCKING, _SPARSE),
-    advice="Once, ahead of the loop (`register_buffer`); for input, pinned memory and "
-    "`non_blocking=True`; constants are made on the device with `torch.full`.",
-)
-
-PAGEABLE = Row(
-    name="upload-pageable",
-    code="TT103",
-    what="`.to('cuda', non_blocking=True)` from memory that is not pinned",
-    when="the memory is pageable, or the tensor is not dense, so that a pageable copy is made of it; "
-    "the driver must read it all before the call returns",
-    operators=("aten::_to_copy",),
-    waits=_pageable,
-    evidence=(_QUEUED, _TEMPORARY),
-    advice="`pin_memory=True` in the DataLoader, or `.pin_memory()` ahead of the loop.",
-)
-
-INTO_DEVICE = Row(
-    name="copy-into-device",
-    code="TT103",
-    what="`device.copy_(host)`, `device[a:b] = host`, and `device[i] = 3.0` where that is one element",
-    when="the source is on the host, unless it is pinned and contiguous and the copy is `non_blocking`",
-    operators=_INTO,
-    waits=_into_device,
-    evidence=(
-        _BLOCKING,
-        _QUEUED,
-        pytorch("aten/src/ATen/TensorIndexing.h", 425, "a number is copied into one element"),
-        pytorch("aten/src/ATen/TensorIndexing.h", 428, "more elements are filled, which is free"),
+    Row(
+        name="copy-into-host",
+        code="TT101",
+        what="`host.copy_(device)`, `host[i] = device`",
+        when="the source is on the device, unless the target is pinned and contiguous and the copy is "
+        "`non_blocking`",
+        operators=_INTO,
+        waits=_into_host,
+        evidence=(_BLOCKING, _QUEUED, _TEMPORARY),
+        advice="A pinned target, `non_blocking=True`, and an event before it is read.",
     ),
-    advice="Pinned memory and `non_blocking=True`; for one element `x[i].fill_(3.0)`.",
-)
-
-NEW_TENSOR = Row(
-    name="new-tensor",
-    code="TT103",
-    what="`torch.tensor(data, device='cuda')`",
-    when="the data are not empty: they are put into pageable memory of the host and copied",
-    operators=("aten::lift_fresh",),
-    waits=_new_tensor,
-    evidence=(
-        pytorch("torch/csrc/utils/tensor_new.cpp", 465, "built on the host, then moved, blocking"),
-        _BLOCKING,
+    Row(
+        name="upload",
+        code="TT103",
+        what="`.cuda()`, `.to('cuda')`, `as_tensor(array, device='cuda')`",
+        when="the tensor is on the host, pinned or not, and the copy is not `non_blocking`; for a sparse "
+        "tensor once for its indices and once for its values",
+        operators=("aten::_to_copy",),
+        waits=_upload,
+        evidence=(_BLOCKING, _SPARSE),
+        advice="Once, ahead of the loop (`register_buffer`); for input, pinned memory and "
+        "`non_blocking=True`; create constants on the device with `torch.full`.",
     ),
-    advice="`torch.full`, `zeros` or `arange` with `device=`; or once, ahead of the loop.",
+    Row(
+        name="upload-pageable",
+        code="TT103",
+        what="`.to('cuda', non_blocking=True)` from memory that is not pinned",
+        when="the memory is pageable, or the tensor is not dense, so that torch makes a pageable copy; "
+        "the driver reads all of it before the call returns",
+        operators=("aten::_to_copy",),
+        waits=_pageable,
+        evidence=(_QUEUED, _TEMPORARY),
+        advice="`pin_memory=True` in the DataLoader, or `.pin_memory()` ahead of the loop.",
+    ),
+    Row(
+        name="copy-into-device",
+        code="TT103",
+        what="`device.copy_(host)`, `device[a:b] = host`, and `device[i] = 3.0` for a single element",
+        when="the source is on the host, unless it is pinned and contiguous and the copy is `non_blocking`",
+        operators=_INTO,
+        waits=_into_device,
+        evidence=(
+            _BLOCKING,
+            _QUEUED,
+            pytorch("aten/src/ATen/TensorIndexing.h", 425, "a number is copied into one element"),
+            pytorch(
+                "aten/src/ATen/TensorIndexing.h", 428, "more elements are filled, which is free"
+            ),
+        ),
+        advice="Pinned memory and `non_blocking=True`; for one element `x[i].fill_(3.0)`.",
+    ),
+    Row(
+        name="new-tensor",
+        code="TT103",
+        what="`torch.tensor(data, device='cuda')`",
+        when="the data are not empty: they go through pageable host memory",
+        operators=("aten::lift_fresh",),
+        waits=_new_tensor,
+        evidence=(
+            pytorch(
+                "torch/csrc/utils/tensor_new.cpp", 465, "built on the host, then moved, blocking"
+            ),
+            _BLOCKING,
+        ),
+        advice="`torch.full`, `zeros` or `arange` with `device=`; or once, ahead of the loop.",
+    ),
 )
-
-ROWS = (TO_HOST, INTO_HOST, UPLOAD, PAGEABLE, INTO_DEVICE, NEW_TENSOR)

@@ -7,7 +7,6 @@ ATen operators without a row do not synchronize; operators of other libraries ar
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from functools import cache
 from importlib import metadata
 
@@ -26,11 +25,12 @@ FAMILIES: dict[str, tuple[Row, ...]] = {
 }
 
 ROWS: tuple[Row, ...] = tuple(row for rows in FAMILIES.values() for row in rows)
+_BY_NAME = {row.name: row for row in ROWS}
 
 
 def row(name: str) -> Row:
     """Return the row of that name."""
-    return _by_name()[name]
+    return _BY_NAME[name]
 
 
 @cache
@@ -63,17 +63,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 @cache
-def _by_name() -> dict[str, Row]:
-    return {one.name: one for one in ROWS}
-
-
-@cache
 def _by_operator() -> dict[str, tuple[Row, ...]]:
-    found: dict[str, tuple[Row, ...]] = {}
-    for operator, one in _pairs():
-        found[operator] = (*found.get(operator, ()), one)
-    return found
-
-
-def _pairs() -> Iterable[tuple[str, Row]]:
-    return ((operator, one) for one in ROWS for operator in one.operators)
+    rows: dict[str, tuple[Row, ...]] = {}
+    for row in ROWS:
+        for operator in row.operators:
+            rows[operator] = (*rows.get(operator, ()), row)
+    return rows

@@ -67,228 +67,206 @@ def _padding(ask: Ask) -> int:
     return 1 + bool(ask.args.get("mask_check"))
 
 
-ITEM = Row(
-    name="item",
-    code="TT101",
-    what="A value of one element is read: `.item()`, `float(t)`, `int(t)`, `bool(t)`, `if t:`, "
-    "`range(t)`, `x[:t]`, an f-string, a number argument such as `alpha=t`",
-    when="the tensor is on the device",
-    operators=("aten::_local_scalar_dense",),
-    waits=device("self"),
-    evidence=(
-        native("cuda/CUDAScalar.cu", 61, "copies the element to pinned memory and synchronizes"),
-        pytorch("c10/cuda/CUDAFunctions.h", 106, "a copy, then a sync of its stream"),
-    ),
-    advice="Keep the value as a tensor (`torch.where`, `clamp`), or read several at once and later.",
-)
-
-EQUAL = Row(
-    name="equal",
-    code="TT101",
-    what="`torch.equal`, which returns a Python bool",
-    when="both are on the device, of one shape, not empty, and not the same memory",
-    operators=("aten::equal",),
-    waits=_read_equal,
-    evidence=(native("cuda/Equal.cpp", 45, "reads whether all elements are equal"),),
-    advice="`(a == b).all()` stays on the device; read it when it is needed.",
-)
-
-ALLCLOSE = Row(
-    name="allclose",
-    code="TT101",
-    what="`torch.allclose`, which returns a Python bool",
-    when="the tensors are on the device",
-    operators=("aten::allclose",),
-    waits=device("self", "other"),
-    evidence=(native("TensorCompare.cpp", 334, "reads whether all elements are close"),),
-    advice="`torch.isclose(a, b).all()` stays on the device.",
-)
-
-FILL_HOST = Row(
-    name="fill-host",
-    code="TT101",
-    what="A tensor of the host is filled with a value of the device",
-    when="`value` is on the device and `self` is not",
-    operators=("aten::fill_.Tensor", "aten::fill.Tensor"),
-    waits=_fill_host,
-    evidence=(native("Fill.cpp", 58, "reads the value where the devices differ"),),
-    advice="Put the tensor that is filled on the device.",
-)
-
-MASKED_FILL = Row(
-    name="masked-fill-value",
-    code="TT101",
-    what="`masked_fill` with a tensor as the value",
-    when="the value is on the device; a number or a 0-dim tensor of the host is free",
-    operators=("aten::masked_fill.Tensor", "aten::masked_fill_.Tensor"),
-    waits=device("value"),
-    evidence=(native("cuda/Indexing.cu", 1867, "reads the value to fill with a number"),),
-    advice="`torch.where(mask, value, x)`.",
-)
-
-INDEX_FILL = Row(
-    name="index-fill-value",
-    code="TT101",
-    what="`index_fill` with a tensor as the value",
-    when="the value is on the device",
-    operators=("aten::index_fill.int_Tensor", "aten::index_fill_.int_Tensor"),
-    waits=device("value"),
-    evidence=(native("TensorAdvancedIndexing.cpp", 1976, "reads the value to fill with a number"),),
-    advice="`index_copy` with the value expanded, or a number.",
-)
-
-RANGES = Row(
-    name="range-bounds",
-    code="TT101",
-    what="`linspace` and `logspace` between tensors",
-    when="once for each bound that is on the device",
-    operators=tuple(
-        f"aten::{name}.{bounds}{out}"
-        for name in ("linspace", "logspace")
-        for bounds in ("Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor")
-        for out in ("", "_out")
-    ),
-    waits=each_device("start", "end"),
-    evidence=(
-        native("TensorFactories.cpp", 842, "reads both bounds of linspace"),
-        native("TensorFactories.cpp", 922, "reads both bounds of logspace"),
-    ),
-    advice="Numbers as bounds, or `start + (end - start) * torch.linspace(0, 1, n)`.",
-)
-
-HISTOGRAM = Row(
-    name="histogram-range",
-    code="TT101",
-    what="`histc` that looks for the range itself",
-    when="`min` equals `max` and the input is on the device and not empty: twice",
-    operators=("aten::histc",),
-    waits=_histogram_range,
-    evidence=(
-        native("cuda/SummaryOps.cu", 330, "reads the smallest value"),
-        native("cuda/SummaryOps.cu", 331, "reads the largest value"),
-    ),
-    advice="Give `min` and `max`.",
-)
-
-NORMAL = Row(
-    name="normal-std",
-    code="TT101",
-    what="`torch.normal` with a tensor of standard deviations, so also `Normal(...).sample()`",
-    when="`std` is a tensor on the device and not empty",
-    operators=(
-        "aten::normal.Tensor_Tensor",
-        "aten::normal.float_Tensor",
-        "aten::normal.Tensor_Tensor_out",
-        "aten::normal.float_Tensor_out",
-    ),
-    waits=filled("std"),
-    evidence=(native("DistributionTemplates.h", 195, "reads whether all deviations are >= 0"),),
-    advice="`mean + std * torch.randn_like(std)`; for a distribution, `rsample()`.",
-)
-
-MODE = Row(
-    name="long-mode",
-    code="TT101",
-    what="`torch.mode` over a long dimension",
-    when="the dimension is longer than 2,048, once at least for each slice",
-    operators=("aten::mode",),
-    waits=_long_mode,
-    evidence=(
-        native("cuda/TensorModeKernel.cu", 175, "each slice's result is copied and waited for"),
-    ),
-    advice="`unique` with counts, or a histogram when the values are few.",
-)
-
-SEGMENTS = Row(
-    name="segment-lengths",
-    code="TT101",
-    what="`segment_reduce` by lengths",
-    when="the lengths are on the device and `unsafe` is False: twice",
-    operators=("aten::segment_reduce",),
-    waits=_segment_lengths,
-    evidence=(
-        native("SegmentReduce.cpp", 442, "reads the shortest length"),
-        native("SegmentReduce.cpp", 444, "reads whether the lengths add up"),
-    ),
-    advice="`unsafe=True`, or offsets.",
-)
-
-FAKE_QUANT = Row(
-    name="fake-quant-switch",
-    code="TT101",
-    what="Fake quantization of each row with a moving average",
-    when="`per_row_fake_quant` is True",
-    operators=("aten::_fused_moving_avg_obs_fq_helper",),
-    waits=_observed_rows,
-    evidence=(native("quantized/cuda/FusedObsFakeQuant.cu", 346, "reads whether it is on"),),
-    advice="Fake quantization of whole tensors, or observers apart from it.",
-)
-
-SORTER = Row(
-    name="sorter-range",
-    code="TT101",
-    what="`searchsorted` in a table that `sorter` puts in order",
-    when="`sorter` is on the device and not empty: twice",
-    operators=tuple(
-        f"aten::searchsorted.{values}{out}"
-        for values in ("Tensor", "Scalar")
-        for out in ("", "_out")
-    ),
-    waits=_sorter,
-    evidence=(
-        native("BucketizationUtils.h", 139, "reads the smallest place"),
-        native("BucketizationUtils.h", 140, "reads the largest place"),
-    ),
-    advice="`table[sorter]` first, then `searchsorted` without a sorter.",
-)
-
-RAGGED = Row(
-    name="padding-mask",
-    code="TT101",
-    what="A padded batch becomes a ragged one, as in `TransformerEncoder(..., src_key_padding_mask=...)` "
-    "in evaluation without gradients",
-    when="the mask is on the device: once to look whether it is aligned, once to make the sizes",
-    operators=(
-        "aten::_nested_tensor_from_mask",
-        "aten::_nested_tensor_from_mask_left_aligned",
-    ),
-    waits=_padding,
-    evidence=(
-        native("nested/NestedTensorMath.cpp", 114, "compares the lengths with the first gaps"),
-        native("nested/NestedTensorMath.cpp", 91, "copies the sizes to the host"),
-        native("nested/NestedTensorMath.cpp", 84, "compares the lengths here too, if told to"),
-    ),
-    advice="`enable_nested_tensor=False` in the encoder.",
-)
-
-ZERO_POINTS = Row(
-    name="zero-points",
-    code="TT101",
-    what="Quantization with zero points of each channel",
-    when="the zero points are on the device: twice",
-    operators=("aten::quantize_per_channel",),
-    waits=_zero_points,
-    evidence=(
-        native("quantized/cuda/AffineQuantizer.cu", 27, "reads whether any is too large"),
-        native("quantized/cuda/AffineQuantizer.cu", 28, "reads whether any is too small"),
-    ),
-    advice="Quantize once, ahead of the loop.",
-)
-
 ROWS = (
-    ITEM,
-    EQUAL,
-    ALLCLOSE,
-    FILL_HOST,
-    MASKED_FILL,
-    INDEX_FILL,
-    RANGES,
-    HISTOGRAM,
-    NORMAL,
-    MODE,
-    SEGMENTS,
-    FAKE_QUANT,
-    SORTER,
-    RAGGED,
-    ZERO_POINTS,
+    Row(
+        name="item",
+        code="TT101",
+        what="A value of one element is read: `.item()`, `float(t)`, `int(t)`, `bool(t)`, `if t:`, "
+        "`range(t)`, `x[:t]`, an f-string, a number argument such as `alpha=t`",
+        when="the tensor is on the device",
+        operators=("aten::_local_scalar_dense",),
+        waits=device("self"),
+        evidence=(
+            native(
+                "cuda/CUDAScalar.cu", 61, "copies the element to pinned memory and synchronizes"
+            ),
+            pytorch("c10/cuda/CUDAFunctions.h", 106, "a copy, then a sync of its stream"),
+        ),
+        advice="Keep the value as a tensor (`torch.where`, `clamp`), or read several at once and later.",
+    ),
+    Row(
+        name="equal",
+        code="TT101",
+        what="`torch.equal`, which returns a Python bool",
+        when="both are on the device, of one shape, not empty, and not the same memory",
+        operators=("aten::equal",),
+        waits=_read_equal,
+        evidence=(native("cuda/Equal.cpp", 45, "reads whether all elements are equal"),),
+        advice="`(a == b).all()` stays on the device; read it when you need it.",
+    ),
+    Row(
+        name="allclose",
+        code="TT101",
+        what="`torch.allclose`, which returns a Python bool",
+        when="the tensors are on the device",
+        operators=("aten::allclose",),
+        waits=device("self", "other"),
+        evidence=(native("TensorCompare.cpp", 334, "reads whether all elements are close"),),
+        advice="`torch.isclose(a, b).all()` stays on the device.",
+    ),
+    Row(
+        name="fill-host",
+        code="TT101",
+        what="A tensor on the host is filled with a value on the device",
+        when="`value` is on the device and `self` is not",
+        operators=("aten::fill_.Tensor", "aten::fill.Tensor"),
+        waits=_fill_host,
+        evidence=(native("Fill.cpp", 58, "reads the value if the devices differ"),),
+        advice="Keep the filled tensor on the device.",
+    ),
+    Row(
+        name="masked-fill-value",
+        code="TT101",
+        what="`masked_fill` with a tensor as the value",
+        when="the value is on the device; a number or a 0-dim tensor on the host is free",
+        operators=("aten::masked_fill.Tensor", "aten::masked_fill_.Tensor"),
+        waits=device("value"),
+        evidence=(native("cuda/Indexing.cu", 1867, "reads the value to fill with a number"),),
+        advice="`torch.where(mask, value, x)`.",
+    ),
+    Row(
+        name="index-fill-value",
+        code="TT101",
+        what="`index_fill` with a tensor as the value",
+        when="the value is on the device",
+        operators=("aten::index_fill.int_Tensor", "aten::index_fill_.int_Tensor"),
+        waits=device("value"),
+        evidence=(
+            native("TensorAdvancedIndexing.cpp", 1976, "reads the value to fill with a number"),
+        ),
+        advice="`index_copy` with the value expanded, or a number.",
+    ),
+    Row(
+        name="range-bounds",
+        code="TT101",
+        what="`linspace` and `logspace` between tensors",
+        when="once for each bound that is on the device",
+        operators=tuple(
+            f"aten::{name}.{bounds}{out}"
+            for name in ("linspace", "logspace")
+            for bounds in ("Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor")
+            for out in ("", "_out")
+        ),
+        waits=each_device("start", "end"),
+        evidence=(
+            native("TensorFactories.cpp", 842, "reads both bounds of linspace"),
+            native("TensorFactories.cpp", 922, "reads both bounds of logspace"),
+        ),
+        advice="Numbers as bounds, or `start + (end - start) * torch.linspace(0, 1, n)`.",
+    ),
+    Row(
+        name="histogram-range",
+        code="TT101",
+        what="`histc` that finds the range itself",
+        when="`min` equals `max` and the input is on the device and not empty: twice",
+        operators=("aten::histc",),
+        waits=_histogram_range,
+        evidence=(
+            native("cuda/SummaryOps.cu", 330, "reads the smallest value"),
+            native("cuda/SummaryOps.cu", 331, "reads the largest value"),
+        ),
+        advice="Give `min` and `max`.",
+    ),
+    Row(
+        name="normal-std",
+        code="TT101",
+        what="`torch.normal` with a tensor of standard deviations, so also `Normal(...).sample()`",
+        when="`std` is a tensor on the device and not empty",
+        operators=(
+            "aten::normal.Tensor_Tensor",
+            "aten::normal.float_Tensor",
+            "aten::normal.Tensor_Tensor_out",
+            "aten::normal.float_Tensor_out",
+        ),
+        waits=filled("std"),
+        evidence=(native("DistributionTemplates.h", 195, "reads whether all deviations are >= 0"),),
+        advice="`mean + std * torch.randn_like(std)`; for a distribution, `rsample()`.",
+    ),
+    Row(
+        name="long-mode",
+        code="TT101",
+        what="`torch.mode` over a long dimension",
+        when="the dimension is longer than 2,048, at least once for each slice",
+        operators=("aten::mode",),
+        waits=_long_mode,
+        evidence=(
+            native("cuda/TensorModeKernel.cu", 175, "each slice's result is copied with a sync"),
+        ),
+        advice="`unique` with counts, or a histogram if there are few values.",
+    ),
+    Row(
+        name="segment-lengths",
+        code="TT101",
+        what="`segment_reduce` by lengths",
+        when="the lengths are on the device and `unsafe` is False: twice",
+        operators=("aten::segment_reduce",),
+        waits=_segment_lengths,
+        evidence=(
+            native("SegmentReduce.cpp", 442, "reads the shortest length"),
+            native("SegmentReduce.cpp", 444, "reads whether the lengths add up"),
+        ),
+        advice="`unsafe=True`, or offsets.",
+    ),
+    Row(
+        name="fake-quant-switch",
+        code="TT101",
+        what="Fake quantization of each row with a moving average",
+        when="`per_row_fake_quant` is True",
+        operators=("aten::_fused_moving_avg_obs_fq_helper",),
+        waits=_observed_rows,
+        evidence=(native("quantized/cuda/FusedObsFakeQuant.cu", 346, "reads the switch"),),
+        advice="Fake quantization of whole tensors, or separate observers.",
+    ),
+    Row(
+        name="sorter-range",
+        code="TT101",
+        what="`searchsorted` in a table with a `sorter`",
+        when="`sorter` is on the device and not empty: twice",
+        operators=tuple(
+            f"aten::searchsorted.{values}{out}"
+            for values in ("Tensor", "Scalar")
+            for out in ("", "_out")
+        ),
+        waits=_sorter,
+        evidence=(
+            native("BucketizationUtils.h", 139, "reads the smallest index"),
+            native("BucketizationUtils.h", 140, "reads the largest index"),
+        ),
+        advice="`table[sorter]` first, then `searchsorted` without a sorter.",
+    ),
+    Row(
+        name="padding-mask",
+        code="TT101",
+        what="A padded batch becomes a ragged one, as in `TransformerEncoder(..., src_key_padding_mask=...)` "
+        "in evaluation without gradients",
+        when="the mask is on the device: once to check the alignment, once to read the sizes",
+        operators=(
+            "aten::_nested_tensor_from_mask",
+            "aten::_nested_tensor_from_mask_left_aligned",
+        ),
+        waits=_padding,
+        evidence=(
+            native("nested/NestedTensorMath.cpp", 114, "compares the lengths with the first gaps"),
+            native("nested/NestedTensorMath.cpp", 91, "copies the sizes to the host"),
+            native(
+                "nested/NestedTensorMath.cpp",
+                84,
+                "compares the lengths here too, with `mask_check`",
+            ),
+        ),
+        advice="`enable_nested_tensor=False` in the encoder.",
+    ),
+    Row(
+        name="zero-points",
+        code="TT101",
+        what="Quantization with zero points of each channel",
+        when="the zero points are on the device: twice",
+        operators=("aten::quantize_per_channel",),
+        waits=_zero_points,
+        evidence=(
+            native("quantized/cuda/AffineQuantizer.cu", 27, "reads whether any is too large"),
+            native("quantized/cuda/AffineQuantizer.cu", 28, "reads whether any is too small"),
+        ),
+        advice="Quantize once, ahead of the loop.",
+    ),
 )

@@ -113,272 +113,244 @@ def _jagged(ask: Ask) -> int:
     return int(ask.args.get("total_L") is None and on_device(ask, ask.args["dense"]))
 
 
-NONZERO = Row(
-    name="nonzero",
-    code="TT102",
-    what="`nonzero`, `argwhere` and `torch.where(condition)`",
-    when="the tensor is on the device",
-    operators=("aten::nonzero",),
-    waits=device("self"),
-    evidence=(native("cuda/Nonzero.cu", 214, "copies the number of elements that are not 0"),),
-    advice="A weight of 0 where there is none, `torch.where(condition, a, b)`, or "
-    "`nonzero_static(size=n)` where the number is known.",
-)
-
-MASK_INDEX = Row(
-    name="mask-index",
-    code="TT102",
-    what="`x[mask]`, also where a list of bools is the mask",
-    when="once for each bool or uint8 index on the device; a mask of the host is free",
-    operators=INDEX,
-    waits=_masks,
-    evidence=(
-        native("IndexingUtils.h", 55, "a mask becomes positions by `nonzero`"),
-        native("cuda/Nonzero.cu", 214, "which synchronizes to learn their number"),
-    ),
-    advice="`torch.where(mask, x, 0)` and sums divided by `mask.sum()`.",
-)
-
-MASK_ASSIGN = Row(
-    name="mask-assign",
-    code="TT102",
-    what="`x[mask] = value`, and the backward of `x[mask]`, which adds into zeros",
-    when="once for each mask on the device, unless there is one mask alone, the value is a number "
-    "or one element of the host, and it does not accumulate",
-    operators=INDEX_PUT,
-    waits=_assigned_masks,
-    evidence=(
-        native("IndexingUtils.h", 55, "a mask becomes positions by `nonzero`"),
-        native("TensorAdvancedIndexingUtils.h", 30, "one number of the host takes another way"),
-        native("TensorAdvancedIndexing.cpp", 975, "the way of `masked_fill_`, which is free"),
-    ),
-    advice="`torch.where(mask, value, x)`; for packed values `masked_scatter`.",
-)
-
-MASKED_SELECT = Row(
-    name="masked-select",
-    code="TT102",
-    what="`masked_select`; printing a tensor of floats does it too",
-    when="the tensor is on the device",
-    operators=("aten::masked_select",),
-    waits=device("self", "mask"),
-    evidence=(native("cuda/IndexKernel.cpp", 43, "indexes by the mask, which waits"),),
-    advice="`torch.where(mask, x, 0)` and sums divided by `mask.sum()`.",
-)
-
-MASKED_SCATTER_BACKWARD = Row(
-    name="masked-scatter-backward",
-    code="TT102",
-    what="The backward of `masked_scatter`",
-    when="the gradient is on the device and the source needs one",
-    operators=("aten::masked_scatter_backward",),
-    waits=device("grad_output", "mask"),
-    evidence=(native("TensorAdvancedIndexing.cpp", 2419, "selects the gradient by the mask"),),
-    advice="Gather by `mask.cumsum(0) - 1`, then `torch.where`.",
-)
-
-UNIQUE = Row(
-    name="unique",
-    code="TT102",
-    what="`unique` and `unique_consecutive` of all elements",
-    when="the tensor is on the device and not empty",
-    operators=("aten::_unique2", "aten::_unique", "aten::unique_consecutive"),
-    waits=filled("self"),
-    evidence=(
-        native("cuda/UniqueCub.cu", 121, "reads how many there are"),
-        native("cuda/UniqueCub.cu", 130, "the same where they are counted"),
-        native("cuda/UniqueCub.cu", 293, "the same for bools"),
-    ),
-    advice="Where the values are known, `torch.arange`; else sort, and mask what equals its neighbour.",
-)
-
-UNIQUE_DIM = Row(
-    name="unique-dim",
-    code="TT102",
-    what="`unique` and `unique_consecutive` along a dimension",
-    when="the tensor is on the device and not empty, once at least",
-    operators=("aten::unique_dim", "aten::unique_dim_consecutive"),
-    waits=filled("self"),
-    evidence=(native("cuda/Unique.cu", 73, "the end that thrust returns is a place on the host"),),
-    advice="Make one number of each row, and see `unique`.",
-)
-
-REPEAT = Row(
-    name="repeat-interleave",
-    code="TT102",
-    what="`repeat_interleave` by a tensor",
-    when="`repeats` is on the device and `output_size` is not given: twice",
-    operators=("aten::repeat_interleave.Tensor", "aten::repeat_interleave.Tensor_out"),
-    waits=_repeats,
-    evidence=(
-        native("Repeat.h", 35, "reads the sum of the repeats"),
-        native("Repeat.h", 37, "reads whether all are >= 0"),
-    ),
-    advice="`output_size=`.",
-)
-
-BINCOUNT = Row(
-    name="bincount",
-    code="TT102",
-    what="`bincount`, with `minlength` too",
-    when="the tensor is on the device and not empty: twice, for uint8 once",
-    operators=("aten::bincount",),
-    waits=_bins,
-    evidence=(
-        native("cuda/SummaryOps.cu", 267, "copies the smallest value"),
-        native("cuda/SummaryOps.cu", 277, "reads the largest value"),
-    ),
-    advice="`torch.zeros(n, device=...).scatter_add_(0, x, torch.ones_like(x))`.",
-)
-
-ISIN = Row(
-    name="isin",
-    code="TT102",
-    what="`torch.isin` with many test elements",
-    when="there are at least `10 * elements ** 0.145` of them: three times, once with `assume_unique`",
-    operators=(
-        "aten::isin.Tensor_Tensor",
-        "aten::isin.Tensor_Tensor_out",
-        "aten::isin.Scalar_Tensor",
-        "aten::isin.Scalar_Tensor_out",
-    ),
-    waits=_membership,
-    evidence=(
-        native("TensorCompare.cpp", 544, "the unique elements"),
-        native("TensorCompare.cpp", 546, "the unique test elements"),
-        native("TensorCompare.cpp", 566, "a number is copied into the last element of a mask"),
-        native("TensorCompare.cpp", 1008, "from how many test elements on"),
-    ),
-    advice="A table of bools indexed by the values, or `searchsorted` in sorted test elements.",
-)
-
-GROUPED = Row(
-    name="grouped-matmul",
-    code="TT102",
-    what="`torch.nn.functional.grouped_mm` with offsets",
-    when="the offsets are on the device and not all is bfloat16; before Hopper with bfloat16 too, which "
-    "the arguments do not tell",
-    operators=("aten::_grouped_mm",),
-    waits=_groups,
-    evidence=(
-        native("GroupedMMUtils.h", 134, "copies the offsets to slice by them"),
-        native("cuda/GroupedBlas.cpp", 704, "the fast way is for bfloat16 on new devices"),
-    ),
-    advice="bfloat16 on Hopper or later; else a product for all groups at once.",
-)
-
-JAGGED = Row(
-    name="dense-to-jagged",
-    code="TT102",
-    what="A padded tensor becomes a jagged one",
-    when="the total length is not given",
-    operators=("aten::_padded_dense_to_jagged_forward",),
-    waits=_jagged,
-    evidence=(
-        native("nested/cuda/NestedTensorTransformerFunctions.cu", 1501, "reads the last offset"),
-    ),
-    advice="Give the total length.",
-)
-
-COALESCE = Row(
-    name="coalesce",
-    code="TT102",
-    what="`coalesce` of a sparse tensor",
-    when="it is on the device, once at least",
-    operators=("aten::_coalesce",),
-    waits=device("self"),
-    evidence=(
-        native("sparse/cuda/SparseCUDATensor.cu", 95, "the number of places is used on the host"),
-    ),
-    advice="`is_coalesced=True` when it is made, where that is so.",
-)
-
-SPARSE_PRODUCT = Row(
-    name="sparse-product",
-    code="TT102",
-    what="A product with a sparse tensor that is not coalesced, as `torch.sparse_coo_tensor` makes it",
-    when="once at least, each time, for each such tensor on the device",
-    operators=(
-        "aten::mm",
-        "aten::addmm",
-        "aten::hspmm",
-        "aten::_sparse_addmm",
-        "aten::_sparse_sparse_matmul",
-    ),
-    waits=_merged_factors,
-    evidence=(
-        native("sparse/cuda/SparseCUDATensorMath.cu", 116, "coalesces the sparse factor"),
-        native("sparse/cuda/SparseCUDATensor.cu", 91, "which counts the places on the host"),
-    ),
-    advice="`adjacency = adjacency.coalesce()` once, ahead of the loop.",
-)
-
-SPARSE_BATCH = Row(
-    name="sparse-batch-product",
-    code="TT102",
-    what="`torch.bmm` of a batch of sparse matrices",
-    when="they are on the device, for all streams of it; once more at least where not coalesced",
-    operators=("aten::bmm",),
-    waits=_merged_batch,
-    evidence=(
-        native(
-            "sparse/cuda/SparseCUDATensorMath.cu",
-            785,
-            "synchronizes to learn where each matrix ends",
-        ),
-        native("sparse/cuda/SparseCUDATensorMath.cu", 773, "coalesces the batch"),
-    ),
-    advice="One sparse matrix with the batch along its diagonal, coalesced ahead of the loop.",
-)
-
-SPARSE_SUM = Row(
-    name="sparse-sum",
-    code="TT102",
-    what="`torch.sparse.sum` along some of the sparse dimensions",
-    when="it is on the device, once at least, even if it is coalesced",
-    operators=("aten::_sparse_sum.dim",),
-    waits=_merged_sums,
-    evidence=(native("sparse/SparseTensorMath.cpp", 1709, "coalesces what is left"),),
-    advice="A product with a vector of ones, or `index_add_` of the values.",
-)
-
-TO_SPARSE = Row(
-    name="to-sparse",
-    code="TT102",
-    what="A dense tensor becomes a sparse one",
-    when="it is on the device; one that is sparse and coalesced changes its layout without a wait",
-    operators=(
-        "aten::_to_sparse",
-        "aten::_to_sparse_csr",
-        "aten::_to_sparse_csc",
-        "aten::_to_sparse_bsr",
-        "aten::_to_sparse_bsc",
-    ),
-    waits=_made_sparse,
-    evidence=(
-        native("TensorConversions.cpp", 1491, "the places that are not 0, by `nonzero`"),
-        native("TensorConversions.cpp", 1030, "the same for compressed layouts"),
-        native("TensorConversions.cpp", 1795, "what is sparse already is coalesced"),
-    ),
-    advice="Keep it dense with a mask, or make it sparse ahead of the loop.",
-)
-
 ROWS = (
-    NONZERO,
-    MASK_INDEX,
-    MASK_ASSIGN,
-    MASKED_SELECT,
-    MASKED_SCATTER_BACKWARD,
-    UNIQUE,
-    UNIQUE_DIM,
-    REPEAT,
-    BINCOUNT,
-    ISIN,
-    GROUPED,
-    JAGGED,
-    COALESCE,
-    SPARSE_PRODUCT,
-    SPARSE_BATCH,
-    SPARSE_SUM,
-    TO_SPARSE,
+    Row(
+        name="nonzero",
+        code="TT102",
+        what="`nonzero`, `argwhere` and `torch.where(condition)`",
+        when="the tensor is on the device",
+        operators=("aten::nonzero",),
+        waits=device("self"),
+        evidence=(native("cuda/Nonzero.cu", 214, "copies the number of elements that are not 0"),),
+        advice="A weight of 0 for the rest, `torch.where(condition, a, b)`, or "
+        "`nonzero_static(size=n)` if the number is known.",
+    ),
+    Row(
+        name="mask-index",
+        code="TT102",
+        what="`x[mask]`, also with a list of bools as the mask",
+        when="once for each bool or uint8 index on the device; a mask on the host is free",
+        operators=INDEX,
+        waits=_masks,
+        evidence=(
+            native("IndexingUtils.h", 55, "a mask becomes positions by `nonzero`"),
+            native("cuda/Nonzero.cu", 214, "which synchronizes to read their number"),
+        ),
+        advice="`torch.where(mask, x, 0)` and sums divided by `mask.sum()`.",
+    ),
+    Row(
+        name="mask-assign",
+        code="TT102",
+        what="`x[mask] = value`, and the backward of `x[mask]`, which adds into zeros",
+        when="once for each mask on the device, unless it is a single mask, the value is a number "
+        "or one element on the host, and it does not accumulate",
+        operators=INDEX_PUT,
+        waits=_assigned_masks,
+        evidence=(
+            native("IndexingUtils.h", 55, "a mask becomes positions by `nonzero`"),
+            native(
+                "TensorAdvancedIndexingUtils.h", 30, "one number on the host takes another path"
+            ),
+            native("TensorAdvancedIndexing.cpp", 975, "the path of `masked_fill_`, which is free"),
+        ),
+        advice="`torch.where(mask, value, x)`; for packed values `masked_scatter`.",
+    ),
+    Row(
+        name="masked-select",
+        code="TT102",
+        what="`masked_select`; printing a tensor of floats calls it",
+        when="the tensor is on the device",
+        operators=("aten::masked_select",),
+        waits=device("self", "mask"),
+        evidence=(native("cuda/IndexKernel.cpp", 43, "indexes by the mask, which synchronizes"),),
+        advice="`torch.where(mask, x, 0)` and sums divided by `mask.sum()`.",
+    ),
+    Row(
+        name="masked-scatter-backward",
+        code="TT102",
+        what="The backward of `masked_scatter`",
+        when="the gradient is on the device and the source needs one",
+        operators=("aten::masked_scatter_backward",),
+        waits=device("grad_output", "mask"),
+        evidence=(native("TensorAdvancedIndexing.cpp", 2419, "selects the gradient by the mask"),),
+        advice="Gather by `mask.cumsum(0) - 1`, then `torch.where`.",
+    ),
+    Row(
+        name="unique",
+        code="TT102",
+        what="`unique` and `unique_consecutive` of all elements",
+        when="the tensor is on the device and not empty",
+        operators=("aten::_unique2", "aten::_unique", "aten::unique_consecutive"),
+        waits=filled("self"),
+        evidence=(
+            native("cuda/UniqueCub.cu", 121, "reads their number"),
+            native("cuda/UniqueCub.cu", 130, "the same with counts"),
+            native("cuda/UniqueCub.cu", 293, "the same for bools"),
+        ),
+        advice="If the values are known, `torch.arange`; else sort, and mask repeated neighbours.",
+    ),
+    Row(
+        name="unique-dim",
+        code="TT102",
+        what="`unique` and `unique_consecutive` along a dimension",
+        when="the tensor is on the device and not empty, at least once",
+        operators=("aten::unique_dim", "aten::unique_dim_consecutive"),
+        waits=filled("self"),
+        evidence=(native("cuda/Unique.cu", 73, "the end that thrust returns is a host pointer"),),
+        advice="Encode each row as one number, and see `unique`.",
+    ),
+    Row(
+        name="repeat-interleave",
+        code="TT102",
+        what="`repeat_interleave` by a tensor",
+        when="`repeats` is on the device and `output_size` is not given: twice",
+        operators=("aten::repeat_interleave.Tensor", "aten::repeat_interleave.Tensor_out"),
+        waits=_repeats,
+        evidence=(
+            native("Repeat.h", 35, "reads the sum of the repeats"),
+            native("Repeat.h", 37, "reads whether all are >= 0"),
+        ),
+        advice="`output_size=`.",
+    ),
+    Row(
+        name="bincount",
+        code="TT102",
+        what="`bincount`, with `minlength` too",
+        when="the tensor is on the device and not empty: twice, for uint8 once",
+        operators=("aten::bincount",),
+        waits=_bins,
+        evidence=(
+            native("cuda/SummaryOps.cu", 267, "copies the smallest value"),
+            native("cuda/SummaryOps.cu", 277, "reads the largest value"),
+        ),
+        advice="`torch.zeros(n, device=...).scatter_add_(0, x, torch.ones_like(x))`.",
+    ),
+    Row(
+        name="isin",
+        code="TT102",
+        what="`torch.isin` with many test elements",
+        when="there are at least `10 * elements ** 0.145` of them: three times, once with `assume_unique`",
+        operators=(
+            "aten::isin.Tensor_Tensor",
+            "aten::isin.Tensor_Tensor_out",
+            "aten::isin.Scalar_Tensor",
+            "aten::isin.Scalar_Tensor_out",
+        ),
+        waits=_membership,
+        evidence=(
+            native("TensorCompare.cpp", 544, "the unique elements"),
+            native("TensorCompare.cpp", 546, "the unique test elements"),
+            native("TensorCompare.cpp", 566, "a number is copied into the last element of a mask"),
+            native("TensorCompare.cpp", 1008, "the least number of test elements"),
+        ),
+        advice="A table of bools indexed by the values, or `searchsorted` in sorted test elements.",
+    ),
+    Row(
+        name="grouped-matmul",
+        code="TT102",
+        what="`torch.nn.functional.grouped_mm` with offsets",
+        when="the offsets are on the device and not all is bfloat16; before Hopper with bfloat16 too, which "
+        "the arguments do not show",
+        operators=("aten::_grouped_mm",),
+        waits=_groups,
+        evidence=(
+            native("GroupedMMUtils.h", 134, "copies the offsets to slice by them"),
+            native("cuda/GroupedBlas.cpp", 704, "the fast path is for bfloat16 on new devices"),
+        ),
+        advice="bfloat16 on Hopper or later; else a product for all groups at once.",
+    ),
+    Row(
+        name="dense-to-jagged",
+        code="TT102",
+        what="A padded tensor becomes a jagged one",
+        when="the total length is not given",
+        operators=("aten::_padded_dense_to_jagged_forward",),
+        waits=_jagged,
+        evidence=(
+            native(
+                "nested/cuda/NestedTensorTransformerFunctions.cu", 1501, "reads the last offset"
+            ),
+        ),
+        advice="Give the total length.",
+    ),
+    Row(
+        name="coalesce",
+        code="TT102",
+        what="`coalesce` of a sparse tensor",
+        when="it is on the device, at least once",
+        operators=("aten::_coalesce",),
+        waits=device("self"),
+        evidence=(
+            native(
+                "sparse/cuda/SparseCUDATensor.cu", 95, "the number of indices is used on the host"
+            ),
+        ),
+        advice="`is_coalesced=True` on creation, if that holds.",
+    ),
+    Row(
+        name="sparse-product",
+        code="TT102",
+        what="A product with a sparse tensor that is not coalesced, such as a new `torch.sparse_coo_tensor`",
+        when="at least once, each time, for each such tensor on the device",
+        operators=(
+            "aten::mm",
+            "aten::addmm",
+            "aten::hspmm",
+            "aten::_sparse_addmm",
+            "aten::_sparse_sparse_matmul",
+        ),
+        waits=_merged_factors,
+        evidence=(
+            native("sparse/cuda/SparseCUDATensorMath.cu", 116, "coalesces the sparse factor"),
+            native("sparse/cuda/SparseCUDATensor.cu", 91, "which counts the indices on the host"),
+        ),
+        advice="`adjacency = adjacency.coalesce()` once, ahead of the loop.",
+    ),
+    Row(
+        name="sparse-batch-product",
+        code="TT102",
+        what="`torch.bmm` of a batch of sparse matrices",
+        when="they are on the device, for all its streams; at least once more if not coalesced",
+        operators=("aten::bmm",),
+        waits=_merged_batch,
+        evidence=(
+            native(
+                "sparse/cuda/SparseCUDATensorMath.cu",
+                785,
+                "synchronizes to find the end of each matrix",
+            ),
+            native("sparse/cuda/SparseCUDATensorMath.cu", 773, "coalesces the batch"),
+        ),
+        advice="One sparse matrix with the batch along its diagonal, coalesced ahead of the loop.",
+    ),
+    Row(
+        name="sparse-sum",
+        code="TT102",
+        what="`torch.sparse.sum` along some of the sparse dimensions",
+        when="it is on the device, at least once, even if it is coalesced",
+        operators=("aten::_sparse_sum.dim",),
+        waits=_merged_sums,
+        evidence=(native("sparse/SparseTensorMath.cpp", 1709, "coalesces the rest"),),
+        advice="A product with a vector of ones, or `index_add_` of the values.",
+    ),
+    Row(
+        name="to-sparse",
+        code="TT102",
+        what="A dense tensor becomes a sparse one",
+        when="it is on the device; one that is sparse and coalesced changes its layout without a sync",
+        operators=(
+            "aten::_to_sparse",
+            "aten::_to_sparse_csr",
+            "aten::_to_sparse_csc",
+            "aten::_to_sparse_bsr",
+            "aten::_to_sparse_bsc",
+        ),
+        waits=_made_sparse,
+        evidence=(
+            native("TensorConversions.cpp", 1491, "the indices of nonzero elements, by `nonzero`"),
+            native("TensorConversions.cpp", 1030, "the same for compressed layouts"),
+            native("TensorConversions.cpp", 1795, "a sparse tensor is coalesced"),
+        ),
+        advice="Keep it dense with a mask, or make it sparse ahead of the loop.",
+    ),
 )

@@ -14,9 +14,11 @@ from torchtrim.syncs.base import (
     native,
     on_device,
     on_host,
-    since_2_15,
+    pytorch,
 )
 from torchtrim.syncs.shapes import INDEX, INDEX_PUT, is_masked_fill
+
+_INDEXING = "aten/src/ATen/TensorIndexing.h"
 
 
 def _host_indices(ask: Ask, *, masks: bool) -> int:
@@ -52,7 +54,7 @@ def _chosen_scalars(ask: Ask) -> int:
     found = [ask.args[name] for name in ("condition", "self", "other")]
     if not any(on_device(ask, one) for one in found):
         return 0
-    return sum(is_tensor(one) and on_host(ask, one) and one.dim() == 0 for one in found)
+    return sum(on_host(ask, one) and one.dim() == 0 for one in found)
 
 
 def _probabilities(ask: Ask) -> int:
@@ -76,167 +78,152 @@ def _moved_targets(ask: Ask) -> int:
     return int(apart and targets.numel() > 0)
 
 
-HOST_INDEX = Row(
-    name="host-index",
-    code="TT103",
-    what="A tensor of the device is indexed by positions on the host, `x[[0, 2]]` too",
-    when="once for each index tensor of the host",
-    operators=INDEX,
-    waits=_read_indices,
-    evidence=(native("IndexingUtils.h", 61, "the index is moved, blocking"),),
-    advice="Keep the index on the device; for a few positions slices and `narrow`.",
-)
-
-HOST_INDEX_ASSIGN = Row(
-    name="host-index-assign",
-    code="TT103",
-    what="A tensor of the device is assigned to by positions on the host",
-    when="once for each index tensor of the host; where it accumulates, a mask of the host counts too",
-    operators=INDEX_PUT,
-    waits=_assigned_indices,
-    evidence=(
-        native("IndexingUtils.h", 61, "the index is moved, blocking"),
-        native("cuda/Indexing.cu", 590, "the same where it accumulates"),
-    ),
-    advice="Keep the index on the device.",
-)
-
-HOST_INDEX_FILL = Row(
-    name="host-index-fill",
-    code="TT103",
-    what="A Python number is assigned to positions on the host, `x[[0, 2]] = 3.0`, since 2.15",
-    when="the tensor is on the device and the positions are not",
-    operators=("aten::index_fill_.int_Scalar",),
-    waits=_filled_index,
-    evidence=(
-        native("IndexingUtils.h", 61, "the index is moved, blocking"),
-        since_2_15(751, "the number itself is no longer moved: the indexed elements are filled"),
-    ),
-    advice="Keep the index on the device.",
-    since="2.15",
-)
-
-ASSIGNED_VALUE = Row(
-    name="assigned-number",
-    code="TT103",
-    what="`x[positions] = 3.0`",
-    when="the value is a 0-dim tensor of the host, or before 2.15 a number, and the index is not one mask "
-    "alone",
-    operators=INDEX_PUT,
-    waits=_assigned_value,
-    evidence=(
-        native("TensorAdvancedIndexing.cpp", 981, "the number is moved, blocking"),
-        since_2_15(478, "a Python number is made on the device, which is free"),
-    ),
-    advice="`x.index_fill_(dim, positions, 3.0)`, or a value that is on the device.",
-)
-
-WHERE = Row(
-    name="where-number",
-    code="TT103",
-    what="`torch.where` with a 0-dim tensor of the host",
-    when="once for each such tensor, where another is on the device; a Python number is free",
-    operators=("aten::where.self", "aten::where.self_out"),
-    waits=_chosen_scalars,
-    evidence=(
-        native("TensorCompare.cpp", 612, "a condition of the host is moved, blocking"),
-        native("TensorCompare.cpp", 615, "the value where it holds"),
-        native("TensorCompare.cpp", 618, "the value where it does not"),
-    ),
-    advice="A Python number, or a tensor that is on the device.",
-)
-
-BERNOULLI = Row(
-    name="bernoulli-probability",
-    code="TT103",
-    what="`bernoulli_` with probabilities of the host",
-    when="`p` is a tensor of the host and `self` is on the device",
-    operators=("aten::bernoulli_.Tensor", "aten::bernoulli.Tensor"),
-    waits=_probabilities,
-    evidence=(
-        native("cuda/DistributionTemplates.h", 662, "the probabilities are moved, blocking"),
-    ),
-    advice="A Python number, or a tensor that is on the device.",
-)
-
-CTC_UPLOAD = Row(
-    name="ctc-loss-lengths",
-    code="TT103",
-    what="`ctc_loss`, forward and backward, where cuDNN does not compute it",
-    when="`log_probs` is on the device: three times",
-    operators=("aten::_ctc_loss", "aten::_ctc_loss_backward"),
-    waits=_alignment,
-    evidence=(
-        native("cuda/LossCTC.cu", 287, "the lengths of the targets are moved"),
-        native("cuda/LossCTC.cu", 288, "the lengths of the input"),
-        native("cuda/LossCTC.cu", 289, "the offsets of the targets"),
-        native("cuda/LossCTC.cu", 642, "the same three in backward"),
-    ),
-    advice="What cuDNN takes: int32 targets and lengths on the host, blank 0.",
-)
-
-CTC_TARGETS = Row(
-    name="ctc-loss-targets",
-    code="TT101",
-    what="`ctc_loss` looks at the targets on the host",
-    when="the targets are on the device: once, and twice where the lengths are tensors",
-    operators=("aten::_ctc_loss",),
-    waits=_targets,
-    evidence=(
-        native("LossCTC.cpp", 516, "copies the targets, whatever computes the loss"),
-        native("LossCTC.cpp", 569, "copies them once more where the lengths are tensors"),
-    ),
-    advice="Leave the targets on the host, or give the lengths as tuples.",
-    since="2.11",
-)
-
-CTC_MOVED = Row(
-    name="ctc-loss-host-targets",
-    code="TT103",
-    what="`ctc_loss` with targets on the host, where cuDNN does not compute it",
-    when="`log_probs` is on the device and the targets are not",
-    operators=("aten::_ctc_loss",),
-    waits=_moved_targets,
-    evidence=(native("LossCTC.cpp", 532, "the targets are moved, blocking"),),
-    advice="What cuDNN takes: int32 targets in one row, lengths as tuples, blank 0, full input.",
-)
-
-CTC_READ = Row(
-    name="ctc-loss-read-lengths",
-    code="TT101",
-    what="`ctc_loss` with tensors of lengths",
-    when="once for each that is on the device",
-    operators=("aten::_ctc_loss.Tensor", "aten::_ctc_loss_backward.Tensor"),
-    waits=each_device("input_lengths", "target_lengths"),
-    evidence=(
-        native("LossCTC.cpp", 439, "copies the lengths of the input"),
-        native("LossCTC.cpp", 440, "copies the lengths of the targets"),
-        native("LossCTC.cpp", 473, "the same in backward"),
-    ),
-    advice="Lengths on the host, or as tuples.",
-)
-
-GATHERED_STATISTICS = Row(
-    name="gathered-count",
-    code="TT103",
-    what="`batch_norm_gather_stats` with one count for all",
-    when="always",
-    operators=("aten::batch_norm_gather_stats",),
-    waits=device("input"),
-    evidence=(native("cuda/Normalization.cu", 702, "the counts are moved, blocking"),),
-    advice="`batch_norm_gather_stats_with_counts`, as `SyncBatchNorm` does.",
-)
-
 ROWS = (
-    HOST_INDEX,
-    HOST_INDEX_ASSIGN,
-    HOST_INDEX_FILL,
-    ASSIGNED_VALUE,
-    WHERE,
-    BERNOULLI,
-    CTC_UPLOAD,
-    CTC_TARGETS,
-    CTC_MOVED,
-    CTC_READ,
-    GATHERED_STATISTICS,
+    Row(
+        name="host-index",
+        code="TT103",
+        what="A tensor on the device is indexed by positions on the host, `x[[0, 2]]` too",
+        when="once for each index tensor on the host",
+        operators=INDEX,
+        waits=_read_indices,
+        evidence=(native("IndexingUtils.h", 61, "the index is moved, blocking"),),
+        advice="Keep the index on the device; for a few positions slices and `narrow`.",
+    ),
+    Row(
+        name="host-index-assign",
+        code="TT103",
+        what="A tensor on the device is assigned to by positions on the host",
+        when="once for each index tensor on the host; if it accumulates, a mask on the host counts too",
+        operators=INDEX_PUT,
+        waits=_assigned_indices,
+        evidence=(
+            native("IndexingUtils.h", 61, "the index is moved, blocking"),
+            native("cuda/Indexing.cu", 590, "the same if it accumulates"),
+        ),
+        advice="Keep the index on the device.",
+    ),
+    Row(
+        name="host-index-fill",
+        code="TT103",
+        what="A Python number is assigned to positions on the host, `x[[0, 2]] = 3.0`, since 2.15",
+        when="the tensor is on the device and the positions are not",
+        operators=("aten::index_fill_.int_Scalar",),
+        waits=_filled_index,
+        evidence=(
+            native("IndexingUtils.h", 61, "the index is moved, blocking"),
+            pytorch(
+                _INDEXING,
+                751,
+                "the number is no longer moved: the indexed elements are filled",
+                "v2.15.0",
+            ),
+        ),
+        advice="Keep the index on the device.",
+        since="2.15",
+    ),
+    Row(
+        name="assigned-number",
+        code="TT103",
+        what="`x[positions] = 3.0`",
+        when="the value is a 0-dim tensor on the host, or before 2.15 a number, and the index is not a "
+        "single mask",
+        operators=INDEX_PUT,
+        waits=_assigned_value,
+        evidence=(
+            native("TensorAdvancedIndexing.cpp", 981, "the number is moved, blocking"),
+            pytorch(
+                _INDEXING, 478, "a Python number is made on the device, which is free", "v2.15.0"
+            ),
+        ),
+        advice="`x.index_fill_(dim, positions, 3.0)`, or a value that is on the device.",
+    ),
+    Row(
+        name="where-number",
+        code="TT103",
+        what="`torch.where` with a 0-dim tensor on the host",
+        when="once for each such tensor, if another tensor is on the device; a Python number is free",
+        operators=("aten::where.self", "aten::where.self_out"),
+        waits=_chosen_scalars,
+        evidence=(
+            native("TensorCompare.cpp", 612, "a condition on the host is moved, blocking"),
+            native("TensorCompare.cpp", 615, "the value if it is true"),
+            native("TensorCompare.cpp", 618, "the value if it is false"),
+        ),
+        advice="A Python number, or a tensor that is on the device.",
+    ),
+    Row(
+        name="bernoulli-probability",
+        code="TT103",
+        what="`bernoulli_` with probabilities on the host",
+        when="`p` is a tensor on the host and `self` is on the device",
+        operators=("aten::bernoulli_.Tensor", "aten::bernoulli.Tensor"),
+        waits=_probabilities,
+        evidence=(
+            native("cuda/DistributionTemplates.h", 662, "the probabilities are moved, blocking"),
+        ),
+        advice="A Python number, or a tensor that is on the device.",
+    ),
+    Row(
+        name="ctc-loss-lengths",
+        code="TT103",
+        what="`ctc_loss`, forward and backward, if cuDNN does not compute it",
+        when="`log_probs` is on the device: three times",
+        operators=("aten::_ctc_loss", "aten::_ctc_loss_backward"),
+        waits=_alignment,
+        evidence=(
+            native("cuda/LossCTC.cu", 287, "the lengths of the targets are moved"),
+            native("cuda/LossCTC.cu", 288, "the lengths of the input"),
+            native("cuda/LossCTC.cu", 289, "the offsets of the targets"),
+            native("cuda/LossCTC.cu", 642, "the same three in backward"),
+        ),
+        advice="Inputs that cuDNN supports: int32 targets and lengths on the host, blank 0.",
+    ),
+    Row(
+        name="ctc-loss-targets",
+        code="TT101",
+        what="`ctc_loss` looks at the targets on the host",
+        when="the targets are on the device: once, and twice if the lengths are tensors",
+        operators=("aten::_ctc_loss",),
+        waits=_targets,
+        evidence=(
+            native("LossCTC.cpp", 516, "copies the targets, with cuDNN too"),
+            native("LossCTC.cpp", 569, "copies them once more if the lengths are tensors"),
+        ),
+        advice="Leave the targets on the host, or give the lengths as tuples.",
+        since="2.11",
+    ),
+    Row(
+        name="ctc-loss-host-targets",
+        code="TT103",
+        what="`ctc_loss` with targets on the host, if cuDNN does not compute it",
+        when="`log_probs` is on the device and the targets are not",
+        operators=("aten::_ctc_loss",),
+        waits=_moved_targets,
+        evidence=(native("LossCTC.cpp", 532, "the targets are moved, blocking"),),
+        advice="Inputs that cuDNN supports: int32 targets in a row, tuples of lengths, blank 0, full input.",
+    ),
+    Row(
+        name="ctc-loss-read-lengths",
+        code="TT101",
+        what="`ctc_loss` with tensors of lengths",
+        when="once for each that is on the device",
+        operators=("aten::_ctc_loss.Tensor", "aten::_ctc_loss_backward.Tensor"),
+        waits=each_device("input_lengths", "target_lengths"),
+        evidence=(
+            native("LossCTC.cpp", 439, "copies the lengths of the input"),
+            native("LossCTC.cpp", 440, "copies the lengths of the targets"),
+            native("LossCTC.cpp", 473, "the same in backward"),
+        ),
+        advice="Lengths on the host, or as tuples.",
+    ),
+    Row(
+        name="gathered-count",
+        code="TT103",
+        what="`batch_norm_gather_stats` with one count for all",
+        when="always",
+        operators=("aten::batch_norm_gather_stats",),
+        waits=device("input"),
+        evidence=(native("cuda/Normalization.cu", 702, "the counts are moved, blocking"),),
+        advice="`batch_norm_gather_stats_with_counts`, as `SyncBatchNorm` does.",
+    ),
 )

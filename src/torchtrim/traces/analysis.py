@@ -1,4 +1,4 @@
-"""Trace -> report: the syncs, their sites, and what the step would gain without them."""
+"""Trace -> report: the syncs, their sites, and their prices."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ KNOWN_FIXES = (
         path="transformers/modeling_attn_mask_utils.py",
         function="_ignore_causal_mask_sdpa",
         package="transformers",
-        says="the attention mask is read back to choose a kernel; pass None if nothing is padded",
+        says="the attention mask is read back to choose a kernel; pass None for batches without padding",
         source="https://github.com/huggingface/transformers/blob/v4.49.0/src/transformers/modeling_attn_mask_utils.py",
     ),
     KnownFix(
@@ -90,32 +90,32 @@ KNOWN_FIXES = (
 def known_fixes(sites: Iterable[TraceSite], versions: Mapping[str, str]) -> list[str]:
     """Return the known fixes of these sites, with the trace's PyTorch version, if recorded."""
     notes = []
-    every = list(sites)
+    sites = list(sites)
     for fix in KNOWN_FIXES:
-        found = next((site for site in every if fix.fits(site)), None)
-        if found is not None:
-            where = found.function or found.within or found.op
-            version = versions.get(fix.package, "")
-            used = f"{fix.package} {version}".strip()
+        site = next((site for site in sites if fix.fits(site)), None)
+        if site is not None:
+            where = site.function or site.within or site.op
+            used = f"{fix.package} {versions.get(fix.package, '')}".strip()
             notes.append(f"{where} ({used}): {fix.says}. {fix.source}")
     return notes
 
 
-MOST_ERROR = 0.10  # Arbitrary; a replay that is further off its own trace is not believed.
-_SHARE = 0.05  # Arbitrary; less of the trace does not change what is said.
+MOST_ERROR = 0.10  # Arbitrary; a replay that differs more from its own trace proves nothing.
+_SHARE = 0.05  # Arbitrary; less of the trace is not worth a note.
 
 
 def analyse(trace: Trace, source: Path | None = None) -> TraceReport:
     """Find and price the syncs of one rank's trace. `source` is the folder with the source files."""
     waits = find_waits(trace)
-    found = sites_of(trace, waits, SourceFolder(folder=source) if source is not None else None)
+    ranked = sites_of(trace, waits, SourceFolder(folder=source) if source is not None else None)
     own = [wait for wait in waits if not wait.is_profiler]
-    sites = [site for site in found if not site.is_device]
-    devices = [site for site in found if site.is_device]
+    sites = [site for site in ranked if not site.is_device]
+    devices = [site for site in ranked if site.is_device]
     program, prices, why = _replayed(trace, sites, devices)
     span = program.span if program is not None else trace.ended() - trace.started()
-    records = _records([*sites, *devices], prices)
-    host_waits = [wait.call for wait in own]
+    records = tuple(_record(site, i, prices) for i, site in enumerate([*sites, *devices]))
+    marks = (mark.name for mark in (*trace.annotations, *trace.operators))
+    sets = prices.sets if prices is not None else []
     return TraceReport(
         torchtrim=__version__,
         file=trace.source,
@@ -123,15 +123,15 @@ def analyse(trace: Trace, source: Path | None = None) -> TraceReport:
         device=trace.device,
         versions=trace.versions,
         events=trace.events,
-        steps=_steps(trace),
+        steps=len({name for name in marks if name.startswith("ProfilerStep#")}),
         sync_calls=sum(wait.is_sync and not wait.is_device for wait in own),
         blocking_copies=sum(wait.is_pageable for wait in own) + unexplained_copies(trace),
         span_ms=_ms(span),
         replay_ms=_ms(prices.base.span) if prices is not None else None,
         device_busy_ms=_ms(device_busy(trace)),
-        host_waiting_ms=_ms(covered(host_waits)),
+        host_waiting_ms=_ms(covered(wait.call for wait in own)),
         sites=records[: len(sites)],
-        sets=_sets(prices),
+        sets=tuple(TraceSet(sites=tuple(sorted(s)), saves_ms=_ms(gain)) for s, gain in sets),
         bound=_bound(program, prices, trace),
         device_syncs=records[len(sites) :],
         profiler_syncs=len(waits) - len(own),
@@ -145,7 +145,8 @@ def joined(reports: Sequence[TraceReport], talks: Sequence[Talk] = ()) -> TraceR
     if len(reports) == 1:
         return reports[0]
     slowest = max(reports, key=lambda report: report.span_ms)
-    shared = f"{len(reports)} ranks; shown is the slowest, {_named(slowest)}."
+    name = f"rank {slowest.rank}" if slowest.rank is not None else Path(slowest.file).name
+    shared = f"{len(reports)} ranks; shown is the slowest, {name}."
     return msgspec.structs.replace(
         slowest,
         notes=(shared, *slowest.notes),
@@ -154,17 +155,8 @@ def joined(reports: Sequence[TraceReport], talks: Sequence[Talk] = ()) -> TraceR
     )
 
 
-def _steps(trace: Trace) -> int:
-    marks = (*trace.annotations, *trace.operators)
-    return len({mark.name for mark in marks if mark.name.startswith("ProfilerStep#")})
-
-
 def _by_rank(report: TraceReport) -> tuple[bool, int, str]:
     return (report.rank is None, report.rank or 0, report.file)
-
-
-def _named(report: TraceReport) -> str:
-    return f"rank {report.rank}" if report.rank is not None else Path(report.file).name
 
 
 def _replayed(
@@ -180,41 +172,32 @@ def _replayed(
     prices = price(program, every[: len(sites)], apart=every[len(sites) :])
     error = prices.base.span / program.span - 1 if program.span else 0.0
     if abs(error) > MOST_ERROR:
-        said = (
+        doubt = (
             f"The replay takes {prices.base.span / 1e3:.1f} ms where {program.span / 1e3:.1f} ms were "
-            f"measured ({error:+.0%}), so it does not tell the cost of a wait."
+            f"measured ({error:+.0%}), so it does not show the cost of a wait."
         )
-        return None, None, [said]
+        return None, None, [doubt]
     return program, prices, []
-
-
-def _records(sites: list[SyncSite], prices: Prices | None) -> tuple[TraceSite, ...]:
-    return tuple(_record(site, i, prices) for i, site in enumerate(sites))
 
 
 def _record(site: SyncSite, number: int, prices: Prices | None) -> TraceSite:
     frame = site.frame
     lines = tuple(sorted(site.lines))
-    found = len(lines) == 1
+    single = len(lines) == 1
     alone = prices.alone.get(number) if prices is not None else None
     return TraceSite(
         path=frame.path if frame else "",
         function=frame.function if frame else "",
-        line=lines[0] if found else frame.line if frame else 0,
+        line=lines[0] if single else frame.line if frame else 0,
         op=site.op,
         count=site.stands,
         wait_ms=_ms(site.wait_ms * 1e3),
         saves_alone_ms=_ms(alone) if alone is not None else None,
-        exact=found or (frame is not None and frame.exact),
-        lines=() if found else lines,
+        exact=single or (frame is not None and frame.exact),
+        lines=() if single else lines,
         within=site.within,
         phase=site.phase,
     )
-
-
-def _sets(prices: Prices | None) -> tuple[TraceSet, ...]:
-    ranked = prices.sets if prices is not None else []
-    return tuple(TraceSet(sites=tuple(sorted(s)), saves_ms=_ms(gain)) for s, gain in ranked)
 
 
 def _bound(program: ReplayProgram | None, prices: Prices | None, trace: Trace) -> Bound:
@@ -248,7 +231,7 @@ def _doubts(trace: Trace, program: ReplayProgram) -> list[str]:
     if before > _SHARE * program.span:
         notes.append(
             f"{before / 1e3:.1f} ms of the device's work were launched before the trace began or by "
-            "calls that it lacks; the replay keeps them where they were."
+            "calls that it lacks; the replay keeps them at their recorded times."
         )
     delayed = sum(a.extra for step in program.steps for a in step.launches)
     delayed += sum(step.outside for step in program.steps)

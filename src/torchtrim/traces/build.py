@@ -1,12 +1,12 @@
-"""Trace -> replay program: separates what a replay keeps from what it computes again."""
+"""Trace -> replay program: separates recorded times that a replay keeps from those it computes again."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import combinations, groupby, pairwise
 from statistics import fmean, median, median_low
 
 from torchtrim.costs.replay import NO_SITE, Activity, Does, ReplayProgram, ReplayStep
@@ -33,42 +33,40 @@ _MOST_ENGINES = 64  # Arbitrary; autograd has one thread for each device of the 
 
 
 def hand_overs(trace: Trace, plan: Schedule) -> dict[int, tuple[Lane, float]]:
-    """Map the `id` of a launch to the thread that its own had waited for, and the delay after that one
-    began.
+    """Map the `id` of a launch to the thread that its own waited for, and the delay between the two.
 
     A thread of the autograd engine begins when another calls `backward()`, which blocks until the engine is
     done. Other threads take turns if one's burst of calls fills the gap in the other's.
     """
-    owners = _engines(trace, plan)
-    found: dict[int, tuple[Lane, float]] = {}
-    pairs = [(owner, engine, True) for engine, owner in owners.items()]
-    pairs += [(a, b, False) for a, b in _others(plan, owners)]
-    for first, second, named in pairs:
-        both = [launch for launch in plan.launches if launch.lane in (first, second)]
-        for run_before, run in _switches(both):
-            before, after = run_before[-1], run[0]
-            if named or _fills(run_before, run):
-                found.setdefault(id(after), (_lane(before), after.time - before.end))
-    return found
-
-
-def _lane(launch: Launch) -> Lane:
-    assert launch.lane is not None
-    return launch.lane
-
-
-def _engines(trace: Trace, plan: Schedule) -> dict[Lane, Lane]:
-    """Return the threads of the autograd engine, each with the thread that calls it."""
     calls = Counter(launch.lane for launch in plan.launches if launch.lane is not None)
+    owners = _engines(trace, calls)
+    pairs = [(owner, engine, True) for engine, owner in owners.items()]
+    busy = [lane for lane, count in calls.most_common(4) if lane not in owners and count > 8]
+    pairs += [(a, b, False) for a, b in combinations(busy, 2) if a[0] == b[0]]
+    handed: dict[int, tuple[Lane, float]] = {}
+    for first, second, is_engine in pairs:
+        both = (launch for launch in plan.launches if launch.lane in (first, second))
+        runs = [list(run) for _, run in groupby(both, key=lambda launch: launch.lane)]
+        for run_before, run in pairwise(runs):
+            before, after = run_before[-1], run[0]
+            if before.lane is not None and (is_engine or _fills(run_before, run)):
+                handed.setdefault(id(after), (before.lane, after.time - before.end))
+    return handed
+
+
+def _engines(trace: Trace, calls: Counter[Lane]) -> dict[Lane, Lane]:
+    """Return the threads of the autograd engine, each with the thread that calls it."""
     engines = {lane_of(op) for op in trace.operators if _is_engines(op)}
     forward = [lane for lane, _ in calls.most_common() if lane not in engines]
-    marked = _forward_lanes(trace)
-    found = {}
+    # The profiler's step marks are never on the engine's threads.
+    marks = (*trace.annotations, *trace.operators)
+    marked = {lane_of(mark) for mark in marks if mark.name.startswith("ProfilerStep")}
+    owners = {}
     for engine in sorted(engines & calls.keys() - marked)[:_MOST_ENGINES]:
-        same = next((lane for lane in forward if lane[0] == engine[0]), None)
-        if same is not None:
-            found[engine] = same
-    return found
+        owner = next((lane for lane in forward if lane[0] == engine[0]), None)
+        if owner is not None:
+            owners[engine] = owner
+    return owners
 
 
 def _is_engines(operator: Event) -> bool:
@@ -78,34 +76,10 @@ def _is_engines(operator: Event) -> bool:
     return args is not None and bool(args.forward_thread) and args.sequence is not None
 
 
-def _forward_lanes(trace: Trace) -> set[Lane]:
-    """Return the threads that carry the profiler's step marks, never the engine's."""
-    marks = (*trace.annotations, *(op for op in trace.operators if op.name.startswith("Profiler")))
-    return {lane_of(mark) for mark in marks if mark.name.startswith("ProfilerStep")}
-
-
-def _others(plan: Schedule, owners: dict[Lane, Lane]) -> list[tuple[Lane, Lane]]:
-    calls = Counter(launch.lane for launch in plan.launches if launch.lane is not None)
-    lanes = [lane for lane, count in calls.most_common(4) if lane not in owners and count > 8]
-    return [(a, b) for i, a in enumerate(lanes) for b in lanes[i + 1 :] if a[0] == b[0]]
-
-
-def _switches(launches: list[Launch]) -> list[tuple[list[Launch], list[Launch]]]:
-    """Return runs of launches of one thread, each with the preceding run of the other thread."""
-    runs: list[list[Launch]] = []
-    for launch in launches:
-        if runs and runs[-1][-1].lane == launch.lane:
-            runs[-1].append(launch)
-        else:
-            runs.append([launch])
-    return list(pairwise(runs))
-
-
 def _fills(before: list[Launch], run: list[Launch]) -> bool:
     """Return True if the run begins right after the one before it, and both are long."""
-    lengths = [one[-1].end - one[0].time for one in (before, run)]
-    between = run[0].time - before[-1].end
-    return min(lengths) > _RUN_US and 0 <= between < _NEAR * min(lengths)
+    shorter = min(before[-1].end - before[0].time, run[-1].end - run[0].time)
+    return shorter > _RUN_US and 0 <= run[0].time - before[-1].end < _NEAR * shorter
 
 
 _NEAR_US = 200.0
@@ -113,16 +87,16 @@ _NEAR_US = 200.0
 _IDLE_US = 2.0
 """Arbitrary; most difference between the aligned clocks of host and device."""
 _FEWEST = 3  # The fewest with a median that one outlier does not set.
-_LAUNCH_US, _GAP_US, _BACK_US = 5.0, 1.5, 5.0
+_LAUNCH_US, _GAP_US, _BACK_US = 5.0, 1.5, 5.0  # Usual on data-center GPUs; used if not measured.
 
 
 @dataclass(kw_only=True, slots=True)
 class Latencies:
     """`launch`: from the call to the start on an idle stream. `gap`: between two activities of a stream.
 
-    `cost`: how long a launching call keeps the host. `back`: from the end of the awaited work to the return
-    of the wait. `least`: cost of a waiting call that need not wait. The first three by kind of activity, the
-    others by kind of wait.
+    `cost`: host time of a launching call. `back`: from the end of the awaited work to the return of the wait.
+    `least`: cost of a wait for work that is done already. All in microseconds: the first three by kind of
+    activity, the others by kind of wait.
     """
 
     launch: dict[str, float]
@@ -132,23 +106,23 @@ class Latencies:
     least: dict[str, float] = field(default_factory=dict)
 
     def launch_of(self, work: DeviceWork) -> float:
-        """Return the time from the beginning of the call to the activity's start on an idle stream."""
+        """Return the `launch` latency of an activity."""
         return self.launch.get(work.kind, self.launch.get("", _LAUNCH_US))
 
     def gap_of(self, work: DeviceWork) -> float:
-        """Return the time from the previous activity's end on a busy stream to this one's start."""
+        """Return the `gap` before an activity."""
         return self.gap.get(work.kind, self.gap.get("", _GAP_US))
 
     def cost_of(self, work: DeviceWork) -> float:
-        """Return how long the launching call keeps the host."""
+        """Return the `cost` of launching an activity."""
         return self.cost.get(work.kind, self.cost.get("", _LAUNCH_US))
 
     def back_of(self, kind: str) -> float:
-        """Return the time from the end of the awaited work to the return of the call."""
+        """Return the `back` latency of a wait."""
         return self.back.get(kind, _BACK_US)
 
     def least_of(self, kind: str) -> float:
-        """Return the cost of the call if the work is done already."""
+        """Return the `least` cost of a wait."""
         return self.least.get(kind, _LAUNCH_US)
 
 
@@ -158,8 +132,7 @@ def measure(plan: Schedule) -> Latencies:
     gap: dict[str, list[float]] = defaultdict(list)
     cost: dict[str, list[float]] = defaultdict(list)
     for work in plan.works:
-        call = work.call
-        if call is None:
+        if (call := work.call) is None:
             continue
         cost[work.kind].append(call.dur)
         free = work.before.event.end if work.before is not None else 0.0
@@ -176,11 +149,12 @@ def measure(plan: Schedule) -> Latencies:
     )
 
 
-def _summary(samples: dict[str, list[float]], figure: object) -> dict[str, float]:
-    assert callable(figure)
-    found = {kind: figure(values) for kind, values in samples.items() if len(values) >= _FEWEST}
+def _summary(
+    samples: dict[str, list[float]], figure: Callable[[list[float]], float]
+) -> dict[str, float]:
+    by_kind = {kind: figure(values) for kind, values in samples.items() if len(values) >= _FEWEST}
     every = [value for values in samples.values() for value in values]
-    return found | ({"": figure(every)} if every else {})
+    return by_kind | ({"": figure(every)} if every else {})
 
 
 def _trimmed(values: Iterable[float]) -> float:
@@ -200,8 +174,7 @@ _LONG_US = 100.0  # Arbitrary; so short a launch was not held up by a full queue
 
 def build(trace: Trace, sites: Mapping[int, int]) -> ReplayProgram:
     """Build a trace's program. `sites` maps the `id` of a waiting call to its site."""
-    plan = schedule(trace)
-    return _ProgramBuilder(trace, plan, sites).program()
+    return _ProgramBuilder(trace, schedule(trace), sites).program()
 
 
 @dataclass
@@ -218,68 +191,56 @@ class _ProgramBuilder:
 
     def __post_init__(self) -> None:
         self.latencies = measure(self.plan)
-        self.targets = targets(self.trace, self.plan)
+        self.targets = targets(self.trace)
         self.ends = ends(self.plan)
 
     def program(self) -> ReplayProgram:
         """Return all steps, in order of time."""
         self._measure_returns()
-        self.targets = targets(self.trace, self.plan)
+        self.targets = targets(self.trace)
         handed = hand_overs(self.trace, self.plan)
         for launch in self.plan.launches:
-            self._hand_over(launch, handed)
-            self._step(launch, id(launch) in handed)
+            from_lane, delay = handed.get(id(launch), (None, 0.0))
+            if from_lane is not None and launch.lane is not None:
+                of, lane = self._lane(from_lane), self._lane(launch.lane)
+                self.steps.append(ReplayStep(Does.HAND_OVER, lane, delay, 0.0, of=of))
+            self.steps.append(self._step(launch, 0.0 if from_lane is not None else launch.gap))
             self.targets.note(launch)
-        lanes = list(self.lanes)
         return ReplayProgram(
             steps=self.steps,
-            lanes=len(lanes),
+            lanes=len(self.lanes),
             streams=len(self.streams),
             activities=len(self.plan.works),
-            tails=self._tails(lanes),
+            tails=self._tails(),
             begin=self.trace.started(),
             end=self.trace.ended(),
         )
 
     def _measure_returns(self) -> None:
         """Measure the cost of a wait with nothing to await, and the delay of its return otherwise."""
-        returns: dict[str, list[float]] = {}
-        idle: dict[str, list[float]] = {}
+        returns: dict[str, list[float]] = defaultdict(list)
+        idle: dict[str, list[float]] = defaultdict(list)
         for launch in self.plan.launches:
             if launch.call is not None and is_waiting(launch) and not launch.works:
                 last = max((w.event.end for w in self.targets.of(launch)), default=0.0)
                 late = launch.call.end - last
                 if last <= launch.call.ts:
-                    idle.setdefault(launch.kind, []).append(launch.call.dur)
+                    idle[launch.kind].append(launch.call.dur)
                 elif last > launch.call.ts + SKEW_US and late < _OUTSIDE_US:
-                    returns.setdefault(launch.kind, []).append(late)
+                    returns[launch.kind].append(late)
             self.targets.note(launch)
         self.latencies.back = {kind: median(values) for kind, values in returns.items()}
         self.latencies.least = {
             kind: min(median_low(values), _OUTSIDE_US) for kind, values in idle.items()
         }
 
-    def _hand_over(self, launch: Launch, handed: Mapping[int, tuple[Lane, float]]) -> None:
-        found = handed.get(id(launch))
-        if found is not None:
-            assert launch.lane is not None
-            of = self._lane(found[0])
-            self.steps.append(
-                ReplayStep(Does.HAND_OVER, self._lane(launch.lane), found[1], 0.0, of=of)
-            )
-
-    def _step(self, launch: Launch, was_handed: bool) -> None:
+    def _step(self, launch: Launch, gap: float) -> ReplayStep:
         if launch.call is None or launch.lane is None:
-            works = tuple(self._outside(work) for work in launch.works)
-            self.steps.append(ReplayStep(Does.OUTSIDE, 0, 0.0, 0.0, works))
-            return
-        lane, gap = self._lane(launch.lane), 0.0 if was_handed else launch.gap
+            return ReplayStep(Does.OUTSIDE, 0, 0.0, 0.0, tuple(map(self._outside, launch.works)))
+        lane = self._lane(launch.lane)
         if launch.works and (is_waiting(launch) or is_pageable(launch.works[0].event.name)):
-            self.steps.append(self._copy(launch, lane, gap))
-        elif is_waiting(launch):
-            self.steps.append(self._wait(launch, lane, gap))
-        else:
-            self.steps.append(self._launch(launch, lane, gap))
+            return self._copy(launch, lane, gap)
+        return (self._wait if is_waiting(launch) else self._launch)(launch, lane, gap)
 
     def _launch(self, launch: Launch, lane: int, gap: float) -> ReplayStep:
         cost = launch.end - launch.time
@@ -293,16 +254,15 @@ class _ProgramBuilder:
 
     def _full_queue(self, launch: Launch, cost: float) -> DeviceWork | None:
         """Return the activity that had to end to make room for another launch, or None if there was room."""
-        if not launch.works or cost < max(
-            _LONG_US, _LONG * self.latencies.cost_of(launch.works[0])
-        ):
+        work = launch.works[0] if launch.works else None
+        if work is None or cost < max(_LONG_US, _LONG * self.latencies.cost_of(work)):
             return None
         done = bisect_right(self.ends.times, launch.time)
-        if launch.works[0].number - done < _QUEUE:
+        ended = bisect_right(self.ends.times, launch.end + SKEW_US)
+        if work.number - done < _QUEUE or not ended:
             return None
-        at = bisect_right(self.ends.times, launch.end + SKEW_US)
-        last = self.ends.works[at - 1] if at else None
-        return last if last is not None and last.number < launch.works[0].number else None
+        last = self.ends.works[ended - 1]
+        return last if last.number < work.number else None
 
     def _wait(self, launch: Launch, lane: int, gap: float) -> ReplayStep:
         cost = launch.end - launch.time
@@ -327,33 +287,31 @@ class _ProgramBuilder:
         site = self.sites.get(id(launch.call), NO_SITE)
         usual = min(cost, self.latencies.cost_of(work), self.latencies.cost.get("kernel", cost))
         activities = self._activities(launch, keeps=work.event.ts - launch.time)
-        back = launch.end - work.event.end
         if work.event.ts > launch.end:
             return ReplayStep(Does.WAIT, lane, gap, cost, activities, site=site, without=usual)
+        back, awaits = launch.end - work.event.end, (work.number,)
         return ReplayStep(
-            Does.COPY,
-            lane,
-            gap,
-            min(cost, usual),
-            activities,
-            (work.number,),
-            back,
-            site=site,
-            without=usual,
+            Does.COPY, lane, gap, usual, activities, awaits, back, site=site, without=usual
         )
 
     def _activities(self, launch: Launch, keeps: float | None = None) -> tuple[Activity, ...]:
-        ordered = sorted(launch.works, key=lambda work: work.event.ts)
-        first = self._first(launch, ordered[0], keeps) if ordered else None
-        if first is None:
+        if not launch.works:
             return ()
-        anchor = ordered[0].event.ts
-        return (first, *(self._node(work, first.number, anchor) for work in ordered[1:]))
-
-    def _node(self, work: DeviceWork, anchor: int, time: float) -> Activity:
-        stream, event = self._stream(work), work.event
-        offset = event.ts - time
-        return Activity(work.number, stream, event.dur, 0.0, 0.0, anchor=anchor, offset=offset)
+        first, *others = sorted(launch.works, key=lambda work: work.event.ts)
+        begin = self._first(launch, first, keeps)
+        nodes = (
+            Activity(
+                work.number,
+                self._stream(work),
+                work.event.dur,
+                0.0,
+                0.0,
+                anchor=first.number,
+                offset=work.event.ts - first.event.ts,
+            )
+            for work in others
+        )
+        return (begin, *nodes)
 
     def _first(self, launch: Launch, work: DeviceWork, keeps: float | None) -> Activity:
         event, before = work.event, work.before
@@ -401,25 +359,25 @@ class _ProgramBuilder:
         overlap = event.ts - before.event.ts if gap < 0 else None
         return Activity(work.number, stream, event.dur, 0.0, gap, overlap=overlap)
 
-    def _tails(self, lanes: list[Lane]) -> list[float]:
-        """Return how long each thread went on after its last step.
+    def _tails(self) -> list[float]:
+        """Return the time that each thread ran after its last step.
 
         Threads with operators but without steps count to the thread with the last step before them.
         """
         last = {one.lane: one.end for one in self.plan.launches if one.lane is not None}
-        until = dict.fromkeys(lanes, 0.0)
+        until = dict.fromkeys(self.lanes, 0.0)
         others = 0.0
         for events in (self.trace.operators, self.trace.annotations, self.trace.calls):
             for event in events:
-                lane = (str(event.pid), str(event.tid))
+                lane = lane_of(event)
                 if lane in until:
                     until[lane] = max(until[lane], event.end)
                 elif events is not self.trace.calls:
                     others = max(others, event.end)
-        if lanes:
-            latest = max(lanes, key=lambda lane: last[lane])
+        if until:
+            latest = max(until, key=last.__getitem__)
             until[latest] = max(until[latest], others)
-        return [max(0.0, until[lane] - last[lane]) for lane in lanes]
+        return [max(0.0, end - last[lane]) for lane, end in until.items()]
 
     def _lane(self, lane: Lane) -> int:
         return self.lanes.setdefault(lane, len(self.lanes))

@@ -1,4 +1,4 @@
-"""Joins calls of the host with the device activities they launched, and finds what each wait awaits."""
+"""Joins calls of the host with the device activities they launched, and each wait with its work."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 from torchtrim.records.trace import Event, Lane, Number, Trace
 from torchtrim.traces.stacks import WAITING, Kind, kind_of, lane_of
@@ -34,7 +35,7 @@ class DeviceWork:
 
 @dataclass(slots=True, eq=False)
 class Launch:
-    """A call, its thread, what it launched, and the end of the host's own work in it.
+    """A call, its thread, the launched work, and the end of the host's own work in it.
 
     `call` is None for work that no call of the trace launched.
     """
@@ -46,7 +47,6 @@ class Launch:
     works: list[DeviceWork]
     end: float
     gap: float = 0.0
-    hands_over: tuple[Lane, float] | None = None
 
 
 @dataclass(kw_only=True)
@@ -74,19 +74,17 @@ def schedule(trace: Trace) -> Schedule:
         number = event.args.correlation if event.args else None
         (loose if number is None else by_number[number]).append(event)
     launches = _called(trace, by_number)
-    launches += _uncalled(
-        [event for rest in (loose, *by_number.values()) for event in rest], launches
-    )
+    launches += _uncalled([*loose, *chain(*by_number.values())], launches)
     launches.sort(key=lambda launch: (launch.time, launch.call is not None))
-    found = Schedule(launches=launches)
+    plan = Schedule(launches=launches)
     for launch in launches:
         for work in launch.works:
-            work.number = len(found.works)
-            found.works.append(work)
-            here = found.by_stream.setdefault(work.stream, [])
+            work.number = len(plan.works)
+            plan.works.append(work)
+            here = plan.by_stream.setdefault(work.stream, [])
             work.before = here[-1] if here else None
             here.append(work)
-    return found
+    return plan
 
 
 def _called(trace: Trace, by_number: dict[object, list[Event]]) -> list[Launch]:
@@ -111,7 +109,7 @@ def _called(trace: Trace, by_number: dict[object, list[Event]]) -> list[Launch]:
 
 
 def _uncalled(events: list[Event], called: list[Launch]) -> list[Launch]:
-    """Yield work without a launching call, placed before the next start on its stream.
+    """Return work without a launching call, placed before the next start on its stream.
 
     The first work of a stream was launched before the trace began.
     """
@@ -125,15 +123,15 @@ def _uncalled(events: list[Event], called: list[Launch]) -> list[Launch]:
         for work in launch.works:
             if work.stream in by_stream:
                 starts[work.stream].append((work.event.ts, launch.time))
-    for stream, found in by_stream.items():
+    for stream, launches in by_stream.items():
         later = sorted(starts[stream])
         first, latest = later[0][0] if later else float("inf"), float("inf")
-        found.sort(key=lambda launch: launch.time)
-        for launch in reversed(found):
+        launches.sort(key=lambda launch: launch.time)
+        for launch in reversed(launches):
             while later and later[-1][0] >= launch.time:
                 latest = min(latest, later.pop()[1])
             launch.time = 0.0 if launch.time < first else min(launch.time, latest)
-    return [launch for found in by_stream.values() for launch in found]
+    return list(chain(*by_stream.values()))
 
 
 def is_waiting(launch: Launch) -> bool:
@@ -141,8 +139,8 @@ def is_waiting(launch: Launch) -> bool:
     return launch.kind in WAITING
 
 
-SKEW_US = 5.0  # By how much clocks of host and device may differ in a trace. Arbitrary.
-_NEAR_US = 60.0  # Arbitrary; how long before a wait returns what it awaited may have ended.
+SKEW_US = 5.0  # Arbitrary; most difference between the clocks of host and device in a trace.
+_NEAR_US = 60.0  # Arbitrary; most time from the end of awaited work to the return of the wait.
 _FURTHEST = 4096  # Arbitrary; bounds the way back along a stream.
 
 
@@ -153,8 +151,7 @@ class WaitTargets:
     Launches are noted in order, so at each one the earlier ones are known.
     """
 
-    schedule: Schedule
-    told: Mapping[Number, Event]
+    recorded_waits: Mapping[Number, Event]
     last: dict[Stream, DeviceWork] = field(default_factory=dict)
     by_lane: dict[Lane | None, DeviceWork] = field(default_factory=dict)
     recorded: dict[Lane | None, DeviceWork] = field(default_factory=dict)
@@ -181,16 +178,13 @@ class WaitTargets:
         streams.
 
         Most traces contain neither the event nor the stream. PyTorch records an event on the stream that it
-        leaves and makes the next stream wait for it, so take the last work of the stream that was left,
-        unless the recorded times show that it ended later.
+        leaves and makes the next stream wait for it, so take the last work of the former stream, unless the
+        recorded times show that it ended later.
         """
-        pending = self.ordered.pop(launch.lane, None)
-        if not pending:
-            return ()
         return tuple(
-            one
-            for one in dict.fromkeys(pending)
-            if one.stream != work.stream and one.event.end <= work.event.ts + SKEW_US
+            before
+            for before in dict.fromkeys(self.ordered.pop(launch.lane, ()))
+            if before.stream != work.stream and before.event.end <= work.event.ts + SKEW_US
         )
 
     def of(self, launch: Launch) -> list[DeviceWork]:
@@ -198,64 +192,62 @@ class WaitTargets:
         assert launch.call is not None
         if launch.kind == "device":
             return self._ended(list(self.last.values()), launch.call)
-        if launch.kind == "event":
-            return self._ended(self._event(launch), launch.call)
-        return self._ended(self._stream(launch), launch.call)
+        awaited = self._event if launch.kind == "event" else self._stream
+        work = awaited(launch, launch.call)
+        return self._ended([work] if work is not None else [], launch.call)
 
-    def _stream(self, launch: Launch) -> list[DeviceWork]:
-        assert launch.call is not None
-        told = self._told(launch.call)
-        if told is not None and told.args and told.args.stream not in (None, -1):
-            here = self.last.get(stream_of(told))
-            return [here] if here is not None else []
+    def _stream(self, launch: Launch, call: Event) -> DeviceWork | None:
+        wait = self._recorded_wait(call)
+        if wait is not None and wait.args and wait.args.stream not in (None, -1):
+            return self.last.get(stream_of(wait))
         mine = self.by_lane.get(launch.lane)
         if mine is not None and mine.event.name.startswith("Memcpy"):
-            return [mine]
-        return self._nearest(launch.call, self.last.get(mine.stream) if mine else None)
+            return mine
+        return self._nearest(call, self.last.get(mine.stream) if mine else None)
 
-    def _event(self, launch: Launch) -> list[DeviceWork]:
-        assert launch.call is not None
-        told = self._told(launch.call)
-        if told is not None and told.args and told.args.wait_record in self.records:
-            return [self.records[told.args.wait_record]]
-        return self._nearest(launch.call, self.recorded.get(launch.lane))
+    def _event(self, launch: Launch, call: Event) -> DeviceWork | None:
+        wait = self._recorded_wait(call)
+        if wait is not None and wait.args and wait.args.wait_record in self.records:
+            return self.records[wait.args.wait_record]
+        return self._nearest(call, self.recorded.get(launch.lane))
 
-    def _told(self, call: Event) -> Event | None:
+    def _recorded_wait(self, call: Event) -> Event | None:
         number = call.args.correlation if call.args else None
-        return self.told.get(number) if number is not None else None
+        return self.recorded_waits.get(number) if number is not None else None
 
-    def _nearest(self, call: Event, likely: DeviceWork | None) -> list[DeviceWork]:
-        """Return `likely`, unless another stream's last activity explains much better when the call
-        returned."""
+    def _nearest(self, call: Event, likely: DeviceWork | None) -> DeviceWork | None:
+        """Return `likely`, unless another stream's last activity explains the return of the call much
+        better."""
         if likely is not None and _explains(likely, call):
-            return [likely]
+            return likely
         others = [work for work in self.last.values() if _explains(work, call)]
         if others and call.dur > _NEAR_US:
-            return [max(others, key=lambda work: work.event.end)]
-        return [likely] if likely is not None else []
+            return max(others, key=lambda work: work.event.end)
+        return likely
 
     def _ended(self, works: list[DeviceWork], call: Event) -> list[DeviceWork]:
         """Step back on each stream over activities that ended only after the call returned."""
-        found = []
+        ended, latest = [], call.end + SKEW_US
         for work in works:
-            one: DeviceWork | None = work
+            before: DeviceWork | None = work
             for _ in range(_FURTHEST):
-                if one is None or one.event.end <= call.end + SKEW_US or one.event.ts <= call.ts:
+                if before is None or before.event.end <= latest or before.event.ts <= call.ts:
                     break
-                one = one.before
-            if one is not None and one.event.end <= call.end + SKEW_US:
-                found.append(one)
-        return found
+                before = before.before
+            if before is not None and before.event.end <= latest:
+                ended.append(before)
+        return ended
 
 
 def _explains(work: DeviceWork, call: Event) -> bool:
     return call.end - _NEAR_US <= work.event.end <= call.end + SKEW_US
 
 
-def targets(trace: Trace, plan: Schedule) -> WaitTargets:
+def targets(trace: Trace) -> WaitTargets:
     """Return the wait targets of this trace, before its first launch."""
-    told = {wait.args.correlation: wait for wait in trace.waits if wait.args}
-    return WaitTargets(schedule=plan, told=told)
+    return WaitTargets(
+        recorded_waits={wait.args.correlation: wait for wait in trace.waits if wait.args}
+    )
 
 
 @dataclass(kw_only=True)

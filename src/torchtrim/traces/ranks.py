@@ -29,20 +29,20 @@ def covered(events: Iterable[Event]) -> float:
 
 
 def device_busy(trace: Trace) -> float:
-    """Return the time in which any stream of any device ran a kernel, a copy or a fill."""
+    """Return the time that any stream of any device ran a kernel, a copy or a fill."""
     return covered(trace.activities)
 
 
 def loading(trace: Trace) -> float:
     """Return the time that the program spent in its data loader's `next`."""
-    marked = [e for e in (*trace.annotations, *trace.operators) if e.name.startswith(_LOADER)]
-    return covered(marked)
+    marks = (*trace.annotations, *trace.operators)
+    return covered(mark for mark in marks if mark.name.startswith(_LOADER))
 
 
 _KERNEL = re.compile(r"[nr]ccl(?:Dev)?Kernel_([A-Za-z]+)")
 _STEP = "ProfilerStep#"
 _POINT_TO_POINT = ("send", "recv", "sendrecv")
-_SMALL = 0.01  # Arbitrary; a rank that costs the others less than a hundredth is no straggler.
+_SMALL = 0.01  # Arbitrary; below a hundredth of the step, a delay is noise.
 Key = tuple[str, str]
 
 
@@ -55,7 +55,7 @@ class CollectivePart(NamedTuple):
 
 
 class Talk(NamedTuple):
-    """A rank's collectives by group and step, in order. `exposed`: the time in which nothing else ran on the
+    """A rank's collectives by group and step, in order. `exposed`: their time without other work on the
     device."""
 
     rank: int | None
@@ -65,19 +65,17 @@ class Talk(NamedTuple):
     parts: dict[Key, tuple[CollectivePart, ...]]
 
 
-class _Met(NamedTuple):
-    """A collective on each of its ranks, by number of the trace."""
-
-    parts: dict[int, CollectivePart]
+_Matched = dict[int, CollectivePart]
+"""A collective on each of its ranks, by number of the trace."""
 
 
 def talk_of(trace: Trace) -> Talk:
     """Return the collectives of one rank's trace."""
-    kernels = [one for one in trace.activities if _KERNEL.match(one.name)]
-    others = [one for one in trace.activities if not _KERNEL.match(one.name)]
+    kernels = [activity for activity in trace.activities if _KERNEL.match(activity.name)]
+    others = (activity for activity in trace.activities if not _KERNEL.match(activity.name))
     parts: defaultdict[Key, list[CollectivePart]] = defaultdict(list)
     step_of = _Steps(trace)
-    for kernel in sorted(kernels, key=lambda one: one.ts):
+    for kernel in sorted(kernels, key=lambda kernel: kernel.ts):
         name, group = _named(kernel)
         if name not in _POINT_TO_POINT:
             begin = trace.base + kernel.ts
@@ -87,17 +85,17 @@ def talk_of(trace: Trace) -> Talk:
         span=trace.ended() - trace.started(),
         busy=covered(kernels),
         exposed=covered(trace.activities) - covered(others),
-        parts={key: tuple(found) for key, found in parts.items()},
+        parts={key: tuple(ordered) for key, ordered in parts.items()},
     )
 
 
 def job_of(talks: Sequence[Talk]) -> TraceJob | None:
-    """Describe how the ranks waited for each other, or return None if their traces share no collectives."""
-    met = [*_matched(talks)]
-    if not met:
+    """Describe the ranks' waits for each other, or return None if their traces share no collectives."""
+    matched = [*_matched(talks)]
+    if not matched:
         return None
-    clocks = _clocks(len(talks), met)
-    waiting, made, last = _waits(met, clocks)
+    clocks = _clocks(len(talks), matched)
+    waiting, caused, last = _waits(matched, clocks)
     ranks = tuple(
         TraceRank(
             rank=talk.rank if talk.rank is not None else number,
@@ -107,25 +105,21 @@ def job_of(talks: Sequence[Talk]) -> TraceJob | None:
             exposed_ms=_ms(talk.exposed),
             waiting_ms=_ms(waiting[number]),
             last=last[number],
-            made_others_wait_ms=_ms(made[number]),
+            made_others_wait_ms=_ms(caused[number]),
         )
         for number, talk in enumerate(talks)
     )
+    worst = max(ranks, key=lambda rank: rank.made_others_wait_ms)
+    negligible = _SMALL * _ms(max(talk.span for talk in talks))
     return TraceJob(
-        collectives=len(met),
-        unmatched=sum(one.collectives for one in ranks) - sum(len(one.parts) for one in met),
-        ranks=tuple(sorted(ranks, key=lambda one: one.rank)),
-        straggler=_straggler(ranks, max(talk.span for talk in talks)),
+        collectives=len(matched),
+        unmatched=sum(rank.collectives for rank in ranks) - sum(map(len, matched)),
+        ranks=tuple(sorted(ranks, key=lambda rank: rank.rank)),
+        straggler=worst.rank if worst.made_others_wait_ms > negligible else None,
     )
 
 
-def _straggler(ranks: Iterable[TraceRank], span: float) -> int | None:
-    """Return the rank that the others wait for longest, unless the wait is negligible."""
-    worst = max(ranks, key=lambda one: one.made_others_wait_ms)
-    return worst.rank if worst.made_others_wait_ms > _SMALL * _ms(span) else None
-
-
-def _matched(talks: Sequence[Talk]) -> Iterator[_Met]:
+def _matched(talks: Sequence[Talk]) -> Iterator[_Matched]:
     """Match the collectives of a group, which come in the same order on each rank, up to the first
     difference.
 
@@ -139,58 +133,54 @@ def _matched(talks: Sequence[Talk]) -> Iterator[_Met]:
         for together in zip(*(parts for _, parts in members), strict=False):
             if len({part.name for part in together}) > 1:
                 break
-            numbers = (number for number, _ in members)
-            yield _Met(dict(zip(numbers, together, strict=True)))
+            yield {number: part for (number, _), part in zip(members, together, strict=True)}
 
 
-def _clocks(count: int, met: Sequence[_Met]) -> dict[int, float]:
-    """Return how far each rank's clock is ahead of the first one's, for ranks that share collectives with
-    it."""
+def _clocks(count: int, matched: Sequence[_Matched]) -> dict[int, float]:
+    """Return each rank's clock minus the first one's, for ranks that share collectives with it."""
     ahead: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-    for one in met:
-        numbers = sorted(one.parts)
-        for number in numbers[1:]:
-            between = one.parts[number].end - one.parts[numbers[0]].end
-            ahead[numbers[0], number].append(between)
-            ahead[number, numbers[0]].append(-between)
+    for parts in matched:
+        first, *others = sorted(parts)
+        for number in others:
+            between = parts[number].end - parts[first].end
+            ahead[first, number].append(between)
+            ahead[number, first].append(-between)
     clocks = {0: 0.0}
     for _ in range(count):
-        for (known, other), found in ahead.items():
+        for (known, other), differences in ahead.items():
             if known in clocks and other not in clocks:
-                clocks[other] = clocks[known] + median(found)
+                clocks[other] = clocks[known] + median(differences)
     return clocks
 
 
 def _waits(
-    met: Sequence[_Met], clocks: dict[int, float]
+    matched: Sequence[_Matched], clocks: dict[int, float]
 ) -> tuple[dict[int, float], dict[int, float], dict[int, int]]:
-    """Return for each rank how long it waited for the last one, how long others waited for it, and how often
-    it was last."""
+    """Return by rank its time waiting for the last one, the time others waited for it, and the number of
+    collectives that it reached last."""
     waiting: defaultdict[int, float] = defaultdict(float)
-    made: defaultdict[int, float] = defaultdict(float)
+    caused: defaultdict[int, float] = defaultdict(float)
     last: defaultdict[int, int] = defaultdict(int)
-    for one in met:
-        begins = {n: part.begin - clocks[n] for n, part in one.parts.items() if n in clocks}
+    for parts in matched:
+        begins = {n: part.begin - clocks[n] for n, part in parts.items() if n in clocks}
         if len(begins) < 2:
             continue
         late = max(begins, key=begins.__getitem__)
         last[late] += 1
         for number, begin in begins.items():
-            part = one.parts[number]
-            waited = min(begins[late] - begin, part.end - part.begin)
+            waited = min(begins[late] - begin, parts[number].end - parts[number].begin)
             waiting[number] += waited
-            made[late] += waited
-    return waiting, made, last
+            caused[late] += waited
+    return waiting, caused, last
 
 
 def _named(kernel: Event) -> tuple[str, str]:
     """Return a collective's name and group from the profiler, else from the kernel's name."""
     args = kernel.args
-    said = args.collective if args else None
     match = _KERNEL.match(kernel.name)
     assert match is not None
-    name = str(said if said is not None else match[1]).lower()
-    return name, "" if args is None or args.group is None else str(args.group)
+    name = match[1] if args is None or args.collective is None else str(args.collective)
+    return name.lower(), "" if args is None or args.group is None else str(args.group)
 
 
 class _Steps:
@@ -198,13 +188,11 @@ class _Steps:
 
     def __init__(self, trace: Trace) -> None:
         marks = (*trace.annotations, *trace.operators)
-        found = sorted((one.ts, one.name) for one in marks if one.name.startswith(_STEP))
-        self._begins = [begin for begin, _ in found]
-        self._names = [name for _, name in found]
-        calls = trace.calls if found else ()
-        self._called = {
-            one.args.correlation: one.ts for one in calls if one.args and one.args.correlation
-        }
+        steps = sorted((mark.ts, mark.name) for mark in marks if mark.name.startswith(_STEP))
+        self._begins = [begin for begin, _ in steps]
+        self._names = [name for _, name in steps]
+        calls = ((call.args, call.ts) for call in trace.calls if steps)
+        self._called = {args.correlation: ts for args, ts in calls if args and args.correlation}
 
     def __call__(self, kernel: Event) -> str:
         number = kernel.args.correlation if kernel.args else None

@@ -21,10 +21,10 @@ from torchtrim.errors import UnreadableInput, Unsupported, UsageError
 from torchtrim.records.files import read_bounded, without_collection
 from torchtrim.records.trace import Args, Event, Trace
 
-MOST_BYTES = 2**30
+MOST_BYTES = 2**30  # Arbitrary: a few steps of a large model are tens of MiB.
 _GZIP = b"\x1f\x8b"
-_PIECE = 2**24
-_RATIO_FROM = 2**26
+_PIECE = 2**24  # Arbitrary: bounds the memory of one call of zlib.
+_RATIO_FROM = 2**26  # Small files may shrink more.
 _MOST_RATIO = 250  # Far above what a trace reaches; deflate itself goes up to 1032.
 
 
@@ -39,12 +39,9 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes | bytearray:
     data = read_bounded(path, most)
     if not data:
         raise UnreadableInput(f"{path} is empty. The profiler did not finish; record it again.")
-    return _unpacked(data, path, most) if data.startswith(_GZIP) else data
-
-
-def _unpacked(data: bytes, path: Path, most: int) -> bytearray:
-    unpacked = bytearray()
-    rest = data
+    if not data.startswith(_GZIP):
+        return data
+    unpacked, rest = bytearray(), data
     while rest.startswith(_GZIP):
         stream = zlib.decompressobj(wbits=31)
         while not stream.eof:
@@ -96,7 +93,7 @@ _VERSIONS = (
 )
 _NO_NUMBER = re.compile(rb'("(?:[^"\\]|\\.)*+")|(?<![\w.])-?(?:NaN|nan|Infinity|inf)(?![\w.])')
 _EVENT_START = re.compile(rb',\s*\{\s*"(?:ph|name|cat|pid|ts|args)"\s*:')
-_TAIL = 2**20
+_TAIL = 2**20  # Arbitrary: longer than any event.
 MOST_OBJECTS = 12_000_000  # Arbitrary; a trace of 1 GiB has fewer, unless its objects are empty.
 _MOST_COMMAS = 30_000_000
 """Arbitrary; the tolerant reader keeps plain dicts, which are larger than events."""
@@ -120,7 +117,7 @@ class _LooseFile(Struct):
 
 
 class Decoded(Struct):
-    """The events of a trace, its metadata, and notes on what had to be repaired."""
+    """The events of a trace, its metadata, and notes on repairs."""
 
     events: list[Event]
     meta: FileMeta
@@ -154,7 +151,7 @@ def _decode(data: bytes | bytearray, source: str, notes: list[str]) -> Decoded:
         wrong = error
     without = _NO_NUMBER.sub(lambda match: match[1] or b"null", data)
     if without != data:
-        notes.append("The file has NaN or infinity, which JSON does not; read as nothing.")
+        notes.append("The file has NaN or infinity, which are not JSON; they were read as null.")
         try:
             return _readable(without, source, notes)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -171,14 +168,14 @@ def _recovered(data: bytes | bytearray, source: str, notes: list[str], wrong: Ex
     closing = b"]" if data.lstrip()[:1] == b"[" else b"]}"
     for start in reversed(starts[-3:]):
         try:
-            found = _readable(data[:start] + closing, source, notes)
+            decoded = _readable(data[:start] + closing, source, notes)
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
         notes.append(
-            f"The file is cut off after {start} bytes; the {len(found.events)} whole events "
+            f"The file is cut off after {start} bytes; the {len(decoded.events)} whole events "
             "before that were read."
         )
-        return found
+        return decoded
     raise _no_trace(source, wrong)
 
 
@@ -192,28 +189,27 @@ def _no_trace(source: str, error: Exception) -> UnreadableInput:
 def _readable(data: bytes | bytearray, source: str, notes: list[str]) -> Decoded:
     bare = data[:64].lstrip()[:1] == b"["
     try:
-        events = _bare(data) if bare else msgspec.json.decode(data, type=_TraceFile).events
+        if bare:
+            events = msgspec.json.decode(data, type=list[Event])
+        else:
+            events = msgspec.json.decode(data, type=_TraceFile).events
     except msgspec.ValidationError:
         if data.count(b",") > _MOST_COMMAS:
             raise
-        events = _tolerant(data, bare, notes)
+        if bare:
+            raw = msgspec.json.decode(data, type=list[msgspec.Raw])
+        else:
+            raw = msgspec.json.decode(data, type=_LooseFile).events
+        events = _tolerant(raw, notes)
     return Decoded(events, FileMeta() if bare else _meta(data), notes)
 
 
-def _bare(data: bytes | bytearray) -> list[Event]:
-    return msgspec.json.decode(data, type=list[Event])
-
-
-def _tolerant(data: bytes | bytearray, bare: bool, notes: list[str]) -> list[Event]:
-    if bare:
-        raw = msgspec.json.decode(data, type=list[msgspec.Raw])
-    else:
-        raw = msgspec.json.decode(data, type=_LooseFile).events
+def _tolerant(raw: list[msgspec.Raw], notes: list[str]) -> list[Event]:
     decoder = msgspec.json.Decoder(Event)
     events, first = [], ""
-    for one in raw:
+    for event in raw:
         try:
-            events.append(decoder.decode(one))
+            events.append(decoder.decode(event))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             first = first or str(error)
     lost = len(raw) - len(events)
@@ -265,11 +261,8 @@ def read_trace(path: Path, most: int = MOST_BYTES) -> Trace:
     Raises `UnreadableInput` for a damaged or hostile file or one that is not a trace, `Unsupported` for a
     trace without device activities.
     """
-    decoded = decode(read_bytes(path, most), str(path))
-    return _trace(decoded, str(path))
-
-
-def _trace(decoded: Decoded, source: str) -> Trace:
+    source = str(path)
+    decoded = decode(read_bytes(path, most), source)
     notes = decoded.notes
     by_kind: dict[str, list[Event]] = {kind: [] for kind in set(_KINDS.values())}
     flows: list[Event] = []
@@ -283,17 +276,17 @@ def _trace(decoded: Decoded, source: str) -> Trace:
     base = _clean(by_kind, source, notes)
     if not by_kind["activities"]:
         if not by_kind["calls"]:
-            raise Unsupported(_no_device(source, by_kind))
+            raise _no_device(source, by_kind)
         notes.append(
-            "The trace has runtime calls but no device activities: waits are counted, but "
-            "their cost is unknown."
+            "The trace has runtime calls but no device activities: waits count, but their cost "
+            "is unknown."
         )
     for events in by_kind.values():
         for event in events:
             event.ts -= base
             if event.args is None:
                 event.args = _EMPTY
-        events.sort(key=_order)
+        events.sort(key=lambda event: (event.ts, -event.dur))
     _link_by_flows(by_kind, flows, base)
     return Trace(
         source=source,
@@ -307,13 +300,9 @@ def _trace(decoded: Decoded, source: str) -> Trace:
     )
 
 
-def _order(event: Event) -> tuple[float, float]:
-    return (event.ts, -event.dur)
-
-
-def _no_device(source: str, by_kind: dict[str, list[Event]]) -> str:
+def _no_device(source: str, by_kind: dict[str, list[Event]]) -> Unsupported:
     seen = sum(map(len, by_kind.values()))
-    return (
+    return Unsupported(
         f"{source} has {seen} host events but no device activities, which are needed to find waits. "
         "Profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA] on a machine with a CUDA "
         "or ROCm device; traces of other devices are not supported."
@@ -342,7 +331,7 @@ def _clean(by_kind: dict[str, list[Event]], source: str, notes: list[str]) -> fl
             kept.append(event)
         by_kind[kind] = kept
     if lost:
-        notes.append(f"{lost} events lie more than a day from the others and were left out.")
+        notes.append(f"{lost} events are more than a day from the others and were left out.")
     if negative:
         notes.append(f"{negative} events have a negative duration and were read as lasting 0 us.")
     return min((e.ts for events in by_kind.values() for e in events), default=0.0)
@@ -360,10 +349,10 @@ def _link_by_flows(by_kind: dict[str, list[Event]], flows: list[Event], base: fl
     }
     for ph, events in (("s", by_kind["calls"]), ("f", activities)):
         for event in events:
-            found = number.get((ph, str(event.pid), str(event.tid), round(event.ts, 3)))
-            if found is not None:
+            flow = number.get((ph, str(event.pid), str(event.tid), round(event.ts, 3)))
+            if flow is not None:
                 stream = event.args.stream if event.args else None
-                event.args = Args(correlation=found, stream=stream)
+                event.args = Args(correlation=flow, stream=stream)
 
 
 def _rank(meta: FileMeta) -> int | None:
@@ -383,14 +372,14 @@ def _device(meta: FileMeta, activities: list[Event]) -> str:
 
 
 def _versions(meta: FileMeta) -> dict[str, str]:
-    found = {name: _text(value) for name, value in meta.versions.items()}
+    versions = {name: _text(value) for name, value in meta.versions.items()}
     system = meta.metadata.get("system") if isinstance(meta.metadata, dict) else None
     packages = system.get("pip_packages") if isinstance(system, dict) else None
     for line in packages if isinstance(packages, list) else ():
         match = _PACKAGE.fullmatch(line) if isinstance(line, str) else None
         if match and match[1].lower() in _PACKAGES:
-            found[match[1].lower()] = match[2]
-    return found
+            versions[match[1].lower()] = match[2]
+    return versions
 
 
 def _text(value: Any) -> str:
@@ -398,9 +387,7 @@ def _text(value: Any) -> str:
 
 
 MOST_FILES = 64  # Arbitrary; ranks of eight nodes.
-MOST_ENTRIES = 100_000  # Arbitrary; ends the search of a folder that is no folder of traces.
-_TENSORBOARD = (".pt.trace.json", ".pt.trace.json.gz")
-_ANY = (".json", ".json.gz")
+MOST_ENTRIES = 100_000  # Arbitrary; ends the search of a folder that holds something else.
 
 
 def find_traces(paths: list[Path]) -> list[Path]:
@@ -409,9 +396,7 @@ def find_traces(paths: list[Path]) -> list[Path]:
     In a folder, prefer the files of `tensorboard_trace_handler` (`*.pt.trace.json[.gz]`) to other
     `*.json[.gz]`, among the first 100,000 entries. Raises `UsageError` if there are none, or too many.
     """
-    found: list[Path] = []
-    for path in paths:
-        found += _inside(path) if path.is_dir() else [path]
+    found = [trace for path in paths for trace in (_inside(path) if path.is_dir() else [path])]
     unique = list(dict.fromkeys(found))
     if len(unique) > MOST_FILES:
         raise UsageError(
@@ -421,12 +406,11 @@ def find_traces(paths: list[Path]) -> list[Path]:
 
 
 def _inside(folder: Path) -> list[Path]:
-    entries = list(islice(folder.rglob("*"), MOST_ENTRIES))
+    entries = islice(folder.rglob("*"), MOST_ENTRIES)
     files = sorted(path for path in entries if path.is_file())
-    for endings in (_TENSORBOARD, _ANY):
-        found = [path for path in files if path.name.endswith(endings)]
-        if found:
-            return found
+    for endings in ((".pt.trace.json", ".pt.trace.json.gz"), (".json", ".json.gz")):
+        if traces := [path for path in files if path.name.endswith(endings)]:
+            return traces
     raise UsageError(
         f"{folder} holds no trace: no *.pt.trace.json, *.json or *.json.gz. "
         "torch.profiler.tensorboard_trace_handler(folder) writes them."

@@ -6,7 +6,8 @@ import ast
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -27,41 +28,22 @@ from torchtrim.traces.stacks import (
 )
 from torchtrim.traces.waiting import Wait, same_stand
 
-_MOST_BYTES = 2**22
-_MOST_PARTS = 64  # Arbitrary; paths in a file that is not trusted are no deeper.
+_MOST_BYTES = 2**22  # Arbitrary: far above any source file written by hand.
+_MOST_PARTS = 64  # Arbitrary: bounds the search for a path from an untrusted file.
 _BUILT_IN = re.compile(r"<built-in (?:method|function) (\w+)")
 _CALLED = re.compile(r"\(\d+\): (\w+)$")
 _COPIES = frozenset(
     (
-        "to",
-        "cuda",
-        "cpu",
-        "copy_",
-        "numpy",
-        "float",
-        "half",
-        "double",
-        "long",
-        "int",
-        "bool",
-        "type",
+        *("to", "cuda", "cpu", "copy_", "numpy", "float", "half", "double", "long", "int", "bool"),
+        *("type", "bfloat16", "tensor", "as_tensor", "new_tensor", "pin_memory", "asarray"),
     )
-) | {"bfloat16", "tensor", "as_tensor", "new_tensor", "pin_memory", "asarray"}
+)
 _READS = frozenset(
     (
-        "item",
-        "tolist",
-        "float",
-        "int",
-        "bool",
-        "print",
-        "range",
-        "format",
-        "equal",
-        "allclose",
-        "max",
+        *("item", "tolist", "float", "int", "bool", "print", "range", "format", "equal"),
+        *("allclose", "max", "min", "any", "all", "str", "repr", "round", "len", "isinstance"),
     )
-) | {"min", "any", "all", "str", "repr", "round", "len", "isinstance"}
+)
 _SHAPES = frozenset(
     ("nonzero", "argwhere", "where", "masked_select", "unique", "unique_consecutive")
 )
@@ -75,8 +57,7 @@ _BY_OPERATOR = {
     "aten::_to_copy": _COPIES,
     "aten::to": _COPIES,
 }
-Scope = ast.AST
-_SCOPES: dict[str, type[ast.AST]] = {
+_SCOPES: dict[str, type[ast.expr]] = {
     "<lambda>": ast.Lambda,
     "<listcomp>": ast.ListComp,
     "<setcomp>": ast.SetComp,
@@ -94,44 +75,30 @@ class SourceFolder:
     found: dict[tuple[str, int, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
 
     def lines(self, path: str, definition: int, function: str, hints: tuple[str, ...]) -> list[int]:
-        """Return the lines of the function beginning at `first` from which the sync may come.
+        """Return the lines of the function defined at a line that may contain the sync.
 
         `hints` name the call to look for, best first: a builtin, a function called from there, operators.
         Empty if the source is missing or has no such call.
         """
-        asked = (path, definition, function, hints)
-        if asked not in self.found:
-            self.found[asked] = self._lines(*asked)
-        return self.found[asked]
+        key = (path, definition, function, hints)
+        if key not in self.found:
+            module = self._module(path)
+            node = _function(module, definition, function) if module is not None else None
+            by_hint = (sorted(set(_matching(node, hint))) for hint in hints if node is not None)
+            self.found[key] = next(filter(None, by_hint), [])
+        return self.found[key]
 
     def has(self, path: str) -> bool:
         """Return True if the file is below the folder."""
         return self._module(path) is not None
 
-    def _lines(
-        self, path: str, definition: int, function: str, hints: tuple[str, ...]
-    ) -> list[int]:
-        module = self._module(path)
-        node = _function(module, definition, function) if module is not None else None
-        if node is None:
-            return []
-        for hint in hints:
-            found = sorted(set(_matching(node, hint)))
-            if found:
-                return found
-        return []
-
     def _module(self, path: str) -> ast.Module | None:
         if path not in self.parsed:
-            self.parsed[path] = self._parse(path)
+            file, module = self._find(path), None
+            with suppress(UnreadableInput, SyntaxError, ValueError, RecursionError, MemoryError):
+                module = ast.parse(read_bounded(file, _MOST_BYTES)) if file is not None else None
+            self.parsed[path] = module
         return self.parsed[path]
-
-    def _parse(self, path: str) -> ast.Module | None:
-        found = self._find(path)
-        try:
-            return ast.parse(read_bounded(found, _MOST_BYTES)) if found is not None else None
-        except (UnreadableInput, SyntaxError, ValueError, RecursionError, MemoryError):
-            return None
 
     def _find(self, path: str) -> Path | None:
         """Return the file whose path ends like this one, searched for only inside the folder."""
@@ -150,17 +117,17 @@ class SourceFolder:
 
 def called_by(frame: str) -> str:
     """Return the called name of a frame: of a builtin, or of a function in a file."""
-    found = _BUILT_IN.match(frame) or _CALLED.search(frame)
-    return found[1] if found else ""
+    match = _BUILT_IN.match(frame) or _CALLED.search(frame)
+    return match[1] if match else ""
 
 
 def hints_of(child: str, operators: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names to look for: the frame that the place called, then the operators, outermost first."""
+    """Return the names to look for: the called frame's, then the operators', outermost first."""
     name = called_by(child)
     return ((f"call {name}",) if name else ()) + operators
 
 
-def _function(module: ast.Module, line: int, name: str) -> Scope | None:
+def _function(module: ast.Module, line: int, name: str) -> ast.AST | None:
     if name == "<module>":
         return module
     for node in ast.walk(module):
@@ -168,15 +135,9 @@ def _function(module: ast.Module, line: int, name: str) -> Scope | None:
             first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
             if first <= line <= node.lineno:
                 return node
-        if name in _SCOPES and isinstance(node, _SCOPES[name]) and _line(node) == line:
+        if name in _SCOPES and isinstance(node, _SCOPES[name]) and node.lineno == line:
             return node
     return None
-
-
-def _line(node: ast.AST) -> int:
-    found = getattr(node, "lineno", 0)
-    assert isinstance(found, int)
-    return found
 
 
 def _own(node: ast.AST) -> Iterator[ast.AST]:
@@ -188,16 +149,24 @@ def _own(node: ast.AST) -> Iterator[ast.AST]:
         yield from _own(child)
 
 
-def _matching(function: Scope, hint: str) -> Iterator[int]:
-    names = frozenset((hint.removeprefix("call "),)) if hint.startswith("call ") else None
-    wanted = names or _BY_OPERATOR.get(hint) or frozenset((hint.rpartition("::")[2].strip("_"),))
+def _matching(function: ast.AST, hint: str) -> Iterator[int]:
+    by_name = hint.startswith("call ")
+    name = hint.removeprefix("call ") if by_name else hint.rpartition("::")[2].strip("_")
+    names = frozenset((name,)) if by_name else _BY_OPERATOR.get(hint, frozenset((name,)))
     for node in _own(function):
-        if isinstance(node, ast.Call) and _called(node) in wanted:
-            yield _line_of(node)
-        elif names is None and isinstance(node, ast.Subscript) and _indexes(hint, node):
+        if isinstance(node, ast.Call) and _called(node) in names:
+            # The line of the called name, which may not be the first line of a chain of calls.
+            chained = isinstance(node.func, ast.Attribute)
+            yield (node.func.end_lineno if chained else None) or node.lineno
+        elif by_name:
+            continue
+        elif isinstance(node, ast.Subscript) and _indexes(hint, node):
             yield node.lineno
-        elif names is None and hint == "aten::is_nonzero":
-            yield from _tested(node)
+        elif hint == "aten::is_nonzero":
+            if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
+                yield node.test.lineno
+            elif isinstance(node, ast.BoolOp):
+                yield from (value.lineno for value in node.values)
 
 
 def _called(node: ast.Call) -> str:
@@ -206,28 +175,12 @@ def _called(node: ast.Call) -> str:
     return node.func.id if isinstance(node.func, ast.Name) else ""
 
 
-def _line_of(node: ast.Call) -> int:
-    """Return the line of the called name, which may not be the first line of a chain of calls."""
-    if isinstance(node.func, ast.Attribute) and node.func.end_lineno is not None:
-        return node.func.end_lineno
-    return node.lineno
-
-
 def _indexes(hint: str, node: ast.Subscript) -> bool:
     if isinstance(node.slice, ast.Constant | ast.Slice):
         return False
-    stores = isinstance(node.ctx, ast.Store)
-    return (hint == "aten::index" and not stores) or (hint in _PUTS and stores)
-
-
-_PUTS = frozenset(("aten::index_put_", "aten::_index_put_impl_"))
-
-
-def _tested(node: ast.AST) -> Iterator[int]:
-    if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
-        yield node.test.lineno
-    elif isinstance(node, ast.BoolOp):
-        yield from (value.lineno for value in node.values)
+    if isinstance(node.ctx, ast.Store):
+        return hint in ("aten::index_put_", "aten::_index_put_impl_")
+    return hint == "aten::index"
 
 
 _STEP = "ProfilerStep"
@@ -237,7 +190,7 @@ Key = tuple[str, str, int, str, str, bool]
 
 @dataclass(kw_only=True, eq=False)
 class SyncSite:
-    """A place and the waiting calls made from there; `stands` counts a copy and its sync once."""
+    """A place and its waiting calls; `stands` counts a copy and its sync once."""
 
     frame: Frame | None
     op: str
@@ -258,44 +211,35 @@ def sites_of(trace: Trace, waits: Sequence[Wait], sources: SourceFolder | None) 
     """Return the sites, longest wait first, without the profiler's own calls."""
     own = [wait for wait in waits if not wait.is_profiler]
     forward = _forward(trace, own)
-    is_users = sources.has if sources is not None else _nobodys
-    found: dict[Key, SyncSite] = {}
+    sites: dict[Key, SyncSite] = {}
     last: dict[tuple[str, str], Wait] = {}
     for wait in own:
         before = last.get(lane_of(wait.call))
         last[lane_of(wait.call)] = wait
-        site = _site(wait, forward.get(id(wait)), found, is_users)
+        of_forward = forward.get(id(wait))
+        key, site = _site(wait, of_forward, sources)
+        site = sites.setdefault(key, site)
         site.calls.append(wait.call)
         site.stands += before is None or not same_stand(before, wait)
         if sources is not None and site.frame is not None and not site.frame.exact:
-            site.lines.update(_lines(trace, wait, forward.get(id(wait)), site.frame, sources))
-    return sorted(found.values(), key=lambda site: -site.wait_ms)
-
-
-def _nobodys(path: str) -> bool:
-    return False
+            site.lines.update(_lines(trace, wait, of_forward, site.frame, sources))
+    return sorted(sites.values(), key=lambda site: -site.wait_ms)
 
 
 def _site(
-    wait: Wait,
-    forward: CallMoment | None,
-    found: dict[Key, SyncSite],
-    is_users: Callable[[str], bool],
-) -> SyncSite:
-    frame = place_of(wait.frames, is_users)
+    wait: Wait, forward: CallMoment | None, sources: SourceFolder | None
+) -> tuple[Key, SyncSite]:
+    has = sources.has if sources is not None else lambda path: False
+    frame = place_of(wait.frames, has)
     if frame is None and forward is not None:
-        frame = place_of(frames_of(forward), is_users)
+        frame = place_of(frames_of(forward), has)
     innermost = wait.moment.innermost
     op = innermost.name if innermost is not None else wait.call.name
     within = _within(wait.moment)
     phase: Phase = "backward" if wait.moment.backward is not None else "forward"
     where = (frame.path, frame.function, frame.line) if frame else ("", "", 0)
-    key = (*where, op, "" if frame else within, wait.is_device)
-    if key not in found:
-        found[key] = SyncSite(
-            frame=frame, op=op, within=within, phase=phase, is_device=wait.is_device
-        )
-    return found[key]
+    site = SyncSite(frame=frame, op=op, within=within, phase=phase, is_device=wait.is_device)
+    return (*where, op, "" if frame else within, wait.is_device), site
 
 
 def _within(moment: CallMoment) -> str:
@@ -307,30 +251,26 @@ def _within(moment: CallMoment) -> str:
 
 def _forward(trace: Trace, waits: list[Wait]) -> dict[int, CallMoment]:
     """Return the forward operator's moment, for waits in backward without frames of their own."""
-    asked = {
-        id(wait): wait
+    unplaced = [
+        (wait, backward.args.sequence)
         for wait in waits
-        if wait.moment.backward is not None and place_of(wait.frames) is None
-    }
-    if not asked:
+        if (backward := wait.moment.backward) is not None and backward.args is not None
+        if place_of(wait.frames) is None
+    ]
+    if not unplaced:
         return {}
-    numbers = {_sequence(wait.moment.backward) for wait in asked.values()}
-    made: dict[object, list[Event]] = defaultdict(list)
+    numbers = {number for _, number in unplaced}
+    by_number: dict[object, list[Event]] = defaultdict(list)
     for op in trace.operators:
         if op.args is not None and op.args.sequence in numbers and not is_backward(op):
-            made[op.args.sequence].append(op)
+            by_number[op.args.sequence].append(op)
     makers: dict[int, Event] = {}
-    for key, wait in asked.items():
-        earlier = [op for op in made[_sequence(wait.moment.backward)] if op.ts < wait.call.ts]
+    for wait, number in unplaced:
+        earlier = [op for op in by_number[number] if op.ts < wait.call.ts]
         elsewhere = [op for op in earlier if lane_of(op) != lane_of(wait.call)]
         if elsewhere or earlier:
-            makers[key] = (elsewhere or earlier)[-1]
-    around = moments(trace, makers.values())
-    return dict(zip(makers, around, strict=True))
-
-
-def _sequence(operator: Event | None) -> object:
-    return operator.args.sequence if operator is not None and operator.args is not None else None
+            makers[id(wait)] = (elsewhere or earlier)[-1]
+    return dict(zip(makers, moments(trace, makers.values()), strict=True))
 
 
 def _lines(
@@ -338,8 +278,8 @@ def _lines(
 ) -> list[int]:
     """Return the lines that may have waited; one if the source and the frames' order determine it."""
     moment = wait.moment if place_of(wait.frames) is not None else (forward or wait.moment)
-    parsed = [parse_frame(one.name, exact=False) for one in moment.frames]
-    at = max((i for i, one in enumerate(parsed) if one == frame), default=-1)
+    parsed = [parse_frame(event.name, exact=False) for event in moment.frames]
+    at = max((i for i, candidate in enumerate(parsed) if candidate == frame), default=-1)
     child = moment.frames[at + 1] if 0 <= at < len(parsed) - 1 else None
     began = moment.frames[at].ts if at >= 0 else 0.0
     operators = tuple(
@@ -357,7 +297,7 @@ def _lines(
 def _siblings(trace: Trace, parent: Event, child: Event) -> list[float]:
     """Return the start times of the parent frame's calls with the child's name, the child included."""
     lane, name, until = lane_of(parent), called_by(child.name), parent.ts
-    found = []
+    starts = []
     begin = bisect_right(trace.frames, parent.ts, key=lambda frame: frame.ts)
     for frame in islice(trace.frames, begin, begin + _MOST_FRAMES):
         if frame.ts > parent.end:
@@ -365,5 +305,5 @@ def _siblings(trace: Trace, parent: Event, child: Event) -> list[float]:
         if frame.ts >= until and frame is not parent and lane_of(frame) == lane:
             until = frame.end
             if called_by(frame.name) == name:
-                found.append(frame.ts)
-    return found if child.ts in found else []
+                starts.append(frame.ts)
+    return starts if child.ts in starts else []

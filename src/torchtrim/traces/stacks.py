@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from torchtrim.records.trace import Event, Lane, Trace
@@ -26,8 +27,6 @@ _KINDS: dict[str, Kind] = {
     "EventRecordWithFlags": "record",
     "StreamWaitEvent": "order",
 }
-_BETWEEN = "3"
-_KINDS_OF_COPIES = ("0", "1", "2", _BETWEEN)
 WAITING: frozenset[Kind] = frozenset(("stream", "event", "device", "copy"))
 
 
@@ -56,9 +55,8 @@ def is_between_devices(activity: str, kind: object = None) -> bool:
     `kind` is `args.kind` of the call, which ROCm's tracer writes: `hipMemcpyKind`, 1 to the device, 2 to the
     host, 3 between devices. It is the requested kind; the activity's label may say "DtoD" for all three.
     """
-    asked = str(kind)
-    if asked in _KINDS_OF_COPIES:
-        return asked == _BETWEEN
+    if str(kind) in ("0", "1", "2", "3"):
+        return str(kind) == "3"
     return activity.startswith(("Memcpy DtoD", "Memcpy PtoP"))
 
 
@@ -69,12 +67,15 @@ _MOST_TEXT = 512  # Arbitrary; a frame's name is a path, a line and a function.
 _DEEPEST = 512  # Arbitrary; half of Python's own limit of 1,000 frames.
 _INSTALLED = ("site-packages/", "dist-packages/")
 _PLUMBING = frozenset(
-    ("asyncio", "concurrent", "contextlib", "functools", "importlib", "multiprocessing", "queue")
-) | {"runpy", "selectors", "threading", "unittest"}
+    (
+        *("asyncio", "concurrent", "contextlib", "functools", "importlib", "multiprocessing"),
+        *("queue", "runpy", "selectors", "threading", "unittest"),
+    )
+)
 
 
 class Frame(NamedTuple):
-    """A Python frame. `line` is the call's if `exact`, else that of the function's definition."""
+    """A Python frame. `line` is the call's if `exact`, else the function definition's."""
 
     path: str
     line: int
@@ -148,44 +149,32 @@ def lane_of(event: Event) -> Lane:
 
 def moments(trace: Trace, calls: Iterable[Event]) -> list[CallMoment]:
     """Return the open events around each call, in the order given."""
-    wanted: dict[Lane, list[tuple[float, int, Event]]] = {}
+    by_lane: dict[Lane, list[tuple[float, int, Event]]] = {}
     for number, call in enumerate(calls):
-        wanted.setdefault(lane_of(call), []).append((call.ts, number, call))
-    opened: dict[Lane, list[Event]] = {lane: [] for lane in wanted}
-    for events in (trace.annotations, trace.operators, trace.frames):
-        for event in events:
-            here = opened.get((str(event.pid), str(event.tid)))
-            if here is not None:
-                here.append(event)
-    frames = {id(frame) for frame in trace.frames} if trace.frames else set()
+        by_lane.setdefault(lane_of(call), []).append((call.ts, number, call))
+    opened: dict[Lane, list[Event]] = {lane: [] for lane in by_lane}
+    for event in chain(trace.annotations, trace.operators, trace.frames):
+        if (here := opened.get(lane_of(event))) is not None:
+            here.append(event)
+    frames = {id(frame) for frame in trace.frames}
     found: dict[int, CallMoment] = {}
-    for lane, asked in wanted.items():
-        opened[lane].sort(key=lambda event: (event.ts, -event.dur))
-        _sweep(opened[lane], sorted(asked, key=lambda a: a[:2]), frames, found)
+    for lane, numbered in by_lane.items():
+        events = sorted(opened[lane], key=lambda event: (event.ts, -event.dur))
+        stack: list[Event] = []
+        at = 0
+        for time, number, call in sorted(numbered, key=lambda entry: entry[:2]):
+            while at < len(events) and events[at].ts <= time:
+                while stack and stack[-1].end < events[at].ts:
+                    stack.pop()
+                stack.append(events[at])
+                at += 1
+            end = max(call.end - _HOST_ROUNDING_US, time)
+            around = [event for event in stack[-_DEEPEST:] if event.end >= end]
+            found[number] = CallMoment(
+                operators=tuple(event for event in around if id(event) not in frames),
+                frames=tuple(event for event in around if id(event) in frames),
+            )
     return [found[number] for number in range(len(found))]
-
-
-def _sweep(
-    events: list[Event],
-    asked: list[tuple[float, int, Event]],
-    frames: set[int],
-    found: dict[int, CallMoment],
-) -> None:
-    stack: list[Event] = []
-    at, count = 0, len(events)
-    for time, number, call in asked:
-        while at < count and events[at].ts <= time:
-            event = events[at]
-            while stack and stack[-1].ts + stack[-1].dur < event.ts:
-                stack.pop()
-            stack.append(event)
-            at += 1
-        end = call.end - _HOST_ROUNDING_US
-        around = [e for e in stack[-_DEEPEST:] if e.ts + e.dur >= end and e.ts + e.dur >= time]
-        found[number] = CallMoment(
-            operators=tuple(e for e in around if id(e) not in frames),
-            frames=tuple(e for e in around if id(e) in frames),
-        )
 
 
 def parse_frame(name: str, *, exact: bool) -> Frame | None:
@@ -205,7 +194,7 @@ def frames_of(moment: CallMoment) -> list[Frame]:
     found = [parse_frame(frame.name, exact=False) for frame in reversed(moment.frames)]
     if not any(found):
         stacks = (op.args.stack for op in reversed(moment.operators) if op.args and op.args.stack)
-        found = [parse_frame(one, exact=True) for one in next(stacks, "").split(";")]
+        found = [parse_frame(text, exact=True) for text in next(stacks, "").split(";")]
     return [frame for frame in found if frame is not None]
 
 
@@ -219,7 +208,6 @@ def place_of(
     library's.
     """
     own = [frame for frame in frames if not frame.is_torch]
-    users = next((frame for frame in own if is_users(frame.path)), None)
-    return users or next(
-        (frame for frame in own if not frame.is_installed), own[0] if own else None
-    )
+    users = (frame for frame in own if is_users(frame.path))
+    outside = (frame for frame in own if not frame.is_installed)
+    return next(chain(users, outside, own), None)

@@ -52,23 +52,30 @@ class Wait:
 
 def find_waits(trace: Trace) -> list[Wait]:
     """Return every waiting call in order of start. Calls of the profiler are marked."""
-    copies = _copies(trace)
-    found: list[tuple[Event, Kind, Event | None]] = []
+    copies: dict[object, Event] = {
+        activity.args.correlation: activity
+        for activity in trace.activities
+        if activity.args and activity.args.correlation is not None
+        if activity.name.startswith("Memcpy")
+    }
+    calls: list[tuple[Event, Kind, Event | None]] = []
     for call in trace.calls:
         kind = kind_of(call.name)
         copy = copies.get(call.args.correlation) if call.args else None
         if kind in WAITING:
             if kind != "copy" or not _is_between(call, copy):
-                found.append((call, kind, copy))
+                calls.append((call, kind, copy))
         elif copy is not None and is_pageable(copy.name):
-            found.append((call, "other", copy))
-    around = moments(trace, (call for call, _, _ in found))
+            calls.append((call, "other", copy))
+    around = moments(trace, (call for call, _, _ in calls))
     first, last = _launching(trace)
     waits = []
-    for (call, kind, copy), moment in zip(found, around, strict=True):
+    for (call, kind, copy), moment in zip(calls, around, strict=True):
         frames = tuple(frames_of(moment))
-        alone = not moment.frames and not any(map(_is_users, moment.operators))
-        own = _in_profiler(frames) or (kind == "device" and alone and not first < call.ts < last)
+        users = (op for op in moment.operators if not op.name.startswith("ProfilerStep"))
+        alone = not moment.frames and not any(users)
+        own = any(frame.is_profiler and not frame.exact for frame in frames)
+        own = own or (kind == "device" and alone and not first < call.ts < last)
         waits.append(
             Wait(call=call, kind=kind, copy=copy, moment=moment, frames=frames, is_profiler=own)
         )
@@ -80,37 +87,21 @@ def unexplained_copies(trace: Trace) -> int:
     too."""
     called = {call.args.correlation for call in trace.calls if call.args}
     return sum(
-        is_pageable(one.name) and one.args is not None and one.args.correlation not in called
-        for one in trace.activities
+        is_pageable(copy.name) and copy.args is not None and copy.args.correlation not in called
+        for copy in trace.activities
     )
 
 
-def _copies(trace: Trace) -> dict[object, Event]:
-    return {
-        one.args.correlation: one
-        for one in trace.activities
-        if one.args and one.args.correlation is not None and one.name.startswith("Memcpy")
-    }
-
-
 def _is_between(call: Event, copy: Event | None) -> bool:
-    asked = call.args.kind if call.args else None
-    return is_between_devices(copy.name if copy is not None else "", asked)
+    kind = call.args.kind if call.args else None
+    return is_between_devices(copy.name if copy is not None else "", kind)
 
 
 def _launching(trace: Trace) -> tuple[float, float]:
-    """Return when the first and the last call that give the device work begin."""
-    numbers = {one.args.correlation for one in trace.activities if one.args}
-    times = [c.ts for c in trace.calls if c.args and c.args.correlation in numbers]
+    """Return the start times of the first and the last call that give the device work."""
+    numbers = {activity.args.correlation for activity in trace.activities if activity.args}
+    times = [call.ts for call in trace.calls if call.args and call.args.correlation in numbers]
     return (min(times, default=0.0), max(times, default=0.0))
-
-
-def _is_users(operator: Event) -> bool:
-    return not operator.name.startswith("ProfilerStep")
-
-
-def _in_profiler(frames: tuple[Frame, ...]) -> bool:
-    return any(frame.is_profiler and not frame.exact for frame in frames)
 
 
 def same_stand(first: Wait, second: Wait) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtrim.syncs.base import Evidence
+from torchtrim.syncs.base import Citation
 
 Body = Callable[[], object]
 Setup = Callable[[], Body]
@@ -28,7 +28,7 @@ class Thread:
         return f"https://github.com/{self.repository}/issues/{self.number}"
 
 
-Label = Evidence | Thread
+Label = Citation | Thread
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from tests.cases.corpus.snippet import Thread
 
-from torchtrim.syncs.base import Evidence
+from torchtrim.syncs.base import Citation
 
 _REF = "v2.12.1"
 
 
-def line(path: str, number: int, note: str) -> Evidence:
+def line(path: str, number: int, note: str) -> Citation:
     """A line of PyTorch."""
-    return Evidence(repository="pytorch/pytorch", ref=_REF, path=path, line=number, note=note)
+    return Citation(repository="pytorch/pytorch", ref=_REF, path=path, line=number, note=note)
 
 
-def aten(path: str, number: int, note: str) -> Evidence:
+def aten(path: str, number: int, note: str) -> Citation:
     """A line of ATen's operators."""
     return line(f"aten/src/ATen/native/{path}", number, note)
 
@@ -24,10 +24,10 @@ def thread(repository: str, number: int, note: str) -> Thread:
     return Thread(repository=repository, number=number, note=note)
 
 
-def filled(number: int, note: str) -> Evidence:
+def filled(number: int, note: str) -> Citation:
     """A line of torch 2.15 that fills what until then a moved or copied number was assigned to."""
     path = "aten/src/ATen/TensorIndexing.h"
-    return Evidence(repository="pytorch/pytorch", ref="v2.15.0", path=path, line=number, note=note)
+    return Citation(repository="pytorch/pytorch", ref="v2.15.0", path=path, line=number, note=note)
 
 
 # What waits.
