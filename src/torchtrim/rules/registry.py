@@ -71,24 +71,19 @@ def diagnose(
     return in_order(profile, found)
 
 
-def _checked(one: Rule, profile: Profile) -> list[Finding]:
-    """Run a rule; a rule that fails finds nothing."""
+def _checked(one: Rule, profiles: Profile | Sequence[Profile]) -> list[Finding]:
+    """Run a rule on one profile or across several. A rule that fails has no findings."""
     found: list[Finding] = []
     with isolated("rule", one.code):
-        found += one.check(profile)
-    return found
-
-
-def _checked_across(one: Rule, profiles: Sequence[Profile]) -> list[Finding]:
-    found: list[Finding] = []
-    if one.across is not None:
-        with isolated("rule", one.code):
+        if isinstance(profiles, Profile):
+            found += one.check(profiles)
+        elif one.across is not None:
             found += one.across(profiles)
     return found
 
 
 def diagnose_ranks(profiles: Sequence[Profile]) -> tuple[Finding, ...]:
-    """Return what several ranks show beyond the first one's own findings, most expensive first.
+    """Return the findings of several ranks beyond the first one's own, most expensive first.
 
     These are findings of other ranks, which name the rank, and findings that need all ranks together.
     """
@@ -102,7 +97,7 @@ def diagnose_ranks(profiles: Sequence[Profile]) -> tuple[Finding, ...]:
                 if _place(f) not in known:
                     known.add(_place(f))
                     found.append(replace(f, message=f"on rank {other.rank}: {f.message}"))
-        found += [f for one in _selected(None) for f in _checked_across(one, profiles)]
+        found += [f for one in _selected(None) for f in _checked(one, profiles)]
     return in_order(lead, (f for f in found if not ignores.cover(f)))
 
 
@@ -137,12 +132,10 @@ def _matches(found: Rule, start: str) -> bool:
 
 def _nearest(code: str) -> str:
     known = [name for found in all_rules() for name in (found.code, found.name)]
-    near = [
-        *get_close_matches(code.upper(), known, n=3),
-        *get_close_matches(code.lower(), known, n=3),
-    ]
+    spellings = (code.upper(), code.lower())
+    near = dict.fromkeys(one for text in spellings for one in get_close_matches(text, known, n=3))
     if near:
-        return f"Did you mean {' or '.join(dict.fromkeys(near))}?"
+        return f"Did you mean {' or '.join(near)}?"
     return f"Known are {', '.join(found.code for found in all_rules())}."
 
 
