@@ -238,7 +238,8 @@ class _StageRunner:
     def keep(self, graded: list[tuple[str, torch.Tensor]]) -> None:
         self.trial.names = [name for name, _ in graded]
         for number, (_, grad) in enumerate(graded):
-            (self._folder / f"{VALUES}{number}").write_bytes(bytes_of(grad.detach().double()))
+            wide = grad.detach().double()  # `bytes_of` is a view of it
+            (self._folder / f"{VALUES}{number}").write_bytes(bytes_of(wide))
 
     @contextlib.contextmanager
     def measure(self, batch: Sequence[torch.Tensor]) -> Iterator[None]:

@@ -108,7 +108,8 @@ class _StreamRunner:
             self._growing.digests.append(" ".join(map(digest_of, tensors)))
             for number, tensor in enumerate(tensors if frame == self._task.keep else ()):
                 real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-                (self._folder / f"{KEPT}{number}").write_bytes(bytes_of(real.double()))
+                wide = real.double()  # `bytes_of` is a view of it
+                (self._folder / f"{KEPT}{number}").write_bytes(bytes_of(wide))
 
     def _done(self) -> NoReturn:
         if self._written:
