@@ -4,6 +4,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+INSTALLED := $(VENV)/.installed
 CANDIDATES := python3 python3.12 python3.11 python3.13
 IS_NEW := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in $(CANDIDATES); do $$p -c "$(IS_NEW)" 2>/dev/null && echo $$p && break; done)
@@ -16,14 +17,18 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 .PHONY: demo test test-all bench clean help
 .DEFAULT_GOAL := help
 
-$(READY): constraints.txt pyproject.toml
+$(INSTALLED): constraints.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "torchtrim needs Python 3.11 or later: make PYTHON=/path/to/python"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --retries 1 --no-deps --extra-index-url $(TORCH_INDEX) -c constraints.txt torch
+	$(PIP) install -c constraints.txt -e '.[solver]'
+	@touch $@
+
+$(READY): $(INSTALLED)
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(READY)
+demo: $(INSTALLED)
 	$(BIN)/torchtrim optimize examples/segmentation.py --memory 60%
 	$(BIN)/torchtrim optimize examples/charlm.py --memory 60% --device cpu
 	@echo "To have torchtrim on your path: source $(BIN)/activate"
