@@ -141,7 +141,7 @@ def test_time_that_is_up_ends_the_search_after_what_the_loader_has() -> None:
     assert [one.settings for one in found.tried] == [NOTHING]
     assert found.chosen == NOTHING
     assert found.skipped
-    assert all("the time was up" in one for one in found.skipped)
+    assert all("out of time" in one for one in found.skipped)
 
 
 def test_more_cores_than_here_are_modelled_and_said_so() -> None:

@@ -370,7 +370,7 @@ def function(x, t, flag):
         FIX,
         code,
         {"x": torch.ones(3), "t": torch.tensor(1.0), "flag": True},
-        "Assign it to a name before",
+        "Assign it to a name first",
     )
 
 

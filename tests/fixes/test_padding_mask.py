@@ -87,12 +87,12 @@ LOOP = "for i, n in enumerate(lengths):\n    mask[i, :n] = "
     [
         (f"{LOOP}value\nreturn n", {}, "read after the loop"),
         (f"{LOOP}n", {}, "decides more"),
-        (f"{LOOP}value + 1", {}, "Assign it to a name before"),
+        (f"{LOOP}value + 1", {}, "Assign it to a name first"),
         (f"{LOOP}value", {"value": torch.tensor(True)}, "Python number"),
         (f"{LOOP}value", {"lengths": [1, 3]}, "one-dimensional integer tensor"),
         (f"{LOOP}value", {"lengths": [torch.tensor(1)]}, "one-dimensional integer tensor"),
         (f"{LOOP}value", {"mask": torch.zeros(2, 4).long(), "value": 0.5}, "can hold"),
-        ("for i, n in enumerate(print() or lengths):\n    mask[i, :n] = 1", {}, "a name before"),
+        ("for i, n in enumerate(print() or lengths):\n    mask[i, :n] = 1", {}, "a name first"),
         (
             "if value: \n    pass\nfor i, n in enumerate(lengths): mask[i, :n] = i",
             {},

@@ -177,5 +177,5 @@ def test_a_pinned_place_that_fails_is_told() -> None:
         return run(plan)
 
     fitting.run_planned = failing  # type: ignore[method-assign, assignment]
-    with pytest.raises(PlannedStepFailed, match=r"pinned under \[pins\], and fails there"):
+    with pytest.raises(PlannedStepFailed, match=r"pinned under \[pins\], but fails there"):
         fitting.nearest(memory_limit("90%"))

@@ -23,7 +23,7 @@ def test_the_other_ranks_wait() -> None:
     assert (finding.code, finding.path, finding.line) == ("TT601", "train.py", 4)
     assert finding.price_ms == pytest.approx(500)
     assert finding.message == (
-        "the other ranks wait 500 ms of 1.70 s (29%) for rank 1, which comes last"
+        "the other ranks wait 500 ms of 1.70 s (29%) for rank 1, which arrives last"
     )
 
 

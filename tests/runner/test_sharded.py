@@ -151,7 +151,7 @@ def test_the_process_is_as_it_was() -> None:
 
 
 def test_a_live_model_is_refused() -> None:
-    with pytest.raises(UsageError, match="hand over a function"):
+    with pytest.raises(UsageError, match="pass a function"):
         torchtrim.estimate(gloo.layered(), ranks=4, fsdp=True)
 
 

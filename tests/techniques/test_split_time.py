@@ -168,11 +168,11 @@ def test_what_cannot_run_in_pieces_is_refused() -> None:
     with pytest.raises(ApplyFailed, match="has no options"):
         TECHNIQUE.apply({}, part_of("Net", parts=2))
     for module, why in (
-        (nn.Linear(2, 2), "neither an LSTM nor a GRU"),
-        (Own(4, 4), "forward of its own"),
+        (nn.Linear(2, 2), "not an LSTM or a GRU"),
+        (Own(4, 4), "its own forward"),
         (nn.LSTM(4, 4, proj_size=2), "projections"),
         (nn.LSTM(4, 4, 2, dropout=0.1), "random numbers"),
-        (with_own_forward(), "forward of its own"),
+        (with_own_forward(), "its own forward"),
         (changed(), "changed by another technique"),
     ):
         with pytest.raises(ApplyFailed, match=why):
@@ -287,7 +287,7 @@ def test_where_it_is_refused_it_is_planned_without_it(monkeypatch: pytest.Monkey
     terms = Terms(exclude=("recompute", "replay", "micro_batch", "split_batch"), allow="ROUNDING")
     fit = Fitting(step, Request(steps=2), lambda _: None, terms).nearest(memory_limit("60%"))
     assert fit.missed is not None
-    assert any("forward of its own" in note for note in fit.notes)
+    assert any("its own forward" in note for note in fit.notes)
 
 
 def test_it_is_chosen_and_a_fault_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ def test_an_answer_is_never_untested() -> None:
     (one,) = found.probes
     assert found.largest == (one.length if one.fits else 0)
     assert not found.exact
-    with pytest.raises(UsageError, match="tried at least once"):
+    with pytest.raises(UsageError, match="at least one batch has to be tried"):
         torchtrim.find_batch(step, "64MiB", probes=0)
 
 

@@ -65,7 +65,7 @@ def _of_parts(cost: LoaderCost, parts: BatchParts) -> LoaderVerdict:
         return LoaderVerdict("many workers", why, _settings_advice(cost, parts))
     if workers and parts.handing > parts.work / workers:
         why = (
-            f"{times}; to take its {format_bytes(parts.bytes)} from a worker takes "
+            f"{times}; receiving its {format_bytes(parts.bytes)} from a worker takes "
             f"{format_seconds(parts.handing)}"
         )
         return LoaderVerdict("handing over", why, _SMALLER)

@@ -69,7 +69,7 @@ def waiting_findings(profile: Profile, code: str, what: str) -> Iterator[Finding
 
 
 def unknown_operators(profile: Profile) -> Counter[str]:
-    """Count device operators whose source was not read, so that it is unknown if they synchronize."""
+    """Count device operators whose source was not read, so it is unknown whether they synchronize."""
     on_device = [not storage.device.startswith("cpu") for storage in profile.storages]
     return Counter(
         base_name(op.name)

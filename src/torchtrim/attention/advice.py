@@ -109,7 +109,7 @@ def advise(
         rounds: each round measures all entries once, in alternating order.
 
     Raises:
-        UsageError: the numbers describe no attention.
+        UsageError: the numbers do not describe an attention.
     """
     shape = _shape(batch, heads, tokens, height, width, skip, head_dim)
     if rounds < 1 or not rpe_on or not set(rpe_on) <= set("qkv"):

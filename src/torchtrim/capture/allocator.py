@@ -46,7 +46,7 @@ NOTHING = Watched(0, 0, [], None)
 
 
 class Allocator:
-    """An allocator to watch for one step; this base watches none, as in a dry run.
+    """An allocator to watch for one step; the base class watches none, as in a dry run.
 
     `cuts_at_marks`: it measures the transients of marked operators.
     """
@@ -64,9 +64,9 @@ class Allocator:
 class CpuAllocator(Allocator):
     """The CPU allocator, by the profiler's memory events.
 
-    Frees are reported only for blocks whose allocation was, so watch the previous step as well. A process
-    has one profiler, and the script's own takes precedence. Only the user scope is profiled, at a sixth of
-    the cost of profiling all operators.
+    Frees are reported only for blocks whose allocation was reported, so watch the previous step as well. A
+    process has one profiler, and the script's own takes precedence. Only the user scope is profiled, at a
+    sixth of the cost of profiling all operators.
     """
 
     cuts_at_marks = True

@@ -39,7 +39,7 @@ _COUNTED = ("random state:", "step:", "hyperparameter:", "call:", "exception:", 
 
 
 class Contest(NamedTuple):
-    """Comparison of a workload with a workload and a request that should equal it.
+    """Comparison of a workload with another workload and request that should give equal results.
 
     `limit`: largest difference that may be rounding. `jobs`: the job's runs, if both workloads are ranks.
     """
@@ -84,7 +84,7 @@ def certify(contest: Contest, original: Trial, planned: Trial, progress: Progres
         if found:
             verdict, reason = _judge(contest, original, found, noise, figures, progress)
         if alone:
-            reason += f"; {alone} differs between two runs of the original, and does not count"
+            reason += f"; {alone} differs between two runs of the original, and is ignored"
     first = _first(contest, original, _cause(found), verdict, progress) if found else None
     return Certificate(
         verdict=verdict,
@@ -215,7 +215,7 @@ def _judge_in_double(
         except (ApplyFailed, ScriptFailed, RuntimeError):
             return (
                 "NOT EQUAL",
-                "it differs, and the run in float64, to tell rounding from a bug, failed",
+                "it differs, and the run in float64 that would tell rounding from a bug failed",
             )
         if (beyond := compare.beyond_rounding(one, two, three, names, first)) is not None:
             step, _, name = beyond.name.partition("/")
@@ -416,7 +416,7 @@ def _line_of(trial: Trial, name: str) -> tuple[str, int]:
 
 
 class Jobs:
-    """Cache of a job's runs, each with a folder of its own below `folder`."""
+    """Cache of a job's runs, each with its own folder below `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -427,7 +427,7 @@ class Jobs:
     ) -> Trial:
         """Return the trial of the rank `script.only`, with its kept values in `folder`.
 
-        `what` tells runs apart that repeat each other. Raises the error of the run for each rank.
+        `what` distinguishes runs that repeat each other. Raises the error of the run for each rank.
         """
         key = script._replace(only=-1), msgspec.json.encode(request), what
         if key not in self._known:

@@ -107,7 +107,8 @@ def largest_difference(one: Path, other: Path, names: Sequence[str]) -> float:
     """Return the largest difference among kept values, relative to the largest magnitude of their group, or
     inf if shapes, NaNs or presence differ.
 
-    A group is a quantity in a step: a gradient that is zero up to rounding is relative to other gradients.
+    A group is a quantity in a step: a gradient that is zero up to rounding is compared on the scale of the
+    other gradients.
     """
     scales: dict[str, float] = {}
     gaps: dict[str, float] = {}

@@ -44,7 +44,7 @@ def chosen_form(context: click.Context, _: click.Parameter, value: str | None) -
 
 @dataclass(frozen=True, kw_only=True)
 class PriceLimit:
-    """A limit as `--fail-on` takes it: milliseconds, bytes or, if allowed, percent."""
+    """A limit of `--fail-on`: milliseconds, bytes or, if allowed, percent."""
 
     text: str
     ms: float | None = None
@@ -238,7 +238,7 @@ runs_script = _adds(
         "--warmup",
         type=click.IntRange(0, 1000),
         default=1,
-        help="Number of steps to run before those. Default: 1.",
+        help="Number of warm-up steps to run first. Default: 1.",
     ),
     click.option(
         "--processes",

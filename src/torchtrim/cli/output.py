@@ -351,7 +351,7 @@ def rendered_lint(report: Report, form: str) -> str:
 
 
 def lint_marks(report: Report) -> list[str]:
-    """Return the mark of each finding of `lint`, which tells if it has a safe or an unsafe fix."""
+    """Return the mark of each finding of `lint`, which shows whether its fix is safe or unsafe."""
     from torchtrim.report.lint_text import mark
 
     return [mark(finding) for finding in report.findings]

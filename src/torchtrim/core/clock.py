@@ -1,4 +1,4 @@
-"""Wall time, CPU time and time spent in the scheduler's queue. Tests bring a clock of their own."""
+"""Wall time, CPU time and time spent in the scheduler's queue. Tests supply their own clock."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ if hasattr(os, "register_at_fork"):
 def queued_ns() -> int:
     """Return the nanoseconds this thread has spent runnable but waiting for a free core.
 
-    Return 0 if the system does not record it. A call takes less than a microsecond. The scheduler has a clock
-    of its own, so the queueing time can exceed the elapsed time by some microseconds.
+    Return 0 if the system does not record it. A call takes less than a microsecond. The scheduler has its
+    own clock, so the queueing time can exceed the elapsed time by some microseconds.
     """
     number = _local.scheduled.number
     if number < 0:

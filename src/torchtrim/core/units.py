@@ -22,7 +22,7 @@ class Amount(NamedTuple):
     is_share: bool = False
 
     def of(self, whole: int) -> int:
-        """Return the amount in bytes, a percentage taken of `whole`."""
+        """Return the amount in bytes, resolving a percentage against `whole`."""
         return int(self.number * whole / 100) if self.is_share else int(self.number)
 
 
@@ -52,7 +52,7 @@ def parse_amount(text: str | int, *, zero: bool = False) -> Amount:
 
 
 def parse_bytes(text: str | int, *, whole: int | None = None, zero: bool = False) -> int:
-    """Return the bytes that `parse_amount` reads, with `"60%"` taken of `whole`.
+    """Return the bytes that `parse_amount` reads, resolving `"60%"` against `whole`.
 
     Raises `UsageError` like `parse_amount`, and for a percentage without `whole`.
     """

@@ -16,7 +16,7 @@ _KINETO = "https://github.com/pytorch/kineto/tree/94979607%5E/tb_plugin/samples"
 class DeviceSpec:
     """One accelerator. Rates are per second: floating-point operations by dtype, and bytes.
 
-    `flops` has dense rates, `tf32` apart from `float32` because PyTorch does not use it by default for
+    `flops` has dense rates, `tf32` separate from `float32` because PyTorch does not use it by default for
     matrix products. `link`: the bandwidth to the host in one direction. `source` cites the rates.
 
     Seconds, from the trace `measured_on`: `launch`, the median from the launch call to the start of the

@@ -194,7 +194,7 @@ _NONE: frozenset[int] = frozenset()
 
 
 class Replayed(NamedTuple):
-    """How long the program took, in microseconds, and how long each site blocked the host."""
+    """The duration of the program, in microseconds, and how long each site blocked the host."""
 
     span: float
     waited: dict[int, float]
@@ -315,7 +315,7 @@ class Prices:
 def price(
     program: ReplayProgram | OneStream, sites: Sequence[int], *, apart: Sequence[int] = ()
 ) -> Prices:
-    """Price the sites, sorted by falling wait, and those in `apart` only alone.
+    """Price the sites, sorted by falling wait, and those in `apart` only on their own.
 
     Sets are all pairs of the five longest waits, sets that grow by the site that then gains most, and all
     sites together. The length of the program bounds the number of replays.

@@ -47,7 +47,10 @@ def memory_bytes(parts: BatchParts, settings: LoaderSettings) -> int:
 
 
 def _computing(parts: BatchParts, settings: LoaderSettings) -> tuple[float, float]:
-    """Return the seconds of one batch on a core, without and with reading. In one call, all is computing."""
+    """Return the seconds of one batch on a core, without and with reading.
+
+    If a batch is fetched in one call, everything counts as computing.
+    """
     own = parts.decoding + parts.collating
     computing = parts.whole if settings.whole and parts.whole is not None else own
     return computing, computing + (0.0 if settings.whole else parts.reading)

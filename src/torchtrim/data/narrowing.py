@@ -22,7 +22,7 @@ class Shipped:
         self.packed = packed
 
     def to(self, device: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the tensor on the device, bit for bit as the loader made it. A dtype is applied there."""
+        """Return the tensor on the device, bit for bit as loaded, then cast if a dtype is given."""
         if isinstance(device, torch.dtype):
             return self.packed.widened().to(device, *args, **kwargs)
         values, non_blocking = self.packed.values, kwargs.pop("non_blocking", False)

@@ -41,7 +41,7 @@ class Prefetcher(Generic[T]):
     Order, values and random numbers match the loader's. An error of the loader is raised at its own
     batch, after those before it. A loader that draws random numbers in this process, such as one without
     workers and with random transforms, is not prefetched, since it would change the numbers that the step
-    draws; `ahead` tells if the loader is prefetched.
+    draws; `ahead` tells whether the loader is prefetched.
 
     Moves tensors in lists, tuples and dicts, and objects with a method `to`. Raises `UsageError` for a depth
     below 1 and for a missing device.

@@ -38,10 +38,10 @@ class SettingsSearch:
     """Search for the settings with the shortest time from batch to batch.
 
     `now` holds the loader's current settings. `ask` proposes settings, and `tell` takes their batch times;
-    `window` says how many batches to drop and to time. A model of the batch's parts selects what is worth
-    trying: at most three settings predicted within 30 % of the best, plus no workers, which no model of
-    processes can get wrong. If samples are uneven, or a run was slower than predicted, more prefetching is
-    tried too.
+    `window` says how many batches to drop and to time. A model of the batch's parts selects the settings
+    worth trying: at most three settings predicted within 30 % of the best, plus no workers, which no model
+    of processes can get wrong. If samples are uneven, or a run was slower than predicted, more prefetching
+    is tried too.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class SettingsSearch:
         return self._ranked
 
     def _fitting(self, workers: int, whole: bool) -> LoaderSettings | None:
-        """Return settings with so many workers and the prefetching that memory allows, or None."""
+        """Return settings with this many workers and the prefetching that memory allows, or None."""
         made = LoaderSettings(
             workers=workers, pinned=self.limits.pins, persistent=workers > 0, whole=whole
         )

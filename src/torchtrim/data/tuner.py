@@ -84,14 +84,14 @@ def tune(
 
 
 def searched(search: SettingsSearch, timer: Timer, seconds: float, clock: Clock = CLOCK) -> Tuning:
-    """Try the settings that the search proposes, current ones first, until it or the time ends."""
+    """Try the settings that the search proposes, current ones first, until none is left or time is up."""
     begin = clock.now()
     skipped: list[str] = []
     while (settings := search.ask()) is not None:
         dropped, timed = search.window(settings)
         lasts = search.foreseen(settings) * (dropped + timed)
         if search.tried and clock.now() - begin + lasts > seconds:
-            skipped.append(f"{said_of(settings)}: not tried, the time was up")
+            skipped.append(f"{said_of(settings)}: not tried: out of time")
             continue
         search.tell(timer(settings, dropped, timed))
     return tuning_of(search, clock.now() - begin, skipped)
@@ -160,7 +160,7 @@ def _endless(loader: DataLoader[Any]) -> Any:
 
 
 def _consumer(loader: DataLoader[Any], step: Step | None) -> Consumer:
-    """Time the step on a batch that is already there, and count the cores it keeps busy."""
+    """Time the step on a batch that is already loaded, and count the cores it keeps busy."""
     if step is None:
         return Consumer(0.0, 1.0)
     batch = next(iter(rebuilt(loader, LoaderSettings())))

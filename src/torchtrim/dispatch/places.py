@@ -29,7 +29,7 @@ _TORCH = str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _INSTALLED = ("site-packages", "dist-packages")
 _OWN_REFERENCES = 3
-"""To a frame's cached variables: the frame, `variables_of`, and the argument of `sys.getrefcount`."""
+"""References to a frame's cached variables: the frame, `variables_of`, the argument of `sys.getrefcount`."""
 
 
 class Places:

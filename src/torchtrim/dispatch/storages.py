@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchtrim.records.profile import DEVICE_POOL
 
 _OWN_REFERENCES = 2
-"""To a tensor: the local variable of `is_kept`, and the argument of `sys.getrefcount`."""
+"""References to a tensor: the local variable of `is_kept`, and the argument of `sys.getrefcount`."""
 
 _AT_ONCE = 32
 """Objects checked at each operator: about 10 microseconds."""

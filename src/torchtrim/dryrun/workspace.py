@@ -173,7 +173,7 @@ def _key(value: Any) -> str:
 
 
 _MAX_CALLS = 20_000
-"""Arbitrary: a program makes some hundred distinct calls. A file that outgrows this starts anew."""
+"""Arbitrary: a program makes a few hundred distinct calls. A file that outgrows this starts anew."""
 _MAX_FILE_BYTES = 2**24
 """Several times the size of a file with `_MAX_CALLS` calls."""
 _SETTINGS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
@@ -250,7 +250,7 @@ class Machine:
 
 @functools.cache
 def machine() -> Machine:
-    """Return this machine, as torch sees it from this process."""
+    """Return a description of this machine, as torch in this process sees it."""
     name = _name()
     short = hashlib.sha256(name.encode()).hexdigest()[:16]
     return Machine(name, caches.folder() / f"workspaces-{short}.json")

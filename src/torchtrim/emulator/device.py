@@ -76,11 +76,11 @@ def patch_compile(patches: Patches, noted: set[str]) -> None:
     """Run compiled functions eagerly."""
 
     def compile_(model: Any = None, **options: Any) -> Any:
-        noted.add("torch.compile was left out: an emulated device runs eagerly")
+        noted.add("torch.compile was ignored: an emulated device runs eagerly")
         return model if model is not None else lambda function: function
 
     def compile_module(self: Any, *args: Any, **options: Any) -> None:
-        noted.add("Module.compile was left out: an emulated device runs eagerly")
+        noted.add("Module.compile was ignored: an emulated device runs eagerly")
 
     patches.replace(torch, "compile", compile_)
     patches.replace(torch.nn.Module, "compile", compile_module)

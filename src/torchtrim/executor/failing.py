@@ -11,7 +11,7 @@ _last_again = [""]
 
 
 def defect(technique: str) -> str:
-    """Return the marker used instead of a place if a technique fails by a defect of its own."""
+    """Return the marker used instead of a place if a technique fails by its own defect."""
     return _DEFECT + technique
 
 

@@ -27,8 +27,9 @@ def changed(where: str, module: Any, options: Mapping[str, Any]) -> Handle:
         if is_of_kind and value >= least:
             return change(where, module, value)
     raise ApplyFailed(
-        f"`{where}`: data_parallel has one option, `gradient_as_bucket_view` or `static_graph`, true, "
-        "`accumulate`, 2 or more, or `bucket_cap_mb`, 1 or more, and the plan has "
+        f"`{where}`: data_parallel takes one option: `gradient_as_bucket_view` or "
+        "`static_graph` (true), `accumulate` (2 or more) or `bucket_cap_mb` (1 or more); the "
+        "plan has "
         f"{dict(options)!r}."
     )
 
@@ -37,7 +38,7 @@ def replica_at(where: str, module: Any, technique: str) -> Any:
     """Return the module. Raises `ApplyFailed` if it is not a `DistributedDataParallel`."""
     if not isinstance(module, DistributedDataParallel):
         raise ApplyFailed(
-            f"`{where}` is a {type(module).__name__}, and {technique} changes a "
+            f"`{where}` is a {type(module).__name__}, but {technique} applies to a "
             f"DistributedDataParallel. {_ADVICE}"
         )
     return module
@@ -207,7 +208,7 @@ def refuse(where: str, module: Any) -> None:
     ours = {hook for hook, _ in module._comm_hooks} in ({halved}, {halved_by_hand})
     unusual = {
         "a communication hook": hooked and not ours,
-        "mixed precision of its own": module.mixed_precision is not None,
+        "its own mixed precision": module.mixed_precision is not None,
         "delayed gradient synchronization": module._delay_all_reduce_params,
         "optimizers in backward": any(
             hasattr(one, "_in_backward_optimizers") for one in module._module_parameters

@@ -48,7 +48,7 @@ class Handles:
         self._handles.append(handle)
 
     def check_settled(self) -> None:
-        """Raise `ApplyFailed` if a technique has made updates whose `step` has not been called yet."""
+        """Raise `ApplyFailed` if a technique has updated parameters ahead of a `step` not called yet."""
         for handle in self._handles:
             if (check := getattr(handle, "check_settled", None)) is not None:
                 check()

@@ -173,12 +173,14 @@ def refuse(where: str, optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer)
     if f"{kind.__module__}.{kind.__qualname__}" not in ONE_BY_ONE:
         raise ApplyFailed(
-            f"`{where}` is a {kind.__module__}.{kind.__qualname__}, and only torch's own optimizers that "
-            "update each element by itself can be planned. Plan again for this script."
+            f"`{where}` is a {kind.__module__}.{kind.__qualname__}, and only torch's own "
+            "optimizers that update each element independently can be planned. Plan again for "
+            "this script."
         )
     if has_step_hooks(optimizer):
         raise ApplyFailed(
-            f"`{where}` has step hooks of its own, which would see it in another state. Remove them, or "
+            f"`{where}` has its own step hooks, which would see it in another state. Remove "
+            "them, or "
             "leave this optimizer out of the plan."
         )
 

@@ -179,7 +179,7 @@ def _static_types(facts: Facts, part: str) -> tuple[bool, ...]:
 
 
 def _kind(facts: Facts, part: str) -> ObservedValue | None:
-    """Return what a part was in all executions, or None if it was not a tensor of one number, or differed."""
+    """Return the value of a part; None if its type or device varied, or it was not a one-element tensor."""
     seen = [getattr(values, part, ObservedValue(kind="")) for values in facts.executions]
     kinds = {(one.dtype, one.device) for one in seen}
     return seen[0] if len(kinds) == 1 and all(map(is_single, seen)) else None
@@ -260,7 +260,7 @@ def _text(source: SourceFile, facts: Facts, part: str, read: Read, cast: str) ->
 
 
 def _kind_read(facts: Facts, part: str, cast: str) -> str:
-    """Return the conversion of a float, as which the value was read with others, to its own type."""
+    """Return the conversion of a value that was read as a float, with others, to its own type."""
     if not cast:
         return ""
     truth = facts.holds(lambda v: getattr(v, part).dtype == "bool")

@@ -110,7 +110,7 @@ def _sum_edits(
     for use in inner:
         if not has_own_text(source, use):
             raise FixRefused(
-                f"`{name}` is inside an f-string in line {use.lineno}. Assign it to a name before"
+                f"`{name}` is inside an f-string in line {use.lineno}. Assign it to a name first"
             )
         edits.append(TextEdit.of(source, use, read if plain else f"({read})"))
     if len(inner) < len(every) or isinstance(source.function(node), ast.Module):

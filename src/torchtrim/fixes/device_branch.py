@@ -279,7 +279,7 @@ def _compare(
 
 
 def _protect_labels(plan: _Plan, known: Mapping[str, ObservedValue]) -> None:
-    """Keep class labels in range in the branch not taken: zeros are."""
+    """Keep class labels in range in the branch not taken, by zeros."""
     branch = plan.branch
     ways = (
         (branch.then, plan.then_safe, branch.then_before),

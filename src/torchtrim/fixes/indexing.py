@@ -196,8 +196,8 @@ ROW_BY_INDEX: Fix = Fix(
     The values are the same; their memory layout may differ, which may change the rounding of a sum.
 
     The replacement tests for the observed ranks and types, and keeps the original for others. Without a run,
-    the source has to show that the one is a tensor, and the other an integer tensor that has no dimensions or
-    is read here.
+    the source has to show that the first is a tensor, and the second an integer tensor that has no
+    dimensions or is read here.
 
     Applied only with `--unsafe-fixes`: an index out of bounds becomes a device-side error, after which the
     process cannot use the device. Refused if the row may be written to: the original is a view, this is a

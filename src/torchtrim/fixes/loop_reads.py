@@ -65,7 +65,7 @@ def _match(
 
 
 def _element(target: ast.expr, iterated: ast.expr) -> tuple[str, ast.expr] | None:
-    """Return the name of an element and the iterated expression, in `enumerate` too."""
+    """Return the name of an element and the iterated expression, also inside `enumerate`."""
     if isinstance(target, ast.Name):
         known = isinstance(iterated, ast.Name | ast.Attribute | ast.Subscript | ast.Call)
         return (target.id, iterated) if known and not function_of(iterated) else None
@@ -238,7 +238,7 @@ def _edits(
     """
     source, node, tensor = match.source, match.node, match.parts["X"]
     if not has_own_text(source, node):
-        raise FixRefused("it is inside an f-string. Assign it to a name before")
+        raise FixRefused("it is inside an f-string. Assign it to a name first")
     blanks = need_indentation(source, loop)
     words = re.findall(r"[A-Za-z_]\w*", ast.unparse(tensor))
     base = next((word for word in words if word not in ("self", "torch")), "value")

@@ -155,11 +155,11 @@ def _check(source: SourceFile, found: _Loop) -> None:
             raise FixRefused(f"`{name}` decides more than the row and how far it is filled")
     if not is_simple(found.mask) or not is_simple(found.value):
         raise FixRefused(
-            "the target, or the value, is computed for each row. Assign it to a name before"
+            "the target, or the value, is computed for each row. Assign it to a name first"
         )
     if not is_pure(found.lengths, source) or (found.rows is not None and not is_simple(found.rows)):
         raise FixRefused(
-            "the expression of the lengths may have a side effect. Assign it to a name before"
+            "the expression of the lengths may have a side effect. Assign it to a name first"
         )
 
 

@@ -65,7 +65,7 @@ def _fixed(source: SourceFile, others: Iterable[Fix]) -> set[ast.AST]:
 
 _NONZERO = (
     "it returns as many indices as there are true elements, and later code works with them. If the host "
-    "knows a bound, use `torch.nonzero_static(mask, size=n)`; if the mask comes from data of the host, "
+    "knows a bound, use `torch.nonzero_static(mask, size=n)`; if the mask comes from host data, "
     "create the indices there with `torch.arange`; else keep the mask and compute with all elements"
 )
 _UNIQUE = (

@@ -41,7 +41,7 @@ _MARKS = ("pyproject.toml", ".git")
 
 
 class Selected:
-    """A selection of codes by prefix, as `--select` takes it. Raises `UsageError` for a prefix that matches
+    """A selection of codes by prefix, as in `--select`. Raises `UsageError` for a prefix that matches
     no code."""
 
     def __init__(self, starts: Iterable[str] = ("TT",)) -> None:
@@ -59,7 +59,7 @@ class Selected:
 
 
 class Linted(NamedTuple):
-    """The result for one file: its findings or the error that kept it from being read, the files whose
+    """The result for one file: its findings or the error that prevented reading it, the files whose
     functions it calls, and the fixes that failed on it."""
 
     path: str
@@ -102,7 +102,7 @@ def files_of(paths: Sequence[Path]) -> dict[str, tuple[str, ...]]:
         elif path.is_file():
             found.add(str(path.resolve()))
         elif path.is_symlink():
-            raise UsageError(f"{path} is a symbolic link that leads to no file: {path.readlink()}.")
+            raise UsageError(f"{path} is a broken symbolic link to {path.readlink()}.")
         else:
             raise UsageError(f"{path} does not exist.")
     same: dict[object, list[str]] = {}

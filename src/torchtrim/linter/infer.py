@@ -162,7 +162,7 @@ class KindInference(KindScope):
         return referred(self, node) if kind == UNKNOWN else kind
 
     def truth(self, node: ast.expr) -> ValueKind:
-        """Infer an expression used as a condition: a tensor is read for that."""
+        """Infer an expression used as a condition, which reads a tensor."""
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             self.truth(node.operand)
             return PLAIN
@@ -332,7 +332,7 @@ class KindInference(KindScope):
 
     @contextmanager
     def _inner_scope(self) -> Iterator[None]:
-        """Forget at the end the names bound within."""
+        """Forget the names bound inside the block when it ends."""
         before = dict(self.env)
         yield
         self.env = before

@@ -177,7 +177,7 @@ class _Walk:
         self._declare(tree.body, self._facts.returns)
 
     def _imports(self, body: Iterable[ast.stmt]) -> None:
-        """Read top-level imports, those within `if` and `try` too."""
+        """Read top-level imports, including those inside `if` and `try`."""
         for statement in body:
             if isinstance(statement, ast.Import | ast.ImportFrom):
                 self._import(statement)

@@ -159,7 +159,9 @@ _SHOWN = 60  # characters of code in a message, which then fits a terminal's lin
 _MOST_ROUNDS = 20  # far more than fixes of fixes that any file has needed
 _MOST_FIXED = 250
 """Lines of a file with syncs that get a search for fixes: bounds the time for long files."""
-_LATER = f"No fix was searched for, only for the first {_MOST_FIXED} places of a file. "
+_LATER = (
+    f"No fix was searched for: the search covers only the first {_MOST_FIXED} places of a file. "
+)
 _NO_TENSORS = frozenset(
     ("plain", "array", "sequence", "device", "dtype", "mapping", "layer", "function")
 )

@@ -294,7 +294,7 @@ def _from_data(last: str, call: InferredCall) -> ValueKind:
 
 
 def _read_data(data: ValueKind, call: InferredCall) -> None:
-    """Report data made of device tensors, which are read one by one."""
+    """Report data that consists of device tensors, which are read one by one."""
     inner = part_of(data) if data.what == "sequence" else PLAIN
     if inner.waits and inner.sure:
         call.wait("item", call.node)

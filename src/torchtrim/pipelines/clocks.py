@@ -1,7 +1,7 @@
 """Times each action of a pipeline by running its stages in one process.
 
 A backward split in two costs more than a whole one: both halves read a layer's inputs, torch searches the
-graph for each micro-batch, and each group of parameters is a backward of its own. So it is measured, with
+graph for each micro-batch, and each group of parameters has a separate backward. So it is measured, with
 torch's own functions. See `torch.distributed.pipelining.stage._PipelineStageBase`.
 """
 

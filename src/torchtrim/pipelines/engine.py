@@ -135,7 +135,7 @@ class Engine:
             if not torch.is_grad_enabled():
                 raise Unsupported(
                     f"{type(self._root).__name__} is called without gradients, and in a pipeline no rank has "
-                    "all of it. Evaluate in a run of its own, without --plan, from a checkpoint."
+                    "all of it. Evaluate in a separate run, without --plan, from a checkpoint."
                 )
             return self._promised(StepInputs.of(args, kwargs))
 

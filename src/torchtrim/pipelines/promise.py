@@ -87,7 +87,7 @@ class Promise(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse: an operator that gets here needs values."""
+        """Raise `Unsupported`: an operator that reaches this needs values."""
         raise _no_values(str(func))
 
 

@@ -154,7 +154,8 @@ class Several:
         once, squared = sums[-2:].tolist()
         if once**2 != dist.get_world_size() * squared:
             raise Unsupported(
-                "the ranks got different batches. Every rank of a pipeline reads the same ones: leave "
+                "the ranks got different batches. Every rank of a pipeline must read the same "
+                "ones: leave "
                 "DistributedSampler and the rank out of the loader, and seed its shuffling."
             )
         default = [torch.get_default_dtype()] * count

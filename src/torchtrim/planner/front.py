@@ -56,7 +56,8 @@ class Solution(NamedTuple):
 class Answer(NamedTuple):
     """A choice within the budget, or None without one. `proven`: no better choice exists.
 
-    `bound`: the seconds that any choice within the budget adds at least; for the lowest choice, its bytes.
+    `bound`: a lower bound on the seconds that a choice within the budget adds; for the lowest choice, on its
+    bytes.
     """
 
     chosen: Chosen | None

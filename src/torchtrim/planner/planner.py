@@ -1,6 +1,6 @@
 """Profile and budget -> plan. The one place that plans training steps.
 
-Plans keep host memory within a budget of its own, in pinned memory or in files.
+Plans keep host memory, pinned or in files, within a separate budget.
 """
 
 from __future__ import annotations

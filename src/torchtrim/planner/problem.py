@@ -3,7 +3,8 @@
 Also a lower bound on the added time, which no choice of options can beat. At a task that needs more than the
 budget, options must free the difference, and each frees at most what it drops there, whatever else is chosen.
 The cheapest way to do that with fractions of options, ordered by time per byte, is Dantzig's bound of the
-knapsack ("Discrete-variable extremum problems", Operations Research 1957). The step has the highest of all.
+knapsack ("Discrete-variable extremum problems", Operations Research 1957). The bound for the step is the
+highest one over all tasks.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ _TASKS = 64  # Arbitrary; a bound over fewer tasks is lower but never wrong, and
 
 
 def least_seconds(problem: Problem, budget: int) -> float:
-    """Return the seconds that any choice within the budget adds at least, or infinity if none can fit."""
+    """Return a lower bound on the seconds that a choice within the budget adds; infinity if none can fit."""
     high = timeline(problem.step).high
     over = [task for task, size in enumerate(high) if size > budget]
     if not over:

@@ -1,4 +1,4 @@
-"""A comparison of two reports or profiles: what changed, and if the change exceeds its spread."""
+"""A comparison of two reports or profiles: what changed, and whether the change exceeds its spread."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def _lever_line(lever: Lever, report: Report) -> str:
 
 
 def bracketed(text: str) -> str:
-    """Put text in parentheses after a space, `" (-43 %)"`; empty text stays empty."""
+    """Put text in parentheses after a space, `" (-43 %)"`; an empty string stays empty."""
     return f" ({text})" if text else ""
 
 
@@ -257,11 +257,11 @@ def stream_rows(report: Report) -> list[tuple[str, str, str]]:
             known(stream.unbounded_growth_bytes, format_bytes),
         ),
         (
-            "time of a frame, watched",
+            "time per frame, while watched",
             format_seconds(stream.frame_seconds),
             known(stream.unbounded_frame_seconds, format_seconds),
         ),
-        ("growth of the process a frame", format_bytes(stream.process_growth_bytes), ""),
+        ("growth of the process per frame", format_bytes(stream.process_growth_bytes), ""),
     ]
     if stream.max_growth_bytes is not None:
         rows.insert(1, ("allowed a frame", format_bytes(stream.max_growth_bytes), ""))

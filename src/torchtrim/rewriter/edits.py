@@ -1,4 +1,4 @@
-"""Applies rewrites to a text, and makes diffs."""
+"""Applies rewrites to a text, and creates diffs."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def holder_of(path: Path, *, pending: bool = False) -> Path | None:
 
 
 def _carry_out(write: SourceWrite, project: Path) -> None:
-    """Replace the files of a write; none if the disk or a folder refuses. Hard links stay hard links."""
+    """Replace all files of a write, or none if the disk or a folder refuses. Hard links stay hard links."""
     folder = project / FOLDER
     try:
         folder.mkdir(exist_ok=True)

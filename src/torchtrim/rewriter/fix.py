@@ -133,7 +133,7 @@ class Fix:
     `codes` are the rules whose findings it fixes. `find` yields the matching places. `write` returns the
     replacement, given the facts: it calls `facts.need` for each assumption and raises `FixRefused` if the fix
     would change the result. `doc` is the documentation: a summary line, then the reason, the conditions and
-    the refusals. A fix in a file of its own takes `name` and `doc` from the file.
+    the refusals. A fix in its own file takes `name` and `doc` from the file.
     """
 
     codes: tuple[str, ...]

@@ -104,8 +104,8 @@ def _where(
         bound = set().union(*map(names_bound, between))
     if hidden := used & bound:
         raise FixRefused(
-            f"the fix depends on the rank of `{min(hidden)}`, which gets its value there. Write a "
-            "loop, or a statement before"
+            f"the fix depends on the rank of `{min(hidden)}`, which gets its value there. Write "
+            "a loop, or assign it in an earlier statement"
         )
     outer = [edit for edit in edits if edit not in inner]
     returns = isinstance(last, ast.Return)

@@ -44,7 +44,7 @@ _SWALLOWING = ("suppress", "raises", "assertRaises")
 
 @dataclass(frozen=True)
 class Computed:
-    """An expression of reads and numbers such as `loss.item() * n`. `exact`: it divides by no number."""
+    """An expression of reads and numbers such as `loss.item() * n`. `exact`: no division by a number."""
 
     reads: tuple[Read, ...]
     numbers: tuple[ast.expr, ...]

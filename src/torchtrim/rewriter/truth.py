@@ -63,7 +63,7 @@ def operand_parts(condition: ast.expr) -> dict[str, ast.expr]:
 
 
 def need_operands(match: Match, facts: Facts) -> None:
-    """Require that each operand is a tensor, or compares one; without a run, the source has to say so."""
+    """Require that each operand is a tensor, or compares one; without a run, the source has to show it."""
     for number, operand in enumerate(operands(match.parts["C"])):
         sides = [f"Q{number}{at}" for at in "AB"[: len(operand.sides)]]
 
@@ -92,8 +92,8 @@ def seen_operands(
             raise FixRefused(_no_tensor(operand.node, alone=len(every) == 1))
         if not is_total(operand.node, match.source, is_guard):
             raise FixRefused(
-                f"`{text[:60]}` may have a side effect, or be a Python value in another run. Assign it "
-                "to a name before"
+                f"`{text[:60]}` may have a side effect, or be a Python value in another run. "
+                "Assign it to a name first"
             )
         result = seen or typed(operand.node, match.source, known)
         if result is None:
@@ -132,7 +132,8 @@ def _no_tensor(condition: ast.expr, *, alone: bool) -> str:
     if alone:
         return "its condition is not a tensor, so it needs no host-device sync"
     return (
-        f"`{ast.unparse(condition)[:60]}` in its condition is a Python value. Test it in an `if` of its own, "
+        f"`{ast.unparse(condition)[:60]}` in its condition is a Python value. Test it in a "
+        "separate `if`, "
         "around one for the rest"
     )
 

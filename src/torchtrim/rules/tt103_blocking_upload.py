@@ -11,7 +11,7 @@ waits](../waits.md) has every case with its source.
 ## Why is this bad?
 
 A blocking copy waits until the device has done all work queued before it, and then for the copy
-itself. From pageable memory the driver first copies into a buffer of its own, so
+itself. From pageable memory the driver first copies into its own buffer, so
 `non_blocking=True` alone changes little: the host still blocks.
 
 ## Example

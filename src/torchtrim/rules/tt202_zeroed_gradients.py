@@ -34,8 +34,8 @@ optimizer.zero_grad()
 
 Equal in every step if backward reaches each parameter, except for the sign of zeros: adding
 `-0.0` to zeros gives `0.0`. Hence its class is `ROUNDING`. The optimizer skips a parameter whose
-gradient is `None`, while zeros still move it through momentum or weight decay: the finding says if
-a profile shows such parameters. Code that reads `.grad` between steps must expect `None`.
+gradient is `None`, while zeros still move it through momentum or weight decay: the finding says whether the
+profile shows such parameters. Code that reads `.grad` between steps must expect `None`.
 
 ## References
 

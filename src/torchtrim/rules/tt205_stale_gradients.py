@@ -63,8 +63,8 @@ def check(profile: Profile) -> Iterator[Finding]:
             RULE.code,
             CodeLine(profile.script, 0),
             saved,
-            f"{many} of the previous step ({size}) are dropped only after the next forward has begun; "
-            f"the peak is {format_bytes(saved)} higher for it",
+            f"{many} of the previous step ({size}) are dropped only after the next forward has "
+            f"begun, which raises the peak by {format_bytes(saved)}",
             "call zero_grad() directly after the optimizer's step",
         )
 

@@ -77,8 +77,8 @@ def check(profile: Profile) -> Iterator[Finding]:
                 RULE.code,
                 line,
                 saved,
-                "a variable keeps this result after its last use, until it is assigned again; "
-                f"the peak is {format_bytes(saved)} higher for it",
+                "a variable keeps this result after its last use, until it is assigned again, "
+                f"which raises the peak by {format_bytes(saved)}",
                 "`del` the variable after its last use, or move the step into a function",
                 count=len(deaths),
             )

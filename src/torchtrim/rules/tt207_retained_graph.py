@@ -61,8 +61,8 @@ def check(profile: Profile) -> Iterator[Finding]:
             RULE.code,
             line_of(profile, _loss(profile)),
             saved,
-            f"backward keeps the graph: {size} of activations stay after it has used them; the peak is "
-            f"{format_bytes(saved)} higher for it",
+            f"backward keeps the graph: {size} of activations stay after it has used them, "
+            f"which raises the peak by {format_bytes(saved)}",
             "call backward() without retain_graph=True",
             count=len(kept),
         )

@@ -1,4 +1,4 @@
-"""A model runs with gradients enabled but without a backward: autograd keeps its activations in vain.
+"""A model runs with gradients enabled but without a backward: autograd keeps its activations needlessly.
 
 ## What it does
 
@@ -53,7 +53,7 @@ from torchtrim.rules.base import Rule
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """Yield one finding for each model that runs with gradients in vain."""
+    """Yield one finding for each model that runs with gradients needlessly."""
     deaths: dict[str, dict[int, int]] = defaultdict(dict)
     first: dict[str, list[int]] = defaultdict(list)
     for call, kept in unused_graphs(profile).items():
@@ -69,8 +69,8 @@ def check(profile: Profile) -> Iterator[Finding]:
                 RULE.code,
                 line_of(profile, first[path][0]),
                 saved,
-                f"{path} runs with gradients, and no backward uses what autograd keeps ({size}); the "
-                f"peak is {format_bytes(saved)} higher for it",
+                f"{path} runs with gradients, and no backward uses what autograd keeps "
+                f"({size}), which raises the peak by {format_bytes(saved)}",
                 "call it under torch.no_grad()",
                 count=len(first[path]),
             )

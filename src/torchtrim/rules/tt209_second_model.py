@@ -72,7 +72,7 @@ def _found(profile: Profile, storages: Sequence[int], what: str, advice: str) ->
             RULE.code,
             line_of(profile, _user(profile, frozenset(storages))),
             saved,
-            f"{what} ({size}) is on the device at the peak, which is {format_bytes(saved)} higher for it",
+            f"{what} ({size}) is on the device at the peak, and raises it by {format_bytes(saved)}",
             advice,
             equivalence="ROUNDING",
         )

@@ -72,7 +72,7 @@ _OF_GRAPHS = " of graphs"
 
 
 def check(profile: Profile) -> Iterator[Finding]:
-    """Yield one finding for each container or graph that grows by much, or holds graphs."""
+    """Yield one finding for each container or graph that grows significantly, or holds graphs."""
     if not profile.operators:
         return
     for growth in profile.growths:

@@ -40,7 +40,7 @@ device.
 
 Workers fetch the same samples in the same order. Random transforms draw from each worker's own
 generator, so their numbers depend on the number of workers: the step computes the same function of
-other random numbers. Workers need memory of their own, and a main guard if processes are spawned.
+other random numbers. Workers need their own memory, and a main guard if processes are spawned.
 
 ## References
 

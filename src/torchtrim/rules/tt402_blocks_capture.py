@@ -178,7 +178,7 @@ def _finding(line: CodeLine, obstacle: Obstacle, places: list[Place | None]) -> 
 
 
 def verdict(profile: Profile, findings: int) -> str:
-    """Say in a sentence if the step can be captured."""
+    """Say in a sentence whether the step can be captured."""
     if all(storage.device.startswith("cpu") for storage in profile.storages):
         return "capturable: unknown, the step does not run on a device; --device a100 emulates one"
     if not findings:

@@ -4,7 +4,7 @@
 
 Puts the steps of all ranks on one clock, finds the last rank to reach each collective, and measures
 how long the others had nothing else to do until then. It reports a rank if another waits for it a
-fifth of the step or more. The price is that wait, of the rank that waits longest.
+fifth of the step or more. The price is the longest such wait of any rank.
 
 A rank that is late because it waited for its data is TT606.
 
@@ -73,8 +73,8 @@ def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
         yield slower_line(job, lag.rank).finding(
             RULE.code,
             f"the other ranks wait {format_seconds(lag.seconds)} of "
-            f"{format_seconds(job.seconds)} ({lag.seconds / job.seconds:.0%}) for rank {lag.rank}, which "
-            "comes last",
+            f"{format_seconds(job.seconds)} ({lag.seconds / job.seconds:.0%}) for rank "
+            f"{lag.rank}, which arrives last",
             f"give rank {lag.rank} no more work than the others: it falls behind here",
             count_per_step=lag.times,
             price_ms=lag.seconds * 1e3,

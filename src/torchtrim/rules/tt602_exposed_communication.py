@@ -3,7 +3,7 @@
 ## What it does
 
 Adds up the time that a rank only waited for collectives, after the last rank had reached them, and
-reports it from a fifth of the step. The price is that time, of the rank that waits longest.
+reports it from a fifth of the step. The price is that time on the rank that waits longest.
 
 Emulated devices are left out, since their ranks communicate through the host.
 

@@ -1,1 +1,1 @@
-"""Runs scripts in processes of their own, on one rank or several, and leads each through its steps."""
+"""Runs scripts in their own processes, on one or several ranks, and takes each through its steps."""

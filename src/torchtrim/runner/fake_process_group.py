@@ -38,7 +38,8 @@ def fake_ranks(ranks: int, *, sharded: bool = False) -> Iterator[None]:
         )
     if group.is_initialized():
         raise UsageError(
-            "this process is in a process group already, and an estimate over ranks makes one of its own. "
+            "this process is in a process group already, and an estimate over ranks creates its "
+            "own. "
             "End it with torch.distributed.destroy_process_group(), or estimate in another process."
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -124,7 +125,7 @@ class Sharder:
         parameters = list(root.named_parameters(remove_duplicate=False))
         if any(isinstance(one, FSDPModule) for one in root.modules()):
             raise UsageError(
-                f"{name} is sharded already, by the program itself: leave --fsdp out, and --ranks is enough."
+                f"the program itself already shards {name}: leave out --fsdp; --ranks is enough."
             )
         if not parameters:
             return
@@ -160,8 +161,9 @@ class Sharder:
             paths = [path for path, _ in root.named_modules() if path]
             some = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
             raise UsageError(
-                f"no module with parameters matches {', '.join(map(repr, patterns))}. A pattern is of a "
-                f"module's path below the model, such as 'layers.*'; there are: {some}."
+                f"no module with parameters matches {', '.join(map(repr, patterns))}. A pattern "
+                f"describes a module's path below the model, such as 'layers.*'. The model has: "
+                f"{some}."
             )
         yield from blocks
 

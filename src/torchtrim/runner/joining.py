@@ -20,14 +20,14 @@ _GLOO = (
     "Exchanges and their order are the same; times are not"
 )
 _SPAWNED = "the ranks that torchtrim started run the functions that the script would spawn"
-_ONE_DEVICE = "each rank has an emulated device of its own, and calls it cuda:0"
+_ONE_DEVICE = "each rank has its own emulated device, and calls it cuda:0"
 _WAIT = timedelta(minutes=5)  # enough for another rank to import torch and read its data
 
 _Function = Callable[..., Any]
 
 
 class Joining:
-    """Patches of torch.distributed that make a script's groups out of torchtrim's ranks."""
+    """Patches of torch.distributed that form a script's groups from torchtrim's ranks."""
 
     def __init__(self, world: int) -> None:
         self._notes: dict[str, None] = {}
@@ -40,7 +40,7 @@ class Joining:
         return (*self._notes, *((_ONE_DEVICE,) if several else ()))
 
     def install(self) -> None:
-        """Replace the functions that make groups, and those that gloo lacks."""
+        """Replace the functions that create groups, and those that gloo lacks."""
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max((os.cpu_count() or 1) // self._world, 1))
         emulate_devices(self._world)
@@ -70,7 +70,7 @@ class Joining:
         return original(backend, **options)
 
     def _store(self) -> Any:
-        """Return a connection to the parent's store, with keys of its own for each group of all ranks."""
+        """Return a connection to the parent's store, with separate keys for each group of all ranks."""
         host, port = os.environ["MASTER_ADDR"], int(os.environ["TORCHTRIM_PORT"])
         distributed: Any = torch.distributed
         store = distributed.TCPStore(host, port, is_master=False, timeout=_WAIT)
@@ -110,7 +110,7 @@ class Joining:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Average by a sum: gloo lacks the average."""
+        """Average through a sum, since gloo cannot average."""
         operations = torch.distributed.ReduceOp
         op = operations.SUM if op is None else op
         if op != operations.AVG or async_op or _has_nccl(self._world):
@@ -132,7 +132,7 @@ def _init_device_mesh(original: _Function, *args: Any, **options: Any) -> Any:
 
 
 def _has_nccl(world: int) -> bool:
-    """Return True with NCCL and a real GPU for each rank. A call of `torch.cuda` would begin emulation."""
+    """Return True with NCCL and one real GPU per rank. A call of `torch.cuda` would begin emulation."""
     count = getattr(torch._C, "_cuda_getDeviceCount", None)
     if current() is not None or count is None or not torch.distributed.is_nccl_available():
         return False

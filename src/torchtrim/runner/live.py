@@ -46,8 +46,11 @@ _EFFECTS = frozenset(_EFFECTS_NAMES.split())
 
 
 class Shadow(msgspec.Struct, kw_only=True):
-    """A copy's result. `failed`: error raised by the step; `effect`: the effect outside the process in the
-    middle of the step that the copy did not perform. `bytes`: upper bound of the copy's own memory."""
+    """A copy's result.
+
+    `failed`: error raised by the step. `effect`: an effect outside the process, in the middle of the step,
+    before which the copy stopped. `bytes`: upper bound of the copy's own memory.
+    """
 
     step: TrialStep = msgspec.field(default_factory=TrialStep)
     failed: str = ""
@@ -255,7 +258,7 @@ class Live(Applier, Listener):
 
 
 class _InCopy(Exception):
-    """Way out of `judge` in a copy."""
+    """Raised to leave `judge` in a copy."""
 
 
 _INSTEAD = "Leave it out, and compare some steps before: torchtrim verify SCRIPT --plan PLAN."
@@ -322,7 +325,7 @@ def _copy_process(timeout: float) -> int | bytes | None:
 
 
 def _own_bytes() -> int:
-    """Return an upper bound of the highest number of bytes that this copy has not shared."""
+    """Return an upper bound on the peak of the bytes that this copy does not share."""
     fields = {}
     for name in ("/proc/self/smaps_rollup", "/proc/self/status"):
         with suppress(OSError), Path(name).open() as file:

@@ -37,7 +37,7 @@ _PATIENCE = 5.0  # arbitrary, above the spread of steps and below a loop that ev
 class InputPhase(Listener):
     """Phase that runs steps with and without the loader, then, on request, with other loader settings.
 
-    `places` finds the line that makes a loader. `aside` pauses watching, for modules of a data set.
+    `places` finds the line that creates a loader. `aside` pauses watching, for modules of a data set.
     """
 
     def __init__(self, places: Places, aside: Aside) -> None:
@@ -204,13 +204,13 @@ class _TriedLoaders:
         self._settings = self._made = self._batches = None
 
     def _begin(self) -> bool:
-        """Make the loader with the next settings worth a try, if there is time for it."""
+        """Create the loader with the next settings worth a try, if there is time for it."""
         while (settings := self._search.ask()) is not None:
             dropped, timed = self._search.window(settings)
             lasts = self._search.foreseen(settings) * (dropped + timed)
             spent = time.perf_counter() - self._start
             if self._search.tried and spent + lasts > self._tunes.seconds:
-                self._skipped.append(f"{said_of(settings)}: not tried, since the time was over")
+                self._skipped.append(f"{said_of(settings)}: not tried: out of time")
                 continue
             self._settings, self._taken, self._seen = settings, [], 0
             self._made = rebuilt(self._loader, settings)
@@ -252,7 +252,7 @@ class GrowthPhase:
             self._growth.step_ended(peak)
 
     def next(self, seconds: float) -> bool:
-        """Begin a step for this phase, of about so many seconds; return False if none is needed.
+        """Begin a step for this phase, which takes about this many seconds; return False if none is needed.
 
         All ranks run it, since each waits for the others' gradients.
         """

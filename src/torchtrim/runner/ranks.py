@@ -185,8 +185,8 @@ def _await_all(
 ) -> bool:
     """Wait for every rank, until its time is over; return True if one ran too long, and none failed.
 
-    Once a rank has failed, the others have `_SURVIVORS_SECONDS`. Once the first is done they have as long
-    again and `_PATIENCE_SECONDS`, or any time if `patient`.
+    Once a rank has failed, the others have `_SURVIVORS_SECONDS`. Once the first is done, they have as long
+    again plus `_PATIENCE_SECONDS`, or unlimited time if `patient`.
     """
     began = time.monotonic()
     deadline = began + timeout
@@ -226,9 +226,9 @@ def merged(trials: Sequence[Trial], only: int = -1) -> Trial:
 
 
 def first_failed(ranks: Sequence[RankEnded]) -> RankEnded | None:
-    """Return the rank that most likely failed for a reason of its own; None if no rank failed.
+    """Return the rank that most likely caused the failure; None if no rank failed.
 
-    Ranks that died come first, then ranks that raised, at last ranks whose error is of a lost peer.
+    Ranks that died come first, then ranks that raised, finally ranks whose error is the loss of a peer.
     """
     failed = [rank for rank in ranks if rank.failed_ns is not None]
     if failed:
@@ -266,7 +266,7 @@ def _account(rank: RankEnded, project: Path) -> str:
     if rank.failed_ns is not None:
         return f"{who} died with exit status {rank.ended.returncode} at {rank.ended.status or 'its start'}"
     if not rank.stopped:
-        return f"{who} did all its steps"
+        return f"{who} completed all its steps"
     where = _where(rank, project)
     waits = ", waiting for others" if _exchanges(rank) else ""
     at = f" and {where}{waits}" if where else ""

@@ -132,8 +132,9 @@ def failure(ended: Ended, timeout: float) -> ScriptFailed:
     learnt = f"Until then: {ended.status or 'no module had been called'}."
     if ended.timed_out:
         return ScriptFailed(
-            f"the script was stopped after {timeout:.0f} s without having done its steps. If a step "
-            "really takes that long, give --timeout; if it is blocked, what it needs is not here.",
+            f"the script was stopped after {timeout:.0f} s without completing its steps. If a "
+            "step really takes that long, raise --timeout; if the script is blocked, it may be "
+            "waiting for something that is missing here.",
             learnt=learnt,
             traceback=ended.output,
         )
@@ -153,7 +154,7 @@ def working_folder() -> Iterator[Path]:
 
 
 def _wait(process: Process, timeout: float, folder: Path, progress: Callable[[str], None]) -> bool:
-    """Wait for the process, shortly once its outcome exists; return True if it ran too long."""
+    """Wait for the process, only briefly once its outcome exists; return True if it ran too long."""
     deadline = time.monotonic() + timeout
     settled = False
     said = ""

@@ -50,10 +50,10 @@ def _forwarded(event: Event) -> Event:
 
 
 class Session(Listener):
-    """Leader of a run through its steps and phases. `done` is called once, after the last step.
+    """Takes a run through its steps and phases. `done` is called once, after the last step.
 
-    With `frames` a step ends with a frame, not with the optimizers' step. `ours` returns the storages of
-    torchtrim's, which only the process's own memory includes.
+    With `frames` a step ends with a frame, not with the optimizers' step. `ours` returns torchtrim's own
+    storages, which count only in the memory of the process.
     """
 
     backward_starts = _forwarded(Listener.backward_starts)

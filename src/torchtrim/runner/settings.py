@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_map
 from torchtrim.records.trial import Request
 
 NOTE = (
-    "the script uses torch.compile: its compiled functions ran eagerly here, and every figure is of that. "
+    "the script uses torch.compile: its compiled functions ran eagerly here, and all figures "
+    "refer to that. "
     "A plan is for eager runs, and `torchtrim run` runs it eagerly"
 )
 
@@ -70,7 +71,7 @@ _NAMES = {
 
 
 def widen_old_types() -> None:
-    """Have `torch.FloatTensor(2, 3)`, which modes cannot intercept, make float64 in this process."""
+    """Have `torch.FloatTensor(2, 3)`, which modes cannot intercept, create float64 tensors from now on."""
     for module, narrow, wide in _OLD_TYPES:
         setattr(module, narrow, getattr(module, wide))
 
@@ -137,9 +138,10 @@ def _perturbed(value: torch.Tensor) -> torch.Tensor:
 
 
 class Wide(TorchFunctionMode):
-    """Mode that makes float64 of each float32 a program names: `x.float()`, `x.type("torch.FloatTensor")`,
-    `softmax(x, -1, dtype=torch.float32)`. It also upcasts float32 data that meets float64 in an operator of
-    one type, except in tensors that are written to.
+    """Mode that replaces each float32 that a program names by float64.
+
+    As in `x.float()`, `x.type("torch.FloatTensor")`, `softmax(x, -1, dtype=torch.float32)`. It also upcasts
+    float32 data that meets float64 in an operator of one type, except in tensors that are written to.
 
     Otherwise the program would round to float32 itself, which hides how much less two runs differ.
     """
@@ -188,8 +190,8 @@ _SEED = 7_081_990  # arbitrary
 _SCALE = 0.02  # the usual deviation of initial weights of transformers, so that steps stay finite
 _NOTE = (
     "{count} tensors of {root}, first `{first}`, are uninitialized memory of `to_empty`: the script has not "
-    "written them before its first forward. Here they are the same small numbers in every run; without "
-    "torchtrim they hold anything. Have `reset_parameters` reach them"
+    "written them before its first forward. Here they are the same small numbers in every run; "
+    "without torchtrim they can hold anything. Make `reset_parameters` initialize them"
 )
 
 
@@ -204,7 +206,7 @@ _filled: dict[int, _Filled] = {}
 
 
 def fill_uninitialized() -> None:
-    """From now on fill the tensors of `to_empty` with small numbers, in this process."""
+    """Fill the tensors of `to_empty` with small numbers from now on, in this process."""
     original = nn.Module.to_empty
 
     @functools.wraps(original)

@@ -98,7 +98,7 @@ class StageTask(msgspec.Struct, frozen=True, kw_only=True):
 
     `how`: the unchanged script, one process in the schedule's order, several processes, or the actions of
     each pipeline in `clocked` one by one. `still`: turn dropout off. `double`: run in float64. `method`: the
-    ranks' rendezvous, as of `init_process_group`. `measured`: count bytes.
+    ranks' rendezvous, an `init_method` of `init_process_group`. `measured`: count bytes.
     """
 
     target: Target
@@ -232,7 +232,9 @@ class _StageRunner:
         with Watcher(_Collects(self)):
             crash = run_to_crash(self.task.target, refusals=(TorchtrimError, _Refused))
         if crash is None and not self.trial.steps and not self.trial.clocks:
-            return Crash(kind="no step", message="the script ended, and no optimizer had stepped")
+            return Crash(
+                kind="no step", message="the script ended before any optimizer had stepped"
+            )
         return crash
 
     def keep(self, graded: list[tuple[str, torch.Tensor]]) -> None:
@@ -243,7 +245,7 @@ class _StageRunner:
 
     @contextlib.contextmanager
     def measure(self, batch: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Measure the body: time and bytes in turn, since counting takes time."""
+        """Measure the body: either time or bytes, since counting bytes takes time."""
         counts = len(self.trial.seconds) % 2 == 1
         assert self.stages is not None
         assert self.stages.executor is not None

@@ -52,7 +52,7 @@ class StepClock:
 class StepMeasure:
     """Measure of a trial's steps, one after another: a recording, or the peak alone.
 
-    `ours` returns the storages of torchtrim's, which only the process's own memory includes.
+    `ours` returns torchtrim's own storages, which count only in the memory of the process.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class StepMeasure:
         self.clock.begin()
 
     def idle(self) -> None:
-        """Stop measuring: what comes until the next step is evaluation."""
+        """Stop measuring: everything until the next step is evaluation."""
         if self._watched is None:
             self.stop()
             self._idled = True

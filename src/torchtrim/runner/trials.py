@@ -63,7 +63,8 @@ def _run_script(script: Script, request: Request, folder: Path, progress: Progre
     script.check()
     if script.device == "cuda" and request.dry:
         raise UsageError(
-            "an estimate runs without a GPU: give the name of one, --device h100, or emulated for any."
+            "an estimate runs without a GPU: name one, such as --device h100, or give --device "
+            "emulated for any."
         )
     if script.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: found no CUDA device. Leave it out, or give cpu.")
@@ -111,7 +112,7 @@ def _trial_of(script: Script, request: Request, ended: Ended) -> Trial:
 
 
 def _run_ranks(script: Script, request: Request, folder: Path, progress: Progress) -> Trial:
-    """Run all ranks; the error of a failed one names it, with the fate of the others."""
+    """Run all ranks; an error names the rank that failed, and the fate of the others."""
     if request.dry:
         raise Unsupported(
             "an estimate does not support --processes. Leave it out, or watch the ranks: torchtrim diagnose."
@@ -228,7 +229,7 @@ def _of_plan(error: Exception, place: str) -> PlannedStepFailed:
 _NOT_THE_SAME = (
     "a block of the plan computes something else when it runs again in backward, so the planned step "
     "failed; the model is unchanged. Such a block depends on state that torchtrim cannot restore: a list "
-    "or a cache that grows with every call, a global, a generator of its own. "
+    "or a cache that grows with every call, a global, its own generator. "
     "Take it out of the plan, or make it depend on its inputs only."
 )
 
@@ -282,9 +283,9 @@ def _no_step(trial: Trial) -> str:
         )
     if trial.elsewhere and not trial.forwards:
         return (
-            "the script called its modules in another thread than its main one, and torchtrim watches the "
-            "main one alone, so torchtrim recorded no step. Call the function that trains directly, not "
-            "through threading.Thread or a pool of threads."
+            "the script called its modules outside its main thread, but torchtrim watches only the main "
+            "thread, so torchtrim recorded no step. Call the function that trains directly, not through "
+            "threading.Thread or a pool of threads."
         )
     if trial.request.infers:
         return (
@@ -294,21 +295,21 @@ def _no_step(trial: Trial) -> str:
     if not trial.forwards:
         return (
             "the script ended without calling a module with gradients on. torchtrim needs a loop that "
-            "trains; check that the script was given the arguments with which it does. For a script that "
-            "only runs a model: torchtrim optimize SCRIPT --mode inference."
+            "trains; check that its arguments make it train. For a script that only runs a model: "
+            "torchtrim optimize SCRIPT --mode inference."
         )
     if not trial.optimizer_steps:
         return (
             f"the script ended after {trial.forwards} forwards and {trial.backwards} backwards, and no "
             "torch.optim.Optimizer ever stepped, nor did parameters change after a backward, so torchtrim "
-            "recorded no step. Check that the script was given the arguments with which it trains."
+            "recorded no step. Check that its arguments make it train."
         )
     return "the script ended before its first step was complete. Let it run for more steps."
 
 
 def _learnt(trial: Trial, crash: Crash) -> str:
     lines = [
-        f"{len(trial.steps)} steps were complete; {trial.forwards} forwards, {trial.backwards} "
+        f"{len(trial.steps)} steps were completed; {trial.forwards} forwards, {trial.backwards} "
         f"backwards, {trial.optimizer_steps} optimizer steps."
     ]
     if crash.operator:

@@ -180,7 +180,7 @@ def what_it_changes(path: Path) -> str:
 def what_it_sets(path: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a script sets literally before it imports torch, which reads them then.
 
-    Without the variables that the interpreter reads at its start, before any script could set them.
+    Variables that the interpreter reads at its start are left out: no script can set them in time.
     """
     text = next(_texts(path), "")
     first = _IMPORTS_TORCH.search(text)

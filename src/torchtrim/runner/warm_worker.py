@@ -22,7 +22,7 @@ from typing import NoReturn
 import msgspec
 
 IMPORTED = ("torch", "torch._dynamo", "torchtrim.runner.worker")
-"""Imports of every trial; making an optimizer imports the second."""
+"""Imports of every trial; creating an optimizer imports the second."""
 
 _LENGTH = 8  # bytes of a message's length, more than any message needs
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"

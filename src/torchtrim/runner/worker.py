@@ -54,7 +54,7 @@ _HELPERS = ("multiprocessing.", "concurrent.", "torch.utils.data", "torch._induc
 
 
 class ScriptTask(msgspec.Struct, frozen=True, kw_only=True):
-    """The parent's order: the script, and the run to make of it."""
+    """The parent's order: the script, and how to run it."""
 
     target: Target
     project: str
@@ -311,7 +311,7 @@ def _without_own_frames(error: BaseException) -> BaseException:
 def run_in_folder(run: Callable[[Path], None]) -> None:
     """Run the task in the folder, then end without the script's exit handlers, which may hang.
 
-    Freezing what is imported until now makes the garbage collector quick.
+    Freezing the objects imported so far makes the garbage collector fast.
     """
     folder, lifeline = Path(sys.argv[1]), int(sys.argv[2])
     gc.freeze()

@@ -44,7 +44,7 @@ class NoTensor(str):
 
 
 class Values:
-    """The values of one execution, or what the source says of them, by part: `values.X.shape`."""
+    """The values of one execution, or what the source says about them, by part: `values.X.shape`."""
 
     def __init__(self, values: Mapping[str, Any], *, grad: bool = True) -> None:
         self.grad = grad

@@ -145,7 +145,7 @@ def literal_stores(source: SourceFile, function: ast.AST, name: str) -> list[ast
 
 
 def assigned_to(source: SourceFile, target: ast.Name) -> ast.expr | None:
-    """Return the value assigned to a name, in `a = b = 0` and `a, b = 0, 1` too."""
+    """Return the value assigned to a name, also in `a = b = 0` and `a, b = 0, 1`."""
     outer = source.parents[target]
     if isinstance(outer, ast.Assign | ast.AnnAssign):
         return outer.value
@@ -157,7 +157,7 @@ def assigned_to(source: SourceFile, target: ast.Name) -> ast.expr | None:
 
 
 def _is_own(source: SourceFile, function: ast.AST, node: ast.Name) -> bool:
-    """Return True if a use of a name is in the function itself, or means another name of an inner one."""
+    """Return True if a name is used in the function itself, or is an inner function's own variable."""
     inner = source.function(node)
     if inner is function:
         return True

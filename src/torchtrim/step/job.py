@@ -45,7 +45,7 @@ class JobCollective(NamedTuple):
         return max(self.parts, key=lambda part: part.start)
 
     def waited(self, part: RankCollective) -> float:
-        """Return how long a rank was blocked before the last one came."""
+        """Return how long a rank was blocked before the last one arrived."""
         return max(min(part.blocked, self.last.start - part.start), 0.0)
 
 

@@ -1,8 +1,8 @@
-"""A step: tasks in the order of their launch, and the tensors they read and make.
+"""A step: tasks in the order of their launch, and the tensors they read and create.
 
-A tensor is alive from the task that makes it until the last of its holds ends. A hold is a reason to keep the
-tensor: autograd saved it for backward, or an operator or a Python name still needs it. Edits end holds, and
-the simulator derives from that how long the tensor lives.
+A tensor is alive from the task that creates it until the last of its holds ends. A hold is a reason to keep
+the tensor: autograd saved it for backward, or an operator or a Python name still needs it. Edits end holds,
+and the simulator derives from that how long the tensor lives.
 """
 
 from __future__ import annotations

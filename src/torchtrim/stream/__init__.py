@@ -1,4 +1,4 @@
-"""Bounded state for endless inference: what is volatile goes, positions stay, results do not change."""
+"""Bounded state for endless inference: volatile entries go, positions stay, results do not change."""
 
 from torchtrim.stream.declared import BoundCaches, bound_caches
 from torchtrim.stream.kv import SinkWindow, sink_cache, window_mask

@@ -33,7 +33,7 @@ def _pairs(ask: Ask) -> Iterator[tuple[Any, Any]]:
 
 
 def _new_place(ask: Ask) -> str:
-    """Return the device type of `_to_copy`'s result, or an empty text if it is the input's."""
+    """Return the device type of `_to_copy`'s result, or an empty string if it is the input's."""
     return str(ask.args.get("device") or "").partition(":")[0]
 
 

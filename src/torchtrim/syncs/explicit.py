@@ -16,7 +16,7 @@ _READ_REF = "v2.13.0"
 _SANITIZER = pytorch(
     "torch/cuda/_sanitizer.py", 226, "the others' work that a stream has seen", _READ_REF
 )
-_RACE = ": a race, and no wait; reported with `--streams`"
+_RACE = ": a race, not a wait; reported with `--streams`"
 
 
 def _row(code: str, name: str, what: str, when: str, advice: str, *evidence: Citation) -> Row:
@@ -80,7 +80,7 @@ ROWS = (
     _row(
         "TT104",
         "unlisted",
-        "An operator that CUDA saw synchronizing and that this table does not list",
+        "An operator that CUDA reported as synchronizing, and that this table does not list",
         "on a GPU only, if `torch.cuda.set_sync_debug_mode` warned of it",
         "Look at the operator's arguments; a row for it would be welcome.",
         pytorch("c10/cuda/CUDAFunctions.h", 106, "the copy that synchronizes, and warns"),
@@ -198,7 +198,7 @@ LIBRARIES = (
         name="torchvision-nms",
         code="TT102",
         what="`torchvision.ops.nms`, and `batched_nms`, which calls it",
-        when="the boxes are on the device, and there are any",
+        when="there are boxes, and they are on the device",
         operators=("torchvision::nms",),
         waits=filled("dets"),
         evidence=(

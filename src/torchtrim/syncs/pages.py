@@ -92,7 +92,7 @@ WAITING = (
         pytorch("torch/amp/grad_scaler.py", 574, "reads the scale"),
     ),
     _idiom(
-        "`Adam` and its kin with a `step` on the device, neither capturable nor fused",
+        "`Adam` and similar optimizers with a `step` on the device, neither capturable nor fused",
         "item",
         "twice for each parameter; once without `foreach`",
         pytorch("torch/optim/adam.py", 772, "reads the step for each correction"),

@@ -249,8 +249,8 @@ ROWS = (
         name="grouped-matmul",
         code="TT102",
         what="`torch.nn.functional.grouped_mm` with offsets",
-        when="the offsets are on the device and not all is bfloat16; before Hopper with bfloat16 too, which "
-        "the arguments do not show",
+        when="the offsets are on the device and not everything is bfloat16; before Hopper also with "
+        "bfloat16, which the arguments do not show",
         operators=("aten::_grouped_mm",),
         waits=_groups,
         evidence=(

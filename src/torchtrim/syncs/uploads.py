@@ -82,7 +82,7 @@ ROWS = (
     Row(
         name="host-index",
         code="TT103",
-        what="A tensor on the device is indexed by positions on the host, `x[[0, 2]]` too",
+        what="A tensor on the device is indexed by positions on the host, also in `x[[0, 2]]`",
         when="once for each index tensor on the host",
         operators=INDEX,
         waits=_read_indices,

@@ -148,7 +148,7 @@ def _time_saving(step: Step, seconds: float) -> Insert:
 
 
 def _mean_is_exact(profile: Profile) -> bool:
-    """Return True if dividing by the number of ranks equals multiplying by its reciprocal, to the bit."""
+    """Return True if dividing by the number of ranks equals multiplying by its reciprocal, bit for bit."""
     ranks = ranks_of(profile)
     return ranks & (ranks - 1) == 0
 

@@ -96,13 +96,13 @@ def _scope(technique: Technique) -> str:
     scope = technique.options.get("of")
     if scope not in ("compute", "saved"):
         raise ApplyFailed(
-            f"`of` must be `compute` or `saved`, and the plan has {scope!r}. Change it in the plan."
+            f"`of` must be `compute` or `saved`, but the plan has {scope!r}. Change it in the plan."
         )
     return str(scope)
 
 
 def _roots(step: Step) -> dict[str, tuple[Span, ...]]:
-    """Return the roots with parameters whose graded calls compute in float32, with the calls' spans."""
+    """Return the roots with parameters whose calls with gradients compute in float32, with their spans."""
     modules = step.profile.modules if step.profile is not None else ()
     with_parameters = {root_of(module.path) for module in modules if module.parameter_bytes}
     roots = graded_roots(step, lambda span: _computes_in_float32(step, span))
@@ -110,7 +110,7 @@ def _roots(step: Step) -> dict[str, tuple[Span, ...]]:
 
 
 def _computes_in_float32(step: Step, span: Span) -> bool:
-    """Return True if a span makes float32 tensors, and none in half precision, a sign of autocast."""
+    """Return True if a span creates float32 tensors, and none in half precision, a sign of autocast."""
     uses = [use for i in range(*span) for use in step.operators[i].outputs]
     if any(use.dtype in _HALVES for use in uses):
         return False

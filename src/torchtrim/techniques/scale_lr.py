@@ -40,7 +40,7 @@ class ScaleLr(MeasuredTechnique):
     ways = 0
 
     def options(self, step: Step) -> Sequence[Option]:
-        """Return none: it saves nothing."""
+        """Return no options: it saves nothing."""
         return ()
 
     def apply(self, roots: Roots, technique: Technique) -> Handle:

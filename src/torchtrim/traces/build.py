@@ -85,7 +85,7 @@ def _fills(before: list[Launch], run: list[Launch]) -> bool:
 _NEAR_US = 200.0
 """Arbitrary; a longer start or gap has another cause than the machine's latency."""
 _IDLE_US = 2.0
-"""Arbitrary; most difference between the aligned clocks of host and device."""
+"""Arbitrary; the largest accepted difference between the aligned clocks of host and device."""
 _FEWEST = 3  # The fewest with a median that one outlier does not set.
 _LAUNCH_US, _GAP_US, _BACK_US = 5.0, 1.5, 5.0  # Usual on data-center GPUs; used if not measured.
 

@@ -361,7 +361,7 @@ def _rank(meta: FileMeta) -> int | None:
 
 
 def _device(meta: FileMeta, activities: list[Event]) -> str:
-    """Return the name of the device that ran most activities, or an empty text."""
+    """Return the name of the device that ran most activities, or an empty string."""
     if not isinstance(meta.devices, list) or not meta.devices:
         return ""
     used = Counter(str(e.args.device) for e in activities if e.args).most_common(1) or [("", 0)]
@@ -391,7 +391,7 @@ MOST_ENTRIES = 100_000  # Arbitrary; ends the search of a folder that holds some
 
 
 def find_traces(paths: list[Path]) -> list[Path]:
-    """Return the traces that the paths name, in folders too; at most 64.
+    """Return the traces that the paths name, also in folders; at most 64.
 
     In a folder, prefer the files of `tensorboard_trace_handler` (`*.pt.trace.json[.gz]`) to other
     `*.json[.gz]`, among the first 100,000 entries. Raises `UsageError` if there are none, or too many.

@@ -250,7 +250,7 @@ def _within(moment: CallMoment) -> str:
 
 
 def _forward(trace: Trace, waits: list[Wait]) -> dict[int, CallMoment]:
-    """Return the forward operator's moment, for waits in backward without frames of their own."""
+    """Return the forward operator's moment, for waits in backward that have no frames."""
     unplaced = [
         (wait, backward.args.sequence)
         for wait in waits

@@ -1,1 +1,1 @@
-"""The verbs' stories: each runs a workload, plans, applies, verifies and reports."""
+"""The workflows behind the verbs: each runs a workload, plans, applies, verifies and reports."""

@@ -129,7 +129,8 @@ class Estimate:
             return notes
         return (
             *notes,
-            f"{', '.join(compiled)}: compiled, and counted as run without; fused operators may need less, "
+            f"{', '.join(compiled)}: compiled, but counted as uncompiled; fused operators may "
+            "need less, "
             "and the compiler's own buffers more",
         )
 
@@ -182,7 +183,7 @@ class Estimate:
                 return None
             assert profile is not None
             if in_script and not has_samples(profile, length):
-                refused[length] = "no second step of the script has so many samples"
+                refused[length] = "no second step of the script has that many samples"
             else:
                 known[length] = _held(profile) - self.given_bytes(profile, other)
             return known[length]
@@ -233,7 +234,7 @@ class Estimate:
         if now is None:
             raise UsageError(
                 f"the batch has no tensor with a {what} length (dimension {dimension}), so it cannot be "
-                "made longer. Hand over a batch of tensors, samples first."
+                "made longer. Pass a batch of tensors with the samples in the first dimension."
             )
         return now, lambda length: self._fresh().resized(dimension, now, length)
 
@@ -321,8 +322,8 @@ def _built(workload: Workload | Callable[[], Model]) -> tuple[Workload, tuple[st
         return workload, ()
     if isinstance(workload, torch.nn.Module) or not callable(workload):
         raise UsageError(
-            f"estimate takes a TrainStep, an Inference, a Script, or a function that makes one, and not "
-            f"{type(workload).__name__}. For a model: torchtrim.Inference(model, inputs)."
+            f"estimate takes a TrainStep, an Inference, a Script, or a function that makes one, "
+            f"not {type(workload).__name__}. For a model: torchtrim.Inference(model, inputs)."
         )
     with dry_run(str(Path.cwd()), owned_only=False) as dry:
         built = workload()
@@ -336,7 +337,7 @@ def _built(workload: Workload | Callable[[], Model]) -> tuple[Workload, tuple[st
 def _maker(
     workload: Workload | Callable[[], Model], request: Request
 ) -> Callable[[], Model] | None:
-    """Return the function that makes the workload, if it has to be made again.
+    """Return the function that builds the workload, if it has to be built again.
 
     Raises `UsageError` for a live model that would be sharded.
     """
@@ -344,7 +345,7 @@ def _maker(
         return None
     if isinstance(workload, (TrainStep, Inference)):
         raise UsageError(
-            "fully_shard changes a model for good, so the estimate makes one of its own: hand over a "
+            "fully_shard changes a model permanently, so the estimate creates its own: pass a "
             "function, `estimate(lambda: TrainStep(...), ranks=8)`, whose tensors take no memory."
         )
     return workload
@@ -365,8 +366,10 @@ def _checked(workload: Workload, device: str | None) -> str | None:
     if others:
         kind = next(iter(others))
         raise UsageError(
-            f"{others[kind]} of the model's tensors are on {kind}, and an estimate needs a model on the "
-            "CPU, for any device. Hand over a function that makes it, `estimate(lambda: TrainStep(...))`, "
+            f"{others[kind]} of the model's tensors are on {kind}, but an estimate needs a "
+            "model on the CPU, whatever the device. Pass a function that makes it, "
+            "`estimate(lambda: "
+            "TrainStep(...))`, "
             'whose tensors take no memory; for a GPU add device="h100".'
         )
     if device in (None, "cpu"):

@@ -37,7 +37,7 @@ def find_batch(
 ) -> GrowthLimit:
     """See `torchtrim.find_batch`; `request`: the request of each run."""
     if probes < 1:
-        raise UsageError(f"probes={probes}: an answer has to be tried at least once.")
+        raise UsageError(f"probes={probes}: at least one batch has to be tried.")
     limit = memory_limit(memory)
     return BatchSearch(Estimate(workload, progress=progress), limit, request, progress).run(probes)
 
@@ -91,7 +91,7 @@ class BatchSearch:
         self._reasons: dict[int, str] = {}
 
     def run(self, probes: int) -> GrowthLimit:
-        """Search with at most so many runs; the answer is the largest batch that fitted, or 0."""
+        """Search with at most this many runs; the answer is the largest batch that fitted, or 0."""
         predicted = self._at(self._budget)
         self._now = predicted.now
         batch = max(predicted.largest, 1)
@@ -181,7 +181,7 @@ def advice(growth: GrowthLimit) -> str:
     times = growth.largest / growth.now
     return (
         f"the batch is {times:.3g} times the former one: with SGD scale the learning rate by {times:.3g}, "
-        f"with Adam by {times**0.5:.3g}, each over a warm-up of some hundred steps (--allow "
+        f"with Adam by {times**0.5:.3g}, each over a warm-up of a few hundred steps (--allow "
         f"semantic=scale_lr writes a plan that does), or accumulate so that the effective batch stays "
         f"{growth.now}"
     )

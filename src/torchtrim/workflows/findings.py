@@ -84,7 +84,7 @@ def subject_of(workload: Workload, device: str) -> Subject:
 
 
 def with_settings(findings: Iterable[Finding], project: str) -> tuple[Finding, ...]:
-    """Add library settings to findings of waits that they would end, with the line to write."""
+    """Add library settings to findings of waits that they would eliminate, with the line to write."""
     known = _Settings(project)
     return tuple(
         known.settle(one) if one.code in CODES and one.fix and one.fix.kind == "advice" else one

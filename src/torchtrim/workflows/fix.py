@@ -171,11 +171,11 @@ class Fixing:
         self._step_by_step = False
 
     def fix(self, original: Trial | None = None) -> Fixed:
-        """Fix until no more fixes are found, and all fixes together pay.
+        """Fix until no more fixes are found, and all fixes together pay off.
 
         Each fix can uncover the next sync, so the costs are compared at the end. If the fixes cost more than
-        the syncs, begin again without the fix that keeps the device longest. The certificate is on all fixes
-        together; if it is NOT EQUAL, begin again with a certificate for each round.
+        the syncs, begin again without the fix that keeps the device longest. The certificate covers all
+        fixes together; if it is NOT EQUAL, begin again with a certificate for each round.
         """
         original = original or self._run({}, "original")
         while True:

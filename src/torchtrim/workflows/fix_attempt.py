@@ -65,7 +65,7 @@ def attempt(
     own_regions = tuple(regions[id(rewrite)] for rewrite in rewrites)
     tried = Attempt(tuple(rewrites), new, regions=own_regions, trial=trial)
     if trial.profile is None:
-        return tried._replace(wrong="with it the script did not come to a recorded step")
+        return tried._replace(wrong="with it the script did not reach a recorded step")
     left, wrong = _waits_left(tried, before, trial.profile, project)
     return tried._replace(left=left, wrong=wrong)
 
@@ -134,11 +134,11 @@ def modelled(profile: Profile) -> PricedSyncs | None:
 
 
 def costs_more(after: Profile, before: Profile) -> str:
-    """Return the reason why fixes do not pay together, as dense forms may cost more; empty if they pay.
+    """Return the reason why the fixes together do not pay off; empty if they do.
 
-    They do not pay if the device alone is busy longer with them than the whole step took, waits included. The
-    host's share is ignored: the model has one time for all operators, but a selection by a mask launches
-    several kernels.
+    Dense forms may cost more: fixes do not pay off if the device alone is busy longer with them than the
+    whole step took, waits included. The host's share is ignored: the model has one time for all operators,
+    but a selection by a mask launches several kernels.
     """
     now, was = modelled(after), modelled(before)
     if now is None or was is None or now.device_busy_ms <= _DEARER * was.step_ms:

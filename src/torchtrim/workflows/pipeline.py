@@ -103,8 +103,9 @@ def clocked(
         clocks = runs.clocks(several)
     except TorchtrimError as error:
         return chosen, (
-            "the stages were not run, so their times are sums over the whole batch's operators, and a "
-            f"backward that is split in two costs no more than a whole one: {error}"
+            "the stages were not run, so their times are sums over the whole batch's operators, "
+            f"and a backward that is split in two is assumed to cost no more than a whole one: "
+            f"{error}"
         )
     return choose_clocked(chosen, clocks, ways), ""
 

@@ -92,7 +92,7 @@ def _fit_calls(
         try:
             planned = fitting.run_planned(plan)
         except PlannedStepFailed as error:
-            notes = (f"the calls failed with the plan, and not without: {error}", NOTHING)
+            notes = (f"the calls failed with the plan, but not without it: {error}", NOTHING)
             break
         used = measured(planned, kind)
         if used <= (whole if best is None else best.used - 1):

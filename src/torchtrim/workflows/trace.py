@@ -29,8 +29,8 @@ def diagnose_traces(
 ) -> TraceReport:
     """Find and price the waits of the traces: one file, the files of several ranks, or a folder.
 
-    `source`: folder of the source files of calls. An unreadable file raises if it is named, and is a note if
-    a folder has it beside readable ones.
+    `source`: folder of the source files of calls. An unreadable file raises an error if it is named, and
+    becomes a note if it is in a folder with readable ones.
     """
     files = find_traces(list(paths))
     named = set(paths)

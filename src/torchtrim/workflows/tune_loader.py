@@ -72,7 +72,7 @@ def _check(trial: Trial) -> None:
 
 
 def diff_for(tuning: Tuning, project: str | Path) -> str:
-    """Return a diff of the line that makes the loader; empty if it cannot be changed there."""
+    """Return a diff of the line that creates the loader; empty if it cannot be changed there."""
     path = Path(tuning.path)
     if not tuning.path or tuning.chosen == tuning.before or tuning.chosen.whole:
         return ""

@@ -159,7 +159,7 @@ def _program(script: Script) -> Program:
 def results_of(trial: Trial) -> str:
     """Return a digest of a trial's results, after the version of the method.
 
-    Without Python's own values, since a time among them would change it in every run.
+    It omits Python's own values, since a time among them would change it in every run.
     """
     digest = hashlib.sha256()
     for step in (step for one in trial.ranks or (trial,) for step in one.steps):
@@ -183,7 +183,7 @@ def _script_of(program: Program, folder: Path, device: str | None, timeout: floa
 
 
 def judged(old: KeptCertificate, new: KeptCertificate) -> tuple[bool, tuple[str, ...]]:
-    """Return True if the verdict is as strong as before, and lines on it and on each change."""
+    """Return a boolean, True for a verdict as strong as before, and lines on it and on each change."""
     then, now = old.certificate.verdict, new.certificate.verdict
     holds = _ORDER.index(now) <= _ORDER.index(then)
     said = "the certificate holds" if holds else "the certificate no longer holds"

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 UNKNOWN: Final = object()
-"""A value that only running the program would tell."""
+"""A value that is known only once the program runs."""
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)

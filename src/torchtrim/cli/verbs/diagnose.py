@@ -238,7 +238,7 @@ def command(**options: Any) -> None:
 
 
 def _next(options: dict[str, Any], judged: Judged) -> str:
-    """Suggest to accept the findings over a limit or, without any, to fit the script into a budget."""
+    """Suggest accepting the findings over a limit or, without any, fitting the script into a budget."""
     if not judged.acceptable:
         return command_for(options, "optimize", "--memory", "60%")
     words = [

@@ -166,9 +166,9 @@ def _unequal(report: Report) -> bool:
 
 
 def _next_of_missed(options: dict[str, Any], report: Report, run: str) -> str:
-    """Suggest to run the plan with the smallest peak or, on an emulated device, to aim at that peak.
+    """Suggest running the plan with the smallest peak or, on an emulated device, aiming at that peak.
 
-    Without such a plan, suggest to diagnose.
+    Without such a plan, suggest `diagnose`.
     """
     if report.plan is None or not report.plan.techniques or _unequal(report):
         return command_for(options, "diagnose")

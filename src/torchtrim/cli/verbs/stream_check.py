@@ -55,7 +55,7 @@ def command(**options: Any) -> None:
 
 
 def _next(options: dict[str, Any], result: Result, grows: bool) -> str | None:
-    """Suggest to verify the fix if an adapter has one, else the page on fixes."""
+    """Suggest verifying the fix if an adapter has one, else the page on fixes."""
     if not grows or result.before is None:
         return None
     fixed = {"bound_session", "bound_state"}.intersection(g.adapter for g in result.before.growths)

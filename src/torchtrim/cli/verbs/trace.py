@@ -50,7 +50,7 @@ def command(
 
 
 def _next(report: TraceReport, paths: tuple[Path, ...], source: Path | None) -> str | None:
-    """Suggest `--source` if lines are uncertain, else the page of the rule."""
+    """Suggest `--source` if lines are uncertain, else the page on the rule."""
     unsure = any(site.path and not site.exact for site in report.sites)
     if unsure and source is None:
         return shlex.join(

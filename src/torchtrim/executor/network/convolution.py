@@ -1,6 +1,6 @@
 """CPU convolutions that write to given memory, identical bit for bit to torch's own.
 
-torch chooses a kernel by, among others, the number of samples and of threads
+torch chooses a kernel by the number of samples and threads, among other things
 (`torch._C._select_conv_backend`), and kernels differ in their last bits. So the kernel is chosen for the
 whole batch, as torch does, and runs on a few samples at a time. oneDNN's kernel has no `out=` and allocates
 reordered copies of its input and result. The kernel by matrix product has `out=`, and allocates its unfolded

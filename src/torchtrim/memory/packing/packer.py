@@ -19,7 +19,7 @@ _FAMILIES = 4  # The four orders that `ranks` lists.
 
 
 def ranks(problem: PackingProblem, number: int) -> list[int]:
-    """Return buffer indices in order of preference, the same for the same number.
+    """Return buffer indices in order of preference, always the same for a number.
 
     The families in turn: lifetime; crowd, then area; crowd, then sections weighted by size; crowd, lifetime.
     """

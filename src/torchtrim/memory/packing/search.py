@@ -3,11 +3,11 @@
 Buffers are placed from the bottom up, each as low as those under it allow, so a packing is found in one
 order only: by offset, then by index (canonical solutions, as in MiniMalloc by Moffitt, ASPLOS 2023). A
 branch ends where
-  * a section of time has no room: buffers that cannot start before r, and what must lie with them,
-    end after the capacity (the bound of one machine with release dates, Horn 1974),
-  * some buffer would fit below all that is still to come, so the packing could be pushed down.
-Where no unplaced buffer crosses a moment, the two sides are searched apart. Arrays are lists or numpy's;
-every loop here is over one of them. Their size grows with the number of buffers, not of pairs.
+  * a section of time has no room: buffers that cannot start before r, and those that must be placed with
+  them, end after the capacity (the bound of one machine with release dates, Horn 1974), * some buffer would
+  fit below everything still to be placed, so the packing could be pushed down. Where no unplaced buffer
+  crosses a moment, the two sides are searched separately. Arrays are lists or numpy's; every loop here is
+  over one of them. Their size grows with the number of buffers, not of pairs.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class _Sparse:
 class MomentSearch:
     """One program, solved with more and more moments until its answer holds at all of them.
 
-    `limit`: a budget, or None to minimize the peak, which is then a column of its own. `near`: see
+    `limit`: a budget, or None to minimize the peak, which is then a separate column. `near`: see
     `IntegerProgram`. `seconds`: the time limit. `fits`: returns True if a choice is within the limit to the
     byte, since the solver treats nearly equal values as equal.
     """

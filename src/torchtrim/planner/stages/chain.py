@@ -211,7 +211,7 @@ class ChainReader:
         return {home: (parameters[home], others[home]) for home in range(len(self._starts))}
 
     def _waiting(self, number: int) -> set[int]:
-        """Return the storages that backward to the inputs makes and backward to the weights reads."""
+        """Return the storages that backward to the inputs creates and backward to the weights reads."""
         storages = self._profile.storages
         reads: set[int] = set()
         for index in (*self._ops(number, "I"), *self._ops(number, "W")):

@@ -2,8 +2,8 @@
 
 All devices are used. Devices that share a stage of a pipeline hold it in `shards` parts, as FSDP2's
 `fully_shard` does over a mesh of `replicas x shards`; such groups are adjacent, so that shards are on one
-node if possible. Computation takes as long as the chain's segments; exchanges are hidden behind it as far as
-it lasts. Every segment but the last may be recomputed in backward.
+node if possible. Computation takes as long as the chain's segments; exchanges overlap it while it lasts.
+Every segment but the last may be recomputed in backward.
 """
 
 from __future__ import annotations

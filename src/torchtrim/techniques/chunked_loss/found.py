@@ -33,7 +33,7 @@ class FoundHead(NamedTuple):
 
     `loss`: task of the loss after `log_softmax`. `readers`: all forward tasks that create or read any of
     these. `shape`: rows and classes of the loss input. `width`: width of hidden. `number`: number of rows.
-    `each`: True if each row has a gradient of its own.
+    `each`: True if each row has its own gradient.
     """
 
     where: str
@@ -150,7 +150,7 @@ class _HeadFinder:
 
 
 def gradient_of(profile: Profile, head: FoundHead) -> tuple[int, Operator | None]:
-    """Return the backward task that receives the loss's gradient, or -1, and the operator that made it."""
+    """Return the backward task that receives the loss's gradient, or -1, and the operator that created it."""
     for index, op in enumerate(profile.operators):
         if op.phase == "backward" and op.forward == head.loss:
             birth = profile.storages[op.inputs[0].storage].birth

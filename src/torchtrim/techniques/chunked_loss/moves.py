@@ -48,7 +48,7 @@ def _view(moved: MovedHidden, *args: Any, **kwargs: Any) -> MovedHidden | None:
 
 
 def _reshaped(moved: MovedHidden, shape: tuple[int, ...]) -> MovedHidden | None:
-    """Reshape, if the classes remain a dimension of their own."""
+    """Reshape, if the classes remain a separate dimension."""
     count = prod(moved.shape)
     if -1 in shape:
         rest = prod(size for size in shape if size != -1)

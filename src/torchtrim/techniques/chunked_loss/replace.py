@@ -60,7 +60,7 @@ def _of_products(
 
 
 class _Products(TorchFunctionMode):
-    """Replaces products with one of the module's own matrices that has so many classes."""
+    """Replaces products with one of the module's own matrices that has this many classes."""
 
     def __init__(self, module: nn.Module, where: str, rows: int, classes: int) -> None:
         super().__init__()

@@ -189,7 +189,7 @@ class NarrowStates:
         _narrow_all(optimizer, form, _seeds(optimizer))
 
     def revert(self) -> None:
-        """Restore the optimizer. If it has not stepped, its states are restored to the bit."""
+        """Restore the optimizer. If it has not stepped, its states are restored bit for bit."""
         self._own.revert()
         self._saved.revert()
         _widen_all(self._optimizer, self._form)

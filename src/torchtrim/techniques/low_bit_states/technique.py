@@ -17,7 +17,7 @@ scalers, closures and `fused` work as before; torchao's own optimizers need a te
 compile a step for each shape. The technique costs time in each step, most on a CPU.
 
 `state_dict` returns the states widened, on the host, together with the narrow ones: a plain optimizer loads
-the former, and this one resumes to the bit. A plain optimizer's `state_dict` is narrowed on load. Reverting
+the former, and this one resumes bit for bit. A plain optimizer's `state_dict` is narrowed on load. Reverting
 widens: a rounded value stays rounded.
 
 The step computes a different function: the certificate says AS ASKED if everything else equals a run with

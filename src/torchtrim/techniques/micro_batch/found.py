@@ -97,7 +97,7 @@ class _SplitFinder:
         return not wrote.isdisjoint(call.inputs)
 
     def _kept(self, span: Span) -> int:
-        """Return the bytes that the span makes and autograd saves."""
+        """Return the bytes that the span allocates and autograd saves."""
         made = (self._step.tensors[n] for i in range(*span) for n in self._step.made_by[i])
         return sum(t.bytes for t in made if t.kind == "activation" and t.pool == DEVICE)
 

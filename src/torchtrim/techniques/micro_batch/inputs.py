@@ -96,7 +96,7 @@ class CallArguments(NamedTuple):
         return leaves
 
     def pair(self, leaves: Leaves) -> None:
-        """Restore shared identity: attention checks if its query is its key."""
+        """Restore shared identity: attention checks whether its query is its key."""
         for number, first in self.twins.items():
             leaves[number] = leaves[first]
 
@@ -108,7 +108,7 @@ def _twins(leaves: Leaves, tensors: Sequence[int]) -> dict[int, int]:
 
 
 def _dim_of(shape: Sequence[int], size: int, *, second: bool) -> int | None:
-    """Return the dimension of a tensor with so many samples, or None."""
+    """Return the dimension of a tensor with this many samples, or None."""
     if second and len(shape) > 1:
         return 1 if shape[1] == size else None
     if shape[0] == size:

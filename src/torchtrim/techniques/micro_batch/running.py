@@ -236,7 +236,7 @@ class _PartedRun:
     def _pairs(
         self, made: Tensors, grads: Sequence[Any], rows: SampleRows
     ) -> Iterator[tuple[GradientEdge, torch.Tensor]]:
-        """Return where backward of the part starts, with gradients. The results may be freed."""
+        """Yield the edges where the part's backward starts, with gradients. The results may be freed."""
         facts = self.facts
         for dim, times, tensor, grad in zip(facts.outputs, facts.times, made, grads, strict=True):
             if grad is None or not tensor.requires_grad or (dim == SAME and rows.first):

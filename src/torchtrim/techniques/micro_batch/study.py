@@ -1,4 +1,4 @@
-"""Studies one batch to see if a module may run in parts.
+"""Studies one batch to find out whether a module may run in parts.
 
 Detects mixing of samples and random numbers, and finds how results are joined. Runs as many samples as two
 parts have: together, with other samples in the second half, and in halves. All side effects are undone.

@@ -10,7 +10,7 @@ backward reads what the thirteenth addmm saved. Ordinals count over the whole ca
 included; `native_dropout.0/1` is the second result of an operator.
 
 A storage moves once, however many views of it are saved. Parameters never move, since no operator of the step
-creates them. Copies run on two streams of their own. The device memory is freed at the planned operator,
+creates them. Copies run on two separate streams. The device memory is freed at the planned operator,
 which waits for the copy, so the peak is as planned and does not depend on timing. A tensor that is written in
 place later is copied with the values that were saved. Saved tensors may be read twice. Under other
 saved-tensor hooks, such as a checkpoint in the script, and where autograd saves something other than planned,
@@ -20,11 +20,11 @@ Pinned memory is one slab, allocated in the first step. `slab_bytes` is its size
 of a place its offset: tensors that are away at different times share bytes. A copy waits for earlier reads of
 its bytes.
 
-If `--host-memory` leaves no room, a tensor may go to a memory-mapped file with a slab of its own, marked ` in
+If `--host-memory` leaves no room, a tensor may go to a memory-mapped file with its own slab, marked ` in
 file`. Compute pauses for such a copy. Files are used only with `--host-memory`, and are the only target on a
 CPU.
 
-The times to free and to fetch are chosen for the link of the named device, as if every candidate was
+The times to free and to fetch are chosen for the link of the named device, as if every candidate were
 offloaded. The predicted time includes the delay of copies that queue on that link, one lane in each
 direction.
 """

@@ -121,7 +121,7 @@ def _operators_by_gradient(profile: Profile) -> dict[int, list[int]]:
 
 
 def _is_free(step: Step, seen: OptimizerCall, touched: Mapping[int, Sequence[int]]) -> bool:
-    """Return True if the step makes the gradients, and only the optimizer's step reads final ones."""
+    """Return True if the step creates the gradients, and only the optimizer's step reads final ones."""
     if seen.step.skipped:
         return False
     span = range(*seen.span)

@@ -57,7 +57,7 @@ class Holders:
         self._complete: set[int] = set()
 
     def is_replaced(self) -> bool:
-        """Return True if the program has replaced the module's forward with a function of its own."""
+        """Return True if the program has replaced the module's forward with its own function."""
         return changed(self._code)
 
     def are_more(self, tensor: torch.Tensor, count: int) -> bool:

@@ -116,7 +116,7 @@ class _DeadInputs:
         return max((reader + 1 for reader in readers), default=call.span.last)
 
     def _is_dead(self, storage: int, call: StepCall) -> bool:
-        """Return True if after the call only its own backward reads the storage, and releases it last."""
+        """Return True if, after the call, only its own backward reads the storage, and releases it last."""
         first, last = call.span
         after = [reader for reader in self._index.readers.get(storage, ()) if reader >= last]
         own = all(self._profile.operators[reader].forward == first for reader in after)

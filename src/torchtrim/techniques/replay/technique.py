@@ -1,4 +1,4 @@
-"""Replay: drop single saved tensors, and rerun the operators that made them in backward.
+"""Replay: drop single saved tensors, and rerun the operators that created them in backward.
 
 The result of a norm, an activation, a cast or a copy is often large and cheap to compute. If its inputs are
 kept for backward anyway, the result can be dropped and recomputed, bit for bit, when backward first reads it.

@@ -119,7 +119,7 @@ class ReplayWatcher(SavedTensorWatcher[_WatchedCall]):
             self._readers.pop(storage, None)
 
     def operator(self, kind: OperatorKind, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operator, and record how it computes what the plan names."""
+        """Run an operator, and record how it computes the results that the plan names."""
         found = self._count(kind.role) if kind.role else None
         if kind.writes:
             return self._write(func, args, kwargs, kind, found)
@@ -138,7 +138,7 @@ class ReplayWatcher(SavedTensorWatcher[_WatchedCall]):
         return result
 
     def _count(self, role: str) -> _PlannedOperator | None:
-        """Count an operator of a role. Return what the plan says of it, if anything."""
+        """Count an operator of a role. Return its entry in the plan, if any."""
         if torch._C._current_autograd_node() is not None or not is_numbered():
             return None
         found = None

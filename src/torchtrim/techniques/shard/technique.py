@@ -17,9 +17,9 @@ On two ranks every sum has two terms, and a mean is a halving: identical, bit fo
 once and nothing sums sharded tensors. On more ranks, after micro-batches that each exchange, with clipping by
 a norm, and with optimizers that use norms, such as LAMB, parts are summed first: equal up to rounding.
 
-It exchanges half as much again, so it is tried only if no other plan fits the budget, each setting in a run
-of its own, and other techniques plan for the rest. It refuses a script that keeps parameters in its own list,
-gradients from before, communication hooks, parameters that do not contribute to the loss or that
+It exchanges half as much again, so it is tried only if no other plan fits the budget, each setting in a
+separate run, and other techniques plan for the rest. It refuses a script that keeps parameters in its own
+list, gradients from before, communication hooks, parameters that do not contribute to the loss or that
 `DistributedDataParallel` ignores, and everything that `fully_shard` refuses. For mixed precision and
 parameters on the host, call `fully_shard` in the script. `where` names modules in `DistributedDataParallel`.
 """

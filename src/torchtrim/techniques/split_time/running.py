@@ -122,11 +122,11 @@ _SEQUENCE = 3  # dimensions of a batch of sequences
 def split(where: str, module: nn.Module) -> Swapped:
     """Give an LSTM or GRU a forward in pieces of time. Raises `ApplyFailed` for another module."""
     if not isinstance(module, nn.LSTM | nn.GRU):
-        raise _refused(where, f"is a {type(module).__name__}, and neither an LSTM nor a GRU")
+        raise _refused(where, f"is a {type(module).__name__}, not an LSTM or a GRU")
     if is_swapped(module):
         raise _refused(where, "is changed by another technique of the plan")
     if "forward" in module.__dict__ or type(module).forward not in _FORWARDS:
-        raise _refused(where, "has a forward of its own")
+        raise _refused(where, "has its own forward")
     if module.proj_size:
         raise _refused(where, "has projections")
     if module.training and module.dropout > 0 and module.num_layers > 1:

@@ -68,7 +68,7 @@ TECHNIQUE = SplitTime()
 
 
 def _more_seconds(step: Step, one: RecurrentCall) -> float:
-    """Return the time of its time steps beyond the seconds of its own tasks, which are their minimum."""
+    """Return the modelled time of all its time steps in excess of its recorded tasks, at least 0."""
     now = range(*one.span)
     tasks = {*now, *(n for task in now for n in step.backward.get(task, ()))}
     own: float = sum(step.tasks[n].seconds for n in tasks)

@@ -51,7 +51,7 @@ from torchtrim.workflows.optimize.trials import (
 _ROUNDS = 3  # corrections by measurement: the second mostly fits, and each one costs a run
 _TIMES = 2  # steps with operator times, whose median discards a single slow operator
 _ALONE = {"micro_batch", "optimizer_in_backward"}
-"""Not for a job of several ranks, which exchange gradients once, when backward has made them."""
+"""Not for a job of several ranks, which exchange gradients once, when backward has computed them."""
 _RANK = EQUIVALENCES.index
 
 
@@ -115,8 +115,8 @@ class Fitting:
             known = [format_bytes(peak) for peak in sorted(peaks.values()) if peak]
             self.notes.append(
                 f"the steps differ in length: peaks from {known[0]} to {known[-1]} in {len(known)} steps. "
-                "Planned for the longest seen; the budget is on the highest of all, and a longer one may "
-                "still come"
+                "Planned for the longest seen; the budget applies to the highest of all, and a "
+                "longer step may still come"
             )
             later = max(self._request.total - longest - 1, 1)  # one has to be timed at least
             self._request = replace(self._request, warmup=longest, steps=later)
@@ -178,7 +178,7 @@ class Fitting:
     def _new_planner(self, original: Trial, only: str, barred: Collection[str] = ()) -> Planner:
         if original.profile is None:
             raise Unsupported(
-                f"the script did only {len(original.steps)} steps, and the planner needs one after "
+                f"the script ran only {len(original.steps)} steps, and the planner needs one after "
                 f"{self._request.warmup} of warm-up. Let it run longer, or give --warmup 0."
             )
         path = self.workload.path if isinstance(self.workload, Script) else None
@@ -315,7 +315,7 @@ class Fitting:
         forced = self.planner(self.original).pinned.forced
         pinned = sorted(where for what, where in forced if {what, where} & set(bad))
         if pinned:
-            said = f"`{pinned[0]}` is pinned under [pins], and fails there. Take it out. It says: {error}"
+            said = f"`{pinned[0]}` is pinned under [pins], but fails there. Remove the pin. {error}"
             failed = PlannedStepFailed(
                 said, place=pinned[0], learnt=error.learnt, traceback=error.traceback
             )

@@ -120,7 +120,7 @@ def export_report(
 def _docstring(fit: Fit) -> str:
     script = fit.plan.script.replace("\\", "/").replace('"', "'")
     lines = [
-        f"The plan of torchtrim {__version__} for {script}, in plain PyTorch: it needs torch alone.",
+        f"The plan of torchtrim {__version__} for {script}, in plain PyTorch: it needs only torch.",
         "",
         "    applied = planned.apply(model)  # before the first step, once the model is on its device",
         "    applied.revert()  # restores the model; a state_dict is the same either way",

@@ -101,7 +101,7 @@ def others(
 
 
 def _planned(planner_of: Callable[[str], Planner | Planners], budget: Budget) -> Iterator[Plan]:
-    """Yield plans, for tighter budgets too: more recomputation may take less time."""
+    """Yield plans, also for tighter budgets: more recomputation may take less time."""
     tries = [("", int(share * budget.bytes)) for share in _TIGHTER]
     for name, most in (*tries, *((alone, budget.bytes) for alone in _ALONE)):
         try:
@@ -142,7 +142,7 @@ class PlanOutcome(NamedTuple):
 def suspects(outcomes: Iterable[PlanOutcome]) -> list[frozenset[str]]:
     """Return the techniques to plan without: each one of plans that needed more than predicted, then all.
 
-    The techniques of a plan that held its prediction are above suspicion.
+    The techniques of a plan that met its prediction are not among them.
     """
     held, missed = set[str](), set[str]()
     for one in outcomes:
@@ -204,7 +204,7 @@ def _unit_of(name: str) -> MeasuredTechnique:
 
 
 def helped_by(name: str) -> tuple[str, ...]:
-    """Return the techniques that one makes possible."""
+    """Return the techniques that a technique makes possible."""
     unit = technique(name)
     return unit.helps if isinstance(unit, MeasuredTechnique) else ()
 
@@ -225,7 +225,8 @@ def check_named(allowed: Allowance) -> None:
     for name in sorted((allowed.named or frozenset()) - {*known}):
         what = "keeps the function" if name in names() else "is not a technique"
         raise UsageError(
-            f"--allow semantic={name}: {name} {what}. These make another function: {', '.join(known)}."
+            f"--allow semantic={name}: {name} {what}. These change the function: "
+            f"{', '.join(known)}."
         )
 
 
@@ -342,7 +343,7 @@ def broken_in(error: Exception) -> str:
 
 
 def broken_technique(error: Exception) -> set[str]:
-    """Return the technique that failed by a defect of its own, and note the defect; empty otherwise.
+    """Return the technique that failed by its own defect, and note the defect; empty otherwise.
 
     With TORCHTRIM_DEBUG=1 raise the error.
     """
@@ -422,7 +423,7 @@ def _modules_at(profile: Profile, place: str) -> list[int]:
 
 
 def nothing_helps(budget: int, whole: int, set_by: str) -> InfeasibleBudget:
-    """Return the error of a budget that no plan comes nearer to."""
+    """Return the error for a budget that no plan comes closer to."""
     return InfeasibleBudget(
         f"{NOTHING}: the peak stays at {format_bytes(whole)} ({whole} bytes), set by {set_by}, and the "
         f"budget is {format_bytes(budget)}. Make the batch smaller, or look at the tensors at the peak.",
