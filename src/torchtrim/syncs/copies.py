@@ -178,7 +178,9 @@ ROWS = (
         waits=_new_tensor,
         evidence=(
             pytorch(
-                "torch/csrc/utils/tensor_new.cpp", 465, "built on the host, then moved, blocking"
+                "torch/csrc/utils/tensor_new.cpp",
+                465,
+                "built on the host, then copied, which blocks",
             ),
             _BLOCKING,
         ),

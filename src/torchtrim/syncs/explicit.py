@@ -89,7 +89,7 @@ ROWS = (
         "TT105",
         "async-read",
         "The result of a copy to the host with `non_blocking=True` is read too early",
-        "the host has not waited for an event, stream or device in between: a race, and no wait",
+        "the host has not waited for an event, stream or device in between: a race, not a wait",
         "Record an event after the copy and `synchronize()` it before reading.",
         native(
             "TensorConversions.cpp", 346, "the result is pinned, so that the copy need not block"
@@ -100,7 +100,7 @@ ROWS = (
         "TT105",
         "async-source",
         "Host memory is written while a copy from it with `non_blocking=True` may still be running",
-        "the host has not waited for an event, stream or device in between: a race, and no wait",
+        "the host has not waited for an event, stream or device in between: a race, not a wait",
         "Use two buffers in turn, each with an event.",
         native("cuda/Copy.cu", 468, "the copy is only queued"),
         native("cuda/Copy.cu", 486, "the memory is kept, not its contents"),

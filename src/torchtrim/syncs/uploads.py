@@ -86,7 +86,7 @@ ROWS = (
         when="once for each index tensor on the host",
         operators=INDEX,
         waits=_read_indices,
-        evidence=(native("IndexingUtils.h", 61, "the index is moved, blocking"),),
+        evidence=(native("IndexingUtils.h", 61, "a blocking copy of the index"),),
         advice="Keep the index on the device; for a few positions slices and `narrow`.",
     ),
     Row(
@@ -97,7 +97,7 @@ ROWS = (
         operators=INDEX_PUT,
         waits=_assigned_indices,
         evidence=(
-            native("IndexingUtils.h", 61, "the index is moved, blocking"),
+            native("IndexingUtils.h", 61, "a blocking copy of the index"),
             native("cuda/Indexing.cu", 590, "the same if it accumulates"),
         ),
         advice="Keep the index on the device.",
@@ -110,7 +110,7 @@ ROWS = (
         operators=("aten::index_fill_.int_Scalar",),
         waits=_filled_index,
         evidence=(
-            native("IndexingUtils.h", 61, "the index is moved, blocking"),
+            native("IndexingUtils.h", 61, "a blocking copy of the index"),
             pytorch(
                 _INDEXING,
                 751,
@@ -130,7 +130,7 @@ ROWS = (
         operators=INDEX_PUT,
         waits=_assigned_value,
         evidence=(
-            native("TensorAdvancedIndexing.cpp", 981, "the number is moved, blocking"),
+            native("TensorAdvancedIndexing.cpp", 981, "a blocking copy of the number"),
             pytorch(
                 _INDEXING, 478, "a Python number is made on the device, which is free", "v2.15.0"
             ),
@@ -145,7 +145,7 @@ ROWS = (
         operators=("aten::where.self", "aten::where.self_out"),
         waits=_chosen_scalars,
         evidence=(
-            native("TensorCompare.cpp", 612, "a condition on the host is moved, blocking"),
+            native("TensorCompare.cpp", 612, "a blocking copy of a condition on the host"),
             native("TensorCompare.cpp", 615, "the value if it is true"),
             native("TensorCompare.cpp", 618, "the value if it is false"),
         ),
@@ -159,7 +159,7 @@ ROWS = (
         operators=("aten::bernoulli_.Tensor", "aten::bernoulli.Tensor"),
         waits=_probabilities,
         evidence=(
-            native("cuda/DistributionTemplates.h", 662, "the probabilities are moved, blocking"),
+            native("cuda/DistributionTemplates.h", 662, "a blocking copy of the probabilities"),
         ),
         advice="A Python number, or a tensor that is on the device.",
     ),
@@ -199,7 +199,7 @@ ROWS = (
         when="`log_probs` is on the device and the targets are not",
         operators=("aten::_ctc_loss",),
         waits=_moved_targets,
-        evidence=(native("LossCTC.cpp", 532, "the targets are moved, blocking"),),
+        evidence=(native("LossCTC.cpp", 532, "a blocking copy of the targets"),),
         advice="Inputs that cuDNN supports: int32 targets in a row, tuples of lengths, blank 0, full input.",
     ),
     Row(
@@ -223,7 +223,7 @@ ROWS = (
         when="always",
         operators=("aten::batch_norm_gather_stats",),
         waits=device("input"),
-        evidence=(native("cuda/Normalization.cu", 702, "the counts are moved, blocking"),),
+        evidence=(native("cuda/Normalization.cu", 702, "a blocking copy of the counts"),),
         advice="`batch_norm_gather_stats_with_counts`, as `SyncBatchNorm` does.",
     ),
 )
