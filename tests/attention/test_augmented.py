@@ -6,7 +6,7 @@ import torch
 from attention.cases import Case
 from attention.test_relative import Largest
 from torchtrim.attention import Buckets, ops
-from torchtrim.attention.relative import TableArguments, augmented_is_better
+from torchtrim.attention.relative import augmented_is_better
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def test_it_equals_the_reference(on: str, shape: tuple[int, int, int]) -> None:
     height, width, skip = shape
     buckets = Buckets.of_ratio("cross", height, width, skip=skip)
     case = Case(buckets, on)
-    assert augmented_is_better(case.qkv[0], TableArguments(None, None, None, None), buckets, 0.0)
+    assert augmented_is_better(case.qkv[0], buckets, 0.0)
     case.check("auto", forward=4e-6)
 
 
@@ -37,6 +37,4 @@ def test_masks_and_nothing_large() -> None:
 
 def test_dropout_is_left_to_the_operator() -> None:
     buckets = Buckets.of_ratio("cross", 4, 4)
-    assert not augmented_is_better(
-        torch.zeros(1, 1, 16, 4), TableArguments(*[None] * 4), buckets, 0.1
-    )
+    assert not augmented_is_better(torch.zeros(1, 1, 16, 4), buckets, 0.1)

@@ -41,10 +41,6 @@ def piecewise(distance: Tensor, alpha: float, beta: float, gamma: float) -> Tens
     return torch.where(size <= alpha, distance.round().long(), beyond)
 
 
-def _piecewise_number(size: int, parameters: Parameters) -> int:
-    return 2 * int(parameters[1]) + 1
-
-
 def _piecewise_ids(distance: Tensor, parameters: Parameters) -> Tensor:
     alpha, beta, gamma = parameters
     return piecewise(distance, alpha, beta, gamma) + int(beta)
@@ -59,10 +55,6 @@ def _piecewise_check(parameters: Parameters) -> None:
         )
 
 
-def _clip_number(size: int, parameters: Parameters) -> int:
-    return 2 * int(parameters[0]) + 1
-
-
 def _clip_ids(distance: Tensor, parameters: Parameters) -> Tensor:
     furthest = int(parameters[0])
     return distance.clamp(-furthest, furthest) + furthest
@@ -73,10 +65,6 @@ def _clip_check(parameters: Parameters) -> None:
         raise UsageError(f"clip needs one parameter, the furthest distance; got {parameters}.")
 
 
-def _identity_number(size: int, parameters: Parameters) -> int:
-    return 2 * size - 1
-
-
 def _identity_ids(distance: Tensor, parameters: Parameters) -> Tensor:
     return distance - distance.min() if len(distance) else distance
 
@@ -84,10 +72,6 @@ def _identity_ids(distance: Tensor, parameters: Parameters) -> Tensor:
 def _identity_check(parameters: Parameters) -> None:
     if parameters:
         raise UsageError(f"identity takes no parameters; got {parameters}. Pass ().")
-
-
-def _t5_number(size: int, parameters: Parameters) -> int:
-    return int(parameters[0])
 
 
 def _t5_ids(distance: Tensor, parameters: Parameters) -> Tensor:
@@ -115,13 +99,11 @@ def _t5_check(parameters: Parameters) -> None:
 
 
 AXES = {
-    "piecewise": Axis(_piecewise_number, _piecewise_ids, _piecewise_check),
-    "clip": Axis(_clip_number, _clip_ids, _clip_check),
-    "identity": Axis(_identity_number, _identity_ids, _identity_check),
-    "t5": Axis(_t5_number, _t5_ids, _t5_check),
+    "piecewise": Axis(lambda _, p: 2 * int(p[1]) + 1, _piecewise_ids, _piecewise_check),
+    "clip": Axis(lambda _, p: 2 * int(p[0]) + 1, _clip_ids, _clip_check),
+    "identity": Axis(lambda size, _: 2 * size - 1, _identity_ids, _identity_check),
+    "t5": Axis(lambda _, p: int(p[0]), _t5_ids, _t5_check),
 }
-
-
 METHODS = ("product", "cross", "euclidean", "quantization")
 
 
@@ -159,10 +141,6 @@ class Maps(NamedTuple):
     def tokens(self) -> int:
         """The length of the sequence: skip tokens, then the image row by row."""
         return self.skip + self.height * self.width
-
-    def to(self, device: torch.device) -> Maps:
-        """Copy the maps to another device."""
-        return self._replace(group=self.group.to(device), pattern=self.pattern.to(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +230,8 @@ def parsed(key: str) -> Buckets:
 def maps_of(key: str, device: torch.device) -> Maps:
     """Return the maps of a key on a device; callers share them."""
     if device.type != "cpu":
-        return maps_of(key, torch.device("cpu")).to(device)
+        maps = maps_of(key, torch.device("cpu"))
+        return maps._replace(group=maps.group.to(device), pattern=maps.pattern.to(device))
     buckets = parsed(key)
     with torch.no_grad():
         group, pattern, number = _by_method(buckets)

@@ -40,7 +40,7 @@ TURNS = 4  # Consecutive additions to the same address stall; four alternating s
 
 @jit
 def buckets_of(i: int, maps: Any, number: int, forth: Any, back: Any) -> None:
-    """Set forth[j] to the bucket of query i and key j, back[j] to j's and i's in the flattened lookup."""
+    """Set forth[j] to the bucket of query i and key j, back[j] to that of query j and key i, flattened."""
     geometry, group, pattern, _, seen = maps
     height, wide, skip, length = geometry[0], geometry[1], geometry[2], geometry[3]
     query_only, key_only, both = geometry[5], geometry[6], geometry[7]
@@ -227,8 +227,8 @@ def backward(
     order = _ColumnOrder(inputs.maps)
     q, grad = order(inputs.q), order(grad)
     keys, values = inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
-    asked = (inputs.k_lookup, inputs.q_lookup, v_lookup)
-    of_k_lookup, of_q_lookup, sums = (_lookups(inputs) if x is not None else None for x in asked)
+    given = (inputs.k_lookup, inputs.q_lookup, v_lookup)
+    of_k_lookup, of_q_lookup, sums = (_lookups(inputs) if x is not None else None for x in given)
     room = _room(inputs.maps.key)
     short = length <= _SHORT
     back = () if short else (np.zeros_like(room[3]),)
@@ -240,11 +240,8 @@ def backward(
         delta.contiguous().numpy(),
     )
     rest = (_masks(inputs), _drop(inputs), room, _maps(inputs.maps.key), results)
-    lookups = (
-        _array(inputs.k_lookup),
-        _array(inputs.q_lookup, flat=short),
-        _array(v_lookup),
-    )
+    q_lookup = _array(inputs.q_lookup, flat=short)
+    lookups = (_array(inputs.k_lookup), q_lookup, _array(v_lookup))
     parts = blocks(number, length, dim, _SCORES)
     (buffer, flat), (other, other_flat) = _buffers(parts, length)
     totals = _KeyGradients(inputs, whole=parts[0][0] == slice(0, length) if parts else True)
@@ -258,7 +255,7 @@ def backward(
         tile((flat, other_flat), _place(rows, heads), lookups, *rest)
         _product(slopes, _cut(inputs.k, heads), inputs.scale, _cut(of_q, heads, rows))
         totals.add(heads, weights, slopes, own_grad, own_q)
-    return Gradients(order.back(of_q), totals.k, totals.v, of_k_lookup, of_q_lookup, sums)
+    return Gradients(order.back(of_q), *totals.result(), of_k_lookup, of_q_lookup, sums)
 
 
 def _product(x: Tensor, y: Tensor, scale: float, out: Tensor) -> None:
@@ -286,15 +283,10 @@ class _KeyGradients:
             self._v[heads].baddbmm_(grad.transpose(1, 2), weights)
             self._k[heads].baddbmm_(q.transpose(1, 2), slopes, alpha=self._scale)
 
-    @property
-    def k(self) -> Tensor:
-        """The gradient of keys, (N, L, D)."""
-        return self._k if self._whole else self._k.transpose(1, 2).contiguous()
-
-    @property
-    def v(self) -> Tensor:
-        """The gradient of values, (N, L, D)."""
-        return self._v if self._whole else self._v.transpose(1, 2).contiguous()
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients of keys and values, (N, L, D)."""
+        k, v = self._k, self._v
+        return (k, v) if self._whole else (k.mT.contiguous(), v.mT.contiguous())
 
 
 class _ColumnOrder:
@@ -337,14 +329,14 @@ def _buffers(parts: Parts, length: int) -> tuple[tuple[Tensor, Array], ...]:
     if _kept.buffers is not None and size <= _MOST_KEPT:
         return _kept.buffers
     one, other = (torch.empty(max(size, _MOST_KEPT), device="cpu") for _ in range(2))
-    made = ((one, one.numpy()), (other, other.numpy()))
+    buffers = ((one, one.numpy()), (other, other.numpy()))
     if size <= _MOST_KEPT:
-        _kept.buffers = made
-    return made
+        _kept.buffers = buffers
+    return buffers
 
 
 def _cut(x: Tensor, heads: slice, rows: slice | None = None) -> Tensor:
-    """Return the rows of some heads, or the tensor itself if they are all of it."""
+    """Return the rows of some heads, or the tensor itself if they are all of its heads."""
     whole = heads.stop - heads.start == x.shape[0]
     if rows is None or rows.stop - rows.start == x.shape[1]:
         return x if whole else x[heads]
@@ -392,9 +384,8 @@ _NO_DROPOUT = np.uint64(0), np.uint64(0), np.float32(1)
 def _drop(inputs: Inputs) -> tuple[Any, Any, Any]:
     if inputs.dropout is None:
         return _NO_DROPOUT
-    p = inputs.dropout.p
-    seed, below = int(inputs.dropout.seed), threshold(p)
-    return np.uint64(seed), np.uint64(below), np.float32(1.0 / (1.0 - p))
+    p, seed = inputs.dropout
+    return np.uint64(int(seed)), np.uint64(threshold(p)), np.float32(1.0 / (1.0 - p))
 
 
 def _padded(size: int, to: int) -> int:

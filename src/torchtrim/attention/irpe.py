@@ -33,9 +33,7 @@ NAMED = {
     METHOD.EUCLIDEAN: "euclidean",
     METHOD.QUANT: "quantization",
     METHOD.PRODUCT: "product",
-    METHOD.CROSS: "cross",
-    METHOD.CROSS_ROWS: "cross",
-    METHOD.CROSS_COLS: "cross",
+    **dict.fromkeys((METHOD.CROSS, METHOD.CROSS_ROWS, METHOD.CROSS_COLS), "cross"),
 }
 _ALIASES = {
     "euc": METHOD.EUCLIDEAN,
@@ -292,10 +290,9 @@ def build_rpe(
         if rpe is None:
             return None
         heads = 1 if rpe.shared_head else num_heads
-        if rpe.method == METHOD.CROSS:
-            rest = (transposed, rpe.num_buckets, None, rpe)
-            return iRPE_Cross(METHOD.CROSS, head_dim, heads, rpe.mode, *rest)
         rest = (transposed, rpe.num_buckets, None, rpe)
+        if rpe.method == METHOD.CROSS:
+            return iRPE_Cross(METHOD.CROSS, head_dim, heads, rpe.mode, *rest)
         return iRPE(head_dim, heads, rpe.mode, rpe.method, *rest)
 
     return one(config.rpe_q, True), one(config.rpe_k, True), one(config.rpe_v, False)
@@ -312,8 +309,8 @@ def buckets_of(
     skip = config.skip if config is not None else 0
     if height is None or width is None:
         height = width = math.isqrt(max(length - skip, 0))
-    found = length - height * width
-    if found < 0 or (config is not None and found != skip):
+    surplus = length - height * width
+    if surplus < 0 or (config is not None and surplus != skip):
         raise UsageError(
             f"{length} tokens do not match {skip} skip tokens and a grid of {height} x {width}. "
             "Pass the height and width of this input, and the number of tokens without a position as "
@@ -321,7 +318,11 @@ def buckets_of(
         )
     if method not in NAMED:
         raise UsageError(f"Unknown method {method!r}. Choose one of METHOD.")
-    wanted = Coefficients.of_ratio(1.9)
-    if config is not None:
-        wanted = Coefficients(config.alpha, config.beta, config.gamma)
-    return Buckets(NAMED[method], height, width, found, "piecewise", wanted)
+    return Buckets(NAMED[method], height, width, surplus, "piecewise", coefficients_of(config))
+
+
+def coefficients_of(config: RPEConfig | None) -> Coefficients:
+    """Return the coefficients of a configuration, by default the published ones."""
+    if config is None:
+        return Coefficients.of_ratio(1.9)
+    return Coefficients(config.alpha, config.beta, config.gamma)

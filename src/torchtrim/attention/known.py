@@ -53,10 +53,10 @@ def partition_windows(x: Tensor, window: Size, shift: Size) -> WindowPartition:
     rows, columns = (
         0 if size >= whole else by for size, whole, by in zip(window, padded, shift, strict=True)
     )
-    shifted = (rows, columns)
+    shifted, mask = (rows, columns), None
     if any(shifted):
-        x = x.roll((-shifted[0], -shifted[1]), (1, 2))
-    mask = _mask(padded, window, shifted, x.device) if any(shifted) else None
+        x = x.roll((-rows, -columns), (1, 2))
+        mask = _mask(padded, window, shifted, x.device)
     return WindowPartition(_cut(x, window), mask, padded, window, shifted)
 
 
@@ -90,8 +90,12 @@ def _mask(padded: Size, window: Size, shift: Size, device: torch.device) -> Tens
 
 
 MASKS = ("mask", "attn_mask", "attention_mask")
-_PACKED = ("qkv",)
-_APART = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"))
+_PROJECTIONS = (
+    ("qkv",),
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("q", "k", "v"),
+)
 _LAST = ("proj", "o_proj", "out_proj", "o")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _DROPOUT = ("attn_drop", "attn_dropout", "attention_dropout", "dropout", "drop")
@@ -167,8 +171,7 @@ def dropout_of(module: nn.Module) -> float:
 
 def features_of(module: nn.Module) -> int:
     """Return the number of features of a token."""
-    found: int = _layers(module)[0].in_features
-    return found
+    return int(_layers(module)[0].in_features)
 
 
 def _first(module: nn.Module, names: tuple[str, ...]) -> Any:
@@ -176,10 +179,10 @@ def _first(module: nn.Module, names: tuple[str, ...]) -> Any:
 
 
 def _layers(module: nn.Module) -> tuple[Any, ...]:
-    for names in (_PACKED, *_APART):
-        found = tuple(getattr(module, name, None) for name in names)
-        if all(hasattr(one, "in_features") for one in found):
-            return found
+    for names in _PROJECTIONS:
+        layers = tuple(getattr(module, name, None) for name in names)
+        if all(hasattr(layer, "in_features") for layer in layers):
+            return layers
     return ()
 
 
@@ -193,9 +196,8 @@ def _heads_of(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if queries is None or values is None:
         packed = layers[0](x)
     else:
-        packed = F.linear(
-            x, layers[0].weight, torch.cat([queries, torch.zeros_like(values), values])
-        )
+        bias = torch.cat([queries, torch.zeros_like(values), values])
+        packed = F.linear(x, layers[0].weight, bias)
     q, k, v = packed.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v
 
@@ -209,10 +211,9 @@ def _merged(module: nn.Module, out: Tensor) -> Tensor:
     """Merge heads (B, H, L, D) to (B, L, C), and apply the last layer."""
     tokens = out.transpose(1, 2).flatten(2)
     last = _first(module, _LAST)
-    tokens = tokens if last is None else last(tokens)
-    drop = getattr(module, "proj_drop", None)
-    found: Tensor = tokens if drop is None else drop(tokens)
-    return found
+    for layer in (last, getattr(module, "proj_drop", None)):
+        tokens = tokens if layer is None else layer(tokens)
+    return tokens
 
 
 def _irpe(module: nn.Module, asked: AttentionCall) -> Tensor:
@@ -390,21 +391,18 @@ def _autoformer_fits(module: nn.Module, x: Tensor) -> bool:
     return x.dim() == 3 and x.shape[1] == math.isqrt(x.shape[1] - 1) ** 2 + 1
 
 
-def _is_text(module: nn.Module, x: Tensor) -> bool:
-    return x.dim() == 3
-
-
-def _is_image(module: nn.Module, x: Tensor) -> bool:
-    return x.dim() == 4
-
-
 _IRPE = AttentionKind("iRPE", _irpe, _irpe_shape, _irpe_fits)
 _WINDOW = AttentionKind("Swin and BEiT", _window, _window_shape, _window_fits, "window")
-_SHIFTED = AttentionKind("Swin", _shifted, _shifted_shape, _is_image)
+_SHIFTED = AttentionKind("Swin", _shifted, _shifted_shape, lambda _, x: x.dim() == 4)
 _DECOMPOSED = AttentionKind("SAM and ViTDet", _decomposed, _decomposed_shape, _decomposed_fits)
 _AUTOFORMER = AttentionKind(
     "AutoFormer", _autoformer, lambda module: (2, 26, features_of(module)), _autoformer_fits
 )
 _T5 = AttentionKind(
-    "T5", _t5, lambda module: (2, 150, features_of(module)), _is_text, "broadcast", True
+    "T5",
+    _t5,
+    lambda module: (2, 150, features_of(module)),
+    lambda _, x: x.dim() == 3,
+    "broadcast",
+    shares_bias=True,
 )

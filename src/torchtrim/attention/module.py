@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtrim.attention.buckets import Buckets, Coefficients
-from torchtrim.attention.irpe import NAMED, Encoding, RPEConfigs, build_rpe
+from torchtrim.attention.irpe import NAMED, Encoding, RPEConfigs, build_rpe, coefficients_of
 from torchtrim.attention.relative import Table, relative_attention
 from torchtrim.errors import Unsupported, UsageError
 
@@ -43,7 +43,7 @@ class Encodings(NamedTuple):
 
     def table(self, letter: str, mode: str) -> Table:
         """Return the table on queries, keys or values if it has that mode."""
-        one = {"q": self.q, "k": self.k, "v": self.v}[letter]
+        one: EncodingTable | None = getattr(self, letter)
         return one.table if one is not None and one.mode == mode else None
 
 
@@ -99,10 +99,9 @@ def mirrored(table: Tensor | tuple[Tensor, Tensor], buckets: Buckets) -> Table:
     """Return the bias whose value for (i, j) is the given one's value for (j, i)."""
     if buckets.method in ("euclidean", "quantization"):
         return table
-    kept = buckets.has_extra
 
     def turned(one: Tensor) -> Tensor:
-        number = one.shape[-1] - kept
+        number = one.shape[-1] - buckets.has_extra
         return torch.cat([one[..., :number].flip(-1), one[..., number:]], -1)
 
     if isinstance(table, tuple):
@@ -154,38 +153,24 @@ class RelativeAttention(nn.Module):
         batch, length, dim = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.num_heads, dim // self.num_heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        out = self._attended(q, k, v, height, width, mask)
-        out = self.proj_drop(self.proj(out.transpose(1, 2).reshape(batch, length, dim)))
-        return cast(Tensor, out)
-
-    def _attended(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        height: int | None,
-        width: int | None,
-        mask: Tensor | None,
-    ) -> Tensor:
         dropout = self.attn_drop.p if self.training else 0.0
         modules = (self.rpe_q, self.rpe_k, self.rpe_v)
         used = [one for one in modules if one is not None and one.mode]
-        if not used:
-            return nn.functional.scaled_dot_product_attention(
+        if used:
+            buckets = used[0].buckets(length, height, width)
+            encodings = Encodings(*map(_encoding_of, modules))
+            out = attention_with_encodings(
+                q, k, v, encodings, buckets, mask=mask, dropout_p=dropout, scale=self.scale
+            )
+        else:
+            out = nn.functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, dropout_p=dropout, scale=self.scale
             )
-        buckets = used[0].buckets(q.shape[2], height, width)
-        encodings = Encodings(*map(_encoding_of, modules))
-        return attention_with_encodings(
-            q, k, v, encodings, buckets, mask=mask, dropout_p=dropout, scale=self.scale
-        )
+        out = self.proj_drop(self.proj(out.transpose(1, 2).reshape(batch, length, dim)))
+        return cast(Tensor, out)
 
 
 def _encoding_of(one: Encoding | None) -> EncodingTable | None:
     if one is None or one.mode is None or one.method is None:
         return None
-    config = one.rpe_config
-    coefficients = Coefficients.of_ratio(1.9)
-    if config is not None:
-        coefficients = Coefficients(config.alpha, config.beta, config.gamma)
-    return EncodingTable(one.mode, one.method, coefficients, one.table)
+    return EncodingTable(one.mode, one.method, coefficients_of(one.rpe_config), one.table)

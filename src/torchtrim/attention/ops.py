@@ -23,8 +23,6 @@ from torchtrim.errors import UsageError
 
 PATHS = {"pure": "pure", "compiled": "compiled", "triton": "triton_path"}
 _NEEDS = {"compiled": "numba", "triton": "triton"}
-
-
 _INSTALLED = {path: find_spec(needed) is not None for path, needed in _NEEDS.items()}
 
 
@@ -77,12 +75,12 @@ def lookup(x: Tensor, table: Tensor | None, scale: float, bias: Tensor | None) -
         if bias is None:
             return None
         return bias.to(x.dtype)[None, :, None, :].expand(*x.shape[:3], -1).contiguous()
-    found = table.to(x.dtype)
+    result = table.to(x.dtype)
     if table.dim() == 3:
-        found = _product(x, found * scale)
+        result = _product(x, result * scale)
     if bias is not None:
-        found = found + bias.to(x.dtype)[None, :, None, :]
-    return found.expand(*x.shape[:3], -1).contiguous()
+        result = result + bias.to(x.dtype)[None, :, None, :]
+    return result.expand(*x.shape[:3], -1).contiguous()
 
 
 def _product(x: Tensor, table: Tensor) -> Tensor:
@@ -137,13 +135,6 @@ def values_gradient(sums: Tensor | None, grad: Tensor, table: Tensor | None) -> 
     return shrunk(sums.transpose(-1, -2) @ grad, table)
 
 
-def bias_gradient(of_lookup: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """Return the gradient of the bias."""
-    if bias is None or of_lookup is None:
-        return None
-    return shrunk(of_lookup.sum(2), bias)
-
-
 def shrunk(full: Tensor, like: Tensor) -> Tensor:
     """Sum over the dimensions broadcast from `like`, and cast to its type."""
     extra = full.dim() - like.dim()
@@ -180,13 +171,13 @@ def attend(*call: Any) -> Tensor:
 
 
 def _is_watched(tensors: tuple[Any, ...]) -> bool:
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        return True
-    if torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return True
-    return any(x is not None and type(x) not in _PLAIN for x in tensors)
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or any(x is not None and type(x) not in _PLAIN for x in tensors)
+    )
 
 
 class _DirectAttention(torch.autograd.Function):
@@ -207,11 +198,11 @@ class _DirectAttention(torch.autograd.Function):
         *tensors, out, lse, k_lookup, q_lookup = ctx.saved_tensors
         call = (*tensors, *ctx.rest)
         if _is_watched((grad, *tensors)):
-            found = torch.ops.torchtrim.relative_attention_backward(grad, out, lse, *call)
+            gradients = torch.ops.torchtrim.relative_attention_backward(grad, out, lse, *call)
         else:
             lookups = None if k_lookup is None and q_lookup is None else (k_lookup, q_lookup)
-            found = _exactly(_gradients)(grad, out, lse, lookups, *call)
-        return _wanted(found, call)
+            gradients = _exactly(_gradients)(grad, out, lse, lookups, *call)
+        return _wanted(gradients, call)
 
 
 def _is_short(call: Call, lookups: Lookups) -> bool:
@@ -263,7 +254,8 @@ def _gradients(
     of_k_table = table_gradient(wide_q, of_k_lookup, tables.k, scale, of_q)
     of_q_table = table_gradient(wide_k, of_q_lookup, tables.q, scale, of_k)
     of_v_table = values_gradient(sums, grad, tables.v)
-    of_bias = bias_gradient(of_k_lookup, tables.bias)
+    bias = tables.bias
+    of_bias = None if bias is None or of_k_lookup is None else shrunk(of_k_lookup.sum(2), bias)
     of_tables = (of_q_table, of_k_table, of_v_table, of_bias)
     return (
         *(_cast(one, x.dtype) for one, x in zip((of_q, of_k, of_v), (q, k, v), strict=True)),
@@ -312,9 +304,8 @@ def _forward_fake(*call: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward_fake(grad: Tensor, out: Tensor, lse: Tensor, *call: Any) -> tuple[Tensor, ...]:
-    given: tuple[Tensor | None, ...] = call[:_SEVEN]
     q: Tensor = call[0]
-    return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in given)
+    return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in call[:_SEVEN])
 
 
 def _save(ctx: Any, inputs: Call, output: tuple[Tensor, Tensor]) -> None:

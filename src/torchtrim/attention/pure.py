@@ -1,4 +1,4 @@
-"""The path in plain PyTorch: over blocks of queries, gathers lookups and scatters sums by row.
+"""The path in plain PyTorch: it gathers lookups and scatters sums by row, one block of queries at a time.
 
 `scatter_add_` along the last dimension of a CPU tensor adds in order and never updates a row concurrently, so
 it is deterministic. On other devices it uses atomics, and a product with one-hot rows replaces it.
@@ -27,7 +27,8 @@ def forward(inputs: Inputs, *, with_sums: bool) -> PathResult:
         total = scores.sub_(top).exp_().sum(-1, keepdim=True)
         scores /= total.masked_fill(total == 0, 1.0)
         lse[heads, rows] = (top + total.log()).masked_fill(total == 0, float("inf")).squeeze(-1)
-        _drop(scores, inputs, rows, heads)
+        if (keep := _keep(scores, inputs, rows, heads)) is not None:
+            scores *= keep
         out[heads, rows] = torch.bmm(scores, v[heads])
         if sums is not None:
             _add_by_bucket(sums[heads, rows], ids.forth, scores)
@@ -77,8 +78,8 @@ class _BucketIds:
     def __init__(self, inputs: Inputs, rows: slice) -> None:
         tokens = torch.arange(rows.start, rows.stop, device=inputs.q.device)
         self.forth = ids_of(inputs.maps, tokens)
-        asked = inputs.q_lookup is not None
-        self.back = ids_of(inputs.maps, tokens, reverse=True).T if asked else self.forth
+        has_back = inputs.q_lookup is not None
+        self.back = ids_of(inputs.maps, tokens, reverse=True).T if has_back else self.forth
 
 
 def _blocks(inputs: Inputs) -> tuple[tuple[slice, slice], ...]:
@@ -118,12 +119,6 @@ def _keep(scores: Tensor, inputs: Inputs, rows: slice, heads: slice) -> Tensor |
     places = torch.arange(number * length, device=scores.device).view(number, length)
     p, seed = inputs.dropout
     return kept(seed, places[heads, rows], length, p, scores.dtype)
-
-
-def _drop(scores: Tensor, inputs: Inputs, rows: slice, heads: slice) -> None:
-    keep = _keep(scores, inputs, rows, heads)
-    if keep is not None:
-        scores *= keep
 
 
 def _zeros(inputs: Inputs) -> Tensor:

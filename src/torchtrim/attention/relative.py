@@ -68,13 +68,11 @@ def _one(table: Table, buckets: Buckets, dim: int) -> Tensor | None:
     return every.movedim(-1, dim)
 
 
+# Arbitrary; above it, composed tables cost more than the one-hot columns of `augmented_attention`.
 _MOST_COMPOSED = 400
-"""Arbitrary; above it, composed tables cost more than the one-hot columns of `augmented_attention`."""
 
 
-def augmented_is_better(
-    q: Tensor, given: TableArguments, buckets: Buckets, dropout_p: float
-) -> bool:
+def augmented_is_better(q: Tensor, buckets: Buckets, dropout_p: float) -> bool:
     """Return True if `augmented_attention` is faster. It has no dropout: its random draws would differ."""
     fast = {"cpu": "compiled", "cuda": "triton"}.get(q.device.type, "")
     has_fast = bool(fast) and available(fast) and q.dtype != torch.float64
@@ -114,9 +112,9 @@ def augmented_attention(
     parts = [torch.cat(one, -1) for one in (left, right, wide)]
     longest = max(one.shape[-1] for one in parts)
     left_all, right_all, wide_all = (F.pad(one, (0, longest - one.shape[-1])) for one in parts)
-    out = F.scaled_dot_product_attention(
-        left_all, right_all, wide_all, attn_mask=_mask(mask, q), scale=1.0
-    )
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(q.dtype)
+    out = F.scaled_dot_product_attention(left_all, right_all, wide_all, attn_mask=mask, scale=1.0)
     plain = out[..., :values]
     if tables is None:
         return plain
@@ -140,10 +138,6 @@ def _lookups(
             total = total + biases[side].to(x.dtype)[None, :, None, :]
         found.append(total.expand(*x.shape[:3], -1))
     return found[0], found[1]
-
-
-def _mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    return mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
 
 
 class _KeyPositions:
@@ -173,8 +167,8 @@ class _KeyPositions:
         ]
         if self.skip:
             with_skip = marginals[..., -1:]
-            all_of_it = with_skip + down.sum(-1, keepdim=True)
-            last = torch.cat([all_of_it[:, :, : self.skip], with_skip[:, :, self.skip :]], 2)
+            total = with_skip + down.sum(-1, keepdim=True)
+            last = torch.cat([total[:, :, : self.skip], with_skip[:, :, self.skip :]], 2)
             sums = [torch.cat([F.pad(one, (0, 0, self.skip, 0)), last], -1) for one in sums]
         rows, columns = (one @ t.to(one.dtype) for one, t in zip(sums, tables, strict=True))
         return rows + columns
@@ -376,7 +370,7 @@ def _attended(
     path: str,
 ) -> Tensor:
     if buckets.method == "cross":
-        if path == "auto" and augmented_is_better(q, given, buckets, dropout_p):
+        if path == "auto" and augmented_is_better(q, buckets, dropout_p):
             return augmented_attention(q, k, v, given, buckets, mask, scale)
         given = compose_tables(given, buckets)
     tables = _checked(given, q, v, buckets)

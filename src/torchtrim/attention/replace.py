@@ -79,8 +79,8 @@ def unsupported_kind(module: nn.Module) -> UnsupportedKind | None:
 
 
 Forward = Callable[..., Any]
+# The trial is in float64: different mathematics differs far more, a cast to float32 inside far less.
 _CLOSE = 1e-4
-"""The trial is in float64: different mathematics differs far more, a cast to float32 inside far less."""
 _MOST_ROWS = 31  # Tables of 16 positions per side, as in known.py's trial: 2 * 16 - 1.
 
 
@@ -110,7 +110,9 @@ class Replacement(NamedTuple):
             if asked is not None:
                 return self._given(self.kind.attend(self.module, asked), asked)
             if self.follows and _is_table(given.get("position_bias")):
-                return forward(**self._written_out(given))
+                length = given[self.names[0]].shape[1]
+                bias = written_out_bias(self.module, given["position_bias"], length)
+                return forward(**given | {"position_bias": bias})
             return forward(*args, **kwargs)
 
         return replaced
@@ -131,11 +133,6 @@ class Replacement(NamedTuple):
         if self.follows and not _is_table(bias):
             return None
         return AttentionCall(x, masks[0] if masks else None, bias)
-
-    def _written_out(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Materialize the bias in a call of a later layer, for the module's own forward."""
-        bias = written_out_bias(self.module, given["position_bias"], given[self.names[0]].shape[1])
-        return {**given, "position_bias": bias}
 
     @property
     def follows(self) -> bool:
@@ -161,7 +158,13 @@ def replacement(module: nn.Module) -> Replacement:
     """
     kind = kind_of(module)
     if kind is None:
-        raise Unsupported(_unknown(module))
+        name, other = type(module).__name__, unsupported_kind(module)
+        raise Unsupported(
+            f"{name} has the positions of {other.name}, which are not supported: {other.why}."
+            if other is not None
+            else f"{name} has no relative positions that torchtrim recognizes. Call "
+            "torchtrim.attention.relative_attention in its forward."
+        )
     found = Replacement(module, kind, tuple(inspect.signature(module.forward).parameters))
     try:
         with ThreadPoolExecutor(1) as apart:
@@ -175,26 +178,14 @@ def replacement(module: nn.Module) -> Replacement:
         ) from error
 
 
-def _unknown(module: nn.Module) -> str:
-    found = unsupported_kind(module)
-    if found is not None:
-        name = type(module).__name__
-        return f"{name} has the positions of {found.name}, which are not supported: {found.why}."
-    return (
-        f"{type(module).__name__} has no relative positions that torchtrim recognizes. Call "
-        "torchtrim.attention.relative_attention in its forward."
-    )
-
-
 @torch.no_grad()
 def _verified(found: Replacement) -> Replacement:
     generator = torch.Generator().manual_seed(0)
     twin = _twin(found.module, generator)
     x = _random(found.kind.shape(twin), generator).to(next(twin.parameters()))
     one = found._replace(module=twin)
-    more = _bias_given(one, x, generator)
-    result = twin.forward(x, **{name: full for name, (full, _) in more.items()})
-    bias = next((small for _, small in more.values()), None)
+    more, bias = _trial_bias(one, x, generator)
+    result = twin.forward(x, **more)
     difference = _difference(result, found.kind.attend(twin, AttentionCall(x, None, bias)))
     if difference > _CLOSE:
         raise Unsupported(
@@ -203,7 +194,8 @@ def _verified(found: Replacement) -> Replacement:
             f"by {difference:.1e} of the largest. Call torchtrim.attention.relative_attention in "
             "its forward."
         )
-    return found._replace(beside=_beside(found, result, x), masks=_masks(one, x, more, generator))
+    masks = _masks(one, x, more, bias, generator)
+    return found._replace(beside=_beside(found, result, x), masks=masks)
 
 
 def _twin(module: nn.Module, generator: torch.Generator) -> nn.Module:
@@ -235,35 +227,35 @@ def _difference(result: Any, found: Tensor) -> float:
     return difference if difference == difference else float("inf")
 
 
-def _bias_given(
+def _trial_bias(
     one: Replacement, x: Tensor, generator: torch.Generator
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the materialized bias for a later layer of T5, and the table behind it."""
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Return the argument with the materialized bias for a later layer of T5, and the table behind it."""
     if not one.follows:
-        return {}
+        return {}, None
     module: Any = one.module
     number = int(module.relative_attention_num_buckets)
     weight = _random((number, one.kind.heads(one.module)), generator).to(x)
-    return {"position_bias": (written_out_bias(one.module, weight, x.shape[1]), weight)}
+    return {"position_bias": written_out_bias(one.module, weight, x.shape[1])}, weight
 
 
 def _beside(found: Replacement, result: Any, x: Tensor) -> ExtraOutputs:
     if not isinstance(result, tuple):
         return ExtraOutputs(0)
     written_out = (1, found.kind.heads(found.module), x.shape[1], x.shape[1])
-    biases = [
+    biases = (
         i
         for i, one in enumerate(result[1:])
         if isinstance(one, Tensor) and one.shape == written_out
-    ]
-    shared = biases and found.kind.shares_bias
-    return ExtraOutputs(len(result) - 1, biases[0] if shared else -1)
+    )
+    return ExtraOutputs(len(result) - 1, next(biases, -1) if found.kind.shares_bias else -1)
 
 
 def _masks(
     one: Replacement,
     x: Tensor,
-    more: dict[str, tuple[Tensor, Tensor]],
+    more: dict[str, Tensor],
+    bias: Tensor | None,
     generator: torch.Generator,
 ) -> bool:
     """Return True if the module takes masks and applies them as expected."""
@@ -273,10 +265,8 @@ def _masks(
         return False
     mask = (_random(shape, generator) > 0.5).to(x) * -100.0
     mask[..., 0] = 0.0
-    given = {name: full for name, (full, _) in more.items()}
-    bias = next((small for _, small in more.values()), None)
     try:
-        result = one.module.forward(x, **{name: mask}, **given)
+        result = one.module.forward(x, **{name: mask}, **more)
         found = one.kind.attend(one.module, AttentionCall(x, mask, bias))
     except Exception:  # a third-party forward may raise anything
         return False

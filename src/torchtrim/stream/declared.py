@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections import deque
 from collections.abc import Mapping
@@ -14,12 +13,10 @@ from torchtrim.errors import Unsupported, UsageError
 from torchtrim.stream.frames import FrameSet, Routed
 from torchtrim.stream.lifetimes import Lifetime, bounded, is_unbounded
 from torchtrim.stream.storages import state_bytes
-from torchtrim.stream.store import StateStore
-from torchtrim.stream.tombstones import Evicted, Newest, Tombstone
+from torchtrim.stream.store import REMEMBERED, StateStore
+from torchtrim.stream.tombstones import Evicted, Key, Newest, Tombstone
 
 _ADVICE = "The module reads further back than declared: declare a longer window."
-_REMEMBERED = 256  # The same as a store's default (store.py).
-Entry = tuple[str, tuple[int, int]]
 
 
 class _Quiet:
@@ -52,14 +49,14 @@ class _Cache(Routed):
         self._store, self._field = store, field
         self._quiet: Any = _Quiet(self)
         self._fresh = dict.fromkeys(entries)
-        self._entries: dict[Any, Entry] = {}
-        self._gone = Newest(_REMEMBERED)
+        self._entries: dict[Any, Key] = {}
+        self._evicted = Newest(REMEMBERED)
         self._older = FrameSet()
 
     def end_frame(self, frame: int) -> None:
         """Hand entries written since the last frame to the store."""
         fresh, self._fresh = self._fresh, {}
-        for place, key in enumerate(one for one in fresh if one in self):
+        for place, key in enumerate(key for key in fresh if key in self):
             self._forget(key)
             entry = self._entries[key] = (self._field, (place, frame))
             self._store.adopt(entry, self._quiet, key)
@@ -67,9 +64,9 @@ class _Cache(Routed):
     def after_end(self) -> None:
         """Remember the entries evicted at the end of this frame."""
         for key in [key for key, entry in self._entries.items() if entry not in self._store]:
-            self._gone[key] = self._entries.pop(key)
-        while len(self._gone) > self._gone.maxlen:
-            key, _ = self._gone.popitem(last=False)
+            self._evicted[key] = self._entries.pop(key)
+        while len(self._evicted) > self._evicted.maxlen:
+            key, _ = self._evicted.popitem(last=False)
             if isinstance(key, int):
                 self._older.add(key)
 
@@ -78,7 +75,7 @@ class _Cache(Routed):
         self._fresh[key] = None
 
     def __missing__(self, key: Any) -> Any:
-        entry = self._entries.get(key) or self._gone.get(key)
+        entry = self._entries.get(key) or self._evicted.get(key)
         if entry is not None and self._store.recall(entry):
             return self[key]
         tombstone = None if entry is None else self._store.tombstone(entry)
@@ -176,7 +173,7 @@ def bound_caches(
     `options` are those of `StateStore` (budget, policy, spill, every) and apply to dicts.
 
     `learn_state` finds lifetimes that are long enough, and `torchtrim verify --stream` proves it. Raises
-    `UsageError` for a name that is not a cache or a lifetime it cannot have; nothing is changed then.
+    `UsageError`, before any change, for a name that is not a cache or a lifetime that it cannot have.
     """
     if not lifetimes:
         raise UsageError('declare at least one cache: bound_caches(model, {"memory": window(6)}).')
@@ -222,11 +219,11 @@ def _check(field: str, cache: Any, lifetime: Lifetime) -> None:
 
 
 def _shorten(cache: Any, lifetime: Lifetime) -> None:
-    surplus = len(cache) - (lifetime.frames or 0)
+    surplus = max(len(cache) - (lifetime.frames or 0), 0)
     if isinstance(cache, list):
-        del cache[: max(surplus, 0)]
+        del cache[:surplus]
     else:
-        for _ in itertools.repeat(None, max(surplus, 0)):
+        for _ in range(surplus):
             cache.popleft()
 
 

@@ -16,7 +16,7 @@ class Routed(dict[Any, Any]):
     __slots__ = ()
 
     def update(self, *others: Any, **more: Any) -> None:
-        """As of a dict."""
+        """See `dict`."""
         for key, value in dict(*others, **more).items():
             self[key] = value
 
@@ -25,13 +25,13 @@ class Routed(dict[Any, Any]):
         return self
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """As of a dict."""
+        """See `dict`."""
         if key not in self:
             self[key] = default
         return self[key]
 
     def popitem(self) -> tuple[Any, Any]:
-        """As of a dict."""
+        """See `dict`."""
         key = next(reversed(self))
         return key, self.pop(key)
 
@@ -39,7 +39,7 @@ class Routed(dict[Any, Any]):
         self.pop(key)
 
     def clear(self) -> None:
-        """As of a dict."""
+        """See `dict`."""
         for key in list(self):
             del self[key]
 
@@ -111,12 +111,9 @@ class FrameSet:
 
     def knows(self, frame: int) -> bool | None:
         """Return whether the frame is in the set, or `None` where the set is blurred."""
-        blurred = False
-        for one in reversed(self._ranges):
-            if one.has(frame):
-                if not one.blurred:
-                    return True
-                blurred = True
+        blurred = {one.blurred for one in self._ranges if one.has(frame)}
+        if False in blurred:
+            return True
         return None if blurred else False
 
     def discard(self, frame: int) -> None:
@@ -125,8 +122,8 @@ class FrameSet:
             if not one.blurred and one.has(frame):
                 before = _FrameRange(one.first, frame - one.step, one.step)
                 after = _FrameRange(frame + one.step, one.last, one.step)
-                kept = [part for part in (before, after) if part.is_sound(one)]
-                self._ranges[place : place + 1] = kept
+                parts = [part for part in (before, after) if part.is_sound(one)]
+                self._ranges[place : place + 1] = parts
                 self._count -= 1
                 break
         if len(self._ranges) > self._most:
@@ -149,7 +146,7 @@ class FrameSet:
 
     @property
     def ranges(self) -> int:
-        """The number of ranges, which is what the set costs."""
+        """The number of ranges: the memory of the set."""
         return len(self._ranges)
 
     def _blur(self) -> None:
@@ -159,7 +156,7 @@ class FrameSet:
 
 
 class Heads:
-    """The position of a stream: one frame, or two after a jump from which it may return.
+    """The position of a stream: one frame, or two after a jump, since the stream may return.
 
     A move of at most `reach` frames moves the nearest head. A longer one opens a second head, and a third
     closes the least recent one. So the state that an interrupted stream needs survives one jump, and the

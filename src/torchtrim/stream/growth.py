@@ -50,7 +50,7 @@ def host_bytes() -> tuple[int, int]:
         return amounts["MemTotal"] - amounts["MemAvailable"], amounts["MemTotal"]
     except (OSError, KeyError, ValueError) as error:
         raise Unsupported(
-            f"cannot read the host's memory here ({error}); pass a measure of your own to Watermarks."
+            f"cannot read the host's memory here ({error}); pass your own measure to Watermarks."
         ) from error
 
 
@@ -88,7 +88,8 @@ def keeps_growing(samples: Sequence[SizeSample]) -> bool:
     """True if sizes never fall, and the second half grows at least a quarter as fast as the first."""
     if len(samples) < 3 or any(b.size < a.size for a, b in itertools.pairwise(samples)):
         return False
-    middle = _middle(samples)
+    half = (samples[0].frame + samples[-1].frame) / 2
+    middle = min(range(1, len(samples) - 1), key=lambda n: abs(samples[n].frame - half))
     first, second = per_frame(samples[: middle + 1]), per_frame(samples[middle:])
     return second > 0 and second >= _LEAST_SHARE * first
 
@@ -120,12 +121,6 @@ def settled(samples: Sequence[SizeSample]) -> Sequence[SizeSample]:
     return late if len(late) >= 3 else samples[-3:]
 
 
-def _middle(samples: Sequence[SizeSample]) -> int:
-    """Index of the sample nearest to the middle frame, excluding the first and the last."""
-    half = (samples[0].frame + samples[-1].frame) / 2
-    return min(range(1, len(samples) - 1), key=lambda one: abs(samples[one].frame - half))
-
-
 def adapter_for(name: str, classes: Collection[str]) -> str:
     """Return the name of the `torchtrim.stream` function that bounds this state, or an empty string.
 
@@ -135,6 +130,4 @@ def adapter_for(name: str, classes: Collection[str]) -> str:
         return "" if _BOUND.intersection(classes) else "bound_session"
     if "cond_frame_outputs" in name:
         return "" if _BOUND.intersection(classes) else "bound_state"
-    if _CACHES.intersection(classes):
-        return "sink_cache"
-    return ""
+    return "sink_cache" if _CACHES.intersection(classes) else ""

@@ -36,31 +36,22 @@ class CallMasks:
         handle = model.register_forward_pre_hook(self, with_kwargs=True)
         weakref.finalize(cache, handle.remove)
 
-    def _is_ours(self, cache: Any) -> bool:
-        return self._cache is not None and self._cache() is cache
-
     def __call__(self, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return the arguments with the call's mask added, or None if they need none."""
-        cache = kwargs.get("past_key_values")
-        if cache is None or not self._is_ours(cache):
+        """Return the arguments with the call's mask added, or `None` for calls without this cache."""
+        cache: Any = None if self._cache is None else self._cache()
+        if kwargs.get("past_key_values") is not cache or cache is None:
             return None
         mask = kwargs.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.dim() > 2:
             return None
         layer = cache.layers[0]
-        queries = _queries(args, kwargs)
+        tokens = args[0] if args else kwargs.get("input_ids")
+        queries = int((kwargs["inputs_embeds"] if tokens is None else tokens).shape[1])
         _refuse_padding(mask, first=not layer.tokens, queries=queries)
         fits = queries == 1 or layer.tokens + queries <= layer.sinks + layer.window
         for one in cache.layers:
             one.vouched = True
         return args, kwargs | {"attention_mask": None if fits else _mask(model, layer, queries)}
-
-
-def _queries(args: Any, kwargs: dict[str, Any]) -> int:
-    given = args[0] if args else kwargs.get("input_ids")
-    if given is None:
-        given = kwargs["inputs_embeds"]
-    return int(given.shape[1])
 
 
 def _refuse_padding(mask: Any, *, first: bool, queries: int) -> None:
@@ -156,10 +147,10 @@ class SinkWindow:
             self.tokens += 1
             rows = min(self.tokens, self.sinks + self.window)
             return self.keys[..., :rows, :], self.values[..., :rows, :]
-        past = self._past()
+        past = self._at(self.positions(0))
         seen = tuple(
-            torch.cat([kept[..., past, :], new], dim=-2)
-            for kept, new in ((self.keys, key_states), (self.values, value_states))
+            torch.cat([rows[..., past, :], new], dim=-2)
+            for rows, new in ((self.keys, key_states), (self.values, value_states))
         )
         self._write(key_states, value_states, count)
         return seen[0], seen[1]
@@ -190,8 +181,8 @@ class SinkWindow:
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of rows that the new tokens get and the offset of the first row."""
-        kept = min(self.tokens, self.sinks + self.window - 1)
-        return kept + query_length, self.tokens - kept
+        past = min(self.tokens, self.sinks + self.window - 1)
+        return past + query_length, self.tokens - past
 
     def get_max_length(self) -> int:
         """Return -1, since the length is unlimited."""
@@ -210,9 +201,6 @@ class SinkWindow:
                 "that holds all tokens that may be removed."
             )
         self.tokens -= min(abs(tokens_to_remove), self.tokens)
-
-    def _past(self) -> torch.Tensor:
-        return self._at(self.positions(0))
 
     def _places(self, first: int, end: int) -> torch.Tensor | slice:
         if end - first == 1:
@@ -274,21 +262,21 @@ def sink_cache(model: Any, *, sinks: int = 4, window: int = 1024) -> Any:
             f"this model has {', '.join(sorted(others))} layers, which bound or mask their own state; a sink "
             "cache needs a model whose layers all have full attention."
         )
-    layer, cache = _made()
-    made = cache(layers=[layer(sinks, window) for _ in range(text.num_hidden_layers)])
-    for one in made.layers:
-        one.vouched = False
+    layer_class, cache_class = _transformers_classes()
+    cache = cache_class(layers=[layer_class(sinks, window) for _ in range(text.num_hidden_layers)])
+    for layer in cache.layers:
+        layer.vouched = False
     if isinstance(model, nn.Module):
-        CallMasks(made).watch(model, made)
-    return made
+        CallMasks(cache).watch(model, cache)
+    return cache
 
 
 @functools.cache
-def _made() -> tuple[Any, Any]:
+def _transformers_classes() -> tuple[Any, Any]:
     try:
-        theirs = importlib.import_module("transformers.cache_utils")
-        bases = (SinkWindow, theirs.CacheLayerMixin)
-        return types.new_class("SinkWindowLayer", bases), theirs.Cache
+        utils = importlib.import_module("transformers.cache_utils")
+        bases = (SinkWindow, utils.CacheLayerMixin)
+        return types.new_class("SinkWindowLayer", bases), utils.Cache
     except (ImportError, AttributeError) as error:
         raise Unsupported(
             f"a sink cache needs transformers 5 and its CacheLayerMixin: {error}. Install it with "

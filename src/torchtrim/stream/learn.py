@@ -7,8 +7,9 @@ containers that hold the state do not matter.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def try_lifetimes(
     the entries. A pattern that names a whole record, such as `outputs.*`, deletes the record. `window(n)`
     keeps entries that are read up to n frames later. Raises `UsageError` if two unbounded runs differ.
     """
-    free, kept = _collect(model, run, {}, frames)
+    free, unbounded_bytes = _collect(model, run, frames)
     tied, left, failed = [], 0, None
     state, steps = steps_of(model, run)
     cutter = Cutter(state, lifetimes)
@@ -89,14 +90,14 @@ def try_lifetimes(
         (n for n, (a, b) in enumerate(zip(free, tied, strict=False)) if not _equal(a, b)), None
     )
     difference = 0.0 if first is None else _difference(free[first], tied[first])
-    if failed is not None:
-        first = len(tied) if first is None else first
-    if first is not None and not _same(free, _collect(model, run, {}, frames)[0]):
+    if failed is not None and first is None:
+        first = len(tied)
+    if first is not None and not _same(free, _collect(model, run, frames)[0]):
         raise UsageError(
             "two unbounded runs gave different results, so a bounded run cannot be compared. Seed the "
             "generators, and create the model and its inputs inside run()."
         )
-    return Trial(frames, first, difference, failed, _vary(free), left, kept)
+    return Trial(frames, first, difference, failed, _vary(free), left, unbounded_bytes)
 
 
 def steps_of(model: Any, run: Run) -> tuple[Any, Iterator[Any]]:
@@ -153,14 +154,11 @@ class Cutter:
 
 
 def _is_over(lifetime: Lifetime, age: int) -> bool:
-    if lifetime.kind == "volatile":
-        return True
-    return lifetime.frames is not None and age > lifetime.frames
+    expired = lifetime.frames is not None and age > lifetime.frames
+    return lifetime.kind == "volatile" or expired
 
 
-def _collect(
-    model: Any, run: Run, lifetimes: Mapping[str, Lifetime], frames: int
-) -> tuple[list[list[torch.Tensor]], int]:
+def _collect(model: Any, run: Run, frames: int) -> tuple[list[list[torch.Tensor]], int]:
     state, steps = steps_of(model, run)
     results = [_copied(result) for _, result in zip(range(frames), steps, strict=False)]
     return results, state_bytes(state)
@@ -171,15 +169,9 @@ def _copied(result: Any) -> list[torch.Tensor]:
 
 
 def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    if len(one) != len(other):
-        return False
-    pairs = list(zip(one, other, strict=True))
-    return all(a.shape == b.shape and _bits_equal(a, b) for a, b in pairs)
-
-
-def _bits_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one, other) or bool(
-        ((one == other) | ((one != one) & (other != other))).all()
+    return len(one) == len(other) and all(
+        a.shape == b.shape and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
+        for a, b in zip(one, other, strict=True)
     )
 
 
@@ -191,7 +183,7 @@ def _difference(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
 
 
 def _same(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> bool:
-    return len(one) == len(other) and all(_equal(a, b) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(map(_equal, one, other))
 
 
 def _vary(results: list[list[torch.Tensor]]) -> bool:
@@ -230,12 +222,7 @@ class Learnt:
     def __str__(self) -> str:
         rows = [(one.pattern, str(one.lifetime), f"{one.bytes} B", one.why) for one in self.fields]
         widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
-        lines = [
-            "  ".join(
-                [*(word.ljust(width) for word, width in zip(row, widths, strict=False)), row[3]]
-            )
-            for row in rows
-        ]
+        lines = ["  ".join([*map(str.ljust, row, widths), row[3]]) for row in rows]
         return "\n".join([f"{self.frames} frames watched", *lines, str(self.trial or "not tried")])
 
 
@@ -243,9 +230,9 @@ def learn_state(model: Any, run: Run, frames: int = 40, *, check: bool = True) -
     """Watch a stream for some frames and propose a lifetime for each field of its state.
 
     `run(model)` is a generator: it first yields the object that holds the state (or a dict or list of them),
-    then the result of each frame. It must be deterministic. Fields are named by path, with `*` for any
-    number: `output_dict_per_obj.*.non_cond_frame_outputs.*.object_pointer`. With `check`, the stream runs
-    twice more, unbounded and with the lifetimes, and the results are compared.
+    then the result of each frame. It must be deterministic. A field's name is its path, where `*` matches
+    any number: `output_dict_per_obj.*.non_cond_frame_outputs.*.object_pointer`. With `check`, the stream
+    runs twice more, unbounded and with the lifetimes, and the results are compared.
 
     A window is proven long enough only for this run, so the run should contain whatever your streams
     contain, such as prompts. Raises `UsageError` for fewer than 8 frames or a run that ends early.
@@ -262,7 +249,7 @@ def learn_state(model: Any, run: Run, frames: int = 40, *, check: bool = True) -
         if ended:
             raise UsageError(f"the run ended after {step} of {frames} requested frames.")
         watched.end_step(step, state, reads.storages)
-    learnt = Learnt(frames, tuple(watched.judged(frames)))
+    learnt = Learnt(frames, watched.fields(frames))
     if not check:
         return learnt
     return Learnt(frames, learnt.fields, try_lifetimes(model, run, learnt.lifetimes(), frames))
@@ -289,60 +276,49 @@ class _WrittenEntry:
     read: int | None = None
 
 
-@dataclass(slots=True)
-class _Field:
-    entries: list[_WrittenEntry] = field(default_factory=list)
-    present: int = 0
-
-
 class _WatchedDict:
     """Every tensor that was ever in the state, with the steps of its write and its last read."""
 
     def __init__(self) -> None:
         self._now: dict[Path, _WrittenEntry] = {}
-        self._fields: dict[str, _Field] = {}
-        self._lying: dict[int, list[_WrittenEntry]] = {}
+        self._patterns: defaultdict[str, list[_WrittenEntry]] = defaultdict(list)
+        self._storages: defaultdict[int, list[_WrittenEntry]] = defaultdict(list)
 
     def end_step(self, step: int, state: Any, read: set[int]) -> None:
         present = dict(tensors_in(state))
         for path, tensor in present.items():
             old = self._now.get(path)
             if old is None or storage_id(old.tensor) != storage_id(tensor):
-                self._add(path, _WrittenEntry(step, tensor))
+                entry = self._now[path] = _WrittenEntry(step, tensor)
+                self._patterns[pattern_of(path)].append(entry)
+                self._storages[storage_id(tensor)].append(entry)
         self._now = {path: self._now[path] for path in present}
         for storage in read:
-            for entry in self._lying.get(storage, ()):
+            for entry in self._storages.get(storage, ()):
                 entry.read = step
 
-    def judged(self, frames: int) -> Iterator[Observed]:
-        for pattern, found in sorted(self._fields.items()):
-            yield self._judge(pattern, found, frames)
+    def fields(self, frames: int) -> tuple[Observed, ...]:
+        fields = []
+        for pattern, entries in sorted(self._patterns.items()):
+            ages = [entry.read - entry.written for entry in entries if entry.read is not None]
+            oldest = max(ages, default=None)
+            most = max(entry.tensor.untyped_storage().nbytes() for entry in entries)
+            lifetime, why = _lifetime(entries, oldest, frames)
+            fields.append(Observed(pattern, lifetime, why, len(entries), oldest, most))
+        return tuple(fields)
 
-    def _add(self, path: Path, entry: _WrittenEntry) -> None:
-        self._now[path] = entry
-        self._fields.setdefault(pattern_of(path), _Field()).entries.append(entry)
-        self._lying.setdefault(storage_id(entry.tensor), []).append(entry)
 
-    def _judge(self, pattern: str, found: _Field, frames: int) -> Observed:
-        entries = found.entries
-        ages = [entry.read - entry.written for entry in entries if entry.read is not None]
-        oldest = max(ages, default=None)
-        lifetime, why = self._lifetime(entries, oldest, frames)
-        most = max(entry.tensor.untyped_storage().nbytes() for entry in entries)
-        return Observed(pattern, lifetime, why, len(entries), oldest, most)
-
-    def _lifetime(
-        self, entries: list[_WrittenEntry], oldest: int | None, frames: int
-    ) -> tuple[Lifetime, str]:
-        storages = {storage_id(entry.tensor) for entry in entries}
-        frames_written = {entry.written for entry in entries}
-        if len(storages) == 1 and len(frames_written) > 1:
-            return persistent(), "always the same storage"
-        if oldest is None:
-            return volatile(), "no operator read it"
-        if oldest == 0:
-            return volatile(), "read only in its own frame"
-        early = [entry for entry in entries if entry.written < frames // 4]
-        if any((entry.read or 0) >= 3 * frames // 4 for entry in early):
-            return pinned(), "written early and read to the end"
-        return window(oldest), f"read up to {oldest} frames later"
+def _lifetime(
+    entries: list[_WrittenEntry], oldest: int | None, frames: int
+) -> tuple[Lifetime, str]:
+    storages = {storage_id(entry.tensor) for entry in entries}
+    if len(storages) == 1 and len({entry.written for entry in entries}) > 1:
+        return persistent(), "always the same storage"
+    if oldest is None:
+        return volatile(), "no operator read it"
+    if oldest == 0:
+        return volatile(), "read only in its own frame"
+    early = [entry for entry in entries if entry.written < frames // 4]
+    if any((entry.read or 0) >= 3 * frames // 4 for entry in early):
+        return pinned(), "written early and read to the end"
+    return window(oldest), f"read up to {oldest} frames later"

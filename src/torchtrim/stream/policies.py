@@ -1,4 +1,4 @@
-"""Eviction policies: the order in which a budget evicts entries. Any object with `Policy`'s methods works."""
+"""Eviction policies: they order the entries for eviction. Any object with `Policy`'s methods works."""
 
 from __future__ import annotations
 

@@ -31,22 +31,22 @@ class SharedPositions:
         self._maps.clear()
 
     def _keep_maps(self, module: Any) -> None:
-        made: Callable[..., torch.Tensor] = module.forward
+        forward: Callable[..., torch.Tensor] = module.forward
 
-        def kept(shape: Any, device: Any, dtype: torch.dtype, mask: Any = None) -> torch.Tensor:
+        def cached(shape: Any, device: Any, dtype: torch.dtype, mask: Any = None) -> torch.Tensor:
             if mask is not None:
-                return made(shape, device, dtype, mask)
+                return forward(shape, device, dtype, mask)
             settings = (module.num_position_features, module.normalize, module.scale)
-            key = (*shape, str(device), dtype, *settings, module.temperature)
-            key = (*key, torch.is_inference_mode_enabled())
+            inference = torch.is_inference_mode_enabled()
+            key = (*shape, str(device), dtype, *settings, module.temperature, inference)
             if key in self._maps:
                 self.hits += 1
             else:
                 self.misses += 1
-                self._maps[key] = made(shape, device, dtype)
+                self._maps[key] = forward(shape, device, dtype)
             return self._maps[key]
 
-        module.forward = kept
+        module.forward = cached
         self._undo.append(lambda: delattr(module, "forward"))
 
     def _share_table(self, module: Any, first: torch.Tensor) -> None:

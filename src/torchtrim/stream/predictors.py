@@ -16,9 +16,18 @@ import torch
 from torch import nn
 
 from torchtrim.errors import Unsupported, UsageError
-from torchtrim.stream.bounding import CONDITIONING, OTHER, Bounding
 from torchtrim.stream.lifetimes import Lifetime, pinned, volatile, window
-from torchtrim.stream.records import Objects, Record, Records, Tracked, TrackedObjects, wrapped
+from torchtrim.stream.records import (
+    CONDITIONING,
+    OTHER,
+    Bounding,
+    Objects,
+    Record,
+    Records,
+    Tracked,
+    TrackedObjects,
+    wrapped,
+)
 from torchtrim.stream.storages import state_bytes
 from torchtrim.stream.store import StateStore
 from torchtrim.stream.tombstones import LoadedFrames
@@ -90,7 +99,7 @@ class BoundPredictorState(Bounding):
             state["images"] = state["images"].source
 
     def tracked(self, frames: Tracked, frame: int) -> None:
-        """See `Owner`. The frame ends after its last object."""
+        """See `Bounding`. The frame ends after its last object."""
         each = self.state.get("frames_tracked_per_obj")
         if each is None or each[max(each)] is frames:
             self.end_frame(frame)
@@ -102,13 +111,13 @@ class BoundPredictorState(Bounding):
             yield self._whole
 
     def absent(self, records: Records, frame: int, *, must: bool) -> Any:
-        """See `Owner`. An evicted frame that SAMURAI's scan would skip reads as a bad frame."""
+        """See `Bounding`. An evicted frame that SAMURAI's scan would skip reads as a bad frame."""
         if must and self._good is not None and self._good.was_bad(records, frame):
             return self._good.bad
         return super().absent(records, frame, must=must)
 
     def lacks(self, record: Record, field: str) -> Any:
-        """See `Owner`. The scores of such a frame read as the lowest possible."""
+        """See `Bounding`. The scores of such a frame read as the lowest possible."""
         good = self._good
         if good is not None and field in good.bad and good.was_bad(record.records, record.frame):
             return good.bad[field]
@@ -150,17 +159,17 @@ class _GoodFrames:
         if record.get("best_iou_score") is None:
             return
         values = [record["best_iou_score"], record["object_score_logits"], record.get("kf_score")]
-        found = zip(values, self._limits, strict=True)
+        scores = zip(values, self._limits, strict=True)
         if frame in self._good:
             self._good.remove(frame)
-        if all(value is None or float(value) > limit for value, limit in found):
+        if all(value is None or float(value) > limit for value, limit in scores):
             self._good.append(frame)
 
     def was_bad(self, records: Records, frame: int) -> bool:
         """True if the frame was evicted and the scan would skip it."""
-        series = (*records.series, frame)
-        gone = self._store.tombstone((f"{OTHER}.best_iou_score", series)) is not None
-        return gone and (not self._forgot or frame > self._good[0])
+        key = (f"{OTHER}.best_iou_score", (*records.series, frame))
+        evicted = self._store.tombstone(key) is not None
+        return evicted and (not self._forgot or frame > self._good[0])
 
     def retire(self, records: Records, now: int) -> None:
         """Evict everything that neither the newest good frames nor the last two frames need."""
@@ -172,7 +181,7 @@ class _GoodFrames:
         for fields, wanted, near in ((_MEMORY, memories, 1), (_SCORES, scores, self._scores)):
             for frame in [f for f in records if f not in wanted and abs(f - now) > near]:
                 for field in fields:
-                    key = (f"{OTHER}.{field}", (*records.series, frame))
+                    key = records.key(frame, field)
                     self._store.evict(key, "newer frames have replaced it as memory")
 
 

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from torchtrim.errors import Unsupported, UsageError
-from torchtrim.stream.bounding import CONDITIONING, OTHER, Bounding
 from torchtrim.stream.lifetimes import Lifetime, pinned, volatile, window
-from torchtrim.stream.records import Objects, Records, TrackedObjects
+from torchtrim.stream.records import CONDITIONING, OTHER, Bounding, Objects, Records, TrackedObjects
 from torchtrim.stream.storages import state_bytes
 from torchtrim.stream.store import StateStore
 from torchtrim.stream.tombstones import Frames
@@ -97,8 +96,8 @@ class BoundSession(Bounding):
         images, self._images = self._images, []
         frames = self.session.processed_frames
         for image in images:
-            if image in frames and not self._corrections:
-                dict.pop(frames, image)
+            if not self._corrections:
+                dict.pop(frames, image, None)
             elif image in frames:
                 self.store.adopt(("image", image), frames, image)
         _drop_unread_positions(self.session.cache)
@@ -172,19 +171,21 @@ def _check_layout(session: Any, model: nn.Module, trust_version: bool) -> None:
         )
     if isinstance(getattr(session, "output_dict_per_obj", None), Objects):
         raise UsageError("this session is already bound; call release() before binding it again.")
-    found = set(vars(session))
-    if found != _ATTRIBUTES:
+    attributes = set(vars(session))
+    if attributes != _ATTRIBUTES:
         raise Unsupported(
             f"the layout of this {names[0]} differs from transformers {', '.join(VERSIONS)}: it has "
-            f"{sorted(found - _ATTRIBUTES) or 'nothing more'} and lacks "
-            f"{sorted(_ATTRIBUTES - found) or 'nothing'}. What it reads is unknown. Nothing was changed."
+            f"{sorted(attributes - _ATTRIBUTES) or 'nothing more'} and lacks "
+            f"{sorted(_ATTRIBUTES - attributes) or 'nothing'}, so it is unknown what "
+            "it reads. Nothing was changed."
         )
-    version = _version(session)
+    package = type(session).__module__.partition(".")[0]
+    version = str(getattr(sys.modules.get(package), "__version__", ""))
     if not trust_version and not version.startswith(tuple(f"{known}." for known in VERSIONS)):
         raise Unsupported(
-            f"this adapter was not tested with {type(session).__module__.partition('.')[0]} "
-            f"{version or 'of unknown version'}, only with {', '.join(VERSIONS)}. Compare a bounded run "
-            "with an unbounded run over 40 frames, then pass trust_version=True."
+            f"this adapter was not tested with {package} {version or 'of unknown version'}, only with "
+            f"{', '.join(VERSIONS)}. Compare a bounded run with an unbounded run over 40 frames, then "
+            "pass trust_version=True."
         )
     for name in ("num_maskmem", "max_object_pointers_in_encoder"):
         if not isinstance(getattr(getattr(model, "config", None), name, None), int):
@@ -192,11 +193,6 @@ def _check_layout(session: Any, model: nn.Module, trust_version: bool) -> None:
                 f"the model's config has no {name}, so it is unknown how far back it reads. Pass the "
                 "model that runs this session."
             )
-
-
-def _version(session: Any) -> str:
-    package = sys.modules.get(type(session).__module__.partition(".")[0])
-    return str(getattr(package, "__version__", ""))
 
 
 def _hook(owner: weakref.ref[BoundSession]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,17 @@ from torchtrim.errors import TorchtrimError
 from torchtrim.stream.lifetimes import Lifetime
 from torchtrim.stream.policies import Policy
 from torchtrim.stream.spill import Spill, SpillFailed
-from torchtrim.stream.storages import Accounts, Copies, Holding, map_tensors, storage_id, tensors_of
+from torchtrim.stream.storages import (
+    Accounts,
+    Copies,
+    Holding,
+    flat_bytes,
+    leaves_of,
+    map_leaves,
+    map_tensors,
+    storage_id,
+    tensors_of,
+)
 from torchtrim.stream.tombstones import Graveyard, Key, name_of
 
 
@@ -48,14 +58,11 @@ class Parking:
 
     def put(self, tensor: torch.Tensor) -> int:
         """Spill the whole storage of a tensor and return its number. Raises `SpillFailed`."""
-        storage = tensor.untyped_storage()
-        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        with torch.no_grad():
-            flat.set_(storage, 0, (storage.nbytes(),), (1,))
+        flat = flat_bytes(tensor)
         token = self._spill.put(flat)
         number, self._next = self._next, self._next + 1
-        self._blobs[number] = _Blob(token, storage.nbytes(), tensor.device)
-        self.bytes += storage.nbytes()
+        self._blobs[number] = _Blob(token, flat.nbytes, tensor.device)
+        self.bytes += flat.nbytes
         return number
 
     def park(self, number: int, storage: int, key: Key, value: Any) -> Any:
@@ -94,36 +101,20 @@ class Parking:
 
 def blobs_of(value: Any) -> set[int]:
     """Return the numbers of the spilled storages that a value needs."""
-    if isinstance(value, Parked):
-        return {value.blob}
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return {number for one in value for number in blobs_of(one)}
-    return set()
+    return {leaf.blob for leaf in leaves_of(value) if isinstance(leaf, Parked)}
 
 
 def unpark(value: Any, number: int, storage: torch.UntypedStorage) -> Any:
     """Return the value with the `Parked` tensors of one storage restored."""
-    if isinstance(value, Parked):
-        if value.blob != number:
-            return value
-        device = storage.device
+
+    def restore(leaf: Any) -> Any:
+        if not isinstance(leaf, Parked) or leaf.blob != number:
+            return leaf
         with torch.no_grad():
-            empty = torch.empty(0, dtype=value.dtype, device=device)
-            return empty.set_(storage, value.offset, value.size, value.stride)
-    if isinstance(value, dict):
-        return {name: unpark(one, number, storage) for name, one in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(unpark(one, number, storage) for one in value))
-    if isinstance(value, list | tuple):
-        return type(value)(unpark(one, number, storage) for one in value)
-    return value
+            empty = torch.empty(0, dtype=leaf.dtype, device=storage.device)
+            return empty.set_(storage, leaf.offset, leaf.size, leaf.stride)
 
-
-def tensor_on(value: Any, storage: int) -> torch.Tensor:
-    """Return a tensor of the value that uses the storage."""
-    return next(tensor for tensor in tensors_of(value) if storage_id(tensor) == storage)
+    return map_leaves(value, restore)
 
 
 class OverBudget(TorchtrimError):
@@ -174,7 +165,7 @@ class Slots:
 
     def keys(self) -> list[Key]:
         """Return the keys of all entries."""
-        return [slot.key for table in self._tables.values() for slot in table.values()]
+        return [slot.key for slot in self._all()]
 
     def table(self, field: str) -> Collection[Slot]:
         """Return the entries of a field."""
@@ -201,16 +192,15 @@ class Slots:
         """Undo a `put`: remove the entry without a tombstone."""
         slot = self.find(key)
         if slot is not None:
-            del self._tables[key[0]][key[1]]
-            self._release(slot)
             slot.holder.pop(slot.name, None)
-            self._told(key)
+            self.forget(slot)
 
     def forget(self, slot: Slot) -> None:
         """Stop managing an entry; its value stays in its holder."""
         del self._tables[slot.key[0]][slot.key[1]]
         self._release(slot)
-        self._told(slot.key)
+        if self.policy is not None:
+            self.policy.on_evict(slot.key)
 
     def evict(self, slots: list[Slot], now: int | None, why: str, *, compact: bool = True) -> None:
         """Evict entries, leaving tombstones. `compact` copies survivors that share their storages."""
@@ -219,25 +209,20 @@ class Slots:
             del self._tables[field][entry]
             freed, shared = self._release(slot)
             slot.holder.pop(slot.name, None)
-            pinned_by: tuple[Key, ...] = ()
-            if shared:
-                self._touched += shared
-                if not freed:
-                    pinned_by = tuple(itertools.islice(shared[0].keys, 4))
-            self.graves.bury(slot.key, now, why, freed, pinned_by)
-            self._told(slot.key)
+            self._touched += shared
+            holders = shared[0].keys if shared and not freed else ()
+            self.graves.bury(slot.key, now, why, freed, tuple(itertools.islice(holders, 4)))
+            if self.policy is not None:
+                self.policy.on_evict(slot.key)
         if compact:
             self.compact()
 
     def compact(self) -> None:
-        """Copy the survivors of storages that lost an entry, where that frees bytes.
-
-        Survivors stay unchanged if there is no memory for the copies.
-        """
+        """Copy the survivors of storages that lost an entry if the copies free bytes and fit in memory."""
         touched, self._touched = self._touched, []
         if not self._compact:
             return
-        for holding in {id(one): one for one in touched if one.worth_a_look()}.values():
+        for holding in {id(h): h for h in touched if h.worth_a_look()}.values():
             slots = [slot for key in holding.keys if (slot := self.find(key)) is not None]
             copies = Copies(slot.holder.get(slot.name) for slot in slots)
             if any(slot.parked is not None for slot in slots) or not copies.gain():
@@ -252,11 +237,14 @@ class Slots:
         over = self.accounts.bytes - (self._budget or self.accounts.bytes)
         if over <= 0:
             return
-        possible = self._possible(keep)
+        holdings = self.accounts.holdings.values()
+        possible = sum(holding.nbytes for holding in holdings if self._may_go(holding, keep))
         if possible < over:
+            advice = "pass a spill, or use a window for a pinned field."
             raise OverBudget(
                 f"{self.accounts.bytes - possible} bytes of the state must not be evicted, and the budget is "
-                f"{self._budget}. Nothing was lost. {self._room()}"
+                f"{self._budget}. Nothing was lost. Raise the budget"
+                + (": a single entry exceeds it." if self.spills else f", {advice}")
             )
         self.free(over, now, keep)
 
@@ -299,19 +287,14 @@ class Slots:
 
     def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply `change` to all tensors in memory."""
-        for table in self._tables.values():
-            for slot in table.values():
-                if slot.parked is None:
-                    self._replace(slot, map_tensors(slot.holder[slot.name], change))
+        for slot in self._all():
+            if slot.parked is None:
+                self._replace(slot, map_tensors(slot.holder[slot.name], change))
 
     def clear(self) -> None:
         """Remove all entries and tombstones."""
-        for table in self._tables.values():
-            for slot in list(table.values()):
-                del table[slot.key[1]]
-                self._release(slot)
-                slot.holder.pop(slot.name, None)
-                self._told(slot.key)
+        for key in self.keys():
+            self.discard(key)
         self.graves.clear()
 
     @property
@@ -324,25 +307,18 @@ class Slots:
         """Bytes spilled now."""
         return 0 if self._parking is None else self._parking.bytes
 
-    def _room(self) -> str:
-        if self.spills:
-            return "Raise the budget: a single entry exceeds it."
-        return "Raise the budget, pass a spill, or use a window for a pinned field."
-
-    def _told(self, key: Key) -> None:
-        if self.policy is not None:
-            self.policy.on_evict(key)
+    def _all(self) -> Iterator[Slot]:
+        return itertools.chain.from_iterable(map(self.table, self._tables))
 
     def _candidates(self, keep: Key | None) -> list[Slot]:
         return [
             slot
-            for table in self._tables.values()
-            for slot in table.values()
+            for slot in self._all()
             if slot.parked is None and slot.storages and slot.key != keep and self._may_leave(slot)
         ]
 
     def _may_leave(self, slot: Slot) -> bool:
-        """True if the entry may leave memory. With a spill any may, since nothing is lost."""
+        """True if the entry may leave memory: any entry with a spill, since spilling loses no data."""
         return self.spills or slot.lifetime.evictable
 
     def _ordered(self, candidates: list[Slot]) -> list[Key]:
@@ -356,11 +332,10 @@ class Slots:
 
     def _is_free(self, slot: Slot) -> bool:
         """True if the entry and all that share a storage with it are evictable."""
-        holdings = (self.accounts.holdings[one] for one in slot.storages)
         return slot.lifetime.evictable and all(
             (other := self.find(key)) is None or other.lifetime.evictable
-            for holding in holdings
-            for key in holding.keys
+            for storage in slot.storages
+            for key in self.accounts.holdings[storage].keys
         )
 
     def _release(self, slot: Slot) -> tuple[int, list[Holding]]:
@@ -375,25 +350,16 @@ class Slots:
         slot.holder[slot.name] = value
         slot.storages = self.accounts.add(slot.key, value)
 
-    def _possible(self, keep: Key | None) -> int:
-        return sum(
-            holding.nbytes
-            for holding in self.accounts.holdings.values()
-            if self._may_go(holding, keep)
-        )
-
     def _may_go(self, holding: Holding, keep: Key | None) -> bool:
-        def may_leave(key: Any) -> bool:
-            slot = self.find(key)
-            return key != keep and slot is not None and self._may_leave(slot)
-
-        return all(map(may_leave, holding.keys))
+        return all(
+            key != keep and (slot := self.find(key)) is not None and self._may_leave(slot)
+            for key in holding.keys
+        )
 
     def _frees(self, slot: Slot, keep: Key | None) -> bool:
         if self._compact and self._parking is None:
             return True
-        holdings = self.accounts.holdings
-        return any(self._may_go(holdings[one], keep) for one in slot.storages)
+        return any(self._may_go(self.accounts.holdings[n], keep) for n in slot.storages)
 
     def _spill(self, slot: Slot, keep: Key | None) -> None:
         assert self._parking is not None
@@ -401,13 +367,12 @@ class Slots:
             holding = self.accounts.holdings[storage]
             if not self._may_go(holding, keep):
                 continue
-            first = self._value(slot)
-            number = self._parking.put(tensor_on(first, storage))
+            tensors = tensors_of(self._value(slot))
+            number = self._parking.put(next(t for t in tensors if storage_id(t) == storage))
             for key in list(holding.keys):
                 other = self.find(key)
                 assert other is not None
-                parked = self._parking.park(number, storage, key, self._value(other))
-                other.parked = parked
+                other.parked = self._parking.park(number, storage, key, self._value(other))
                 other.holder.pop(other.name, None)
                 other.storages = tuple(one for one in other.storages if one != storage)
                 self.accounts.remove(key, (storage,))

@@ -74,7 +74,7 @@ class FileSpill:
         self.bytes = 0
 
     def put(self, data: torch.Tensor) -> tuple[Path, int]:
-        """Write the bytes to a new file. Raises `SpillFailed` if there is no room."""
+        """Write the bytes to a new file. Raises `SpillFailed` if the disk or the limit is full."""
         size = data.numel()
         _check_room(self.bytes + size, self._most, str(self._home))
         path = self._home / str(self._number)

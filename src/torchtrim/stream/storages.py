@@ -97,36 +97,55 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(value, list | tuple | set | frozenset | deque):
         yield from ((SequenceIndex(number), one) for number, one in enumerate(list(value)))
     else:
-        hidden = {"_parameters", "_buffers", "_modules"} if isinstance(value, nn.Module) else set()
-        for name, one in list(getattr(value, "__dict__", {}).items()):
-            if name not in hidden:
-                yield name, one
+        hidden = ("_parameters", "_buffers", "_modules") if isinstance(value, nn.Module) else ()
+        attributes = list(getattr(value, "__dict__", {}).items())
+        yield from ((name, one) for name, one in attributes if name not in hidden)
+
+
+def leaves_of(value: Any) -> Iterator[Any]:
+    """Iterate over the values in nested lists, tuples and dicts, or over the value itself."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves_of(item)
+    else:
+        yield value
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """Iterate over the strided tensors in a value: itself, or in nested lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided:
-            yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from tensors_of(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from tensors_of(one)
+    for leaf in leaves_of(value):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            yield leaf
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the value with `change` applied to each leaf. Containers are copied."""
+    if isinstance(value, dict):
+        return {name: map_leaves(item, change) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = (map_leaves(item, change) for item in value)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return change(value)
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """Return the value with `change` applied to each strided tensor. Containers are copied."""
-    if isinstance(value, torch.Tensor):
-        return change(value) if value.layout is torch.strided else value
-    if isinstance(value, dict):
-        return {name: map_tensors(one, change) for name, one in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(one, change) for one in value))
-    if isinstance(value, list | tuple):
-        return type(value)(map_tensors(one, change) for one in value)
-    return value
+
+    def changed(leaf: Any) -> Any:
+        strided = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        return change(leaf) if strided else leaf
+
+    return map_leaves(value, changed)
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole storage of a tensor as one-dimensional `uint8` data, without a copy."""
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    with torch.no_grad():
+        return flat.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -136,17 +155,8 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 def held_bytes(values: Iterable[Any]) -> int:
     """Return the bytes of the storages of all tensors in the values, each counted once."""
-    seen = {
-        storage_id(tensor): tensor.untyped_storage().nbytes()
-        for value in values
-        for tensor in tensors_of(value)
-    }
-    return sum(seen.values())
-
-
-def is_partial(tensor: torch.Tensor) -> bool:
-    """True if the tensor keeps more bytes alive than it shows."""
-    return tensor.nbytes < tensor.untyped_storage().nbytes()
+    tensors = (tensor for value in values for tensor in tensors_of(value))
+    return sum({storage_id(t): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 class Copies:
@@ -154,7 +164,7 @@ class Copies:
 
     def __init__(self, values: Iterable[Any]) -> None:
         self._views: dict[Any, torch.Tensor] = {}
-        self._made: dict[Any, torch.Tensor] = {}
+        self._copies: dict[Any, torch.Tensor] = {}
         for value in values:
             for tensor in tensors_of(value):
                 self._views.setdefault(_view(tensor), tensor)
@@ -166,17 +176,17 @@ class Copies:
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the copy of a view, or the tensor itself if it shows its whole storage."""
-        if not is_partial(tensor):
+        if tensor.nbytes >= tensor.untyped_storage().nbytes():
             return tensor
         view = _view(tensor)
-        if view not in self._made:
-            self._made[view] = tensor.detach().clone()
-        return self._made[view]
+        if view not in self._copies:
+            self._copies[view] = tensor.detach().clone()
+        return self._copies[view]
 
 
 def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
-    shape = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-    return storage_id(tensor), *shape
+    layout = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    return storage_id(tensor), *layout
 
 
 @dataclass(slots=True)
@@ -194,9 +204,9 @@ class Holding:
 
     def worth_a_look(self) -> bool:
         """True if the entries may show less than the storage, and it was not examined recently."""
-        if not self.keys:
-            return False
-        return self.shown < self.nbytes or self.looked is None or len(self.keys) <= self.looked // 2
+        count = len(self.keys)
+        partial = self.shown < self.nbytes or self.looked is None or count <= self.looked // 2
+        return count > 0 and partial
 
 
 class Accounts:

@@ -16,11 +16,10 @@ from torchtrim.stream.lifetimes import Lifetime, bounded, is_unbounded
 from torchtrim.stream.policies import Policy
 from torchtrim.stream.slots import Slot, Slots
 from torchtrim.stream.spill import Spill
-from torchtrim.stream.storages import Accounts, map_tensors
+from torchtrim.stream.storages import Accounts, flat_bytes, map_tensors
 from torchtrim.stream.tombstones import Evicted, Key, Tombstone, split
 
-_REMEMBERED = 256
-"""Arbitrary: evicted entries that an error can still describe in full."""
+REMEMBERED = 256  # Arbitrary: evicted entries that an error can still describe in full.
 
 
 class _SharedEntries:
@@ -48,10 +47,10 @@ class _SharedEntries:
 class StateStore(MutableMapping[Any, Any]):
     """State of one stream, bounded by the lifetimes of its fields.
 
-    `store["pointer", 7] = value` writes a field's entry of frame 7, `store["pointer", (2, 7)]` that of
+    `store["pointer", 7] = value` writes a field's entry of frame 7, `store["pointer", (2, 7)]` the entry of
     object 2: the frame is the last part. `store["rope"]` is for entries without a frame. Values can be of
-    any type; their bytes are those of the storages of tensors in them, in lists, tuples and dicts of any
-    depth, each storage counted once. Sparse tensors count as zero.
+    any type. Their bytes are the storages of their tensors, in lists, tuples and dicts of any depth, each
+    storage counted once. Sparse tensors count as zero.
 
     `step(frame)` or `advance(frame)` sets the current frame. When a frame ends, entries beyond their
     lifetime are evicted: every `every` frames, or only by `retire()` if it is 0. Reading an evicted entry
@@ -75,7 +74,7 @@ class StateStore(MutableMapping[Any, Any]):
         spill: Spill | None = None,
         follow: nn.Module | None = None,
         every: int = 1,
-        remember: int = _REMEMBERED,
+        remember: int = REMEMBERED,
         compact: bool = True,
         shared: StateStore | None = None,
     ) -> None:
@@ -85,11 +84,9 @@ class StateStore(MutableMapping[Any, Any]):
         self._follow = follow
         self._lock = threading.RLock()
         self._values: dict[Key, Any] = {}
-        self._heads = Heads(max((one.frames or 0 for one in fields.values()), default=0))
+        self._heads = Heads(max((life.frames or 0 for life in fields.values()), default=0))
         self._slots = Slots(self.fields, budget, policy, spill, remember=remember, compact=compact)
         self._shared: _SharedEntries = _SharedEntries() if shared is None else shared._shared
-        self._volatile = [name for name, one in fields.items() if one.kind == "volatile"]
-        self._limited = [(n, one.frames) for n, one in fields.items() if one.frames is not None]
         self._open = False
         self._serial = 0
         self._ended = 0
@@ -98,7 +95,7 @@ class StateStore(MutableMapping[Any, Any]):
     def stream(self, **options: Any) -> StateStore:
         """Return a store for another stream that shares only the fields and persistent entries.
 
-        `options` are those of the constructor.
+        Takes the options of the constructor.
         """
         return StateStore(self.fields, shared=self, **{"follow": self._follow, **options})
 
@@ -160,9 +157,7 @@ class StateStore(MutableMapping[Any, Any]):
 
     def __contains__(self, key: object) -> bool:
         key = _normal(key)
-        if key in self._shared.values:
-            return True
-        return self._slots.find(key) is not None
+        return key in self._shared.values or self._slots.find(key) is not None
 
     def __iter__(self) -> Iterator[Any]:
         with self._lock:
@@ -193,10 +188,9 @@ class StateStore(MutableMapping[Any, Any]):
     def forget(self, key: Any) -> None:
         """Stop managing an adopted entry. Its value stays in its holder, restored if spilled."""
         with self._lock:
+            self.recall(key)
             slot = self._slots.find(_normal(key))
             if slot is not None:
-                if slot.parked is not None:
-                    self._slots.recall(slot)
                 self._slots.forget(slot)
 
     def recall(self, key: Any) -> bool:
@@ -356,23 +350,24 @@ class StateStore(MutableMapping[Any, Any]):
         self._serial += 1
 
     def _due(self) -> Iterator[tuple[str, str, list[Slot]]]:
-        for name in self._volatile:
-            table = self._slots.table(name)
-            if not table:
-                continue
-            due = [slot for slot in table if not self._open or slot.born < self._serial]
-            if due:
-                yield name, "volatile and its frame ended", due
+        for name, lifetime in self.fields.items():
+            if lifetime.kind == "volatile":
+                table = self._slots.table(name)
+                due = [slot for slot in table if not self._open or slot.born < self._serial]
+                if due:
+                    yield name, "volatile and its frame ended", due
         now, distance = self._heads.only, self._heads.distance
-        for name, frames in self._limited:
-            table = self._slots.table(name)
+        for name, lifetime in self.fields.items():
+            table, frames = self._slots.table(name), lifetime.frames
+            if frames is None:
+                continue
             if now is None:
                 due = [slot for slot in table if distance(slot.frame) > frames]
             else:
                 low, high = now - frames, now + frames
                 due = [slot for slot in table if not low <= slot.frame <= high]
             if due:
-                yield name, f"{self.fields[name]} and the stream moved further away", due
+                yield name, f"{lifetime} and the stream moved further away", due
 
     def _adopt(self, key: Key, holder: dict[Any, Any], name: Hashable, value: Any) -> None:
         lifetime = self.fields[key[0]]
@@ -389,11 +384,10 @@ class StateStore(MutableMapping[Any, Any]):
             raise KeyError(key)
         value = self._shared.values[key]
         where = next(self._follow.parameters(), None) if self._follow is not None else None
-        if where is None:
-            return value
-        moved = map_tensors(value, _mover(where.device, {}))
-        self._shared.put(key, moved)
-        return moved
+        if where is not None:
+            value = map_tensors(value, _mover(where.device, {}))
+            self._shared.put(key, value)
+        return value
 
     def _lifetime(self, key: Key) -> Lifetime:
         lifetime = self.fields.get(key[0])
@@ -405,8 +399,7 @@ class StateStore(MutableMapping[Any, Any]):
         return lifetime
 
     def _missing(self, key: Key) -> KeyError:
-        tombstone = self._slots.graves.find(key)
-        if tombstone is not None:
+        if tombstone := self._slots.graves.find(key):
             return Evicted(tombstone)
         return KeyError(key if key[1] is not None else key[0])
 
@@ -445,17 +438,9 @@ def _mover(
         storage = tensor.untyped_storage()
         there = moved.get(storage._cdata)
         if there is None:
-            there = moved[storage._cdata] = _copied(tensor, device)
+            there = moved[storage._cdata] = flat_bytes(tensor).to(device).untyped_storage()
         with torch.no_grad():
             empty = torch.empty(0, dtype=tensor.dtype, device=device)
             return empty.set_(there, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     return move
-
-
-def _copied(tensor: torch.Tensor, device: torch.device) -> torch.UntypedStorage:
-    storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    with torch.no_grad():
-        flat.set_(storage, 0, (storage.nbytes(),), (1,))
-    return flat.to(device).untyped_storage()

@@ -42,14 +42,9 @@ class Frames(dict[Any, Any]):
         known = self.seen.knows(frame)
         if known is False:
             raise KeyError(frame)
+        why = "images are evicted when their frame ends"
         raise Evicted(
-            Tombstone(
-                "image",
-                frame,
-                None,
-                "images are evicted when their frame ends",
-                certain=bool(known),
-            ),
+            Tombstone("image", frame, None, why, certain=bool(known)),
             "Pass the image again (frame=..., frame_idx=...), or bind with a larger corrections=.",
         )
 
@@ -68,8 +63,7 @@ class LoadedFrames:
     def __getitem__(self, frame: int) -> torch.Tensor:
         image = self.source[frame]
         if image.dtype is torch.float64:
-            image = image.float()
-            self.source.images[frame] = image
+            image = self.source.images[frame] = image.float()
         self._read.add(frame)
         assert isinstance(image, torch.Tensor)
         return image
@@ -85,7 +79,6 @@ class LoadedFrames:
 
 
 Key = tuple[str, Hashable]
-_Facts = tuple[int | None, str, int, tuple[Key, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +113,7 @@ class Evicted(TorchtrimError, KeyError):
 
     def __init__(self, tombstone: Tombstone, fix: str = "") -> None:
         self.tombstone = tombstone
-        advice = fix or (
-            "Declare a longer lifetime for this field; `learn_state` measures how long."
-        )
+        advice = fix or "Declare a longer lifetime for this field; `learn_state` measures how long."
         super().__init__(f"{tombstone} {advice}")
 
     def __str__(self) -> str:
@@ -149,42 +140,34 @@ class Graveyard:
     ) -> None:
         """Record an evicted entry with the facts of its tombstone."""
         recent = self._recent
-        if key in recent:
-            del recent[key]
+        recent.pop(key, None)
         recent[key] = (when, why, freed, pinned_by)
         if len(recent) > recent.maxlen:
             (field, entry), _ = recent.popitem(last=False)
             series, frame = split(entry)
             if frame is not None:
-                older = self._older.get((field, series))
-                if older is None:
-                    older = self._older[field, series] = FrameSet()
-                older.add(frame)
+                self._older.setdefault((field, series), FrameSet()).add(frame)
 
     def find(self, key: Key) -> Tombstone | None:
         """Return the tombstone of an entry, or `None`."""
-        found = self._recent.get(key)
-        if found is not None:
-            return _stone(key, found)
+        if key in self._recent:
+            return Tombstone(*key, *self._recent[key])
         series, frame = split(key[1])
         older = self._older.get((key[0], series))
-        if older is None or frame is None:
-            return None
-        known = older.knows(frame)
-        if known is False:
+        if older is None or frame is None or (known := older.knows(frame)) is False:
             return None
         return Tombstone(*key, None, "its lifetime was over", certain=known is True)
 
     def recent(self) -> list[Tombstone]:
         """Return the newest tombstones, oldest first."""
-        return [_stone(key, facts) for key, facts in self._recent.items()]
+        return [Tombstone(*key, *facts) for key, facts in self._recent.items()]
 
     def forget(self, series: Hashable) -> None:
         """Remove the tombstones of a series."""
         for key in [key for key in self._recent if split(key[1])[0] == series]:
             del self._recent[key]
-        for field, other in [one for one in self._older if one[1] == series]:
-            del self._older[field, other]
+        for key in [key for key in self._older if key[1] == series]:
+            del self._older[key]
 
     def clear(self) -> None:
         """Remove all tombstones."""
@@ -194,11 +177,6 @@ class Graveyard:
     def __len__(self) -> int:
         """Return the number of full records and ranges."""
         return len(self._recent) + sum(older.ranges for older in self._older.values())
-
-
-def _stone(key: Key, facts: _Facts) -> Tombstone:
-    when, why, freed, pinned_by = facts
-    return Tombstone(key[0], key[1], when, why, freed, pinned_by)
 
 
 def split(entry: Hashable) -> tuple[Hashable, int | None]:
@@ -214,9 +192,7 @@ def name_of(key: Key) -> str:
     """Format a key for messages: `("pointer", (2, 7))` is `'pointer' of frame 7 of 2`."""
     field, entry = key
     series, frame = split(entry)
-    words = f"{field!r}"
-    if frame is not None:
-        words += f" of frame {frame}"
+    words = f"{field!r}" if frame is None else f"{field!r} of frame {frame}"
     if series is not None:
         inside = ", ".join(map(str, series)) if isinstance(series, tuple) else str(series)
         words += f" of {inside}"

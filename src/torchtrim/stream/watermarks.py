@@ -30,7 +30,7 @@ class Level(enum.Enum):
 
 
 class MemoryExhausted(TorchtrimError):
-    """Memory is full and nothing more can be freed. Nothing that may still be read was lost."""
+    """Memory is full even after cleaning. Entries that may still be read are not lost."""
 
 
 class UnmanagedMemory(ResourceWarning):
@@ -40,7 +40,7 @@ class UnmanagedMemory(ResourceWarning):
 class Watermarks:
     """Keeps stores below a limit in bytes: call `check()` after each frame.
 
-    Stores with `every=0` are cleaned only by this. `measure()` returns the bytes in use, by default those of
+    Only `check()` cleans stores with `every=0`. `measure()` returns the bytes in use, by default the bytes in
     the stores themselves, so usage exceeds `spill * limit` by one frame at most.
 
     `cleanings` counts the checks that freed something; `highest` is the highest measurement. Warns with
@@ -84,16 +84,15 @@ class Watermarks:
     @classmethod
     def of_host(cls, stores: StateStore | Sequence[StateStore], **shares: float) -> Watermarks:
         """Watch the memory of the container or the host against its size."""
-        measure = lambda: host_bytes()[0]  # noqa: E731
-        return cls(stores, host_bytes()[1], measure=measure, **shares)
+        return cls(stores, host_bytes()[1], measure=lambda: host_bytes()[0], **shares)
 
     @classmethod
     def of_device(
         cls, stores: StateStore | Sequence[StateStore], device: torch.device | str, **shares: float
     ) -> Watermarks:
         """Watch the memory of a device against its size."""
-        measure = lambda: device_bytes(device)[0]  # noqa: E731
-        return cls(stores, device_bytes(device)[1], measure=measure, **shares)
+        total = device_bytes(device)[1]
+        return cls(stores, total, measure=lambda: device_bytes(device)[0], **shares)
 
     def check(self) -> Level:
         """Measure, and clean from `spill` down to `target`. Raises `MemoryExhausted` at `terminate`.
@@ -114,10 +113,16 @@ class Watermarks:
         else:
             self._warned = False
         if used >= self._terminate:
+            spills = all(store.spills for store in self.stores)
+            advice = (
+                "Everything that can be spilled is: provide more memory, or find what else grows."
+                if spills
+                else "Provide more memory, a spill, or shorter lifetimes."
+            )
             raise MemoryExhausted(
                 f"{used} bytes are in use, above the last watermark of {self._terminate}, and nothing more "
                 f"can be freed: the watched state holds {self._managed()} bytes. Nothing was lost. "
-                f"{self._advice()}"
+                f"{advice}"
             )
         self.paused = used >= (self._spill if self.paused else self._pause)
         if self.paused:
@@ -158,18 +163,11 @@ class Watermarks:
                 "objects or more memory."
             ) from error
 
-    def _advice(self) -> str:
-        if not all(store.spills for store in self.stores):
-            return "Provide more memory, a spill, or shorter lifetimes."
-        return "Everything that can be spilled is: provide more memory, or find what else grows."
-
     def _managed(self) -> int:
         return sum(store.bytes for store in self.stores)
 
     def _clean(self, nbytes: int) -> int:
-        freed = 0
-        for store in self.stores:
-            freed += store.retire()
+        freed = sum(store.retire() for store in self.stores)
         for store in sorted(self.stores, key=lambda one: -one.bytes):
             if freed < nbytes:
                 freed += store.relieve(nbytes - freed)
