@@ -17,6 +17,7 @@ from typing import Literal
 from msgspec import Struct
 
 from torchtrim.costs.devices import DeviceSpec
+from torchtrim.records.operator_names import item_bytes
 from torchtrim.records.profile import Operator, Profile, TensorUse
 from torchtrim.records.remembered import remembered
 
@@ -26,7 +27,6 @@ HOST_SECONDS = (
 _KNOWN = 4096  # Arbitrary; more operators of different shapes than a large model has.
 # First decile of the copies between host and device in the B200 trace of `devices.py`; A100: 1 us.
 _COPY_SECONDS = 0.9e-6
-_ITEM_BYTES = {"64": 8, "32": 4, "16": 2, "8": 1}
 _FREE = frozenset(
     ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")
 ) | {"view", "_unsafe_view", "expand", "t", "transpose", "permute", "slice", "select", "as_strided"}
@@ -82,14 +82,7 @@ def _base(name: str) -> str:
 
 def bytes_of(use: TensorUse) -> int:
     """Return the bytes of a tensor's elements."""
-    return prod(use.shape) * _item_bytes(use.dtype)
-
-
-@lru_cache(_KNOWN)
-def _item_bytes(dtype: str) -> int:
-    if dtype.startswith("complex"):
-        return int(dtype.removeprefix("complex") or 64) // 8
-    return next((size for end, size in _ITEM_BYTES.items() if dtype.endswith(end)), 1)
+    return prod(use.shape) * item_bytes(use.dtype)
 
 
 def _is_view(op: Operator, name: str) -> bool:
@@ -134,7 +127,7 @@ def _convolution(inputs: Shapes, outputs: Shapes) -> float:
 
 
 def _convolution_backward(inputs: Shapes, outputs: Shapes) -> float:
-    """Twice the forward's, for the gradients of input and weight, or only one of them."""
+    """The forward's count for each computed gradient: of the input, of the weight, or of both."""
     if len(inputs) < 3:
         return 0.0
     each = 2.0 * prod(inputs[0]) * prod(inputs[2][1:])

@@ -9,12 +9,9 @@ from typing import NamedTuple
 import msgspec
 
 from torchtrim.errors import InfeasibleBudget
-from torchtrim.planner.pins import Pins
 from torchtrim.planner.planner import Planner
 from torchtrim.records.budget import Budget
 from torchtrim.records.plan import Plan, Technique
-from torchtrim.records.profile import Profile
-from torchtrim.records.report import FrontierPoint
 
 # A SEMANTIC plan is chosen if it takes at most this share of the time of a BITWISE or ROUNDING
 # plan. Measured times of two runs of one step differ by less.
@@ -40,33 +37,13 @@ class Planners:
     """
 
     def __init__(self, first: Planner, variants: Sequence[Variant], *, forced: bool) -> None:
-        self._first = first
         self._variants = tuple(variants) if forced else (Variant((), first), *variants)
-        self._forced = forced
-
-    @property
-    def pinned(self) -> Pins:
-        """The pins of the original step."""
-        return self._first.pinned
-
-    @property
-    def profile(self) -> Profile:
-        """The profile of the original step."""
-        return self._first.profile
-
-    @property
-    def forced(self) -> bool:
-        """True if a plan must change something even if the original fits."""
-        return self._forced or self._first.forced
-
-    @property
-    def simulated_original(self) -> int:
-        """The simulated peak of the original step, in bytes."""
-        return self._first.simulated_original
-
-    def unchanged(self, budget: Budget) -> Plan:
-        """Return the plan that changes nothing."""
-        return self._first.unchanged(budget)
+        self.forced = forced or first.forced
+        self.profile = first.profile
+        self.pinned = first.pinned
+        self.simulated_original = first.simulated_original
+        self.unchanged = first.unchanged
+        self.frontier = first.frontier
 
     def plan(self, budget: Budget) -> Plan:
         """Return the quickest plan that is predicted to stay within the budget: see `Planner.plan`."""
@@ -91,10 +68,6 @@ class Planners:
         """Return the error that states the smallest budget that fits and the source of the smallest peak."""
         lowest = min(self._variants, key=lambda v: v.planner.floor.outcome.peak_bytes + v.offset)
         return lowest.planner.infeasible(budget, smallest)
-
-    def frontier(self, points: int = 8, *, bias: int = 0) -> tuple[FrontierPoint, ...]:
-        """Return the frontier of the original step."""
-        return self._first.frontier(points, bias=bias)
 
 
 def _with(variant: Variant, plan: Plan) -> Plan:

@@ -85,20 +85,11 @@ def with_roles(place: str) -> str:
     return path + colon + _NAMED.sub(lambda found: _ROLES[found[1]], operators)
 
 
-_BYTES = {
-    "bool": 1,
-    "int8": 1,
-    "uint8": 1,
-    "int16": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "float64": 8,
-    "complex64": 8,
-    "complex128": 16,
-}
+_ITEM_BYTES = {"64": 8, "32": 4, "16": 2}
 
 
 def item_bytes(dtype: str) -> int:
-    """Return the bytes of one element; unknown types count as `float32`."""
-    return _BYTES.get(dtype, 4)
+    """Return the bytes of one element; `bool`, float8 and other types without a known width count as one."""
+    if dtype.startswith("complex"):
+        return int(dtype.removeprefix("complex") or 64) // 8
+    return next((size for end, size in _ITEM_BYTES.items() if dtype.endswith(end)), 1)
