@@ -32,8 +32,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from bench import machine
 from torchtrim import Inference, TrainStep, estimate
 from torchtrim.capture.build import Setting
-from torchtrim.executor.apply import Applied
-from torchtrim.executor.registry import technique
+from torchtrim.executor.registry import Handles, technique
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
 from torchtrim.records.trial import Request
@@ -74,13 +73,13 @@ def measured(work: TrainStep | Inference) -> Profile:
     return profile
 
 
-def recomputation(model: nn.Module, places: tuple[str, ...]) -> Applied:
+def recomputation(model: nn.Module, places: tuple[str, ...]) -> Handles:
     """torchtrim's recompute at places of a plan; where there are none, at each child with parameters."""
     root = type(model).__name__
     if not places:
         children = model.named_children()
         places = tuple(f"{root}.{name}" for name, child in children if [*child.parameters()])
-    applied = Applied()
+    applied = Handles()
     applied.add(
         technique("recompute").apply({root: model}, Technique(name="recompute", where=places))
     )

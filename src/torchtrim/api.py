@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torchtrim.capture.growth.records import measure_growth as measure_growth
     from torchtrim.capture.recording import Device as Device
     from torchtrim.costs.devices import DEVICES as DEVICES
-    from torchtrim.executor.apply import Applied
+    from torchtrim.executor.registry import Handles
     from torchtrim.memory.packing import Packing as Packing
     from torchtrim.memory.packing import pack as pack
     from torchtrim.memory.packing import why_invalid as why_invalid
@@ -255,7 +255,7 @@ def fit(
     return Fitted(*fit_model(fitting, limit))
 
 
-def apply(plan: Plan, *roots: torch.nn.Module | torch.optim.Optimizer) -> Applied:
+def apply(plan: Plan, *roots: torch.nn.Module | torch.optim.Optimizer) -> Handles:
     """Apply a plan to live modules and optimizers. Raises `ApplyFailed` if it was made for others."""
     from torchtrim.executor.apply import apply_to_its_own
 

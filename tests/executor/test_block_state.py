@@ -352,9 +352,9 @@ def test_what_was_written_can_be_taken_back() -> None:
     block.mean.add_(3)
     block.count, block.average = 7, torch.ones(WIDTH)
     block.generator.random()
-    left = before.has_run()
-    assert left.written == ["average", "mean"]
-    assert len(left.drawn) == 1
+    written, drawn = before.has_run()
+    assert written == ["average", "mean"]
+    assert len(drawn) == 1
     before.restore()
     assert block.mean is mean
     assert (block.mean.sum(), block.average.sum(), block.count) == (0, 0, 0)

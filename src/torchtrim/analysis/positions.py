@@ -135,7 +135,6 @@ class _Trace:
         return min([at, *products]), max([at, *products]) + 1
 
     def inside(self, written: Written) -> list[int]:
-        """Return the operators on positions that ran in the attention's own module."""
         own = self._profile.module_of(written.at)
         modules = ((i, self._profile.module_of(i)) for i in written.operators)
         return [written.at, *(i for i, path in modules if f"{path}.".startswith(f"{own}."))]

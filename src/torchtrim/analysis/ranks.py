@@ -60,7 +60,6 @@ def slower_line(job: Job, rank: int) -> CodeLine:
 
 
 def _until_next(profile: Profile) -> list[float]:
-    """Return the time from the end of each operator's predecessor to its own end."""
     ends = [0.0, *(op.start + op.seconds for op in profile.operators)]
     return [end - before for before, end in pairwise(ends)]
 

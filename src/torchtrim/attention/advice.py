@@ -305,7 +305,6 @@ def _wait(way: _Alternative) -> None:
 
 
 def _half_width(times: list[float]) -> float:
-    """Return half the interquartile range of the rounds."""
     if len(times) < 2:
         return 0.0
     first, _, third = statistics.quantiles(times, n=4, method="inclusive")
@@ -313,7 +312,6 @@ def _half_width(times: list[float]) -> float:
 
 
 def _saved(way: _Alternative) -> int:
-    """Return the bytes that autograd saves, counting each storage once."""
     kept: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:

@@ -284,7 +284,6 @@ class _KeyGradients:
             self._k[heads].baddbmm_(q.transpose(1, 2), slopes, alpha=self._scale)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Return the gradients of keys and values, (N, L, D)."""
         k, v = self._k, self._v
         return (k, v) if self._whole else (k.mT.contiguous(), v.mT.contiguous())
 

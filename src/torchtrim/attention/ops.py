@@ -193,7 +193,6 @@ class _DirectAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of all tensor arguments."""
         _check_once()
         *tensors, out, lse, k_lookup, q_lookup = ctx.saved_tensors
         call = (*tensors, *ctx.rest)

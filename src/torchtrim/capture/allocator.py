@@ -102,7 +102,6 @@ class CpuAllocator(Allocator):
         self._undo.callback(setattr, module, name, original)
 
     def _end(self) -> list[Any] | None:
-        """Stop the profiler and return its events, or None if it was not running."""
         self._undo.close()
         runs, self._runs = self._runs, False
         if runs:

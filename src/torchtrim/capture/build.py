@@ -160,7 +160,6 @@ def _is_random(func: Any) -> bool:
 
 
 def _rank_and_world() -> tuple[int, int]:
-    """Return this process's rank and the world size; `(0, 1)` without `torch.distributed`."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return 0, 1

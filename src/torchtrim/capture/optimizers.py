@@ -103,7 +103,6 @@ class OptimizerSteps:
         self._added[id(parameter)] += 1
 
     def _updates(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, Update]]:
-        """Yield the updates by the `id` of their parameter. A sparse gradient's parts are not its own."""
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter.grad is None:

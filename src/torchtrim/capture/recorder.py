@@ -216,7 +216,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._undo.callback(setattr, owner, "_engine_run_backward", original)
 
     def _synchronized(self, row: str, operator: int) -> None:
-        """Record a sync, with its call site if it is not an operator's."""
         if threading.get_ident() == self._thread:
             site = (self.phase, *self._places.find(sys._getframe(1))) if operator < 0 else ()
             self.syncs.append(RawSync(row, operator, *site))

@@ -192,7 +192,6 @@ class Recording(Listener):
         self.recorder.phase = phase
 
     def _phase_ends(self) -> None:
-        """Restore the outer phase: an optimizer may call a closure that calls backward."""
         if self._phases:
             self._phases.pop()
         self.recorder.phase = self._phases[-1] if self._phases else "other"

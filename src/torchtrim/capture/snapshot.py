@@ -16,7 +16,8 @@ from torchtrim.capture.recording import tensors_in
 from torchtrim.dispatch.storages import storages_in
 from torchtrim.errors import Unsupported
 
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes of `nn.Module` itself, such as tables of parameters and hooks."""
 
 
 class Snapshot:
@@ -114,7 +115,7 @@ class _KeptModule:
         self._module = module
         self.parameters = dict(module._parameters)
         self.buffers = dict(module._buffers)
-        own = {k: v for k, v in vars(module).items() if k not in _OF_TORCH}
+        own = {k: v for k, v in vars(module).items() if k not in OF_TORCH}
         self._attributes = own
         self._contents = {k: v.copy() for k, v in own.items() if type(v) in (list, dict, set)}
         self._generators = [(v, _state_of(v)) for v in own.values() if _state_of(v) is not None]
@@ -127,7 +128,7 @@ class _KeptModule:
 
     def restore(self) -> None:
         own = vars(self._module)
-        for name in own.keys() - self._attributes.keys() - _OF_TORCH:
+        for name in own.keys() - self._attributes.keys() - OF_TORCH:
             del own[name]
         own.update(self._attributes)
         for name, content in self._contents.items():
@@ -170,7 +171,7 @@ def _in_use(
     holders += [list(optimizer.state.values()) for optimizer in optimizers]
     for root in roots:
         for module in root.modules():
-            own = [v for k, v in vars(module).items() if k not in _OF_TORCH and type(v) is not set]
+            own = [v for k, v in vars(module).items() if k not in OF_TORCH and type(v) is not set]
             holders += [module._parameters, module._buffers, own]
     for tensor in tensors_in(holders):
         if not is_lazy(tensor):
@@ -185,7 +186,6 @@ def _refill(mapping: Any, values: dict[Any, Any]) -> None:
 
 
 def _state_of(value: Any) -> Any:
-    """Return the state of a module's own random generator, None for other values."""
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, random.Random):

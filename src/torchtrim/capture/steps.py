@@ -87,7 +87,6 @@ class Steps:
         return len({one for segment in self._history[-period:] for one in segment}) >= expected
 
     def _repeats(self, period: int, length: int) -> bool:
-        """Return True if the last `length` segments repeat with this period."""
         history, end = self._history, len(self._history)
         first = max(end - length, 0) + period
         return all(history[i] == history[i - period] for i in range(end - 1, first - 1, -1))

@@ -200,7 +200,6 @@ class SyncDetector:
         return len(names)
 
     def _copied(self, ran: Ran, *, temporary: bool) -> None:
-        """Track a queued copy. `temporary`: its source is freed when the call returns."""
         call = self._call(ran)
         new = call.name == _COPIES[0]
         source = call.args["self" if new else "src"]

@@ -390,7 +390,6 @@ def _is_without_values(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _living_optimizers() -> int:
-    """Count the live optimizers with their own state in this process."""
     gc.collect()
     return sum(
         isinstance(thing, torch.optim.Optimizer) and "defaults" in vars(thing)

@@ -46,7 +46,6 @@ class _Batched:
         return changed
 
     def replaced_bytes(self, other: _Batched) -> int:
-        """Return the bytes of the other workload's batches that this one does not share."""
         own = storages_in(tensors_in([self.batch, self._second]))
         others = storages_in(tensors_in([other.batch, other._second]))
         return sum(one.nbytes() for key, one in others.items() if key not in own)
@@ -66,7 +65,6 @@ class _Batched:
             self._second = _each(self.batch, rolled_on_host)
 
     def turn(self, number: int) -> None:
-        """Select the batch of step `number`."""
         if self._turn[0] != number % 2:
             self._turn = (0, self.batch)
             if number % 2:
@@ -74,13 +72,11 @@ class _Batched:
                 self._turn = (1, self._second if self._given else self._on_devices())
 
     def spare(self) -> list[Any]:
-        """Return the storages of the unused batch."""
         used = storages_in(tensors_in(self._turn[1]))
         found = storages_in(tensors_in([self.batch, self._second]))
         return [storage for key, storage in found.items() if key not in used]
 
     def _on_devices(self) -> Any:
-        """Return the created second batch, on the devices of the first."""
         if all(device.type in _ON_HOST for device in self._devices):
             return self._second
         devices = iter(self._devices)

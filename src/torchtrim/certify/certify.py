@@ -306,7 +306,6 @@ def sample_of(names: list[str]) -> tuple[str, ...]:
 
 
 def _has_values(name: str) -> bool:
-    """Return True for a label of tensors, not of random generators, hyperparameters or counts."""
     if _name(name).startswith((*_COUNTED, GENERATOR)):
         return False
     if _name(name).startswith(KEPT_BY_PYTHON):

@@ -42,7 +42,6 @@ def differences(one: Trial, other: Trial) -> list[str]:
 
 
 def _is_on_both(name: str, one: TrialStep, other: TrialStep) -> bool:
-    """Return False for a variable of one program alone: programs may name their variables freely."""
     if not name.startswith(("script state:", GENERATOR)) or (
         name in one.digests and name in other.digests
     ):

@@ -202,7 +202,6 @@ def _write_report(result: Result, folder: Path, source: bool) -> dict[str, Path]
 
 
 def _drew(path: Path, render: Callable[[], bytes]) -> bool:
-    """Write the output of a renderer, and return True unless the renderer fails."""
     from torchtrim.records.files import write_atomically
 
     content = _attempted(path.name, render)
@@ -212,7 +211,6 @@ def _drew(path: Path, render: Callable[[], bytes]) -> bool:
 
 
 def _renderer(name: str) -> Any:
-    """Import a renderer only when it is used: one that cannot be imported counts as failed."""
     return importlib.import_module(f"torchtrim.report.{name}")
 
 
@@ -379,13 +377,11 @@ def cleaned(text: str, encoding: str = "utf-8") -> str:
 
 
 def _root(project: str) -> str:
-    """Return the folder that paths are relative to: GitHub's checkout around the project, or the project."""
     checkout = os.environ.get("GITHUB_WORKSPACE", "")
     return checkout if checkout and Path(project).is_relative_to(checkout) else project
 
 
 def _own_name() -> list[str]:
-    """Return the words that called this command, for the next command."""
     called = Path(sys.argv[0])
     if called.name == "__main__.py":
         return [Path(sys.executable).name, "-m", "torchtrim"]

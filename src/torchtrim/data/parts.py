@@ -135,7 +135,6 @@ def _if_exact(tensor: torch.Tensor, kind: torch.dtype, scale: float) -> Packed |
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if the values are equal, and zeros have the same sign."""
     if not torch.equal(one, other):
         return False
     return not one.dtype.is_floating_point or torch.equal(one.signbit(), other.signbit())
@@ -245,7 +244,6 @@ def _whole(source: BatchSource, index: Any, batch: Any, clock: Clock) -> float |
 
 
 def _same(found: Any, batch: Any) -> bool:
-    """Return True if two batches are equal bit for bit. A tuple equals the list that collating makes."""
     if isinstance(batch, torch.Tensor) and isinstance(found, torch.Tensor):
         return found.dtype == batch.dtype and torch.equal(found, batch)
     if isinstance(batch, (list, tuple)) and isinstance(found, (list, tuple)):

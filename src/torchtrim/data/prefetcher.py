@@ -157,7 +157,6 @@ def _moved(batch: Any, device: torch.device) -> Any:
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a batch, including those inside objects that move as a whole."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
             yield leaf

@@ -91,7 +91,6 @@ class SettingsSearch:
         return kept if same else quickest
 
     def _is_done(self) -> bool:
-        """Return True if the consumer is the bottleneck. Its own timing may have been disturbed."""
         promised = self.foreseen(self.ranked()[0]) < _PROMISING * self.foreseen(self.now)
         share = self.best.seconds / max(self.consumer.seconds, 1e-9)
         return _BETTER <= share <= _DONE and (len(self.tried) > 1 or not promised)
@@ -156,7 +155,6 @@ class SettingsSearch:
 
 
 def _alike(one: LoaderSettings, other: LoaderSettings) -> bool:
-    """Return True if two settings behave the same between epoch boundaries."""
     same = replace(one, persistent=other.persistent)
     return same == other or (not one.workers and same == replace(other, prefetch=one.prefetch))
 

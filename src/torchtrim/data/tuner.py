@@ -149,7 +149,6 @@ def seconds_of_batches(
 
 
 def _endless(loader: DataLoader[Any]) -> Any:
-    """Yield batches without end. Raises `UsageError` if an epoch has none."""
     while True:
         some = False
         for batch in loader:

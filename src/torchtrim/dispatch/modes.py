@@ -128,7 +128,6 @@ def leave(mode: TorchDispatchMode) -> None:
 
 
 def _popped_until(mode: TorchDispatchMode | None) -> list[TorchDispatchMode]:
-    """Pop the script's modes down to `mode`; the top comes first."""
     popped: list[TorchDispatchMode] = []
     for one in reversed(_get_current_dispatch_mode_stack()):
         if one is mode or one.is_infra_mode():

@@ -40,7 +40,6 @@ UNTOUCHED = frozenset(
 
 
 def _dense(dry: Dry, shape: Sequence[int], dtype: torch.dtype = _LONG) -> Any:
-    """Return a contiguous tensor without memory."""
     strides = torch.empty(tuple(shape), device="meta").stride()
     return dry.blank(Geometry(tuple(shape), strides, dtype))
 
@@ -238,7 +237,6 @@ def _bounded(dry: Dry, what: str, count: int, most: str = "the most there can be
 
 
 def _argument(func: Any, args: Any, kwargs: dict[str, Any], name: str) -> Any:
-    """Return an argument by name: its default if it was not passed, None if the schema lacks it."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == name:
             passed = position < len(args)

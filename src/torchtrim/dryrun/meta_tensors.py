@@ -66,7 +66,6 @@ class Blanks:
         return self._base <= address < self._base + self._size
 
     def _place(self, size: int) -> int:
-        """Return the offset of the next `size` bytes; wrap around when the addresses run out."""
         if size > self._size:
             raise RuntimeError(f"a tensor of {size} bytes is larger than the address space")
         if self._next + size > self._size:

@@ -90,7 +90,6 @@ def oracle() -> Oracle:
 
 
 def _key(value: Any) -> Any:
-    """Return the cache key of an argument; `1`, `1.0` and `True` are distinct."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape, value.stride()
     if isinstance(value, (list, tuple)):

@@ -96,7 +96,6 @@ def _patch_compile(patches: Patches, dry: Dry) -> None:
 
 
 def _patch_profilers(patches: Patches) -> None:
-    """Stop measuring scratch once the program prepares its own profiler."""
     prepare: Any = profiler.profile._prepare_trace
     machine().may_try(None)
     patches.on_undo(machine().may_try, None)

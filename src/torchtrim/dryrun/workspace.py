@@ -143,7 +143,6 @@ def _tried(func: Any, name: str, args: Any, kwargs: Any) -> int | None:
 
 
 def _reserve(args: list[Any]) -> torch.Tensor:
-    """Return an LSTM's workspace for backward, in the size that this processor's kernel reads."""
     x, *weights, hidden, cell = args[:7]
     reverse, mode, size, layers, biases, train, both, sizes, first = args[13:22]
     with torch.enable_grad():
@@ -281,7 +280,6 @@ def _name() -> str:
 
 
 def _instructions() -> str:
-    """Return the processor's instruction sets, or its name if the system does not list them."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith(("flags", "Features")):

@@ -126,7 +126,6 @@ class Composites:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
-        """With dropout, a GPU has a fused kernel and the CPU has none."""
         fused = (
             dropout_p > 0
             and query.dim() == 4
@@ -239,7 +238,6 @@ def _flat(matrices: torch.Tensor) -> torch.Tensor:
 
 
 def _remembered() -> tuple[torch.Tensor, torch.Generator]:
-    """Return a key for the CPU's current random number state, kept while the key lives."""
     number = next(_NUMBERS)
     seed = torch.tensor(number, device="cpu")
     _STATES[number] = torch.default_generator.get_state()

@@ -285,7 +285,6 @@ class Orders:
         return False
 
     def _go_on(self) -> None:
-        """Run some work of some stream, in a random order."""
         waiting = [number for number, queue in self._pending.queues.items() if queue]
         if self.kind == "random" and waiting and self._random.random() < _CHANCE:
             stream = self._random.choice(waiting)
@@ -356,7 +355,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _span_of(tensor: torch.Tensor) -> ByteRange:
-    """Return the first byte in its storage and the byte after the last."""
     if not tensor.numel():
         return 0, 0
     first, size = tensor.storage_offset(), tensor.element_size()

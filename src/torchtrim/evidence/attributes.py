@@ -115,7 +115,6 @@ def _key(key: Any) -> str:
 
 
 def _generator(value: Any) -> str:
-    """Describe a random generator by its state, an array by its bytes, anything else by its type."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if (state := state_of(value)) is not None:
         return f"{kind} {state}"

@@ -230,7 +230,6 @@ class Evidence(Listener):
         return name if count == 1 else f"{name} ({count})"
 
     def _see(self, name: str, value: Any) -> None:
-        """Add a tensor, or the digest of another value."""
         if not isinstance(value, torch.Tensor):
             self.step.digests[name] = f"{_PLAIN}{value}"
         elif has_bits(value):
@@ -249,7 +248,6 @@ def _own_hooks(hooks: Mapping[int, Any]) -> int:
 
 
 def _saved_tensors(saved: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a nested state dict, by dotted name."""
     if isinstance(saved, torch.Tensor):
         yield name, saved
     elif isinstance(saved, Mapping):

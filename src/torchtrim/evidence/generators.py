@@ -118,7 +118,6 @@ class Generators:
                 yield value.__name__ if kind is GeneratorType else kind.__qualname__, value
 
     def _unreached(self) -> Iterator[tuple[type, weakref.ref[Any]]]:
-        """Yield the script's suspended generator functions, instances of its classes, and loaders."""
         counts: Counter[type] = Counter()
         for value in gc.get_objects():
             kind = type(value)
@@ -159,7 +158,6 @@ class Generators:
         return [*cells, ("defaults", value.__defaults__), ("globals", value.__globals__)]
 
     def _of_object(self, value: Any) -> Iterable[Part]:
-        """Return an object's attributes without properties; of classes and modules only the script's own."""
         kind = type(value)
         if issubclass(kind, ModuleType):
             return vars(value).items() if self._is_file_of_user(value) else ()
@@ -175,7 +173,6 @@ class Generators:
         return [*_slots(value), *getattr(value, "__dict__", {}).items()]
 
     def _is_users(self, kind: type) -> bool:
-        """Return True for a class of the script, or a DataLoader."""
         if kind not in self._users:
             methods = (one for one in vars(kind).values() if inspect.isfunction(one))
             self._users[kind] = (

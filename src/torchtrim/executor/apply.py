@@ -40,11 +40,7 @@ def sha256_of(script: Path) -> str:
     return hashlib.sha256(script.read_bytes()).hexdigest()
 
 
-class Applied(Handles):
-    """An applied plan. `revert` restores the modules."""
-
-
-def apply_to_its_own(plan: Plan, roots: Iterable[Root]) -> Applied:
+def apply_to_its_own(plan: Plan, roots: Iterable[Root]) -> Handles:
     """Apply a plan to the roots it was made for. Raises `ApplyFailed` for other roots."""
     if plan.pipeline is not None:
         raise ApplyFailed(
@@ -67,13 +63,13 @@ def named_roots(roots: Iterable[Root]) -> dict[str, Root]:
     return {**modules, **dict(zip(names_of(optimizers), optimizers, strict=True))}
 
 
-def apply_plan(plan: Plan, roots: Mapping[str, Root], *, by_hand: bool = False) -> Applied:
+def apply_plan(plan: Plan, roots: Mapping[str, Root], *, by_hand: bool = False) -> Handles:
     """Apply every technique to these roots. Raises `ApplyFailed` and leaves the roots unchanged.
 
     `by_hand`: make the replacements of SEMANTIC techniques by hand-written code, for comparison. Places of
     other roots are skipped; they are applied when those roots appear.
     """
-    applied = Applied()
+    applied = Handles()
     try:
         for chosen in plan.techniques:
             where = tuple(w for w in chosen.where if root_of(w) in roots)
@@ -86,7 +82,6 @@ def apply_plan(plan: Plan, roots: Mapping[str, Root], *, by_hand: bool = False) 
 
 
 def _applied(one: Technique, roots: Mapping[str, Root], by_hand: bool) -> Handle:
-    """Apply one technique. An unexpected exception becomes an `ApplyFailed` that names the technique."""
     try:
         unit = technique(one.name)
         check_known(one)

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 
-class AutocastState(NamedTuple):
-    """The autocast state of one device type."""
-
-    device: str
-    dtype: torch.dtype
-    enabled: bool
-
-    def again(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context manager that restores the state."""
-        return torch.autocast(self.device, dtype=self.dtype, enabled=self.enabled)
-
-
-def casting(device: str) -> AutocastState:
-    """Return the current autocast state."""
-    return AutocastState(
-        device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-    )
+def casting(device: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Return a function that makes contexts with the device's current autocast state."""
+    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    return functools.partial(torch.autocast, device, dtype=dtype, enabled=enabled)
 
 
 def only_once(name: str) -> None:

@@ -23,11 +23,10 @@ from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from torchtrim.capture.code.side_effects import SideEffects, changed, hooks_of
+from torchtrim.capture.snapshot import OF_TORCH
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.ordinals import unnumbered
 
-_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes of `nn.Module` itself, such as tables of parameters and hooks."""
 _TENSORLESS = frozenset(
     (bool, int, float, str, tuple, list, dict, set, OrderedDict, type(None), types.FunctionType)
 )
@@ -107,7 +106,7 @@ class BlockState:
         self._hooked = [module for module in self.modules if any(hooks_of(module))]
 
     def _shape(self) -> list[Any]:
-        """A snapshot of types, children, own methods and hooks, which shows if code may have changed."""
+        """A snapshot of types, children, own methods and hooks, which shows whether code may have changed."""
         return [
             (
                 type(module),
@@ -158,7 +157,6 @@ class Held(NamedTuple):
 
 
 def _written_among(held: Iterable[Held]) -> str:
-    """Return the name of the first tensor written since, or an empty string."""
     for _, name, tensor, version in held:
         if version is not None and version_of(tensor) != version:
             return name
@@ -183,7 +181,7 @@ class Before:
                 }
         self._held = list(state.parameters())
         self._new: list[Key] = []
-        self._objects = _all_attributes(self._modules)
+        self._objects = [vars(module).copy() for module in self._modules]
         self._versions = {key: (tensor, version_of(tensor)) for key, tensor in now.items()}
         self._generators = [(one, _state_of(one)) for one in state.generators]
 
@@ -192,8 +190,9 @@ class Before:
         table: dict[str, Any] = getattr(self._modules[key.module], key.table)
         return table
 
-    def has_run(self) -> Left:
-        """End the first run: drop state that it did not change and return what it changed.
+    def has_run(self) -> tuple[list[str], list[Any]]:
+        """End the first run: drop unchanged state. Return the names of the tensors that it wrote, and the
+        generators that it drew from.
 
         Raises `ApplyFailed` if it wrote to a parameter, whose previous values are lost.
         """
@@ -217,7 +216,7 @@ class Before:
         self.tensors = {key: self._copied(key) for key in wrote}
         self._generators, self._versions = drawn, {}
         self._forget_attributes()
-        return Left(sorted({key.name for key in wrote}), [one for one, _ in drawn])
+        return sorted({key.name for key in wrote}), [one for one, _ in drawn]
 
     def restore(self) -> None:
         """Restore the state before the first run."""
@@ -236,7 +235,7 @@ class Before:
         """
         if written := _written_among(self._held):
             raise self._stop(f"its `{written}` was written to between its forward and its backward")
-        attributes = _all_attributes(self._modules)
+        attributes = [vars(module).copy() for module in self._modules]
         tensors = {key: self._table(key).get(key.name) for key in (*self.tensors, *self._new)}
         swapped = [one for one in self._held if one.table.get(one.name) is not one.tensor]
         others = [one.table.get(one.name) for one in swapped]
@@ -305,17 +304,6 @@ class Before:
                         before[name] = now.get(name)
 
 
-class Left(NamedTuple):
-    """Effects of a run: names of the tensors it wrote, and the generators it drew from."""
-
-    written: list[str]
-    drawn: list[Any]
-
-
-def _all_attributes(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
-    return [vars(module).copy() for module in modules]
-
-
 def _same_objects(before: dict[str, Any], now: dict[str, Any]) -> bool:
     return len(before) == len(now) and all(map(operator.is_, before.values(), now.values()))
 
@@ -323,14 +311,13 @@ def _same_objects(before: dict[str, Any], now: dict[str, Any]) -> bool:
 def _put_attributes(modules: Iterable[nn.Module], attributes: Iterable[dict[str, Any]]) -> None:
     for module, before in zip(modules, attributes, strict=True):
         if not _same_objects(before, now := vars(module)):
-            for name in [name for name in now if name not in before and name not in _OF_MODULES]:
+            for name in [name for name in now if name not in before and name not in OF_TORCH]:
                 del now[name]
-            now.update((name, one) for name, one in before.items() if name not in _OF_MODULES)
+            now.update((name, one) for name, one in before.items() if name not in OF_TORCH)
 
 
 @contextlib.contextmanager
 def _not_counted() -> Iterator[None]:
-    """Hide our copies from the operator ordinals and from autograd."""
     with unnumbered(), torch.no_grad():
         yield
 
@@ -343,7 +330,6 @@ def _raw() -> Iterator[None]:
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two tensors have equal values; False if they cannot be compared, such as sparse ones."""
     with contextlib.suppress(RuntimeError), _raw():
         return torch.equal(one, other)
     return False
@@ -392,7 +378,7 @@ def _state_of(generator: Any) -> Any:
         return generator.getstate()
     if hasattr(generator, "get_state"):  # numpy.random.RandomState has more state than its bits.
         return generator.get_state(legacy=False)
-    return _bits(generator).state
+    return getattr(generator, "bit_generator", generator).state
 
 
 def _set_state(generator: Any, state: Any) -> None:
@@ -401,12 +387,7 @@ def _set_state(generator: Any, state: Any) -> None:
     elif hasattr(generator, "set_state"):
         generator.set_state(state)
     else:
-        _bits(generator).state = state
-
-
-def _bits(generator: Any) -> Any:
-    """numpy's bit generator, which holds the state of a `Generator`."""
-    return getattr(generator, "bit_generator", generator)
+        getattr(generator, "bit_generator", generator).state = state
 
 
 def _same_state(one: Any, other: Any) -> bool:

@@ -195,7 +195,6 @@ def _may_narrow(tensor: torch.Tensor, exempt: set[int]) -> bool:
 
 
 def _storages_of(module: nn.Module, *given: Any) -> set[int]:
-    """Return the storages of parameters, buffers and inputs."""
     tensors = [*module.parameters(), *module.buffers(), *tree_leaves(given)]
     return {
         t.untyped_storage()._cdata

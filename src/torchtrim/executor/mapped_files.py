@@ -71,7 +71,6 @@ def _mapped(where: Path, size: int) -> torch.Tensor:
 
 
 def _lock(number: int) -> None:
-    """Lock a file. Raises `OSError` if another process holds the lock."""
     if sys.platform != "win32":
         import fcntl
 

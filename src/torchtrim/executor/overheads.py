@@ -91,7 +91,6 @@ class _Gelus(nn.Module):
 
 
 def _of_parts() -> tuple[float, float]:
-    """Return the overhead in seconds per block and per operator."""
     few, many = (_added(count) / _PARTS for count in (_FEW, _MANY))
     operator = (many - few) / (_MANY - _FEW)
     return few - _FEW * operator, operator
@@ -104,7 +103,6 @@ def _added(count: int) -> float:
 
 
 def _of_tensors() -> tuple[float, float]:
-    """Return the overhead in seconds per recomputed tensor and per watched operator."""
     model = _Gelus()
     watched = _planned_seconds(model, "replay", ["Net:gelu.999"])
     again = _planned_seconds(model, "replay", [f"Net:gelu.{i}" for i in range(_GELUS)])
@@ -121,7 +119,6 @@ def _planned_seconds(model: nn.Module, name: str, places: list[str]) -> float:
 
 
 def _seconds(model: nn.Module) -> float:
-    """Return the minimum time of a forward and backward."""
     x, taken = torch.ones(2, 2, dtype=torch.float32, device="cpu", requires_grad=True), []
     for _ in range(_ROUNDS):
         begin = time.thread_time()

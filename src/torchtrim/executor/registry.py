@@ -214,7 +214,6 @@ def check_known(one: Technique) -> None:
 
 
 def _unit(name: str) -> TechniqueUnit:
-    """Load `TECHNIQUE` from the file of that name, or from `technique.py` in the folder of that name."""
     home = importlib.import_module(f"{_HOME}.{name}")
     if hasattr(home, "__path__"):
         home = importlib.import_module(f"{home.__name__}.technique")

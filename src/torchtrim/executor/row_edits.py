@@ -58,7 +58,6 @@ class _SplitCallEdit:
         self._gradients = [n for n in made if n in kept and step.tensors[n].birth in self.later]
 
     def edit(self, seconds: float) -> Edit:
-        """Return the edit. `seconds`: overhead of the parts."""
         step, span, begin = self._step, self._span, self.later[0]
         blocks = tuple(
             Block(step.tensors[n].bytes, begin, step.tensors[n].birth + 1) for n in self._whole
@@ -84,7 +83,6 @@ class _SplitCallEdit:
 
     @property
     def _whole(self) -> list[int]:
-        """Gradients that are allocated as a whole before the first part."""
         tensors = self._step.tensors
         return [n for n in self._gradients if not self._over or tensors[n].kind == "gradient"]
 
@@ -94,18 +92,15 @@ class _SplitCallEdit:
         return max(made, default=self.later[0]) + 1
 
     def _saved(self) -> list[Drop]:
-        """Saved tensors that stay otherwise: the input, and sometimes the result."""
         dropped, saved = {*self._gone}, self._step.saved
         return [Drop(*one) for task in self._now for one in saved[task] if one[0] not in dropped]
 
     def _inputs(self) -> list[int]:
-        """The inputs, the only tensors kept for backward."""
         step, first = self._step, self._span.first
         read = {n: step.tensors[n] for task in self._now for n in step.tasks[task].reads}
         return [n for n, one in read.items() if one.birth < first and one.kind != "parameter"]
 
     def _forward(self) -> int:
-        """Bytes of the result and of one part's temporaries."""
         if self._within is not None:
             return self._bytes(self._results) + self._within[0]
         return self._bytes(self._results) + self._again(saves=False) + self._copied()
@@ -138,7 +133,6 @@ class _SplitCallEdit:
         return max(rises) // self._parts
 
     def _copied(self) -> int:
-        """Bytes of one part of the input."""
         return self._bytes(self._inputs()) // self._parts if self._copies else 0
 
     def _level(self, at: int, others: Iterable[tuple[int, int, int]], *, saves: bool) -> int:

@@ -41,7 +41,7 @@ Keep = Callable[[torch.Tensor], Saved | torch.Tensor]
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
-    """Detach a saved tensor from its graph, which would otherwise hold itself."""
+    """Detach a saved tensor from its graph, to avoid a reference cycle."""
     if tensor.grad_fn is None:
         return tensor
     with torch._C._DisableTorchDispatch():
@@ -126,7 +126,8 @@ class SavedTensorWatcher(TorchDispatchMode, Generic[CallT]):  # type: ignore[no-
             print(
                 f"torchtrim: {where} runs under hooks on saved tensors that the script has set "
                 f"(saved_tensors_hooks, save_on_cpu or a checkpoint), so {self._technique} saves nothing "
-                "there, and the peak may pass the plan's budget. The results are not affected. Plan again "
+                "there, and the peak may exceed the plan's budget. The results are not "
+                "affected. Plan again "
                 "with these hooks on from the first step, or remove them.",
                 file=sys.stderr,
                 flush=True,
@@ -155,7 +156,7 @@ class SavedTensorWatcher(TorchDispatchMode, Generic[CallT]):  # type: ignore[no-
             self.end(call)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and any(map(_dispatches, types)):
+        if any(kind.__torch_dispatch__ is not _disabled_torch_dispatch_impl for kind in types):
             return NotImplemented
         kind = self._kinds.get(func) or self._know(func)
         return self.operator(kind, func, args, kwargs or {})
@@ -176,10 +177,6 @@ class SavedTensorWatcher(TorchDispatchMode, Generic[CallT]):  # type: ignore[no-
 
 def _unpack(saved: Saved | torch.Tensor) -> torch.Tensor:
     return saved if isinstance(saved, torch.Tensor) else saved.get()
-
-
-def _dispatches(kind: Any) -> bool:
-    return kind.__torch_dispatch__ is not _disabled_torch_dispatch_impl
 
 
 def storage_number(tensor: torch.Tensor) -> int:

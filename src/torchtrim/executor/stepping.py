@@ -140,7 +140,6 @@ def run_fused(where: str, optimizer: torch.optim.Optimizer) -> Around:
 def _with_settings(
     optimizer: torch.optim.Optimizer, settings: Callable[[Group], Group]
 ) -> Iterator[None]:
-    """Change settings of each parameter group, and restore them at the end."""
     changes = [(group, settings(group)) for group in optimizer.param_groups]
     before = [(group, {name: group[name] for name in change}) for group, change in changes]
     for group, change in changes:

@@ -76,7 +76,6 @@ class _Switch:
 
 
 def _over(own: Forward, wrap: Callable[[Forward], Forward], switch: _Switch) -> Forward:
-    """Wrap a forward that was set on the instance."""
     ours = wrap(own)
 
     @functools.wraps(own)
@@ -88,7 +87,6 @@ def _over(own: Forward, wrap: Callable[[Forward], Forward], switch: _Switch) -> 
 
 
 def _take_off(module: nn.Module) -> bool:
-    """Remove the outermost replacement if it is ours and reverted."""
     if (own := module.__dict__.get("forward")) is not None:
         forward, switch, under = getattr(own, _SWAPPED, (None, None, None))
         if forward is not own or switch is None or switch.is_on:

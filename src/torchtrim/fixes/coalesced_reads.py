@@ -192,7 +192,6 @@ def _fits_double(match: Match, read: Read, seen: ObservedValue) -> bool:
 
 
 def _assigned(source: SourceFile, node: ast.expr) -> ast.expr:
-    """Return the single expression assigned to a name; any other code unchanged."""
     if isinstance(node, ast.Name):
         found = [source.parents[one] for one in stores(source.function(node), node.id)]
         if len(found) == 1 and isinstance(found[0], ast.Assign) and len(found[0].targets) == 1:

@@ -135,7 +135,6 @@ def _write(match: Match, facts: Facts) -> Writing:
 
 
 def _fits(match: Match, facts: Facts, found: _Fill) -> tuple[str, tuple[TextEdit, ...]]:
-    """Return the test that the mask fits, since the original test is skipped; empty without evidence."""
     source, mask = match.source, found.parts["M"]
     if not facts.seen:
         return "", ()

@@ -194,7 +194,6 @@ def _is_assigned(source: SourceFile, node: ast.Attribute) -> bool:
 
 
 def _is_read(source: SourceFile, node: ast.Call) -> bool:
-    """Return True if the copy is only read, also through a name."""
     outer = source.parents[node]
     function = source.function(node)
     if isinstance(outer, ast.Assign) and len(outer.targets) == 1 and isinstance(function, Function):

@@ -74,7 +74,6 @@ def _added(match: Match, facts: Facts) -> Writing:
 
 
 def _starts(source: SourceFile, node: ast.AugAssign, name: str, loop: Loop) -> set[type]:
-    """Return the types of the literal numbers that the name starts as."""
     literals = literal_stores(source, source.function(node), name)
     if not literals:
         raise FixRefused(f"`{name}` does not start as a literal number such as 0.0")

@@ -78,7 +78,6 @@ def _element(target: ast.expr, iterated: ast.expr) -> tuple[str, ast.expr] | Non
 
 
 def _read_of(source: SourceFile, use: ast.Name) -> Read | None:
-    """Return the read of an element by its name, or None for another use."""
     outer = source.parents[use]
     call = source.parents[outer] if isinstance(outer, ast.Attribute) else outer
     read = read_of(call, source)
@@ -174,7 +173,6 @@ def _tensor(source: SourceFile, node: ast.Call) -> ast.expr | None:
 
 
 def _parts(source: SourceFile, node: ast.Call, tensor: ast.expr) -> dict[str, ast.expr] | None:
-    """Return the tensor, or the whole and the indices of a row of it."""
     loop = source.loop(node)
     if loop is None or (isinstance(loop, ast.For) and within(node, loop.iter)):
         return None

@@ -130,7 +130,6 @@ def _inner(dense: Dense, found: _Reduction, source: SourceFile) -> str:
 
 
 def _reduced(dense: Dense, facts: Facts, found: _Reduction, torch: str, inner: str) -> str:
-    """Return the reduction of the inner text, with unselected elements left out."""
     of_truths = facts.holds(lambda v: v.R.dtype == "bool")
     fill = "False" if of_truths and _FILLS[found.kind] == "0" else _FILLS[found.kind]
     kept = dense.kept(inner, fill)

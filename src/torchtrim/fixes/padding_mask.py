@@ -143,7 +143,6 @@ def _lines(match: Match, found: _Loop, torch: str, rank: int) -> list[str]:
 
 
 def _check(source: SourceFile, found: _Loop) -> None:
-    """Raise `FixRefused` if the loop's variables are used elsewhere, or its expressions have side effects."""
     function = source.function(found.node)
     for name in found.names:
         outside = len(loads(function, name)) > len(loads(found.node, name))

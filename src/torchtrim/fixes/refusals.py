@@ -126,7 +126,6 @@ def _sizes_a_draw(match: Match) -> bool:
 
 
 def _assigned(match: Match) -> str | None:
-    """Return the first name that the match's statement assigns, or None."""
     statement = match.source.statement(match.node)
     target = statement.targets[0] if isinstance(statement, ast.Assign) else None
     return target.id if isinstance(target, ast.Name) else None

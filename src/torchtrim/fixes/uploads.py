@@ -139,7 +139,6 @@ def _full(match: Match, facts: Facts) -> Writing:
 
 
 def _device(match: Match, facts: Facts) -> str:
-    """Return the device of the move as text for a template, after requiring that it is one."""
     if "D" not in match.parts:
         return '"cuda"'
     need_device(facts, match.text("D"))

@@ -112,7 +112,6 @@ def files_of(paths: Sequence[Path]) -> dict[str, tuple[str, ...]]:
 
 
 def _identity(name: str) -> object:
-    """Return a key that hard links to one file share."""
     try:
         status = Path(name).stat()
     except OSError:
@@ -254,7 +253,6 @@ def lint_cached(files: Collection[str], selected: Selected, project: Path) -> li
 
 
 def _digest(path: str) -> str:
-    """Return the digest of a file's text, empty if the file cannot be read."""
     try:
         return hashlib.sha256(read_head(Path(path), MOST_BYTES)).hexdigest()[:32]
     except OSError:
@@ -263,7 +261,6 @@ def _digest(path: str) -> str:
 
 @cache
 def _own_version() -> str:
-    """Return a version that changes with the linter's own code."""
     home = Path(torchtrim.__file__).parent
     times = (
         file.stat().st_mtime_ns for room in _ROOMS for file in sorted((home / room).rglob("*.py"))

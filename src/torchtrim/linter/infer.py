@@ -495,7 +495,6 @@ def _named(name: str) -> ValueKind:
 
 
 def _text(node: ast.expr | None) -> str | None:
-    """Return the text of a constant string."""
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 

@@ -222,7 +222,6 @@ def annotated(node: ast.AST | None, dotted: Dotted) -> ValueKind:
 
 
 def _options(node: ast.AST | None) -> list[ast.AST]:
-    """Return the members of a union."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         try:
             node = ast.parse(node.value, mode="eval").body

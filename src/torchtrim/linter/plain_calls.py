@@ -62,7 +62,6 @@ def _called(scope: KindScope, name: str, call: InferredCall) -> ValueKind:
 
 
 def _is_named(scope: KindScope, name: str) -> bool:
-    """Return True for a function of the file or a builtin."""
     if name in scope.file.returns:
         return name not in scope.env
     known = (scope.env, scope.file.imports, scope.file.own, scope.file.classes)

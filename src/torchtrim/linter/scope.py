@@ -112,7 +112,6 @@ def _compared(left: ast.expr, operator: ast.cmpop, right: ast.expr) -> Guard:
 
 
 def _texts(node: ast.expr) -> list[str]:
-    """Return the device names that an expression spells out."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return [node.value]
     if isinstance(node, ast.Call) and called(node.func) == "device" and node.args:

@@ -66,7 +66,6 @@ def is_used(name: str, text: str, *, method: bool) -> bool:
 
 
 def _targets(statement: ast.AST) -> Iterator[ast.AST]:
-    """Return the targets that a statement binds."""
     if isinstance(statement, ast.Assign):
         yield from statement.targets
     elif isinstance(statement, ast.AnnAssign | ast.AugAssign | ast.For | ast.AsyncFor):
@@ -172,12 +171,10 @@ class _Walk:
                 self._pending.pop(0)()
 
     def outline(self, tree: ast.Module) -> None:
-        """Read the module's imports and declarations."""
         self._imports(tree.body)
         self._declare(tree.body, self._facts.returns)
 
     def _imports(self, body: Iterable[ast.stmt]) -> None:
-        """Read top-level imports, including those inside `if` and `try`."""
         for statement in body:
             if isinstance(statement, ast.Import | ast.ImportFrom):
                 self._import(statement)
@@ -195,7 +192,6 @@ class _Walk:
                 self._facts.imports[name.asname or name.name] = f"{module}{name.name}"
 
     def _declare(self, body: Iterable[ast.stmt], returns: Environment) -> None:
-        """Record the annotated results of functions."""
         for node in body:
             if isinstance(node, Function) and node.name not in returns:
                 returns[node.name] = annotated(node.returns, self._infer.dotted)
@@ -407,7 +403,6 @@ class _Walk:
 
 
 def _with_defaults(arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr | None]]:
-    """Return the parameters of a function with their defaults."""
     by_place = [*arguments.posonlyargs, *arguments.args]
     without = len(by_place) - len(arguments.defaults)
     yield from zip(by_place, [*[None] * without, *arguments.defaults], strict=True)
@@ -424,7 +419,6 @@ def _decorators(node: Function) -> set[str]:
 
 
 def _trains(node: Function) -> bool:
-    """Return True if a function contains a training loop, whose body runs many times."""
     return any(part.attr == "backward" for part in find_all(node, ast.Attribute))
 
 

@@ -80,7 +80,6 @@ def _returned(full: str, path: str, depth: int) -> tuple[ValueKind, tuple[str, .
 
 
 def _stamp(file: str) -> tuple[int, int]:
-    """Return the file's size and modification time."""
     try:
         status = Path(file).stat()
     except OSError:
@@ -123,7 +122,6 @@ def _tree(file: str, stamp: tuple[int, int]) -> ast.Module:
 
 
 def _file_of(module: str, path: str) -> str | None:
-    """Return the file of a module, resolved from the importing file."""
     dots = len(module) - len(module.lstrip("."))
     parts = [part for part in module.split(".") if part]
     here = Path(path).parent

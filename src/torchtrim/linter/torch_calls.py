@@ -276,7 +276,6 @@ def _new(receiver: ValueKind, method: str, call: InferredCall) -> ValueKind:
 
 
 def _from_data(last: str, call: InferredCall) -> ValueKind:
-    """Infer `torch.tensor(data)`: an upload if it gets a device and the data are not there already."""
     data = call.given(0, "data") or PLAIN
     made = _placed(last, call, "host")
     if last in ("as_tensor", "asarray") and data.what in ("unknown", "tensor"):

@@ -12,8 +12,6 @@ Source: pytorch/pytorch, c10/cuda/CUDACachingAllocator.cpp (v2.13.0), without it
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from operator import itemgetter
-from typing import NamedTuple
 
 _MIB = 2**20
 _UNIT = 512  # KMinBlockSize of CUDACachingAllocator.cpp.
@@ -36,35 +34,24 @@ class _CachedBlock:
         self.after: _CachedBlock | None = None
 
 
-class _Free(NamedTuple):
-    """Sort key of a free block: size, then address, which is unique."""
-
-    size: int
-    address: int
-    block: _CachedBlock
-
-
-_ORDER = itemgetter(0, 1)
-
-
 class _Pool:
-    """Free blocks of one stream, either small or large."""
+    """Free blocks of one stream, either small or large, sorted by size and address, which is unique."""
 
     __slots__ = ("blocks", "small")
 
     def __init__(self, small: bool) -> None:
         self.small = small
-        self.blocks: list[_Free] = []
+        self.blocks: list[tuple[int, int, _CachedBlock]] = []
 
     def take(self, size: int) -> _CachedBlock | None:
-        at = bisect_left(self.blocks, (size, -1), key=_ORDER)
-        return self.blocks.pop(at).block if at < len(self.blocks) else None
+        at = bisect_left(self.blocks, (size,))
+        return self.blocks.pop(at)[2] if at < len(self.blocks) else None
 
     def put(self, block: _CachedBlock) -> None:
-        insort(self.blocks, _Free(block.size, block.address, block), key=_ORDER)
+        insort(self.blocks, (block.size, block.address, block))
 
     def remove(self, block: _CachedBlock) -> None:
-        del self.blocks[bisect_left(self.blocks, (block.size, block.address), key=_ORDER)]
+        del self.blocks[bisect_left(self.blocks, (block.size, block.address))]
 
 
 class CachingAllocator:
@@ -111,10 +98,10 @@ class CachingAllocator:
     def empty_cache(self) -> None:
         """Release the segments that are entirely free."""
         for pool in self._pools.values():
-            segments = [free for free in pool.blocks if _is_segment(free.block)]
+            segments = [block for _, _, block in pool.blocks if _is_segment(block)]
             self.released += len(segments)
-            self.reserved -= sum(free.size for free in segments)
-            pool.blocks = [free for free in pool.blocks if not _is_segment(free.block)]
+            self.reserved -= sum(block.size for block in segments)
+            pool.blocks = [free for free in pool.blocks if not _is_segment(free[2])]
 
     def split_bytes(self) -> int:
         """Return the free bytes in segments that are partly in use."""

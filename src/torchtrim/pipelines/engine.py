@@ -164,7 +164,6 @@ class Engine:
         return Ledger(given.batch, run, self._mode).outputs(fakes)
 
     def _shapes(self, given: StepInputs, share: int) -> tuple[Shapes, Any]:
-        """Return a micro-batch's shapes between stages, and the whole batch's fake output."""
         if given.key() not in self._known:
             part = given.rows(0, share)
             shapes = recorded(self._window, part, self._mode)

@@ -184,7 +184,6 @@ class Several:
         return [name for name, one in tensors if id(one) in inside]
 
     def _free(self) -> None:
-        """Free the parameters of other ranks; keep their shapes."""
         for name, parameter in self._window.root.named_parameters():
             if self._owner.get(name, self.place) != self.place:
                 parameter.grad = None
@@ -225,7 +224,6 @@ def _blank(meta: TensorMeta, *, graded: bool) -> Tensor:
 
 
 def _groups(pipeline: Pipeline) -> tuple[Any, Any]:
-    """Return the process group of this stage across replicas, and the group of this pipeline."""
     world = dist.get_world_size()
     if world != pipeline.processes:
         raise Unsupported(

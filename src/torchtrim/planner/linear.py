@@ -131,7 +131,6 @@ class _LinearBuilder:
             before, begin = column, end
 
     def _alive(self, column: int, first: int, last: int, size: int) -> None:
-        """Add bytes during `first <= task < last` if the column is 1."""
         begin, end = bisect_left(self._starts, first), bisect_left(self._starts, last)
         if begin < end:
             self._changes[begin][column] += size

@@ -311,7 +311,6 @@ class Planner:
 
     @cached_property
     def _exact(self) -> _Subproblem | None:
-        """The BITWISE options, if there are others."""
         options = enumerate(self._problem.options)
         return self._alone([n for n, option in options if equivalence_of(option) == "BITWISE"])
 
@@ -369,7 +368,6 @@ class Planner:
 
     @cached_property
     def _integer(self) -> Integer | None:
-        """The integer program that proves choices, or None if it is needless, too large, or has no solver."""
         if self._solved.optimal or not Integer.installed():
             return None
         integer = Integer(self._problem)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Annotated, Literal, get_args
 
@@ -28,6 +28,7 @@ Kind = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ALWAYS: frozenset[Kind] = frozenset(("parameter", "buffer", "optimizer_state"))
+STATE: frozenset[Kind] = ALWAYS | {"gradient", "gathered"}
 DEVICE_POOL = "device"
 
 
@@ -38,6 +39,25 @@ class TensorUse(Struct, frozen=True, array_like=True, gc=False):
     dtype: Text
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+
+def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return True if the elements are contiguous in row-major order."""
+    step = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+def strides_of(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of dimensions nested in this order, the last one innermost."""
+    strides, step = [0] * len(shape), 1
+    for dimension in reversed(order):
+        strides[dimension] = step
+        step *= max(shape[dimension], 1)
+    return tuple(strides)
 
 
 class Operator(Struct, frozen=True, array_like=True, gc=False):
@@ -197,7 +217,7 @@ class Sync(Struct, frozen=True, array_like=True, gc=False):
     """A host-device sync, or a read of data that may not have arrived yet.
 
     `row` names the row of the table in `syncs` that explains it. `operator` is the operator that waits, or -1
-    for a call such as `torch.cuda.synchronize()`, which has a `phase`, `place` and `caller` of its own.
+    for a call such as `torch.cuda.synchronize()`, which has its own `phase`, `place` and `caller`.
     `seconds` is the time the host was blocked, None without a device.
     """
 
@@ -372,7 +392,6 @@ def _index_errors(profile: Profile) -> Iterator[str]:
 
 
 def _storages(profile: Profile) -> Iterator[tuple[str, Iterable[int]]]:
-    """Yield the groups of fields that are indices of storages."""
     for i, op in enumerate(profile.operators):
         for uses in (op.inputs, op.outputs):
             yield f"operators[{i}] tensor.storage", (use.storage for use in uses)

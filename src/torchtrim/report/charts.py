@@ -207,11 +207,9 @@ class _TradeScale(NamedTuple):
     most: float
 
     def across(self, point: FrontierPoint) -> float:
-        """Return the horizontal position, 0 to 1 from the left."""
         return point.peak_bytes / self.bytes
 
     def up(self, seconds: float) -> float:
-        """Return the vertical position, 0 to 1 from the bottom."""
         return (seconds - self.least) / (self.most - self.least)
 
 
@@ -255,7 +253,6 @@ def _line(scale: _TradeScale, plans: Sequence[FrontierPoint]) -> Markup:
 
 
 def _time_grid(scale: _TradeScale) -> Iterator[Markup]:
-    """Draw grid lines at round percentages above the fastest step."""
     whole = scale.most / scale.least - 1
     share = next((s for s in _SHARES if whole <= _MOST_TIMES * s), _SHARES[-1])
     for number in range(int(whole / share) + 1):

@@ -17,7 +17,6 @@ def render(report: Report | Comparison) -> bytes:
 
 
 def _encodable(value: Any) -> Any:
-    """Replace lone surrogates by `?`: file names may contain them, UTF-8 may not."""
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, dict):

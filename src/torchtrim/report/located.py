@@ -112,7 +112,6 @@ def _is_absolute(path: str) -> bool:
 
 
 def _named(path: str, line: int) -> str:
-    """Return `path:line`, with only the file name of an absolute path."""
     text = clean(path)
     short = text.rpartition("/")[2] if _is_absolute(path) else text
     return f"{short}:{line}" if short and line else short

@@ -59,12 +59,10 @@ class _Page:
 
     @property
     def narrow(self) -> bool:
-        """True if labels go above their text."""
         return self.width < _NARROW
 
     @property
     def indent(self) -> int:
-        """The cells before lines of paths and commands."""
         return 6 if self.narrow else _LABEL
 
     def say(self, text: str) -> str:
@@ -72,7 +70,6 @@ class _Page:
         return clean(text, self.encoding)
 
     def place(self, path: str, line: int) -> str:
-        """Return a short `path:line`."""
         return self.say(facts.place(path, line, facts.home(self.report)))
 
 

@@ -197,7 +197,6 @@ def is_own(source: SourceFile, node: ast.expr) -> bool:
 
 
 def _is_declared(function: ast.AST, name: str) -> bool:
-    """Return True if the function declares a name global or nonlocal."""
     return any(
         isinstance(one, ast.Global | ast.Nonlocal) and name in one.names
         for one in ast.walk(function)
@@ -254,7 +253,6 @@ def named_values(source: SourceFile, node: ast.expr) -> dict[str, ast.Assign]:
 
 
 def _selects(source: SourceFile, value: ast.expr, named: dict[str, ast.Assign]) -> bool:
-    """Return True if the value contains a selection, directly or through a name in it."""
     others = (named[name].value for name in names_in(value) & named.keys())
     return any(selection(part, source) is not None for part in ast.walk(value)) or any(
         other is not value and _selects(source, other, named) for other in others

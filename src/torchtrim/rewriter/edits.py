@@ -58,7 +58,6 @@ def patch(source: SourceFile, rewrites: Sequence[Rewrite]) -> Patched:
 
 
 def _parse(source: SourceFile, new: str, edits: Sequence[TextEdit]) -> None:
-    """Parse the new text of the edited statements of the module, or of one of its classes."""
     if not edits:
         return
     first, last = edits[0].start, max(edit.end for edit in edits)

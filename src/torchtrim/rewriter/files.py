@@ -218,7 +218,6 @@ def _carry_out(write: SourceWrite, project: Path) -> None:
 
 
 def _staged(write: SourceWrite, project: Path) -> list[tuple[Path, Path]]:
-    """Return the new files, each next to the one it replaces, with hard links preserved."""
     first: dict[tuple[int, int], Path] = {}
     staged = []
     for file in write.files:
@@ -282,7 +281,6 @@ def _store(write: SourceWrite, path: Path) -> None:
 
 
 def _held(path: Path) -> bytes | None:
-    """Return the bytes of a file, or None if it cannot be read."""
     try:
         return read_bounded(path, _MOST_BYTES)
     except UnreadableInput:

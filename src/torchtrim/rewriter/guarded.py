@@ -53,7 +53,6 @@ def _rank(seen: ObservedValue) -> int:
 
 
 def _common(facts: Facts, part: str, what: str, get: Callable[[ObservedValue], T]) -> T | None:
-    """Return the property that a part had in all runs that computed it, or None if none did."""
     shown = {get(getattr(values, part)) for values in facts.executions if values.has(part)}
     if len(shown) > 1:
         raise FixRefused(f"{what} differs between observed runs")
@@ -135,7 +134,6 @@ def _edits_in(edits: Iterable[TextEdit], start: int, end: int) -> list[TextEdit]
 
 
 def _block_of(source: SourceFile, node: ast.AST) -> tuple[int, int]:
-    """Return the first and last offset of the block that contains the node's statement."""
     block = source.block(source.statement(node))
     return source.line_start(block[0].lineno), source.end(block[-1])
 
@@ -199,7 +197,6 @@ def of_same_rank(source: SourceFile, node: ast.expr) -> str:
 
 
 def _inside(source: SourceFile, node: ast.expr) -> ast.expr | None:
-    """Return the operand that determines an expression's rank, or None."""
     if isinstance(node, ast.UnaryOp):
         return node.operand
     if isinstance(node, ast.Compare) and all(isinstance(c, ast.Constant) for c in node.comparators):
@@ -243,7 +240,6 @@ def _made_of(match: Match, parts: Iterable[str]) -> Iterator[ast.expr]:
 
 
 def _assigned_later(match: Match, name: ast.expr) -> ast.expr | None:
-    """Return the single value assigned to a name in the match's statement or after it."""
     source, function = match.source, match.source.function(match.node)
     if not isinstance(name, ast.Name) or not isinstance(function, Function):
         return None
@@ -302,7 +298,6 @@ def names_tested(
 
 
 def _kind_of(facts: Facts, part: str, text: str) -> tuple[int, str] | None:
-    """Return the rank and type a name had in all runs, or None if it was not a tensor or not observed."""
     rank = _common(facts, part, f"the rank of `{text}`", _rank)
     if rank is None:
         facts.leave_open(f"the type of `{text}`")
@@ -355,7 +350,6 @@ def _kinds(names: Mapping[str, ObservedValue], torch: str) -> str:
 
 
 def _equal(values: Mapping[str, str]) -> str:
-    """Return one comparison of all expressions with their values."""
     if len(values) == 1:
         return " == ".join(*values.items())
     return f"({', '.join(values)}) == ({', '.join(values.values())})"

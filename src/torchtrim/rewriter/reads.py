@@ -171,7 +171,6 @@ def on_device(
 
 
 def _casts(facts: Facts, part: str, cast: str) -> str:
-    """Return the conversion of a tensor: nothing if it has the type already and needs no gradient."""
     graded = "" if facts.holds(lambda v: is_integral(getattr(v, part))) else ".detach()"
     kept = cast == ".long()" and facts.holds(lambda v: getattr(v, part).dtype == "int64")
     return graded + ("" if kept else cast)

@@ -139,7 +139,6 @@ def _no_tensor(condition: ast.expr, *, alone: bool) -> str:
 
 
 def _read_by(call: ast.Call) -> str | None:
-    """Return the argument that a call such as `float(x)` or `x.item()` reads on the host."""
     if function_of(call) in ("float", "int", "bool") and call.args:
         return ast.unparse(call.args[0])
     if isinstance(call.func, ast.Attribute) and call.func.attr in ("item", "tolist"):

@@ -69,7 +69,6 @@ def check(profile: Profile) -> Iterator[Finding]:
 
 
 def _loss(profile: Profile) -> int:
-    """Return the operator whose gradient backward computes first."""
     of = (op.forward for op in profile.operators if op.phase == "backward" and op.forward >= 0)
     return next(of, -1)
 

@@ -79,7 +79,6 @@ def _found(profile: Profile, storages: Sequence[int], what: str, advice: str) ->
 
 
 def _user(profile: Profile, storages: frozenset[int]) -> int:
-    """Return the first operator that writes or reads the storages."""
     for index, op in enumerate(profile.operators):
         if storages.intersection((*op.mutates, *(use.storage for use in op.inputs))):
             return index

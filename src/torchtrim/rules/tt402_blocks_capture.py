@@ -137,7 +137,6 @@ class _Obstacles:
         self._on_device = [not storage.device.startswith("cpu") for storage in profile.storages]
 
     def of(self, number: int, op: Operator) -> Obstacle | None:
-        """Return the obstacle, or None for an operator that can be captured."""
         if op.name.startswith(_COLLECTIVES):
             return _COLLECTIVE
         written = {*op.mutates, *(use.storage for use in op.outputs)}

@@ -82,7 +82,6 @@ def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
 
 
 def _held_more(largest: Profile, other: Profile) -> Holder | None:
-    """Return the holder with the largest excess over the other rank."""
     known = {_key(holder): holder.bytes for holder in holders(other, most=_MANY)}
     excess, _, holder = max(
         (

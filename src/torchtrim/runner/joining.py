@@ -70,7 +70,6 @@ class Joining:
         return original(backend, **options)
 
     def _store(self) -> Any:
-        """Return a connection to the parent's store, with separate keys for each group of all ranks."""
         host, port = os.environ["MASTER_ADDR"], int(os.environ["TORCHTRIM_PORT"])
         distributed: Any = torch.distributed
         store = distributed.TCPStore(host, port, is_master=False, timeout=_WAIT)

@@ -387,7 +387,6 @@ class _SharedMapping(NamedTuple):
 
 
 def _shared_maps() -> Iterator[_SharedMapping]:
-    """Yield shared mappings: batches of a loader's workers, semaphores, arrays in files."""
     with Path("/proc/self/maps").open() as file:
         for line in file:
             span, rights, offset, _, _, *name = line.split(maxsplit=5)

@@ -19,9 +19,9 @@ from torchtrim.capture.modules import Modules
 from torchtrim.capture.optimizers import names_of
 from torchtrim.capture.watch import Listener, Watcher
 from torchtrim.errors import ApplyFailed, TorchtrimError, UsageError
-from torchtrim.executor.apply import Applied, apply_plan, fingerprint_of, sha256_of
+from torchtrim.executor.apply import apply_plan, fingerprint_of, sha256_of
 from torchtrim.executor.places import root_of
-from torchtrim.executor.registry import check_known
+from torchtrim.executor.registry import Handles, check_known
 from torchtrim.records.plan import Plan
 from torchtrim.runner import worker
 from torchtrim.runner.joining import Spawning
@@ -33,14 +33,14 @@ from torchtrim.runner.trials import Workload
 from torchtrim.runner.worker import run_target
 
 _EAGER = (
-    "torchtrim: the script uses torch.compile; its compiled functions run eagerly, since the plan was made "
-    "and certified so. Without --plan they run compiled."
+    "torchtrim: the script uses torch.compile; its compiled functions run eagerly, since the "
+    "plan was made and certified that way. Without --plan they run compiled."
 )
 _OURS = (__file__, worker.__file__, runpy.__file__)
 
 
 class EndOfScript(BaseException):
-    """End of a script that must not go on, with the error; no `except Exception` catches it."""
+    """Ends a script that must not continue, with the error; no `except Exception` catches it."""
 
     def __init__(self, error: TorchtrimError) -> None:
         super().__init__(str(error))
@@ -56,7 +56,7 @@ class Applier(Listener):
         self._plan = plan
         self._stays = stays
         self._waits_for = {root_of(where) for one in plan.techniques for where in one.where}
-        self._applied: list[Applied] = []
+        self._applied: list[Handles] = []
 
     def root_appears(self, root: nn.Module) -> None:
         name = self.modules.add_root(root)
@@ -104,7 +104,7 @@ class Applier(Listener):
             print(f"torchtrim: {end.error}", file=sys.stderr, flush=True)
 
     def check_settled(self) -> None:
-        """Raise `EndOfScript` if the plan has updated parameters whose `step` has not come."""
+        """Raise `EndOfScript` if the plan has updated parameters whose `step` has not been called."""
         try:
             for applied in self._applied:
                 applied.check_settled()
@@ -177,7 +177,7 @@ def _as_python(
     ended: Callable[[BaseException | None], None] = lambda _: None,
     passed: tuple[type[BaseException], ...] = (),
 ) -> None:
-    """Run the script, and exit as `python` does on an exception. `passed`: exceptions of torchtrim's."""
+    """Run the script, and exit as `python` does on an exception. `passed`: torchtrim's own exceptions."""
     try:
         try:
             run_target(script.command)
@@ -193,7 +193,6 @@ def _as_python(
 
 
 def _show(error: BaseException) -> None:
-    """Show an exception as `python` would: by the script's own hook, without the frames that run it."""
     trace = error.__traceback__
     while trace is not None and (
         (path := trace.tb_frame.f_code.co_filename) in _OURS or path.startswith("<frozen runpy")
@@ -208,8 +207,8 @@ def _show(error: BaseException) -> None:
 def checked_saves(check: Callable[[], None]) -> Iterator[None]:
     """Call `check` before each `state_dict` of a module and each `torch.save`; it raises to stop them.
 
-    A planned backward may update parameters before `step`. If Ctrl-C or an exception comes in between, and a
-    handler of the program's saves the weights, they differ from the original's.
+    A planned backward may update parameters before `step`. If Ctrl-C or an exception comes in between, and
+    one of the program's handlers saves the weights, they differ from the original's.
     """
     with contextlib.ExitStack() as undo:
         for owner, name in ((nn.Module, "state_dict"), (torch, "save")):
@@ -218,7 +217,7 @@ def checked_saves(check: Callable[[], None]) -> Iterator[None]:
 
 
 def _checking(owner: Any, name: str, check: Callable[[], None]) -> Callable[[], None]:
-    """Wrap a function with the check; return the undo, which keeps a later wrapper of another's."""
+    """Wrap a function with the check; return a function that undoes this but keeps wrappers added later."""
     original = getattr(owner, name)
 
     @functools.wraps(original)

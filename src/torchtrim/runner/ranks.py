@@ -160,7 +160,6 @@ def _new_store() -> Any:
 
 
 def _rank_environment(number: int, world: int, port: int) -> dict[str, str]:
-    """Return the variables of a rank, as torchrun would set them."""
     return {
         **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(number)),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(world)),
@@ -339,7 +338,6 @@ def launch(arguments: Sequence[str], processes: int) -> int:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Terminate processes; after a grace period, kill their groups."""
     running = [process for process in processes if process.poll() is None]
     for process in running:
         process.terminate()

@@ -244,7 +244,6 @@ def _fill(module: nn.Module) -> None:
 
 
 def _versions(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the versions of a tensor and its shard: a write counts at either."""
     return tensor._version, _own_part(tensor)._version
 
 

@@ -211,7 +211,6 @@ class _StageRunner:
             )
 
     def run(self) -> None:
-        """Run the script until its steps are done, it ends or it fails; leave the outcome."""
         torch.set_num_threads(self.task.threads)
         seed_all()
         if self.task.double:

@@ -93,7 +93,6 @@ class _StreamRunner:
         )
 
     def run(self) -> None:
-        """Run the script until its frames are done, it ends or it fails; leave the outcome."""
         seed_all()
         off = self._task.bounds == "off"
         with unbounded() if off else contextlib.nullcontext(), self._growing:

@@ -196,7 +196,6 @@ def _run_live(workload: Model, request: Request, folder: Path, progress: Progres
 
 @contextlib.contextmanager
 def _finished_first(session: Session) -> Iterator[None]:
-    """After an error, undo the session's patches before the patches under which it began."""
     try:
         yield
     except BaseException:
@@ -215,7 +214,6 @@ def _time_more(workload: Model, session: Session) -> None:
 
 
 def _is_planned(request: Request, error: Exception) -> bool:
-    """Return True for a failure with a plan applied, unless the plan was refused as a whole."""
     changes = request.plan is not None and bool(request.plan.techniques)
     refused = isinstance(error, ApplyFailed) and not place_of(error)
     return changes and not request.double and not refused
@@ -235,7 +233,6 @@ _NOT_THE_SAME = (
 
 
 def _upcast_states(optimizers: Iterable[torch.optim.Optimizer], dtype: torch.dtype) -> None:
-    """Upcast optimizer states; the snapshot restores them."""
     for optimizer in optimizers:
         for state in optimizer.state.values():
             for key, value in state.items():

@@ -50,7 +50,6 @@ class _Warm:
         os.close(lifeline)
 
     def fork(self, entry: str, folder: Path, output: Path, environment: dict[str, str]) -> Forked:
-        """Have it fork a run. Raises `OSError` if the worker has died."""
         from torchtrim.runner.warm_worker import RunOrder, send_order
 
         output.touch()

@@ -129,7 +129,6 @@ class _Runner:
         (self._folder / STATUS).write_text(text)
 
     def _count_processes(self) -> None:
-        """Count the processes that the script starts, without workers of loaders and pools."""
         original: Any = BaseProcess.start
 
         @functools.wraps(original)

@@ -151,7 +151,6 @@ def _returns(source: SourceFile, node: ast.If) -> Branch | None:
 
 
 def _returned(body: list[ast.stmt]) -> tuple[Assigns, ast.expr, ast.Return] | None:
-    """Return a body's assignments, the value and the return that ends it; None for any other body."""
     before: list[ast.Assign] = []
     for one in body:
         if isinstance(one, ast.Return):

@@ -172,7 +172,6 @@ def operands_of(call: ast.Call, source: SourceFile) -> tuple[str, list[ast.expr]
 
 
 def _last(call: ast.Call, source: SourceFile) -> str:
-    """Return the name of the torch function or method that is called, or `""`."""
     dotted = source.dotted(call.func)
     if dotted is not None:
         return dotted.rpartition(".")[2] if dotted.startswith("torch.") else ""

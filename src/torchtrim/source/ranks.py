@@ -56,7 +56,6 @@ class _ShapeOrigins:
         self._open: set[str] = set()
 
     def written(self, node: ast.expr) -> set[str]:
-        """Return the source text of the expression and its operands."""
         return {ast.unparse(node)}.union(*map(self.written, self._operands(node) or ()))
 
     def is_of_truths(self, node: ast.expr) -> bool:
@@ -125,7 +124,6 @@ class _ShapeOrigins:
         return False
 
     def _operands(self, node: ast.expr) -> list[ast.expr] | None:
-        """Return the operands that an elementwise operation broadcasts, or None for any other node."""
         if isinstance(node, ast.BinOp) and not isinstance(node.op, ast.MatMult):
             return [node.left, node.right]
         if isinstance(node, ast.UnaryOp) and not isinstance(node.op, ast.Not):

@@ -141,7 +141,6 @@ def _upload(source: SourceFile, node: ast.Call) -> Upload | None:
 
 
 def _moved(made: ast.Call, move: ast.Call, between: tuple[ast.Call, ...]) -> Upload | None:
-    """Return the upload that ends in a move, or None if the move does something else too."""
     words = keywords_of(move)
     words.pop("non_blocking", None)
     targets = [*move.args, *([words.pop("device")] if "device" in words else [])]

@@ -218,5 +218,4 @@ class Simulation:
 
     @staticmethod
     def _numbers(edit: Edit) -> Iterable[int]:
-        """Return the tensors whose end an edit may move."""
         return dict.fromkeys((*(d.tensor for d in edit.drops), *(n.tensor for n in edit.needs)))

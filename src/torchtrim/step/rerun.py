@@ -11,10 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from torchtrim.records.operator_names import base_name
+from torchtrim.records.profile import STATE
 from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, joined
 from torchtrim.step.step import DEVICE, Hold, Span, Step
-
-_STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathered"))
 
 
 def rerun(
@@ -96,13 +95,12 @@ def _inputs(step: Step, span: Span) -> list[int]:
         number
         for number in dict.fromkeys((*reads, *step.given.get(span, ())))
         if step.tensors[number].birth < span.first
-        and step.tensors[number].kind not in _STATE
+        and step.tensors[number].kind not in STATE
         and step.tensors[number].pool == DEVICE
     ]
 
 
 def _kept_bytes(step: Step, span: Iterable[int]) -> int:
-    """Return the bytes kept for the rerun: the generator's state and the buffers that the span reads."""
     read = {number for i in span for number in step.tasks[i].reads}
     buffers = sum(step.tensors[n].bytes for n in read if step.tensors[n].kind == "buffer")
     return step.overhead.random_state + buffers

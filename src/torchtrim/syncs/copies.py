@@ -24,7 +24,6 @@ _INTO = ("aten::copy_", "aten::copy", "aten::_foreach_copy_")
 
 
 def _pairs(ask: Ask) -> Iterator[tuple[Any, Any]]:
-    """Yield the target and source of each copy."""
     target, source = ask.args["self"], ask.args["src"]
     if isinstance(target, (list, tuple)):
         yield from zip(target, source, strict=True)
@@ -44,7 +43,6 @@ def _waits_for(ask: Ask, host: Any) -> bool:
 
 
 def _parts(tensor: Any) -> int:
-    """Return the number of dense tensors in it, each copied separately."""
     return _PARTS.get(str(getattr(tensor, "layout", "")), 1)
 
 
@@ -69,7 +67,6 @@ def _arrives(ask: Ask) -> bool:
 
 
 def _stays_pinned(ask: Ask) -> bool:
-    """Return True if `_to_copy` can copy straight from pinned memory."""
     source, dtype = ask.args["self"], ask.args.get("dtype")
     same = dtype is None or str(dtype) == str(source.dtype)
     return ask.is_pinned(source) and (source.is_contiguous() or (same and is_dense(source)))

@@ -110,7 +110,6 @@ def _roots(step: Step) -> dict[str, tuple[Span, ...]]:
 
 
 def _computes_in_float32(step: Step, span: Span) -> bool:
-    """Return True if a span creates float32 tensors, and none in half precision, a sign of autocast."""
     uses = [use for i in range(*span) for use in step.operators[i].outputs]
     if any(use.dtype in _HALVES for use in uses):
         return False

@@ -174,16 +174,17 @@ class Estimate:
 
         def peak_of(length: int) -> int | None:
             self._progress(f"{what} of {length}")
-            known[length] = None
             try:
                 other = at(length)
                 profile = self._run(other).profile
             except (RuntimeError, ValueError, IndexError, ScriptFailed) as error:
                 refused[length] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                known[length] = None  # not before: an interrupted run says nothing
                 return None
             assert profile is not None
             if in_script and not has_samples(profile, length):
                 refused[length] = "no second step of the script has that many samples"
+                known[length] = None
             else:
                 known[length] = _held(profile) - self.given_bytes(profile, other)
             return known[length]

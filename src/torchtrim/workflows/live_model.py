@@ -16,9 +16,10 @@ from torchtrim.capture.recording import tensors_in
 from torchtrim.capture.workload import Inference, TrainStep
 from torchtrim.core.units import format_bytes
 from torchtrim.errors import Unsupported, UsageError
-from torchtrim.executor.apply import Applied, apply_plan, fingerprint_of
+from torchtrim.executor.apply import apply_plan, fingerprint_of
 from torchtrim.executor.network.parts import PlannedProgram, graph_record
 from torchtrim.executor.network.planned import Planned
+from torchtrim.executor.registry import Handles
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.plans import CallOptions, plan_of_calls
 from torchtrim.records.budget import Budget, MemoryLimit, memory_limit
@@ -38,7 +39,7 @@ from torchtrim.workflows.optimize.fitting import Fit, Fitting, check_equal
 class Fitted:
     """Live model fitted into a budget; as a context manager, it reverts at the end."""
 
-    def __init__(self, fit: Fit, applied: Applied) -> None:
+    def __init__(self, fit: Fit, applied: Handles) -> None:
         self.original: Figures | None = figures_of(fit.original)
         self.planned = figures_of(fit.planned) if fit.planned else None
         self.plan = fit.plan
@@ -109,7 +110,7 @@ class Optimized(NamedTuple):
     before: MemoryTable
     after: MemoryTable
     program: PlannedProgram | None
-    applied: Applied
+    applied: Handles
     fit: Fit | None
     notes: tuple[str, ...]
     seconds: tuple[float, float] | None = None
@@ -334,7 +335,7 @@ def _planned_dry(
         plan = planner.floor_plan(Budget(whole, bias=bias))
     else:
         plan = planner.plan(limit.budget(whole).biased(bias))
-    applied: Applied = apply_plan(plan, _roots(step.model))
+    applied: Handles = apply_plan(plan, _roots(step.model))
     try:
         after = _table_of_step(Estimate(step, progress=progress).profile)
     except BaseException:

@@ -70,8 +70,8 @@ def replayed(graph: Graph, layout: Layout) -> int:
             holds.update(dict.fromkeys(cells(graph, layout, buffer), buffer))
         apart = {
             layout.homes[b]
-            for b in range(len(graph.sizes))
-            if lives.birth[b] <= position < lives.death[b] and lives.birth[b] >= 0
+            for b, (birth, death) in enumerate(lives)
+            if 0 <= birth <= position < death
         } - layout.offsets.keys()
         most = max(most, layout.height + sum(graph.sizes[home] for home in apart))
     for buffer in graph.results:

@@ -309,7 +309,6 @@ def _assignments(node: Any) -> AssignedParts:
 
 
 def _names(target: ast.expr, *, whole: bool) -> Iterator[tuple[str, int | None]]:
-    """Yield the names in a target, each with the part of the value it gets."""
     elements = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
     is_known = whole and not any(isinstance(one, ast.Starred) for one in elements)
     places = {id(one): index for index, one in enumerate(elements)} if is_known else {}
@@ -331,7 +330,6 @@ def _targets(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr, bool]]:
 
 
 def _bare_names(node: ast.AST) -> Iterator[str]:
-    """Yield the names that a node binds to a new object: functions, parameters, imports, errors."""
     if isinstance(node, _FUNCTIONS):
         yield from _parameters(node)
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

@@ -195,7 +195,6 @@ class SideEffects:
             self.references.append((names, name, names.get(name, UNKNOWN)))
 
     def _note_generators(self, value: Any) -> None:
-        """Record a random generator, or those in a small container."""
         small = isinstance(value, (list, tuple, dict)) and len(value) <= _SMALL
         inner = value.values() if isinstance(value, dict) else value
         for one in inner if small else (value,):

@@ -115,7 +115,6 @@ class _Paths:
         return Follows(False, "no `step` comes after it")
 
     def _rest_of(self, frame: types.FrameType) -> Way:
-        """Return the path from a frame's current statement to the end of its function."""
         node = node_of(frame.f_code)
         scope = None if node is None else Scope(node, frame.f_globals, now=variables_of(frame))
         positions = itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
@@ -300,7 +299,6 @@ class _Paths:
         return (one == other) == equal if equal or isinstance(operator, ast.NotEq) else None
 
     def _setting(self, expression: ast.expr, scope: Scope) -> Any:
-        """Return the value of a constant, or of a name or attribute that no loop assigns."""
         if isinstance(expression, ast.Constant):
             return expression.value
         if not isinstance(expression, (ast.Name, ast.Attribute)):
@@ -348,7 +346,6 @@ Trail = list[tuple[list[ast.stmt], int, ast.AST]]
 
 
 def _trail(node: ast.AST, place: tuple[int, int]) -> Trail:
-    """Return the statements around a position, outermost first, as body, index and the body's owner."""
     for body in _bodies(node):
         for index, statement in enumerate(body):
             first = statement.lineno, statement.col_offset
@@ -367,7 +364,6 @@ def _bodies(node: ast.AST) -> Iterator[list[Any]]:
 
 
 def _certain(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a statement that always run."""
     yield node
     always: Iterable[ast.AST] = ast.iter_child_nodes(node)
     if isinstance(node, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
@@ -379,7 +375,6 @@ def _certain(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _used(node: ast.AST) -> Iterator[Any]:
-    """Yield the names, attributes and elements that a statement uses, without their owners."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.Attribute, ast.Name, ast.Subscript)):
             yield child

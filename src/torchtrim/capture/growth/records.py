@@ -87,7 +87,7 @@ def check_frames(growing: Growing) -> None:
         return
     called = ", ".join(f"{name} ({count})" for name, count in growing.clock.calls.most_common(6))
     raise UsageError(
-        f"{growing.frames} frames were seen, and growth shows in {LEAST_FRAMES} or more. A frame is "
+        f"{growing.frames} frames were seen, but detecting growth takes {LEAST_FRAMES}. A frame is "
         f"{growing.clock.what or 'a call of a module'}; called: {called or 'no module'}. Let the stream "
         "run longer, or define a frame with --frames-of: a module's class, or the name of a function."
     )

@@ -113,7 +113,6 @@ def command(
 def _packed(
     buffers: Sequence[Buffer], limit: int | None, alignment: int, seconds: float | None
 ) -> tuple[Packing, bool]:
-    """Return the packing, or the best so far and True after Ctrl-C."""
     from torchtrim.api import pack
 
     found: list[Packing] = []

@@ -7,7 +7,7 @@ import importlib.util
 import operator
 import random
 import warnings
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtrim.capture.modules import HOOKS, without_hooks
-from torchtrim.capture.snapshot import Snapshot
+from torchtrim.capture.snapshot import OF_TORCH, Snapshot
 from torchtrim.errors import TorchtrimError, Unsupported
 from torchtrim.executor.network.captured import Captured, From, NetworkValue, Op, Ref, Source
 
@@ -128,7 +128,6 @@ class Reader(fx.Interpreter):
         self._ops.append(Op(node.target, args, kwargs, inputs, outputs, single, path))
 
     def _number(self, tensor: Any, *, ours: bool) -> int:
-        """Return the number of a value, or -1 if it is not a tensor."""
         if not isinstance(tensor, torch.Tensor):
             return -1
         if any(not isinstance(n, int) for n in (*tensor.shape, *tensor.stride())):
@@ -176,7 +175,6 @@ class Reader(fx.Interpreter):
 _NUMPY = importlib.util.find_spec("numpy") is not None
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _FUSED = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
 
 
@@ -189,13 +187,15 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     _check(module, args, kwargs)
     before, drawn = _whole_state(module), _random_state()
     snapshot = Snapshot([module], (), values=False)
+    states: list[Hashable] = []
     try:
         with (
             warnings.catch_warnings(action="ignore"),
             _disable_current_modes(),
             torch.no_grad(),
             without_hooks(module),
-            _watching(module) as states,
+            # Each call adds the state at its end, before torch.export restores it.
+            module.register_forward_hook(lambda *_: states.append(_whole_state(module))),
         ):
             program = torch.export.export(module, args, dict(kwargs), strict=False)
             program = program.run_decompositions({})
@@ -206,7 +206,10 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     except TorchtrimError:
         raise
     except Exception as error:
-        raise Unsupported(f"torch.export cannot follow it: {_first_line(error)}") from error
+        line = next(filter(None, map(str.strip, str(error).splitlines())), "no message")
+        raise Unsupported(
+            f"torch.export cannot follow it: {type(error).__name__}: {line}"
+        ) from error
     finally:
         snapshot.restore()
     try:
@@ -251,42 +254,24 @@ def plain_state(module: nn.Module) -> Hashable:
 
 
 def _whole_state(module: nn.Module) -> Hashable:
-    """Like `plain_state`, with the sizes of lists, dicts and sets."""
     sizes = tuple(
         (name, len(value))
         for inner in module.modules()
         for name, value in vars(inner).items()
-        if name not in _OF_TORCH and isinstance(value, (list, dict, set))
+        if name not in OF_TORCH and isinstance(value, (list, dict, set))
     )
     return plain_state(module), sizes
-
-
-@contextlib.contextmanager
-def _watching(module: nn.Module) -> Iterator[list[Hashable]]:
-    """Collect the module's state at the end of each call, before torch.export restores it."""
-    states: list[Hashable] = []
-    handle = module.register_forward_hook(lambda *_: states.append(_whole_state(module)))
-    try:
-        yield states
-    finally:
-        handle.remove()
 
 
 def _attributes(module: nn.Module) -> Hashable:
     return tuple(
         (name, value)
         for name, value in vars(module).items()
-        if name not in _OF_TORCH
+        if name not in OF_TORCH
         and all(isinstance(x, PLAIN_TYPES) for x in (value if type(value) is tuple else (value,)))
     )
 
 
 def _random_state() -> Hashable:
-    """Return the states of Python's and numpy's generators. torch.export imports numpy anyway."""
     drawn: Any = importlib.import_module("numpy.random").get_state() if _NUMPY else None
     return random.getstate(), None if drawn is None else (bytes(drawn[1]), *drawn[2:])
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

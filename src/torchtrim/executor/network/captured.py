@@ -7,6 +7,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from torchtrim.records.profile import is_contiguous
+
 From = Literal["input", "parameter", "buffer", "constant"]
 
 
@@ -38,6 +40,11 @@ class NetworkValue(NamedTuple):
             return 0
         last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
         return (last + 1) * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True if the elements are contiguous in row-major order."""
+        return is_contiguous(self.shape, self.strides)
 
 
 class Source(NamedTuple):

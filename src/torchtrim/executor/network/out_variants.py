@@ -97,18 +97,8 @@ def _to_out(overload: OpOverload) -> Write:
 
 
 def _argument(op: Op, values: tuple[NetworkValue, ...], number: int) -> NetworkValue | None:
-    """Return an argument of the operator if it is a tensor."""
     argument = op.args[number] if number < len(op.args) else None
     return values[argument.value] if isinstance(argument, Ref) else None
-
-
-def _contiguous(value: NetworkValue) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(value.shape), reversed(value.strides), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _copy(op: Op, values: tuple[NetworkValue, ...], _most: int) -> OutVariant | None:
@@ -121,11 +111,6 @@ def _copy(op: Op, values: tuple[NetworkValue, ...], _most: int) -> OutVariant | 
     return OutVariant(write, over=True) if _argument(op, values, 0) is not None else None
 
 
-def _relu(args: tuple[Any, ...], _kwargs: dict[str, Any], place: Tensor) -> None:
-    """`relu` is `clamp_min` with zero, as in torch's source, which has an `out=`."""
-    aten.clamp_min.out(args[0], 0, out=place)
-
-
 def _linear(op: Op, values: tuple[NetworkValue, ...], _most: int) -> OutVariant | None:
     """Compute like torch: one product that includes the bias, or a product of rows and then the bias.
 
@@ -135,9 +120,9 @@ def _linear(op: Op, values: tuple[NetworkValue, ...], _most: int) -> OutVariant 
     x, weight, out = _argument(op, values, 0), _argument(op, values, 1), values[op.outputs[0]]
     if x is None or weight is None or len(x.shape) < 2 or len(weight.shape) != 2:
         return None
-    if not _contiguous(out) or not math.prod(out.shape) or not x.shape[-1]:
+    if not out.is_contiguous or not math.prod(out.shape) or not x.shape[-1]:
         return None
-    at_once = len(x.shape) == 2 or _contiguous(x)
+    at_once = len(x.shape) == 2 or x.is_contiguous
 
     def write(args: tuple[Any, ...], _kwargs: dict[str, Any], place: Tensor) -> None:
         given, turned = args[0], args[1].t()
@@ -180,7 +165,7 @@ def _norm(op: Op, values: tuple[NetworkValue, ...], _most: int) -> OutVariant | 
     x, mean = _argument(op, values, 0), _argument(op, values, 3)
     if x is None or mean is None or x.dtype != mean.dtype:
         return None
-    return OutVariant(write, over=x.device.type == "cpu" and _contiguous(x))
+    return OutVariant(write, over=x.device.type == "cpu" and x.is_contiguous)
 
 
 def _softmax(
@@ -200,7 +185,7 @@ def _pool(op: Op, values: tuple[NetworkValue, ...], most: int) -> OutVariant | N
     torch's own operator allocates indices of eight bytes per element and discards them.
     """
     x, out = _argument(op, values, 0), values[op.outputs[0]]
-    if x is None or len(x.shape) != 4 or not (_contiguous(x) and _contiguous(out)):
+    if x is None or len(x.shape) != 4 or not (x.is_contiguous and out.is_contiguous):
         return None
     one = math.prod(out.shape[2:]) * _INDEX_BYTES
     rows = out.shape[0] * out.shape[1]
@@ -258,7 +243,6 @@ def _scatter(view: Callable[..., Tensor]) -> OutVariant:
 
 
 def _pad(op: Op, values: tuple[NetworkValue, ...], _most: int) -> OutVariant | None:
-    """Constant padding: fill the result, then copy the inside."""
     names = ("mode", "value") if op.target is aten.pad.default else ("value",)
     options = dict(zip(names, op.args[2:], strict=False)) | op.kwargs
     x, sides = _argument(op, values, 0), op.args[1]
@@ -280,7 +264,10 @@ def _pad(op: Op, values: tuple[NetworkValue, ...], _most: int) -> OutVariant | N
 _SPECIAL: dict[OpOverload, _Way] = {
     **dict.fromkeys((aten.clone.default, aten._to_copy.default), _copy),
     **dict.fromkeys((aten.to.dtype, aten.contiguous.default), _copy),
-    aten.relu.default: lambda *_: OutVariant(_relu, over=True),
+    # In torch's source `relu` is `clamp_min` with zero, which has an `out=`.
+    aten.relu.default: lambda *_: OutVariant(
+        lambda args, _, place: aten.clamp_min.out(args[0], 0, out=place), over=True
+    ),
     aten.linear.default: _linear,
     aten._native_batch_norm_legit_no_training.default: _norm,
     aten.softmax.int: partial(_softmax, aten._softmax.out),

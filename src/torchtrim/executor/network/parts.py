@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,9 @@ from torchtrim.executor.network.captured import Captured, NetworkValue, Op, Ref,
 from torchtrim.executor.network.out_variants import samples_apart
 from torchtrim.executor.network.program import NetworkProgram, Switches, fresh, graph_of
 from torchtrim.memory.network import best_cut
-from torchtrim.memory.network.graph import home_lives, lives_of
+from torchtrim.memory.network.graph import home_lives
 from torchtrim.records.network_graph import GraphMemory, GraphOperator, NetworkGraph, Section
+from torchtrim.records.profile import strides_of
 
 aten = torch.ops.aten
 Dims = dict[int, int | None]
@@ -73,14 +75,9 @@ def keeps_apart(op: Op, values: tuple[NetworkValue, ...], along: Sequence[BatchD
         grows = any(v >= 0 and dims[v] is not None for v in op.outputs)
         return not grows or op.target._overloadpacket in _EVEN
     if torch.Tag.pointwise in op.target.tags:
-        return _aligned(op, values, dims)
+        # Broadcasting aligns samples that have the same dimension, counted from the last.
+        return len({d - len(values[v].shape) for v, d in dims.items() if d is not None}) == 1
     return _RULES.get(op.target._overloadpacket, _by_table)(op, values, dims)
-
-
-def _aligned(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
-    """Return True if broadcasting aligns samples: they have the same dimension, counted from the last."""
-    places = {dim - len(values[v].shape) for v, dim in dims.items() if dim is not None}
-    return len(places) == 1
 
 
 def _by_table(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
@@ -105,10 +102,6 @@ def _not_last(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
     """Return True for a product with a matrix if samples are rows."""
     first = op.args[0].value
     return _only_first(op, dims) and dims[first] != len(values[first].shape) - 1
-
-
-def _addmm(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
-    return [dims[argument.value] for argument in op.args[:3]] == [None, 0, None]
 
 
 def _matmul(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
@@ -144,25 +137,16 @@ def _elsewhere(position: int, name: str, default: Any = None) -> _Rule:
     return rule
 
 
-def _layer_norm(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
-    first, normed = op.args[0].value, len(op.args[1])
-    dim = dims[first]
-    return _only_first(op, dims) and dim is not None and dim < len(values[first].shape) - normed
-
-
-def _padded(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
+def _leading(each: int, op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
+    """Return True if samples precede the last dimensions: one for `each` numbers of the second argument."""
     first = op.args[0].value
-    dim, padded = dims[first], len(op.args[1]) // 2
-    return dim is not None and dim < len(values[first].shape) - padded
+    dim, end = dims[first], len(values[first].shape) - len(op.args[1]) // each
+    return _only_first(op, dims) and dim is not None and dim < end
 
 
-def _pooled(dimensions: int) -> _Rule:
-    """Return a check that the input is batched; in an unbatched one channels come first."""
-
-    def rule(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
-        return len(values[op.args[0].value].shape) == dimensions and _first(op, values, dims)
-
-    return rule
+def _pooled(op: Op, values: tuple[NetworkValue, ...], dims: Dims) -> bool:
+    """Return True for a batched input; in an unbatched one channels come first."""
+    return len(values[op.args[0].value].shape) == 4 and _first(op, values, dims)
 
 
 _EVEN = frozenset((aten.zeros, aten.ones, aten.full, aten.expand))
@@ -181,28 +165,20 @@ _RULES: dict[OpOverloadPacket, _Rule] = {
     **dict.fromkeys((*_SAME, *_MOVES), lambda *_: True),
     **dict.fromkeys(_VIEWS, _viewed),
     **{getattr(aten, name): _elsewhere(1, "dim") for name in (*_REDUCED, *_SOFTMAX)},
-    **{getattr(aten, name): _pooled(4) for name in (*_RESIZED, *_SHUFFLED, *_POOLED)},
+    **{getattr(aten, name): _pooled for name in (*_RESIZED, *_SHUFFLED, *_POOLED)},
     **dict.fromkeys((aten.select, aten.slice, aten.unbind, aten.cat), _elsewhere(1, "dim", 0)),
     **dict.fromkeys((aten.split, aten.split_with_sizes, aten.chunk), _elsewhere(2, "dim", 0)),
     **dict.fromkeys((aten.linear, aten.mm), _not_last),
     **dict.fromkeys((aten.matmul, aten.bmm), _matmul),
-    **dict.fromkeys((aten.pad, aten.constant_pad_nd), _padded),
-    aten.layer_norm: _layer_norm,
+    **dict.fromkeys((aten.pad, aten.constant_pad_nd), partial(_leading, 2)),
+    aten.layer_norm: partial(_leading, 1),
     aten._native_batch_norm_legit_no_training: _first,
-    aten.addmm: _addmm,
+    aten.addmm: lambda op, _, dims: [dims[one.value] for one in op.args[:3]] == [None, 0, None],
     aten.embedding: lambda op, values, dims: dims[op.args[0].value] is None,
 }
 
 
 Recapture = Callable[[Sequence[Any]], Captured]
-
-
-class CutValue(NamedTuple):
-    """A value that crosses the cut, and its batch dimension, or None."""
-
-    number: int
-    value: NetworkValue
-    along: BatchDim | None
 
 
 class PartsProgram:
@@ -238,15 +214,15 @@ class PartsProgram:
             )
         self.position, self.of = cut.position, len(order)
         first, rest = order[: cut.position], order[cut.position :]
-        self._carried = _carried(captured, first, rest, along)
-        results = tuple(Ref(one.number) for one in self._carried)
-        beginnings = {
-            size: network._replace(ops=tuple(network.ops[n] for n in first), results=results)
-            for size, network in few.items()
-        }
+        self._along, self._carried = along, _carried(captured, first, rest)
+        results = tuple(map(Ref, self._carried))
         self._first = {
-            size: NetworkProgram(network, switches, whole=self._batch / size)
-            for size, network in beginnings.items()
+            size: NetworkProgram(
+                network._replace(ops=tuple(network.ops[n] for n in first), results=results),
+                switches,
+                whole=self._batch / size,
+            )
+            for size, network in few.items()
         }
         self._rest = NetworkProgram(_ending(captured, rest, self._carried, len(inputs)), switches)
 
@@ -277,17 +253,17 @@ class PartsProgram:
 
     @property
     def _kept(self) -> int:
-        return sum(carried.value.bytes for carried in self._carried)
+        return sum(self.captured.values[v].bytes for v in self._carried)
 
     def run(self, inputs: Sequence[Any], tensors: Mapping[str, Tensor]) -> list[Any]:
         """Return the results, flat, like `NetworkProgram.run`."""
-        values = [carried.value for carried in self._carried]
+        values = [self.captured.values[v] for v in self._carried]
         whole = [fresh(value._replace(strides=_dense(value))) for value in values]
         at = 0
         for size in self.parts:
             results = self._first[size].run(self._part(inputs, at, size), tensors)
-            for place, result, carried in zip(whole, results, self._carried, strict=True):
-                if (along := carried.along) is not None:
+            for place, result, value in zip(whole, results, self._carried, strict=True):
+                if (along := self._along[value]) is not None:
                     place = place.narrow(along.dimension, at * along.each, size * along.each)
                 place.copy_(result)
             del results
@@ -317,7 +293,6 @@ def batch_of(inputs: Sequence[Any]) -> tuple[int, frozenset[int]]:
 
 
 def _sizes(batch: int, parts: int) -> tuple[int, ...]:
-    """Split the batch as evenly as possible, the smallest part last."""
     if batch < 2:
         raise Unsupported("a batch of one sample cannot be split")
     size = -(-batch // min(parts, batch))
@@ -329,37 +304,29 @@ def _last_apart(captured: Captured, order: Sequence[int], along: Sequence[BatchD
     """Return the number of operators with independent samples before the first without."""
     if captured.updates:
         return 0
-    for position, number in enumerate(order):
-        if not keeps_apart(captured.ops[number], captured.values, along):
-            return position
-    return len(order)
+    apart = (keeps_apart(captured.ops[number], captured.values, along) for number in order)
+    return next((position for position, keeps in enumerate(apart) if not keeps), len(order))
 
 
-def _carried(
-    captured: Captured, first: Sequence[int], rest: Sequence[int], along: Sequence[BatchDim | None]
-) -> tuple[CutValue, ...]:
-    """Return the values that the first operators create and the rest, or the caller, reads."""
+def _carried(captured: Captured, first: Sequence[int], rest: Sequence[int]) -> list[int]:
     made = {v for number in first for v in captured.ops[number].outputs if v >= 0}
     wanted = [v for number in rest for v in captured.ops[number].inputs]
     wanted += [r.value for r in captured.results if isinstance(r, Ref)]
-    return tuple(
-        CutValue(v, captured.values[v], along[v]) for v in dict.fromkeys(wanted) if v in made
-    )
+    return [v for v in dict.fromkeys(wanted) if v in made]
 
 
 def _ending(
-    network: Captured, rest: Sequence[int], carried: Sequence[CutValue], inputs: int
+    network: Captured, rest: Sequence[int], carried: Sequence[int], inputs: int
 ) -> Captured:
-    """Return the network of the rest, which takes the carried values as additional inputs."""
     values, memories = list(network.values), list(network.memories)
     sources = list(network.sources)
-    for position, one in enumerate(carried):
-        value = one.value
-        values[one.number] = value._replace(
+    for key, number in enumerate(carried, inputs):
+        value = values[number]
+        values[number] = value._replace(
             memory=len(memories), ours=False, offset=0, strides=_dense(value)
         )
         memories.append(value.bytes)
-        sources.append(Source("input", inputs + position, one.number))
+        sources.append(Source("input", key, number))
     return network._replace(
         ops=tuple(network.ops[number] for number in rest),
         values=tuple(values),
@@ -370,12 +337,8 @@ def _ending(
 
 def _dense(value: NetworkValue) -> tuple[int, ...]:
     """Return dense strides in the value's order of dimensions."""
-    order = sorted(range(len(value.shape)), key=lambda d: (value.strides[d], -d))
-    expected, strides = 1, [0] * len(value.shape)
-    for dimension in order:
-        strides[dimension] = expected
-        expected *= max(value.shape[dimension], 1)
-    return tuple(strides)
+    order = sorted(range(len(value.shape)), key=lambda d: (-value.strides[d], d))
+    return strides_of(value.shape, order)
 
 
 def graph_record(model: str, program: PlannedProgram) -> NetworkGraph:
@@ -392,7 +355,7 @@ def graph_record(model: str, program: PlannedProgram) -> NetworkGraph:
 
 def _section(program: NetworkProgram, title: str) -> Section:
     layout, graph = program.layout, program.graph
-    spans = home_lives(graph, lives_of(graph, layout.order), layout.homes)
+    spans = home_lives(graph, layout.order, layout.homes)
     numbers = {home: number for number, home in enumerate(spans)}
     places = {number: position for position, number in enumerate(layout.order)}
     memories = tuple(

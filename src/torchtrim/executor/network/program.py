@@ -167,7 +167,6 @@ def _nodes(
 def _overwritable(
     op: Op, values: tuple[NetworkValue, ...], buffers: dict[int, int]
 ) -> tuple[int, ...]:
-    """Return the buffers of arguments that have the result's geometry and no other alias."""
     out = values[op.outputs[0]]
     inputs = dict.fromkeys(values[v] for v in op.inputs)
     other = {one.memory for one in inputs if one._replace(memory=out.memory, ours=out.ours) != out}
@@ -176,7 +175,6 @@ def _overwritable(
 
 
 def _dead_values(captured: Captured, order: Sequence[int]) -> list[list[int]]:
-    """Return the values that no operator reads after each position."""
     last: dict[int, int] = {}
     for position, number in enumerate(order):
         op = captured.ops[number]

@@ -71,11 +71,6 @@ class Aside:
         for place in self._places:
             place.parameter.grad = None
 
-    @property
-    def bytes(self) -> int:
-        """Bytes freed."""
-        return sum(block.bytes for block in self._blocks)
-
     def revert(self) -> None:
         """Restore the gradients."""
         blocks: dict[int, torch.UntypedStorage] = {}
@@ -113,7 +108,6 @@ class Aside:
 
 
 def _memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the tensor's bytes, without a copy."""
     kind: Any = ctypes.c_ubyte * len(tensor)
     return memoryview(kind.from_address(tensor.data_ptr())).cast("B")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from operator import add
 from typing import NamedTuple
 
 from torchtrim.memory.packing.buffers import bytes_over_time
@@ -36,15 +35,11 @@ class Graph(NamedTuple):
     results: frozenset[int] = frozenset()
 
 
-class Lives(NamedTuple):
-    """Lifetimes: buffer `b` is live at positions `birth[b] <= i < death[b]`; (-1, 0) if it is never live."""
+def lives_of(graph: Graph, order: Sequence[int]) -> list[tuple[int, int]]:
+    """Return each buffer's birth and death: it is live at positions `birth <= i < death`.
 
-    birth: tuple[int, ...]
-    death: tuple[int, ...]
-
-
-def lives_of(graph: Graph, order: Sequence[int]) -> Lives:
-    """Return lifetimes from the operator that makes a buffer to its last reader. Results live to the end."""
+    It lives from the operator that makes it to its last reader, a result to the end. (-1, 0): never live.
+    """
     birth, death = [-1] * len(graph.sizes), [0] * len(graph.sizes)
     for position, number in enumerate(order):
         node = graph.nodes[number]
@@ -54,7 +49,7 @@ def lives_of(graph: Graph, order: Sequence[int]) -> Lives:
             death[buffer] = position + 1
     for buffer in graph.results:
         death[buffer] = len(order)
-    return Lives(tuple(birth), tuple(death))
+    return list(zip(birth, death, strict=True))
 
 
 def homes_of(graph: Graph, order: Sequence[int]) -> tuple[int, ...]:
@@ -70,36 +65,29 @@ def homes_of(graph: Graph, order: Sequence[int]) -> tuple[int, ...]:
             continue
         made = node.makes[0]
         for old in node.over:
-            ends = lives.death[old] == position + 1 and old not in graph.results
+            ends = lives[old][1] == position + 1 and old not in graph.results
             if ends and graph.sizes[old] == graph.sizes[made]:
                 homes[made] = homes[old]
                 break
     return tuple(homes)
 
 
-def bytes_alive(
-    graph: Graph, order: Sequence[int], homes: Sequence[int], *, written: bool = False
-) -> list[int]:
-    """Return the live bytes during each operator of the order, its workspace included.
-
-    `written`: operators write to preallocated outputs instead of allocating.
-    """
-    spans = home_lives(graph, lives_of(graph, order), homes).values()
+def bytes_alive(graph: Graph, order: Sequence[int], homes: Sequence[int]) -> list[int]:
+    """Return the live bytes during each operator of the order, its workspace included."""
+    spans = home_lives(graph, order, homes).values()
     alive = bytes_over_time(len(order), ((size, first, last) for first, last, size in spans))
-    nodes = (graph.nodes[number] for number in order)
-    own = (node.workspace if written and node.writes else node.own for node in nodes)
-    return list(map(add, alive, own))
+    return [level + graph.nodes[n].own for level, n in zip(alive, order, strict=True)]
 
 
-def home_lives(graph: Graph, lives: Lives, homes: Sequence[int]) -> dict[int, tuple[int, int, int]]:
+def home_lives(
+    graph: Graph, order: Sequence[int], homes: Sequence[int]
+) -> dict[int, tuple[int, int, int]]:
     """Return the first position, end position and bytes of each home."""
     spans: dict[int, tuple[int, int, int]] = {}
-    for buffer, home in enumerate(homes):
-        if lives.birth[buffer] < 0:
-            continue
-        first, last, _ = spans.get(home, (len(lives.birth) + lives.death[buffer], 0, 0))
-        first, last = min(first, lives.birth[buffer]), max(last, lives.death[buffer])
-        spans[home] = (first, last, graph.sizes[home])
+    for home, (birth, death) in zip(homes, lives_of(graph, order), strict=True):
+        if birth >= 0:
+            first, last, _ = spans.get(home, (birth, death, 0))
+            spans[home] = min(first, birth), max(last, death), graph.sizes[home]
     return spans
 
 
@@ -136,7 +124,7 @@ def _carried(graph: Graph, order: Sequence[int]) -> list[int]:
     past = len(order) + 1
     lives = (
         (graph.sizes[buffer], birth + 1, past if buffer in graph.results else death)
-        for buffer, (birth, death) in enumerate(zip(*lives_of(graph, order), strict=True))
+        for buffer, (birth, death) in enumerate(lives_of(graph, order))
         if birth >= 0
     )
     return bytes_over_time(past, lives)
@@ -144,9 +132,8 @@ def _carried(graph: Graph, order: Sequence[int]) -> list[int]:
 
 def _rest(graph: Graph, order: Sequence[int]) -> list[int]:
     """Return, for each cut, the peak of buffers born after it."""
-    lives = lives_of(graph, order)
     born: list[list[tuple[int, int]]] = [[] for _ in order]
-    for first, last, size in home_lives(graph, lives, homes_of(graph, order)).values():
+    for first, last, size in home_lives(graph, order, homes_of(graph, order)).values():
         born[first].append((last, size))
     alive, rest, most = [0] * len(order), [0] * (len(order) + 1), 0
     for at in reversed(range(len(order))):

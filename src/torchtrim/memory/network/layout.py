@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from torchtrim.memory.network.graph import Graph, bytes_alive, home_lives, homes_of, lives_of
+from torchtrim.memory.network.graph import Graph, bytes_alive, home_lives, homes_of
 from torchtrim.memory.packing import Buffer, pack
 from torchtrim.memory.packing.buffers import bytes_over_time
 
@@ -83,7 +83,6 @@ class _Beam:
             yield _BeamState(peak, state.live + stays, done, ready, number, state)
 
     def _change(self, number: int, done: int) -> tuple[int, int]:
-        """Return how far memory rises during the operator, and how much of that remains after it."""
         node, sizes = self._graph.nodes[number], self._graph.sizes
         dying = [b for b in set(node.reads) if self._ends(b, done)]
         made = sum(sizes[b] for b in node.makes)
@@ -184,7 +183,7 @@ def _writable(graph: Graph, homes: Sequence[int]) -> frozenset[int]:
 def _layout(
     graph: Graph, order: tuple[int, ...], homes: tuple[int, ...], inside: frozenset[int]
 ) -> Layout:
-    spans = home_lives(graph, lives_of(graph, order), homes)
+    spans = home_lives(graph, order, homes)
     packing = pack(
         [Buffer(home, *spans[home]) for home in sorted(inside)], alignment=ALIGNMENT, seconds=0
     )

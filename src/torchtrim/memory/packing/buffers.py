@@ -218,7 +218,6 @@ def _bound(lower: list[int], upper: list[int], load: list[int], padding: list[in
 
 
 def _most_within(values: list[int], lower: list[int], upper: list[int]) -> list[int]:
-    """Return the largest value in each range, with a sparse table."""
     tables = [values]
     while 2 ** len(tables) <= len(values):
         last, half = tables[-1], 2 ** (len(tables) - 1)

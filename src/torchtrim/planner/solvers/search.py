@@ -254,7 +254,6 @@ class _Search:
         return dict.fromkeys((*most, *dense, *running, *inner))
 
     def _quicken(self, chosen: Chosen, budget: int) -> None:
-        """Remove or exchange options, the slowest first, while the peak allows it."""
         have, better = frozenset(chosen), True
         while better and self._left > 0:
             better = False

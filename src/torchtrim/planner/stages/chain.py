@@ -189,7 +189,6 @@ class ChainReader:
         return operators
 
     def _seconds(self, index: int, share: float) -> float:
-        """Return the time of an operator on a part of the batch, which small operators do not reduce."""
         seconds = self._times[index]
         return self._scale * max(seconds * share, min(seconds, self._shortest_seconds))
 
@@ -245,7 +244,6 @@ class _Curves:
         self._lives, self._gradients = sorted(lives, key=_BIRTH), sorted(gradients, key=_BIRTH)
 
     def of(self, forward: Sequence[int], backward: Sequence[int]) -> tuple[int, int, int, int]:
-        """Return the bytes held after forward, and the peaks in forward, backward and the first backward."""
         if not forward:
             return 0, 0, 0, 0
         first, end = forward[0], forward[-1] + 1
@@ -262,7 +260,6 @@ class _Curves:
         return held, rise, max(back, held), max(stays, held)
 
     def split(self, inputs: Sequence[int], waiting: Collection[int]) -> int:
-        """Return the rise in backward to the inputs, if the storages in `waiting` are kept."""
         if not inputs:
             return 0
         low, high = min(inputs), max(inputs) + 1

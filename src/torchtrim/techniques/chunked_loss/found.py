@@ -140,7 +140,6 @@ class _HeadFinder:
         )
 
     def _is_weight(self, use: TensorUse) -> bool:
-        """Return True for a parameter, or autocast's copy of one."""
         storage = self._profile.storages[use.storage]
         if storage.kind == "parameter" or storage.birth < 0:
             return storage.kind == "parameter"

@@ -255,7 +255,6 @@ def _class_loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Compute `nll_loss` if `log`, else `cross_entropy`."""
     known = isinstance(input, Logits) and input.log_probabilities is log
     dated = size_average is not None or reduce is not None
     if not known or dated or (log and label_smoothing):
@@ -322,7 +321,6 @@ def _loss(
 
 
 def _operands(head: Head) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return hidden rows, weight and bias in the dtype the head ran in."""
     moved = head.moved
     hidden = moved.hidden.movedim(moved.dim, -1).reshape(-1, moved.width)
     weight, bias = moved.weight, head.bias

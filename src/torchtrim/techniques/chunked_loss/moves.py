@@ -134,7 +134,6 @@ def _is_plain(part: Any) -> bool:
 
 
 def _is_list(part: Any) -> bool:
-    """Return True for one dimension's indices. Masks are excluded: their number of rows is unknown."""
     return isinstance(part, list) and bool(part) and all(type(place) is int for place in part)
 
 

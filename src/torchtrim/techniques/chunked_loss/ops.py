@@ -102,7 +102,6 @@ def is_early(reduction: str, dtype: torch.dtype) -> bool:
 
 
 def _scaled(made: Tensor, grad: Tensor) -> Tensor:
-    """Scale a gradient computed for a loss gradient of 1, without a host-device sync."""
     if not made.numel() or (grad.device.type == "cpu" and type(grad) is Tensor and grad == 1):
         return made
     return made * grad.to(made.dtype)

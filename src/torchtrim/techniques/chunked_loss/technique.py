@@ -163,7 +163,6 @@ class _ChunkEdit:
         return Edit(drops, needs, (*blocks, *copies), tuple(inserts), rises, claims)
 
     def _vanishing(self) -> frozenset[int]:
-        """Tensors that no longer exist: not gradients, and not read elsewhere."""
         made = {n for task in self._gone for n in self._step.made_by[task]}
         for index, task in enumerate(self._step.tasks):
             if index not in self._within:
@@ -186,13 +185,11 @@ class _ChunkEdit:
 
     @property
     def _hidden(self) -> int:
-        """Index of the hidden states in the step, where tensors may have been merged."""
         inputs = self._step.operators[self._head.product].inputs
         place = list(dict.fromkeys(use.storage for use in inputs)).index(self._head.hidden.storage)
         return self._step.tasks[self._head.product].reads[place]
 
     def _read(self, until: int) -> tuple[Need, ...]:
-        """Return the inputs of the loss, including autocast's copies of weights."""
         tasks = self._step.tasks
         reads = dict.fromkeys((*tasks[self._head.product].reads, *tasks[self._head.loss].reads))
         return tuple(Need(number, until) for number in reads if number not in self._vanish)

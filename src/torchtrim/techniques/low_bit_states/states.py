@@ -355,7 +355,6 @@ def _random(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def _pieces(flat: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield parts of a state, as slices of elements and of blocks."""
     size = _PIECE.get(flat.device.type, _LARGE_PIECE)
     for begin in range(0, flat.numel(), size):
         end = min(begin + size, flat.numel())

@@ -97,12 +97,10 @@ class _SplitFinder:
         return not wrote.isdisjoint(call.inputs)
 
     def _kept(self, span: Span) -> int:
-        """Return the bytes that the span allocates and autograd saves."""
         made = (self._step.tensors[n] for i in range(*span) for n in self._step.made_by[i])
         return sum(t.bytes for t in made if t.kind == "activation" and t.pool == DEVICE)
 
     def _rise(self, span: Span) -> int:
-        """Return the highest rise in memory in one task of the span or its backward."""
         tasks = [b for task in range(*span) for b in (task, *self._step.backward.get(task, ()))]
         return max(self._step.tasks[task].transient for task in tasks)
 

@@ -108,7 +108,6 @@ def _twins(leaves: Leaves, tensors: Sequence[int]) -> dict[int, int]:
 
 
 def _dim_of(shape: Sequence[int], size: int, *, second: bool) -> int | None:
-    """Return the dimension of a tensor with this many samples, or None."""
     if second and len(shape) > 1:
         return 1 if shape[1] == size else None
     if shape[0] == size:

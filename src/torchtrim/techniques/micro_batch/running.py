@@ -136,7 +136,6 @@ class _PartedRun:
         self._result: Any = None
 
     def result(self, tensors: Tensors) -> Any:
-        """Return the call's result with these tensors in it."""
         rest, tree = iter(tensors), self._result
         self._result = None
         leaves = leaves_of(tree)
@@ -172,9 +171,8 @@ class _PartedRun:
             self._join(joined, made, rows)
             if plain:
                 self._check_left()
-                leaves = leaves_of(tree)
-                marked = [_TENSOR if isinstance(one, torch.Tensor) else one for one in leaves]
-                self._result = filled(tree, marked)
+                # Leaves in a variable would keep this part's result alive during all other parts.
+                self._result = filled(tree, list(map(_without_tensor, leaves_of(tree))))
         if self._totals is None:
             self._totals = [sum(one[1:], one[0]) for one in zip(*counts, strict=True)]
         return joined
@@ -236,7 +234,6 @@ class _PartedRun:
     def _pairs(
         self, made: Tensors, grads: Sequence[Any], rows: SampleRows
     ) -> Iterator[tuple[GradientEdge, torch.Tensor]]:
-        """Yield the edges where the part's backward starts, with gradients. The results may be freed."""
         facts = self.facts
         for dim, times, tensor, grad in zip(facts.outputs, facts.times, made, grads, strict=True):
             if grad is None or not tensor.requires_grad or (dim == SAME and rows.first):
@@ -264,13 +261,16 @@ class _PartedRun:
                 yield losses
 
     def _drawing(self, rows: SampleRows) -> contextlib.AbstractContextManager[Any]:
-        """Give each sample its own random numbers, if any are drawn."""
         draws = self.facts.draws
         return Draws(draws, rows) if draws else contextlib.nullcontext()
 
 
 _TENSOR = object()
 """Placeholder for a tensor of the result."""
+
+
+def _without_tensor(leaf: Any) -> Any:
+    return _TENSOR if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _run_backward(pairs: Sequence[tuple[GradientEdge, torch.Tensor]]) -> None:

@@ -151,7 +151,6 @@ class Study:
                     )
 
     def _watched(self) -> StudyRun:
-        """Run the samples together, and watch for side effects."""
         before = {key: value.clone() for key, value in self._buffers()}
         versions = [t._version for t in self._tensors]
         run = self._run(self._rows(0, 2 * self._half))
@@ -176,7 +175,6 @@ class Study:
                 )
 
     def _new(self, run: StudyRun) -> Iterator[tuple[tuple[str, str], tuple[torch.Tensor, ...]]]:
-        """Yield tensors on modules that a run has put there."""
         held = self._kept()
         for at, tensors in run.kept.items():
             if list(map(id, held.get(at, ()))) != list(map(id, tensors)):
@@ -217,7 +215,6 @@ class Study:
         return self._name(next(differing, ""))
 
     def _noted(self, leaves: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
-        """Record the results of each leaf module for the first half."""
         noted: list[tuple[str, torch.Tensor]] = []
 
         def note(name: str, output: Any) -> None:
@@ -307,7 +304,6 @@ class Study:
         return tuple(t.requires_grad for t in made)
 
     def _check_backward(self, made: list[torch.Tensor]) -> None:
-        """Require that backward draws no random numbers, as the rerun of a script's own checkpoint would."""
         (_, root), *_ = self._modules
         trained = [p for p in root.parameters() if p.requires_grad]
         if not trained or not made:
@@ -341,7 +337,6 @@ class Study:
         return tuple(repeats)
 
     def _times(self, parts: Sequence[torch.Tensor], all_: torch.Tensor, dim: int) -> int:
-        """Return how often the batch repeats in an output along a dimension."""
         for times in {1: None, self._given.times: None}:
             if all_.shape[dim] % (times * 2 * self._half) == 0:
                 halves = [apart(part, dim, times) for part in parts]
@@ -415,7 +410,6 @@ class Study:
         yield from root.named_buffers(remove_duplicate=False)
 
     def _kept(self) -> Kept:
-        """Return the tensors that modules hold besides parameters and buffers."""
         return {
             (name, key): tuple(tensors_in(value))
             for name, inner in self._modules
@@ -451,7 +445,6 @@ def _bound(bounds: dict[torch.dtype, float], tensor: torch.Tensor) -> float:
 
 
 def _near(one: torch.Tensor, two: torch.Tensor, bound: float) -> bool:
-    """Return True if two tensors differ by at most `bound` times the largest magnitude."""
     if not one.is_floating_point():
         return torch.equal(one, two)
     if not one.numel():

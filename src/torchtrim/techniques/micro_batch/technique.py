@@ -32,6 +32,7 @@ from torchtrim.executor.places import wrong_options
 from torchtrim.executor.registry import Handle, Option, Roots, TechniqueUnit, all_or_none
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.plan import Technique
+from torchtrim.records.profile import STATE
 from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, Rise, drops_of, joined
 from torchtrim.step.step import DEVICE, Span, Step
 from torchtrim.techniques.micro_batch.found import PARTS, batch_size, given_to, splits_of
@@ -81,7 +82,6 @@ class MicroBatch(TechniqueUnit):
 TECHNIQUE = MicroBatch()
 
 
-_STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathered"))
 _FIRST_MATRIX = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 _SECONDS_AN_OPERATOR = 1e-5  # Arbitrary: the order of one kernel launch.
 _SECONDS_A_PART = 5e-4  # Arbitrary: generators, autocast and slicing, for each part.
@@ -144,7 +144,6 @@ class _PartsEdit:
 
     @property
     def _gradients(self) -> list[int]:
-        """Results of backward: gradients of parameters and of inputs."""
         made = (n for task in self.backward for n in self._step.made_by[task])
         tensors = self._step.tensors
         return [n for n in made if n in self._read_outside or tensors[n].kind == "gradient"]
@@ -155,7 +154,6 @@ class _PartsEdit:
         return [Block(one.bytes, at, one.birth + 1) for one in tensors if one.pool == DEVICE]
 
     def _drops(self) -> Iterator[Drop]:
-        """Drop all tensors of the whole batch except results."""
         stays, made = {*self._leaving, *self._gradients}, set(self._made)
         yield from drops_of(self._step, (number for number in self._made if number not in stays))
         for task in range(*self._span):
@@ -172,7 +170,7 @@ class _PartsEdit:
         return sorted(
             n
             for n in read - made - set(self._leaving)
-            if self._step.tensors[n].kind not in _STATE and self._step.tensors[n].pool == DEVICE
+            if self._step.tensors[n].kind not in STATE and self._step.tensors[n].pool == DEVICE
         )
 
     @cached_property
@@ -182,7 +180,7 @@ class _PartsEdit:
         for task in self._tasks:
             if any(n in found for n in self._step.tasks[task].reads):
                 found.update(self._step.tasks[task].makes)
-        return frozenset(n for n in found if self._step.tensors[n].kind not in _STATE)
+        return frozenset(n for n in found if self._step.tensors[n].kind not in STATE)
 
     def _size(self, number: int) -> int:
         tensor = self._step.tensors[number]
@@ -191,7 +189,6 @@ class _PartsEdit:
         return int(tensor.bytes * self._share) if number in self._of_batch else tensor.bytes
 
     def _transient(self, index: int) -> int:
-        """Return the rise in a part's task. Random operators draw for all samples."""
         step = self._step
         task = step.tasks[index]
         if step.operators[index].random:
@@ -210,7 +207,6 @@ class _PartsEdit:
         return scratch - int(packed * (1 - self._share))
 
     def _rise(self, tasks: Iterable[int]) -> int:
-        """Return the highest rise in memory while one part runs."""
         step, order = self._step, list(tasks)
         graded = order[-1] >= self._span.last
         level = rise = 0
@@ -226,7 +222,6 @@ class _PartsEdit:
         return rise
 
     def _until(self, number: int, *, graded: bool) -> int:
-        """Return the task until which a part's tensor is held: a gradient until it is accumulated."""
         tensor = self._step.tensors[number]
         if tensor.kind == "gradient":
             return tensor.birth + 1
@@ -235,7 +230,6 @@ class _PartsEdit:
 
     @property
     def _seconds(self) -> tuple[float, float]:
-        """Extra seconds of the parts in forward, and in backward, which includes the rerun."""
         step, more = self._step, self._parts - 1
         span = range(*self._span)
         own = sum(step.tasks[i].seconds for i in span)

@@ -90,7 +90,6 @@ class _Store:
             loan.range.is_lent, loan.range.after = False, after
 
     def _lent(self, first: int, size: int) -> Loan | None:
-        """Lend a range of the slab, or return None if part of it is in use."""
         last = first + size
         overlapping = [one for one in self._ranges if one.first < last and first < one.last]
         if any(one.is_lent for one in overlapping):
@@ -170,7 +169,6 @@ class MovedStorage:
 
     @staticmethod
     def _await(event: Any) -> None:
-        """Make the compute stream wait for an event."""
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 

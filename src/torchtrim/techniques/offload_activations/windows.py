@@ -10,7 +10,7 @@ import msgspec
 
 from torchtrim.analysis.prices import device_of
 from torchtrim.records.plan import Technique
-from torchtrim.records.profile import Profile
+from torchtrim.records.profile import STATE, Profile
 from torchtrim.records.remembered import remembered
 from torchtrim.step.edits import (
     DISK,
@@ -40,7 +40,7 @@ from torchtrim.techniques.offload_activations.places import (
 from torchtrim.techniques.replay.places import OperatorOrdinal
 from torchtrim.techniques.replay.reading import RemakeReader
 
-_STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathered", "input"))
+_KEPT = STATE | {"input"}
 _LEAST_SHARE = 0.002  # Tensors below 0.2 % of the peak are not worth two copies.
 _LEAST_BYTES = 16_384  # Arbitrary: below this the latency of a copy dominates its transfer.
 _SECONDS_A_COPY = 2e-5  # To queue a copy with its events: two kernel launches on most devices.
@@ -97,7 +97,6 @@ class _Reading:
         self._writers = index_of(step).writers
 
     def calls(self, root: str) -> list[StepCall]:
-        """Return the calls of a root that saved something for backward."""
         modules = self._step.modules
         numbers = {n for n, one in enumerate(modules) if one.parent < 0 and one.path == root}
         return [call for call in self._step.calls if call.graded and call.module in numbers]
@@ -107,7 +106,6 @@ class _Reading:
         return tuple(Span(task, task + 1) for task in tasks if task is not None)
 
     def places(self, call: StepCall) -> list[OffloadPlace]:
-        """Return the places of a call, in order of backward's reads."""
         numbers = range(len(self._step.tensors))
         candidates = [one for n in numbers if (one := self._candidate(call, n)) is not None]
         until = self._outwards(call, sorted(candidates, key=lambda one: (one.packed, one.tensor)))
@@ -166,7 +164,7 @@ class _Reading:
     def _candidate(self, call: StepCall, number: int) -> OffloadCandidate | None:
         """Return a tensor of a call if it is worth offloading."""
         tensor = self._step.tensors[number]
-        if tensor.bytes < self._least or tensor.pool != DEVICE or tensor.kind in _STATE:
+        if tensor.bytes < self._least or tensor.pool != DEVICE or tensor.kind in _KEPT:
             return None
         inside, names = range(*call.span), self._reader.names
         if tensor.birth not in inside or names[tensor.birth] in UNSEEN:

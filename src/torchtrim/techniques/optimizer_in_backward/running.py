@@ -103,7 +103,6 @@ class EarlyUpdates:
         return "" if follows.sure else f"a `step` may not follow: {follows.why_not}"
 
     def _update(self, parameter: torch.Tensor) -> None:
-        """Run the optimizer's own step for one parameter, and drop the gradient."""
         self._keep_order()
         optimizer, number = self._optimizer, self._groups[id(parameter)]
         whole = optimizer.param_groups
@@ -198,7 +197,6 @@ class EarlyUpdates:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group's settings; a tensor is represented by its identity and version."""
     return {
         key: (id(value), value._version) if isinstance(value, torch.Tensor) else value
         for key, value in group.items()

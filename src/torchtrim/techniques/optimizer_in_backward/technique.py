@@ -136,7 +136,6 @@ def _is_free(step: Step, seen: OptimizerCall, touched: Mapping[int, Sequence[int
 
 
 def _read_after(seen: OptimizerCall, touched: Mapping[int, Sequence[int]]) -> Iterator[int]:
-    """Return the operators between backward and the optimizer's step that read a final gradient."""
     return (
         index
         for update in seen.step.updates

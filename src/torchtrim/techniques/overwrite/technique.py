@@ -75,7 +75,6 @@ class _DeadInputs:
         self._index = recorded_index(profile)
 
     def overwriting(self, module: int) -> tuple[Span, ...]:
-        """Return the module's calls if each may overwrite its input, else ()."""
         calls = self._index.calls[module]
         may = not self._profile.modules[module].hooked and all(map(self._may_overwrite, calls))
         return tuple(call.span for call in calls) if may else ()
@@ -111,7 +110,6 @@ class _DeadInputs:
         return computed and storage not in self._index.hooked_tensors
 
     def _left(self, storage: int, call: StepCall) -> int:
-        """Return the end of the last task that reads a storage after a call."""
         readers = self._index.readers.get(storage, ())
         return max((reader + 1 for reader in readers), default=call.span.last)
 

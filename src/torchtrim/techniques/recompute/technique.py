@@ -116,7 +116,6 @@ class _BlockFinder:
             yield ModuleBlock(module.path, spans)
 
     def ranges(self, module: StepModule, calls: Sequence[StepCall]) -> Iterator[ModuleBlock]:
-        """Yield the ranges between the possible cuts of a chain."""
         if not module.chain:
             return
         steps = [self._index.child_calls(call) for call in calls]

@@ -67,7 +67,6 @@ class _GroupFinder:
         self._nest()
 
     def _nest(self) -> None:
-        """Find the innermost call of each task, and the parent of each call."""
         self._innermost: dict[int, StepCall] = {}
         self._outer: dict[StepCall, StepCall] = {}
         around: list[StepCall] = []
@@ -131,7 +130,6 @@ class _GroupFinder:
         return made if made is not None and made.asked >= 0 else None
 
     def _add_missing(self, members: dict[int, Remake]) -> bool:
-        """Add inputs of members that are freed by then. Return True if all members can be recomputed."""
         waiting = list(members.values())
         until = max(
             made.until for made in waiting
@@ -157,14 +155,12 @@ class _GroupFinder:
         return {n: made for n in sorted(inputs) if (made := self._reader.made(n)) is not None}
 
     def _reads(self, made: Remake) -> Iterator[tuple[int, int]]:
-        """Yield the inputs of a tensor with the tasks that read them."""
         for task in made.tasks:
             for number in self._step.tasks[task].reads:
                 if number in made.inputs:
                     yield number, task
 
     def _call_of(self, members: tuple[Remake, ...]) -> StepCall | None:
-        """Return the innermost call that creates and saves the members, or None."""
         every = [task for made in members for task in (*made.tasks, *made.savers)]
         first, last = min(every), max(every)
         call, modules = self._innermost.get(first), self._step.modules

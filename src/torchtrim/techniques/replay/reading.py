@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from torchtrim.records.operator_names import role_of
-from torchtrim.records.profile import Profile
+from torchtrim.records.profile import STATE, Profile
 from torchtrim.step.index import index_of
 from torchtrim.step.step import DEVICE, Hold, Step
 from torchtrim.techniques.replay.places import OperatorOrdinal
@@ -24,7 +24,6 @@ from torchtrim.techniques.replay.table import (
 )
 
 _SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-_STATE = frozenset(("parameter", "buffer", "optimizer_state", "gradient", "gathered"))
 
 
 class Remake(NamedTuple):
@@ -90,7 +89,7 @@ class RemakeReader:
 
     def ordinal(self, task: int, first: int) -> OperatorOrdinal:
         """Return the task's role, and its ordinal among forward tasks of that role since `first`."""
-        tasks = self.forward_tasks[name := self.roles[task]]
+        tasks = self.forward_tasks.get(name := self.roles[task], [])
         return OperatorOrdinal(name, bisect_left(tasks, task) - bisect_left(tasks, first))
 
     def _name(self, index: int) -> str:
@@ -110,7 +109,7 @@ class RemakeReader:
 
     def _make(self, number: int) -> Remake | None:
         tensor = self.step.tensors[number]
-        if tensor.birth < 0 or tensor.pool != DEVICE or tensor.kind in _STATE:
+        if tensor.birth < 0 or tensor.pool != DEVICE or tensor.kind in STATE:
             return None
         writes = [w for w in self._writers.get(number, ()) if w != tensor.birth]
         tasks = (tensor.birth, *writes)
@@ -160,7 +159,7 @@ class RemakeReader:
 
     def is_state(self, tensor: int) -> bool:
         """Return True if the tensor is always there in backward, or takes no memory of the step."""
-        return self.step.tensors[tensor].kind in _STATE or self.step.tensors[tensor].pool != DEVICE
+        return self.step.tensors[tensor].kind in STATE or self.step.tensors[tensor].pool != DEVICE
 
     def is_unchanged(self, tensor: int, task: int, until: int) -> bool:
         """Return True if nothing writes to an input between the task that reads it and its rerun."""

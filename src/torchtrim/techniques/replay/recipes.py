@@ -224,7 +224,6 @@ class Noise(Recipe):
 
 
 def _written(value: torch.Tensor, steps: Iterable[RecipeStep]) -> torch.Tensor:
-    """Run the in-place steps of a recipe."""
     for step in steps:
         step.func(*filled(step.args, value), **filled(step.kwargs))
     return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from torchtrim.records.profile import Operator
+from torchtrim.records.profile import Operator, is_contiguous
 
 NAMESPACE = "aten::"
 
@@ -70,24 +70,15 @@ def norm_share(norm: Operator, device: str) -> float:
     trains = len(norm.outputs) > 1 and prod(norm.outputs[1].shape) > 0
     if device != "cpu" or given.dtype not in TYPES or not trains:
         return 1.0
-    if _is_packed(given.shape, given.strides) and prod(given.shape[2:]) > 1:
+    if is_contiguous(given.shape, given.strides) and prod(given.shape[2:]) > 1:
         return _ROWS
     return _CHANNELS_LAST if is_dense(given.shape, given.strides) else 1.0
 
 
 def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Return True if the elements are contiguous, in row-major or channels-last order."""
-    if _is_packed(shape, strides):
+    if is_contiguous(shape, strides):
         return True
     last = (0, *range(2, len(shape)), 1)
     reordered = tuple(shape[d] for d in last), tuple(strides[d] for d in last)
-    return len(shape) in _SPATIAL and _is_packed(*reordered)
-
-
-def _is_packed(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    step = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True
+    return len(shape) in _SPATIAL and is_contiguous(*reordered)

@@ -134,7 +134,6 @@ def _moments(members: tuple[Remake, ...]) -> list[_Recomputation]:
 
 
 def _needs(step: Step, again: list[_Recomputation]) -> list[Need]:
-    """Return the inputs that must be kept."""
     own = {one.made.tensor for one in again}
     until: defaultdict[int, int] = defaultdict(int)
     for one in again:
@@ -145,7 +144,6 @@ def _needs(step: Step, again: list[_Recomputation]) -> list[Need]:
 
 
 def _runs(step: Step, made: Remake) -> Iterator[tuple[int, float]]:
-    """Yield the rise in memory and the seconds of each rerun. The first allocates the result."""
     tasks = made.tasks
     if made.elements:
         size = step.tensors[made.tensor].bytes

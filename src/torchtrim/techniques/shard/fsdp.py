@@ -97,7 +97,6 @@ class ShardedReplica:
         fully_shard(self._inner, **options)
 
     def _put_back(self) -> None:
-        """Restore the modules with their original parameters."""
         self._marks.erase()
         for name, parameter in self._whole.items():
             owner, _, last = name.rpartition(".")
@@ -139,7 +138,6 @@ class ShardedReplica:
 def _split_loaded(
     shards: Mapping[str, Any], _: nn.Module, state: Any, prefix: str, *__: Any
 ) -> None:
-    """Replace whole tensors to be loaded by this rank's parts."""
     for name, shard in shards.items():
         if f"{prefix}{name}" in state:
             state[f"{prefix}{name}"] = _part(state[f"{prefix}{name}"], shard)
@@ -151,7 +149,6 @@ class _Gatherer:
         self._application, self._meetings = next(_APPLICATIONS), 0
 
     def states(self, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-        """Return the whole states of an optimizer's parameters, by their ids. All ranks must call it."""
         return {
             id(one): _mapped(optimizer.state[one], self.whole)
             for group in optimizer.param_groups
@@ -242,7 +239,6 @@ class _FsdpState:
         self._before = [(one, type(one), set(vars(one)), _hooks_of(one)) for one in root.modules()]
 
     def erase(self) -> None:
-        """Remove everything added since the construction."""
         from torch.distributed import _composable_state
 
         known: Any = getattr(_composable_state, "_module_state_mapping", {})
@@ -284,7 +280,6 @@ def _part(value: Any, shard: Any) -> Any:
 
 
 def _optimizers_of(parameters: Iterable[Any]) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that update any of the parameters, in the same order on all ranks."""
     numbers = {id(one): number for number, one in enumerate(parameters)}
     found = []
     for one in gc.get_objects():

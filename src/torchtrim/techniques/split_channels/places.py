@@ -7,7 +7,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from torchtrim.records.operator_names import base_name
-from torchtrim.records.profile import Operator, Profile, TensorUse
+from torchtrim.records.profile import Operator, Profile, TensorUse, strides_of
 from torchtrim.records.remembered import remembered
 from torchtrim.step.index import joined_span, recorded_index
 from torchtrim.step.step import Span, Step, StepCall
@@ -192,16 +192,7 @@ def layout_of(shape: Sequence[int], strides: Sequence[int]) -> Layout | None:
     A dimension of size one has its stride too: kernels depend on it.
     """
     batch, channels, *places = range(len(shape))
-    if tuple(strides) == _strides(shape, (batch, channels, *places)):
+    if tuple(strides) == strides_of(shape, (batch, channels, *places)):
         return "contiguous"
-    last = len(shape) in _WITH_LAST and _strides(shape, (batch, *places, channels))
+    last = len(shape) in _WITH_LAST and strides_of(shape, (batch, *places, channels))
     return "channels last" if tuple(strides) == last else None
-
-
-def _strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of dimensions nested in this order, the last one innermost."""
-    found, step = [0] * len(shape), 1
-    for dimension in reversed(order):
-        found[dimension] = step
-        step *= max(shape[dimension], 1)
-    return tuple(found)

@@ -149,7 +149,7 @@ class _ChannelParts(torch.autograd.Function):
         for span in channels.spans(given) if as_made else ((0, given.shape[1]),):
             part, comes = _copy_of(given, span), _copy_of(gradient, span)
             inputs = [part, *(_cut(one, span) for one in owned)]
-            with ctx.cast.again():
+            with ctx.cast():
                 made = _gradients(channels, inputs, [one is not None for one in found], comes)
             del part, inputs, comes
             for place, whole in enumerate(found):

@@ -93,7 +93,7 @@ class _RowParts(torch.autograd.Function):
         sums: list[Tensor | None] = [None] * len(owned)
         for first, last in ctx.spans:
             part = rows[..., first:last, :].requires_grad_(wanted)
-            with torch.enable_grad(), ctx.cast.again():
+            with torch.enable_grad(), ctx.cast():
                 made = ctx.again(part)
             edge, comes_here = get_gradient_edge(made), comes[first:last].view(made.shape)
             del made

@@ -25,7 +25,7 @@ from torchtrim.executor.registry import Handle, Option, Roots, TechniqueUnit, al
 from torchtrim.executor.row_edits import edit_of
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.plan import Technique
-from torchtrim.records.profile import Operator, Profile, TensorUse
+from torchtrim.records.profile import Operator, Profile, TensorUse, is_contiguous
 from torchtrim.records.remembered import remembered
 from torchtrim.step.edits import Edit, joined_if_all
 from torchtrim.step.index import recorded_index
@@ -119,7 +119,7 @@ class _RowReader:
         made = _first_use(ops, call.outputs[0])
         if given is None or made is None or not made.shape:
             return False
-        if len(given.shape) < 2 or not _is_contiguous(given):
+        if len(given.shape) < 2 or not is_contiguous(given.shape, given.strides):
             return False
         products = [op for op in ops if base_name(op.name) in _PRODUCTS]
         wide = max((use.shape[-1] for op in products for use in op.outputs), default=0)
@@ -146,7 +146,7 @@ class _RowReader:
         return self._profile.storages[use.storage].kind == "parameter"
 
     def _is_outside(self, use: TensorUse, call: StepCall) -> bool:
-        """Return True for a tensor that is neither the input nor made within the call."""
+        """Return True for a tensor that is neither the input nor created within the call."""
         birth = self._profile.storages[use.storage].birth
         return use.storage not in call.inputs and not call.span.first <= birth < call.span.last
 
@@ -158,12 +158,3 @@ def _rows(use: TensorUse) -> int:
 def _first_use(ops: tuple[Operator, ...] | list[Operator], storage: int) -> TensorUse | None:
     uses = (use for op in ops for use in (*op.inputs, *op.outputs))
     return next((use for use in uses if use.storage == storage), None)
-
-
-def _is_contiguous(use: TensorUse) -> bool:
-    step = 1
-    for size, stride in zip(reversed(use.shape), reversed(use.strides), strict=True):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True

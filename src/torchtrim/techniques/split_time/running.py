@@ -307,6 +307,7 @@ class _Backward:
             if self._of_out is not None:
                 slope = slope._replace(hidden=slope.hidden + self._of_out[piece[at]])
             slopes = self._cell.backward(given[at], state[at], then, after, slope)
+            del slope  # Its memory is reused.
             given[at], state[at] = slopes.of_given, slopes.of_state
             self._slope = CellState(
                 torch.addmm(slopes.before.hidden, state[at], of_h), slopes.before.cell

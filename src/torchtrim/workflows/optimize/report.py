@@ -8,8 +8,9 @@ from torchtrim import __version__
 from torchtrim.core.isolation import isolated
 from torchtrim.core.units import format_bytes
 from torchtrim.errors import ExportFailed
-from torchtrim.executor.apply import Applied, apply_plan, named_roots
+from torchtrim.executor.apply import apply_plan, named_roots
 from torchtrim.executor.export import exported
+from torchtrim.executor.registry import Handles
 from torchtrim.records.budget import MemoryKind, MemoryLimit, memory_limit
 from torchtrim.records.report import FrontierPoint, Result
 from torchtrim.records.terms import BITWISE, Terms
@@ -59,7 +60,7 @@ def fitted(workload: Workload, fit: Fit, verb: str = "optimize") -> Result:
     return Result(report, fit.original.profile, after, fit.plan, ranks=ranks_of(fit.original))
 
 
-def fit_model(fitting: Fitting, limit: MemoryLimit) -> tuple[Fit, Applied]:
+def fit_model(fitting: Fitting, limit: MemoryLimit) -> tuple[Fit, Handles]:
     """Fit a live model, and leave the plan applied.
 
     Raises `InfeasibleBudget`, and `ApplyFailed` if the planned step does not equal the original.
