@@ -243,6 +243,28 @@ def test_a_length_that_the_model_does_not_take_ends_the_search_with_its_reason()
     assert growth.limited_by.startswith("RuntimeError: ")
 
 
+def test_an_interrupted_search_can_be_repeated() -> None:
+    interrupts: list[int] = []
+
+    class Interrupted(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.shape[0] in interrupts:
+                interrupts.clear()
+                raise KeyboardInterrupt
+            return x + 1
+
+    found, fresh = (
+        torchtrim.estimate(Inference(Interrupted(), torch.randn(4, 1000))) for _ in range(2)
+    )
+    budget = 200_000 + found.facts.unused_bytes
+    size = fresh.max_batch(budget)
+    assert size > 4
+    interrupts.append(size)
+    with pytest.raises(KeyboardInterrupt):
+        found.max_batch(budget)
+    assert found.max_batch(budget) == size
+
+
 def test_no_batch_fits() -> None:
     found = torchtrim.estimate(training("mlp", "sgd"))
     growth = found.grown("batch", 500 + found.facts.unused_bytes)

@@ -276,8 +276,8 @@ def load_pins(path: Path) -> dict[str, tuple[str, ...]]:
     """Load only the user's pins from a plan, which may lack all other fields. Raises `UnreadableInput`."""
     tree = _toml(path, read_bounded(path, _MOST_PLAN_BYTES), "plan")
     pins = tree.get("pins", {})
-    advice = _UPDATE if _is_newer(tree.get("torchtrim")) else _CORRECT
     for unknown in _unknown(tree, dict.fromkeys(Plan.__struct_fields__)):
+        advice = _UPDATE if _is_newer(tree.get("torchtrim")) else _CORRECT
         raise UnreadableInput(f"{path} is not a valid plan: {unknown}. {advice}")
     if tree.get("schema_version", 1) == 1:
         pins = _upgraded(tree).get("pins", {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, repeat, starmap
@@ -176,9 +177,11 @@ def _runs(
     modules = (chain[level] if level < len(chain) else -1 for chain in chains)
     for module, run in groupby(zip(modules, host, strict=True), key=lambda pair: pair[0]):
         if module >= 0:
-            spans = [span for _, span in run]
-            start, end = spans[0].start, spans[-1].start + spans[-1].seconds
-            yield LaneSpan(start=start, seconds=end - start, index=module)
+            spans = (span for _, span in run)
+            first = next(spans)
+            last = (deque(spans, maxlen=1) or [first])[0]  # no list: a run may have a million spans
+            end = last.start + last.seconds
+            yield LaneSpan(start=first.start, seconds=end - first.start, index=module)
 
 
 def _highest(profile: Profile) -> list[tuple[int, int]]:
