@@ -50,7 +50,7 @@ def apply_to_its_own(plan: Plan, roots: Iterable[Root]) -> Handles:
     named = named_roots(roots)
     for name, root in named.items():
         known = plan.fingerprint.get(name)
-        if known and isinstance(root, nn.Module) and known != fingerprint_of(root):
+        if known is not None and isinstance(root, nn.Module) and known != fingerprint_of(root):
             raise ApplyFailed(f"the plan was made for another {name}. Plan again for this one.")
     return apply_plan(plan, named)
 
