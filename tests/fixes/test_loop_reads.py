@@ -246,3 +246,11 @@ def test_a_function_that_might_write_makes_it_unsafe() -> None:
 def test_iterated_read_waits_once() -> None:
     code = f"def function(x):\n{ITERATED_BODIES['loop']}"
     assert proving.syncs_go(ITERATED_READ, code, {"x": torch.ones(4)}) == (4, 1)
+
+
+def test_a_shared_line_of_imports_refuses_only_a_fix_that_adds_an_import() -> None:
+    code = (
+        "from torch.nn.functional import relu\nimport os; n = 1\n\ndef function(x, out):\n"
+        "    x = relu(x).cuda()\n    for i in range(n):\n        out.append(sum(x.tolist()))\n"
+    )
+    assert "if x_read is None" in fixed_text("model.py", code, unsafe=True)[0]

@@ -82,8 +82,7 @@ def for_kinds_seen(match: Match, facts: Facts, edits: Sequence[TextEdit]) -> tup
     if not test:
         return tuple(edits)
     used = set().union(*(names_in(match.parts[part]) for part in tensors))
-    own = [edit for edit in edits if edit not in imports]
-    return (*imports, *_where(match, own, test, used))
+    return (*imports, *_where(match, [edit for edit in edits if edit not in imports], test, used))
 
 
 def _where(
@@ -284,17 +283,21 @@ def names_tested(
             "the fix depends on the type of a function's result. Assign it to a name first"
         )
     texts = {ast.unparse(one) for one in _made_of(match, deciding)}
-    torch, imports = torch_of(source)
-    kinds: dict[str, str] = {}
+    kinds: dict[str, tuple[int, str]] = {}
     nodes: list[ast.expr] = []
     for part, node in match.parts.items():
         if part.startswith(NAMED) and ast.unparse(node) in texts:
             kind = _kind_of(facts, part, ast.unparse(node))
             if kind is not None:
-                text = source.segment(node)
-                kinds |= {f"{text}.dim()": str(kind[0]), f"{text}.dtype": f"{torch}.{kind[1]}"}
+                kinds[source.segment(node)] = kind
                 nodes.append(node)
-    return (_equal(kinds), imports, nodes) if kinds else ("", (), [])
+    if not kinds:
+        return "", (), []
+    torch, imports = torch_of(source)  # refuses if the import has no line of its own to follow
+    tests: dict[str, str] = {}
+    for text, (rank, dtype) in kinds.items():
+        tests |= {f"{text}.dim()": str(rank), f"{text}.dtype": f"{torch}.{dtype}"}
+    return _equal(tests), imports, nodes
 
 
 def _kind_of(facts: Facts, part: str, text: str) -> tuple[int, str] | None:
@@ -377,8 +380,7 @@ def guarded(
         raise FixRefused("the statement contains a multi-line string. Assign it to a name first")
     inside = _edits_in(edits, start, end)
     old = _patched(source.text, kept, start, end)
-    new = _patched(source.text, inside, start, end)
-    lines = [f"{blanks}if {test}:", _deeper(new)]
+    lines = [f"{blanks}if {test}:", _deeper(_patched(source.text, inside, start, end))]
     lines += [old] if returns else [f"{blanks}else:", _deeper(old)]
     outside = [edit for edit in edits if edit not in inside]
     return (*outside, TextEdit(start, end, source.newline.join(lines)))
