@@ -11,8 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from torchtrim.errors import ApplyFailed
@@ -497,28 +495,3 @@ def test_without_gradients_it_runs_as_it_is() -> None:
     applied(model, 2)
     with torch.no_grad():
         model(torch.randn(4, 6))
-
-
-class _LiveResults(TorchDispatchMode):
-    """Counts, at each ReLU of a part, the results of earlier parts that are alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: list[int] = []
-        self._made: list[StorageWeakRef] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **kwargs or {})
-        if func is torch.ops.aten.relu.default:
-            self.alive.append(sum(not one.expired() for one in self._made))
-            self._made.append(StorageWeakRef(made.untyped_storage()))
-        return made
-
-
-def test_a_part_finds_no_result_alive_but_that_of_the_part_before() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    applied(model, parts=8)
-    model(torch.randn(16, 8))  # It is studied.
-    with _LiveResults() as seen:
-        model(torch.randn(16, 8))
-    assert seen.alive == [0, *[1] * 7]
