@@ -127,8 +127,7 @@ class Pending:
         for cell in cells:
             cell.pending[stream] += 1
             cell.last[stream] = serial
-        after = tuple(self._due.pop(stream, ()))
-        self.queues[stream].append(Work(serial, do, cells, after))
+        self.queues[stream].append(Work(serial, do, cells, tuple(self._due.pop(stream, ()))))
 
     def uses(self, stream: int, tensors: Iterable[torch.Tensor]) -> bool:
         """Return True if a stream has queued work on one of these tensors."""

@@ -68,8 +68,7 @@ class Composites:
             return _as_on_cpu(_aten.one_hot.default, tensor, num_classes)
         if num_classes < 0:
             num_classes = int(tensor.max().item()) + 1
-        shape = (*tensor.shape, num_classes)
-        zeros = torch.zeros(shape, dtype=torch.int64, device=tensor.device)
+        zeros = torch.zeros((*tensor.shape, num_classes), dtype=torch.int64, device=tensor.device)
         return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
 
     def _sparse(self, indices: torch.Tensor, values: torch.Tensor, **options: Any) -> Any:
@@ -193,7 +192,10 @@ def fused_attention(
 
     Returns the output, a GPU's log-sum-exp of each row, and a placeholder for the random numbers.
     """
-    seed, generator = _remembered()
+    number, generator = next(_NUMBERS), torch.default_generator
+    seed = torch.tensor(number, device="cpu")
+    _STATES[number] = generator.get_state()
+    weakref.finalize(seed.untyped_storage(), _STATES.pop, number, None)
     weights, kept = _weights(query, key, attn_bias, dropout_p, is_causal, scale, generator)
     rows = -(-query.shape[-2] // 32) * 32 if compute_log_sumexp else 0
     sums = query.new_zeros((*query.shape[:-2], rows), dtype=torch.float32)
@@ -235,14 +237,6 @@ def fused_attention_backward(
 
 def _flat(matrices: torch.Tensor) -> torch.Tensor:
     return matrices.reshape(-1, *matrices.shape[-2:])
-
-
-def _remembered() -> tuple[torch.Tensor, torch.Generator]:
-    number = next(_NUMBERS)
-    seed = torch.tensor(number, device="cpu")
-    _STATES[number] = torch.default_generator.get_state()
-    weakref.finalize(seed.untyped_storage(), _STATES.pop, number, None)
-    return seed, torch.default_generator
 
 
 def _weights(

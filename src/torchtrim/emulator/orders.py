@@ -202,7 +202,8 @@ class Orders:
     def _now(self, run: Run, call: _DeviceCall, access: Access) -> Any:
         early = self._note_reads(call, access)
         args, kwargs = call.args, call.kwargs
-        if early and self._sees_early():
+        by_chance = self.kind == "random"
+        if early and (self._random.random() < _CHANCE if by_chance else self.kind == "early"):
             written = {id(tensor) for tensor in call.written()}
             args, kwargs = tree_map(lambda leaf: _unseen(leaf, early, written), (args, kwargs))
         result = run(call.func, args, kwargs)
@@ -211,11 +212,6 @@ class Orders:
             for tensor in filter(_is_plain, _tensors(result)):
                 poison(tensor)
         return result
-
-    def _sees_early(self) -> bool:
-        if self.kind == "random":
-            return self._random.random() < _CHANCE
-        return self.kind == "early"
 
     def _later(self, run: Run, call: _DeviceCall, access: Access) -> Any:
         """Return stand-in outputs of an operator, and queue it."""
@@ -240,8 +236,7 @@ class Orders:
             for target, value in zip(targets, results, strict=False):
                 target.tensor().copy_(value)
 
-        used = places_among((places, targets))
-        self._pending.add(access.stream, access.serial, do, used)
+        self._pending.add(access.stream, access.serial, do, places_among((places, targets)))
         return result
 
     def _staged(self, call: _DeviceCall, stream: int) -> tuple[Any, dict[str, Any]]:

@@ -75,8 +75,7 @@ class OnDemand:
         self._patches.undo()
 
     def _tests(self, *args: Any, **kwargs: Any) -> bool:
-        frame = sys._getframe(2)
-        spot, _ = self._places.find(frame)
+        spot, _ = self._places.find(sys._getframe(2))
         return spot is not None and self._places.is_users(spot)
 
     def _ask(self, owner: Any, name: str, concerns: Any) -> None:

@@ -217,8 +217,7 @@ def _edits(
         edits.append(TextEdit.of(source, read.node, f"{read.cast}({name})" if read.cast else name))
     test, _, nodes = names_tested(match, facts, [part for part, _ in reads])
     check_bound(match, nodes, reads[0][1].node)
-    lines = _lines(source, torch, groups, test)
-    return (*edits, insert_before(source, reads[0][1].node, lines))
+    return (*edits, insert_before(source, reads[0][1].node, _lines(source, torch, groups, test)))
 
 
 class _Group(NamedTuple):

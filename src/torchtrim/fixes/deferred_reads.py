@@ -154,8 +154,7 @@ def _kept(match: Match, facts: Facts) -> Writing:
             f"`{source.segment(target)[:60]}` may be read by other code before the loop ends. Append to "
             "a local list, and store it once after the loop"
         )
-    statement = source.statement(node)
-    loop = widest_loop(source, statement, target.id)
+    loop = widest_loop(source, source.statement(node), target.id)
     _check_list(source, target, loop)
     computed = _needed(match, facts, node.args[0])
     for number in range(len(computed.reads)):

@@ -55,7 +55,6 @@ from torchtrim.source.operations import is_fresh, is_total, labels_of
 from torchtrim.source.source import Function, SourceFile
 from torchtrim.source.typed import (
     TensorType,
-    TypeForm,
     common_form,
     holds,
     known_names,
@@ -204,19 +203,15 @@ def _need_alike(plan: _Plan) -> None:
             "which observes it"
         )
     curved = [not _linear(one, source) for one in (branch.then, other)]
-    if any(curved) and form.reached and not _is_one_name(form, plan):
+    names = {ast.unparse(one) for one in plan.match.parts.values() if isinstance(one, ast.Name)}
+    one_name = len(form.operands) == 1 and form.operands <= names  # a safe copy can replace it
+    if any(curved) and form.reached and not one_name:
         raise FixRefused(
             "the branch not taken could make a gradient NaN, and the source does not show which of its "
             "operands are tensors. Run the script under `torchtrim optimize --fix`, which observes it"
         )
     plan.then_safe |= form.reached if curved[0] else set()
     plan.other_safe |= form.reached if curved[1] else set()
-
-
-def _is_one_name(form: TypeForm, plan: _Plan) -> bool:
-    """Return True if the only operand is a name, which a safe copy can replace."""
-    names = {ast.unparse(one) for one in plan.match.parts.values() if isinstance(one, ast.Name)}
-    return len(form.operands) == 1 and form.operands <= names
 
 
 def _other(

@@ -169,8 +169,7 @@ def _write_row_by_index(match: Match, facts: Facts) -> Writing:
     )
     if not only_reads_at(match.source, match.node):
         raise FixRefused("it may be written to, and is a view of the whole. Use `.clone()`")
-    edits = replace(match, "X[I.view(1)][0]")
-    return Writing(for_kinds_seen(match, facts, edits), risk=_RISK)
+    return Writing(for_kinds_seen(match, facts, replace(match, "X[I.view(1)][0]")), risk=_RISK)
 
 
 def _fits(values: Values) -> bool:

@@ -288,7 +288,6 @@ INVARIANT_READ: Fix = Fix(
 
 
 def _outwards(source: SourceFile, loop: Loop) -> Iterator[Loop]:
-    """Yield a loop and those around it in the same function."""
     at: Loop | None = loop
     while at is not None:
         yield at

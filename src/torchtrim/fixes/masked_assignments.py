@@ -121,7 +121,9 @@ def _dense(match: Match, facts: Facts, found: _Assignment) -> Writing:
     edit = TextEdit.of(source, found.node, f"{target}.copy_({dense.kept(value, target)})")
     edits = (*before, *dense.edits, *imports, edit)
     check_comments(source, edits)
-    if test := kinds_tested(match, facts, _tested(source, found, target, dense.mask), torch):
+    parts = found.tree.parts()
+    others = {part: of_same_rank(source, parts[part]) for part in parts if part not in "XM"}
+    if test := kinds_tested(match, facts, {"X": target, "M": dense.mask} | others, torch):
         (kept,) = guarded(source, (edit,), (found.node, found.node), test)
         edits = (*before, *dense.edits, *imports, kept)
     exact = not found.tree.rounded and facts.holds(lambda v: not _sums_gradients(v, found.tree))
@@ -138,12 +140,6 @@ def _check_apart(match: Match, facts: Facts, found: _Assignment) -> None:
                 f"`{match.text(part)[:60]}` may have a row for each selected element. Run the script under "
                 "`torchtrim optimize --fix`, which observes it"
             )
-
-
-def _tested(source: SourceFile, found: _Assignment, target: str, mask: str) -> dict[str, str]:
-    parts = found.tree.parts()
-    others = {part: of_same_rank(source, parts[part]) for part in parts if part not in "XM"}
-    return {"X": target, "M": mask} | others
 
 
 def _sums_gradients(values: Values, tree: Tree) -> bool:

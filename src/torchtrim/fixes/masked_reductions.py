@@ -68,8 +68,7 @@ def _write_masked_reduction(match: Match, facts: Facts) -> Writing:
     at = min([match.node, *(assign.value for assign in found.named)], key=source.start)
     dense = Dense(match, facts, found.tree, at=at, torch=torch)
     exact = facts.holds(lambda v: is_integral(v.R))
-    alone = found.inner is found.tree.leaves[0][0].node
-    dense.flows = dense.flows and not exact and not alone
+    dense.flows = dense.flows and not exact and found.inner is not found.tree.leaves[0][0].node
     edits = [*dense.edits, *imports, *dense.elsewhere(found.inner)]
     text = _reduced(dense, facts, found, torch, _inner(dense, found, source))
     edits.append(instead(source, match.node, text))
@@ -94,8 +93,7 @@ def _reduction(node: ast.Call, source: SourceFile) -> _Reduction | None:
 
 
 def _of_loss(node: ast.Call, source: SourceFile) -> tuple[ast.expr, str, bool, bool] | None:
-    name = source.dotted(node.func) or ""
-    last = name.removeprefix(_FUNCTIONAL)
+    last = (source.dotted(node.func) or "").removeprefix(_FUNCTIONAL)
     if last not in LOSSES or len(node.args) > 2 + last.startswith("binary"):
         return None
     reduction = constant_of(keywords_of(node).get("reduction", ast.Constant("mean")))
@@ -133,7 +131,10 @@ def _reduced(dense: Dense, facts: Facts, found: _Reduction, torch: str, inner: s
     of_truths = facts.holds(lambda v: v.R.dtype == "bool")
     fill = "False" if of_truths and _FILLS[found.kind] == "0" else _FILLS[found.kind]
     kept = dense.kept(inner, fill)
-    dims = _dims(facts) if found.rows else ""
+    dims = ""
+    if found.rows:
+        rank = facts.only(_ONE_SHAPE, lambda v: len(v.M.shape), 1)
+        dims = "0" if rank == 1 else f"({', '.join(map(str, range(rank)))})"
     if found.kind != "mean":
         return f"{kept}.{found.kind}({dims})"
     if dense.behind and not found.rows:
@@ -144,11 +145,6 @@ def _reduced(dense: Dense, facts: Facts, found: _Reduction, torch: str, inner: s
         return f"{kept}.sum({dims}) / {dense.mask}.sum()"
     dims = f"{dims}, " if dims else ""
     return f"({kept}.sum({dims}dtype={torch}.float32) / {dense.mask}.sum()).to({torch}.{dtype})"
-
-
-def _dims(facts: Facts) -> str:
-    rank = facts.only(_ONE_SHAPE, lambda v: len(v.M.shape), 1)
-    return "0" if rank == 1 else f"({', '.join(map(str, range(rank)))})"
 
 
 MASKED_REDUCTION: Fix = Fix(

@@ -32,7 +32,10 @@ def _find(source: SourceFile) -> Iterator[Match]:
         if not isinstance(name, ast.Name) or not isinstance(loop, ast.For):
             continue
         if name.id in names_in(loop.target) and "non_blocking" not in keywords_of(node):
-            parts: dict[str, ast.expr] = {"X": name, "LOADER": _iterated(loop.iter)}
+            loader = loop.iter
+            while isinstance(loader, ast.Call) and loader.args and called(loader.func) in _AROUND:
+                loader = loader.args[0]
+            parts: dict[str, ast.expr] = {"X": name, "LOADER": loader}
             parts |= {f"B{number}": other for number, other in enumerate(_others(name, loop))}
             yield Match(fix=FIX, source=source, node=node, parts=parts)
 
@@ -49,12 +52,6 @@ def _others(name: ast.Name, loop: ast.For) -> Iterator[ast.Name]:
         if target.id != name.id and target not in counter:
             uses = [use for use in loads(loop, target.id) if use.lineno > loop.lineno]
             yield min(uses, key=lambda use: (use.lineno, use.col_offset), default=target)
-
-
-def _iterated(node: ast.expr) -> ast.expr:
-    while isinstance(node, ast.Call) and node.args and called(node.func) in _AROUND:
-        node = node.args[0]
-    return node
 
 
 def _write(match: Match, facts: Facts) -> Writing:

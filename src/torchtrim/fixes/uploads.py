@@ -60,7 +60,6 @@ def _of(match: Match, names: frozenset[str]) -> Upload:
 
 
 def _match(fix: Fix, source: SourceFile, upload: Upload, parts: dict[str, ast.expr]) -> Match:
-    """Return the match of an upload, with its device and its other keywords."""
     if upload.device is not None:
         parts["D"] = upload.device
     rest = [word for word in upload.made.keywords if word.arg != "device"]
@@ -312,7 +311,6 @@ PINNED_UPLOAD: Fix = Fix(
 
 
 def _moved(source: SourceFile) -> Iterator[Match]:
-    """Yield tensors that are created on the host and moved at once."""
     for upload in uploads(source, _MADE):
         if upload.whole is not upload.made:
             parts = {f"A{n}": one for n, one in enumerate(upload.made.args)}

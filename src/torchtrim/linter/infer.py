@@ -93,13 +93,13 @@ def written(
         _bounds(places, wait)
         if _from_host(base, places):
             wait("host-index-assign", node)
-        elif value.what == "plain" and not is_from("2.15") and any(map(_is_index, places)):
+        elif (
+            value.what == "plain"
+            and not is_from("2.15")
+            and any(kind.waits and kind.dtype == "int" and not kind.single for _, kind in places)
+        ):
             # Copied to the device; torch 2.15 and later creates the number there.
             wait("assigned-number", node)
-
-
-def _is_index(place: tuple[ast.expr, ValueKind]) -> bool:
-    return place[1].waits and place[1].dtype == "int" and not place[1].single
 
 
 def _of_sequence(node: ast.Subscript, base: ValueKind, places: Places, wait: Wait) -> ValueKind:
@@ -343,9 +343,6 @@ class KindInference(KindScope):
             return places(kinds)
         return sequence(reduce(joined, kinds) if kinds else UNKNOWN)
 
-    def _starred(self, node: ast.Starred) -> ValueKind:
-        return part_of(self.value(node.value))
-
     def _dict(self, node: ast.Dict) -> ValueKind:
         items: dict[str, ValueKind] = {}
         rest: ValueKind | None = None
@@ -486,7 +483,6 @@ def _of_tensor(base: ValueKind, name: str) -> ValueKind:
 
 
 def _named(name: str) -> ValueKind:
-    """Infer an attribute from its name alone."""
     if name == "device" or name.endswith("_device"):
         return device("")
     if name == "dtype":
@@ -524,7 +520,7 @@ _HANDLERS: dict[type, Callable[..., ValueKind]] = {
     ast.Lambda: KindInference._lambda,
     ast.NamedExpr: KindInference._walrus,
     ast.JoinedStr: KindInference._formatted,
-    ast.Starred: KindInference._starred,
+    ast.Starred: lambda infer, node: part_of(infer.value(node.value)),
     ast.Await: KindInference._awaited,
     ast.Yield: KindInference._awaited,
     ast.YieldFrom: KindInference._awaited,

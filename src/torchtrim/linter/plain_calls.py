@@ -230,7 +230,6 @@ def _is_of_a_tensor(scope: KindScope, method: str, call: InferredCall) -> bool:
 
 
 def _is_loss(node: ast.expr) -> bool:
-    """Return True if a name or the key of an item names a loss."""
     if isinstance(node, ast.Subscript):
         node = node.slice if isinstance(node.slice, ast.Constant) else node.value
     name = getattr(node, "id", getattr(node, "attr", getattr(node, "value", "")))

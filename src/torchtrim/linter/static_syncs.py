@@ -213,8 +213,7 @@ class _Walk:
 
     def _augmented(self, node: ast.AugAssign) -> None:
         right = self._infer.value(node.value)
-        left = self._infer.value(node.target)
-        self._infer.assign(node.target, computed(left, right, node.op))
+        self._infer.assign(node.target, computed(self._infer.value(node.target), right, node.op))
 
     def _expression(self, node: ast.Expr) -> None:
         self._infer.value(node.value)
@@ -365,8 +364,7 @@ class _Walk:
 
     def _may_learn(self, node: Function, this: ClassFacts | None) -> bool:
         """Return True if the `return`s may say more than the annotation."""
-        returns = self._facts.returns if this is None else this.returns
-        kind = returns.get(node.name)
+        kind = (self._facts if this is None else this).returns.get(node.name)
         if kind is None or not is_open(kind) or isinstance(node, ast.AsyncFunctionDef):
             return False
         return _decorators(node) <= _TRANSPARENT
@@ -395,7 +393,10 @@ class _Walk:
             self._infer.env[extra.arg] = sequence(annotated(extra.annotation, self._infer.dotted))
         if arguments.kwarg is not None:
             self._infer.env[arguments.kwarg.arg] = UNKNOWN
-        once = _ONCE.fullmatch(node.name) and not (node.name == "main" and _trains(node))
+        once = _ONCE.fullmatch(node.name) and not (
+            node.name == "main"
+            and any(part.attr == "backward" for part in find_all(node, ast.Attribute))
+        )
         self._returned.append([])
         with self._infer.silent(bool(once or _ON_HOST.fullmatch(node.name))):
             self._block(node.body)
@@ -416,10 +417,6 @@ def merged(one: Environment, other: Environment) -> Environment:
 
 def _decorators(node: Function) -> set[str]:
     return {called(one.func if isinstance(one, ast.Call) else one) for one in node.decorator_list}
-
-
-def _trains(node: Function) -> bool:
-    return any(part.attr == "backward" for part in find_all(node, ast.Attribute))
 
 
 def _has_base(node: ast.ClassDef, pattern: re.Pattern[str]) -> bool:

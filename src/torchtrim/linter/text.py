@@ -54,8 +54,7 @@ def outside_of(path: str, used: set[str] | None = None) -> Outside:
 
 def is_cpu_test(path: str, text: str) -> bool:
     """Return True for a file of unit tests that names no device, so its tensors are on the host."""
-    named = _TEST.fullmatch(PurePath(path).stem) is not None
-    return named and _DEVICES.search(text) is None
+    return bool(_TEST.fullmatch(PurePath(path).stem)) and _DEVICES.search(text) is None
 
 
 def _returned(full: str, path: str, depth: int) -> tuple[ValueKind, tuple[str, ...]]:

@@ -99,7 +99,9 @@ def called_function(name: str, call: InferredCall) -> ValueKind:
     if head in ("torch.linalg", "torch.fft", "torch.special"):
         return _of_linalg(last, call, head)
     if head == "torch.nn" or head.startswith("torch.nn.modules"):
-        return _of_modules(last)
+        if last in ("Parameter", "Buffer"):
+            return tensor()
+        return LAYER if last in names.LAYERS else UNKNOWN
     if name in ("torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"):
         return tensor()
     if name.startswith(_COLLECTIVES) or last == "clip_grad_norm_":
@@ -184,12 +186,6 @@ def _solved(last: str, call: InferredCall) -> None:
         call.wait(_SOLVERS[last], call.node)
 
 
-def _of_modules(last: str) -> ValueKind:
-    if last in ("Parameter", "Buffer"):
-        return tensor()
-    return LAYER if last in names.LAYERS else UNKNOWN
-
-
 def _tensor_like(kind: ValueKind | None) -> ValueKind:
     """Treat an unknown argument of a torch function as a tensor."""
     return tensor() if kind is None or kind.what == "unknown" else kind
@@ -246,7 +242,6 @@ def _made(last: str, call: InferredCall) -> ValueKind:
 
 
 def _placed(last: str, call: InferredCall, otherwise: On) -> ValueKind:
-    """Return a new tensor on the device that the call names."""
     dtype = "bool" if last in names.BOOL else "int" if last in names.INT else ""
     dtype = call.words["dtype"].dtype if "dtype" in call.words else dtype
     return tensor(_device_word(call, otherwise), dtype)

@@ -129,7 +129,6 @@ def _check_unchanged(source: SourceFile, mask: ast.expr) -> None:
 
 
 def _changed(node: ast.AST) -> ast.expr | None:
-    """Return the tensor that a node changes in place, or None."""
     changed: ast.expr | None = None
     if isinstance(node, ast.AugAssign):
         changed = node.target

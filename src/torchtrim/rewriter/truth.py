@@ -148,8 +148,7 @@ def _read_by(call: ast.Call) -> str | None:
 
 def as_tensor(condition: ast.expr, source: SourceFile, numeric: Collection[int]) -> str:
     """Return the condition's text for tensor operands; `numeric` are the indices of non-booleans."""
-    numbers = iter(range(len(operands(condition))))
-    return _text(condition, source, numeric, numbers)
+    return _text(condition, source, numeric, iter(range(len(operands(condition)))))
 
 
 def _text(

@@ -84,7 +84,6 @@ def match_form(text: str, node: ast.AST, source: SourceFile) -> Bindings | None:
 
 
 def _may_be(site: Site, node: ast.AST, source: SourceFile) -> bool:
-    """Return True if the node has the form's type and, for a call, its name."""
     kind, name = site
     if kind in (ast.Name, ast.Attribute):
         return True
@@ -102,7 +101,10 @@ def equal(one: ast.AST, other: ast.AST) -> bool:
 
 def _same(pattern: ast.AST, node: ast.AST, source: SourceFile, bound: Bindings) -> bool:
     if isinstance(pattern, ast.Name) and _CAPITALS.fullmatch(pattern.id):
-        return _bind(pattern.id, node, bound)
+        if not isinstance(node, ast.expr):
+            return False
+        known = bound.parts.setdefault(pattern.id, node)
+        return known is node or equal(known, node)
     if (name := _module_name(pattern)) is not None:
         return source.dotted(node) == name
     if type(pattern) is not type(node):
@@ -114,13 +116,6 @@ def _same(pattern: ast.AST, node: ast.AST, source: SourceFile, bound: Bindings) 
         for field in pattern._fields
         if field not in _NO_FIELDS
     )
-
-
-def _bind(name: str, node: ast.AST, bound: Bindings) -> bool:
-    if not isinstance(node, ast.expr):
-        return False
-    known = bound.parts.setdefault(name, node)
-    return known is node or equal(known, node)
 
 
 def _module_name(pattern: ast.AST) -> str | None:
