@@ -47,7 +47,6 @@ _MEETS_HOST = (
 _FILLS = _aten("index_fill_", "masked_fill_")
 if not holds(row("host-index-fill"), str(torch.__version__)):
     _FILLS = frozenset()
-_NO_KERNEL = "Could not run '"
 _TAKE_INTEGERS = (torch.ops.aten.histc.default,)  # On a GPU; the CPU takes only floating point.
 
 
@@ -161,8 +160,7 @@ class Accelerator(TorchDispatchMode):
         self, known: _OperatorTraits, on: bool, args: Any, kwargs: dict[str, Any]
     ) -> tuple[bool, dict[str, Any]]:
         """Return the device of the result, and the arguments for the CPU."""
-        device = kwargs.get("device")
-        if device is not None:
+        if (device := kwargs.get("device")) is not None:
             if device.type == "cuda":
                 on, kwargs = True, {**kwargs, "device": HOST}
             elif device.type == "meta":
@@ -185,7 +183,7 @@ class Accelerator(TorchDispatchMode):
         try:
             result = func(*args, **kwargs)
         except NotImplementedError as error:
-            if _NO_KERNEL in str(error):
+            if "Could not run '" in str(error):
                 raise Unsupported(
                     f"the emulated device cannot run {func.name()}: the operator has no kernel for "
                     "CPU. Run the script where there is a GPU, or replace the operator."

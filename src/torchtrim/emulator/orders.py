@@ -40,8 +40,6 @@ from torchtrim.emulator.tags import Tags
 from torchtrim.errors import UsageError
 
 KINDS = ("early", "late", "random")
-_COPIES = ("aten::copy_", "aten::_to_copy")
-_EMPTY = ("aten::empty", "aten::new_empty")
 _WAITING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 _MAIN = 0  # The number of the default stream.
 _CHANCE = 0.5  # Arbitrary: probability that a random order runs or defers work.
@@ -326,10 +324,10 @@ class Orders:
         )
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         traits = _Traits(
-            copies=name in _COPIES,
+            copies=name in ("aten::copy_", "aten::_to_copy"),
             view=func.is_view or name == "aten::set_",
             waits=any(tag in func.tags for tag in _WAITING),
-            empty=name.startswith(_EMPTY),
+            empty=name.startswith(("aten::empty", "aten::new_empty")),
             random=is_random,
             written=written,
             returned=returned,

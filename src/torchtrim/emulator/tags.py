@@ -40,8 +40,7 @@ class Tags:
 
     def on_device(self, tensor: torch.Tensor) -> bool:
         """Return True if the tensor (for a placeholder: its source) is on the emulated device."""
-        made_from = getattr(type(tensor), "made_from", None)
-        if made_from is not None:
+        if (made_from := getattr(type(tensor), "made_from", None)) is not None:
             return self.on_device(made_from(tensor))
         try:
             on = tensor.untyped_storage()._cdata in self._device
@@ -100,8 +99,7 @@ class Tags:
 
     def take(self, tensor: torch.Tensor) -> None:
         """Remove the tag of the tensor's storage: it is on the host."""
-        tag = self._device.get(tensor.untyped_storage()._cdata)
-        if tag is not None:
+        if (tag := self._device.get(tensor.untyped_storage()._cdata)) is not None:
             self._freed(tag)
 
     def pin(self, tensor: torch.Tensor) -> None:

@@ -261,8 +261,7 @@ def _patch_exchange(patches: Patches, tags: Tags) -> None:
         if isinstance(source, torch.Tensor) and tags.on_device(source):
             source = library.to_dlpack(source)
         made = own_from(source, **options)
-        kept = tags.storage_at(made.data_ptr())
-        if kept is None:
+        if (kept := tags.storage_at(made.data_ptr())) is None:
             return made
         return made.set_(kept, made.storage_offset(), made.shape, made.stride())
 

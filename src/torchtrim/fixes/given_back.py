@@ -97,10 +97,9 @@ _FUNCTIONS = (
     "torch.where(M, X, N)",
     "torch.where(M, N, X)",
 )
-_TEMPLATES = (*_METHODS, *_FUNCTIONS)
 _ARGUMENTS = [
     template.replace("N)", f"{read})").replace("N,", f"{read},")
-    for template in _TEMPLATES
+    for template in (*_METHODS, *_FUNCTIONS)
     for read in ("N.item()", "float(N)")
 ]
 

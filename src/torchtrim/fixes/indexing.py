@@ -149,13 +149,12 @@ INDEX_ASSIGNMENT: Fix = Fix(
 )
 
 
-_FORMS = ("X[I.item()]", "X[int(I)]", "X[I]")
 _RISK = "an index out of bounds becomes a device-side error, after which the process cannot use the device"
 
 
 def _find_row_by_index(source: SourceFile) -> Iterator[Match]:
     plain = ast.Constant | ast.Slice | ast.Tuple | ast.UnaryOp | ast.List
-    for match in of_forms(lambda: ROW_BY_INDEX, *_FORMS)(source):
+    for match in of_forms(lambda: ROW_BY_INDEX, "X[I.item()]", "X[int(I)]", "X[I]")(source):
         assert isinstance(match.node, ast.Subscript)
         if isinstance(match.node.ctx, ast.Load) and not isinstance(match.node.slice, plain):
             yield changed(match, syncs=(match.node.slice,))

@@ -67,11 +67,9 @@ def _read(node: ast.AST, source: SourceFile) -> _Assignment | None:
         return None
     if not isinstance(target, ast.Subscript) or (isinstance(node.value, ast.Constant) and not sign):
         return None
-    mask = mask_of_index(target.slice)
-    if mask is None:
+    if (mask := mask_of_index(target.slice)) is None:
         return None
-    tree = read_tree(node.value, source, mask=mask)
-    if tree is None:
+    if (tree := read_tree(node.value, source, mask=mask)) is None:
         other = [] if isinstance(node.value, ast.Constant) else [TreeInput(node.value, 0)]
         tree = Tree(mask, operands=other)
     tree.leaves.insert(0, (Selection(target, target.value, mask), 0))

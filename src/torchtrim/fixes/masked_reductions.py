@@ -27,9 +27,6 @@ from torchtrim.source.source import SourceFile
 
 _FILLS = {"sum": "0", "mean": "0", "count_nonzero": "0", "any": "False", "all": "True"}
 _FUNCTIONAL = "torch.nn.functional."
-_HALVES = ("float16", "bfloat16")
-_ONE_TYPE = "the type of the result"
-_ONE_SHAPE = "the number of the mask's dimensions"
 
 
 class _Reduction(NamedTuple):
@@ -84,8 +81,7 @@ def _reduction(node: ast.Call, source: SourceFile) -> _Reduction | None:
         return None
     inner, kind, rows, loss = shape
     names = named_values(source, node)
-    tree = read_tree(inner, source, names, reduced=loss)
-    if tree is None:
+    if (tree := read_tree(inner, source, names, reduced=loss)) is None:
         return None
     leaves = {leaf.node for leaf, _ in tree.leaves}
     named = tuple(one for one in names.values() if not leaves.isdisjoint(ast.walk(one.value)))
@@ -101,8 +97,7 @@ def _of_loss(node: ast.Call, source: SourceFile) -> tuple[ast.expr, str, bool, b
 
 
 def _of_call(node: ast.Call, source: SourceFile) -> tuple[ast.expr, str, bool, bool] | None:
-    dotted = source.dotted(node.func)
-    if dotted is not None:
+    if (dotted := source.dotted(node.func)) is not None:
         kind, given = dotted.removeprefix("torch."), node.args
     elif isinstance(node.func, ast.Attribute):
         kind, given = node.func.attr, [node.func.value, *node.args]
@@ -133,15 +128,15 @@ def _reduced(dense: Dense, facts: Facts, found: _Reduction, torch: str, inner: s
     kept = dense.kept(inner, fill)
     dims = ""
     if found.rows:
-        rank = facts.only(_ONE_SHAPE, lambda v: len(v.M.shape), 1)
+        rank = facts.only("the number of the mask's dimensions", lambda v: len(v.M.shape), 1)
         dims = "0" if rank == 1 else f"({', '.join(map(str, range(rank)))})"
     if found.kind != "mean":
         return f"{kept}.{found.kind}({dims})"
     if dense.behind and not found.rows:
         behind = [str(-1 - n) for n in range(dense.behind)]
         kept += f".mean({behind[0]})" if len(behind) == 1 else f".mean(({', '.join(behind)}))"
-    dtype = facts.only(_ONE_TYPE, lambda v: v.R.dtype, "")
-    if dtype not in _HALVES:
+    dtype = facts.only("the type of the result", lambda v: v.R.dtype, "")
+    if dtype not in ("float16", "bfloat16"):
         return f"{kept}.sum({dims}) / {dense.mask}.sum()"
     dims = f"{dims}, " if dims else ""
     return f"({kept}.sum({dims}dtype={torch}.float32) / {dense.mask}.sum()).to({torch}.{dtype})"
@@ -177,9 +172,7 @@ MASKED_REDUCTION: Fix = Fix(
 
 
 _LOSSES = ("torch.nn.functional.cross_entropy", "torch.nn.functional.nll_loss")
-_CASTS = ("float", "double", "long")
 _LABELS = ("int64", "int32")
-_RANK = "the number of dimensions of the labels"
 
 
 class _Loss(NamedTuple):
@@ -214,7 +207,7 @@ def _loss(node: ast.Call, source: SourceFile) -> _Loss | None:
     for argument in node.args:
         inner = argument
         while isinstance(inner, ast.Call) and not inner.args and not inner.keywords:
-            if (tensor := receiver(inner, _CASTS)) is None:
+            if (tensor := receiver(inner, ("float", "double", "long"))) is None:
                 break
             inner = tensor
         named = names.get(inner.id) if isinstance(inner, ast.Name) else None
@@ -256,7 +249,7 @@ def _write_masked_cross_entropy(match: Match, facts: Facts) -> Writing:
     label = "-100" if ignored is None else source.segment(ignored)
     scores = f"{atom(source, found.scores.tensor)}.masked_fill(~{mask}.unsqueeze(-1), 0)"
     labels = f"{torch}.where({mask}, {source.segment(found.labels.tensor)}, {label})"
-    if facts.only(_RANK, lambda v: len(v.Y.shape), 0) != 1:
+    if facts.only("the number of dimensions of the labels", lambda v: len(v.Y.shape), 0) != 1:
         scores, labels = f"{scores}.flatten(0, -2)", f"{labels}.flatten()"
     texts: dict[ast.AST, str] = {found.scores.node: scores, found.labels.node: labels}
     edits = (*before, *imports, *_edits(source, found, texts))

@@ -34,7 +34,6 @@ from torchtrim.source.names import loads
 from torchtrim.source.operations import is_pure, is_simple
 from torchtrim.source.source import Function, SourceFile
 
-_READS = ("N.item()", "int(N)", "N")
 _STORES = (
     ("M[I, :{}] = C", "<"),
     ("M[I, 0:{}] = C", "<"),
@@ -42,7 +41,6 @@ _STORES = (
     ("M[I, {}:] = C", ">="),
 )
 _COUNTS = ("range(len(L))", "range(L.shape[0])", "range(L.size(0))", "range(B)")
-_RANK = "the number of the mask's dimensions"
 
 
 class _Loop(NamedTuple):
@@ -68,9 +66,8 @@ def _read(node: ast.For, source: SourceFile) -> _Loop | None:
     if len(node.body) != 1 or node.orelse:
         return None
     for form, sign in _STORES:
-        for read in _READS:
-            bound = match_form(form.format(read), node.body[0], source)
-            if bound is not None:
+        for read in ("N.item()", "int(N)", "N"):
+            if (bound := match_form(form.format(read), node.body[0], source)) is not None:
                 return _of_parts(node, source, bound.parts, sign)
     return None
 
@@ -111,7 +108,7 @@ def _write(match: Match, facts: Facts) -> Writing:
         f"`{match.text('V')}` is a Python number that `{match.text('X')}` can hold",
         lambda v: is_tensor(v.X) and len(v.X.shape) > 1 and is_number(v.V) and _can_hold(v),
     )
-    rank = facts.only(_RANK, lambda v: len(v.X.shape), 2)
+    rank = facts.only("the number of the mask's dimensions", lambda v: len(v.X.shape), 2)
     torch, imports = torch_of(source)
     blanks = need_indentation(source, found.node)
     text = f"{source.newline}{blanks}".join(_lines(match, found, torch, rank))

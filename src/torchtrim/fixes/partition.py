@@ -59,8 +59,7 @@ def _pairs(chosen: list[Selection]) -> list[ast.expr] | None:
     masks = []
     while left:
         mask = left.pop(0)
-        partner = next((other for other in left if _inverse(mask, other)), None)
-        if partner is None:
+        if (partner := next((other for other in left if _inverse(mask, other)), None)) is None:
             return None
         left.remove(partner)
         masks.append(inverted(mask) or mask)

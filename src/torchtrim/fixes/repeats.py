@@ -108,8 +108,7 @@ def _write_known_repeats(match: Match, facts: Facts) -> Writing:
     facts.need(
         f"`{match.text('R')[:60]}` is a tensor", lambda v: is_tensor(v.R) and len(v.R.shape) == 1
     )
-    numbers = _numbers(match)
-    if numbers is None:
+    if (numbers := _numbers(match)) is None:
         raise FixRefused(
             "the code does not show that the host knows the result's length. If it does, write "
             f"`output_size=n` in this call, with n the sum of `{match.text('R')[:60]}`: the length of a "

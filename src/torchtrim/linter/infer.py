@@ -133,7 +133,6 @@ def _from_host(base: ValueKind, places: Places) -> bool:
 
 _SETTINGS = ("config", "cfg", "args", "hparams", "opt", "kwargs", "logger")
 _CONFIGURATIONS = ("config", "cfg", "hparams")
-_COMPUTED = (ast.BitAnd, ast.BitOr, ast.BitXor)
 
 
 class KindInference(KindScope):
@@ -199,8 +198,7 @@ class KindInference(KindScope):
         base = self.env.get(name, UNKNOWN)
         if base.what != "mapping":
             return False
-        key = _text(target.slice)
-        if key is not None:
+        if (key := _text(target.slice)) is not None:
             self.env[name] = mapping(dict(base.items) | {key: kind}, base.part)
         else:
             self.value(target.slice)
@@ -232,8 +230,7 @@ class KindInference(KindScope):
             return _imported(full)
         name = node.attr
         if is_self(node.value) and self.this is not None:
-            known = self.this.attribute(name)
-            if known is not None:
+            if (known := self.this.attribute(name)) is not None:
                 return PLAIN if known == UNKNOWN and name in _CONFIGURATIONS else known
             return PLAIN if name == "training" else _named(name)
         base = self.value(node.value)
@@ -245,9 +242,7 @@ class KindInference(KindScope):
             return part_of(base)
         if name == "grad":
             return tensor()
-        if name in ("logits", "last_hidden_state"):
-            return tensor(sure=False)
-        return _named(name)
+        return tensor(sure=False) if name in ("logits", "last_hidden_state") else _named(name)
 
     def _subscript(self, node: ast.Subscript) -> ValueKind:
         base = self.value(node.value)
@@ -449,7 +444,7 @@ def computed(left: ValueKind, right: ValueKind, operator: ast.operator) -> Value
     if tensors:
         types = {kind.dtype for kind in tensors}
         same = types.pop() if len(types) == 1 else ""
-        keeps = isinstance(operator, _COMPUTED) or same == "int"
+        keeps = isinstance(operator, (ast.BitAnd, ast.BitOr, ast.BitXor)) or same == "int"
         dtype = same if keeps and not isinstance(operator, ast.Div) else ""
         single = all(kind.single or kind.what == "plain" for kind in kinds)
         return tensor(together(*kinds), dtype, single=single)

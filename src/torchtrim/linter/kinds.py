@@ -206,7 +206,6 @@ def singled(kind: ValueKind) -> ValueKind:
 
 _PLAIN = name_set("int float bool str bytes complex None Callable Path PathLike")
 _SEQUENCES = name_set("list List tuple Tuple Sequence Iterable Iterator Set set")
-_INT = ("LongTensor", "IntTensor", "ByteTensor")
 _FLOAT = ("FloatTensor", "HalfTensor", "DoubleTensor", "BFloat16Tensor", "Tensor", "Parameter")
 _DICTS = name_set("dict Dict Mapping MutableMapping")
 Dotted = Callable[[ast.AST], str | None]
@@ -258,7 +257,7 @@ def _one(node: ast.AST, dotted: Dotted) -> ValueKind | None:
 def _of_torch(name: str, last: str) -> ValueKind:
     if last in _FLOAT:
         return tensor("device" if last == "Parameter" else "", sure=False)
-    if last in _INT:
+    if last in ("LongTensor", "IntTensor", "ByteTensor"):
         return tensor("", "int", sure=False)
     if last == "BoolTensor":
         return tensor("", "bool", sure=False)

@@ -87,8 +87,7 @@ _NUMBERS = {"tolist": sequence(PLAIN), "item": PLAIN}
 def called_name(scope: KindScope, function: ast.Name, call: InferredCall) -> ValueKind:
     """Infer the call of a plain name."""
     name = function.id
-    known = scope.env.get(name)
-    if known is not None:
+    if (known := scope.env.get(name)) is not None:
         return called_held(scope, known, call)
     if name in scope.file.returns:
         return scope.file.returns[name]

@@ -37,7 +37,6 @@ from torchtrim.linter.scope import (
 )
 from torchtrim.source.nodes import called, find_all, is_stored, name_set, names_bound
 
-_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -55,7 +54,7 @@ def keeps(function: Function) -> bool:
         attributes = (find_all(target, ast.Attribute) for target in _targets(node))
         if any(is_stored(part) and is_self(part.value) for part in chain(*attributes)):
             return True
-        for name in _BLOCKS:
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
             pending += getattr(node, name, ())
     return False
 

@@ -407,8 +407,7 @@ def _static_value(kind: ValueKind) -> StaticValue:
 
 
 def _suggestion(source: SourceFile, found: LineSyncs) -> Suggestion:
-    candidate = found.candidate
-    if candidate is None:
+    if (candidate := found.candidate) is None:
         advice = " ".join(dict.fromkeys(row(sync.row).advice for sync in found.syncs))
         return Suggestion(kind="advice", reason=advice if found.looked else _LATER + advice)
     name = candidate.match.fix.name

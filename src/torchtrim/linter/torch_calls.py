@@ -249,8 +249,7 @@ def _placed(last: str, call: InferredCall, otherwise: On) -> ValueKind:
 
 def _device_word(call: InferredCall, otherwise: On) -> On:
     """Resolve a call's `device=`, constant device names included. Unknown devices count as accelerators."""
-    kind = call.words.get("device")
-    if kind is None:
+    if (kind := call.words.get("device")) is None:
         return otherwise
     if named := _device_of(call.keyword("device")):
         return named

@@ -15,8 +15,6 @@ from torchtrim.source.operations import is_pure, is_simple
 from torchtrim.source.selections import Tree, selection, tensor_part, trailing
 from torchtrim.source.source import Function, Loop, SourceFile, within
 
-_REPEATED = "its number of dimensions"
-
 
 class Dense:
     """Writes a tree's expressions over all elements.
@@ -31,7 +29,7 @@ class Dense:
         self._match, self._facts, self._tree = match, facts, tree
         self._source = match.source
         self._torch = torch
-        self.behind = facts.only(_REPEATED, lambda v: trailing(v, tree), 0)
+        self.behind = facts.only("its number of dimensions", lambda v: trailing(v, tree), 0)
         self.mask, self.edits = named_mask(self._source, tree.mask, at)
         need_order(self._source, tree, hoisted=bool(self.edits))
         parts = tree.parts().keys() - {"M"}

@@ -206,7 +206,6 @@ def _inside(source: SourceFile, node: ast.expr) -> ast.expr | None:
     return None if imported else receiver(node, _KEEPS_RANK)
 
 
-_HOLDING = ("dict", "list", "defaultdict", "OrderedDict")
 NAMED = "NAMED"
 """The prefix of the parts that `with_names` adds."""
 
@@ -230,8 +229,7 @@ def _made_of(match: Match, parts: Iterable[str]) -> Iterator[ast.expr]:
     pending, done = [match.parts[part] for part in parts], set()
     while pending:
         for name in operands_in(pending.pop(), match.source, items=True):
-            later = _assigned_later(match, name)
-            if later is None:
+            if (later := _assigned_later(match, name)) is None:
                 yield name
             elif later not in done:
                 done.add(later)
@@ -301,11 +299,10 @@ def names_tested(
 
 
 def _kind_of(facts: Facts, part: str, text: str) -> tuple[int, str] | None:
-    rank = _common(facts, part, f"the rank of `{text}`", _rank)
-    if rank is None:
+    if (rank := _common(facts, part, f"the rank of `{text}`", _rank)) is None:
         facts.leave_open(f"the type of `{text}`")
     shown = (getattr(values, part) for values in facts.executions if values.has(part))
-    if any(seen.kind in _HOLDING for seen in shown):
+    if any(seen.kind in ("dict", "list", "defaultdict", "OrderedDict") for seen in shown):
         raise FixRefused(
             f"the fix depends on the type of the values in `{text}`. Assign them to names first"
         )

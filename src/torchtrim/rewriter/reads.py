@@ -39,7 +39,6 @@ _TRUTH = name_set("""
     eq ne lt le gt ge equal not_equal less less_equal greater greater_equal isnan isinf isfinite
     logical_and logical_or logical_not logical_xor bool isclose
 """)
-_SWALLOWING = ("suppress", "raises", "assertRaises")
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,7 @@ def _may_go_on(source: SourceFile, loop: ast.AST) -> bool:
         if isinstance(outer, ast.With | ast.AsyncWith):
             managers = (item.context_expr for item in outer.items)
             names = {called(one.func if isinstance(one, ast.Call) else one) for one in managers}
-            if not names.isdisjoint(_SWALLOWING):
+            if not names.isdisjoint(("suppress", "raises", "assertRaises")):
                 return True
         if isinstance(outer, Function):
             return False

@@ -100,8 +100,7 @@ def filled(
         if word.startswith("**"):
             return ", ".join(source.segment(one) for one in match.keywords.get(word[2:], ()))
         if word in ("torch", "math"):
-            alias = source.alias(word)
-            if alias is None:
+            if (alias := source.alias(word)) is None:
                 imports[:] = [add_import(source, word)]
             return alias or word
         if given and word in given:
@@ -152,8 +151,7 @@ def insert_before(source: SourceFile, node: ast.AST, lines: str) -> TextEdit:
 
 def need_indentation(source: SourceFile, statement: ast.stmt) -> str:
     """Return the whitespace before a statement. Raises `FixRefused` if other code shares its line."""
-    blanks = source.indentation(statement)
-    if blanks is None:
+    if (blanks := source.indentation(statement)) is None:
         raise FixRefused(SHARED_LINE)
     return blanks
 

@@ -18,7 +18,6 @@ from torchtrim.source.nodes import called, keywords_of
 from torchtrim.source.source import Site, SourceFile
 
 _CAPITALS = re.compile(r"[A-Z][A-Z0-9]*")
-_NO_FIELDS = ("ctx", "type_comment", "kind")
 
 
 class Bindings:
@@ -114,7 +113,7 @@ def _same(pattern: ast.AST, node: ast.AST, source: SourceFile, bound: Bindings) 
     return all(
         _same_field(getattr(pattern, field), getattr(node, field, None), source, bound)
         for field in pattern._fields
-        if field not in _NO_FIELDS
+        if field not in ("ctx", "type_comment", "kind")
     )
 
 

@@ -43,8 +43,7 @@ def parameters(function: ast.AST) -> set[str]:
 
 def _places(function: ast.AST, name: str) -> _Places:
     """Return the reads and bindings of a name; one walk of the function, since trees never change."""
-    known = _KNOWN.get(function)
-    if known is None:
+    if (known := _KNOWN.get(function)) is None:
         known = _KNOWN[function] = {}
         for node in find_all(function, ast.Name):
             known.setdefault(node.id, ([], []))[is_stored(node)].append(node)
@@ -54,7 +53,6 @@ def _places(function: ast.AST, name: str) -> _Places:
 EVERYTHING: frozenset[str] = frozenset(["*"])
 _WHOLE = name_set("locals globals vars eval exec dir")
 _READERS = name_set("abs bool float int isinstance len max min print range round str sum")
-_READING_MODULES = ("math.", "numpy.", "statistics.")
 _KEEPING = name_set("as_tensor asarray from_numpy save tensor_split")
 
 
@@ -169,9 +167,8 @@ def _is_own(source: SourceFile, function: ast.AST, node: ast.Name) -> bool:
 
 
 def _reading_call(source: SourceFile, call: ast.Call) -> bool:
-    dotted = source.dotted(call.func)
-    if dotted is not None:
-        reads = dotted.startswith(_READING_MODULES)
+    if (dotted := source.dotted(call.func)) is not None:
+        reads = dotted.startswith(("math.", "numpy.", "statistics."))
         reads |= dotted.startswith("torch.") and is_fresh(call, source)
         return reads and dotted.rpartition(".")[2] not in _KEEPING
     if isinstance(call.func, ast.Attribute):

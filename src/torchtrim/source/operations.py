@@ -71,8 +71,7 @@ def is_pure(node: ast.AST, source: SourceFile) -> bool:
 
 
 def _pure_call(node: ast.Call, source: SourceFile) -> bool:
-    name = source.dotted(node.func)
-    if name is not None:
+    if (name := source.dotted(node.func)) is not None:
         last = name.rpartition(".")[2]
         return (
             name.startswith(("torch.", "math."))
@@ -172,8 +171,7 @@ def operands_of(call: ast.Call, source: SourceFile) -> tuple[str, list[ast.expr]
 
 
 def _last(call: ast.Call, source: SourceFile) -> str:
-    dotted = source.dotted(call.func)
-    if dotted is not None:
+    if (dotted := source.dotted(call.func)) is not None:
         return dotted.rpartition(".")[2] if dotted.startswith("torch.") else ""
     if not isinstance(call.func, ast.Attribute):
         return ""

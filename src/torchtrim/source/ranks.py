@@ -76,8 +76,7 @@ class _ShapeOrigins:
             return _NUMBER
         if isinstance(node, ast.Name):
             return self._of_name(node.id, least=least)
-        operands = self._operands(node)
-        if operands is None:
+        if (operands := self._operands(node)) is None:
             return _NOTHING
         found = [self.bases(one, least=least) for one in operands]
         return frozenset().union(*(names for names, _ in found)), all(whole for _, whole in found)

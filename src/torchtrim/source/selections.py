@@ -37,7 +37,6 @@ _ROUNDED = name_set("""
     acos asin atan atan2 cos cosh erf exp exp2 expm1 hypot log log10 log1p log2 logit pow rsqrt sigmoid
     sin sinh tan tanh xlogy elu gelu logsigmoid selu silu softplus
 """)
-_EXACT_POWERS = (1, 2, 3)
 _EXACT_ROWS = name_set("amax amin argmax argmin")
 _OF_FUNCTIONAL = name_set("""
     elu gelu leaky_relu logsigmoid relu relu6 selu sigmoid silu softplus tanh
@@ -201,7 +200,7 @@ class _TreeBuilder:
                 self.tree.operands.append(TreeInput(node, lost))
             return True
         if isinstance(node, ast.BinOp) and isinstance(node.op, _OPERATORS):
-            exact = constant_of(node.right) in _EXACT_POWERS
+            exact = constant_of(node.right) in (1, 2, 3)
             self.tree.rounded |= isinstance(node.op, ast.Pow) and not exact
             return self.read(node.left, lost) and self.read(node.right, lost)
         if isinstance(node, ast.UnaryOp) and not isinstance(node.op, ast.Not):
@@ -212,8 +211,7 @@ class _TreeBuilder:
             )
         if not isinstance(node, ast.Call):
             return False
-        dotted = self.source.dotted(node.func)
-        if dotted is not None:
+        if (dotted := self.source.dotted(node.func)) is not None:
             return self._read_arguments(node, dotted, node.args, lost)
         if not isinstance(node.func, ast.Attribute):
             return False

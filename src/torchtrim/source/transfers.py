@@ -19,7 +19,6 @@ from torchtrim.source.nodes import (
 from torchtrim.source.operations import PURE
 from torchtrim.source.source import Function, SourceFile, children
 
-_SAME_VALUE = ("detach", "cpu", "clone", "contiguous")
 _CASTS = ("float", "int", "bool")
 READS = ("item", *_CASTS)
 """The functions and methods that a read calls."""
@@ -60,7 +59,7 @@ def without_detach(node: ast.expr) -> ast.expr:
     while True:
         inner = node.value if isinstance(node, ast.Attribute) and node.attr == "data" else None
         if isinstance(node, ast.Call) and not node.args and not node.keywords:
-            inner = receiver(node, _SAME_VALUE)
+            inner = receiver(node, ("detach", "cpu", "clone", "contiguous"))
         if inner is None:
             return node
         node = inner
@@ -87,9 +86,6 @@ def has_own_text(source: SourceFile, node: ast.AST) -> bool:
     except (SyntaxError, ValueError):
         return False
     return ast.dump(found) == ast.dump(node)
-
-
-_MOVES = ("to", "cuda")
 
 
 class Upload(NamedTuple):
@@ -132,7 +128,7 @@ def _upload(source: SourceFile, node: ast.Call) -> Upload | None:
         call = source.parents[method]
         if not isinstance(call, ast.Call) or call.func is not method:
             break
-        if method.attr in _MOVES:
+        if method.attr in ("to", "cuda"):
             return _moved(node, call, tuple(between))
         between.append(call)
         at = call

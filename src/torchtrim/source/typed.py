@@ -207,8 +207,7 @@ class _Namespace:
         return self.value(node)
 
     def _attribute(self, node: ast.Attribute) -> Any:
-        dotted = self._source.dotted(node)
-        if dotted is None:
+        if (dotted := self._source.dotted(node)) is None:
             return getattr(self.value(node.value), node.attr)
         if not dotted.startswith("torch."):
             raise _UnknownValue
@@ -225,7 +224,6 @@ def _value(seen: ObservedValue) -> Any:
 
 
 _ROOTS = ("exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid")
-_CONSTANTS = ("zeros_like", "ones_like")
 _LARGEST = 127  # the largest number that every integer type holds
 
 
@@ -310,7 +308,7 @@ def _called(node: ast.Call, source: SourceFile, shared: set[str]) -> TypeForm:
     form = _form(operands[0], source, shared)
     if name in _ROOTS:
         return _promoted(form, "float")
-    if name in _CONSTANTS and source.dotted(node.func) is not None:
+    if name in ("zeros_like", "ones_like") and source.dotted(node.func) is not None:
         return form._replace(reached=frozenset())
     if name == "clone":
         return form
