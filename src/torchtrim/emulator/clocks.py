@@ -64,8 +64,7 @@ def copy_of(storage: Any, *, poisoned: bool = False) -> Any:
 def poison(tensor: torch.Tensor) -> None:
     """Fill a new tensor's storage with poison (True for booleans)."""
     with unowned():
-        own = _bytes(tensor.untyped_storage())
-        own.fill_(1 if tensor.dtype is torch.bool else _BYTE)
+        _bytes(tensor.untyped_storage()).fill_(1 if tensor.dtype is torch.bool else _BYTE)
 
 
 def _bytes(storage: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch.utils._device import DeviceContext, _device_constructors
 from torchtrim.dispatch.modes import tensors_among
 from torchtrim.dispatch.patches import Patches
 from torchtrim.emulator.moves import DeviceMover, is_cuda
-from torchtrim.emulator.tags import DEVICE, HOST, Tags
+from torchtrim.emulator.tags import DEVICE, HOST
 
 _LIFT = torch.ops.aten.lift_fresh.default
 _READ = torch.ops.aten._local_scalar_dense.default
@@ -57,7 +57,11 @@ class Construction:
                 on = True if device is None else is_cuda(device)
                 copied = self._mover.moved(data.detach(), on, dtype=options.get("dtype"), copy=True)
                 return copied.requires_grad_(bool(options.get("requires_grad")))
-            _read_each(data, tags)
+            # Record the reads of a list of tensors, one number at a time, which no mode sees.
+            for part in tensors_among(data) if isinstance(data, (list, tuple)) else ():
+                if tags.on_device(part):
+                    for number in part.detach().reshape(-1).unbind():
+                        _READ(number)
             if _wants_device(device):
                 return self._uploaded(own, data, options)
             pinned = options.pop("pin_memory", False)
@@ -144,8 +148,7 @@ class Construction:
 
         class Legacy(metaclass=LegacyType):
             def __new__(cls, *data: Any) -> Any:
-                sized = all(isinstance(size, int) for size in data)
-                if sized or isinstance(data[0], torch.Size):
+                if all(isinstance(size, int) for size in data) or isinstance(data[0], torch.Size):
                     return torch.empty(*(data or (0,)), dtype=dtype, device=DEVICE)
                 return uploaded(own, data[0], {"dtype": dtype})
 
@@ -175,14 +178,6 @@ def _default_device() -> torch.device:
         if isinstance(mode, DeviceContext):
             return mode.device
     return HOST
-
-
-def _read_each(data: Any, tags: Tags) -> None:
-    """Record the reads of a list of tensors, one number at a time, which no mode sees."""
-    for tensor in tensors_among(data) if isinstance(data, (list, tuple)) else ():
-        if tags.on_device(tensor):
-            for number in tensor.detach().reshape(-1).unbind():
-                _READ(number)
 
 
 _Meta: Any = type(torch._C.Generator)

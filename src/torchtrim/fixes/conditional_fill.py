@@ -221,8 +221,7 @@ def _edits(source: SourceFile, found: _Fill, test: str) -> tuple[TextEdit, ...]:
         text = f"{test} or {source.segment(found.question)}"
         return (instead(source, found.question, f"({text})" if found.others else text),)
     if found.others:
-        last = found.others[-1]
-        return (TextEdit(source.end(last), source.end(found.question), ""),)
+        return (TextEdit(source.end(found.others[-1]), source.end(found.question), ""),)
     blanks = source.indentation(node)
     if blanks is None or source.text.startswith("elif", source.start(node)):
         raise FixRefused("the statement shares its line with another, or is an `elif`")

@@ -393,8 +393,7 @@ def _statement(
         raise FixRefused(SHARED_LINE)
     written = f"{source.newline}{blanks}".join([*kept, *lines])
     if not written:
-        next_line = source.text.find("\n", end) + 1
-        yield TextEdit(source.line_start(branch.whole.lineno), next_line, "")
+        yield TextEdit(source.line_start(branch.whole.lineno), source.text.find("\n", end) + 1, "")
     else:
         yield TextEdit(start, end, written)
     if branch.last is not None:

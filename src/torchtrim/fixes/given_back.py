@@ -125,8 +125,7 @@ def _as_argument(match: Match, facts: Facts) -> Writing:
     read = "float(N)" if "float(N)" in match.form else "N.item()"
     floats = " and N.is_floating_point()" if read == "float(N)" else ""
     chosen = f"{given} if N.dtype == X.dtype{floats} and not N.dim() else {read}"
-    template = match.form.replace(read, chosen)
-    return Writing(replace(match, template, {"X": "values", "N": "number"}))
+    return Writing(replace(match, match.form.replace(read, chosen), {"X": "values", "N": "number"}))
 
 
 DEVICE_ARGUMENT: Fix = Fix(

@@ -113,8 +113,7 @@ def _listed(match: Match, facts: Facts) -> Writing:
 
 def _risk(match: Match, around: ast.AST) -> str:
     source, tensor = match.source, match.parts["X"]
-    lazy = isinstance(around, ast.GeneratorExp)
-    if lazy and function_of(source.parents[around]) not in _EAGER:
+    if isinstance(around, ast.GeneratorExp) and function_of(source.parents[around]) not in _EAGER:
         raise FixRefused("a generator is read on demand, maybe later. Use a list")
     if _changes_nothing(source, around):
         return ""

@@ -252,8 +252,7 @@ def _write_masked_cross_entropy(match: Match, facts: Facts) -> Writing:
     if facts.only("the number of dimensions of the labels", lambda v: len(v.Y.shape), 0) != 1:
         scores, labels = f"{scores}.flatten(0, -2)", f"{labels}.flatten()"
     texts: dict[ast.AST, str] = {found.scores.node: scores, found.labels.node: labels}
-    edits = (*before, *imports, *_edits(source, found, texts))
-    return Writing(for_kinds_seen(match, facts, edits))
+    return Writing(for_kinds_seen(match, facts, (*before, *imports, *_edits(source, found, texts))))
 
 
 def _edits(source: SourceFile, found: _Loss, texts: dict[ast.AST, str]) -> Iterator[TextEdit]:

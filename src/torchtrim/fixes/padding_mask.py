@@ -88,8 +88,7 @@ def _of_parts(
     for form in _COUNTS if equal(node.target, index) else ():
         counted = match_form(form, node.iter, source)
         if counted is not None and equal(counted.parts.get("L", length.value), length.value):
-            rows = counted.parts.get("B")
-            return _Loop(node, mask, length.value, value, sign, rows, (index.id,))
+            return _Loop(node, mask, length.value, value, sign, counted.parts.get("B"), (index.id,))
     return None
 
 
@@ -112,8 +111,7 @@ def _write(match: Match, facts: Facts) -> Writing:
     torch, imports = torch_of(source)
     blanks = need_indentation(source, found.node)
     text = f"{source.newline}{blanks}".join(_lines(match, found, torch, rank))
-    edits = (*imports, TextEdit.of(source, found.node, text))
-    return Writing(for_kinds_seen(match, facts, edits))
+    return Writing(for_kinds_seen(match, facts, (*imports, TextEdit.of(source, found.node, text))))
 
 
 def _lines(match: Match, found: _Loop, torch: str, rank: int) -> list[str]:

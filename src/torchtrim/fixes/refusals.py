@@ -181,8 +181,7 @@ def _open_selections(source: SourceFile) -> Iterator[Place]:
                 break
         else:
             if indices := _indices(node, source):
-                names = ("X", "M", "M1", "M2", "M3")
-                yield node, dict(zip(names, indices, strict=False)), ""
+                yield node, dict(zip(("X", "M", "M1", "M2", "M3"), indices, strict=False)), ""
 
 
 def _indices(node: ast.AST, source: SourceFile) -> list[ast.expr]:

@@ -13,7 +13,6 @@ from torchtrim.rewriter.replace import replace
 from torchtrim.source.facts import (
     Facts,
     FixRefused,
-    Values,
     is_floating,
     is_integral,
     is_number,
@@ -146,7 +145,11 @@ def _write_compared_extreme(match: Match, facts: Facts) -> Writing:
         raise FixRefused("it is not the Python builtin")
     facts.need(
         "both are tensors of zero dimensions, with one type and device",
-        _alike,
+        lambda v: (
+            is_tensor(v.A, v.B)
+            and v.A.shape == v.B.shape == ()
+            and (v.A.dtype, v.A.device) == (v.B.dtype, v.B.device)
+        ),
         static=lambda v: is_tensor(v.A, v.B) and v.A.shape == v.B.shape == (),
     )
     facts.need("no gradient flows to them", lambda v: without_grad(v, v.A, v.B))
@@ -157,12 +160,6 @@ def _write_compared_extreme(match: Match, facts: Facts) -> Writing:
             "the result is one of the two tensors, and may be written to. Use `torch.maximum`"
         )
     return Writing(for_kinds_seen(match, facts, replace(match, _FORMS[match.form])))
-
-
-def _alike(values: Values) -> bool:
-    one, other = values.A, values.B
-    alike = (one.dtype, one.device) == (other.dtype, other.device)
-    return is_tensor(one, other) and one.shape == other.shape == () and alike
 
 
 COMPARED_EXTREME: Fix = Fix(

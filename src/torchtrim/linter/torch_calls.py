@@ -200,8 +200,7 @@ def _count(last: str, first_kind: ValueKind, call: InferredCall, first: int = 0)
         if not compares or all(kind.on != "host" for kind in call.args[first:]):
             call.wait(_COUNTING[last], call.node)
     elif last == "unique":
-        by_row = call.given(first + 3, "dim") is not None
-        call.wait("unique-dim" if by_row else "unique", call.node)
+        call.wait("unique-dim" if call.given(first + 3, "dim") is not None else "unique", call.node)
     elif last == "repeat_interleave" and "output_size" not in call.words:
         if (call.given(first, "repeats") or first_kind).waits:
             call.wait("repeat-interleave", call.node)
@@ -273,8 +272,7 @@ def _from_data(last: str, call: InferredCall) -> ValueKind:
     data = call.given(0, "data") or PLAIN
     made = _placed(last, call, "host")
     if last in ("as_tensor", "asarray") and data.what in ("unknown", "tensor"):
-        moved = "device" in call.words
-        return made if moved else tensor(data.on if data.what == "tensor" else "")
+        return made if "device" in call.words else tensor(data.on if data.what == "tensor" else "")
     if data.what == "tensor":
         return tensor(made.on if "device" in call.words else data.on, made.dtype)
     sized = last not in ("tensor", "as_tensor", "asarray", "from_numpy") and data.what == "plain"

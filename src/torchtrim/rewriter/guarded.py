@@ -94,12 +94,10 @@ def _where(
         return chosen
     (first, last), inner = _span(source, match, edits)
     if first is last:
-        loops = find_all(first, ast.comprehension)
-        bound = set().union(*(names_in(loop.target) for loop in loops))
+        bound = set().union(*(names_in(loop.target) for loop in find_all(first, ast.comprehension)))
     else:
         block = source.block(first)
-        between = block[block.index(first) : block.index(last) + 1]
-        bound = set().union(*map(names_bound, between))
+        bound = set().union(*map(names_bound, block[block.index(first) : block.index(last) + 1]))
     if hidden := used & bound:
         raise FixRefused(
             f"the fix depends on the rank of `{min(hidden)}`, which gets its value there. Write "

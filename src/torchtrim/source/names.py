@@ -132,8 +132,7 @@ def literal_stores(source: SourceFile, function: ast.AST, name: str) -> list[ast
     """Return the numbers assigned to a name, or None if it gets any other value except by `+=`."""
     found = []
     for node in stores(function, name):
-        outer = source.parents[node]
-        if isinstance(outer, ast.AugAssign):
+        if isinstance(source.parents[node], ast.AugAssign):
             continue
         value = assigned_to(source, node)
         if not isinstance(value, ast.Constant) or type(value.value) not in (int, float):

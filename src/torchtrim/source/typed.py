@@ -90,8 +90,7 @@ def typed(
                 return None
             grads: Iterable[Any] = ()
             if result.requires_grad:
-                inputs = list(leaves.values())
-                grads = torch.autograd.grad(result.sum(), inputs, allow_unused=True)
+                grads = torch.autograd.grad(result.sum(), list(leaves.values()), allow_unused=True)
             reached = {text for text, grad in zip(leaves, grads, strict=False) if grad is not None}
     except _MEANS_UNKNOWN:
         return None
