@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import nn
 
+from profiles import training_step
 from steps import Fitting, fitting, quiet, train_step
 from torchtrim.records.budget import Budget
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
+from torchtrim.step.edits import Insert
+from torchtrim.step.from_profile import step_of
+from torchtrim.step.index import index_of
+from torchtrim.step.rerun import rerun
 
 
 class Cache:
@@ -71,3 +78,17 @@ def test_what_arguments_had_is_kept_until_the_block_has_run_again() -> None:
     plan = runs.planner(runs.observe()).floor_plan(Budget(0))
     assert plan.techniques == (Technique(name="recompute", where=where),)
     assert runs.run_planned(plan).peak_bytes == plan.predicted.peak_bytes
+
+
+def test_a_rerun_stashes_the_state_of_the_generator() -> None:
+    """Beside the copy that the first run keeps, there is one while the rerun lasts."""
+    step = step_of(training_step(blocks=2, size=2**10))
+    (call, *_) = index_of(step).graded_calls[1]
+
+    def insert(state: int) -> Insert:
+        overhead = step.overhead._replace(random_state=state)
+        edit = rerun(dataclasses.replace(step, overhead=overhead), [call.span])
+        assert edit is not None
+        return edit.inserts[0]
+
+    assert insert(5056).rise == insert(0).rise + 5056

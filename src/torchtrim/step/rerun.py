@@ -107,8 +107,11 @@ def _kept_bytes(step: Step, span: Iterable[int]) -> int:
 
 
 def _rise(step: Step, again: Iterable[int], kept: dict[int, int]) -> int:
-    """Return the highest rise of memory during the rerun; tensors in `kept` stay."""
-    rise = level = 0
+    """Return the highest rise of memory during the rerun; tensors in `kept` stay.
+
+    The rerun begins by stashing the generator's state, and restores it at its end.
+    """
+    rise = level = step.overhead.random_state
     ends: defaultdict[int, int] = defaultdict(int)
     for i in again:
         level -= ends.pop(i, 0)
