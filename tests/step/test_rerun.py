@@ -52,7 +52,7 @@ class Decoder(nn.Module):
         return x.sigmoid().exp().cos()
 
 
-def step_of() -> object:
+def decoder_step() -> object:
     torch.manual_seed(0)
     return train_step(Decoder(), torch.randn(64, 32))
 
@@ -64,7 +64,7 @@ def calls_of(profile: Profile) -> list[tuple[int, ...]]:
 
 
 def test_a_call_knows_what_its_arguments_had() -> None:
-    profile = fitting(step_of()).observe().profile
+    profile = fitting(decoder_step()).observe().profile
     assert [len(held) for held in calls_of(profile)] == [0, 1, 2, 3]
     keys = {number for held in calls_of(profile) for number in held}
     assert {profile.storages[number].bytes for number in keys} == {64 * 4 * 32 * 4}
@@ -74,7 +74,7 @@ def test_what_arguments_had_is_kept_until_the_block_has_run_again() -> None:
     """Predicted is what is measured, to the byte: each block's copy of the cache has the keys before it."""
     where = tuple(f"Decoder.blocks.{number}" for number in range(4))
     terms = Terms(pins={"recompute": where}, exclude=["optimizer_in_backward", "replay"])
-    runs = Fitting(step_of(), Request(steps=1), quiet, terms)
+    runs = Fitting(decoder_step(), Request(steps=1), quiet, terms)
     plan = runs.planner(runs.observe()).floor_plan(Budget(0))
     assert plan.techniques == (Technique(name="recompute", where=where),)
     assert runs.run_planned(plan).peak_bytes == plan.predicted.peak_bytes
