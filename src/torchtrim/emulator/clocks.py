@@ -367,8 +367,7 @@ class Clocks:
 
     def _reuse(self, stream: int, now: Access) -> None:
         """Check freed memory for reuse while other streams, unknown to the allocator, still use it."""
-        freed = [dead for dead in self._dead if dead.home == stream]
-        if not freed:
+        if not (freed := [dead for dead in self._dead if dead.home == stream]):
             return
         self._dead = [dead for dead in self._dead if dead.home != stream]
         for watched in freed:

@@ -177,8 +177,7 @@ class Accelerator(TorchDispatchMode):
         return on, kwargs
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        pinned = kwargs.get("pin_memory")
-        if pinned:
+        if pinned := kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         try:
             result = func(*args, **kwargs)

@@ -155,8 +155,7 @@ def _together(match: Match, facts: Facts, reads: Sequence[Read]) -> tuple[list[i
         facts.leave_open(_FACT)
         return list(range(len(reads))), ""
     seen = [_kind(facts, f"L{n}") for n in range(len(reads))]
-    devices = Counter(one.device for one in seen if one is not None)
-    if not devices:
+    if not (devices := Counter(one.device for one in seen if one is not None)):
         raise FixRefused("it reads a value that is not a one-element tensor")
     device = devices.most_common(1)[0][0]
     there = {n: one for n, one in enumerate(seen) if one is not None and one.device == device}
@@ -207,8 +206,7 @@ def _edits(
     groups: list[_Group] = []
     edits = [*imports]
     for part, read in reads:
-        same = [one for one in groups if equal(one.tensor, read.tensor)]
-        if not same:
+        if not (same := [one for one in groups if equal(one.tensor, read.tensor)]):
             name = _name(source, read, [one.name for one in groups])
             text = _text(source, facts, part, read, cast)
             same = [_Group(name, read.tensor, text, _kind_read(facts, part, cast))]

@@ -74,8 +74,7 @@ def _added(match: Match, facts: Facts) -> Writing:
 
 
 def _starts(source: SourceFile, node: ast.AugAssign, name: str, loop: Loop) -> set[type]:
-    literals = literal_stores(source, source.function(node), name)
-    if not literals:
+    if not (literals := literal_stores(source, source.function(node), name)):
         raise FixRefused(f"`{name}` does not start as a literal number such as 0.0")
     for store in stores(loop, name):
         outer = source.parents[store]

@@ -84,8 +84,7 @@ def _value(match: Match, facts: Facts, target: str) -> tuple[str, tuple[TextEdit
     if constant_of(value) in range(128):
         return text, ()
     torch, imports = torch_of(match.source)
-    kind = facts.only(f"the type of `{target}`", lambda v: v.X.dtype, "")
-    if kind:
+    if kind := facts.only(f"the type of `{target}`", lambda v: v.X.dtype, ""):
         text += f" if {target}.dtype == {torch}.{kind} else {match.text('V')}"
     return text, imports
 

@@ -287,8 +287,7 @@ class KindInference(KindScope):
             _is_none(side) or _text(side) is not None for side in (node.left, *node.comparators)
         ):
             return PLAIN
-        tensors = [kind for kind in kinds if kind.what == "tensor"]
-        if not tensors:
+        if not (tensors := [kind for kind in kinds if kind.what == "tensor"]):
             return PLAIN if all(kind.what == "plain" for kind in kinds) else UNKNOWN
         sure = all(kind.sure or kind.what != "tensor" for kind in kinds) or len(tensors) > 1
         single = all(kind.single or kind.what == "plain" for kind in kinds)
@@ -440,8 +439,7 @@ class KindInference(KindScope):
 def computed(left: ValueKind, right: ValueKind, operator: ast.operator) -> ValueKind:
     """Infer the result of a binary operator."""
     kinds = (left, right)
-    tensors = [kind for kind in kinds if kind.what == "tensor"]
-    if tensors:
+    if tensors := [kind for kind in kinds if kind.what == "tensor"]:
         types = {kind.dtype for kind in tensors}
         same = types.pop() if len(types) == 1 else ""
         keeps = isinstance(operator, (ast.BitAnd, ast.BitOr, ast.BitXor)) or same == "int"

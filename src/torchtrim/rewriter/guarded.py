@@ -78,8 +78,7 @@ def for_kinds_seen(match: Match, facts: Facts, edits: Sequence[TextEdit]) -> tup
     ]
     texts = {part: of_same_rank(source, match.parts[part]) for part in tensors}
     torch, imports = torch_of(source)
-    test = kinds_tested(match, facts, texts, torch)
-    if not test:
+    if not (test := kinds_tested(match, facts, texts, torch)):
         return tuple(edits)
     used = set().union(*(names_in(match.parts[part]) for part in tensors))
     return (*imports, *_where(match, [edit for edit in edits if edit not in imports], test, used))
