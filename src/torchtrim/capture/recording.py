@@ -327,8 +327,11 @@ def record_call(
     setting = Setting(
         chosen, getattr(function, "__qualname__", "function"), str(project or Path.cwd())
     )
-    emulates = chosen == "emulated" and current() is None
-    with _ONE_AT_A_TIME, emulate() if emulates else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_ONE_AT_A_TIME)
+        # Only now, since another thread may have been emulating a device for its recording.
+        if chosen == "emulated" and current() is None:
+            stack.enter_context(emulate())
         for _ in range(warmup):
             function()
         allocator = allocator_for(setting.device)

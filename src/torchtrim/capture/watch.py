@@ -196,7 +196,7 @@ class Watcher:
 
         self._replace(kind, "__init__", wrap)
 
-    def _loop_begins(self, iterator: Any, loader: Any) -> None:
+    def _loop_begins(self, iterator: Any, loader: Any, *_: Any, **__: Any) -> None:
         if not self._loading:
             self._listener.loader_begins(iterator, loader)
 

@@ -231,8 +231,9 @@ class Storages:
         return number
 
     def _watch(self, storage: Any, key: int, number: int) -> _StorageReference:
-        watched = self._living[key] = _StorageReference(storage, self._on_death)
+        watched = _StorageReference(storage, self._on_death)
         watched.key, watched.number, watched.bytes = key, number, storage.nbytes()
+        self._living[key] = watched  # last, so that other threads never see it without its number
         return watched
 
     def _device(self, device: torch.device) -> str:

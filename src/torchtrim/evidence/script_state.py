@@ -84,8 +84,9 @@ class ScriptState:
         if isinstance(value, torch.optim.Optimizer):
             return {}
         if isinstance(value, nn.Module):
-            tensors = (*value.named_parameters(), *value.named_buffers())
-            return dict[str, Any](tensors) if self._number(value) < 0 else {}
+            if self._number(value) >= 0:
+                return {}
+            return dict[str, Any]((*value.named_parameters(), *value.named_buffers()))
         if not hasattr(value, "__dict__"):
             return None
         methods = (one for one in vars(kind).values() if inspect.isfunction(one))
