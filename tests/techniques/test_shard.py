@@ -122,5 +122,5 @@ def test_other_options_are_refused(options: dict[str, Any]) -> None:
 
 
 def test_another_module_is_refused() -> None:
-    with pytest.raises(ApplyFailed, match="is a Linear, and shard changes"):
+    with pytest.raises(ApplyFailed, match="is a Linear, but shard applies to"):
         TECHNIQUE.apply({"Net": torch.nn.Linear(2, 2)}, Technique(name="shard", where=("Net",)))

@@ -15,6 +15,10 @@ from typing import Any
 from weakref import ref
 
 import torch
+
+# `_disable_current_modes` imports it late. Inside a profile with stacks, torch would read the name of the
+# module's freed code, which may not be UTF-8.
+import torch._subclasses.schema_check_mode
 from torch import nn
 from torch._C import _current_autograd_node
 from torch.autograd.graph import GradientEdge
