@@ -144,6 +144,18 @@ def loaded_after(code: str) -> set[str]:
     return set(done.stderr.split())
 
 
+def test_only_pipelines_import_the_compiler() -> None:
+    """It takes seconds, which every start of a verb would take."""
+    stories = (
+        path.stem for path in (SOURCE / "workflows").glob("[!_]*.py") if path.stem != "pipeline"
+    )
+    names = ["runner.worker", "runner.planned_script", "workflows.optimize.report"]
+    names += [f"workflows.{story}" for story in stories]
+    loaded = loaded_after("import " + ", ".join(f"torchtrim.{name}" for name in names))
+    assert "torch" in loaded
+    assert not {"torch._dynamo", "torch._inductor"} & loaded
+
+
 def test_our_own_tensors_name_their_device_and_type() -> None:
     assert list(made_by_default()) == []
 

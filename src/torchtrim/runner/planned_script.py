@@ -28,7 +28,6 @@ from torchtrim.runner.joining import Spawning
 from torchtrim.runner.processes import LIFELINE, end_with_parent
 from torchtrim.runner.script import Script
 from torchtrim.runner.settings import Eagerly
-from torchtrim.runner.stage_worker import StageApplier, among_ranks
 from torchtrim.runner.trials import Workload
 from torchtrim.runner.worker import run_target
 
@@ -160,6 +159,9 @@ def flush_files() -> None:
 
 
 def _in_stages(script: Script, plan: Plan) -> None:
+    # Late, since torch's pipelining imports dynamo and inductor, which takes seconds.
+    from torchtrim.runner.stage_worker import StageApplier, among_ranks
+
     assert plan.pipeline is not None
     stages = StageApplier(plan, several=True, refused=lambda said: EndOfScript(ApplyFailed(said)))
     watcher = Watcher(stages)

@@ -25,7 +25,6 @@ from torchtrim.dryrun.run import dry_run
 from torchtrim.emulator.device import emulate
 from torchtrim.emulator.runtime import model_named
 from torchtrim.errors import ScriptFailed, Unsupported, UsageError
-from torchtrim.pipelines.orders import order_of
 from torchtrim.planner.estimate import estimate_of, has_samples, largest_length, unused_bytes
 from torchtrim.planner.stages.chain import ChainReader
 from torchtrim.planner.stages.spread import FABRIC, Fabric, RankLayout, SimulatedLayout, spread
@@ -414,4 +413,7 @@ def spread_over(
     reader = ChainReader(profile, 0.0, times)
     progress("looking for stages, replicas and shards")
     chain_of = functools.lru_cache(maxsize=None)(reader.chain)
+    # Late, since torch's pipelining imports dynamo and inductor, which takes seconds.
+    from torchtrim.pipelines.orders import order_of
+
     return spread(chain_of, devices, batch, budget, order_of, fabric, layouts)

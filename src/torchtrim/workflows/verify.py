@@ -34,7 +34,6 @@ from torchtrim.runner.script import Script
 from torchtrim.runner.trials import Progress, Workload, run_once
 from torchtrim.workflows.findings import machine, report_of
 from torchtrim.workflows.optimize.fitting import Fitting
-from torchtrim.workflows.pipeline import verify_pipeline
 from torchtrim.workflows.serve import is_of_calls
 
 _RESULTS = "2:"
@@ -47,6 +46,9 @@ def verify_report(
     """Compare the planned workload with the original. Raises `ApplyFailed` for another script's plan."""
     check_script(plan, workload)
     if plan.pipeline is not None:
+        # Late, since torch's pipelining imports dynamo and inductor, which takes seconds.
+        from torchtrim.workflows.pipeline import verify_pipeline
+
         return verify_pipeline(workload, plan, request, progress=progress)
     infers = is_of_calls(plan) and isinstance(workload, Script)
     saves = isinstance(workload, Script)  # the state of a live model must not change
