@@ -254,7 +254,11 @@ def test_settings_from_pyproject(run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("error", "code"), [("KeyboardInterrupt", 130), ("ValueError('no')", 1)])
-def test_run_shows_an_exception_as_python_does(run, tmp_path: Path, error: str, code: int) -> None:
+def test_run_shows_an_exception_as_python_does(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, code: int
+) -> None:
+    # A process group of an earlier test leaves a hook that prints "[rank0]" before each line.
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     script = tmp_path / "ends.py"
     script.write_text(f"def work():\n    raise {error}\n\n\nwork()\n")
     python = subprocess.run([sys.executable, str(script)], capture_output=True, check=False)
