@@ -15,10 +15,10 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
-from torch._C import _disabled_torch_dispatch_impl
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtrim.dispatch.modes import has_own_dispatch, written_arguments
 from torchtrim.executor.failing import note
 from torchtrim.executor.ordinals import counting
 from torchtrim.executor.registry import Handle
@@ -156,7 +156,7 @@ class SavedTensorWatcher(TorchDispatchMode, Generic[CallT]):  # type: ignore[no-
             self.end(call)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind.__torch_dispatch__ is not _disabled_torch_dispatch_impl for kind in types):
+        if any(map(has_own_dispatch, types)):
             return NotImplemented
         kind = self._kinds.get(func) or self._know(func)
         return self.operator(kind, func, args, kwargs or {})
@@ -165,13 +165,10 @@ class SavedTensorWatcher(TorchDispatchMode, Generic[CallT]):  # type: ignore[no-
         namespace, _, name = str(func).partition(".")
         name = name.partition(".")[0] if namespace == "aten" else ""
         role = role_of(name)
-        writes = tuple(
-            (position, argument.name)
-            for position, argument in enumerate(func._schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        )
         is_counted = self._roles is None or role in self._roles
-        kind = self._kinds[func] = OperatorKind(name, role if is_counted else "", writes)
+        kind = self._kinds[func] = OperatorKind(
+            name, role if is_counted else "", written_arguments(func)
+        )
         return kind
 
 

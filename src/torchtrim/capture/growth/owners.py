@@ -58,10 +58,7 @@ def find_owners(wanted: Iterable[int], roots: Iterable[tuple[str, Any]]) -> dict
                 missing.discard(id(step.thing))
                 paths[id(step.thing)] = _path(step)
             for part, thing in _parts(step.thing):
-                is_leaf = _is(thing, _LEAVES) or _is_own(
-                    str(getattr(type(thing), "__module__", ""))
-                )
-                if id(thing) in missing or (id(thing) not in seen and not is_leaf):
+                if id(thing) in missing or (id(thing) not in seen and not _is_leaf(thing)):
                     seen.add(id(thing))
                     waiting.append(_Step(thing, step, part))
     return paths
@@ -92,6 +89,10 @@ def _named(variables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _is_own(name: str) -> bool:
     return name.startswith(_OWN)
+
+
+def _is_leaf(thing: Any) -> bool:
+    return _is(thing, _LEAVES) or _is_own(str(getattr(type(thing), "__module__", "")))
 
 
 def _is(thing: Any, kinds: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -51,15 +52,12 @@ class StorageMover:
     """
 
     def __init__(self, slab_bytes: int = 0, file_bytes: int = 0) -> None:
-        self._streams: tuple[Any, Any] | None = None
         self.stores = _Store(slab_bytes, _pinned), _Store(file_bytes, mapped)
 
-    @property
+    @functools.cached_property
     def streams(self) -> tuple[Any, Any]:
         """The outbound and the inbound stream."""
-        if self._streams is None:
-            self._streams = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        return self._streams
+        return torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 class _Store:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -61,7 +62,6 @@ class HostState:
         self._most = most
         self._on = True
         self._busy = False
-        self._streams: tuple[Any, Any] | None = None
         self._written: Any = None
         self._hosts: defaultdict[Parameter, dict[str, torch.Tensor]] = defaultdict(dict)
         self._own = OwnStep(optimizer, self._steps)
@@ -97,12 +97,12 @@ class HostState:
         parts = [part for group in whole for part in cut(group, self._most)]
         self._busy = True
         if self._written is not None:
-            self._copy_streams()[1].wait_event(self._written)
+            self._copy_streams[1].wait_event(self._written)
         try:
             coming = self._fetch(parts[0]) if parts else []
             leaving: Any = None
             for number, part in enumerate(parts):
-                here, arrived = coming, self._copy_streams()[1].record_event()
+                here, arrived = coming, self._copy_streams[1].record_event()
                 leaving = self._free_written(leaving)
                 coming = self._fetch(parts[number + 1]) if number + 1 < len(parts) else []
                 arrived.wait()
@@ -136,16 +136,15 @@ class HostState:
                 if self._is_large(value, parameter) and not in_file:
                     state[key] = self._host_tensor(parameter, key, value).copy_(value)
 
+    @functools.cached_property
     def _copy_streams(self) -> tuple[Any, Any]:
-        if self._streams is None:
-            self._streams = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        return self._streams
+        return torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def _fetch(self, part: Group) -> list[StateTensor]:
         """Start to copy the state of a chunk to the device, into memory of the compute stream."""
         hosts = [*self._offloaded(part["params"])]
         fetched = [(p, key, torch.empty_like(host, device=p.device)) for p, key, host in hosts]
-        _, home = self._copy_streams()
+        _, home = self._copy_streams
         home.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(home):
             for (*_, host), (*_, tensor) in zip(hosts, fetched, strict=True):
@@ -164,7 +163,7 @@ class HostState:
         """Start to copy the state of a chunk to the host. Keep the device tensors until the event."""
         if not any(parameter.is_cuda for parameter in part["params"]):
             return None
-        out, _ = self._copy_streams()
+        out, _ = self._copy_streams
         out.wait_stream(torch.cuda.current_stream())
         kept = []
         with torch.cuda.stream(out):
