@@ -47,7 +47,7 @@ from torchtrim.records.comparison import load_report_or_profile
 from torchtrim.records.files import load_pins, load_plan, read_bounded, save_plan, save_profile
 from torchtrim.records.trial import Request
 from torchtrim.report import html
-from torchtrim.report.json import render
+from torchtrim.report.formats.json import render
 from torchtrim.workflows.diagnose import diagnose_report
 from torchtrim.workflows.optimize.fitting import Fitting
 

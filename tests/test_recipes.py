@@ -1,10 +1,11 @@
-"""The recipes of CONTRIBUTING: a rule and a fix are one file each, and every output knows them.
+"""The recipes of CONTRIBUTING: a rule, a fix and a renderer are one file each.
 
 tests/techniques/test_one_file.py does the same with a technique.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from click.testing import CliRunner
 from profiles import training_step
 from torchtrim import fixes, rules
 from torchtrim.cli.main import torchtrim
+from torchtrim.cli.verbs import lint
+from torchtrim.report import formats
 from torchtrim.rewriter.pages import page as fixes_page
 from torchtrim.rules.registry import all_rules, diagnose
 
@@ -65,6 +68,14 @@ FIX: Fix = Fix(
     write=write,
 )
 '''
+RENDERER = '''"""Renders a report as one line."""
+
+from torchtrim.records.report import Report
+
+
+def render(report: Report, *, root: str = "", **_: object) -> str:
+    return f"{report.verb}: {len(report.findings)} findings\\n"
+'''
 Drop = Callable[[ModuleType, str, str], None]
 
 
@@ -105,3 +116,15 @@ def test_a_fix_is_one_file(drop: Drop, tmp_path: Path) -> None:
     shown = CliRunner().invoke(torchtrim, ["lint", str(script), "--diff"])
     assert "+    return float(x.sum())" in shown.output
     assert "sum_read" in fixes_page()
+
+
+def test_a_renderer_is_one_file(drop: Drop, tmp_path: Path) -> None:
+    drop(formats, "line", RENDERER)
+    script = tmp_path / "loss.py"
+    script.write_text(
+        "import torch\n\n\ndef total(x: torch.Tensor) -> float:\n    return x.item()\n"
+    )
+    verb = importlib.reload(lint).command  # A new process: the choices are found at import.
+    shown = CliRunner().invoke(verb, [str(script), "--format", "line"])
+    assert shown.stdout == "lint: 1 findings\n"
+    importlib.reload(lint)

@@ -9,7 +9,7 @@ from report import samples
 from report.test_changes import measured
 from torchtrim.cli.main import main
 from torchtrim.records.files import save_profile
-from torchtrim.report import json as as_json
+from torchtrim.report.formats import json as as_json
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ import pytest
 from report import samples
 from torchtrim.api import Result
 from torchtrim.cli.main import main
-from torchtrim.cli.options import FORMATS
-from torchtrim.cli.output import command_for, show
+from torchtrim.cli.output import command_for, formats, show
 
 REPORT = msgspec.structs.replace(samples.DIAGNOSE, project="/home/ana/segmenter")
 BEGINS = {
@@ -30,7 +29,7 @@ def shown(form: str, capfd: pytest.CaptureFixture[str]) -> str:
     return capfd.readouterr().out
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", ["text", *formats()])
 def test_each_format(
     form: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

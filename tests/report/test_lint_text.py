@@ -6,7 +6,8 @@ from pathlib import Path
 
 from report import samples
 from torchtrim.records import Finding, Report, Suggestion
-from torchtrim.report import github, lint_text, sarif
+from torchtrim.report import lint_text
+from torchtrim.report.formats import github, sarif
 
 
 def report_of(*findings: Finding, project: str = "/p") -> Report:

@@ -12,7 +12,8 @@ from profiles import Step
 from report import samples
 from torchtrim.records import Profile
 from torchtrim.records.figures import RankFigures
-from torchtrim.report import html, job_trace, markdown, terminal
+from torchtrim.report import html, job_trace, terminal
+from torchtrim.report.formats import markdown
 from torchtrim.report.sections import rank_lines
 
 MIB = 2**20

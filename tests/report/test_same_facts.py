@@ -15,7 +15,8 @@ from report import samples
 from report.test_html import Page
 from torchtrim.core.units import format_bytes
 from torchtrim.records import Report
-from torchtrim.report import cell, facts, github, html, json, markdown, sarif, sections, terminal
+from torchtrim.report import cell, facts, html, sections, terminal
+from torchtrim.report.formats import github, json, markdown, sarif
 from torchtrim.report.headline import headline
 
 

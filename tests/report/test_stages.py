@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from report import samples
 from torchtrim.records.pipeline import Bar, Pipeline, PipelineReport, ScheduleFigures, Stage
 from torchtrim.records.report import Report
-from torchtrim.report import html, markdown, stages
+from torchtrim.report import html, stages
+from torchtrim.report.formats import markdown
 
 
 def stage(first: str, rank: int, *, recompute: bool = False) -> Stage:

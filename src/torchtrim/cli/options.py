@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from torchtrim.api import DEVICES
-from torchtrim.cli.output import cleaned, own_command
+from torchtrim.cli.output import cleaned, formats, own_command
 from torchtrim.core.units import check_bytes, parse_bytes
 from torchtrim.errors import UsageError
 from torchtrim.records.commands import from_here, path_argument
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torchtrim.api import Request, Script, Sharding, Watch
     from torchtrim.records.finding import Finding
 
-FORMATS = ("text", "json", "sarif", "github", "markdown")
 F = TypeVar("F", bound=Callable[..., Any])
 _MILLISECONDS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*ms\s*")
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
@@ -205,7 +204,7 @@ _output = _adds(
     click.option(
         "--format",
         "form",
-        type=click.Choice(FORMATS),
+        type=click.Choice(("text", *formats())),
         callback=chosen_form,
         help="Format of the output on stdout. Default: text.",
     ),

@@ -243,6 +243,13 @@ def _write_ranks(profiles: Sequence[Profile], folder: Path, source: bool) -> Pat
     return path if written else None
 
 
+def formats() -> tuple[str, ...]:
+    """Return the formats for other programs, such as `json`."""
+    from torchtrim.report.formats import names
+
+    return names()
+
+
 def show(
     result: Result, *, form: str, next_command: str | None, paths: dict[str, Path] | None = None
 ) -> None:
@@ -279,19 +286,16 @@ def _parameter(name: str) -> Any:
 
 def _rendered(report: Report, form: str) -> bytes:
     from torchtrim.api import SourceLines
+    from torchtrim.report.formats import render
 
-    report, render = _with_failures(report), _renderer(form).render
-    if form == "json":
-        encoded: bytes = render(report)
-        return encoded
-    more = {"line_text": SourceLines(report.project).line} if form == "sarif" else {}
-    text: str = render(report, root=_root(report.project), **more)
-    return text.encode()
+    line = SourceLines(report.project).line
+    return render(form, _with_failures(report), line_text=line, root=_root(report.project))
 
 
 def show_comparison(comparison: Comparison, form: str) -> None:
     """Print a comparison as text, JSON or Markdown."""
-    from torchtrim.report import compare_text, json
+    from torchtrim.report import compare_text
+    from torchtrim.report.formats import json
 
     if form == "json":
         sys.stdout.buffer.write(json.render(comparison))
@@ -336,16 +340,13 @@ def gate_text(report: Report, over: Sequence[PassedLimit], allow_list: str) -> s
 def rendered_lint(report: Report, form: str) -> str:
     """Return the report of `lint` in one of its formats."""
     from torchtrim.api import SourceLines
-    from torchtrim.report import github, json, lint_text, sarif
+    from torchtrim.report import lint_text
+    from torchtrim.report.formats import render
 
-    encoding = sys.stdout.encoding or "utf-8"
-    if form == "json":
-        return json.render(report).decode()
-    if form == "sarif":
-        return sarif.render(report, line_text=SourceLines(report.project).line)
-    if form == "github":
-        return github.render(report)
-    return (lint_text.concise if form == "concise" else lint_text.full)(report, encoding)
+    if form in ("full", "concise"):
+        written = lint_text.concise if form == "concise" else lint_text.full
+        return written(report, sys.stdout.encoding or "utf-8")
+    return render(form, report, line_text=SourceLines(report.project).line).decode()
 
 
 def lint_marks(report: Report) -> list[str]:

@@ -18,9 +18,10 @@ from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records import Finding, Profile, Report
 from torchtrim.records.files import without_collection
 from torchtrim.records.report import Holder
-from torchtrim.report import facts, json, sections, stages
+from torchtrim.report import facts, sections, stages
 from torchtrim.report.breakdown import ModuleNode, TimeSplit, count, operator_table, splits, tree
 from torchtrim.report.charts import Picture, hidden_bytes, picture, stacked, trade_off
+from torchtrim.report.formats import json
 from torchtrim.report.headline import headline
 from torchtrim.report.lanes import CopyLanes, Lanes, copies_of, lanes
 from torchtrim.report.located import excerpt

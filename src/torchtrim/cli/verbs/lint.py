@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from torchtrim.cli.options import tell, undo_interrupted, watch
-from torchtrim.cli.output import lint_marks, rendered_lint
+from torchtrim.cli.output import formats, lint_marks, rendered_lint
 
 if TYPE_CHECKING:
     from torchtrim.api import Checked
-
-FORMATS = ("full", "concise", "json", "sarif", "github")
 
 
 @click.command()
@@ -36,7 +34,7 @@ FORMATS = ("full", "concise", "json", "sarif", "github")
 @click.option(
     "--format",
     "form",
-    type=click.Choice(FORMATS),
+    type=click.Choice(("full", "concise", *formats())),
     default="full",
     help="Format of the output on stdout. Default: full.",
 )

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from report import samples
 from torchtrim.records.allow import AllowedFinding
-from torchtrim.report import facts, markdown
+from torchtrim.report import facts
 from torchtrim.report.blocks import escape
+from torchtrim.report.formats import markdown
 from torchtrim.report.headline import headline
 from torchtrim.report.safe import clean
 from torchtrim.report.sections import figure_rows

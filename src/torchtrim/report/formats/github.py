@@ -9,7 +9,7 @@ from torchtrim.report.located import LocatedFinding, inside, locate_findings, ru
 from torchtrim.report.safe import clean
 
 
-def render(report: Report, *, root: str = "") -> str:
+def render(report: Report, *, root: str = "", **_: object) -> str:
     """Return a line for a bad or unsure verdict, then one for each finding, most expensive first.
 
     Paths are relative to `root`, by default the project; GitHub expects the repository's folder. Findings

@@ -30,7 +30,7 @@ _FINDINGS = (
 )
 
 
-def render(report: Report, *, root: str = "") -> str:
+def render(report: Report, *, root: str = "", **_: object) -> str:
     """Return the report in at most `MOST_BYTES` bytes, with a count of the omitted findings.
 
     Paths are relative to `root`, by default the project.

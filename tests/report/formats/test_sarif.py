@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from report import samples
 from torchtrim.records import Report
 from torchtrim.records.allow import AllowedFinding
-from torchtrim.report import sarif
+from torchtrim.report.formats import sarif
 from torchtrim.rules.registry import all_rules
 
 LEVELS = ("none", "note", "warning", "error")

@@ -5,9 +5,10 @@ import pytest
 
 from report import samples
 from torchtrim.records import Profile, Report
-from torchtrim.report import json, schemas
+from torchtrim.report import schemas
+from torchtrim.report.formats import json
 
-PUBLISHED = Path(__file__).parents[2] / "docs" / "schema"
+PUBLISHED = Path(__file__).parents[3] / "docs" / "schema"
 
 
 @pytest.mark.parametrize("name", samples.ALL)

@@ -10,7 +10,7 @@ from torchtrim.records import Report
 from torchtrim.records.comparison import Comparison
 
 
-def render(report: Report | Comparison) -> bytes:
+def render(report: Report | Comparison, **_: object) -> bytes:
     """Return the report as indented UTF-8 JSON, with keys in a fixed order."""
     plain = _encodable(msgspec.to_builtins(report, order="deterministic"))
     return msgspec.json.format(msgspec.json.encode(plain), indent=2) + b"\n"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
 import msgspec
 
 from torchtrim.records import Report
+from torchtrim.report.formats import LineText
 from torchtrim.report.headline import headline
 from torchtrim.report.located import LocatedFinding, inside, locate_findings
 from torchtrim.report.safe import clean
@@ -20,8 +21,6 @@ from torchtrim.rules.registry import all_rules
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 FINGERPRINT = "torchtrimSite/v1"
 _BASE = "%SRCROOT%"
-
-LineText = Callable[[str, int], str]
 
 
 def render(report: Report, *, root: str = "", line_text: LineText = lambda path, line: "") -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from report import samples
 from torchtrim.records import Report
 from torchtrim.records.allow import AllowedFinding
-from torchtrim.report import github
+from torchtrim.report.formats import github
 from torchtrim.report.safe import clean
 
 COMMAND = re.compile(r"::(error|warning|notice)(?: ([^:]*))?::(.*)")
