@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 import torch
 from torch.autograd import profiler
-from torch.utils import flop_counter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtrim.core import caches
@@ -61,8 +60,6 @@ _MEASURED = frozenset(
     )
 )
 """Operators with scratch memory."""
-_ATTENTION: Callable[..., int] = flop_counter.sdpa_flop_count
-_ATTENTION_BACKWARD: Callable[..., int] = flop_counter.sdpa_backward_flop_count
 _ONEDNN_COMPUTES: dict[torch.dtype, Callable[[], bool]] = {
     torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
     torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
@@ -117,10 +114,14 @@ def _flops(name: str, func: Any, args: Any, kwargs: Any, result: Any) -> int:
         query, key, value = (one.shape for one in (args[3:6] if backward else args[:3]))
         count = 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
         return int(5 * count // 2 if backward else count)
+    from torch.utils import flop_counter  # It loads Triton.
+
+    attention: Callable[..., int] = flop_counter.sdpa_flop_count
+    attention_backward: Callable[..., int] = flop_counter.sdpa_backward_flop_count
     if name.endswith("attention_for_cpu"):
-        return _ATTENTION(*(one.shape for one in args[:3]))
+        return attention(*(one.shape for one in args[:3]))
     if name.endswith("attention_for_cpu_backward"):
-        return _ATTENTION_BACKWARD(*(one.shape for one in args[:4]))
+        return attention_backward(*(one.shape for one in args[:4]))
     count = flop_counter.flop_registry.get(func.overloadpacket)
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 
