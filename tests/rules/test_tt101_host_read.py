@@ -3,7 +3,7 @@ from msgspec.structs import replace
 
 from profiles import SCRIPT, Step
 from torchtrim.analysis.syncs import unknown_note, unknown_operators
-from torchtrim.rules.tt101_host_read import check
+from torchtrim.rules.tt101_host_read import RULE
 
 
 def one_read(device: str, seconds: float | None = None) -> Step:
@@ -15,21 +15,21 @@ def one_read(device: str, seconds: float | None = None) -> Step:
 
 
 def test_a_read_is_found_at_its_line() -> None:
-    (finding,) = check(one_read("cuda:0").profile())
+    (finding,) = RULE.check(one_read("cuda:0").profile())
     assert (finding.code, finding.path, finding.line) == ("TT101", "train.py", 12)
     assert finding.count_per_step == 1
     assert "sync at local_scalar_dense" in finding.message
 
 
 def test_a_real_device_measures_the_price() -> None:
-    (finding,) = check(one_read("cuda:0", seconds=0.005).profile())
+    (finding,) = RULE.check(one_read("cuda:0", seconds=0.005).profile())
     assert finding.price_ms == pytest.approx(5)
     assert finding.source == "measured"
     assert "5 ms" in finding.message
 
 
 def test_an_emulated_device_has_no_measured_price() -> None:
-    (finding,) = check(one_read("emulated").profile())
+    (finding,) = RULE.check(one_read("emulated").profile())
     assert finding.price_ms is None
     assert finding.source == "modelled"
     assert " ms" not in finding.message
@@ -38,13 +38,13 @@ def test_an_emulated_device_has_no_measured_price() -> None:
 def test_operators_that_did_not_wait_are_no_finding() -> None:
     step = Step("cuda:0")
     step.op("aten::_local_scalar_dense", step.alive("input", 4, device="cpu"), line=3)
-    assert not list(check(step.profile()))
+    assert not list(RULE.check(step.profile()))
 
 
 def test_waits_of_other_kinds_are_left_to_other_rules() -> None:
     step = Step("cuda:0")
     step.sync("nonzero", step.op("aten::nonzero", step.alive("input", 4), line=3))
-    assert not list(check(step.profile()))
+    assert not list(RULE.check(step.profile()))
 
 
 def test_reads_are_counted_by_line() -> None:
@@ -52,7 +52,7 @@ def test_reads_are_counted_by_line() -> None:
     loss = step.alive("temporary", 4)
     for line in (3, 4, 3, 3):
         step.sync("item", step.op("aten::_local_scalar_dense", loss, line=line), seconds=0.001)
-    found = {f.line: f for f in check(step.profile())}
+    found = {f.line: f for f in RULE.check(step.profile())}
     assert {line: f.count_per_step for line, f in found.items()} == {3: 3, 4: 1}
     assert found[3].price_ms == pytest.approx(3)
     assert "3 times a step" in found[3].message
@@ -61,7 +61,7 @@ def test_reads_are_counted_by_line() -> None:
 def test_without_a_place_the_script_is_named() -> None:
     step = Step("cuda:0")
     step.sync("item", step.op("aten::_local_scalar_dense", step.alive("temporary", 4)))
-    (finding,) = check(step.profile())
+    (finding,) = RULE.check(step.profile())
     assert (finding.path, finding.line, finding.end_line) == ("train.py", 0, 0)
 
 
@@ -70,7 +70,7 @@ def test_a_read_by_the_optimizer_has_its_own_advice() -> None:
     state = step.alive("optimizer_state", 4)
     step.sync("item", step.op("aten::_local_scalar_dense", state, phase="optimizer", line=1))
     step.sync("item", step.op("aten::_local_scalar_dense", state, line=2))
-    first, second = check(step.profile())
+    first, second = RULE.check(step.profile())
     assert first.fix is not None
     assert second.fix is not None
     assert "fused=True" in first.fix.reason
@@ -81,7 +81,7 @@ def test_a_wait_in_backward_is_at_the_line_of_its_forward() -> None:
     step = Step("cuda:0")
     picked = step.op("aten::index.Tensor", step.alive("input", 16), line=7)
     step.sync("item", step.op("aten::_local_scalar_dense", phase="backward", forward=picked.index))
-    (finding,) = check(step.profile())
+    (finding,) = RULE.check(step.profile())
     assert finding.line == 7
     assert "in backward" in finding.message
 
@@ -97,7 +97,7 @@ def test_lines_inside_a_library_stand_beside_the_users_own() -> None:
             place = step._place(SCRIPT, 7)
             step.operators[read.index] = replace(step.operators[read.index], caller=place)
             step.sync("item", read)
-    (finding,) = check(step.profile())
+    (finding,) = RULE.check(step.profile())
     assert (finding.path, finding.line) == ("train.py", 7)
     assert "inside trainer/loop.py:471 in " in finding.message
     assert "(3 times), trainer/loop.py:33 in " in finding.message

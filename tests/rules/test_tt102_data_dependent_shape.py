@@ -1,5 +1,5 @@
 from profiles import Step
-from torchtrim.rules.tt102_data_dependent_shape import check
+from torchtrim.rules.tt102_data_dependent_shape import RULE
 
 
 def test_a_mask_waits_in_forward_and_again_in_backward() -> None:
@@ -9,7 +9,7 @@ def test_a_mask_waits_in_forward_and_again_in_backward() -> None:
     spread = step.op("aten::index_put", losses, phase="backward", forward=picked.index)
     step.sync("mask-index", picked)
     step.sync("mask-assign", spread)
-    (finding,) = check(step.profile())
+    (finding,) = RULE.check(step.profile())
     assert (finding.code, finding.line, finding.count_per_step) == ("TT102", 9, 2)
     assert "index, index_put in backward" in finding.message
     assert finding.fix is not None
@@ -19,4 +19,4 @@ def test_a_mask_waits_in_forward_and_again_in_backward() -> None:
 def test_a_step_without_waits_has_no_finding() -> None:
     step = Step("cpu")
     step.op("aten::nonzero", step.alive("input", 16), line=5)
-    assert not list(check(step.profile()))
+    assert not list(RULE.check(step.profile()))

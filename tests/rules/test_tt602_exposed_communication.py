@@ -2,7 +2,7 @@ import pytest
 
 from profiles import Step, exchanging_step
 from torchtrim.records.profile import Profile
-from torchtrim.rules.tt602_exposed_communication import across, check
+from torchtrim.rules.tt602_exposed_communication import across
 
 
 def rank(number: int, under_way: float, beside: float = 0.0, device: str = "cpu") -> Profile:
@@ -46,5 +46,5 @@ def test_a_wait_for_a_later_rank_is_another_finding() -> None:
 
 
 def test_one_rank_and_an_emulated_device_say_nothing() -> None:
-    assert not [*check(rank(0, 0.25))]
+    assert not [*across([rank(0, 0.25)])]
     assert not [*across([rank(0, 0.25, device="emulated"), rank(1, 0.25, device="emulated")])]

@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from profiles import SCRIPT, Step
 from torchtrim.records.profile import Profile
-from torchtrim.rules.tt603_needless_search import across, check
+from torchtrim.rules.tt603_needless_search import across
 
 
 def rank(number: int, *, search: bool = True, unused: int = 0) -> Profile:
@@ -28,9 +28,9 @@ def test_a_search_that_finds_on_one_rank_is_needed() -> None:
 
 
 def test_without_a_search_there_is_nothing_to_leave_out() -> None:
-    assert not [*check(rank(0, search=False))]
+    assert not [*across([rank(0, search=False)])]
 
 
 def test_one_rank_alone_shows_it_and_a_missing_script_has_no_line() -> None:
-    (finding,) = check(rank(0))
+    (finding,) = across([rank(0)])
     assert finding.line == 0

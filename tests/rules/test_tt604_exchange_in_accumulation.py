@@ -2,7 +2,7 @@ import pytest
 
 from profiles import Step
 from torchtrim.records.profile import OptimizerStep, Profile, Update
-from torchtrim.rules.tt604_exchange_in_accumulation import across, check
+from torchtrim.rules.tt604_exchange_in_accumulation import across
 
 
 def step_of(micro_batches: int, exchanges: int, added: int | None = None) -> Profile:
@@ -28,7 +28,7 @@ def step_of(micro_batches: int, exchanges: int, added: int | None = None) -> Pro
 
 
 def test_an_exchange_for_each_micro_batch() -> None:
-    (finding,) = check(step_of(4, 4))
+    (finding,) = across([step_of(4, 4)])
     assert (finding.code, finding.line, finding.count_per_step) == ("TT604", 7, 3)
     assert finding.price_ms == pytest.approx(150)
     assert "1.56 KiB of gradients in 4 rounds" in finding.message
@@ -38,11 +38,11 @@ def test_an_exchange_for_each_micro_batch() -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_one_exchange_a_step_is_as_it_should_be(micro_batches: int) -> None:
-    assert not [*check(step_of(micro_batches, 1))]
+    assert not [*across([step_of(micro_batches, 1)])]
 
 
 def test_gradients_that_are_not_added_up_are_exchanged_each() -> None:
-    assert not [*check(step_of(2, 2, added=1))]
+    assert not [*across([step_of(2, 2, added=1)])]
 
 
 def test_several_ranks_are_told_of_once() -> None:
@@ -52,4 +52,4 @@ def test_several_ranks_are_told_of_once() -> None:
 def test_without_replicas_nothing_is_known() -> None:
     step = Step()
     step.op("aten::mm")
-    assert not [*check(step.profile())]
+    assert not [*across([step.profile()])]

@@ -2,7 +2,7 @@ import pytest
 
 from profiles import Step
 from torchtrim.records.profile import Profile
-from torchtrim.rules.tt606_loader_of_another import across, check
+from torchtrim.rules.tt606_loader_of_another import across
 
 
 def rank(number: int, late: float = 0.0, waits: float = 0.0, under_way: float = 0.1) -> Profile:
@@ -34,4 +34,4 @@ def test_a_rank_that_is_late_for_another_reason() -> None:
 
 
 def test_one_rank_alone_waits_for_nobody() -> None:
-    assert not [*check(rank(0, waits=0.5))]
+    assert not [*across([rank(0, waits=0.5)])]

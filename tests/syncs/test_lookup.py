@@ -91,6 +91,5 @@ def test_versions_bound_a_row() -> None:
 
 
 def test_what_comes_down_to_rows_names_them() -> None:
-    assert all(row(name) for idiom in WAITING for name in idiom.rows)
-    assert all(idiom.rows for idiom in WAITING)
-    assert not any(idiom.rows for idiom in FREE)
+    assert all(row(idiom.row) for idiom in WAITING)
+    assert not any(idiom.row for idiom in FREE)

@@ -9,12 +9,12 @@ from torchtrim.analysis.user_source import CodeLine, line_at, line_of
 from torchtrim.records.finding import Finding
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.profile import Operator, Place, Profile, Sync
+from torchtrim.syncs.base import SYNC_CODES
 from torchtrim.syncs.explicit import is_unknown
 from torchtrim.syncs.lookup import row
 
 _MOST_NAMED = 3  # Arbitrary: as many names as fit one line of a message.
-CODES = ("TT101", "TT102", "TT103", "TT104")
-"""Codes of syncs. TT105 is about races, which do not synchronize."""
+CODES = tuple(SYNC_CODES)
 
 
 def sync_numbers(profile: Profile, findings: Iterable[Finding]) -> list[tuple[int, ...]]:
@@ -50,7 +50,7 @@ def waits_in(profile: Profile) -> tuple[tuple[str, int, str, str, int], ...]:
     )
 
 
-def waiting_findings(profile: Profile, code: str, what: str) -> Iterator[Finding]:
+def waiting_findings(profile: Profile, code: str) -> Iterator[Finding]:
     """Yield a finding for each line that synchronizes."""
     for line, syncs in waits_by_line(profile, code).items():
         measured = [sync.seconds for sync in syncs if sync.seconds is not None]
@@ -59,7 +59,7 @@ def waiting_findings(profile: Profile, code: str, what: str) -> Iterator[Finding
         cost = f", {price:.3g} ms in all" if price is not None else ""
         yield line.finding(
             code,
-            f"sync at {', '.join(_counted(profile, syncs))}: {what}, "
+            f"sync at {', '.join(_counted(profile, syncs))}: {SYNC_CODES[code]}, "
             f"{times(len(syncs))} a step{cost}{inside}",
             advice(profile, syncs),
             count_per_step=len(syncs),

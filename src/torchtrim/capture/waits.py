@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torchtrim.dispatch.calls import heard_by, stream_number, watch_device, watc
 from torchtrim.dispatch.modes import full_name, tensors_among
 from torchtrim.emulator.device import Emulation
 from torchtrim.emulator.orders import Orders
-from torchtrim.syncs.base import Row
+from torchtrim.syncs.base import Ask, Row
 from torchtrim.syncs.explicit import BACKWARD
 from torchtrim.syncs.lookup import rows_for
 
@@ -30,16 +30,6 @@ _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_")
 
 Note = Callable[[str, int], None]
 """Called with a sync's row in `syncs`, and its operator's number or -1."""
-
-
-class _OperatorCall(NamedTuple):
-    """An operator that has run, as `syncs.base.Ask` describes it."""
-
-    name: str
-    args: Mapping[str, Any]
-    result: Any
-    is_on_device: Callable[[Any], bool]
-    is_pinned: Callable[[Any], bool]
 
 
 class _Flight(NamedTuple):
@@ -252,7 +242,7 @@ class SyncDetector:
         if (recorded := self._events.get(event)) is not None:
             self._joins.setdefault(stream, []).append(_Join(self._clock, *recorded))
 
-    def _call(self, ran: Ran, uploaded: Sequence[Any] = ()) -> _OperatorCall:
+    def _call(self, ran: Ran, uploaded: Sequence[Any] = ()) -> Ask:
         names, defaults = _signature(ran.func)
         args = {**defaults, **dict(zip(names, ran.args, strict=False)), **ran.kwargs}
         name = full_name(ran.func)
@@ -264,7 +254,7 @@ class SyncDetector:
             def is_on_device(tensor: Any) -> bool:
                 return any(tensor is one for one in uploaded) or self._is_on_device(tensor)
 
-        return _OperatorCall(name, args, ran.result, is_on_device, self._is_pinned)
+        return Ask(name, args, ran.result, is_on_device, self._is_pinned)
 
     def _leave(self, flights: dict[int, _Flight], tensor: Any) -> None:
         storage = tensor.untyped_storage()

@@ -28,10 +28,8 @@ from torchtrim.records.finding import Finding
 from torchtrim.rewriter.edits import diff_of
 from torchtrim.rewriter.files import why_not, write_sources
 from torchtrim.source.source import read_source
+from torchtrim.syncs.base import SYNC_CODES
 from torchtrim.syncs.lookup import is_from
-
-CODES = ("TT101", "TT102", "TT103", "TT104")
-"""The codes that lint can report from source alone."""
 
 _SKIPPED = frozenset(("__pycache__", "node_modules", "site-packages", "dist-packages"))
 _PROCESSES = 2  # beside the user's own work: more would slow an editor or a commit hook
@@ -47,9 +45,9 @@ class Selected:
     def __init__(self, starts: Iterable[str] = ("TT",)) -> None:
         self.starts = tuple(start.strip().upper() for start in starts)
         for start in self.starts:
-            if not start or not any(code.startswith(start) for code in CODES):
+            if not start or not any(code.startswith(start) for code in SYNC_CODES):
                 raise UsageError(
-                    f"lint has no code that starts with {start!r}. Its codes are {', '.join(CODES)}; "
+                    f"lint has no code that starts with {start!r}. Its codes are {', '.join(SYNC_CODES)}; "
                     "others need a run: torchtrim diagnose."
                 )
 

@@ -25,6 +25,7 @@ from torchtrim.rewriter.fix import Match, Rewrite, matches
 from torchtrim.source.branches import is_fallback
 from torchtrim.source.facts import Facts, FixRefused, NoTensor, StaticValue
 from torchtrim.source.source import SourceFile, spot
+from torchtrim.syncs.base import SYNC_CODES
 from torchtrim.syncs.lookup import row
 
 _DEPTH = 2  # re-exports followed: a package's `__init__.py`, and one more
@@ -146,12 +147,6 @@ def _root(folder: str) -> Path:
 WORD = "torch"
 """Files whose text lacks this word do not use torch."""
 
-_WHAT = {
-    "TT101": "a tensor's value is read on the host",
-    "TT102": "a shape depends on the data",
-    "TT103": "a copy to the device blocks the host",
-    "TT104": "the program synchronizes explicitly",
-}
 _SHOWN = 60  # characters of code in a message, which then fits a terminal's line
 _MOST_ROUNDS = 20  # far more than fixes of fixes that any file has needed
 _MOST_FIXED = 250
@@ -260,7 +255,7 @@ def finding_of(source: SourceFile, found: LineSyncs) -> Finding:
         path=source.path,
         line=first,
         end_line=last,
-        message=f"host-device sync in {', '.join(shown)}: {_WHAT[found.code]}",
+        message=f"host-device sync in {', '.join(shown)}: {SYNC_CODES[found.code]}",
         count_per_step=0,
         source="modelled",
         fix=_suggestion(source, found),

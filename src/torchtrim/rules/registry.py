@@ -71,14 +71,14 @@ def diagnose(
     return in_order(profile, found)
 
 
-def _checked(one: Rule, profiles: Profile | Sequence[Profile]) -> list[Finding]:
-    """Run a rule on one profile or across several. A rule that fails has no findings."""
+def _checked(one: Rule, *profiles: Profile) -> list[Finding]:
+    """Run a rule on a profile or, if it compares ranks, across all. A rule that fails has no findings."""
     found: list[Finding] = []
     with isolated("rule", one.code):
-        if isinstance(profiles, Profile):
-            found += one.check(profiles)
-        elif one.across is not None:
+        if one.across is not None:
             found += one.across(profiles)
+        elif one.check is not None:
+            found += one.check(profiles[0])
     return found
 
 
@@ -97,7 +97,8 @@ def diagnose_ranks(profiles: Sequence[Profile]) -> tuple[Finding, ...]:
                 if _place(f) not in known:
                     known.add(_place(f))
                     found.append(replace(f, message=f"on rank {other.rank}: {f.message}"))
-        found += [f for one in _selected(None) for f in _checked(one, profiles)]
+        several = (one for one in _selected(None) if one.across is not None)
+        found += [f for one in several for f in _checked(one, *profiles)]
     return in_order(lead, (f for f in found if not ignores.cover(f)))
 
 

@@ -54,17 +54,6 @@ shows that it has arrived.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from torchtrim.rules.base import waiting
 
-from torchtrim.analysis.syncs import waiting_findings
-from torchtrim.records.finding import Finding
-from torchtrim.records.profile import Profile
-from torchtrim.rules.base import Rule
-
-
-def check(profile: Profile) -> Iterator[Finding]:
-    """Yield one finding for each line that reads values on the host."""
-    return waiting_findings(profile, RULE.code, "a tensor's value is read on the host")
-
-
-RULE = Rule(code="TT101", name="value-read-on-host", check=check)
+RULE = waiting(__name__, "TT101", "value-read-on-host")

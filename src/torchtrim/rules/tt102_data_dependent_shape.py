@@ -53,17 +53,6 @@ selected elements cannot be reproduced this way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from torchtrim.rules.base import waiting
 
-from torchtrim.analysis.syncs import waiting_findings
-from torchtrim.records.finding import Finding
-from torchtrim.records.profile import Profile
-from torchtrim.rules.base import Rule
-
-
-def check(profile: Profile) -> Iterator[Finding]:
-    """Yield one finding for each line whose results have a shape that depends on data."""
-    return waiting_findings(profile, RULE.code, "a shape depends on the data")
-
-
-RULE = Rule(code="TT102", name="data-dependent-shape", check=check)
+RULE = waiting(__name__, "TT102", "data-dependent-shape")

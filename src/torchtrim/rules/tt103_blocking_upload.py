@@ -48,17 +48,6 @@ read a copy *to the host* with `non_blocking=True` before an event shows that it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from torchtrim.rules.base import waiting
 
-from torchtrim.analysis.syncs import waiting_findings
-from torchtrim.records.finding import Finding
-from torchtrim.records.profile import Profile
-from torchtrim.rules.base import Rule
-
-
-def check(profile: Profile) -> Iterator[Finding]:
-    """Yield one finding for each line with a blocking upload."""
-    return waiting_findings(profile, RULE.code, "a copy to the device blocks the host")
-
-
-RULE = Rule(code="TT103", name="blocking-upload", check=check)
+RULE = waiting(__name__, "TT103", "blocking-upload")

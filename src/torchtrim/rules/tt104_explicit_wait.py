@@ -45,17 +45,6 @@ Results do not change, unless the wait guards a read: of a copy to the host with
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from torchtrim.rules.base import waiting
 
-from torchtrim.analysis.syncs import waiting_findings
-from torchtrim.records.finding import Finding
-from torchtrim.records.profile import Profile
-from torchtrim.rules.base import Rule
-
-
-def check(profile: Profile) -> Iterator[Finding]:
-    """Yield one finding for each line that synchronizes explicitly."""
-    return waiting_findings(profile, RULE.code, "the program synchronizes explicitly")
-
-
-RULE = Rule(code="TT104", name="explicit-wait", check=check)
+RULE = waiting(__name__, "TT104", "explicit-wait")

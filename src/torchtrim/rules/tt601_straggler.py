@@ -59,11 +59,6 @@ from torchtrim.rules.base import Rule
 from torchtrim.step.job import job_of
 
 
-def check(profile: Profile) -> Iterator[Finding]:
-    """Find nothing: the rule needs several ranks."""
-    yield from across((profile,))
-
-
 def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
     """Yield one finding for each rank that others wait for."""
     job = job_of(profiles)
@@ -81,4 +76,4 @@ def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
         )
 
 
-RULE = Rule(code="TT601", name="straggling-rank", check=check, across=across)
+RULE = Rule(code="TT601", name="straggling-rank", across=across)

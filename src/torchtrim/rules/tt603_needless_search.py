@@ -42,11 +42,6 @@ from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
 
 
-def check(profile: Profile) -> Iterator[Finding]:
-    """Run the rule on one rank."""
-    yield from across((profile,))
-
-
 def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
     """Yield one finding for each replica that searches and never finds unused parameters."""
     first = profiles[0]
@@ -62,4 +57,4 @@ def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
             )
 
 
-RULE = Rule(code="TT603", name="needless-search-for-unused", check=check, across=across)
+RULE = Rule(code="TT603", name="needless-search-for-unused", across=across)

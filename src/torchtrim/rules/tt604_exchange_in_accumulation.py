@@ -53,8 +53,9 @@ from torchtrim.rules.base import Rule
 from torchtrim.step.exchanges import rounds_of
 
 
-def check(profile: Profile) -> Iterator[Finding]:
+def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
     """Yield one finding if a rank exchanges accumulated gradients more than once."""
+    profile = profiles[0]  # All ranks exchange the same.
     rounds = rounds_of(profile)
     if rounds.rounds < 2:
         return
@@ -69,9 +70,4 @@ def check(profile: Profile) -> Iterator[Finding]:
     )
 
 
-def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
-    """Return the first rank's findings: all ranks exchange the same."""
-    yield from check(profiles[0])
-
-
-RULE = Rule(code="TT604", name="exchange-in-accumulation", check=check, across=across)
+RULE = Rule(code="TT604", name="exchange-in-accumulation", across=across)

@@ -54,11 +54,6 @@ _SHARE = 0.1  # Arbitrary; as the documentation says.
 _MANY = 1000  # Arbitrary; in effect all holders, which are compared by name.
 
 
-def check(profile: Profile) -> Iterator[Finding]:
-    """Find nothing: the rule needs several ranks."""
-    yield from across((profile,))
-
-
 def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
     """Yield one finding if the largest rank needs much more than the median one."""
     usual = median_low(profile.peak_bytes for profile in profiles)
@@ -97,4 +92,4 @@ def _key(holder: Holder) -> tuple[str, str, str, int]:
     return holder.kind, holder.module, holder.path, holder.line
 
 
-RULE = Rule(code="TT605", name="uneven-memory", check=check, across=across)
+RULE = Rule(code="TT605", name="uneven-memory", across=across)

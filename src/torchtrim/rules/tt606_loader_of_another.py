@@ -55,11 +55,6 @@ from torchtrim.rules.base import Rule
 from torchtrim.step.job import job_of
 
 
-def check(profile: Profile) -> Iterator[Finding]:
-    """Find nothing: the rule needs several ranks."""
-    yield from across((profile,))
-
-
 def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
     """Yield one finding for each rank whose loader the others wait for."""
     job = job_of(profiles)
@@ -78,4 +73,4 @@ def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
         )
 
 
-RULE = Rule(code="TT606", name="loader-of-another-rank", check=check, across=across)
+RULE = Rule(code="TT606", name="loader-of-another-rank", across=across)

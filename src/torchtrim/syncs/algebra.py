@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchtrim.syncs.base import Ask, Row, device, filled, native, number_on_device, on_device
+from torchtrim.syncs.base import TT101, Ask, device, filled, native, number_on_device, on_device
 
 _SOURCE = "BatchLinearAlgebra.cpp"
 _LIBRARY = "cuda/linalg/BatchLinearAlgebraLib.cpp"
@@ -32,9 +32,8 @@ def _exponential(ask: Ask) -> int:
 
 
 ROWS = (
-    Row(
+    TT101(
         name="linalg-check",
-        code="TT101",
         what="The check of `linalg.inv`, `solve`, `cholesky`, `lu_factor` and others for singular input",
         when="the input is on the device",
         operators=("aten::_linalg_check_errors",),
@@ -42,9 +41,8 @@ ROWS = (
         evidence=(native(_SOURCE, 1583, "reads whether any matrix failed"),),
         advice="The `_ex` form, such as `torch.linalg.inv_ex`; read `info` later, if at all.",
     ),
-    Row(
+    TT101(
         name="linalg-check-errors",
-        code="TT101",
         what="A `linalg` function in its `_ex` form that checks for errors",
         when="`check_errors` is True",
         operators=(
@@ -64,9 +62,8 @@ ROWS = (
         ),
         advice="`check_errors=False`, the default.",
     ),
-    Row(
+    TT101(
         name="cholesky",
-        code="TT101",
         what="`torch.cholesky`",
         when="the matrix is on the device and not empty",
         operators=("aten::cholesky",),
@@ -75,9 +72,8 @@ ROWS = (
         advice="`torch.linalg.cholesky_ex`.",
         until="2.14",
     ),
-    Row(
+    TT101(
         name="eigh",
-        code="TT101",
         what="`torch.linalg.eigh` and `eigvalsh`",
         when="the matrix is on the device",
         operators=("aten::_linalg_eigh",),
@@ -85,9 +81,8 @@ ROWS = (
         evidence=(native(_SOURCE, 2843, "checks for errors"),),
         advice="Every version synchronizes: call it rarely.",
     ),
-    Row(
+    TT101(
         name="svd",
-        code="TT101",
         what="`torch.linalg.svd`, `svdvals`, and functions built on them: `pinv`, `matrix_rank`, `cond`",
         when="the matrix is on the device: twice, and once with the driver `gesvd`",
         operators=("aten::_linalg_svd",),
@@ -98,9 +93,8 @@ ROWS = (
         ),
         advice="`torch.svd_lowrank` or `eigh` of `x.mT @ x` synchronize less.",
     ),
-    Row(
+    TT101(
         name="eig",
-        code="TT101",
         what="`torch.linalg.eig` and `eigvals`",
         when="the matrix is on the device, at least three times if it is real, else twice",
         operators=("aten::linalg_eig",),
@@ -112,9 +106,8 @@ ROWS = (
         ),
         advice="`torch.linalg.eigh` if the matrix is symmetric.",
     ),
-    Row(
+    TT101(
         name="lstsq",
-        code="TT101",
         what="`torch.linalg.lstsq`",
         when="the matrix is on the device",
         operators=("aten::linalg_lstsq",),
@@ -122,9 +115,8 @@ ROWS = (
         evidence=(native(_SOURCE, 3703, "checks for errors"),),
         advice="`torch.linalg.solve_ex` on the normal equations, if they are well conditioned.",
     ),
-    Row(
+    TT101(
         name="ldl-solve",
-        code="TT101",
         what="`torch.linalg.ldl_solve`",
         when="always, for all streams of the device",
         operators=("aten::linalg_ldl_solve",),
@@ -132,9 +124,8 @@ ROWS = (
         evidence=(native(_LIBRARY, 150, "synchronizes the whole device"),),
         advice="`torch.linalg.solve_ex`.",
     ),
-    Row(
+    TT101(
         name="matrix-exp",
-        code="TT101",
         what="`torch.linalg.matrix_exp`",
         when="the matrix is on the device and larger than one element, at least twice",
         operators=("aten::linalg_matrix_exp",),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 
-class Ask(Protocol):
+class Ask(NamedTuple):
     """An operator that is about to run, or has just run. Tensors are duck-typed: `dtype`, `shape`, `dim()`.
 
     `args` maps the names of the operator's schema to arguments, defaults included. `is_on_device` and
@@ -15,20 +16,11 @@ class Ask(Protocol):
     is elsewhere. `result` is the operator's output.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def args(self) -> Mapping[str, Any]: ...
-
-    @property
-    def result(self) -> Any: ...
-
-    @property
-    def is_on_device(self) -> Callable[[Any], bool]: ...
-
-    @property
-    def is_pinned(self) -> Callable[[Any], bool]: ...
+    name: str
+    args: Mapping[str, Any]
+    result: Any
+    is_on_device: Callable[[Any], bool]
+    is_pinned: Callable[[Any], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +64,19 @@ class Row:
     until: str = ""
 
 
+SYNC_CODES = {
+    "TT101": "a tensor's value is read on the host",
+    "TT102": "a shape depends on the data",
+    "TT103": "a copy to the device blocks the host",
+    "TT104": "the program synchronizes explicitly",
+}
+"""Codes of syncs, and what each means. TT105 is about races, which do not synchronize."""
+
+TT101 = partial(Row, code="TT101")
+TT102 = partial(Row, code="TT102")
+TT103 = partial(Row, code="TT103")
+
+
 REPOSITORY = "pytorch/pytorch"
 REF = "v2.12.1"
 
@@ -111,16 +116,31 @@ def number_on_device(ask: Ask, names: Iterable[str]) -> int:
     return sum(on_device(ask, ask.args.get(name)) for name in names)
 
 
-def device(*names: str) -> Callable[[Ask], int]:
-    """Count one sync if any of the arguments is on the device."""
-    return lambda ask: int(number_on_device(ask, names) > 0)
+def device(*names: str, times: int = 1) -> Callable[[Ask], int]:
+    """Count one sync, or `times`, if any of the arguments is on the device."""
+    return lambda ask: times * (number_on_device(ask, names) > 0)
 
 
-def filled(*names: str) -> Callable[[Ask], int]:
+def filled(*names: str, times: int = 1) -> Callable[[Ask], int]:
     """Like `device`, for operators that skip tensors without elements."""
-    return lambda ask: int(
-        any(on_device(ask, ask.args.get(name)) and ask.args[name].numel() for name in names)
+    return lambda ask: (
+        times
+        * any(on_device(ask, ask.args.get(name)) and ask.args[name].numel() > 0 for name in names)
     )
+
+
+def apart(on: str, off: str, *, skips: bool = False) -> Callable[[Ask], int]:
+    """Count one sync if the first argument is on the device and the second on the host.
+
+    `skips`: not if the second is empty.
+    """
+
+    def waits(ask: Ask) -> int:
+        host = ask.args[off]
+        moves = on_device(ask, ask.args[on]) and on_host(ask, host)
+        return int(moves and not (skips and host.numel() == 0))
+
+    return waits
 
 
 def each_device(*names: str) -> Callable[[Ask], int]:

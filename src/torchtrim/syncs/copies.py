@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torchtrim.syncs.base import Ask, Row, is_dense, native, on_device, on_host, pytorch
+from torchtrim.syncs.base import (
+    TT101,
+    TT103,
+    Ask,
+    filled,
+    is_dense,
+    native,
+    on_device,
+    on_host,
+    pytorch,
+)
 
 _BLOCKING = native("cuda/Copy.cu", 488, "a blocking copy ends with a sync")
 _QUEUED = native("cuda/Copy.cu", 468, "a non-blocking copy is only queued, if memory is pinned")
@@ -90,15 +100,9 @@ def _into_device(ask: Ask) -> int:
     )
 
 
-def _new_tensor(ask: Ask) -> int:
-    made = ask.args["self"]
-    return int(on_device(ask, made) and bool(made.numel()))
-
-
 ROWS = (
-    Row(
+    TT101(
         name="copy-to-host",
-        code="TT101",
         what="`.cpu()`, `.to('cpu')`, `.tolist()`, `.numpy()`, `torch.save`",
         when="the tensor is on the device and not empty, and the copy is not `non_blocking`; with it the "
         "result is pinned and must not be read before an event or a synchronize",
@@ -115,9 +119,8 @@ ROWS = (
         ),
         advice="Copy less often: stack the values, and read them once.",
     ),
-    Row(
+    TT101(
         name="copy-into-host",
-        code="TT101",
         what="`host.copy_(device)`, `host[i] = device`",
         when="the source is on the device, unless the target is pinned and contiguous and the copy is "
         "`non_blocking`",
@@ -126,9 +129,8 @@ ROWS = (
         evidence=(_BLOCKING, _QUEUED, _TEMPORARY),
         advice="A pinned target, `non_blocking=True`, and an event before it is read.",
     ),
-    Row(
+    TT103(
         name="upload",
-        code="TT103",
         what="`.cuda()`, `.to('cuda')`, `as_tensor(array, device='cuda')`",
         when="the tensor is on the host, pinned or not, and the copy is not `non_blocking`; for a sparse "
         "tensor once for its indices and once for its values",
@@ -138,9 +140,8 @@ ROWS = (
         advice="Once, ahead of the loop (`register_buffer`); for input, pinned memory and "
         "`non_blocking=True`; create constants on the device with `torch.full`.",
     ),
-    Row(
+    TT103(
         name="upload-pageable",
-        code="TT103",
         what="`.to('cuda', non_blocking=True)` from memory that is not pinned",
         when="the memory is pageable, or the tensor is not dense, so that torch makes a pageable copy; "
         "the driver reads all of it before the call returns",
@@ -149,9 +150,8 @@ ROWS = (
         evidence=(_QUEUED, _TEMPORARY),
         advice="`pin_memory=True` in the DataLoader, or `.pin_memory()` ahead of the loop.",
     ),
-    Row(
+    TT103(
         name="copy-into-device",
-        code="TT103",
         what="`device.copy_(host)`, `device[a:b] = host`, and `device[i] = 3.0` for a single element",
         when="the source is on the host, unless it is pinned and contiguous and the copy is `non_blocking`",
         operators=_INTO,
@@ -166,13 +166,12 @@ ROWS = (
         ),
         advice="Pinned memory and `non_blocking=True`; for one element `x[i].fill_(3.0)`.",
     ),
-    Row(
+    TT103(
         name="new-tensor",
-        code="TT103",
         what="`torch.tensor(data, device='cuda')`",
         when="the data are not empty: they go through pageable host memory",
         operators=("aten::lift_fresh",),
-        waits=_new_tensor,
+        waits=filled("self"),
         evidence=(
             pytorch(
                 "torch/csrc/utils/tensor_new.cpp",

@@ -6,7 +6,7 @@ the names of autograd nodes to the rows of their gradients' syncs.
 
 from __future__ import annotations
 
-from torchtrim.syncs.base import Citation, Row, filled, native, pytorch
+from torchtrim.syncs.base import TT102, Citation, Row, filled, native, pytorch
 
 _ALLOCATOR = "c10/cuda/CUDACachingAllocator.cpp"
 
@@ -194,9 +194,8 @@ def _vision(path: str, line: int, note: str) -> Citation:
 
 
 LIBRARIES = (
-    Row(
+    TT102(
         name="torchvision-nms",
-        code="TT102",
         what="`torchvision.ops.nms`, and `batched_nms`, which calls it",
         when="there are boxes, and they are on the device",
         operators=("torchvision::nms",),

@@ -12,20 +12,16 @@ from torchtrim.syncs.lookup import FAMILIES, ROWS, holds
 
 
 class Idiom(NamedTuple):
-    """A common idiom, how often it synchronizes, and the rows that it triggers, if any."""
+    """A common idiom, the row that it triggers, if any, and how often it synchronizes."""
 
     what: str
-    rows: tuple[str, ...]
+    row: str
     times: str
     citation: Citation
 
 
-def _idiom(what: str, row: str, times: str, citation: Citation) -> Idiom:
-    return Idiom(what, (row,), times, citation)
-
-
 def _free(what: str, citation: Citation, times: str = "no wait") -> Idiom:
-    return Idiom(what, (), times, citation)
+    return Idiom(what, "", times, citation)
 
 
 _PRINTING = "torch/_tensor_str.py"
@@ -33,13 +29,13 @@ _MANUAL = "torch/csrc/autograd/FunctionsManual.cpp"
 _INDEXING = "aten/src/ATen/TensorIndexing.h"
 
 WAITING = (
-    _idiom(
+    Idiom(
         "`x[t]`, `t` a 0-dim integer tensor on the device, even if `x` is on the host",
         "item",
         "once",
         pytorch(_INDEXING, 507, "a 0-dim index is read and selects"),
     ),
-    _idiom(
+    Idiom(
         "`x[:t]`, `range(t)`, `[0] * t`, `torch.zeros(t)`",
         "item",
         "once for each use",
@@ -49,134 +45,134 @@ WAITING = (
             "`__index__` reads the value",
         ),
     ),
-    _idiom(
+    Idiom(
         "a tensor passed for a Python number, such as `alpha=t` or `fill_value=t`",
         "item",
         "once",
         pytorch("torch/csrc/utils/python_arg_parser.cpp", 2018, "the parser reads the value"),
     ),
-    _idiom(
+    Idiom(
         "`value in x`",
         "item",
         "once",
         pytorch("torch/_tensor.py", 1282, "reads whether any element is equal"),
     ),
-    _idiom(
+    Idiom(
         'f"{t}", `format(t)` of a 0-dim tensor',
         "item",
         "once",
         pytorch("torch/_tensor.py", 1150, "reads the value"),
     ),
-    _idiom(
+    Idiom(
         "`print(x)` and `repr(x)`",
         "masked-select",
         "for floats once, then an element at a time; the data last, a row at a time",
         pytorch(_PRINTING, 154, "selects the elements that decide the width"),
     ),
-    _idiom(
+    Idiom(
         "`clip_grad_norm_(..., error_if_nonfinite=True)`",
         "item",
         "once",
         pytorch("torch/nn/utils/clip_grad.py", 109, "reads whether the norm is finite"),
     ),
-    _idiom(
+    Idiom(
         "`GradScaler.step(optimizer)`",
         "item",
         "once for each device, whether or not it was unscaled before",
         pytorch("torch/amp/grad_scaler.py", 371, "reads whether any gradient is infinite"),
     ),
-    _idiom(
+    Idiom(
         "`GradScaler.get_scale()`",
         "item",
         "once",
         pytorch("torch/amp/grad_scaler.py", 574, "reads the scale"),
     ),
-    _idiom(
+    Idiom(
         "`Adam` and similar optimizers with a `step` on the device, neither capturable nor fused",
         "item",
         "twice for each parameter; once without `foreach`",
         pytorch("torch/optim/adam.py", 772, "reads the step for each correction"),
     ),
-    _idiom(
+    Idiom(
         "a distribution that checks its arguments, the default",
         "item",
         "once for each parameter with a constraint",
         pytorch("torch/distributions/distribution.py", 76, "reads whether all are valid"),
     ),
-    _idiom(
+    Idiom(
         "`log_prob` of such a distribution",
         "item",
         "once",
         pytorch("torch/distributions/distribution.py", 323, "reads whether the sample is valid"),
     ),
-    _idiom(
+    Idiom(
         "`TransformerEncoder(..., mask=...)` without `is_causal`",
         "item",
         "once in each forward",
         pytorch("torch/nn/modules/transformer.py", 1245, "compares the mask with a causal one"),
     ),
-    _idiom(
+    Idiom(
         "`pack_padded_sequence(..., enforce_sorted=False)`",
         "upload",
         "once",
         pytorch("torch/nn/utils/rnn.py", 319, "the order of the lengths is uploaded"),
     ),
-    _idiom(
+    Idiom(
         "`pad_packed_sequence` of sequences that were not sorted",
         "copy-to-host",
         "once",
         pytorch("torch/nn/utils/rnn.py", 399, "the order is copied back"),
     ),
-    _idiom(
+    Idiom(
         "`torch.save`",
         "copy-to-host",
         "once for each storage",
         pytorch("torch/serialization.py", 1311, "each storage is copied to the host"),
     ),
-    _idiom(
+    Idiom(
         "`AveragedModel.update_parameters` with its counter on the device",
         "item",
         "at least twice",
         pytorch("torch/optim/swa_utils.py", 310, "reads whether it is the first"),
     ),
-    _idiom(
+    Idiom(
         "`one_hot(t)` without `num_classes`",
         "item",
         "once",
         native("Onehot.cpp", 56, "reads the largest class"),
     ),
-    _idiom(
+    Idiom(
         "`cross_entropy` with `label_smoothing`, `weight` and a mean",
         "masked-select",
         "once",
         native("LossNLL.cpp", 612, "selects the targets that are not ignored"),
     ),
-    _idiom(
+    Idiom(
         "`torch.cov` and `corrcoef`",
         "equal",
         "once, and once more for each kind of weights' checks",
         native("Correlation.cpp", 128, "reads whether the divisor is positive"),
     ),
-    _idiom(
+    Idiom(
         "`torch.istft`",
         "equal",
         "once",
         native("SpectralOps.cpp", 1187, "reads whether the windows overlap enough"),
     ),
-    _idiom(
+    Idiom(
         "`torch.combinations`",
         "masked-select",
         "once for each of `r`, before 2.14",
         native("Itertools.cpp", 70, "selects from each grid"),
     ),
-    _idiom("the backward of `prod()`", "nonzero", "once", pytorch(_MANUAL, 875, "looks for zeros")),
-    _idiom(
+    Idiom("the backward of `prod()`", "nonzero", "once", pytorch(_MANUAL, 875, "looks for zeros")),
+    Idiom(
         "the backward of `prod(dim)`",
         "item",
         "once",
         pytorch(_MANUAL, 909, "reads the number of zeros"),
     ),
-    _idiom(
+    Idiom(
         "the backward of `cumprod`",
         "item",
         "once",
@@ -285,10 +281,7 @@ _MATRIX = "## By version of torch\n\n"
 def page() -> str:
     """Return the table as Markdown."""
     families = (f"## {name}\n\n" + "\n".join(map(_row, rows)) for name, rows in FAMILIES.items())
-    waiting = (
-        _line(_cell(one.what), ", ".join(one.rows), one.times, _source(one.citation))
-        for one in WAITING
-    )
+    waiting = (_line(_cell(one.what), one.row, one.times, _source(one.citation)) for one in WAITING)
     free = (_line(_cell(one.what), one.times, _source(one.citation)) for one in FREE)
     head = _line("row", "code", *VERSIONS) + "|---|---|" + "---|" * len(VERSIONS) + "\n"
     matrix = (

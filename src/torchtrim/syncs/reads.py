@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torchtrim.syncs.base import (
+    TT101,
     Ask,
-    Row,
+    apart,
     device,
     each_device,
     filled,
     native,
     on_device,
-    on_host,
     pytorch,
 )
 
@@ -24,10 +22,6 @@ def _read_equal(ask: Ask) -> int:
     if not on_device(ask, left) or left.shape != right.shape or not left.numel():
         return 0
     return int(left.data_ptr() != right.data_ptr() or left.stride() != right.stride())
-
-
-def _fill_host(ask: Ask) -> int:
-    return int(on_host(ask, ask.args["self"]) and on_device(ask, ask.args["value"]))
 
 
 def _histogram_range(ask: Ask) -> int:
@@ -52,15 +46,6 @@ def _observed_rows(ask: Ask) -> int:
     return int(bool(ask.args.get("per_row_fake_quant")) and on_device(ask, ask.args["self"]))
 
 
-def _zero_points(ask: Ask) -> int:
-    return 2 if on_device(ask, ask.args["zero_points"]) else 0
-
-
-def _sorter(ask: Ask) -> int:
-    sorter: Any = ask.args.get("sorter")
-    return 2 if on_device(ask, sorter) and sorter.numel() else 0
-
-
 def _padding(ask: Ask) -> int:
     if not on_device(ask, ask.args["mask"]):
         return 0
@@ -68,9 +53,8 @@ def _padding(ask: Ask) -> int:
 
 
 ROWS = (
-    Row(
+    TT101(
         name="item",
-        code="TT101",
         what="A value of one element is read: `.item()`, `float(t)`, `int(t)`, `bool(t)`, `if t:`, "
         "`range(t)`, `x[:t]`, an f-string, a number argument such as `alpha=t`",
         when="the tensor is on the device",
@@ -84,9 +68,8 @@ ROWS = (
         ),
         advice="Keep the value as a tensor (`torch.where`, `clamp`), or read several at once and later.",
     ),
-    Row(
+    TT101(
         name="equal",
-        code="TT101",
         what="`torch.equal`, which returns a Python bool",
         when="both are on the device, of one shape, not empty, and not the same memory",
         operators=("aten::equal",),
@@ -94,9 +77,8 @@ ROWS = (
         evidence=(native("cuda/Equal.cpp", 45, "reads whether all elements are equal"),),
         advice="`(a == b).all()` stays on the device; read it when you need it.",
     ),
-    Row(
+    TT101(
         name="allclose",
-        code="TT101",
         what="`torch.allclose`, which returns a Python bool",
         when="the tensors are on the device",
         operators=("aten::allclose",),
@@ -104,19 +86,17 @@ ROWS = (
         evidence=(native("TensorCompare.cpp", 334, "reads whether all elements are close"),),
         advice="`torch.isclose(a, b).all()` stays on the device.",
     ),
-    Row(
+    TT101(
         name="fill-host",
-        code="TT101",
         what="A tensor on the host is filled with a value on the device",
         when="`value` is on the device and `self` is not",
         operators=("aten::fill_.Tensor", "aten::fill.Tensor"),
-        waits=_fill_host,
+        waits=apart("value", "self"),
         evidence=(native("Fill.cpp", 58, "reads the value if the devices differ"),),
         advice="Keep the filled tensor on the device.",
     ),
-    Row(
+    TT101(
         name="masked-fill-value",
-        code="TT101",
         what="`masked_fill` with a tensor as the value",
         when="the value is on the device; a number or a 0-dim tensor on the host is free",
         operators=("aten::masked_fill.Tensor", "aten::masked_fill_.Tensor"),
@@ -124,9 +104,8 @@ ROWS = (
         evidence=(native("cuda/Indexing.cu", 1867, "reads the value to fill with a number"),),
         advice="`torch.where(mask, value, x)`.",
     ),
-    Row(
+    TT101(
         name="index-fill-value",
-        code="TT101",
         what="`index_fill` with a tensor as the value",
         when="the value is on the device",
         operators=("aten::index_fill.int_Tensor", "aten::index_fill_.int_Tensor"),
@@ -136,9 +115,8 @@ ROWS = (
         ),
         advice="`index_copy` with the value expanded, or a number.",
     ),
-    Row(
+    TT101(
         name="range-bounds",
-        code="TT101",
         what="`linspace` and `logspace` between tensors",
         when="once for each bound that is on the device",
         operators=tuple(
@@ -154,9 +132,8 @@ ROWS = (
         ),
         advice="Numbers as bounds, or `start + (end - start) * torch.linspace(0, 1, n)`.",
     ),
-    Row(
+    TT101(
         name="histogram-range",
-        code="TT101",
         what="`histc` that finds the range itself",
         when="`min` equals `max` and the input is on the device and not empty: twice",
         operators=("aten::histc",),
@@ -167,9 +144,8 @@ ROWS = (
         ),
         advice="Give `min` and `max`.",
     ),
-    Row(
+    TT101(
         name="normal-std",
-        code="TT101",
         what="`torch.normal` with a tensor of standard deviations, so also `Normal(...).sample()`",
         when="`std` is a tensor on the device and not empty",
         operators=(
@@ -182,9 +158,8 @@ ROWS = (
         evidence=(native("DistributionTemplates.h", 195, "reads whether all deviations are >= 0"),),
         advice="`mean + std * torch.randn_like(std)`; for a distribution, `rsample()`.",
     ),
-    Row(
+    TT101(
         name="long-mode",
-        code="TT101",
         what="`torch.mode` over a long dimension",
         when="the dimension is longer than 2,048, at least once for each slice",
         operators=("aten::mode",),
@@ -194,9 +169,8 @@ ROWS = (
         ),
         advice="`unique` with counts, or a histogram if there are few values.",
     ),
-    Row(
+    TT101(
         name="segment-lengths",
-        code="TT101",
         what="`segment_reduce` by lengths",
         when="the lengths are on the device and `unsafe` is False: twice",
         operators=("aten::segment_reduce",),
@@ -207,9 +181,8 @@ ROWS = (
         ),
         advice="`unsafe=True`, or offsets.",
     ),
-    Row(
+    TT101(
         name="fake-quant-switch",
-        code="TT101",
         what="Fake quantization of each row with a moving average",
         when="`per_row_fake_quant` is True",
         operators=("aten::_fused_moving_avg_obs_fq_helper",),
@@ -217,9 +190,8 @@ ROWS = (
         evidence=(native("quantized/cuda/FusedObsFakeQuant.cu", 346, "reads the switch"),),
         advice="Fake quantization of whole tensors, or separate observers.",
     ),
-    Row(
+    TT101(
         name="sorter-range",
-        code="TT101",
         what="`searchsorted` in a table with a `sorter`",
         when="`sorter` is on the device and not empty: twice",
         operators=tuple(
@@ -227,16 +199,15 @@ ROWS = (
             for values in ("Tensor", "Scalar")
             for out in ("", "_out")
         ),
-        waits=_sorter,
+        waits=filled("sorter", times=2),
         evidence=(
             native("BucketizationUtils.h", 139, "reads the smallest index"),
             native("BucketizationUtils.h", 140, "reads the largest index"),
         ),
         advice="`table[sorter]` first, then `searchsorted` without a sorter.",
     ),
-    Row(
+    TT101(
         name="padding-mask",
-        code="TT101",
         what="A padded batch becomes a ragged one, as in `TransformerEncoder(..., src_key_padding_mask=...)` "
         "in evaluation without gradients",
         when="the mask is on the device: once to check the alignment, once to read the sizes",
@@ -256,13 +227,12 @@ ROWS = (
         ),
         advice="`enable_nested_tensor=False` in the encoder.",
     ),
-    Row(
+    TT101(
         name="zero-points",
-        code="TT101",
         what="Quantization with zero points of each channel",
         when="the zero points are on the device: twice",
         operators=("aten::quantize_per_channel",),
-        waits=_zero_points,
+        waits=device("zero_points", times=2),
         evidence=(
             native("quantized/cuda/AffineQuantizer.cu", 27, "reads whether any is too large"),
             native("quantized/cuda/AffineQuantizer.cu", 28, "reads whether any is too small"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torchtrim.syncs.base import (
+    TT102,
     Ask,
-    Row,
     device,
     filled,
     is_mask,
@@ -114,9 +114,8 @@ def _jagged(ask: Ask) -> int:
 
 
 ROWS = (
-    Row(
+    TT102(
         name="nonzero",
-        code="TT102",
         what="`nonzero`, `argwhere` and `torch.where(condition)`",
         when="the tensor is on the device",
         operators=("aten::nonzero",),
@@ -125,9 +124,8 @@ ROWS = (
         advice="A weight of 0 for the rest, `torch.where(condition, a, b)`, or "
         "`nonzero_static(size=n)` if the number is known.",
     ),
-    Row(
+    TT102(
         name="mask-index",
-        code="TT102",
         what="`x[mask]`, also with a list of bools as the mask",
         when="once for each bool or uint8 index on the device; a mask on the host is free",
         operators=INDEX,
@@ -138,9 +136,8 @@ ROWS = (
         ),
         advice="`torch.where(mask, x, 0)` and sums divided by `mask.sum()`.",
     ),
-    Row(
+    TT102(
         name="mask-assign",
-        code="TT102",
         what="`x[mask] = value`, and the backward of `x[mask]`, which adds into zeros",
         when="once for each mask on the device, unless it is a single mask, the value is a number "
         "or one element on the host, and it does not accumulate",
@@ -155,9 +152,8 @@ ROWS = (
         ),
         advice="`torch.where(mask, value, x)`; for packed values `masked_scatter`.",
     ),
-    Row(
+    TT102(
         name="masked-select",
-        code="TT102",
         what="`masked_select`; printing a tensor of floats calls it",
         when="the tensor is on the device",
         operators=("aten::masked_select",),
@@ -165,9 +161,8 @@ ROWS = (
         evidence=(native("cuda/IndexKernel.cpp", 43, "indexes by the mask, which synchronizes"),),
         advice="`torch.where(mask, x, 0)` and sums divided by `mask.sum()`.",
     ),
-    Row(
+    TT102(
         name="masked-scatter-backward",
-        code="TT102",
         what="The backward of `masked_scatter`",
         when="the gradient is on the device and the source needs one",
         operators=("aten::masked_scatter_backward",),
@@ -175,9 +170,8 @@ ROWS = (
         evidence=(native("TensorAdvancedIndexing.cpp", 2419, "selects the gradient by the mask"),),
         advice="Gather by `mask.cumsum(0) - 1`, then `torch.where`.",
     ),
-    Row(
+    TT102(
         name="unique",
-        code="TT102",
         what="`unique` and `unique_consecutive` of all elements",
         when="the tensor is on the device and not empty",
         operators=("aten::_unique2", "aten::_unique", "aten::unique_consecutive"),
@@ -189,9 +183,8 @@ ROWS = (
         ),
         advice="If the values are known, `torch.arange`; else sort, and mask repeated neighbours.",
     ),
-    Row(
+    TT102(
         name="unique-dim",
-        code="TT102",
         what="`unique` and `unique_consecutive` along a dimension",
         when="the tensor is on the device and not empty, at least once",
         operators=("aten::unique_dim", "aten::unique_dim_consecutive"),
@@ -199,9 +192,8 @@ ROWS = (
         evidence=(native("cuda/Unique.cu", 73, "the end that thrust returns is a host pointer"),),
         advice="Encode each row as one number, and see `unique`.",
     ),
-    Row(
+    TT102(
         name="repeat-interleave",
-        code="TT102",
         what="`repeat_interleave` by a tensor",
         when="`repeats` is on the device and `output_size` is not given: twice",
         operators=("aten::repeat_interleave.Tensor", "aten::repeat_interleave.Tensor_out"),
@@ -212,9 +204,8 @@ ROWS = (
         ),
         advice="`output_size=`.",
     ),
-    Row(
+    TT102(
         name="bincount",
-        code="TT102",
         what="`bincount`, with `minlength` too",
         when="the tensor is on the device and not empty: twice, for uint8 once",
         operators=("aten::bincount",),
@@ -225,9 +216,8 @@ ROWS = (
         ),
         advice="`torch.zeros(n, device=...).scatter_add_(0, x, torch.ones_like(x))`.",
     ),
-    Row(
+    TT102(
         name="isin",
-        code="TT102",
         what="`torch.isin` with many test elements",
         when="there are at least `10 * elements ** 0.145` of them: three times, once with `assume_unique`",
         operators=(
@@ -245,9 +235,8 @@ ROWS = (
         ),
         advice="A table of bools indexed by the values, or `searchsorted` in sorted test elements.",
     ),
-    Row(
+    TT102(
         name="grouped-matmul",
-        code="TT102",
         what="`torch.nn.functional.grouped_mm` with offsets",
         when="the offsets are on the device and not everything is bfloat16; before Hopper also with "
         "bfloat16, which the arguments do not show",
@@ -259,9 +248,8 @@ ROWS = (
         ),
         advice="bfloat16 on Hopper or later; else a product for all groups at once.",
     ),
-    Row(
+    TT102(
         name="dense-to-jagged",
-        code="TT102",
         what="A padded tensor becomes a jagged one",
         when="the total length is not given",
         operators=("aten::_padded_dense_to_jagged_forward",),
@@ -273,9 +261,8 @@ ROWS = (
         ),
         advice="Give the total length.",
     ),
-    Row(
+    TT102(
         name="coalesce",
-        code="TT102",
         what="`coalesce` of a sparse tensor",
         when="it is on the device, at least once",
         operators=("aten::_coalesce",),
@@ -287,9 +274,8 @@ ROWS = (
         ),
         advice="`is_coalesced=True` on creation, if that holds.",
     ),
-    Row(
+    TT102(
         name="sparse-product",
-        code="TT102",
         what="A product with a sparse tensor that is not coalesced, such as a new `torch.sparse_coo_tensor`",
         when="at least once, each time, for each such tensor on the device",
         operators=(
@@ -306,9 +292,8 @@ ROWS = (
         ),
         advice="`adjacency = adjacency.coalesce()` once, ahead of the loop.",
     ),
-    Row(
+    TT102(
         name="sparse-batch-product",
-        code="TT102",
         what="`torch.bmm` of a batch of sparse matrices",
         when="they are on the device, for all its streams; at least once more if not coalesced",
         operators=("aten::bmm",),
@@ -323,9 +308,8 @@ ROWS = (
         ),
         advice="One sparse matrix with the batch along its diagonal, coalesced ahead of the loop.",
     ),
-    Row(
+    TT102(
         name="sparse-sum",
-        code="TT102",
         what="`torch.sparse.sum` along some of the sparse dimensions",
         when="it is on the device, at least once, even if it is coalesced",
         operators=("aten::_sparse_sum.dim",),
@@ -333,9 +317,8 @@ ROWS = (
         evidence=(native("sparse/SparseTensorMath.cpp", 1709, "coalesces the rest"),),
         advice="A product with a vector of ones, or `index_add_` of the values.",
     ),
-    Row(
+    TT102(
         name="to-sparse",
-        code="TT102",
         what="A dense tensor becomes a sparse one",
         when="it is on the device; one that is sparse and coalesced changes its layout without a sync",
         operators=(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from torchtrim.syncs.base import (
+    TT101,
+    TT103,
     Ask,
-    Row,
+    apart,
     device,
     each_device,
     is_mask,
@@ -21,27 +23,14 @@ from torchtrim.syncs.shapes import INDEX, INDEX_PUT, is_masked_fill
 _INDEXING = "aten/src/ATen/TensorIndexing.h"
 
 
-def _host_indices(ask: Ask, *, masks: bool) -> int:
-    """Count the copies of index tensors on the host; a mask, if counted, has one for each dimension."""
+def _host_indices(ask: Ask) -> int:
+    """Count the copies of index tensors on the host; a mask has one for each dimension, if it accumulates."""
     if not on_device(ask, ask.args["self"]):
         return 0
     found = [index for index in ask.args["indices"] if on_host(ask, index)]
     positions: int = sum(not is_mask(index) and index.numel() > 0 for index in found)
     dimensions: int = sum(index.dim() for index in found if is_mask(index))
-    return positions + dimensions * masks
-
-
-def _read_indices(ask: Ask) -> int:
-    return _host_indices(ask, masks=False)
-
-
-def _assigned_indices(ask: Ask) -> int:
-    return _host_indices(ask, masks=bool(ask.args.get("accumulate")))
-
-
-def _filled_index(ask: Ask) -> int:
-    index: Any = ask.args["index"]
-    return int(on_device(ask, ask.args["self"]) and on_host(ask, index) and index.numel() > 0)
+    return positions + dimensions * bool(ask.args.get("accumulate"))
 
 
 def _assigned_value(ask: Ask) -> int:
@@ -57,14 +46,6 @@ def _chosen_scalars(ask: Ask) -> int:
     return sum(on_host(ask, one) and one.dim() == 0 for one in found)
 
 
-def _probabilities(ask: Ask) -> int:
-    return int(on_device(ask, ask.args["self"]) and on_host(ask, ask.args["p"]))
-
-
-def _alignment(ask: Ask) -> int:
-    return 3 if on_device(ask, ask.args["log_probs"]) else 0
-
-
 def _targets(ask: Ask) -> int:
     both = on_device(ask, ask.args["log_probs"]) and on_device(ask, ask.args["targets"])
     if not both or not ask.args["targets"].numel():
@@ -72,43 +53,34 @@ def _targets(ask: Ask) -> int:
     return 2 if is_tensor(ask.args["target_lengths"]) else 1
 
 
-def _moved_targets(ask: Ask) -> int:
-    targets = ask.args["targets"]
-    apart = on_device(ask, ask.args["log_probs"]) and on_host(ask, targets)
-    return int(apart and targets.numel() > 0)
-
-
 ROWS = (
-    Row(
+    TT103(
         name="host-index",
-        code="TT103",
         what="A tensor on the device is indexed by positions on the host, also in `x[[0, 2]]`",
         when="once for each index tensor on the host",
         operators=INDEX,
-        waits=_read_indices,
+        waits=_host_indices,
         evidence=(native("IndexingUtils.h", 61, "a blocking copy of the index"),),
         advice="Keep the index on the device; for a few positions slices and `narrow`.",
     ),
-    Row(
+    TT103(
         name="host-index-assign",
-        code="TT103",
         what="A tensor on the device is assigned to by positions on the host",
         when="once for each index tensor on the host; if it accumulates, a mask on the host counts too",
         operators=INDEX_PUT,
-        waits=_assigned_indices,
+        waits=_host_indices,
         evidence=(
             native("IndexingUtils.h", 61, "a blocking copy of the index"),
             native("cuda/Indexing.cu", 590, "the same if it accumulates"),
         ),
         advice="Keep the index on the device.",
     ),
-    Row(
+    TT103(
         name="host-index-fill",
-        code="TT103",
         what="A Python number is assigned to positions on the host, `x[[0, 2]] = 3.0`, since 2.15",
         when="the tensor is on the device and the positions are not",
         operators=("aten::index_fill_.int_Scalar",),
-        waits=_filled_index,
+        waits=apart("self", "index", skips=True),
         evidence=(
             native("IndexingUtils.h", 61, "a blocking copy of the index"),
             pytorch(
@@ -121,9 +93,8 @@ ROWS = (
         advice="Keep the index on the device.",
         since="2.15",
     ),
-    Row(
+    TT103(
         name="assigned-number",
-        code="TT103",
         what="`x[positions] = 3.0`",
         when="the value is a 0-dim tensor on the host, or before 2.15 a number, and the index is not a "
         "single mask",
@@ -137,9 +108,8 @@ ROWS = (
         ),
         advice="`x.index_fill_(dim, positions, 3.0)`, or a value that is on the device.",
     ),
-    Row(
+    TT103(
         name="where-number",
-        code="TT103",
         what="`torch.where` with a 0-dim tensor on the host",
         when="once for each such tensor, if another tensor is on the device; a Python number is free",
         operators=("aten::where.self", "aten::where.self_out"),
@@ -151,25 +121,23 @@ ROWS = (
         ),
         advice="A Python number, or a tensor that is on the device.",
     ),
-    Row(
+    TT103(
         name="bernoulli-probability",
-        code="TT103",
         what="`bernoulli_` with probabilities on the host",
         when="`p` is a tensor on the host and `self` is on the device",
         operators=("aten::bernoulli_.Tensor", "aten::bernoulli.Tensor"),
-        waits=_probabilities,
+        waits=apart("self", "p"),
         evidence=(
             native("cuda/DistributionTemplates.h", 662, "a blocking copy of the probabilities"),
         ),
         advice="A Python number, or a tensor that is on the device.",
     ),
-    Row(
+    TT103(
         name="ctc-loss-lengths",
-        code="TT103",
         what="`ctc_loss`, forward and backward, if cuDNN does not compute it",
         when="`log_probs` is on the device: three times",
         operators=("aten::_ctc_loss", "aten::_ctc_loss_backward"),
-        waits=_alignment,
+        waits=device("log_probs", times=3),
         evidence=(
             native("cuda/LossCTC.cu", 287, "the lengths of the targets are moved"),
             native("cuda/LossCTC.cu", 288, "the lengths of the input"),
@@ -178,9 +146,8 @@ ROWS = (
         ),
         advice="Inputs that cuDNN supports: int32 targets and lengths on the host, blank 0.",
     ),
-    Row(
+    TT101(
         name="ctc-loss-targets",
-        code="TT101",
         what="`ctc_loss` looks at the targets on the host",
         when="the targets are on the device: once, and twice if the lengths are tensors",
         operators=("aten::_ctc_loss",),
@@ -192,19 +159,17 @@ ROWS = (
         advice="Leave the targets on the host, or give the lengths as tuples.",
         since="2.11",
     ),
-    Row(
+    TT103(
         name="ctc-loss-host-targets",
-        code="TT103",
         what="`ctc_loss` with targets on the host, if cuDNN does not compute it",
         when="`log_probs` is on the device and the targets are not",
         operators=("aten::_ctc_loss",),
-        waits=_moved_targets,
+        waits=apart("log_probs", "targets", skips=True),
         evidence=(native("LossCTC.cpp", 532, "a blocking copy of the targets"),),
         advice="Inputs that cuDNN supports: int32 targets in a row, tuples of lengths, blank 0, full input.",
     ),
-    Row(
+    TT101(
         name="ctc-loss-read-lengths",
-        code="TT101",
         what="`ctc_loss` with tensors of lengths",
         when="once for each that is on the device",
         operators=("aten::_ctc_loss.Tensor", "aten::_ctc_loss_backward.Tensor"),
@@ -216,9 +181,8 @@ ROWS = (
         ),
         advice="Lengths on the host, or as tuples.",
     ),
-    Row(
+    TT103(
         name="gathered-count",
-        code="TT103",
         what="`batch_norm_gather_stats` with one count for all",
         when="always",
         operators=("aten::batch_norm_gather_stats",),
