@@ -45,6 +45,18 @@ ACCUMULATED_BODIES = {
         total += row.mean().item() / n
     return total
 """,
+    "quotient of tensors": """
+    total = 0.0
+    for row in x:
+        total += (row.sum() / row.abs().sum()).item() * n
+    return total
+""",
+    "quotient by a quotient": """
+    total = 0.0
+    for row in x:
+        total += row.mean().item() / (n / 3)
+    return total
+""",
     "starts as an integer": """
     total = 0
     for epoch in range(2):

@@ -12,8 +12,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
-from torchtrim.rewriter.replace import need_indentation
+from torchtrim.rewriter.fix import Fix, Match, Writing
+from torchtrim.rewriter.replace import above
 from torchtrim.source.facts import Facts, FixRefused
 from torchtrim.source.forms import match_form
 from torchtrim.source.nodes import find_all, name_set
@@ -52,9 +52,7 @@ def _write(match: Match, facts: Facts) -> Writing:
     setter = "set_begin_index"
     if any(getattr(one, "attr", "") == setter for one in ast.walk(source.function(loop))):
         raise FixRefused("the function already sets the index")
-    start = source.line_start(loop.lineno)
-    text = f"{need_indentation(source, loop)}{match.text('S')}.{setter}(0){source.newline}"
-    return Writing((TextEdit(start, start, text),))
+    return Writing((above(source, loop, f"{match.text('S')}.{setter}(0)"),))
 
 
 FIX: Fix = Fix(codes=("TT101", "TT102"), equivalence="BITWISE", find=_find, write=_write)

@@ -50,7 +50,7 @@ _FACT = "the target is a tensor, filled by a mask that fits it"
 _CLEANED = ("X = torch.nan_to_num(X, **REST)", "X = X.nan_to_num(**REST)")
 
 
-class _Fill(NamedTuple):
+class ConditionalFill(NamedTuple):
     """An `if` that tests a mask, its other conditions, and the fill in its body."""
 
     node: ast.If
@@ -62,11 +62,11 @@ class _Fill(NamedTuple):
 
 def _find(source: SourceFile) -> Iterator[Match]:
     for node in source.each(ast.If):
-        if found := _fill(node, source):
+        if found := fill_of(node, source):
             yield Match(fix=FIX, source=source, node=found.question, parts=_parts(found, source))
 
 
-def _parts(found: _Fill, source: SourceFile) -> dict[str, ast.expr]:
+def _parts(found: ConditionalFill, source: SourceFile) -> dict[str, ast.expr]:
     """Return the names in the fill, and the next use of its target, since the fill may not have run."""
     parts: dict[str, ast.expr] = {}
     if isinstance(target := found.parts["X"], ast.Name):
@@ -79,12 +79,8 @@ def _parts(found: _Fill, source: SourceFile) -> dict[str, ast.expr]:
     return parts
 
 
-def fills(source: SourceFile, node: ast.If) -> bool:
-    """Return True if the statement is such a fill."""
-    return _fill(node, source) is not None
-
-
-def _fill(node: ast.If, source: SourceFile) -> _Fill | None:
+def fill_of(node: ast.If, source: SourceFile) -> ConditionalFill | None:
+    """Return the fill that an `if` is, or None."""
     if len(node.body) != 1 or node.orelse:
         return None
     values = node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]
@@ -99,7 +95,7 @@ def _fill(node: ast.If, source: SourceFile) -> _Fill | None:
         for text in _NOT_FINITE if form in _CLEANED else _ANY:
             asked = match_form(text, question, source)
             if asked is not None and _asks_for_it(asked.parts, bound.parts):
-                return _Fill(node, question, others, form, bound.parts)
+                return ConditionalFill(node, question, others, form, bound.parts)
     return None
 
 
@@ -121,7 +117,7 @@ def _write(match: Match, facts: Facts) -> Writing:
     source = match.source
     node = source.statement(match.node)
     assert isinstance(node, ast.If)
-    found = _fill(node, source)
+    found = fill_of(node, source)
     assert found is not None
     if not isinstance(found.parts["X"], ast.Name | ast.Attribute):
         raise FixRefused("the target is not a name")
@@ -134,7 +130,7 @@ def _write(match: Match, facts: Facts) -> Writing:
     return Writing((*before, *_edits(source, found, test)))
 
 
-def _fits(match: Match, facts: Facts, found: _Fill) -> tuple[str, tuple[TextEdit, ...]]:
+def _fits(match: Match, facts: Facts, found: ConditionalFill) -> tuple[str, tuple[TextEdit, ...]]:
     source, mask = match.source, found.parts["M"]
     if not facts.seen:
         return "", ()
@@ -157,7 +153,7 @@ def _fits(match: Match, facts: Facts, found: _Fill) -> tuple[str, tuple[TextEdit
     return f"{types} and {fits}", imports
 
 
-def _need(match: Match, facts: Facts, found: _Fill) -> None:
+def _need(match: Match, facts: Facts, found: ConditionalFill) -> None:
     """Require that the fill keeps the type and shape of its target, even in runs that skipped it."""
     if not facts.seen:
         facts.leave_open(_FACT)
@@ -175,7 +171,11 @@ def _need(match: Match, facts: Facts, found: _Fill) -> None:
 
 
 def _need_mask(
-    match: Match, facts: Facts, found: _Fill, known: dict[str, ObservedValue], filled: ObservedValue
+    match: Match,
+    facts: Facts,
+    found: ConditionalFill,
+    known: dict[str, ObservedValue],
+    filled: ObservedValue,
 ) -> None:
     source, value = match.source, found.parts["V"]
     mask = typed(found.parts["M"], source, known)
@@ -196,7 +196,7 @@ def _reaches(mask: tuple[int, ...], filled: tuple[int, ...], *, leading: bool) -
     return len(mask) <= len(filled) and all(one in (1, other) for one, other in pairs)
 
 
-def _check_copy(source: SourceFile, found: _Fill) -> None:
+def _check_copy(source: SourceFile, found: ConditionalFill) -> None:
     target = found.parts["X"]
     if not isinstance(target, ast.Name):
         raise FixRefused(
@@ -215,7 +215,7 @@ def _check_copy(source: SourceFile, found: _Fill) -> None:
     )
 
 
-def _edits(source: SourceFile, found: _Fill, test: str) -> tuple[TextEdit, ...]:
+def _edits(source: SourceFile, found: ConditionalFill, test: str) -> tuple[TextEdit, ...]:
     node, body = found.node, found.node.body[0]
     if test:
         text = f"{test} or {source.segment(found.question)}"

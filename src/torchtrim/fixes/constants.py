@@ -52,8 +52,7 @@ def _is_literal(made: ast.Call) -> bool:
 
 
 def _hoisted(match: Match, facts: Facts) -> Writing:
-    source, assign = match.source, match.node
-    assert isinstance(assign, ast.Assign)
+    source, assign = match.source, match.node_as(ast.Assign)
     loop = source.loop(assign)
     assert loop is not None
     name = _name(source, assign)
@@ -130,8 +129,7 @@ def _moves(source: SourceFile) -> Iterator[Match]:
 
 
 def _kept(match: Match, facts: Facts) -> Writing:
-    source, node = match.source, match.node
-    assert isinstance(node, ast.Call)
+    source, node = match.source, match.node_as(ast.Call)
     attribute = match.parts["X"]
     assert isinstance(attribute, ast.Attribute)
     facts.need(

@@ -16,9 +16,9 @@ from torchtrim.rewriter.reads import (
     widest_loop,
 )
 from torchtrim.rewriter.replace import (
+    above,
     fresh,
     insert_after,
-    need_indentation,
     torch_of,
 )
 from torchtrim.source.facts import Facts, FixRefused, of_part
@@ -53,8 +53,7 @@ def _sums(source: SourceFile) -> Iterator[Match]:
 
 
 def _added(match: Match, facts: Facts) -> Writing:
-    node, source = match.node, match.source
-    assert isinstance(node, ast.AugAssign)
+    node, source = match.node_as(ast.AugAssign), match.source
     if not isinstance(node.target, ast.Name):
         raise FixRefused(
             f"`{source.segment(node.target)[:60]}` may be read by other code before the loop ends. Add "
@@ -86,8 +85,7 @@ def _starts(source: SourceFile, node: ast.AugAssign, name: str, loop: Loop) -> s
 def _sum_edits(
     match: Match, facts: Facts, loop: Loop, computed: Computed, *, integral: bool, float_only: bool
 ) -> tuple[TextEdit, ...]:
-    source, node = match.source, match.node
-    assert isinstance(node, ast.AugAssign)
+    source, node = match.source, match.node_as(ast.AugAssign)
     assert isinstance(node.target, ast.Name)
     name = node.target.id
     torch, imports = torch_of(source)
@@ -144,8 +142,7 @@ def _appends(source: SourceFile) -> Iterator[Match]:
 
 
 def _kept(match: Match, facts: Facts) -> Writing:
-    node, source = match.node, match.source
-    assert isinstance(node, ast.Call)
+    node, source = match.node_as(ast.Call), match.source
     assert isinstance(node.func, ast.Attribute)
     target = node.func.value
     if not isinstance(target, ast.Name):
@@ -179,10 +176,8 @@ def _check_list(source: SourceFile, target: ast.Name, loop: Loop) -> None:
             continue
         if use in loads(loop, name):
             raise FixRefused(f"line {use.lineno} uses `{name}` before the loop ends")
-        outer = source.loop(loop)
-        early = use.lineno < loop.lineno
-        while outer is not None and not early:
-            early, outer = use in loads(outer, name), source.loop(outer)
+        repeated = any(use in loads(outer, name) for outer in source.loops(loop))
+        early = use.lineno < loop.lineno or repeated
         around = source.parents[use]
         if isinstance(around, ast.Subscript):
             read = around.value is use and isinstance(around.ctx, ast.Load)
@@ -195,20 +190,17 @@ def _check_list(source: SourceFile, target: ast.Name, loop: Loop) -> None:
 
 
 def _list_edits(match: Match, facts: Facts, computed: Computed, loop: Loop) -> tuple[TextEdit, ...]:
-    source, node = match.source, match.node
-    assert isinstance(node, ast.Call)
+    source, node = match.source, match.node_as(ast.Call)
     assert isinstance(node.func, ast.Attribute)
     name = source.segment(node.func.value)
     torch, imports = torch_of(source)
     pending = fresh(source, node, f"{name}_read_later")
-    blanks = need_indentation(source, loop)
     text = on_device(source, node.args[0], computed, facts, _cast(facts, computed, node.args[0]))
     if not facts.holds(lambda v: not v.L0.shape):
         text = f"({text}).reshape(())"
-    at = source.line_start(loop.lineno)
     after = f"if {pending}:\n    {name}.extend({torch}.stack({pending}).tolist())"
     return (
-        TextEdit(at, at, f"{blanks}{pending} = []{source.newline}"),
+        above(source, loop, f"{pending} = []"),
         TextEdit.of(source, node, f"{pending}.append({text})"),
         insert_after(source, loop, after),
         *imports,

@@ -40,8 +40,7 @@ def _find(source: SourceFile) -> Iterator[Match]:
 
 
 def _write(match: Match, facts: Facts) -> Writing:
-    source, statement = match.source, match.node
-    assert isinstance(statement, ast.Expr)
+    source, statement = match.source, match.node_as(ast.Expr)
     if clock := sorted(_CLOCKS & source.words):
         raise FixRefused(
             f"`{clock[0]}` in this file reads a clock. Record two `torch.cuda.Event(enable_timing=True)` "

@@ -42,9 +42,11 @@ _ALPHAS = {
 
 
 def _as_product(match: Match, facts: Facts) -> Writing:
-    facts.need(
-        f"`{match.text('P')[:60]}` is a tensor of zero dimensions",
-        lambda v: is_tensor(v.P) and is_floating(v.P) and not v.P.shape,
+    match.need(
+        facts,
+        "P",
+        "is a tensor of zero dimensions",
+        lambda seen: is_floating(seen) and not seen.shape,
     )
     facts.need("the product has the type and device of both tensors", _keeps_type)
     _need_stays(match, "P")

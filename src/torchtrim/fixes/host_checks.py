@@ -79,8 +79,7 @@ def _find_unvalidated_distribution(source: SourceFile) -> Iterator[Match]:
 
 
 def _write_unvalidated_distribution(match: Match, facts: Facts) -> Writing:
-    source, node = match.source, match.node
-    assert isinstance(node, ast.Call)
+    source, node = match.source, match.node_as(ast.Call)
     if keywords_of(node).keys() & {"validate_args", None}:
         raise FixRefused("it already sets `validate_args`, or may")
     facts.need(
@@ -123,8 +122,7 @@ def _find_device_assert(source: SourceFile) -> Iterator[Match]:
 
 
 def _write_device_assert(match: Match, facts: Facts) -> Writing:
-    node, source = match.node, match.source
-    assert isinstance(node, ast.Assert)
+    node, source = match.node_as(ast.Assert), match.source
     facts.need(
         f"`{match.text('C')[:60]}` is a one-element boolean tensor",
         lambda v: is_single(v.C) and v.C.dtype == "bool",

@@ -50,8 +50,7 @@ def _find_index_assignment(source: SourceFile) -> Iterator[Match]:
 
 
 def _write_index_assignment(match: Match, facts: Facts) -> Writing:
-    node, source, tensor = match.node, match.source, match.parts["X"]
-    assert isinstance(node, ast.Assign)
+    node, source, tensor = match.node_as(ast.Assign), match.source, match.parts["X"]
     assert isinstance(node.targets[0], ast.Subscript)
     names = [name for name in match.parts if name.startswith("I")]
     facts.need(

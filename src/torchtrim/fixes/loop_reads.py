@@ -9,7 +9,7 @@ from itertools import takewhile
 
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
 from torchtrim.rewriter.guarded import names_tested, with_names
-from torchtrim.rewriter.replace import atom, fresh, insert_before, need_indentation
+from torchtrim.rewriter.replace import above, atom, fresh, insert_before
 from torchtrim.source.facts import Facts, FixRefused, is_int, is_tensor
 from torchtrim.source.names import (
     binds,
@@ -195,8 +195,7 @@ def _is_guarded(source: SourceFile, node: ast.AST) -> bool:
 
 
 def _read_once(match: Match, facts: Facts) -> Writing:
-    node = match.node
-    assert isinstance(node, ast.Call)
+    node = match.node_as(ast.Call)
     indices = [name for name in match.parts if name.startswith("I")]
     match.need(facts, "X", "is a tensor", is_tensor, static=True)
     for part in indices:
@@ -218,12 +217,10 @@ def _read_once(match: Match, facts: Facts) -> Writing:
 def _widest(match: Match) -> tuple[Loop, str]:
     """Return the outermost loop that keeps the tensor unchanged; else the innermost, and the risk."""
     source, tensor = match.source, match.parts["X"]
-    inner = source.loop(match.node)
-    assert inner is not None
-    loops = list(takewhile(lambda loop: _keeps(source, loop, tensor), _outwards(source, inner)))
-    if loops:
-        return loops[-1], ""
-    return inner, f"a function called in the loop might write to `{match.text('X')[:60]}`"
+    loops = list(source.loops(match.node))
+    if unchanged := list(takewhile(lambda loop: _keeps(source, loop, tensor), loops)):
+        return unchanged[-1], ""
+    return loops[0], f"a function called in the loop might write to `{match.text('X')[:60]}`"
 
 
 def _edits(
@@ -236,7 +233,6 @@ def _edits(
     source, node, tensor = match.source, match.node, match.parts["X"]
     if not has_own_text(source, node):
         raise FixRefused("it is inside an f-string. Assign it to a name first")
-    blanks = need_indentation(source, loop)
     words = re.findall(r"[A-Za-z_]\w*", ast.unparse(tensor))
     base = next((word for word in words if word not in ("self", "torch")), "value")
     name = fresh(source, node, f"{base}_read")
@@ -252,12 +248,11 @@ def _edits(
     if test:
         whole = f"{value} if {test} else {source.segment(node)}"
         value = whole if isinstance(outer, ast.Assign | ast.Return) else f"({whole})"
-    start = source.line_start(loop.lineno)
     text = " ".join(line.strip() for line in atom(source, tensor).splitlines())
     shaped = f".reshape({text}.shape[:{len(indices)}])" if scalar else ""
     once = f"if {name} is None:\n    {name} = {text}{shaped}.tolist()"
     return (
-        TextEdit(start, start, f"{blanks}{name} = None{source.newline}"),
+        above(source, loop, f"{name} = None"),
         insert_before(source, node, once),
         TextEdit.of(source, node, value),
     )
@@ -284,13 +279,6 @@ INVARIANT_READ: Fix = Fix(
     find=with_names(_find),
     write=_read_once,
 )
-
-
-def _outwards(source: SourceFile, loop: Loop) -> Iterator[Loop]:
-    at: Loop | None = loop
-    while at is not None:
-        yield at
-        at = source.loop(at)
 
 
 def _changes_nothing(source: SourceFile, inside: ast.AST) -> bool:

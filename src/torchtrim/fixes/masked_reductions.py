@@ -54,21 +54,20 @@ def _find_masked_reduction(source: SourceFile) -> Iterator[Match]:
 
 
 def _write_masked_reduction(match: Match, facts: Facts) -> Writing:
-    source = match.source
-    assert isinstance(match.node, ast.Call)
-    found = _reduction(match.node, source)
+    source, node = match.source, match.node_as(ast.Call)
+    found = _reduction(node, source)
     assert found is not None
     need_fit(facts, found.tree, source)
     if found.kind == "mean":
         facts.need("the mean is over floating-point numbers", lambda v: is_floating(v.R))
     torch, imports = torch_of(source)
-    at = min([match.node, *(assign.value for assign in found.named)], key=source.start)
+    at = min([node, *(assign.value for assign in found.named)], key=source.start)
     dense = Dense(match, facts, found.tree, at=at, torch=torch)
     exact = facts.holds(lambda v: is_integral(v.R))
     dense.flows = dense.flows and not exact and found.inner is not found.tree.leaves[0][0].node
     edits = [*dense.edits, *imports, *dense.elsewhere(found.inner)]
     text = _reduced(dense, facts, found, torch, _inner(dense, found, source))
-    edits.append(instead(source, match.node, text))
+    edits.append(instead(source, node, text))
     return Writing(
         for_kinds_seen(match, facts, edits),
         equivalence="BITWISE" if exact and not found.tree.rounded else None,
@@ -221,10 +220,9 @@ def _loss(node: ast.Call, source: SourceFile) -> _Loss | None:
 
 
 def _write_masked_cross_entropy(match: Match, facts: Facts) -> Writing:
-    assert isinstance(match.node, ast.Call)
-    source, found = match.source, _loss(match.node, match.source)
+    source, node = match.source, match.node_as(ast.Call)
+    found, words = _loss(node, source), keywords_of(node)
     assert found is not None
-    words = keywords_of(match.node)
     _check_words(words)
     facts.need(
         f"`{match.text('M')}` is a mask with the shape and device of `{match.text('Y')}`",
@@ -241,7 +239,7 @@ def _write_masked_cross_entropy(match: Match, facts: Facts) -> Writing:
     )
     facts.need(f"`{match.text('Y')}` holds class indices", lambda v: v.Y.dtype in _LABELS)
     torch, imports = torch_of(source)
-    at = min([match.node, *(one.value for one in found.assigned)], key=source.start)
+    at = min([node, *(one.value for one in found.assigned)], key=source.start)
     mask, before = named_mask(source, found.scores.mask, at)
     tree = Tree(found.scores.mask, leaves=[(found.scores, 0), (found.labels, 0)])
     need_order(source, tree, hoisted=bool(before))

@@ -72,9 +72,8 @@ def _inverse(one: ast.expr, other: ast.expr) -> bool:
 
 
 def _write(match: Match, facts: Facts) -> Writing:
-    source = match.source
-    assert isinstance(match.node, ast.Call)
-    chosen = _read(match.node, source)
+    source, node = match.source, match.node_as(ast.Call)
+    chosen = _read(node, source)
     assert chosen is not None
     facts.need(
         "each mask is boolean, one-dimensional and as long as its tensor, and all tensors have one type, "
@@ -84,7 +83,7 @@ def _write(match: Match, facts: Facts) -> Writing:
     need_order(source, Tree(chosen[0].mask, leaves=[(one, 0) for one in chosen]), hoisted=True)
     torch, imports = torch_of(source)
     if len(chosen) > 2:
-        edits = (*imports, instead(source, match.node, _of_many(source, chosen, torch)))
+        edits = (*imports, instead(source, node, _of_many(source, chosen, torch)))
     else:
         edits = (*imports, *_of_two(match, facts, chosen, torch))
     return Writing(for_kinds_seen(match, facts, edits))
@@ -93,17 +92,16 @@ def _write(match: Match, facts: Facts) -> Writing:
 def _of_two(
     match: Match, facts: Facts, chosen: list[Selection], torch: str
 ) -> tuple[TextEdit, ...]:
-    source = match.source
+    source, node = match.source, match.node_as(ast.Call)
     first, second = chosen
-    assert isinstance(match.node, ast.expr)
     order = f"{torch}.argsort({atom(source, second.mask)}.byte(), stable=True)"
     if equal(first.tensor, second.tensor):
-        return (instead(source, match.node, f"{atom(source, first.tensor)}[{order}]"),)
-    mask, before = hoisted(source, first.mask, "kept", at=match.node)
+        return (instead(source, node, f"{atom(source, first.tensor)}[{order}]"),)
+    mask, before = hoisted(source, first.mask, "kept", at=node)
     behind = facts.only("the number of dimensions", lambda v: len(v.X.shape) - 1, 0)
     given = f"{source.segment(first.tensor)}, {source.segment(second.tensor)}"
     text = f"{torch}.where({widened(mask, behind)}, {given})[{order}]"
-    return (*before, instead(source, match.node, text))
+    return (*before, instead(source, node, text))
 
 
 def _of_many(source: SourceFile, chosen: list[Selection], torch: str) -> str:

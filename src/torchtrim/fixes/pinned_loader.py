@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from torchtrim.rewriter.fix import Fix, Match, Writing
 from torchtrim.rewriter.replace import added_keyword, torch_of
-from torchtrim.source.facts import Facts, FixRefused, is_tensor, of_part
+from torchtrim.source.facts import Facts, FixRefused, is_tensor
 from torchtrim.source.names import is_private, loads, only_reads, stores
 from torchtrim.source.nodes import called, find_all, function_of, keywords_of, names_in
 from torchtrim.source.source import SourceFile
@@ -55,17 +55,14 @@ def _others(name: ast.Name, loop: ast.For) -> Iterator[ast.Name]:
 
 
 def _write(match: Match, facts: Facts) -> Writing:
-    source, node = match.source, match.node
-    assert isinstance(node, ast.Call)
+    source, node = match.source, match.node_as(ast.Call)
     facts.need(
         f"`{match.text('X')[:60]}` is a tensor on the host, from a `DataLoader`",
         lambda v: is_tensor(v.X) and v.X.device == "cpu",
     )
     for part in (part for part in match.parts if part.startswith("B")):
-        facts.need(
-            f"`{match.text(part)[:60]}` is on the host too, or the loader cannot pin it",
-            of_part(part, lambda seen: seen.device in ("", "cpu")),
-        )
+        claim = "is on the host too, or the loader cannot pin it"
+        match.need(facts, part, claim, lambda seen: seen.device in ("", "cpu"))
     if not facts.holds(lambda v: not hasattr(v, "LOADER") or v.LOADER.kind == "DataLoader"):
         if facts.seen:
             raise FixRefused(

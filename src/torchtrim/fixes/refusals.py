@@ -8,7 +8,7 @@ from itertools import islice
 from typing import NoReturn
 
 from torchtrim.fixes import padding_mask, partition
-from torchtrim.fixes.conditional_fill import fills
+from torchtrim.fixes.conditional_fill import fill_of
 from torchtrim.fixes.counts import DISTINCT_COUNT, MASKED_COUNT
 from torchtrim.fixes.masked_assignments import MASKED_ASSIGNMENT, MASKED_FILL
 from torchtrim.fixes.masked_reductions import MASKED_CROSS_ENTROPY, MASKED_REDUCTION
@@ -40,27 +40,27 @@ def _refusal(
     doc: str,
     find: Callable[[SourceFile], Iterator[Place]],
     reason: Callable[[Match, Facts], str],
+    others: Iterable[Fix] = (),
 ) -> Fix:
+    """Return a fix that refuses each place, except those inside the matches of other fixes."""
 
     def found(source: SourceFile) -> Iterator[Match]:
+        fixed = {
+            part
+            for other in others
+            for match in other.places(source)
+            for node in (match.node, match.begin or match.node)
+            for part in ast.walk(node)
+        }
         for node, parts, form in find(source):
-            yield Match(fix=fix, source=source, node=node, parts=parts, form=form)
+            if node not in fixed:
+                yield Match(fix=fix, source=source, node=node, parts=parts, form=form)
 
     def write(match: Match, facts: Facts) -> NoReturn:
         raise FixRefused(reason(match, facts))
 
     fix = Fix(name=name, doc=doc, codes=(code,), equivalence="BITWISE", find=found, write=write)
     return fix
-
-
-def _fixed(source: SourceFile, others: Iterable[Fix]) -> set[ast.AST]:
-    return {
-        part
-        for other in others
-        for match in other.places(source)
-        for node in (match.node, match.begin or match.node)
-        for part in ast.walk(node)
-    }
 
 
 _NONZERO = (
@@ -100,10 +100,8 @@ _LOOPED = (
 
 
 def _open_shapes(source: SourceFile) -> Iterator[Place]:
-    fixed = _fixed(source, (DISTINCT_COUNT, MASKED_COUNT, MASKED_FILL))
     for node, form, bound in places(_SHAPES, source):
-        selected = any(selection(outer, source) for outer in islice(source.around(node), 2))
-        if node not in fixed and not selected:
+        if not any(selection(outer, source) for outer in islice(source.around(node), 2)):
             yield node, bound.parts, form
 
 
@@ -150,6 +148,7 @@ OPEN_SHAPE = _refusal(
     """,
     _open_shapes,
     _why_open_shape,
+    (DISTINCT_COUNT, MASKED_COUNT, MASKED_FILL),
 )
 
 
@@ -170,11 +169,7 @@ _LISTED = (
 
 
 def _open_selections(source: SourceFile) -> Iterator[Place]:
-    masked = (MASKED_ASSIGNMENT, MASKED_COUNT, MASKED_CROSS_ENTROPY, MASKED_REDUCTION)
-    fixed = _fixed(source, (*masked, partition.FIX))
     for node in source.at({(ast.Call, ""), (ast.Subscript, "")}):
-        if node in fixed:
-            continue
         for form in _LISTS:
             if (bound := match_form(form, node, source)) is not None:
                 yield node, bound.parts, form
@@ -247,6 +242,7 @@ OPEN_SELECTION = _refusal(
     """,
     _open_selections,
     _why_open_selection,
+    (MASKED_ASSIGNMENT, MASKED_COUNT, MASKED_CROSS_ENTROPY, MASKED_REDUCTION, partition.FIX),
 )
 
 
@@ -286,7 +282,7 @@ def _conditions(source: SourceFile) -> Iterator[Place]:
     }
     for node in source.at({(ast.If, ""), (ast.While, ""), (ast.IfExp, "")}):
         assert isinstance(node, ast.If | ast.While | ast.IfExp)
-        filled = isinstance(node, ast.If) and fills(source, node)
+        filled = isinstance(node, ast.If) and fill_of(node, source) is not None
         if node.test not in values and not filled and _may_read(node.test):
             yield node.test, {"C": node.test}, ""
     for node in source.each(ast.For):
@@ -339,10 +335,7 @@ _BOUND = (
 
 
 def _slices(source: SourceFile) -> Iterator[Place]:
-    fixed = _fixed(source, (padding_mask.FIX,))
     for node in source.each(ast.Subscript):
-        if node in fixed:
-            continue
         if bounds := list(filter(_may_be_a_tensor, _bounds(node.slice))):
             parts = {"X": node.value} | {f"B{number}": one for number, one in enumerate(bounds)}
             yield node, parts, ""
@@ -376,6 +369,7 @@ DEVICE_BOUND = _refusal(
     """,
     _slices,
     _why_bound,
+    (padding_mask.FIX,),
 )
 
 

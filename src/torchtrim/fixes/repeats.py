@@ -103,8 +103,7 @@ def _find_known_repeats(source: SourceFile) -> Iterator[Match]:
 
 
 def _write_known_repeats(match: Match, facts: Facts) -> Writing:
-    source, node = match.source, match.node
-    assert isinstance(node, ast.Call)
+    source, node = match.source, match.node_as(ast.Call)
     facts.need(
         f"`{match.text('R')[:60]}` is a tensor", lambda v: is_tensor(v.R) and len(v.R.shape) == 1
     )

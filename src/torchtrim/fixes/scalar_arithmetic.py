@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torchtrim.records.probes import ObservedValue
 from torchtrim.rewriter.fix import Fix, Match, Writing, of_forms
 from torchtrim.rewriter.guarded import for_kinds_seen, for_names_seen, with_names
-from torchtrim.rewriter.reads import need_tensor_uses, with_companions
+from torchtrim.rewriter.reads import WIDE, need_tensor_uses, with_companions
 from torchtrim.rewriter.replace import replace
 from torchtrim.source.facts import (
     Facts,
@@ -27,7 +27,6 @@ from torchtrim.source.transfers import read_of
 
 _BOUNDS = {"max": "min", "min": "max"}
 _NO_TENSORS = (ast.Constant, ast.List, ast.Tuple, ast.ListComp, ast.JoinedStr, ast.Dict)
-_WIDE = ("float32", "float64")
 
 
 def _reads(source: SourceFile) -> Iterator[Match]:
@@ -101,7 +100,7 @@ def _bounded(match: Match, facts: Facts, text: str) -> str:
             "Write the tensor first if that does not matter"
         )
     else:
-        wide = (*_WIDE, "int64")
+        wide = (*WIDE, "int64")
         facts.need("the compared values have 32 or 64 bits", lambda v: v.N.dtype in wide)
     return f"{text}.clamp({word}=C)"
 
@@ -109,8 +108,8 @@ def _bounded(match: Match, facts: Facts, text: str) -> str:
 def _keeps(other: ObservedValue, number: ObservedValue, *, bounded: bool) -> bool:
     """Return True if the other operand keeps its type and rounds the number as it would a Python number."""
     if is_integral(number):
-        return other.dtype in _WIDE
-    if bounded or other.dtype not in _WIDE:
+        return other.dtype in WIDE
+    if bounded or other.dtype not in WIDE:
         return other.dtype == number.dtype
     return other.dtype == number.dtype or bool(other.shape) or other.dtype == "float64"
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace as changed
+from collections.abc import Iterator
 
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, of_forms
 from torchtrim.rewriter.replace import added_keyword, replace
@@ -75,19 +74,6 @@ def _single(source: SourceFile, names: frozenset[str]) -> Iterator[tuple[Upload,
 def _is_small_constant(node: ast.expr) -> bool:
     value = constant_of(node)
     return isinstance(value, int | float) and type(value) is not bool and abs(value) < _SMALL
-
-
-def _of_lists(
-    fix: Callable[[], Fix], forms: Iterable[str]
-) -> Callable[[SourceFile], Iterator[Match]]:
-    """Return a `find` of lists without the parts `C` and `I`, which cannot be observed with their list."""
-
-    def find(source: SourceFile) -> Iterator[Match]:
-        for match in of_forms(fix, *forms)(source):
-            parts = {name: part for name, part in match.parts.items() if name not in "CI"}
-            yield changed(match, parts=parts)
-
-    return find
 
 
 def _scalars(source: SourceFile) -> Iterator[Match]:
@@ -234,7 +220,7 @@ REPEATED_NUMBER: Fix = Fix(
     """,
     codes=("TT103",),
     equivalence="BITWISE",
-    find=_of_lists(lambda: REPEATED_NUMBER, _REPEATED),
+    find=of_forms(lambda: REPEATED_NUMBER, *_REPEATED, without="CI"),
     write=_repeated,
 )
 
@@ -261,7 +247,7 @@ LISTED_RANGE: Fix = Fix(
     """,
     codes=("TT103",),
     equivalence="BITWISE",
-    find=_of_lists(lambda: LISTED_RANGE, _RANGES),
+    find=of_forms(lambda: LISTED_RANGE, *_RANGES, without="CI"),
     write=_range,
 )
 

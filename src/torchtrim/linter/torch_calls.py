@@ -98,12 +98,10 @@ def called_function(name: str, call: InferredCall) -> ValueKind:
         return _of_functional(last, call)
     if head in ("torch.linalg", "torch.fft", "torch.special"):
         return _of_linalg(last, call, head)
-    if head == "torch.nn" or head.startswith("torch.nn.modules"):
-        if last in ("Parameter", "Buffer"):
-            return tensor()
-        return LAYER if last in names.LAYERS else UNKNOWN
-    if name in ("torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"):
+    if head.startswith("torch.nn") and last in ("Parameter", "Buffer"):
         return tensor()
+    if head == "torch.nn" or head.startswith("torch.nn.modules"):
+        return LAYER if last in names.LAYERS else UNKNOWN
     if name.startswith(_COLLECTIVES) or last == "clip_grad_norm_":
         return tensor(single=last == "clip_grad_norm_")
     if name.startswith("torch.cuda.") and last.endswith("Tensor"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 
-from torchtrim.rewriter.fix import Match, TextEdit
+from torchtrim.rewriter.fix import Match, TextEdit, applied
 from torchtrim.rewriter.replace import atom, fresh, insert_before, runs_first
 from torchtrim.source.facts import Facts, FixRefused
 from torchtrim.source.forms import equal
@@ -53,13 +53,8 @@ class Dense:
 
         `also` maps more nodes to their new texts; `after` appends a text to one node.
         """
-        parts: dict[ast.AST, str] = dict(also or {})
-        for number, (leaf, _) in enumerate(self._tree.leaves):
-            if within(leaf.node, inner):
-                parts[leaf.node] = self.leaf(number)
-        for number, operand in enumerate(self._tree.operands):
-            if self._guards(number) and within(operand.node, inner):
-                parts[operand.node] = self._operand(number)
+        new = self._texts()
+        parts = dict(also or {}) | {part: new[part] for part in new if within(part, inner)}
         if after is not None:
             node, more = after
             own = {part: parts.pop(part) for part in list(parts) if within(part, node)}
@@ -68,14 +63,18 @@ class Dense:
 
     def elsewhere(self, inner: ast.expr) -> Iterator[TextEdit]:
         """Yield the edits of the tree's parts outside the expression, in the values of names."""
-        leaves = enumerate(self._tree.leaves)
-        texts = {leaf.node: self.leaf(number, everywhere=True) for number, (leaf, _) in leaves}
-        for number, operand in enumerate(self._tree.operands):
-            if self._guards(number):
-                texts[operand.node] = self._operand(number)
-        for node, text in texts.items():
+        for node, text in self._texts(everywhere=True).items():
             if not within(node, inner):
                 yield TextEdit.of(self._source, node, text)
+
+    def _texts(self, *, everywhere: bool = False) -> dict[ast.AST, str]:
+        """Return the new texts of leaves and of operands that need a harmless value."""
+        leaves, operands = enumerate(self._tree.leaves), enumerate(self._tree.operands)
+        texts: dict[ast.AST, str] = {
+            leaf.node: self.leaf(number, everywhere=everywhere) for number, (leaf, _) in leaves
+        }
+        guarded = ((number, one) for number, one in operands if self._guards(number))
+        return texts | {one.node: self._operand(number) for number, one in guarded}
 
     def _guards(self, number: int) -> bool:
         """Return True if an operand needs a harmless value because a gradient flows into it."""
@@ -207,12 +206,8 @@ def widened(mask: str, behind: int) -> str:
 
 def spliced(source: SourceFile, node: ast.AST, parts: Mapping[ast.AST, str]) -> str:
     """Return the node's text with some of its parts replaced."""
-    at = source.start(node)
-    text = []
-    for part in sorted(parts, key=source.start):
-        text += [source.text[at : source.start(part)], parts[part]]
-        at = source.end(part)
-    return "".join([*text, source.text[at : source.end(node)]])
+    edits = (TextEdit.of(source, part, text) for part, text in parts.items())
+    return applied(source.text, edits, source.start(node), source.end(node))
 
 
 def named_values(source: SourceFile, node: ast.expr) -> dict[str, ast.Assign]:

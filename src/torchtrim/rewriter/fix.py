@@ -12,12 +12,12 @@ import io
 import pkgutil
 import sys
 import tokenize
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from torchtrim.core.isolation import Failure, collected, isolated, note
 from torchtrim.records.probes import ObservedValue, Probe
@@ -27,6 +27,7 @@ from torchtrim.source.forms import places
 from torchtrim.source.source import SourceFile, spot
 
 Equivalence = Literal["BITWISE", "ROUNDING"]
+_Node = TypeVar("_Node", bound=ast.AST)
 
 
 class TextEdit(NamedTuple):
@@ -71,6 +72,11 @@ class Match:
             return spot(self.node)[0], spot(self.node)[2]
         return spot(statement)[0], spot(statement)[2]
 
+    def node_as(self, kind: type[_Node]) -> _Node:
+        """Return the node, which is of the type that the fix finds."""
+        assert isinstance(self.node, kind)
+        return self.node
+
     def text(self, part: str) -> str:
         """Return the source of a part."""
         return self.source.segment(self.parts[part])
@@ -96,6 +102,9 @@ class Match:
             if not isinstance(node, ast.Slice | ast.Starred)
         }
         return Probe(number=number, path=self.source.path, parts=parts)
+
+
+Find = Callable[[SourceFile], Iterator[Match]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +147,7 @@ class Fix:
 
     codes: tuple[str, ...]
     equivalence: Equivalence
-    find: Callable[[SourceFile], Iterator[Match]]
+    find: Find
     write: Callable[[Match, Facts], Writing]
     name: str = ""
     doc: str = ""
@@ -200,15 +209,39 @@ def comments(text: str) -> Iterator[str]:
                     yield token.string
 
 
-def of_forms(fix: Callable[[], Fix], *forms: str) -> Callable[[SourceFile], Iterator[Match]]:
-    """Return a `find` that yields each place matching one of the forms; earlier forms win."""
+def of_forms(fix: Callable[[], Fix], *forms: str, without: Container[str] = ()) -> Find:
+    """Return a `find` that yields each place matching one of the forms; earlier forms win.
+
+    `without` are capitals that are not parts, since they cannot be observed.
+    """
 
     def find(source: SourceFile) -> Iterator[Match]:
         for node, text, bound in places(forms, source):
-            parts, words = bound.parts, bound.keywords
+            parts = {name: part for name, part in bound.parts.items() if name not in without}
+            words = bound.keywords
             yield Match(fix=fix(), source=source, node=node, parts=parts, keywords=words, form=text)
 
     return find
+
+
+def with_parts(find: Find, prefix: str, nodes: Callable[[Match], Iterable[ast.expr]]) -> Find:
+    """Add nodes to the parts of each match, as `prefix0`, `prefix1`, ..."""
+
+    def found(source: SourceFile) -> Iterator[Match]:
+        for match in find(source):
+            parts = {f"{prefix}{number}": node for number, node in enumerate(nodes(match))}
+            yield replace(match, parts={**match.parts, **parts})
+
+    return found
+
+
+def applied(text: str, edits: Iterable[TextEdit], start: int, end: int) -> str:
+    """Return a span of the text after edits inside it."""
+    at, parts = start, []
+    for edit in sorted(edits):
+        parts += [text[at : edit.start], edit.text]
+        at = edit.end
+    return "".join([*parts, text[at:end]])
 
 
 _HOME = "torchtrim.fixes"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace as changed
 from typing import TypeVar
 
 from torchtrim.records.probes import ObservedValue
-from torchtrim.rewriter.fix import Match, TextEdit, check_comments
+from torchtrim.rewriter.fix import Find, Match, TextEdit, applied, check_comments, with_parts
 from torchtrim.rewriter.replace import atom, need_indentation, torch_of
 from torchtrim.source.facts import Facts, FixRefused, is_tensor
 from torchtrim.source.names import stores
@@ -121,7 +120,7 @@ def _in_place(match: Match, edits: Sequence[TextEdit], test: str) -> tuple[TextE
     outer = [edit for edit in edits if edit not in inner]
     if not inner or _edits_in(outer, *_block_of(source, node)):
         return None
-    new, old = _patched(source.text, inner, start, end), source.text[start:end]
+    new, old = applied(source.text, inner, start, end), source.text[start:end]
     return (*outer, TextEdit(start, end, _choice(source, node, new, test, old)))
 
 
@@ -207,18 +206,13 @@ NAMED = "NAMED"
 """The prefix of the parts that `with_names` adds."""
 
 
-def with_names(
-    find: Callable[[SourceFile], Iterator[Match]],
-) -> Callable[[SourceFile], Iterator[Match]]:
+def with_names(find: Find) -> Find:
     """Add the names that the parts of each match are computed from, as parts `NAMED0`, `NAMED1`, ..."""
 
-    def named(source: SourceFile) -> Iterator[Match]:
-        for match in find(source):
-            nodes = {ast.unparse(one): one for one in _made_of(match, match.parts)}
-            parts = {f"{NAMED}{n}": node for n, node in enumerate(nodes.values())}
-            yield changed(match, parts={**match.parts, **parts})
+    def names(match: Match) -> Iterable[ast.expr]:
+        return {ast.unparse(one): one for one in _made_of(match, match.parts)}.values()
 
-    return named
+    return with_parts(find, NAMED, names)
 
 
 def _made_of(match: Match, parts: Iterable[str]) -> Iterator[ast.expr]:
@@ -373,8 +367,8 @@ def guarded(
     if any(_is_long(one) and source.start(first) <= source.start(one) < end for one in strings):
         raise FixRefused("the statement contains a multi-line string. Assign it to a name first")
     inside = _edits_in(edits, start, end)
-    old = _patched(source.text, kept, start, end)
-    lines = [f"{blanks}if {test}:", _deeper(_patched(source.text, inside, start, end))]
+    old = applied(source.text, kept, start, end)
+    lines = [f"{blanks}if {test}:", _deeper(applied(source.text, inside, start, end))]
     lines += [old] if returns else [f"{blanks}else:", _deeper(old)]
     outside = [edit for edit in edits if edit not in inside]
     return (*outside, TextEdit(start, end, source.newline.join(lines)))
@@ -384,14 +378,6 @@ def _is_long(node: ast.AST) -> bool:
     """Return True for a string of several lines, which must not be indented."""
     text = isinstance(node, ast.JoinedStr) or isinstance(constant_of(node), str | bytes)
     return text and spot(node)[0] != spot(node)[2]
-
-
-def _patched(text: str, edits: Iterable[TextEdit], start: int, end: int) -> str:
-    at, parts = start, []
-    for edit in sorted(edits):
-        parts += [text[at : edit.start], edit.text]
-        at = edit.end
-    return "".join([*parts, text[at:end]])
 
 
 def _deeper(text: str, *, first: bool = True) -> str:

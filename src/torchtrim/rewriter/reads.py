@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from dataclasses import replace as changed
 from functools import partial
 
 from torchtrim.records.probes import ObservedValue
-from torchtrim.rewriter.fix import Match
+from torchtrim.rewriter.fix import Find, Match, TextEdit, applied, with_parts
 from torchtrim.rewriter.replace import atom
 from torchtrim.source.facts import (
     Facts,
@@ -43,11 +42,16 @@ _TRUTH = name_set("""
 
 @dataclass(frozen=True)
 class Computed:
-    """An expression of reads and numbers such as `loss.item() * n`. `exact`: no division by a number."""
+    """An expression of reads and numbers such as `loss.item() * n`, and its divisions by a number."""
 
     reads: tuple[Read, ...]
     numbers: tuple[ast.expr, ...]
-    exact: bool = True
+    divisions: tuple[ast.BinOp, ...]
+
+    @property
+    def exact(self) -> bool:
+        """True without a division by a number."""
+        return not self.divisions
 
     @property
     def parts(self) -> dict[str, ast.expr]:
@@ -65,7 +69,8 @@ def computed_of(node: ast.expr, source: SourceFile) -> Computed | None:
         return None
     if any(read_of(part, source) for number in numbers for part in ast.walk(number)):
         return None
-    return Computed(reads, numbers, exact=not any(find_all(node, ast.Div)))
+    operators = (one for one in find_all(node, ast.BinOp) if isinstance(one.op, ast.Div))
+    return Computed(reads, numbers, tuple(one for one in operators if one.right in numbers))
 
 
 def _leaves(node: ast.expr, source: SourceFile) -> Iterator[Read | ast.expr]:
@@ -97,10 +102,7 @@ def need_reads(match: Match, facts: Facts, computed: Computed) -> None:
                 f"`{match.text(part)[:60]}` is a count, so that its sum does not overflow"
             )
     for number in range(len(computed.numbers)):
-        facts.need(
-            f"`{match.text(f'K{number}')[:60]}` is a Python number",
-            of_part(f"K{number}", is_number),
-        )
+        match.need(facts, f"K{number}", "is a Python number", is_number)
     facts.only("the device", lambda v: v.L0.device, "")
     for values in facts.executions:
         tensors = (getattr(values, f"L{n}", None) for n in range(len(computed.reads)))
@@ -153,20 +155,16 @@ def on_device(
     source: SourceFile, node: ast.expr, computed: Computed, facts: Facts, cast: str
 ) -> str:
     """Return the expression's text with cast, detached tensors in place of their reads."""
-    start, text = source.start(node), source.segment(node)
-    changes: list[tuple[ast.expr, str]] = []
-    for number, read in enumerate(computed.reads):
-        changes.append((read.node, atom(source, read.tensor) + _casts(facts, f"L{number}", cast)))
-    for part in find_all(node, ast.BinOp):
-        if isinstance(part.op, ast.Div) and not constant_of(part.right):
-            changes.append((part.right, f"(1 / {atom(source, part.right)})"))
-            between = source.text[source.end(part.left) : source.start(part.right)]
-            at = source.end(part.left) - start + between.index("/")
-            text = f"{text[:at]}*{text[at + 1 :]}"
-    for one, new in sorted(changes, key=lambda change: source.start(change[0]), reverse=True):
-        at, to = source.start(one) - start, source.end(one) - start
-        text = text[:at] + new + text[to:]
-    return text
+    edits = [
+        TextEdit.of(source, read.node, atom(source, read.tensor) + _casts(facts, f"L{n}", cast))
+        for n, read in enumerate(computed.reads)
+    ]
+    for part in computed.divisions:
+        if not constant_of(part.right):
+            at = source.text.index("/", source.end(part.left))
+            edits.append(TextEdit(at, at + 1, "*"))
+            edits.append(TextEdit.of(source, part.right, f"(1 / {atom(source, part.right)})"))
+    return applied(source.text, edits, source.start(node), source.end(node))
 
 
 def _casts(facts: Facts, part: str, cast: str) -> str:
@@ -211,10 +209,10 @@ def _may_go_on(source: SourceFile, loop: ast.AST) -> bool:
     return False
 
 
+WIDE = ("float32", "float64")
 _READS = ("float", "int", "bool")
 _WITH = "WITH"
 _DEEPEST = 8  # arbitrary: a value that passes through more names is rarely worth the search
-Find = Callable[[SourceFile], Iterator[Match]]
 
 
 def with_companions(find: Find, *, bounded: bool = False) -> Find:
@@ -223,14 +221,11 @@ def with_companions(find: Find, *, bounded: bool = False) -> Find:
     `bounded` follows the value through `max(value, 1)`; see `bounds_of`.
     """
 
-    def companions(source: SourceFile) -> Iterator[Match]:
-        for match in find(source):
-            uses = _uses(source, match.node, 0, [] if bounded else None)
-            others = enumerate(use for use in uses if isinstance(use, ast.expr))
-            parts = {f"{_WITH}{number}": other for number, other in others}
-            yield changed(match, parts={**match.parts, **parts})
+    def operands(match: Match) -> Iterator[ast.expr]:
+        uses = _uses(match.source, match.node, 0, [] if bounded else None)
+        return (use for use in uses if isinstance(use, ast.expr))
 
-    return companions
+    return with_parts(find, _WITH, operands)
 
 
 def bounds_of(match: Match) -> list[ast.Call]:
@@ -267,10 +262,7 @@ def need_wide_uses(match: Match, facts: Facts) -> None:
     """Require float32 or float64 next to an integer: 16 bits would round it, or overflow."""
     for name in match.parts:
         if name.startswith(_WITH):
-            facts.need(
-                f"`{match.text(name)[:60]}` is of float32 or float64",
-                of_part(name, lambda seen: seen.dtype in ("float32", "float64")),
-            )
+            match.need(facts, name, "is of float32 or float64", lambda seen: seen.dtype in WIDE)
 
 
 def _uses(

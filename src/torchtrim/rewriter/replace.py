@@ -138,12 +138,17 @@ def insert_before(source: SourceFile, node: ast.AST, lines: str) -> TextEdit:
     Raises `FixRefused` if they would run more or less often than the node, or before another side effect.
     """
     statement = source.statement(node)
-    blanks = source.indentation(statement)
-    if blanks is None or not runs_first(source, node):
+    if source.indentation(statement) is None or not runs_first(source, node):
         raise FixRefused(
             "a part of it would have to be computed in a statement before, but the code around it "
             "decides whether and when it runs. Assign that part to a name first"
         )
+    return above(source, statement, lines)
+
+
+def above(source: SourceFile, statement: ast.stmt, lines: str) -> TextEdit:
+    """Return the edit that inserts lines above a statement, at its indentation."""
+    blanks = need_indentation(source, statement)
     text = "".join(f"{blanks}{line}{source.newline}" for line in lines.splitlines())
     at = source.line_start(statement.lineno)
     return TextEdit(at, at, text)

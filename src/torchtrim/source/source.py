@@ -169,14 +169,17 @@ class SourceFile:
         outer = (one for one in self.around(node) if isinstance(one, Function | ast.Module))
         return next(outer, self.tree)
 
-    def loop(self, node: ast.AST) -> Loop | None:
-        """Return the innermost loop around the node within its function."""
+    def loops(self, node: ast.AST) -> Iterator[Loop]:
+        """Yield the loops around the node within its function, innermost first."""
         for outer in self.around(node):
             if isinstance(outer, Loop):
-                return outer
-            if isinstance(outer, Function | ast.ClassDef):
-                break
-        return None
+                yield outer
+            elif isinstance(outer, Function | ast.ClassDef):
+                return
+
+    def loop(self, node: ast.AST) -> Loop | None:
+        """Return the innermost loop around the node within its function."""
+        return next(self.loops(node), None)
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
         """Return the statements of the statement's block."""

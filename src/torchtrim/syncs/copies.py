@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from torchtrim.syncs.base import (
@@ -63,11 +64,15 @@ def _to_host(ask: Ask) -> int:
     return _parts(source) if waits else 0
 
 
-def _into_host(ask: Ask) -> int:
+def _into(ask: Ask, *, host: bool) -> int:
+    """Count the copies into tensors on the host, or on the device, that block."""
     return sum(
-        on_device(ask, source) and bool(target.numel()) and _waits_for(ask, target)
+        on_host(ask, here)
+        and on_device(ask, there)
+        and bool(target.numel())
+        and _waits_for(ask, here)
         for target, source in _pairs(ask)
-        if on_host(ask, target)
+        for here, there in [(target, source) if host else (source, target)]
     )
 
 
@@ -90,14 +95,6 @@ def _upload(ask: Ask) -> int:
 def _pageable(ask: Ask) -> int:
     late = bool(ask.args.get("non_blocking"))
     return int(_arrives(ask) and late and not _stays_pinned(ask))
-
-
-def _into_device(ask: Ask) -> int:
-    return sum(
-        on_host(ask, source) and bool(target.numel()) and _waits_for(ask, source)
-        for target, source in _pairs(ask)
-        if on_device(ask, target)
-    )
 
 
 ROWS = (
@@ -125,7 +122,7 @@ ROWS = (
         when="the source is on the device, unless the target is pinned and contiguous and the copy is "
         "`non_blocking`",
         operators=_INTO,
-        waits=_into_host,
+        waits=partial(_into, host=True),
         evidence=(_BLOCKING, _QUEUED, _TEMPORARY),
         advice="A pinned target, `non_blocking=True`, and an event before it is read.",
     ),
@@ -155,7 +152,7 @@ ROWS = (
         what="`device.copy_(host)`, `device[a:b] = host`, and `device[i] = 3.0` for a single element",
         when="the source is on the host, unless it is pinned and contiguous and the copy is `non_blocking`",
         operators=_INTO,
-        waits=_into_device,
+        waits=partial(_into, host=False),
         evidence=(
             _BLOCKING,
             _QUEUED,
