@@ -22,8 +22,8 @@ from tests.cases import zoo
 
 from bench.machine import RESULTS, save, slug
 from bench.simulate import trained
+from torchtrim.planner import planner as planning
 from torchtrim.planner.planner import Planner
-from torchtrim.planner.solvers.integer import Integer
 from torchtrim.records.budget import Budget
 from torchtrim.records.trial import Request, Trial
 from torchtrim.workflows.optimize.fitting import Fitting
@@ -53,7 +53,7 @@ def measured(make: zoo.Maker) -> dict[str, Any]:
     assert original.profile is not None
     proven = Planner(original.profile, step_seconds=original.seconds, fingerprint={})
     floor = proven.floor.outcome.peak_bytes
-    with mock.patch.object(Integer, "installed", staticmethod(lambda: False)):
+    with mock.patch.object(planning, "find_spec", return_value=None):
         plain = Planner(original.profile, step_seconds=original.seconds, fingerprint={})
         low = plain.floor.outcome.peak_bytes
         local = points(original, low)

@@ -29,20 +29,20 @@ def test_the_first_of_two_waits_hides_the_second() -> None:
     assert first.wait_ms > 10 > 1000 * second.wait_ms
     assert first.saves_alone_ms is not None
     assert first.saves_alone_ms < 0.1
-    assert found.all_saves_ms == pytest.approx(2.5, rel=0.1)
-    assert found.sets[0][0] == (0, 1)
-    assert found.source == "modelled"
+    assert found.cost.all_saves_ms == pytest.approx(2.5, rel=0.1)
+    assert found.cost.sets[0].findings == (0, 1)
+    assert found.cost.source == "modelled"
 
 
 def test_a_slower_device_takes_longer() -> None:
-    times = [price_syncs(step_of(1), DEVICES[name]).step_ms for name in ("h100", "a100", "t4")]
+    times = [price_syncs(step_of(1), DEVICES[name]).cost.step_ms for name in ("h100", "a100", "t4")]
     assert times == sorted(times)
 
 
 def test_sites_are_priced_as_they_are_given() -> None:
     found = price_syncs(step_of(2), DEVICES["h100"], [[0, 1]])
     assert [wait.syncs for wait in found.waits] == [(0, 1)]
-    assert found.waits[0].saves_alone_ms == pytest.approx(found.all_saves_ms)
+    assert found.waits[0].saves_alone_ms == pytest.approx(found.cost.all_saves_ms)
 
 
 def test_no_waits_and_races() -> None:
@@ -58,4 +58,4 @@ def test_a_wait_of_no_operator_and_an_empty_step() -> None:
     step.sync("synchronize", line=4)
     found = price_syncs(step.profile(), DEVICES["h100"])
     assert found.waits[0].wait_ms > 10
-    assert price_syncs(Step("emulated").profile(), DEVICES["h100"]).step_ms == 0
+    assert price_syncs(Step("emulated").profile(), DEVICES["h100"]).cost.step_ms == 0

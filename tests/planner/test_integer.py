@@ -15,7 +15,7 @@ from step.random_steps import random_training
 from torchtrim.executor.registry import Option
 from torchtrim.planner import planner
 from torchtrim.planner.problem import Problem
-from torchtrim.planner.solvers import integer, moments
+from torchtrim.planner.solvers import integer
 from torchtrim.planner.solvers.integer import Integer
 from torchtrim.records.budget import Budget
 from torchtrim.step.rerun import rerun
@@ -58,11 +58,11 @@ def test_plans_are_proven_and_without_the_solver_no_quicker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(planner, "_SEARCH", 600.0)
-    monkeypatch.setattr(moments, "_ENOUGH", 600.0)
+    monkeypatch.setattr(integer, "_ENOUGH", 600.0)
     profile = profile_of("blocks")
     proven = planner_of(profile, exclude=("replay",))
     lowest = proven.floor.outcome.peak_bytes
-    monkeypatch.setattr(Integer, "installed", staticmethod(lambda: False))
+    monkeypatch.setattr(planner, "find_spec", lambda _: None)
     plain = planner_of(profile, exclude=("replay",))
     low, high = plain.floor.outcome.peak_bytes, plain.simulated_original
     assert lowest <= low
@@ -81,7 +81,7 @@ def test_what_is_near_enough_is_no_further_from_its_bound(
 ) -> None:
     """By as much of the step as is allowed, and within the budget; with nothing allowed, the quickest."""
     monkeypatch.setattr(integer, "_NEAR", near)
-    monkeypatch.setattr(moments, "_ENOUGH", 0.0)
+    monkeypatch.setattr(integer, "_ENOUGH", 0.0)
     for number in range(12):
         problem = problem_of(random.Random(number), 5)
         every = brute(problem.step, list(problem.edits))

@@ -57,7 +57,7 @@ def test_the_modelled_lanes_take_as_long_as_the_model_says() -> None:
         if number % 4 == 3:
             step.sync("item", made)
     profile = step.profile()
-    model = price_syncs(profile, DEVICES["a100"])
+    model = price_syncs(profile, DEVICES["a100"]).cost
     report = replace(REPORT, waiting=waiting(model.step_ms, model.device_busy_ms, 0.0))
     drawn = lanes(report.waiting, profile)
     assert drawn.source == "modelled"

@@ -76,7 +76,7 @@ def test_the_waits_of_the_lanes_are_those_that_were_priced(device: str, races: b
     profile = reads(races)
     priced = price_syncs(profile, DEVICES[device])
     drawn = lanes(waiting(device), profile)
-    assert 1e3 * drawn.seconds == pytest.approx(priced.step_ms)
+    assert 1e3 * drawn.seconds == pytest.approx(priced.cost.step_ms)
     stood = 1e3 * sum(span.seconds for span in drawn.waits)
     assert stood == pytest.approx(sum(wait.wait_ms for wait in priced.waits))
     assert {span.name for span in drawn.waits} == {"item", "synchronize"}

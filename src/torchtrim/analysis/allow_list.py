@@ -36,11 +36,6 @@ class AllowOutcome:
     allowed: tuple[AllowedFinding, ...]
     counted: tuple[Finding, ...]
 
-    @property
-    def unneeded(self) -> tuple[AllowedFinding, ...]:
-        """Entries without a match."""
-        return tuple(entry for entry in self.allowed if not entry.used)
-
 
 def sites(findings: Iterable[Finding], project: str) -> tuple[Site, ...]:
     """Return the sites of findings as entries describe them. Reads the source below `project`."""

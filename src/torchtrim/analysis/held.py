@@ -60,12 +60,8 @@ def freed(profile: Profile, deaths: Mapping[int, int]) -> int:
     return before - max(timeline(replace(profile, storages=storages)).high, default=0)
 
 
-def stale_gradients(profile: Profile) -> list[int]:
-    """Return gradients of the previous step that this one drops without having read or written them."""
-    return _dropped_unread(profile, "gradient")
-
-
-def _dropped_unread(profile: Profile, kind: Kind) -> list[int]:
+def dropped_unread(profile: Profile, kind: Kind) -> list[int]:
+    """Return storages of the previous step that this one drops without having read or written them."""
     count, last = len(profile.operators), _last_use(profile)
     return [
         number
@@ -82,7 +78,7 @@ def named(profile: Profile) -> dict[int, dict[int, int]]:
     """
     count, last = len(profile.operators), _last_use(profile)
     olds: dict[int, list[int]] = defaultdict(list)
-    for number in _dropped_unread(profile, "input"):
+    for number in dropped_unread(profile, "input"):
         olds[profile.storages[number].bytes].append(number)
     by_maker: dict[int, dict[int, int]] = {}
     for number, storage in enumerate(profile.storages):

@@ -8,11 +8,11 @@ from msgspec.structs import replace
 
 from torchtrim.analysis.syncs import CODES, sync_numbers
 from torchtrim.costs.devices import DeviceSpec, device_named
-from torchtrim.costs.syncs import PricedSyncs, price_syncs
+from torchtrim.costs.syncs import price_syncs
 from torchtrim.records.files import without_collection
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile, is_emulated
-from torchtrim.records.report import WaitCost, WaitSet
+from torchtrim.records.report import WaitCost
 
 LOADER = "TT301"
 
@@ -50,26 +50,18 @@ def priced(
         return findings, None
     device = device_of(profile)
     with without_collection():
-        model = price_syncs(profile, device, sync_numbers(profile, waiting))
-    prices = {id(f): wait.saves_alone_ms for f, wait in zip(waiting, model.waits, strict=True)}
-    ordered = sorted(findings, key=lambda finding: _order(profile, model, finding, prices))
+        cost, waits = price_syncs(profile, device, sync_numbers(profile, waiting))
+    prices = {id(f): wait.saves_alone_ms for f, wait in zip(waiting, waits, strict=True)}
+    ordered = sorted(findings, key=lambda finding: _order(profile, cost, finding, prices))
     places = {id(finding): number for number, finding in enumerate(ordered)}
     sets = tuple(
-        WaitSet(findings=tuple(sorted(places[id(waiting[i])] for i in chosen)), saves_ms=gain)
-        for chosen, gain in model.sets
+        replace(one, findings=tuple(sorted(places[id(waiting[i])] for i in one.findings)))
+        for one in cost.sets
     )
-    least = _NOTHING * model.step_ms
-    small = _LITTLE if model.all_saves_ms < least else _MOVES
-    cost = WaitCost(
-        device=device.name,
-        source="modelled",
-        step_ms=model.step_ms,
-        device_busy_ms=model.device_busy_ms,
-        bound=model.bound,
-        all_saves_ms=model.all_saves_ms,
-        sets=sets,
-    )
-    return tuple(_with_price(one, prices.get(id(one)), least, small) for one in ordered), cost
+    least = _NOTHING * cost.step_ms
+    small = _LITTLE if cost.all_saves_ms < least else _MOVES
+    every = tuple(_with_price(one, prices.get(id(one)), least, small) for one in ordered)
+    return every, replace(cost, sets=sets)
 
 
 def _with_price(finding: Finding, price: float | None, least: float, small: str) -> Finding:
@@ -81,7 +73,7 @@ def _with_price(finding: Finding, price: float | None, least: float, small: str)
 
 
 def _order(
-    profile: Profile, model: PricedSyncs, finding: Finding, prices: dict[int, float | None]
+    profile: Profile, model: WaitCost, finding: Finding, prices: dict[int, float | None]
 ) -> tuple[float, int, str, str, int]:
     """Sort key: the share of the peak or of the step's time. A sync's share is of the modelled step.
 

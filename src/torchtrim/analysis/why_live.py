@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -32,13 +32,9 @@ class Zeroed(NamedTuple):
     accumulated: bool
 
 
-def zeroed_gradients(profile: Profile) -> list[Zeroed]:
-    """Return every interval of the step during which an allocated gradient holds only zeros."""
-    return list(_zeroed(profile))
-
-
 @remembered
-def _zeroed(profile: Profile) -> tuple[Zeroed, ...]:
+def zeroed_gradients(profile: Profile) -> tuple[Zeroed, ...]:
+    """Return every interval of the step during which an allocated gradient holds only zeros."""
     writes: dict[int, list[_Write]] = defaultdict(list)
     for index, op in enumerate(profile.operators):
         for storage in op.mutates:
@@ -78,10 +74,10 @@ _ALWAYS: dict[Kind, str] = {
 
 
 class LastReads(NamedTuple):
-    """The last operator that reads a storage, and the last in backward, or -1."""
+    """For each storage, the last operator that reads it, and the last in backward, or -1."""
 
-    any: int
-    backward: int
+    any: array[int]
+    backward: array[int]
 
 
 _HELD = "held by a Python reference"
@@ -97,8 +93,8 @@ def why_alive(profile: Profile, storages: Iterable[int], at: int) -> dict[int, s
     zeroed = {z.storage for z in zeroed_gradients(profile) if z.first <= at < z.last}
     in_graph = _graph_without_backward(profile)
     words = {}
-    for index, reads in last_reads(profile, storages).items():
-        why = _why(profile, index, at, reads)
+    for index in storages:
+        why = _why(profile, index, at)
         if index in zeroed:
             why = "zeroed gradient, not dropped"
         elif why == _HELD and profile.storages[index].birth in in_graph:
@@ -107,14 +103,8 @@ def why_alive(profile: Profile, storages: Iterable[int], at: int) -> dict[int, s
     return words
 
 
-def last_reads(profile: Profile, storages: Iterable[int]) -> dict[int, LastReads]:
-    """Return the last readers of each storage."""
-    last, backward = _last_of_all(profile)
-    return {storage: LastReads(last[storage], backward[storage]) for storage in storages}
-
-
 @remembered
-def _last_of_all(profile: Profile) -> tuple[array[int], array[int]]:
+def _last_reads(profile: Profile) -> LastReads:
     last = array("q", [-1]) * len(profile.storages)
     backward = array("q", last)
     for index, op in enumerate(profile.operators):
@@ -123,34 +113,29 @@ def _last_of_all(profile: Profile) -> tuple[array[int], array[int]]:
             last[use.storage] = index
             if of_backward:
                 backward[use.storage] = index
-    return last, backward
+    return LastReads(last, backward)
 
 
-def kept_for_backward(profile: Profile, storage: int, at: int, reads: LastReads) -> bool:
-    """Return True for a storage from forward that the graph keeps: backward still reads or releases it."""
-    later = reads.backward >= at or _dies_in_backward(profile, storage)
-    return later and _from_forward(profile, storage)
-
-
-def _why(profile: Profile, index: int, at: int, reads: LastReads) -> str:
+def _why(profile: Profile, index: int, at: int) -> str:
     storage = profile.storages[index]
+    last, backward = (reads[index] for reads in _last_reads(profile))
     if storage.kind == "gradient":
         return "gradient until zero_grad"
-    if storage.kind == "input" and reads.any >= 0:
+    if storage.kind == "input" and last >= 0:
         return "input batch"
     if storage.kind in _ALWAYS:
         return _ALWAYS[storage.kind]
     if 0 <= at == storage.birth:
         return f"being computed by {_name(profile, at)}"
-    if reads.any >= max(at, 0):
-        if reads.backward >= at and _from_forward(profile, index):
-            return _saved(profile, index, reads.backward)
-        when = "being read" if reads.any == at else "read later"
-        return f"{when} by {_name(profile, reads.any)}"
+    if last >= max(at, 0):
+        if backward >= at and _from_forward(profile, index):
+            return _saved(profile, index, backward)
+        when = "being read" if last == at else "read later"
+        return f"{when} by {_name(profile, last)}"
     if storage.birth < 0:
         return "held by a Python reference since before the step"
     if _from_forward(profile, index) and _dies_in_backward(profile, index):
-        return f"released by backward {'after' if reads.backward >= 0 else 'without'} being read"
+        return f"released by backward {'after' if backward >= 0 else 'without'} being read"
     return _HELD
 
 
@@ -190,27 +175,19 @@ def _name(profile: Profile, operator: int) -> str:
 def saved_storages(profile: Profile, at: int | None = None) -> list[int]:
     """Return storages live at an operator (default: the peak) that forward keeps for backward.
 
-    In order of birth, without parameters, inputs and storages from before the step.
+    Backward still reads or releases them. In order of birth, without parameters, inputs and storages from
+    before the step.
     """
     at = peak_operator(profile) if at is None else at
-    computed = [
+    read = _last_reads(profile).backward
+    kept = (
         index
         for index in alive(profile, at)
-        if profile.storages[index].birth >= 0
-        and profile.storages[index].kind in ("activation", "temporary")
-    ]
-    reads = last_reads(profile, computed)
-    kept = (i for i in computed if kept_for_backward(profile, i, at, reads[i]))
+        if profile.storages[index].kind in ("activation", "temporary")
+        and _from_forward(profile, index)
+        and (read[index] >= at or _dies_in_backward(profile, index))
+    )
     return sorted(kept, key=lambda i: profile.storages[i].birth)
-
-
-def saved_by_module(profile: Profile, at: int | None = None) -> dict[str, int]:
-    """Return bytes of saved activations by path of the module that created them, largest first."""
-    totals: Counter[str] = Counter()
-    for index in saved_storages(profile, at):
-        storage = profile.storages[index]
-        totals[profile.module_of(storage.birth)] += storage.counted
-    return dict(totals.most_common())
 
 
 def released_by_recompute(

@@ -142,18 +142,15 @@ class OneStream:
     @cached_property
     def steps(self) -> array[int]:
         """The sites of the intervals; a replay takes one step for each."""
-        return self._recorded.site
+        return self.recorded.site
 
     @cached_property
-    def _recorded(self) -> Stretches:
-        return self._scaled(1.0, 1.0)
+    def recorded(self) -> Stretches:
+        """The intervals, in recorded times."""
+        return self.stretches(1.0, 1.0)
 
-    def stretches(self, host: float = 1.0, device: float = 1.0) -> Stretches:
+    def stretches(self, host: float, device: float) -> Stretches:
         """Return the intervals, with the times of the host and the device scaled."""
-        scaled = (host, device) != (1.0, 1.0)
-        return self._scaled(host, device) if scaled else self._recorded
-
-    def _scaled(self, host: float, device: float) -> Stretches:
         columns = Stretches(array("d"), array("d"), array("d"), array("q"))
         first = 0
         for after, site in zip((*self.after, len(self.host) - 1), (*self.sites, END), strict=True):
@@ -243,7 +240,9 @@ def replay(
 def _one_stream(program: OneStream, without: Set[int], host: float, device: float) -> Replayed:
     back, now, free = program.back, 0.0, _NEVER
     waited: dict[int, float] = {}
-    for went, kept, both, site in zip(*program.stretches(host, device), strict=True):
+    scaled = (host, device) != (1.0, 1.0)
+    stretches = program.stretches(host, device) if scaled else program.recorded
+    for went, kept, both, site in zip(*stretches, strict=True):
         free += kept
         if now + both > free:
             free = now + both

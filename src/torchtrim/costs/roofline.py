@@ -36,7 +36,6 @@ _COPIES = frozenset(("_to_copy", "copy_", "_copy_from", "_local_scalar_dense", "
 class RooflineEstimate(Struct, frozen=True, kw_only=True):
     """Seconds of each operator on the device, and of its dispatch on the host."""
 
-    device: str
     source: Literal["modelled"] = "modelled"
     device_seconds: Sequence[float]
     host_seconds: Sequence[float]
@@ -52,11 +51,11 @@ def estimate(profile: Profile, device: DeviceSpec) -> RooflineEstimate:
     seconds = array("d", (_seconds(op, is_on_device, device) for op in profile.operators))
     busy = HOST_SECONDS + device.call
     host = array("d", (busy if kernel else HOST_SECONDS for kernel in seconds))
-    return RooflineEstimate(device=device.name, device_seconds=seconds, host_seconds=host)
+    return RooflineEstimate(device_seconds=seconds, host_seconds=host)
 
 
 def _seconds(op: Operator, is_on_device: Sequence[bool], device: DeviceSpec) -> float:
-    name = base_name(op)
+    name = _base(op.name)
     uses = (*op.inputs, *op.outputs)
     on_device = [use for use in uses if is_on_device[use.storage]]
     if not on_device or _is_view(op, name):
@@ -70,13 +69,9 @@ def _seconds(op: Operator, is_on_device: Sequence[bool], device: DeviceSpec) -> 
     return max(work, device.floor)
 
 
-def base_name(op: Operator) -> str:
-    """Return the operator's name without its namespace and overload."""
-    return _base(op.name)
-
-
 @lru_cache(_KNOWN)
 def _base(name: str) -> str:
+    """Return an operator's name without its namespace and overload."""
     return name.rpartition("::")[2].split(".")[0]
 
 
@@ -99,7 +94,7 @@ def flops(op: Operator) -> float:
     They follow from the shapes for matrix products, convolutions and attention. Other operators count one
     for each element read or written, which memory traffic outweighs.
     """
-    if (count := _COUNTS.get(base_name(op))) is not None:
+    if (count := _COUNTS.get(_base(op.name))) is not None:
         inputs = [use.shape for use in op.inputs if use.shape]
         operations = count(inputs, [use.shape for use in op.outputs if use.shape])
         if operations > 0:

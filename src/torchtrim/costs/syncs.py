@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Literal
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -12,6 +12,7 @@ from torchtrim.costs.devices import DeviceSpec
 from torchtrim.costs.replay import NO_SITE, OneStream, bound, price, replay
 from torchtrim.costs.roofline import RooflineEstimate, estimate
 from torchtrim.records.profile import Profile
+from torchtrim.records.report import WaitCost, WaitSet
 
 _RACES = "async-"
 _US = 1e6  # Microseconds in a second.
@@ -27,17 +28,11 @@ class ModelledWait(Struct, frozen=True, kw_only=True):
     saves_alone_ms: float | None
 
 
-class PricedSyncs(Struct, frozen=True, kw_only=True):
-    """Modelled times of a step, in milliseconds. Sets hold indices of `waits`."""
+class PricedSyncs(NamedTuple):
+    """The modelled cost of a step's syncs. Its sets hold indices of `waits`, in place of findings."""
 
-    device: str
-    source: Literal["modelled"] = "modelled"
-    step_ms: float
-    device_busy_ms: float
+    cost: WaitCost
     waits: tuple[ModelledWait, ...]
-    sets: tuple[tuple[tuple[int, ...], float], ...]
-    all_saves_ms: float
-    bound: str
 
 
 def price_syncs(
@@ -62,15 +57,19 @@ def price_syncs(
         )
         for i, numbers in enumerate(groups)
     )
-    return PricedSyncs(
+    cost = WaitCost(
         device=device.name,
+        source="modelled",
         step_ms=base.span / 1e3,
         device_busy_ms=sum(times.device_seconds) * 1e3,
-        waits=waits,
-        sets=tuple((tuple(sorted(chosen)), gain / 1e3) for chosen, gain in prices.sets),
-        all_saves_ms=prices.together / 1e3,
         bound=bound(program, gained=prices.together, span=base.span, loading=0.0),
+        all_saves_ms=prices.together / 1e3,
+        sets=tuple(
+            WaitSet(findings=tuple(sorted(chosen)), saves_ms=gain / 1e3)
+            for chosen, gain in prices.sets
+        ),
     )
+    return PricedSyncs(cost, waits)
 
 
 def _groups(profile: Profile) -> list[list[int]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from torchtrim.dispatch.modes import tensors_among
 from torchtrim.dryrun.oracle import Geometry, is_small
@@ -261,8 +262,8 @@ def collective(dry: Dry, func: Any, args: Any, kwargs: dict[str, Any], known: bo
     if func.name() == _CLONES_ITS_INPUT:
         dry.need(args[1].nbytes)
     empty = {id(tensor): tensor.new_empty(0) for tensor in tensors}
-    named = {name: _exchanged(value, empty) for name, value in kwargs.items()}
-    result = func(*_exchanged(tuple(args), empty), **named)
+    given, named = _exchanged((args, kwargs), empty)
+    result = func(*given, **named)
     originals = {id(empty[id(tensor)]): tensor for tensor in tensors}
     return _exchanged(result, originals)
 
@@ -280,11 +281,7 @@ def written_out(dry: Dry, func: Any, args: Any, kwargs: dict[str, Any], known: b
 
 
 def _exchanged(value: Any, others: dict[int, Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return others.get(id(value), value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_exchanged(one, others) for one in value)
-    return value
+    return tree_map_only(torch.Tensor, lambda tensor: others.get(id(tensor), tensor), value)
 
 
 BOUNDS: dict[str, Bound] = {

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map
 
 from torchtrim.dispatch.modes import asking
 
@@ -64,12 +65,12 @@ class Oracle:
         return _spread(few, alike)
 
     def _infer_with_torch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        fakes = {name: self._fake(value) for name, value in kwargs.items()}
         # Silence torch's log, which would report the script's errors as torch's own.
         was, _LOG.disabled = _LOG.disabled, True
         try:
             with asking(), self._mode:
-                return _geometry(func(*[self._fake(value) for value in args], **fakes))
+                given, named = tree_map(self._fake, ([*args], kwargs))
+                return _geometry(func(*given, **named))
         finally:
             _LOG.disabled = was
 
@@ -78,8 +79,6 @@ class Oracle:
             geometry = value.shape, value.stride()
             meta = torch.empty_strided(*geometry, dtype=value.dtype, device="meta")
             return FakeTensor(self._mode, meta, _CPU)
-        if isinstance(value, (list, tuple)):
-            return [self._fake(item) for item in value]
         return None if isinstance(value, torch.Generator) else value
 
 

@@ -20,6 +20,7 @@ import msgspec
 import torch
 from torch.autograd import profiler
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from torchtrim.core import caches
 from torchtrim.dispatch import profilers
@@ -131,7 +132,7 @@ def _tried(func: Any, name: str, args: Any, kwargs: Any) -> int | None:
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         state = torch.default_generator.get_state()
         try:
-            given, named = _zeros(args), _zeros(kwargs)
+            given, named = tree_map_only(torch.Tensor, _zeros, ([*args], kwargs))
             if name == f"{_RECURRENT}_backward":
                 given[-1] = _reserve(given)
             if func.namespace == "torchtrim":
@@ -154,14 +155,10 @@ def _reserve(args: list[Any]) -> torch.Tensor:
     return kept
 
 
-def _zeros(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        count = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
-        flat = torch.zeros(count + 1 if value.numel() else 0, dtype=value.dtype, device="cpu")
-        return flat.as_strided(value.shape, value.stride())
-    if isinstance(value, dict):
-        return {name: _zeros(one) for name, one in value.items()}
-    return [_zeros(one) for one in value] if isinstance(value, (list, tuple)) else value
+def _zeros(like: torch.Tensor) -> torch.Tensor:
+    count = sum((n - 1) * step for n, step in zip(like.shape, like.stride(), strict=True))
+    flat = torch.zeros(count + 1 if like.numel() else 0, dtype=like.dtype, device="cpu")
+    return flat.as_strided(like.shape, like.stride())
 
 
 def _key(value: Any) -> str:

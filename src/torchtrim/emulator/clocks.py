@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _BYTE = 0xFF  # All ones are NaN in every floating-point type and -1 in every signed one.
 
@@ -86,7 +86,8 @@ class StorageCell:
         self.last: dict[int, int] = {}
 
 
-class TensorPlace(NamedTuple):
+@dataclass(slots=True, eq=False)
+class TensorPlace:
     """The location of a tensor used by pending work."""
 
     cell: StorageCell
@@ -118,10 +119,9 @@ class Pending:
         """Order a stream's further work after another stream's work up to a serial."""
         self._due[stream].append((other, serial))
 
-    def add(
-        self, stream: int, serial: int, do: Callable[[], None], places: Iterable[TensorPlace]
-    ) -> None:
-        """Queue work that uses the tensors at these places."""
+    def add(self, stream: int, serial: int, do: Callable[[], None], values: Any) -> None:
+        """Queue work that uses the tensors at the places in a nest of values."""
+        places = (leaf for leaf in tree_leaves(values) if isinstance(leaf, TensorPlace))
         cells = tuple({place.cell.key: place.cell for place in places}.values())
         for cell in cells:
             cell.pending[stream] += 1
@@ -137,7 +137,7 @@ class Pending:
 
     def placed(self, values: Any) -> Any:
         """Replace tensors in a nest of values by places."""
-        return tree_map(self._place, values)
+        return tree_map_only(torch.Tensor, self._place, values)
 
     def complete(self, stream: int, until: int | None = None) -> None:
         """Run a stream's work (up to a serial), and first the work that it waits for."""
@@ -169,37 +169,15 @@ class Pending:
             with unowned():
                 cell.storage = copy_of(cell.storage, poisoned=lost)
 
-    def _place(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        storage = value.untyped_storage()
+    def _place(self, tensor: torch.Tensor) -> TensorPlace:
+        storage = tensor.untyped_storage()
         cell = self._cells.setdefault(storage._cdata, StorageCell(storage))
-        return TensorPlace(cell, shape_of(value))
+        return TensorPlace(cell, shape_of(tensor))
 
     def _leave(self, cell: StorageCell, stream: int) -> None:
         cell.pending[stream] -= 1
         if not +cell.pending and self._cells.get(cell.key) is cell:
             del self._cells[cell.key]
-
-
-def places_among(values: Any) -> list[TensorPlace]:
-    """Return the places in a nest of values."""
-    return [
-        leaf for leaf in tree_leaves(values, is_leaf=_is_place) if isinstance(leaf, TensorPlace)
-    ]
-
-
-def tensors_at(values: Any) -> Any:
-    """Replace places in a nest of values by tensors."""
-
-    def tensor_of(leaf: Any) -> Any:
-        return leaf.tensor() if isinstance(leaf, TensorPlace) else leaf
-
-    return tree_map(tensor_of, values, is_leaf=_is_place)
-
-
-def _is_place(value: Any) -> bool:
-    return isinstance(value, TensorPlace)
 
 
 READ = "stream-read"

@@ -168,7 +168,7 @@ class Emulation:
         """Remove all patches. Tensors on the device become plain CPU tensors."""
         _running.remove(self)
         if self.orders is not None:
-            self.orders.finish()
+            self.orders.synchronized("", None)  # Run all pending work.
         self._hearing.close()
         leave(self.accelerator)
         self._patches.undo()

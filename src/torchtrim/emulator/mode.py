@@ -145,7 +145,8 @@ class Accelerator(TorchDispatchMode):
             result = self._run(func, args, kwargs)
         if on:
             if not known.own_target:
-                self._put(result[:1] if known.counts_on_host else (result,))
+                for made in tensors_among(result[:1] if known.counts_on_host else (result,)):
+                    self.tags.put(made)
         elif self.tags.any_open() and any(map(self.tags.is_open, tensors_among(args))):
             for made in tensors_among((result,)):
                 self.tags.leave_open(made)
@@ -238,13 +239,6 @@ class Accelerator(TorchDispatchMode):
                     "Expected all tensors to be on the same device, but found at least two devices, "
                     f"cuda:0 and cpu! (when checking the arguments of {func.name()}: {kind} is on cpu)"
                 )
-
-    def _put(self, values: Iterable[Any]) -> None:
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                self.tags.put(value)
-            elif isinstance(value, (list, tuple)):
-                self._put(value)
 
     def _know(self, func: Any) -> _OperatorTraits:
         name = func.name().partition(".")[0]

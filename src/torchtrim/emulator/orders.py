@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from torchtrim.dispatch.calls import stream_number
+from torchtrim.dispatch.modes import tensors_among, written_arguments, written_tensors
 from torchtrim.dispatch.storages import PLAIN
 from torchtrim.emulator.clocks import (
     WHOLE,
@@ -27,12 +28,11 @@ from torchtrim.emulator.clocks import (
     Pending,
     Race,
     StorageCell,
+    TensorPlace,
     Use,
     copy_of,
-    places_among,
     poison,
     shape_of,
-    tensors_at,
     unowned,
 )
 from torchtrim.emulator.clocks import alias as alias_in
@@ -90,14 +90,10 @@ class _DeviceCall(NamedTuple):
     traits: _Traits
 
     def tensors(self) -> list[torch.Tensor]:
-        return _tensors((self.args, self.kwargs))
-
-    def named(self, where: tuple[int, str]) -> Any:
-        position, name = where
-        return self.args[position] if position < len(self.args) else self.kwargs.get(name)
+        return [*tensors_among((*self.args, *self.kwargs.values()))]
 
     def written(self) -> list[torch.Tensor]:
-        return _tensors([self.named(where) for where in self.traits.written])
+        return [*written_tensors(self.traits.written, self.args, self.kwargs)]
 
 
 class Orders:
@@ -146,10 +142,6 @@ class Orders:
     def keep(self, tensor: torch.Tensor, stream: Any) -> None:
         """`record_stream`."""
         self.clocks.watched(tensor.untyped_storage()).kept.add(stream_number(stream))
-
-    def finish(self) -> None:
-        """Run all pending work."""
-        self.synchronized("", None)
 
     def synchronized(self, row: str, subject: Any) -> None:
         """Record that the host waited for a stream (or its number), an event or all, or found it done."""
@@ -207,7 +199,7 @@ class Orders:
         result = run(call.func, args, kwargs)
         self._note_writes(call, result, access)
         if call.traits.empty:
-            for tensor in filter(_is_plain, _tensors(result)):
+            for tensor in filter(_is_plain, tensors_among((result,))):
                 poison(tensor)
         return result
 
@@ -228,13 +220,13 @@ class Orders:
         targets = self._pending.placed(made)
 
         def do() -> None:
-            own_args, own_kwargs = tensors_at(places)
+            own_args, own_kwargs = tree_map_only(TensorPlace, TensorPlace.tensor, places)
             with _drawing(generator, drawn):
-                results = _tensors(func(*own_args, **own_kwargs))
+                results = tensors_among((func(*own_args, **own_kwargs),))
             for target, value in zip(targets, results, strict=False):
                 target.tensor().copy_(value)
 
-        self._pending.add(access.stream, access.serial, do, places_among((places, targets)))
+        self._pending.add(access.stream, access.serial, do, (places, targets))
         return result
 
     def _staged(self, call: _DeviceCall, stream: int) -> tuple[Any, dict[str, Any]]:
@@ -257,10 +249,10 @@ class Orders:
         """Return the stand-in outputs of an operator, and the new tensors among them."""
         traits = call.traits
         if traits.written:
-            values = tuple(call.named(where) for where in traits.returned)
+            values = tuple(written_tensors(traits.returned, call.args, call.kwargs))
             return (values[0] if len(values) == 1 else values or None), []
         result = run(call.func, call.args, call.kwargs)
-        made = _tensors(result)
+        made = [*tensors_among((result,))]
         for tensor in made:
             poison(tensor)
         return result, made
@@ -295,7 +287,7 @@ class Orders:
         written = call.written()
         self.clocks.write(self._shared(written), access)
         if not written:
-            made = [new.untyped_storage() for new in _tensors(result) if _is_plain(new)]
+            made = (new.untyped_storage() for new in tensors_among((result,)) if _is_plain(new))
             self.clocks.make(made, access, on_device=not call.down)
 
     def _shared(self, tensors: Iterable[torch.Tensor]) -> list[Use]:
@@ -311,11 +303,7 @@ class Orders:
     def _know(self, func: Any) -> _Traits:
         name = func.name().partition(".")[0]
         arguments, returns = func._schema.arguments, func._schema.returns
-        written = tuple(
-            (at, argument.name)
-            for at, argument in enumerate(arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        )
+        written = written_arguments(func)
         returned = tuple(
             (at, name)
             for info in (result.alias_info for result in returns)
@@ -335,10 +323,6 @@ class Orders:
         )
         self._traits[func] = traits
         return traits
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -179,7 +179,7 @@ class Runtime:
             **dict.fromkeys(("stream", "StreamContext"), streams.stream),
             "set_stream": streams.set_stream,
             "current_stream": streams.current_stream,
-            "default_stream": streams.default_stream,
+            "default_stream": lambda device=None: streams.DEFAULT,
             "synchronize": _synchronize,
             "ipc_collect": _nothing,
             "set_sync_debug_mode": self._set_debug_mode,
@@ -222,7 +222,7 @@ class Runtime:
             "get_gencode_flags": lambda: "",
             "cudart": _driver,
             "current_blas_handle": lambda: 0,
-            **dict.fromkeys(_SENSORS, lambda device=None: 0),
+            **dict.fromkeys(_SENSORS, _zero),
         }
 
     def _memory(self) -> dict[str, Any]:
@@ -306,19 +306,16 @@ def _with_names_of(original: Any, function: Any) -> Any:
     return call
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None: ...
+def _always(value: Any) -> Callable[..., Any]:
+    """Return a function that returns the value, whatever its arguments."""
+    return lambda *args, **kwargs: value
+
+
+_nothing, _true, _false, _zero = map(_always, (None, True, False, 0))
 
 
 def _synchronize(device: Any = None) -> None:
     tell_synchronized("synchronize")
-
-
-def _true(*args: Any, **kwargs: Any) -> bool:
-    return True
-
-
-def _false(*args: Any, **kwargs: Any) -> bool:
-    return False
 
 
 def _check_index(device: Any) -> None:
@@ -329,10 +326,6 @@ def _check_index(device: Any) -> None:
 def _driver() -> SimpleNamespace:
     done = dict.fromkeys(("cudaProfilerStart", "cudaProfilerStop", "cudaDeviceSynchronize"), _zero)
     return SimpleNamespace(**done, cudaError=SimpleNamespace(success=0))
-
-
-def _zero(*args: Any, **kwargs: Any) -> int:
-    return 0
 
 
 class DeviceGuard:

@@ -118,11 +118,6 @@ def current_stream(device: Any = None) -> Stream:
     return _LOCAL.stack[-1]
 
 
-def default_stream(device: Any = None) -> Stream:
-    """Return the default stream."""
-    return DEFAULT
-
-
 def set_stream(stream: Stream | None) -> None:
     """Set the current stream."""
     if stream is not None:

@@ -12,6 +12,7 @@ Source: pytorch/pytorch, c10/cuda/CUDACachingAllocator.cpp (v2.13.0), without it
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from dataclasses import dataclass, field
 
 _MIB = 2**20
 _UNIT = 512  # KMinBlockSize of CUDACachingAllocator.cpp.
@@ -22,26 +23,22 @@ _OWN_SEGMENT = 10 * _MIB
 _STEP = 2 * _MIB
 
 
+@dataclass(slots=True, eq=False)
 class _CachedBlock:
-    __slots__ = ("address", "after", "before", "free", "pool", "size")
-
-    def __init__(self, pool: _Pool, address: int, size: int) -> None:
-        self.pool = pool
-        self.address = address
-        self.size = size
-        self.free = False
-        self.before: _CachedBlock | None = None
-        self.after: _CachedBlock | None = None
+    pool: _Pool
+    address: int
+    size: int
+    free: bool = False
+    before: _CachedBlock | None = None
+    after: _CachedBlock | None = None
 
 
+@dataclass(slots=True, eq=False)
 class _Pool:
     """Free blocks of one stream, either small or large, sorted by size and address, which is unique."""
 
-    __slots__ = ("blocks", "small")
-
-    def __init__(self, small: bool) -> None:
-        self.small = small
-        self.blocks: list[tuple[int, int, _CachedBlock]] = []
+    small: bool
+    blocks: list[tuple[int, int, _CachedBlock]] = field(default_factory=list)
 
     def take(self, size: int) -> _CachedBlock | None:
         at = bisect_left(self.blocks, (size,))

@@ -67,12 +67,9 @@ class Linear(NamedTuple):
         return PeakMoment(moment.stretch, total, kept)
 
 
-def linear(problem: Problem) -> Linear:
-    """Return the constraints of a problem."""
-    return _LinearBuilder(problem).build()
+class LinearBuilder:
+    """Builds the constraints of a problem."""
 
-
-class _LinearBuilder:
     def __init__(self, problem: Problem) -> None:
         self._step, self._edits = problem.step, [*problem.edits, *problem.forced]
         self._forced = len(problem.forced)

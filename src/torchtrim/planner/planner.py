@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchtrim.analysis.prices import device_of
 from torchtrim.core.units import format_bytes
@@ -15,11 +16,17 @@ from torchtrim.errors import InfeasibleBudget, UsageError
 from torchtrim.executor.registry import Option, edit_of, in_files_of, options_of, settled, units
 from torchtrim.memory.packing.buffers import bytes_over_time
 from torchtrim.planner.by_hand import by_hand
-from torchtrim.planner.front import Answer, Front, Point, Solution
 from torchtrim.planner.pins import Patterns, Pins, overlap
 from torchtrim.planner.plans import build_plan, equivalence_of, techniques_of
-from torchtrim.planner.problem import Chosen, Problem, least_seconds
-from torchtrim.planner.solvers.integer import Integer
+from torchtrim.planner.problem import (
+    Answer,
+    Chosen,
+    Front,
+    Point,
+    Problem,
+    Solution,
+    least_seconds,
+)
 from torchtrim.planner.solvers.search import search, solve_exactly
 from torchtrim.records.budget import Budget
 from torchtrim.records.finding import EQUIVALENCES, Equivalence
@@ -31,6 +38,9 @@ from torchtrim.step.from_profile import on_device, step_of
 from torchtrim.step.links import added_seconds, traffic
 from torchtrim.step.simulate import Outcome, level, simulate
 from torchtrim.step.step import Step
+
+if TYPE_CHECKING:
+    from torchtrim.planner.solvers.integer import Integer
 
 _LEAST_SECONDS = 1e-9  # Options that add less count as free; far below the cost of one launch.
 # Seconds to look for the quickest choice: for a plan, and for one point of a frontier.
@@ -117,8 +127,8 @@ class Planner:
         """The choice with the smallest peak, possibly the original step."""
         if self._integer is not None:
             self._offer_lowest_of_exact()
-            self._offer(self._integer.lowest(self._front.lowest.chosen))
-        lowest = self._front.lowest.peak_bytes
+            self._offer(self._integer.lowest(self._solved.front.lowest.chosen))
+        lowest = self._solved.front.lowest.peak_bytes
         if not self.pinned.forced:
             lowest = min(lowest, self.simulated_original)
         choice = self._within(lowest, _GLANCE)
@@ -220,9 +230,8 @@ class Planner:
         """Return the inserted work just before the task of the peak, if that work sets the peak."""
         step, index = self._overwriting[0], choice.outcome.task
         most, work = step.tasks[index].transient, ""
-        for option in choice.options:
-            edit = edit_of(step, option)
-            for insert in edit.inserts if edit else ():
+        for option, edit in _with_edits(step, choice.options):
+            for insert in edit.inserts:
                 if insert.at == index and level(insert) > most:
                     most, work = level(insert), f"{option.technique} of {option.where}"
         return work
@@ -280,8 +289,7 @@ class Planner:
         return forced
 
     def _overwritten(self, step: Step, free: Iterable[Option]) -> Step:
-        edits = (edit_of(step, o) for o in free)
-        return overwritten(step, (t for edit in edits if edit for t in edit.overwrites))
+        return overwritten(step, (t for edit in _edits_of(step, free) for t in edit.overwrites))
 
     @cached_property
     def _solved(self) -> Solution:
@@ -301,10 +309,7 @@ class Planner:
 
     def _offer_lowest_of_exact(self) -> None:
         """Add the smallest peak of the BITWISE options, which the search over all options may miss."""
-        if self._exact is None:
-            return
-        integer = Integer(self._exact.problem)
-        if integer.fits:
+        if self._exact and (integer := _integer_of(self._exact.problem)) is not None:
             answer = integer.lowest(self._exact.front.lowest.chosen)
             if answer.chosen is not None:
                 self._offer(answer._replace(chosen=self._exact.among_all(answer.chosen)))
@@ -321,21 +326,13 @@ class Planner:
         solution = solve_exactly(problem) or search(problem)
         return _Subproblem(numbers, problem, solution.front)
 
-    @property
-    def _front(self) -> Front:
-        return self._solved.front
-
     def _edits(self, step: Step) -> list[tuple[Option, Edit]]:
-        pairs = []
-        for name in self._allowed_names():
-            for option in options_of(name, step):
-                places = {option.where, f"{name}:{option.where}"}
-                barred = not places.isdisjoint(self._exclude)
-                if barred or not _allowed(equivalence_of(option), self._allow):
-                    continue
-                if (edit := edit_of(step, option)) is not None:
-                    pairs.append((option, edit))
-        return pairs
+        every = (option for name in self._allowed_names() for option in options_of(name, step))
+        return _with_edits(step, filter(self._is_allowed, every))
+
+    def _is_allowed(self, option: Option) -> bool:
+        barred = {option.where, f"{option.technique}:{option.where}"} & self._exclude
+        return not barred and _allowed(equivalence_of(option), self._allow)
 
     def _allowed_names(self) -> list[str]:
         known = units(self._exclude)
@@ -354,7 +351,7 @@ class Planner:
         if self.simulated_original <= budget and not self.pinned.forced:
             return self._original
         answer = self._proof(budget, seconds)
-        point = self._front.within(budget)
+        point = self._solved.front.within(budget)
         if point is None:
             return None
         options = tuple(self._problem.options[number] for number in point.chosen)
@@ -368,10 +365,7 @@ class Planner:
 
     @cached_property
     def _integer(self) -> Integer | None:
-        if self._solved.optimal or not Integer.installed():
-            return None
-        integer = Integer(self._problem)
-        return integer if integer.fits else None
+        return None if self._solved.optimal else _integer_of(self._problem)
 
     def _proof(self, budget: int, seconds: float) -> Answer | None:
         """Return the integer program's answer for a budget, and add its choice to the front."""
@@ -379,7 +373,7 @@ class Planner:
             return None
         searched, answer = self._answers.get(budget, (0.0, None))
         if answer is None or (searched < seconds and not answer.proven):
-            known = self._front.within(budget)
+            known = self._solved.front.within(budget)
             answer = self._integer.quickest(budget, known.chosen if known else None, seconds)
             self._offer(answer)
             self._answers[budget] = seconds, answer
@@ -388,7 +382,7 @@ class Planner:
     def _offer(self, answer: Answer) -> None:
         if answer.chosen is not None:
             outcome = self._problem.run(answer.chosen)
-            self._front.add(Point(outcome.peak_bytes, outcome.added_seconds, answer.chosen))
+            self._solved.front.add(Point(outcome.peak_bytes, outcome.added_seconds, answer.chosen))
 
     def _seconds(self, choice: Choice) -> tuple[float, float]:
         """Return the seconds of a step on this machine with a choice, and a lower bound on them."""
@@ -421,16 +415,31 @@ class Planner:
         )
 
 
+def _integer_of(problem: Problem) -> Integer | None:
+    """Return a problem's integer program, or None if its solver is not installed or it is too large."""
+    if find_spec("highspy") is None:
+        return None
+    from torchtrim.planner.solvers.integer import Integer
+
+    integer = Integer(problem)
+    return integer if integer.fits else None
+
+
 def _allowed(equivalence: Equivalence, allow: Equivalence) -> bool:
     return EQUIVALENCES.index(equivalence) <= EQUIVALENCES.index(allow)
 
 
-def _edits_of(step: Step, options: Iterable[Option]) -> list[Edit]:
-    edits = (edit_of(step, option) for option in options)
-    return [edit for edit in edits if edit is not None]
-
-
 Pair = tuple[Option, Edit]
+
+
+def _with_edits(step: Step, options: Iterable[Option]) -> list[Pair]:
+    """Return the options that still save something in the step, with their edits."""
+    pairs = ((option, edit_of(step, option)) for option in options)
+    return [(option, edit) for option, edit in pairs if edit is not None]
+
+
+def _edits_of(step: Step, options: Iterable[Option]) -> list[Edit]:
+    return [edit for _, edit in _with_edits(step, options)]
 
 
 def within_host(step: Step, pairs: Sequence[Pair], host_bytes: int) -> list[Pair]:
@@ -458,14 +467,9 @@ def in_files(
     """Return the options that techniques can keep in files, for those that host memory did not admit."""
     kept = {option.where for option, _ in admitted}
     on_host = {option.where for option, edit in pairs if host_blocks(edit)}
-    pairs_in_files = []
-    for name in names:
-        for option in in_files_of(name, step):
-            if option.where.removesuffix(" in file") in kept & on_host:
-                continue
-            if (edit := edit_of(step, option)) is not None:
-                pairs_in_files.append((option, edit))
-    return pairs_in_files
+    every = (option for name in names for option in in_files_of(name, step))
+    left = (o for o in every if o.where.removesuffix(" in file") not in kept & on_host)
+    return _with_edits(step, left)
 
 
 def _area(edit: Edit) -> int:

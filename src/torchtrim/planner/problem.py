@@ -1,4 +1,4 @@
-"""The input of a solver: a step and options, which exclude each other if their claims overlap.
+"""The input of a solver, a step and options that exclude each other if their claims overlap, and its results.
 
 Also a lower bound on the added time, which no choice of options can beat. At a task that needs more than the
 budget, options must free the difference, and each frees at most what it drops there, whatever else is chosen.
@@ -9,6 +9,7 @@ highest one over all tasks.
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -22,6 +23,7 @@ from torchtrim.step.simulate import Outcome, timeline
 from torchtrim.step.step import DEVICE, Step
 
 Chosen = tuple[int, ...]  # Numbers of options, in ascending order.
+_Ranges = tuple[tuple[int, int, int], ...]
 
 
 class Effect(NamedTuple):
@@ -31,16 +33,17 @@ class Effect(NamedTuple):
     work. `most`: the most that it can free in combination with any other options.
     """
 
-    frees: tuple[tuple[int, int, int], ...]
-    takes: tuple[tuple[int, int, int], ...]
+    frees: _Ranges
+    takes: _Ranges
     runs: tuple[int, ...]
-    most: tuple[tuple[int, int, int], ...]
+    most: _Ranges
 
 
 class Problem:
     """Options with their edits, the seconds that each adds alone, and a simulation to try them in.
 
-    `forced` edits are on in every choice, clash with no option, and add at least `forced_seconds`.
+    `forced` edits are on in every choice, clash with no option, and add at least `forced_seconds`. `known`:
+    the outcomes so far.
     """
 
     def __init__(
@@ -58,24 +61,19 @@ class Problem:
         self.forced_seconds = sum(edit.work_seconds for edit in forced)
         self._on = frozenset(range(len(edits), len(edits) + len(forced)))
         self._simulation = Simulation(step, [*edits, *forced])
-        self._known: dict[Chosen, Outcome] = {}
+        self.known: dict[Chosen, Outcome] = {}
 
     def only(self, numbers: Sequence[int]) -> Problem:
         """Return the problem restricted to these options."""
         options = [self.options[number] for number in numbers]
         return Problem(self.step, options, [self.edits[number] for number in numbers], self.forced)
 
-    @property
-    def tried(self) -> int:
-        """The number of sets of options simulated so far."""
-        return len(self._known)
-
     def run(self, chosen: Chosen) -> Outcome:
         """Return the outcome of the step with these options."""
-        if chosen not in self._known:
+        if chosen not in self.known:
             added = self._added(chosen)
-            self._known[chosen] = self._with(chosen).outcome._replace(added_seconds=added)
-        return self._known[chosen]
+            self.known[chosen] = self._with(chosen).outcome._replace(added_seconds=added)
+        return self.known[chosen]
 
     def _added(self, chosen: Chosen) -> float:
         """Return the seconds that options add together; on a shared link, copies await each other."""
@@ -118,8 +116,7 @@ class Problem:
     def freed(self, option: int, task: int) -> int:
         """Return the bytes that an option frees while a task runs, to first order."""
         effect = self.effects[option]
-        freed = sum(size for first, last, size in effect.frees if first <= task < last)
-        return freed - sum(size for first, last, size in effect.takes if first <= task < last)
+        return _during(effect.frees, task) - _during(effect.takes, task)
 
     def apart(self, order: Iterable[int]) -> list[int]:
         """Return the options, in order, that exclude no earlier one."""
@@ -184,13 +181,13 @@ def least_seconds(problem: Problem, budget: int) -> float:
 
 
 def _at(problem: Problem, task: int, excess: int) -> float:
-    excess -= sum(_most(effect, task) for effect in problem.effects[len(problem.edits) :])
+    excess -= sum(_during(effect.most, task) for effect in problem.effects[len(problem.edits) :])
     if excess <= 0:
         return 0.0
     offers = [
         (edit.work_seconds / freed, freed)
         for edit, effect in zip(problem.edits, problem.effects, strict=False)
-        if (freed := _most(effect, task))
+        if (freed := _during(effect.most, task))
     ]
     total = 0.0
     for rate, freed in sorted(offers):
@@ -201,5 +198,61 @@ def _at(problem: Problem, task: int, excess: int) -> float:
     return float("inf")
 
 
-def _most(effect: Effect, task: int) -> int:
-    return sum(size for first, last, size in effect.most if first <= task < last)
+def _during(ranges: _Ranges, task: int) -> int:
+    return sum(size for first, last, size in ranges if first <= task < last)
+
+
+class Point(NamedTuple):
+    """A choice: its peak in bytes, its added seconds, and its options."""
+
+    peak_bytes: int
+    seconds: float
+    chosen: Chosen
+
+
+class Front:
+    """Choices by rising peak and falling time, so a looser budget never gets a slower choice."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+
+    def add(self, point: Point) -> None:
+        """Add a choice unless another is as low and as quick."""
+        place = bisect_right(self.points, (point.peak_bytes, float("inf")))
+        if place and self.points[place - 1].seconds <= point.seconds:
+            return
+        self.points = [
+            other
+            for other in self.points
+            if other.peak_bytes < point.peak_bytes or other.seconds < point.seconds
+        ]
+        insort(self.points, point)
+
+    def within(self, budget: int) -> Point | None:
+        """Return the quickest choice whose peak is within the budget, or None."""
+        place = bisect_right(self.points, (budget, float("inf")))
+        return self.points[place - 1] if place else None
+
+    @property
+    def lowest(self) -> Point:
+        """The choice with the smallest peak."""
+        return self.points[0]
+
+
+class Solution(NamedTuple):
+    """The best choices found. `optimal`: no better ones exist."""
+
+    front: Front
+    optimal: bool
+
+
+class Answer(NamedTuple):
+    """A choice within the budget, or None without one. `proven`: no better choice exists.
+
+    `bound`: a lower bound on the seconds that a choice within the budget adds; for the lowest choice, on its
+    bytes.
+    """
+
+    chosen: Chosen | None
+    bound: float
+    proven: bool

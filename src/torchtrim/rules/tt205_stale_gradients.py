@@ -44,7 +44,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torchtrim.analysis.held import finding_at, freed, is_much, stale_gradients
+from torchtrim.analysis.held import dropped_unread, finding_at, freed, is_much
 from torchtrim.analysis.user_source import CodeLine
 from torchtrim.core.units import format_bytes
 from torchtrim.records.finding import Finding
@@ -54,7 +54,7 @@ from torchtrim.rules.base import Rule
 
 def check(profile: Profile) -> Iterator[Finding]:
     """Yield one finding for all gradients that are dropped too late."""
-    stale = stale_gradients(profile)
+    stale = dropped_unread(profile, "gradient")
     saved = freed(profile, dict.fromkeys(stale, 0))
     if is_much(profile, saved):
         many = f"{len(stale)} gradient{'s' * (len(stale) != 1)}"

@@ -139,7 +139,7 @@ def on_device(step: Step, device: DeviceSpec) -> Step:
     if step.profile is None:
         return step
     times = estimate(step.profile, device)
-    replay = price_syncs(step.profile, device, ())
+    replay = price_syncs(step.profile, device, ()).cost
     by_device = replay.device_busy_ms >= _BOUND_BY_DEVICE * replay.step_ms
     seconds = times.device_seconds if by_device else times.host_seconds
     tasks = (t._replace(seconds=s) for t, s in zip(step.tasks, seconds, strict=True))

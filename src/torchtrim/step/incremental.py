@@ -88,9 +88,9 @@ class Simulation:
         ties = ties_of(step, edits)
         self._ties = {n: tie for n, tie in ties.items() if tie.is_shared}
         self._ends = {number: step.tensors[number].death for number in self._ties}
-        own = {n: tie for n, tie in ties.items() if not tie.is_shared}
-        self._changes = [self._change_of(edit, own) for edit in edits]
-        self._shared = [[n for n in self._numbers(edit) if n in self._ties] for edit in edits]
+        own = [ties_of(step, (edit,)) for edit in edits]
+        self._changes = list(map(self._change_of, edits, own))
+        self._shared = [[number for number in of if number in self._ties] for of in own]
         # The stretches of the unedited step: the change of bytes at each, and its highest point.
         before, high = timeline(step)
         edges = [*self._starts, len(high)]
@@ -128,10 +128,9 @@ class Simulation:
             touched.add(at // _BLOCK)
         for at, height in change.levels:
             self._levels[at].append(height) if sign > 0 else self._levels[at].remove(height)
-            self._tops[at] = max((self._over[at], *self._levels[at]))
-            touched.add(at // _BLOCK)
         for at, more in change.rises:
             self._over[at] += sign * more
+        for at, _ in (*change.levels, *change.rises):
             self._tops[at] = max((self._over[at], *self._levels[at]))
             touched.add(at // _BLOCK)
         self.seconds += sign * change.seconds
@@ -198,9 +197,8 @@ class Simulation:
         for block in edit.blocks:
             if block.pool == DEVICE:
                 alive(block.first, block.last, block.bytes)
-        for number in self._numbers(edit):
-            if number in own:
-                drops, needs = own[number]
+        for number, (drops, needs) in own.items():
+            if number not in self._ties:
                 tensor = self._step.tensors[number]
                 end = tensor.end({hold for _, hold in drops}, (u for _, u in needs))
                 alive(tensor.death, end, tensor.bytes)
@@ -215,7 +213,3 @@ class Simulation:
         )
         changes = tuple((at, size) for at, size in steps.items() if size)
         return _OptionDelta(changes, levels, rises, edit.seconds)
-
-    @staticmethod
-    def _numbers(edit: Edit) -> Iterable[int]:
-        return dict.fromkeys((*(d.tensor for d in edit.drops), *(n.tensor for n in edit.needs)))

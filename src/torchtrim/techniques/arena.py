@@ -2,7 +2,7 @@
 
 The offsets come from `torchtrim.memory.pack`. Results that a call returns are outside of the block, so the
 next call does not overwrite them. A network whose operators cannot write to a given place gets no block if
-that would need more memory than separate results do (`memory.network.layout`).
+that would need more memory than separate results do (`memory.network`).
 """
 
 from __future__ import annotations

@@ -11,10 +11,11 @@ from torchtrim.analysis.prices import device_of
 from torchtrim.analysis.syncs import waits_in
 from torchtrim.analysis.user_source import line_of
 from torchtrim.costs.roofline import estimate
-from torchtrim.costs.syncs import PricedSyncs, price_syncs
+from torchtrim.costs.syncs import price_syncs
 from torchtrim.errors import ScriptFailed
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.profile import Profile, is_emulated
+from torchtrim.records.report import WaitCost
 from torchtrim.records.trial import Trial
 from torchtrim.rewriter.edits import patch
 from torchtrim.rewriter.fix import Match, Rewrite
@@ -128,9 +129,9 @@ def _within(amounts: Mapping[tuple[str, int], _Amount], region: Region) -> _Amou
     return sum(n for (p, line), n in amounts.items() if p == path and first <= line <= last)
 
 
-def modelled(profile: Profile) -> PricedSyncs | None:
+def modelled(profile: Profile) -> WaitCost | None:
     """Return the step's modelled times, None without an emulated device."""
-    return price_syncs(profile, device_of(profile)) if is_emulated(profile.device) else None
+    return price_syncs(profile, device_of(profile)).cost if is_emulated(profile.device) else None
 
 
 def costs_more(after: Profile, before: Profile) -> str:

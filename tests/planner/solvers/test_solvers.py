@@ -13,8 +13,7 @@ import draws
 from step.oracle import peak
 from step.random_steps import random_training
 from torchtrim.executor.registry import Option
-from torchtrim.planner.front import Solution
-from torchtrim.planner.problem import Problem, least_seconds
+from torchtrim.planner.problem import Problem, Solution, least_seconds
 from torchtrim.planner.solvers.search import search, solve_exactly
 from torchtrim.step.edits import Edit
 from torchtrim.step.step import Step

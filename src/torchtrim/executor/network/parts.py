@@ -15,8 +15,7 @@ from torchtrim.errors import Unsupported
 from torchtrim.executor.network.captured import Captured, NetworkValue, Op, Ref, Source
 from torchtrim.executor.network.out_variants import samples_apart
 from torchtrim.executor.network.program import NetworkProgram, Switches, fresh, graph_of
-from torchtrim.memory.network import best_cut
-from torchtrim.memory.network.graph import home_lives
+from torchtrim.memory.network import best_cut, home_lives
 from torchtrim.records.network_graph import GraphMemory, GraphOperator, NetworkGraph, Section
 from torchtrim.records.profile import strides_of
 

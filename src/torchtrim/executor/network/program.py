@@ -12,8 +12,7 @@ from torch.utils import _pytree as pytree
 from torchtrim.errors import Unsupported
 from torchtrim.executor.network.captured import Captured, NetworkValue, Op, Ref, Source
 from torchtrim.executor.network.out_variants import OutVariant, way_of
-from torchtrim.memory.network import Graph, Layout, Node, lay_out
-from torchtrim.memory.network.graph import bytes_alive, homes_of
+from torchtrim.memory.network import Graph, Layout, Node, bytes_alive, homes_of, lay_out
 
 _SHARE_OF_A_SLICE = 256  # Arbitrary: a slice takes little memory next to the peak.
 _LEAST_SLICE = 64 * 2**10  # Arbitrary: smaller slices cost more time than they save memory.

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from torchtrim.planner.by_hand import checkpointed
-from torchtrim.planner.front import Front, Point, Solution
-from torchtrim.planner.problem import Chosen, Problem
+from torchtrim.planner.problem import Chosen, Front, Point, Problem, Solution
 from torchtrim.step.simulate import Outcome
 
 _KEPT = 4  # Arbitrary; prefixes of a partition to keep in addition to the quickest.
@@ -178,9 +177,9 @@ class _Search:
         return tuple(sorted(self._problem.apart(order)))
 
     def _try(self, chosen: Chosen) -> Outcome:
-        before = self._problem.tried
+        is_new = chosen not in self._problem.known
         outcome = self._problem.run(chosen)
-        if self._problem.tried > before:
+        if is_new:
             self._left -= 1
             self._front.add(Point(outcome.peak_bytes, outcome.added_seconds, chosen))
         return outcome

@@ -32,13 +32,6 @@ class CallCut(NamedTuple):
     bytes: int
 
 
-class CutPlaces(NamedTuple):
-    """The places where a model may be cut, in order, and the most frequent reasons against others."""
-
-    cuts: tuple[CallCut, ...]
-    reasons: tuple[str, ...]
-
-
 def pass_of(profile: Profile) -> ForwardPass:
     """Return the forward pass of the largest model. Raises `Unsupported` if no model trains."""
     roots = [call for call in profile.calls if call.depth == 0 and call.graded]
@@ -82,8 +75,11 @@ def _backward_after(profile: Profile, call: Call) -> int:
     return next((index for index in rest if profile.operators[index].phase == "backward"), 0)
 
 
-def cuts_of(profile: Profile, forward: ForwardPass) -> CutPlaces:
-    """Return the places where a single tensor connects the operators before and after."""
+def cuts_of(profile: Profile, forward: ForwardPass) -> tuple[tuple[CallCut, ...], tuple[str, ...]]:
+    """Return the places where a single tensor connects the operators before and after, in order.
+
+    Also return the reasons against other places, the most frequent first.
+    """
     finder = _CallFinder(profile, forward)
     cuts, reasons = [], Counter[str]()
     for call in finder.candidates():
@@ -92,7 +88,7 @@ def cuts_of(profile: Profile, forward: ForwardPass) -> CutPlaces:
             reasons[reason] += 1
         else:
             cuts.append(CallCut(finder.below(call), call.first, call.inputs[0], size))
-    return CutPlaces(tuple(cuts), tuple(reason for reason, _ in reasons.most_common()))
+    return tuple(cuts), tuple(reason for reason, _ in reasons.most_common())
 
 
 class _CallFinder:

@@ -162,9 +162,8 @@ class ChainReader:
 
     def _sent(self, number: int, share: float) -> int:
         """Return the bytes of the segment's output that autograd does not keep, and a stage must."""
-        inner = number < len(
-            self._cuts
-        )  # torch's schedules keep the model's output until its backward
+        inner = number < len(self._cuts)
+        # Torch's schedules keep the model's output until its backward.
         results = {self._cuts[number].storage} if inner else {*self._pass.call.outputs}
         storages = (self._profile.storages[number] for number in results)
         return sum(int(s.bytes * share) for s in storages if s.death <= self._pass.last)

@@ -5,9 +5,17 @@ import random
 
 import pytest
 
-from torchtrim.memory.network import Graph, Layout, Node, best_order, lay_out
-from torchtrim.memory.network.graph import bytes_alive, homes_of, lives_of
-from torchtrim.memory.network.layout import peak_of
+from torchtrim.memory.network import (
+    Graph,
+    Layout,
+    Node,
+    best_order,
+    bytes_alive,
+    homes_of,
+    lay_out,
+    lives_of,
+    peak_of,
+)
 
 
 def chain(*sizes: int, over: bool = True, writes: bool = True) -> Graph:
