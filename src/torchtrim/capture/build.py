@@ -62,7 +62,7 @@ def build(
     ]
     tracked = recorder.storages.peak_bytes
     births = [life.birth for life in recorder.storages.lives]
-    rank, world = _rank_and_world()
+    rank, world = rank_and_world()
     syncs = _syncs(recorder, operators, places, setting.device)  # Adds places.
     profile = Profile(
         torchtrim=__version__,
@@ -159,7 +159,8 @@ def _is_random(func: Any) -> bool:
     return is_tagged or any("Generator" in str(argument.type) for argument in arguments)
 
 
-def _rank_and_world() -> tuple[int, int]:
+def rank_and_world() -> tuple[int, int]:
+    """Return this process's rank, and the number of processes of its job, 1 without a process group."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return 0, 1

@@ -123,10 +123,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, before: Iterable[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages = _Faked()
-        for tensor in before:
-            if isinstance(tensor, Tensor):
-                for part in parts_of(tensor):
-                    self.storages.see(part, -1)
+        self._see(before, -1)
         self.start = self.storages.live_bytes
         self.storages.note_peak()
 
@@ -135,14 +132,17 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Peak rise of storages in bytes."""
         return max(0, self.storages.peak_bytes - self.start)
 
+    def _see(self, values: Iterable[Any], birth: int) -> None:
+        for tensor in values:
+            if isinstance(tensor, Tensor):
+                for part in parts_of(tensor):
+                    self.storages.see(part, birth)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                for part in parts_of(tensor):
-                    self.storages.see(part, self.storages.clock)
+        self._see(pytree.tree_leaves(result), self.storages.clock)
         self.storages.clock += 1
         self.storages.note_peak()
         return result

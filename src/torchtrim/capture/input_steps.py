@@ -37,6 +37,9 @@ class StepTime(NamedTuple):
     busy: float
 
 
+_NO_LOADER: tuple[Callable[[], Any], tuple[str, int]] = (lambda: None, ("", 0))
+
+
 class Loaders:
     """The script's loaders, their loops, and where they were created."""
 
@@ -55,13 +58,11 @@ class Loaders:
 
     def loader(self, iterator: Any) -> Any:
         """Return the loader of a loop, or None if it is unknown or no longer exists."""
-        known = self._of.get(iterator)
-        return known[0]() if known is not None else None
+        return self._of.get(iterator, _NO_LOADER)[0]()
 
     def place(self, iterator: Any) -> tuple[str, int]:
         """Return where the loader of a loop was created, `("", 0)` if unknown."""
-        known = self._of.get(iterator)
-        return known[1] if known is not None else ("", 0)
+        return self._of.get(iterator, _NO_LOADER)[1]
 
 
 class InputSteps:

@@ -135,7 +135,7 @@ class _KeptModule:
             own[name].clear()
             own[name].extend(content) if isinstance(content, list) else own[name].update(content)
         for generator, state in self._generators:
-            _set_state(generator, state)
+            set_state(generator, state)
         _refill(self._module._parameters, self.parameters)
         _refill(self._module._buffers, self.buffers)
 
@@ -194,13 +194,14 @@ def _state_of(value: Any) -> Any:
     return copy.deepcopy(generator.state) if generator is not None else None
 
 
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
+def set_state(generator: Any, state: Any) -> None:
+    """Set the state of a random generator of torch, Python or numpy."""
+    if isinstance(generator, random.Random):
         generator.setstate(state)
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
     else:
-        generator.bit_generator.state = state
+        getattr(generator, "bit_generator", generator).state = state
 
 
 def _shallow(state: Any) -> Any:

@@ -35,6 +35,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torchtrim.capture.allocator import own
 from torchtrim.capture.spent import watch_updates
 from torchtrim.capture.steps import Steps
+from torchtrim.dispatch.patches import Patches
 
 _EVALUATES = 3
 """Forwards without gradients in a row. Arbitrary: fewer may be predictions for a few samples."""
@@ -123,7 +124,7 @@ class Watcher:
         self._by_hand = ByHand()
         self._pid = os.getpid()
         self._thread = threading.get_ident()
-        self._undo = contextlib.ExitStack()
+        self._patches = Patches()
 
     def install(self) -> None:
         """Begin to watch. If optimizers are known already, do not wait for others."""
@@ -138,14 +139,14 @@ class Watcher:
         self._replace(_BaseDataLoaderIter, "__next__", self._watched_next)
         self._after_init(_BaseDataLoaderIter, self._loop_begins)
         self._after_init(DataLoader, lambda one, *_, **__: self._listener.loader_appears(one))
-        self._undo.callback(watch_updates(self._update_starts, self._update_ends))
-        self._undo.callback(register_optimizer_step_pre_hook(self._optimizer_starts).remove)
-        self._undo.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
+        self._patches.on_undo(watch_updates(self._update_starts, self._update_ends))
+        self._patches.on_undo(register_optimizer_step_pre_hook(self._optimizer_starts).remove)
+        self._patches.on_undo(register_optimizer_step_post_hook(self._optimizer_ends).remove)
 
     def remove(self) -> None:
         """Stop watching and restore the patched functions, except those patched again since."""
         self._watches = False
-        self._undo.close()
+        self._patches.undo()
 
     def __enter__(self) -> Watcher:
         self.install()
@@ -176,15 +177,7 @@ class Watcher:
             self._steps.forward()
 
     def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-        original = getattr(owner, name)
-        ours = wrap(original)
-
-        def restore() -> None:
-            if getattr(owner, name) is ours:
-                setattr(owner, name, original)
-
-        setattr(owner, name, ours)
-        self._undo.callback(restore)
+        self._patches.replace(owner, name, wrap(getattr(owner, name)))
 
     def _after_init(self, kind: Any, then: Callable[..., None]) -> None:
         """Call `then` with the arguments of `__init__` after each instance is created here."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ from torchtrim.errors import ApplyFailed, ScriptFailed
 from torchtrim.records.certificate import Certificate, Difference, Verdict
 from torchtrim.records.trial import Request, Trial
 from torchtrim.runner.ranks import folder_of
-from torchtrim.runner.script import Script
+from torchtrim.runner.script import Script, working_folder
 from torchtrim.runner.trials import Progress, Workload, run_trial
 
 NOISE_FACTOR = 2.0  # arbitrary, above the spread among pairs of the original's runs
@@ -340,10 +339,7 @@ def _attempt(
 @contextmanager
 def _folders(count: int) -> Iterator[tuple[Path, ...]]:
     with ExitStack() as stack:
-        yield tuple(
-            Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchtrim-")))
-            for _ in range(count)
-        )
+        yield tuple(stack.enter_context(working_folder()) for _ in range(count))
 
 
 def _first(

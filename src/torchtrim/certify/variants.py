@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -211,8 +209,8 @@ def _closer(run: RunShadow, one: Shadow, found: list[str], *, rounds: bool) -> S
         return StepVerdict("different", f"differs from the original, first in {first}")
     labels = sample_of(list(dict.fromkeys(found + noise)))
     names = tuple(label.partition("/")[2] for label in labels)
-    with tempfile.TemporaryDirectory(prefix="torchtrim-") as folder:
-        places = [Path(folder, name) for name in ("one", "again", "planned")]
+    with working_folder() as folder:
+        places = [folder / name for name in ("one", "again", "planned")]
         for place, planned in zip(places, (False, False, True), strict=True):
             place.mkdir()
             if run(ShadowTask(planned, names, place)) is None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MemberDescriptorType
 from typing import Any, Literal
 
 import torch
@@ -141,6 +143,16 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
     if is_cached and sys.getrefcount(cache) <= _OWN_REFERENCES:
         cache.clear()
     return variables
+
+
+def slots_of(thing: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes that an object keeps in slots, without running its code."""
+    for kind in type(thing).__mro__:
+        if "__slots__" in vars(kind):
+            for name, one in vars(kind).items():
+                if type(one) is MemberDescriptorType:
+                    with contextlib.suppress(AttributeError):
+                        yield name, one.__get__(thing)
 
 
 def project_of(script: Path) -> Path:

@@ -13,21 +13,14 @@ import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from types import (
-    FrameType,
-    FunctionType,
-    GeneratorType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-)
+from types import FrameType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from torchtrim.dispatch.places import Places, variables_of
+from torchtrim.dispatch.places import Places, slots_of, variables_of
 
 _NUMBERS = frozenset(
     (bool, int, float, complex, str, bytes, type(None), torch.Tensor, nn.Parameter)
@@ -170,7 +163,7 @@ class Generators:
         of_torch = top == "torch" and not kind.__module__.startswith("torch.utils.data")
         if top in _CLOSED or of_torch:
             return ()
-        return [*_slots(value), *getattr(value, "__dict__", {}).items()]
+        return [*slots_of(value), *getattr(value, "__dict__", {}).items()]
 
     def _is_users(self, kind: type) -> bool:
         if kind not in self._users:
@@ -188,15 +181,6 @@ class Generators:
 
     def _is_code_of_user(self, code: Any) -> bool:
         return self._places.is_users((code, 0))
-
-
-def _slots(value: Any) -> Iterator[Part]:
-    for kind in type(value).__mro__:
-        if "__slots__" in vars(kind):
-            for name, one in vars(kind).items():
-                if type(one) is MemberDescriptorType:
-                    with contextlib.suppress(AttributeError):
-                        yield name, one.__get__(value)
 
 
 def _some(values: Iterable[Any]) -> list[Any]:

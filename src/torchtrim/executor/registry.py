@@ -6,7 +6,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torchtrim.core.isolation import isolated
 from torchtrim.errors import ApplyFailed, UsageError
@@ -75,7 +75,6 @@ def all_or_none(places: Iterable[str], change: Callable[[str], Handle]) -> Handl
 
 
 _HOME = "torchtrim.techniques"
-Result = TypeVar("Result")
 Settings = tuple[tuple[str, str | int | float | bool], ...]
 Roots = Mapping[str, Any]
 """Modules called at top level and optimizers, by name."""
@@ -100,7 +99,11 @@ class Option(NamedTuple):
 class TechniqueUnit(Protocol):
     """One technique: `options` and `edits` read a step, `apply` changes live modules or optimizers.
 
-    A technique that accepts options in a plan lists their names in `takes`.
+    A technique that accepts options in a plan lists their names in `takes`. It may also have
+    `to_files(step)`, which returns options with a memory-mapped file instead of host memory, each of which
+    excludes the same option in host memory; `settled(step, technique)`, which adjusts its settings once all
+    its places in a plan are known; and `refusals(step)`, which returns a sentence for each place where it
+    could save but is not used: why, and at what cost.
     """
 
     name: str
@@ -114,22 +117,6 @@ class TechniqueUnit(Protocol):
 
     def apply(self, roots: Roots, technique: Technique) -> Handle:
         """Change the places in `technique.where`. Raises `ApplyFailed` and leaves the model unchanged."""
-
-
-@runtime_checkable
-class Settles(Protocol):
-    """A technique that adjusts its settings once all its places in a plan are known."""
-
-    def settled(self, step: Step, technique: Technique) -> Technique:
-        """Return the technique as written in the plan."""
-
-
-@runtime_checkable
-class ToFiles(Protocol):
-    """A technique that can use a memory-mapped file instead of host memory."""
-
-    def to_files(self, step: Step) -> Sequence[Option]:
-        """Return the options that use files. Each excludes the same option in host memory."""
 
 
 class Plain(NamedTuple):
@@ -182,14 +169,6 @@ class Replaces(MeasuredTechnique, Protocol):
         """Return what else the user must do or know, as a clause, or an empty string."""
 
 
-@runtime_checkable
-class Refuses(Protocol):
-    """A technique that explains where it could save but is not used, why, and at what cost."""
-
-    def refusals(self, step: Step) -> Iterable[str]:
-        """Return a sentence for each such place."""
-
-
 def technique(name: str) -> TechniqueUnit:
     """Return the technique of that name. Raises `UsageError` if there is none."""
     known = names()
@@ -230,17 +209,19 @@ def units(exclude: Collection[str] = ()) -> dict[str, TechniqueUnit]:
     return found
 
 
-def _isolated(name: str, default: Result, ask: Callable[[TechniqueUnit], Result]) -> Result:
-    """Ask a technique. Return the default if it fails."""
-    result = default
+def _asked(name: str, method: str, *given: Any) -> Any:
+    """Return what a technique's method returns, as a list if it is iterable; None if it fails or has none."""
+    result = None
     with isolated("technique", name):
-        result = ask(technique(name))
+        ask = getattr(technique(name), method, None)
+        result = ask(*given) if ask is not None else None
+        result = list(result) if isinstance(result, Iterable) else result
     return result
 
 
 def options_of(name: str, step: Step) -> list[Option]:
     """Return the places of this step where a technique can save, or an empty list if it fails."""
-    return _isolated(name, [], lambda unit: list(unit.options(step)))
+    return _asked(name, "options", step) or []
 
 
 def edit_of(step: Step, option: Option) -> Edit | None:
@@ -253,23 +234,17 @@ def edit_of(step: Step, option: Option) -> Edit | None:
 
 def in_files_of(name: str, step: Step) -> list[Option]:
     """Return a technique's options that use files, or an empty list if it fails."""
-    return _isolated(
-        name, [], lambda unit: list(unit.to_files(step)) if isinstance(unit, ToFiles) else []
-    )
+    return _asked(name, "to_files", step) or []
 
 
 def settled(step: Step, one: Technique) -> Technique:
     """Return a technique with its settings adjusted to all its places."""
-    return _isolated(
-        one.name, one, lambda unit: unit.settled(step, one) if isinstance(unit, Settles) else one
-    )
+    return _asked(one.name, "settled", step, one) or one
 
 
 def refusals_of(name: str, step: Step) -> list[str]:
     """Return a technique's explanations of places where it could save but is not used."""
-    return _isolated(
-        name, [], lambda unit: list(unit.refusals(step)) if isinstance(unit, Refuses) else []
-    )
+    return _asked(name, "refusals", step) or []
 
 
 def page(name: str) -> str:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from msgspec.structs import replace
-from torch import nn
 from torch.utils.data import DataLoader
 
-from torchtrim.capture.growth.steps import StepGrowth
 from torchtrim.capture.input_steps import InputSteps, Loaders, cost_of, waited_cost
 from torchtrim.capture.watch import Listener
 from torchtrim.data.model import Consumer
@@ -25,7 +21,6 @@ from torchtrim.data.search import SearchLimits, SettingsSearch
 from torchtrim.data.tuner import for_cores, said_of, tuning_of
 from torchtrim.dispatch.places import Places
 from torchtrim.records.loader import LoaderCost, LoaderSettings, Tuning
-from torchtrim.records.profile import Profile
 from torchtrim.records.trial import Trial, TuningRequest
 
 Aside = Callable[[], AbstractContextManager[None]]
@@ -226,49 +221,3 @@ class _TriedLoaders:
         if cores is not None and cores > self._search.limits.cores:
             tuning = for_cores(tuning, self._search, cores)
         return replace(tuning, path=self._cost.path, line=self._cost.line)
-
-
-# Tracing each line slows Python code some ten times, and the first traced step also reads the sources.
-_GROWTH_PATIENCE, _LEAST_SECONDS = 20.0, 2.0
-
-
-class GrowthPhase:
-    """Search for growth after each of `steps` steps, and within one more; with 0 it does nothing."""
-
-    def __init__(
-        self, steps: int, places: Places, modules: Callable[[], Iterable[nn.Module]]
-    ) -> None:
-        self._growth = StepGrowth(steps, places, modules)
-        self._until = 0.0
-
-    @property
-    def runs(self) -> bool:
-        """True if the current step runs for this phase."""
-        return self._growth.follows
-
-    def step_ended(self, peak: int) -> None:
-        """Look for growth after a compared step with this peak."""
-        with torch.utils._python_dispatch._disable_current_modes():
-            self._growth.step_ended(peak)
-
-    def next(self, seconds: float) -> bool:
-        """Begin a step for this phase, which takes about this many seconds; return False if none is needed.
-
-        All ranks run it, since each waits for the others' gradients.
-        """
-        self._until = time.perf_counter() + _GROWTH_PATIENCE * seconds + _LEAST_SECONDS
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        with torch.utils._python_dispatch._disable_current_modes():
-            return self._growth.next(always=several)
-
-    def late(self) -> bool:
-        """Return True if the step for this phase takes too long to be a step."""
-        return self.runs and time.perf_counter() > self._until
-
-    def step_ends(self) -> None:
-        """Stop tracing the step for this phase, if it runs."""
-        self._growth.stop()
-
-    def into(self, profile: Profile) -> Profile:
-        """Return the profile with its growth."""
-        return self._growth.into(profile)

@@ -18,6 +18,7 @@ from torch import nn
 from torchtrim.capture.modules import Modules
 from torchtrim.capture.optimizers import names_of
 from torchtrim.capture.watch import Listener, Watcher
+from torchtrim.dispatch.patches import Patches
 from torchtrim.errors import ApplyFailed, TorchtrimError, UsageError
 from torchtrim.executor.apply import apply_plan, fingerprint_of, sha256_of
 from torchtrim.executor.places import root_of
@@ -212,27 +213,22 @@ def checked_saves(check: Callable[[], None]) -> Iterator[None]:
     A planned backward may update parameters before `step`. If Ctrl-C or an exception comes in between, and
     one of the program's handlers saves the weights, they differ from the original's.
     """
-    with contextlib.ExitStack() as undo:
-        for owner, name in ((nn.Module, "state_dict"), (torch, "save")):
-            undo.callback(_checking(owner, name, check))
+    patches = Patches()
+    for owner, name in ((nn.Module, "state_dict"), (torch, "save")):
+        patches.replace(owner, name, _checked(getattr(owner, name), check))
+    try:
         yield
+    finally:
+        patches.undo()
 
 
-def _checking(owner: Any, name: str, check: Callable[[], None]) -> Callable[[], None]:
-    """Wrap a function with the check; return a function that undoes this but keeps wrappers added later."""
-    original = getattr(owner, name)
-
+def _checked(original: Callable[..., Any], check: Callable[[], None]) -> Callable[..., Any]:
     @functools.wraps(original)
     def checked(*args: Any, **kwargs: Any) -> Any:
         check()
         return original(*args, **kwargs)
 
-    def restore() -> None:
-        if getattr(owner, name) is checked:
-            setattr(owner, name, original)
-
-    setattr(owner, name, checked)
-    return restore
+    return checked
 
 
 def check_script(plan: Plan, workload: Workload) -> None:

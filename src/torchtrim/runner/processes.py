@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 POSIX = os.name == "posix"
 LIFELINE = "TORCHTRIM_LIFELINE"
@@ -32,19 +31,14 @@ def end_with_parent(lifeline: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-class Process(Protocol):
-    """Process of a run, leader of its own group. `returncode` is valid after `end`."""
-
-    pid: int
-    returncode: int
-
-    def ended(self) -> bool:
-        """Return True if the process has ended by itself."""
-        ...
-
-    def end(self) -> None:
-        """Kill the process and its group, loader workers included, and wait for it."""
-        ...
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and, if it leads one, its group, and wait for it."""
+    if POSIX:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    elif process.poll() is None:
+        process.kill()
+    process.wait()
 
 
 class Fresh:
@@ -66,17 +60,13 @@ class Fresh:
         self.pid = self._process.pid
 
     def ended(self) -> bool:
-        """See `Process`."""
+        """Return True if the process has ended by itself."""
         return self._process.poll() is not None
 
     def end(self) -> None:
-        """See `Process`."""
-        if POSIX:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-        elif self._process.poll() is None:
-            self._process.kill()
-        self.returncode = self._process.wait()
+        """Kill the process and its group, loader workers included, and wait for it."""
+        kill_group(self._process)
+        self.returncode = self._process.returncode
         for descriptor in self._ends if POSIX else ():
             os.close(descriptor)
         self._ends = (-1, -1)
@@ -99,7 +89,7 @@ class Forked:
         self.pid = int(line)
 
     def ended(self) -> bool:
-        """See `Process`."""
+        """See `Fresh`."""
         self._channel.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             self._line()
@@ -107,7 +97,7 @@ class Forked:
         return self._over
 
     def end(self) -> None:
-        """See `Process`."""
+        """See `Fresh`."""
         self._channel.setblocking(True)
         with self._channel, contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)
@@ -125,6 +115,8 @@ class Forked:
         return line
 
 
+Process = Fresh | Forked
+"""Process of a run, leader of its own group. `returncode` is valid after `end`."""
 _STACK = "stack"
 _SIGNAL = getattr(signal, "SIGUSR1", None)
 _SECONDS = 2.0  # arbitrary: faulthandler writes in milliseconds, unless the machine is very busy

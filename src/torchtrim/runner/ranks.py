@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -17,7 +16,7 @@ import torch
 
 from torchtrim.errors import ScriptFailed, Unsupported
 from torchtrim.records.trial import Crash, Trial
-from torchtrim.runner.processes import LIFELINE, POSIX, Process, dumped_stacks
+from torchtrim.runner.processes import LIFELINE, POSIX, Process, dumped_stacks, kill_group
 from torchtrim.runner.script import (
     OUTCOME,
     STATUS,
@@ -345,9 +344,4 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     while any(process.poll() is None for process in running) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     for process in processes:
-        if POSIX:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-        elif process.poll() is None:
-            process.kill()
-        process.wait()
+        kill_group(process)

@@ -13,6 +13,7 @@ from torch import nn
 
 from torchtrim.capture.allocator import rss_bytes
 from torchtrim.capture.build import Setting
+from torchtrim.capture.growth.steps import StepGrowth
 from torchtrim.capture.growth.stream_frames import StreamFrames
 from torchtrim.capture.modules import Modules
 from torchtrim.capture.optimizers import names_of
@@ -29,7 +30,7 @@ from torchtrim.executor.registry import Handle
 from torchtrim.records.profile import is_emulated
 from torchtrim.records.trial import Request, Trial
 from torchtrim.runner.fake_process_group import Sharder, reduce_in_place
-from torchtrim.runner.phases import GrowthPhase, InputPhase
+from torchtrim.runner.phases import InputPhase
 from torchtrim.runner.settings import note_uninitialized, prepare
 from torchtrim.runner.steps import ComparedSteps, StepMeasure
 
@@ -98,7 +99,7 @@ class Session(Listener):
         self._input = InputPhase(self._places, self.watcher.aside)
         self._replicas = Replicas()
         steps = request.total if request.grows and trains else 0
-        self._growth = GrowthPhase(steps, self._places, lambda: self.watcher.roots)
+        self._growth = StepGrowth(steps, self._places, lambda: self.watcher.roots)
         self.trial.notes += (_RANKS,) if request.ranks else ()
         self._sharder = Sharder(request.sharding) if request.sharding is not None else None
 

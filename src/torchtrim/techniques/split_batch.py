@@ -9,7 +9,6 @@ if every bit agrees at the checked size, the certificate says BITWISE.
 from __future__ import annotations
 
 from torchtrim.executor.network.technique import ByGraph
-from torchtrim.records.finding import Equivalence
 
 
 class SplitBatch(ByGraph):
@@ -17,7 +16,7 @@ class SplitBatch(ByGraph):
 
     name = "split_batch"
     takes = ("parts",)
-    equivalence: Equivalence = "ROUNDING"
+    equivalence = "ROUNDING"
 
 
 TECHNIQUE = SplitBatch()

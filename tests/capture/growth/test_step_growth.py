@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from torchtrim.capture.growth import steps as growth_steps
 from torchtrim.capture.growth.steps import LEAST_LOOKS, StepGrowth
 from torchtrim.dispatch.places import Places
 
@@ -39,29 +40,32 @@ def test_lines_are_followed_in_one_step_more_and_not_where_steps_are_few(
     outer = sys.gettrace()
     growth = growth_of(steps, kept.append)
     assert sys.gettrace() is outer
-    assert growth.next() == growth.follows == follows
+    assert growth.next(0.0) == growth.runs == follows
     assert (sys.gettrace() is not outer) == follows
-    growth.stop()
+    growth.step_ends()
     assert sys.gettrace() is outer
-    assert not growth.next()
+    assert not growth.next(0.0)
 
 
 def test_nothing_is_followed_where_nothing_grows() -> None:
     outer = sys.gettrace()
     growth = growth_of(LEAST_LOOKS + 1, lambda _: None)
-    assert not growth.next()
+    assert not growth.next(0.0)
     assert sys.gettrace() is outer
 
 
-def test_of_several_ranks_all_run_the_step_that_one_wants() -> None:
+def test_of_several_ranks_all_run_the_step_that_one_wants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(growth_steps, "rank_and_world", lambda: (1, 2))
     outer = sys.gettrace()
     growth = growth_of(LEAST_LOOKS + 1, lambda _: None)
-    assert growth.next(always=True)
-    assert growth.follows
+    assert growth.next(0.0)
+    assert growth.runs
     assert sys.gettrace() is outer
-    growth.stop()
-    assert not growth.follows
-    assert not growth.next(always=True)
+    growth.step_ends()
+    assert not growth.runs
+    assert not growth.next(0.0)
 
 
 class Big(list[int]):
@@ -89,9 +93,9 @@ def test_what_grows_no_more_in_the_step_that_is_followed_is_no_container_that_gr
     for goes_on in (True, False):
         kept.clear()
         growth = growth_of(LEAST_LOOKS + 1, kept.append)
-        assert growth.next()
+        assert growth.next(0.0)
         if goes_on:
             kept.append(0)
-        growth.stop()
+        growth.step_ends()
         growths.append([one.name for one in growth._of_containers([])])
     assert [bool(names) for names in growths] == [True, False]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from torchtrim.capture.code.live import UNKNOWN, content
-from torchtrim.dispatch.places import Places, variables_of
+from torchtrim.dispatch.places import Places, slots_of, variables_of
 
 _LEAVES = (
     *(str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.dtype, torch.device),
@@ -125,15 +125,7 @@ def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
     for name, one in list(variables.items()) if type(variables) is dict else ():
         if name not in _PARTS_OF_MODULES:
             yield f".{name}", one
-    for kind in type(thing).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else tuple(slots):
-            descriptor = kind.__dict__.get(name)
-            if isinstance(descriptor, types.MemberDescriptorType):
-                try:
-                    yield f".{name}", descriptor.__get__(thing)
-                except AttributeError:
-                    continue
+    yield from ((f".{name}", one) for name, one in slots_of(thing))
     if _is(thing, types.MethodType):
         yield ".__self__", thing.__self__
     elif _is(thing, types.FunctionType):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,9 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
+from torchtrim.capture.build import rank_and_world
 from torchtrim.capture.growth.lines import (
     Fillers,
     containers,
@@ -41,6 +44,8 @@ LEAST_LOOKS = 4
 _MOST_NODES = 20_000
 """Arbitrary: bounds an inspection. The graph of a large model's step has fewer."""
 
+_PATIENCE, _LEAST_SECONDS = 20.0, 2.0
+"""Tracing each line slows Python code some ten times, and the first traced step also reads the sources."""
 _NODE_BYTES = 256
 """Approximate bytes of an autograd node with its edges; its saved tensors are in the peak."""
 
@@ -59,7 +64,7 @@ class _LongerContainer:
 class StepGrowth:
     """A detector of growth over `steps` steps and one traced step; a few steps are too few.
 
-    `modules` returns the roots so far. `follows`: the running step is traced.
+    `modules` returns the roots so far. `runs`: the running step is traced.
     """
 
     def __init__(
@@ -74,7 +79,8 @@ class StepGrowth:
         self._suspects: dict[int, _LongerContainer] = {}
         self._followed: dict[int, tuple[Any, int]] = {}
         self._is_last = False
-        self.follows = False
+        self.runs = False
+        self._until = 0.0
         self._depths: list[int] = []
         self._hangs_longest = ""
         self._peaks: list[int] = []
@@ -86,28 +92,39 @@ class StepGrowth:
         if self._ended < 2 or self._steps <= LEAST_LOOKS:
             return
         self._looks += 1
-        self._look_at_containers()
-        self._look_at_graphs()
+        with _disable_current_modes():
+            self._look_at_containers()
+            self._look_at_graphs()
 
-    def next(self, *, always: bool = False) -> bool:
-        """Begin the traced step. Return False if it is over, or if nothing seems to grow and not `always`."""
+    def next(self, seconds: float) -> bool:
+        """Begin the traced step, which takes about this many seconds untraced.
+
+        Return False if it is over, or if nothing seems to grow. Of several ranks all run it, since each waits
+        for the others' gradients.
+        """
         if self._is_last or self._looks < LEAST_LOOKS:
             return False
         self._is_last = True
-        things = {id(one): one for one in containers() if id(one) in self._suspects}
-        owners = find_owners(things, roots_here(self._places, self._modules()))
-        self._suspects = {n: s for n, s in self._suspects.items() if n in owners}
-        for number, suspect in self._suspects.items():
-            suspect.name = owners[number].name
-        self._followed = {n: (things[n], length(things[n])) for n in self._suspects}
-        if self._followed:
-            self._fillers.start({n: thing for n, (thing, _) in self._followed.items()})
-        self.follows = always or bool(self._followed)
-        return self.follows
+        self._until = time.perf_counter() + _PATIENCE * seconds + _LEAST_SECONDS
+        with _disable_current_modes():
+            things = {id(one): one for one in containers() if id(one) in self._suspects}
+            owners = find_owners(things, roots_here(self._places, self._modules()))
+            self._suspects = {n: s for n, s in self._suspects.items() if n in owners}
+            for number, suspect in self._suspects.items():
+                suspect.name = owners[number].name
+            self._followed = {n: (things[n], length(things[n])) for n in self._suspects}
+            if self._followed:
+                self._fillers.start({n: thing for n, (thing, _) in self._followed.items()})
+        self.runs = rank_and_world()[1] > 1 or bool(self._followed)
+        return self.runs
 
-    def stop(self) -> None:
-        """Stop tracing and store the growths found."""
-        self.follows = False
+    def late(self) -> bool:
+        """Return True if the traced step takes too long to be a step."""
+        return self.runs and time.perf_counter() > self._until
+
+    def step_ends(self) -> None:
+        """Stop tracing, if it runs, and store the growths found."""
+        self.runs = False
         self._fillers.stop()
         followed, self._followed = self._followed, {}
         for number, (thing, before) in followed.items():
@@ -147,7 +164,7 @@ class StepGrowth:
 
     def into(self, profile: Profile) -> Profile:
         """Return the profile with its growths."""
-        self.stop()
+        self.step_ends()
         if self._looks < LEAST_LOOKS:
             return profile
         places = list(profile.places)

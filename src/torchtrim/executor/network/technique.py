@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from torchtrim.executor.registry import Handle, Option
+from torchtrim.executor.registry import Handle, Option, Roots, TechniqueUnit
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Technique
 from torchtrim.step.step import Step
 
-if TYPE_CHECKING:
-    from torch import nn
 
-
-class ByGraph:
+class ByGraph(TechniqueUnit):
     """A technique that runs the modules in `where` by their graphs (`executor.network`)."""
 
     name = ""
@@ -27,7 +23,7 @@ class ByGraph:
     def edits(self, step: Step, option: Option) -> None:
         """Return None: `options` is always empty."""
 
-    def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
+    def apply(self, roots: Roots, technique: Technique) -> Handle:
         """Make the modules run by their graphs. Raises `ApplyFailed` and leaves the model unchanged."""
         from torchtrim.executor.network.switching import switch_on
 

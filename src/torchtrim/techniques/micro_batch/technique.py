@@ -63,15 +63,13 @@ class MicroBatch(TechniqueUnit):
 
     def apply(self, roots: Roots, technique: Technique) -> Handle:
         """Make the named modules run in parts. If it raises `ApplyFailed`, the model is unchanged."""
-        import torch.distributed as distributed
-
+        from torchtrim.capture.build import rank_and_world
         from torchtrim.techniques.micro_batch.running import in_parts
 
         parts = technique.options.get("parts")
         if type(parts) is not int or parts < 2 or len(technique.options) > 1:
             raise wrong_options(technique, "one option, `parts`, 2 or more")
-        several = distributed.is_available() and distributed.is_initialized()
-        if several and distributed.get_world_size() > 1:
+        if rank_and_world()[1] > 1:
             raise ApplyFailed(
                 "micro_batch accumulates gradients over parts, but several processes exchange them "
                 "only once. Take it out of the plan, and give each process a smaller batch."

@@ -31,11 +31,9 @@ direction.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from torchtrim.executor.registry import Handle, Option
-from torchtrim.records.finding import Equivalence
+from torchtrim.executor.registry import Handle, Option, Roots, TechniqueUnit
 from torchtrim.records.plan import Technique
 from torchtrim.step.edits import Edit
 from torchtrim.step.step import Step
@@ -48,16 +46,13 @@ from torchtrim.techniques.offload_activations.windows import (
     windows_of,
 )
 
-if TYPE_CHECKING:
-    from torch import nn
 
-
-class OffloadActivations:
+class OffloadActivations(TechniqueUnit):
     """`where` holds places such as `Net:gelu.3 until addmm.9 from addmm.12`."""
 
     name = "offload_activations"
     takes = (SLAB_BYTES, FILE_BYTES)
-    equivalence: Equivalence = "BITWISE"
+    equivalence = "BITWISE"
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return each large tensor with enough time for its copies, in the order of backward."""
@@ -78,7 +73,7 @@ class OffloadActivations:
         place, room = placed(option.where)
         return edit_of(step, place, in_file=room.in_file)
 
-    def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
+    def apply(self, roots: Roots, technique: Technique) -> Handle:
         """Watch the roots. If it raises `ApplyFailed`, the model is unchanged."""
         from torchtrim.techniques.offload_activations.moving import StorageMover
         from torchtrim.techniques.offload_activations.watching import watch

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torchtrim.capture.build import rank_and_world
 from torchtrim.capture.code.step_paths import step_follows
 from torchtrim.capture.optimizers import parameters_of
 from torchtrim.capture.spent import Spent, updating
@@ -209,9 +210,7 @@ def _refuse(where: str, optimizer: torch.optim.Optimizer) -> None:
         raise ApplyFailed(
             f"`{where}` has sparse parameters, which optimizer_in_backward does not support."
         )
-    distributed = torch.distributed
-    several = distributed.is_available() and distributed.is_initialized()
-    if several and distributed.get_world_size() > 1:
+    if rank_and_world()[1] > 1:
         raise ApplyFailed(
             f"`{where}`: gradients are exchanged between processes after backward has computed them, so "
             "they are not final in backward. Remove optimizer_in_backward from the plan."

@@ -15,30 +15,25 @@ view copies the gradient twice. Writing to an alias of the view avoids both copi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
-from torchtrim.executor.registry import Handle, Option, Plain
-from torchtrim.records.finding import Equivalence
+from torchtrim.executor.registry import Handle, Option, Plain, Roots, TechniqueUnit
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Operator, Profile, TensorUse
 from torchtrim.step.edits import Edit
 from torchtrim.step.index import recorded_index
 from torchtrim.step.step import Span, Step, StepCall
 
-if TYPE_CHECKING:
-    from torch import nn
-
 _CLAMPS = frozenset(("ReLU6", "Hardtanh"))
 TYPES = frozenset(("ReLU", "LeakyReLU")) | _CLAMPS
 _COMPUTED = ("activation", "temporary")
 
 
-class Overwrite:
+class Overwrite(TechniqueUnit):
     """`where` holds the paths of activation modules."""
 
     name = "overwrite"
-    equivalence: Equivalence = "BITWISE"
+    equivalence = "BITWISE"
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every activation module whose input is dead after each of its calls."""
@@ -55,7 +50,7 @@ class Overwrite:
         """Overwrite the input in the first operator of each call."""
         return Edit(overwrites=tuple(span.first for span in option.spans))
 
-    def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
+    def apply(self, roots: Roots, technique: Technique) -> Handle:
         """Let the named modules overwrite their inputs. On `ApplyFailed` the model is unchanged."""
         from torchtrim.techniques.overwrite.running import overwrite_places
 

@@ -6,12 +6,11 @@ here; `techniques.recompute.rerun` implements it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from torchtrim.executor.registry import Handle, Option, Plain
-from torchtrim.records.finding import Equivalence
+from torchtrim.executor.registry import Handle, Option, Plain, Roots, TechniqueUnit
 from torchtrim.records.plan import Technique
 from torchtrim.step.edits import Edit
 from torchtrim.step.index import index_of, joined_span
@@ -19,15 +18,12 @@ from torchtrim.step.rerun import rerun
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import DEVICE, Span, Step, StepCall, StepModule
 
-if TYPE_CHECKING:
-    from torch import nn
 
-
-class Recompute:
+class Recompute(TechniqueUnit):
     """`where` holds module paths (`Net.blocks.3`) and ranges of a Sequential (`Net.layers[2:6]`)."""
 
     name = "recompute"
-    equivalence: Equivalence = "BITWISE"
+    equivalence = "BITWISE"
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every block and every range of a chain that saves something for backward."""
@@ -50,7 +46,7 @@ class Recompute:
         """Rerun the block's calls."""
         return rerun(step, option.spans)
 
-    def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
+    def apply(self, roots: Roots, technique: Technique) -> Handle:
         """Make the named modules rerun in backward."""
         from torchtrim.executor.failing import tell
         from torchtrim.techniques.recompute.rerun import rerun_places

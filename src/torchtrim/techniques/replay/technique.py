@@ -17,11 +17,10 @@ of its first run. Under other saved-tensor hooks, such as a checkpoint in the sc
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from torchtrim.executor.registry import Handle, Option
-from torchtrim.records.finding import Equivalence
+from torchtrim.executor.registry import Handle, Option, Roots, TechniqueUnit
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.plan import Technique
 from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, joined
@@ -31,15 +30,12 @@ from torchtrim.techniques.replay.groups import GroupCall, groups_of
 from torchtrim.techniques.replay.reading import Remake
 from torchtrim.techniques.replay.table import BATCH_NORMS, NAMESPACE, norm_share
 
-if TYPE_CHECKING:
-    from torch import nn
 
-
-class Replay:
+class Replay(TechniqueUnit):
     """`where` holds places such as `Net.mlp:gelu.0`."""
 
     name = "replay"
-    equivalence: Equivalence = "BITWISE"
+    equivalence = "BITWISE"
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return each tensor worth dropping, alone and with its inputs."""
@@ -53,7 +49,7 @@ class Replay:
         edit = joined(edit_of(step, one) for one in group.calls)
         return edit if _saves(step, edit) else None
 
-    def apply(self, roots: Mapping[str, nn.Module], technique: Technique) -> Handle:
+    def apply(self, roots: Roots, technique: Technique) -> Handle:
         """Watch the named operators. If it raises `ApplyFailed`, the model is unchanged."""
         from torchtrim.techniques.replay.watching import watch
 

@@ -20,7 +20,6 @@ modules.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torchtrim.executor.places import module_at, wrong_options
 from torchtrim.executor.registry import Handle, Option, Roots, TechniqueUnit, all_or_none
@@ -29,10 +28,6 @@ from torchtrim.records.plan import Technique
 from torchtrim.step.edits import Block, Edit, Need, joined_if_all
 from torchtrim.step.step import Step
 from torchtrim.techniques.split_time.layers import RecurrentCall, layers_of
-
-if TYPE_CHECKING:
-    pass
-
 
 _TURN_SECONDS = 1.1e-4  # Measured: a small time step of one layer in one direction, both passes.
 
