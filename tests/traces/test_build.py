@@ -112,9 +112,9 @@ def test_the_machine_is_measured(tmp_path: Path) -> None:
         made.launch(n * 1000 + 5, 4, kernel=(n * 1000 + 64, 100), tid=MAIN)
     found = measure(schedule(made.trace(tmp_path)))
     work = schedule(made.trace(tmp_path)).works[0]
-    assert round(found.launch_of(work), 1) == 12
-    assert round(found.gap_of(work), 1) == 2
-    assert round(found.cost_of(work), 1) == 4
+    assert round(found.of("launch", work.kind), 1) == 12
+    assert round(found.of("gap", work.kind), 1) == 2
+    assert round(found.of("cost", work.kind), 1) == 4
 
 
 def test_what_was_not_seen_has_usual_values(tmp_path: Path) -> None:
@@ -122,10 +122,10 @@ def test_what_was_not_seen_has_usual_values(tmp_path: Path) -> None:
     made.launch(0, 4, kernel=(12, 50))
     (work,) = schedule(made.trace(tmp_path)).works
     found = Latencies(launch={}, gap={}, cost={})
-    assert 1 < found.launch_of(work) < 20
-    assert 0 < found.gap_of(work) < 5
-    assert found.back_of("stream") == found.back_of("event")
-    assert found.least_of("stream") < 20
+    assert 1 < found.of("launch", work.kind) < 20
+    assert 0 < found.of("gap", work.kind) < 5
+    assert found.of("back", "stream") == found.of("back", "event")
+    assert found.of("least", "stream") < 20
 
 
 def steps(named: bool, overlap: bool = False) -> Recording:

@@ -12,7 +12,7 @@ from torchtrim import __version__
 from torchtrim.costs.replay import Does, Prices, ReplayProgram, bound, price
 from torchtrim.records.trace import Bound, Trace, TraceReport, TraceSet, TraceSite
 from torchtrim.traces.build import build
-from torchtrim.traces.ranks import Talk, covered, device_busy, job_of, loading
+from torchtrim.traces.ranks import Talk, covered, device_busy, in_ms, job_of, loading
 from torchtrim.traces.sites import SourceFolder, SyncSite, sites_of
 from torchtrim.traces.waiting import Wait, find_waits, unexplained_copies
 
@@ -126,16 +126,16 @@ def analyse(trace: Trace, source: Path | None = None) -> TraceReport:
         steps=len({name for name in marks if name.startswith("ProfilerStep#")}),
         sync_calls=sum(wait.is_sync and not wait.is_device for wait in own),
         blocking_copies=sum(wait.is_pageable for wait in own) + unexplained_copies(trace),
-        span_ms=_ms(span),
-        replay_ms=_ms(prices.base.span) if prices is not None else None,
-        device_busy_ms=_ms(device_busy(trace)),
-        host_waiting_ms=_ms(covered(wait.call for wait in own)),
+        span_ms=in_ms(span),
+        replay_ms=in_ms(prices.base.span) if prices is not None else None,
+        device_busy_ms=in_ms(device_busy(trace)),
+        host_waiting_ms=in_ms(covered(wait.call for wait in own)),
         sites=records[: len(sites)],
-        sets=tuple(TraceSet(sites=tuple(sorted(s)), saves_ms=_ms(gain)) for s, gain in sets),
+        sets=tuple(TraceSet(sites=tuple(sorted(s)), saves_ms=in_ms(gain)) for s, gain in sets),
         bound=_bound(program, prices, trace),
         device_syncs=records[len(sites) :],
         profiler_syncs=len(waits) - len(own),
-        loader_ms=_ms(loading(trace)),
+        loader_ms=in_ms(loading(trace)),
         notes=(*why, *_notes(trace, program, prices, own, records), *trace.notes),
     )
 
@@ -191,8 +191,8 @@ def _record(site: SyncSite, number: int, prices: Prices | None) -> TraceSite:
         line=lines[0] if single else frame.line if frame else 0,
         op=site.op,
         count=site.stands,
-        wait_ms=_ms(site.wait_ms * 1e3),
-        saves_alone_ms=_ms(alone) if alone is not None else None,
+        wait_ms=in_ms(site.wait_ms * 1e3),
+        saves_alone_ms=in_ms(alone) if alone is not None else None,
         exact=single or (frame is not None and frame.exact),
         lines=() if single else lines,
         within=site.within,
@@ -247,7 +247,3 @@ def _doubts(trace: Trace, program: ReplayProgram) -> list[str]:
             "the delay of other ranks."
         )
     return notes
-
-
-def _ms(microseconds: float) -> float:
-    return round(microseconds / 1e3, 3)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations, groupby, pairwise
 from statistics import fmean, median, median_low
+from typing import Literal
 
 from torchtrim.costs.replay import NO_SITE, Activity, Does, ReplayProgram, ReplayStep
 from torchtrim.records.trace import Event, Lane, Trace
@@ -87,7 +88,10 @@ _NEAR_US = 200.0
 _IDLE_US = 2.0
 """Arbitrary; the largest accepted difference between the aligned clocks of host and device."""
 _FEWEST = 3  # The fewest with a median that one outlier does not set.
-_LAUNCH_US, _GAP_US, _BACK_US = 5.0, 1.5, 5.0  # Usual on data-center GPUs; used if not measured.
+_LAUNCH_US = (
+    5.0  # Usual on data-center GPUs; used if not measured, as for `cost`, `back` and `least`.
+)
+_USUAL_US = {"gap": 1.5}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -105,25 +109,10 @@ class Latencies:
     back: dict[str, float] = field(default_factory=dict)
     least: dict[str, float] = field(default_factory=dict)
 
-    def launch_of(self, work: DeviceWork) -> float:
-        """Return the `launch` latency of an activity."""
-        return self.launch.get(work.kind, self.launch.get("", _LAUNCH_US))
-
-    def gap_of(self, work: DeviceWork) -> float:
-        """Return the `gap` before an activity."""
-        return self.gap.get(work.kind, self.gap.get("", _GAP_US))
-
-    def cost_of(self, work: DeviceWork) -> float:
-        """Return the `cost` of launching an activity."""
-        return self.cost.get(work.kind, self.cost.get("", _LAUNCH_US))
-
-    def back_of(self, kind: str) -> float:
-        """Return the `back` latency of a wait."""
-        return self.back.get(kind, _BACK_US)
-
-    def least_of(self, kind: str) -> float:
-        """Return the `least` cost of a wait."""
-        return self.least.get(kind, _LAUNCH_US)
+    def of(self, figure: Literal["launch", "gap", "cost", "back", "least"], kind: str) -> float:
+        """Return a figure of a kind, else that of all kinds, else a usual one."""
+        known: dict[str, float] = getattr(self, figure)
+        return known.get(kind, known.get("", _USUAL_US.get(figure, _LAUNCH_US)))
 
 
 def measure(plan: Schedule) -> Latencies:
@@ -248,14 +237,14 @@ class _ProgramBuilder:
         activities = self._activities(launch)
         if full is None:
             return ReplayStep(Does.LAUNCH, lane, gap, cost, activities)
-        usual = min(cost, self.latencies.cost_of(launch.works[0]))
+        usual = min(cost, self.latencies.of("cost", launch.works[0].kind))
         back = launch.end - full.event.end
         return ReplayStep(Does.WAIT, lane, gap, usual, activities, (full.number,), back)
 
     def _full_queue(self, launch: Launch, cost: float) -> DeviceWork | None:
         """Return the activity that had to end to make room for another launch, or None if there was room."""
         work = launch.works[0] if launch.works else None
-        if work is None or cost < max(_LONG_US, _LONG * self.latencies.cost_of(work)):
+        if work is None or cost < max(_LONG_US, _LONG * self.latencies.of("cost", work.kind)):
             return None
         done = bisect_right(self.ends.times, launch.time)
         ended = bisect_right(self.ends.times, launch.end + SKEW_US)
@@ -268,8 +257,8 @@ class _ProgramBuilder:
         cost = launch.end - launch.time
         awaited = self.targets.of(launch)
         last = max((work.event.end for work in awaited), default=0.0)
-        back = self.latencies.back_of(launch.kind)
-        least = min(cost, self.latencies.least_of(launch.kind))
+        back = self.latencies.of("back", launch.kind)
+        least = min(cost, self.latencies.of("least", launch.kind))
         outside = launch.end - max(launch.time + least, last + back)
         return ReplayStep(
             Does.WAIT,
@@ -285,7 +274,9 @@ class _ProgramBuilder:
     def _copy(self, launch: Launch, lane: int, gap: float) -> ReplayStep:
         cost, work = launch.end - launch.time, launch.works[-1]
         site = self.sites.get(id(launch.call), NO_SITE)
-        usual = min(cost, self.latencies.cost_of(work), self.latencies.cost.get("kernel", cost))
+        usual = min(
+            cost, self.latencies.of("cost", work.kind), self.latencies.cost.get("kernel", cost)
+        )
         activities = self._activities(launch, keeps=work.event.ts - launch.time)
         if work.event.ts > launch.end:
             return ReplayStep(Does.WAIT, lane, gap, cost, activities, site=site, without=usual)
@@ -316,9 +307,9 @@ class _ProgramBuilder:
     def _first(self, launch: Launch, work: DeviceWork, keeps: float | None) -> Activity:
         event, before = work.event, work.before
         cost = launch.end - launch.time
-        usual = self.latencies.cost_of(work)
+        usual = self.latencies.of("cost", work.kind)
         late = cost - usual if cost > _LONG * usual and keeps is None else 0.0
-        ready, gap = self.latencies.launch_of(work), self.latencies.gap_of(work)
+        ready, gap = (self.latencies.of(one, work.kind) for one in ("launch", "gap"))
         if late and event.ts - launch.time < late:
             late = 0.0
         ready += late

@@ -99,18 +99,18 @@ def job_of(talks: Sequence[Talk]) -> TraceJob | None:
     ranks = tuple(
         TraceRank(
             rank=talk.rank if talk.rank is not None else number,
-            clock_ms=_ms(clocks[number]) if number in clocks else None,
+            clock_ms=in_ms(clocks[number]) if number in clocks else None,
             collectives=sum(map(len, talk.parts.values())),
-            collectives_ms=_ms(talk.busy),
-            exposed_ms=_ms(talk.exposed),
-            waiting_ms=_ms(waiting[number]),
+            collectives_ms=in_ms(talk.busy),
+            exposed_ms=in_ms(talk.exposed),
+            waiting_ms=in_ms(waiting[number]),
             last=last[number],
-            made_others_wait_ms=_ms(caused[number]),
+            made_others_wait_ms=in_ms(caused[number]),
         )
         for number, talk in enumerate(talks)
     )
     worst = max(ranks, key=lambda rank: rank.made_others_wait_ms)
-    negligible = _SMALL * _ms(max(talk.span for talk in talks))
+    negligible = _SMALL * in_ms(max(talk.span for talk in talks))
     return TraceJob(
         collectives=len(matched),
         unmatched=sum(rank.collectives for rank in ranks) - sum(map(len, matched)),
@@ -203,5 +203,6 @@ class _Steps:
         return self._names[at] if at >= 0 else ""
 
 
-def _ms(microseconds: float) -> float:
+def in_ms(microseconds: float) -> float:
+    """Return milliseconds, to the microsecond."""
     return round(microseconds / 1e3, 3)
