@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -215,16 +215,7 @@ def _alternative(
         q, k, v = tokens
         if kind.pooled in ("pool", "stride"):
             q, k, v = (_halved(x, shape, kind.pooled) for x in tokens)
-        out = relative_attention(
-            q,
-            k,
-            v,
-            buckets=buckets,
-            q_table=tables.get("q_table"),
-            k_table=tables.get("k_table"),
-            v_table=tables.get("v_table"),
-            bias=tables.get("bias"),
-        )
+        out = relative_attention(q, k, v, buckets=buckets, **tables)
         return _repeated(out, shape) if kind.pooled in ("pool", "stride") else out
 
     flat = [x for one in tables.values() for x in (one if isinstance(one, tuple) else (one,))]
@@ -233,7 +224,7 @@ def _alternative(
 
 def _tables(
     kind: _EncodingKind, shape: AttentionShape, buckets: Buckets, like: Tensor
-) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
+) -> dict[str, Any]:
     heads, dim, number = 1 if kind.shared_head else shape.heads, shape.head_dim, buckets.number
     generator = torch.Generator().manual_seed(1)
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from torchtrim.capture.code.side_effects import SideEffects, changed, hooks_of
-from torchtrim.capture.snapshot import OF_TORCH
+from torchtrim.capture.snapshot import OF_TORCH, set_state
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.ordinals import unnumbered
 
@@ -225,7 +225,7 @@ class Before:
                 self._table(key)[key.name] = self._put_back(key, value)
         _put_attributes(self._modules, self._objects)
         for one, was in self._generators:
-            _set_state(one, was)
+            set_state(one, was)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -249,12 +249,12 @@ class Before:
         for held in swapped:
             held.table[held.name] = held.tensor
         for one, was in self._generators:
-            _set_state(one, was)
+            set_state(one, was)
         try:
             yield
         finally:
             for one, now in generators:
-                _set_state(one, now)
+                set_state(one, now)
             for held, other in zip(swapped, others, strict=True):
                 held.table[held.name] = other
             for key, tensor in tensors.items():
@@ -379,15 +379,6 @@ def _state_of(generator: Any) -> Any:
     if hasattr(generator, "get_state"):  # numpy.random.RandomState has more state than its bits.
         return generator.get_state(legacy=False)
     return getattr(generator, "bit_generator", generator).state
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif hasattr(generator, "set_state"):
-        generator.set_state(state)
-    else:
-        getattr(generator, "bit_generator", generator).state = state
 
 
 def _same_state(one: Any, other: Any) -> bool:

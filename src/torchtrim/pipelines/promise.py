@@ -174,8 +174,8 @@ def value_of(node: PromisedCall) -> Tensor | None:
     return node.value
 
 
-def numbers_before(node: PromisedCall) -> list[PromisedCall]:
-    """Return the scalar nodes leading to this one, itself last."""
+def _nodes_before(node: PromisedCall) -> list[PromisedCall]:
+    """Return the nodes leading to this one, itself last."""
     found: dict[int, PromisedCall] = {}
 
     def visit(one: PromisedCall) -> None:
@@ -187,23 +187,19 @@ def numbers_before(node: PromisedCall) -> list[PromisedCall]:
         found[id(one)] = one
 
     visit(node)
-    return [one for one in found.values() if isinstance(one.fake, Tensor) and one.fake.dim() == 0]
+    return list(found.values())
 
 
-def tensors_before(node: PromisedCall) -> Iterator[Tensor]:
-    """Yield the script's own tensors that the node depends on, such as targets."""
-    seen: set[int] = set()
-    left = [node]
-    while left:
-        one = left.pop()
-        if id(one) in seen or one.call is None:
-            continue
-        seen.add(id(one))
-        for inner in pytree.tree_leaves(one.call[1:]):
-            if isinstance(inner, PromisedCall):
-                left.append(inner)
-            elif isinstance(inner, Tensor):
-                yield inner
+def numbers_before(node: PromisedCall) -> list[PromisedCall]:
+    """Return the scalar nodes leading to this one, itself last."""
+    nodes = _nodes_before(node)
+    return [one for one in nodes if isinstance(one.fake, Tensor) and one.fake.dim() == 0]
+
+
+def tensors_before(node: PromisedCall) -> list[Tensor]:
+    """Return the script's own tensors that the node depends on, such as targets."""
+    calls = [one.call[1:] for one in _nodes_before(node) if one.call is not None]
+    return [one for one in pytree.tree_leaves(calls) if isinstance(one, Tensor)]
 
 
 def refuse_sums(node: PromisedCall) -> None:

@@ -155,7 +155,7 @@ class Slots:
         self.graves = Graveyard(remember)
         self._tables: dict[str, dict[Hashable, Slot]] = {name: {} for name in fields}
         self._budget = budget
-        self._parking = Parking(spill) if spill is not None else None
+        self.parking = Parking(spill) if spill is not None else None
         self._compact = compact
         self._touched: list[Holding] = []
         self._number = 0
@@ -244,7 +244,7 @@ class Slots:
             raise OverBudget(
                 f"{self.accounts.bytes - possible} bytes of the state must not be evicted, and the budget is "
                 f"{self._budget}. Nothing was lost. Raise the budget"
-                + (": a single entry exceeds it." if self.spills else f", {advice}")
+                + (": a single entry exceeds it." if self.parking is not None else f", {advice}")
             )
         self.free(over, now, keep)
 
@@ -257,7 +257,7 @@ class Slots:
             slot = self.find(key)
             if slot is None or slot.parked is not None or not self._frees(slot, keep):
                 continue
-            if self._parking is not None:
+            if self.parking is not None:
                 self._spill(slot, keep)
             else:
                 self.evict([slot], now, "the budget was exceeded")
@@ -265,10 +265,10 @@ class Slots:
 
     def recall(self, slot: Slot) -> None:
         """Restore a spilled entry and all entries that share its storages."""
-        assert self._parking is not None
+        assert self.parking is not None
         for number in blobs_of(slot.parked):
             try:
-                storage, keys = self._parking.fetch(number)
+                storage, keys = self.parking.fetch(number)
             except (OSError, RuntimeError, MemoryError) as error:
                 raise SpillFailed(
                     f"{name_of(slot.key)} was spilled and could not be restored: {error}. Everything else "
@@ -297,16 +297,6 @@ class Slots:
             self.discard(key)
         self.graves.clear()
 
-    @property
-    def spills(self) -> bool:
-        """True if the store can spill."""
-        return self._parking is not None
-
-    @property
-    def spilled_bytes(self) -> int:
-        """Bytes spilled now."""
-        return 0 if self._parking is None else self._parking.bytes
-
     def _all(self) -> Iterator[Slot]:
         return itertools.chain.from_iterable(map(self.table, self._tables))
 
@@ -319,7 +309,7 @@ class Slots:
 
     def _may_leave(self, slot: Slot) -> bool:
         """True if the entry may leave memory: any entry with a spill, since spilling loses no data."""
-        return self.spills or slot.lifetime.evictable
+        return self.parking is not None or slot.lifetime.evictable
 
     def _ordered(self, candidates: list[Slot]) -> list[Key]:
         """Order candidates by the policy, or by age. Entries that can only be spilled come last."""
@@ -339,8 +329,8 @@ class Slots:
         )
 
     def _release(self, slot: Slot) -> tuple[int, list[Holding]]:
-        if slot.parked is not None and self._parking is not None:
-            self._parking.leave(slot.key, slot.parked)
+        if slot.parked is not None and self.parking is not None:
+            self.parking.leave(slot.key, slot.parked)
         freed = self.accounts.remove(slot.key, slot.storages) if slot.storages else (0, [])
         slot.storages = ()
         return freed
@@ -357,22 +347,22 @@ class Slots:
         )
 
     def _frees(self, slot: Slot, keep: Key | None) -> bool:
-        if self._compact and self._parking is None:
+        if self._compact and self.parking is None:
             return True
         return any(self._may_go(self.accounts.holdings[n], keep) for n in slot.storages)
 
     def _spill(self, slot: Slot, keep: Key | None) -> None:
-        assert self._parking is not None
+        assert self.parking is not None
         for storage in set(slot.storages):
             holding = self.accounts.holdings[storage]
             if not self._may_go(holding, keep):
                 continue
             tensors = tensors_of(self._value(slot))
-            number = self._parking.put(next(t for t in tensors if storage_id(t) == storage))
+            number = self.parking.put(next(t for t in tensors if storage_id(t) == storage))
             for key in list(holding.keys):
                 other = self.find(key)
                 assert other is not None
-                other.parked = self._parking.park(number, storage, key, self._value(other))
+                other.parked = self.parking.park(number, storage, key, self._value(other))
                 other.holder.pop(other.name, None)
                 other.storages = tuple(one for one in other.storages if one != storage)
                 self.accounts.remove(key, (storage,))

@@ -248,11 +248,6 @@ class Accounts:
         self.bytes -= freed
         return freed, shared
 
-    def clear(self) -> None:
-        """Remove all entries."""
-        self.holdings.clear()
-        self.bytes = 0
-
 
 def state_bytes(state: Any) -> int:
     """Return the bytes of the storages that an object keeps alive, each counted once.

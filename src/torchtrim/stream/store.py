@@ -254,7 +254,7 @@ class StateStore(MutableMapping[Any, Any]):
         """
         with self._lock:
             freed = self.retire()
-            if freed < nbytes and (lose or self._slots.spills) and not is_unbounded():
+            if freed < nbytes and (lose or self.spills) and not is_unbounded():
                 freed += self._slots.free(nbytes - freed, self.now)
             return freed
 
@@ -321,12 +321,13 @@ class StateStore(MutableMapping[Any, Any]):
     @property
     def spills(self) -> bool:
         """True if the store can spill."""
-        return self._slots.spills
+        return self._slots.parking is not None
 
     @property
     def spilled_bytes(self) -> int:
         """Bytes spilled now."""
-        return self._slots.spilled_bytes
+        parking = self._slots.parking
+        return 0 if parking is None else parking.bytes
 
     @property
     def bookkeeping(self) -> int:

@@ -92,11 +92,10 @@ def convolve(
     x, weight = args[:2]
     bias = args[2] if len(args) > 2 else None
     kernel = found.kernel(_of_batch(x, batch), weight, bias)
-    write = {"Mkldnn": _by_onednn, "Slow2d": _by_product}.get(kernel, _as_torch_does)
-    step = len(x) if write is _as_torch_does else step
+    step = step if kernel in ("Mkldnn", "Slow2d") else len(x)
     for first in range(0, len(x), step):
         part = slice(first, first + step)
-        write(found, x[part], weight, bias, place[part])
+        _write(found, kernel, x[part], weight, bias, place[part])
 
 
 def _of_batch(x: Tensor, batch: int) -> Tensor:
@@ -104,27 +103,17 @@ def _of_batch(x: Tensor, batch: int) -> Tensor:
     return x[:1].expand(batch, *x.shape[1:])
 
 
-def _by_onednn(
-    found: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor
+def _write(
+    found: Convolution, kernel: str, x: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor
 ) -> None:
-    rest = (found.padding, found.stride, found.dilation, found.groups)
-    place.copy_(aten.mkldnn_convolution(x, weight, bias, *rest))
-
-
-def _by_product(
-    found: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor
-) -> None:
-    size = list(weight.shape[2:])
-    arguments = (x, weight, size, bias, found.stride, found.padding)
-    if place.is_contiguous():
-        aten._slow_conv2d_forward.output(*arguments, output=place)
+    stride, padding, dilation, groups = found
+    of_product = (x, weight, list(weight.shape[2:]), bias, stride, padding)
+    if kernel == "Slow2d" and place.is_contiguous():
+        aten._slow_conv2d_forward.output(*of_product, output=place)
+    elif kernel == "Slow2d":
+        place.copy_(aten._slow_conv2d_forward(*of_product))
+    elif kernel == "Mkldnn":
+        place.copy_(aten.mkldnn_convolution(x, weight, bias, padding, stride, dilation, groups))
     else:
-        place.copy_(aten._slow_conv2d_forward(*arguments))
-
-
-def _as_torch_does(
-    found: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor
-) -> None:
-    none = [0] * len(found.stride)
-    rest = (found.stride, found.padding, found.dilation, False, none, found.groups)
-    place.copy_(aten.convolution(x, weight, bias, *rest))
+        rest = (stride, padding, dilation, False, [0] * len(stride), groups)
+        place.copy_(aten.convolution(x, weight, bias, *rest))
