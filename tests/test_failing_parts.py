@@ -361,11 +361,11 @@ class TestRenderers:
         [
             ("html", "text", 0, "report.html"),
             ("terminal", "text", CRASHED, "text on stdout"),
-            ("json", "text", 0, "report.json"),
-            ("json", "json", CRASHED, "json on stdout"),
-            ("sarif", "sarif", CRASHED, "sarif on stdout"),
-            ("markdown", "markdown", CRASHED, "markdown on stdout"),
-            ("github", "github", CRASHED, "github on stdout"),
+            ("formats.json", "text", 0, "report.json"),
+            ("formats.json", "json", CRASHED, "json on stdout"),
+            ("formats.sarif", "sarif", CRASHED, "sarif on stdout"),
+            ("formats.markdown", "markdown", CRASHED, "markdown on stdout"),
+            ("formats.github", "github", CRASHED, "github on stdout"),
         ],
     )
     def test_other_outputs_are_there(
@@ -377,12 +377,14 @@ class TestRenderers:
         told(err, f"renderer {lost}")
         assert ended == code
         assert Path("out/profile.json").exists()
-        for file, by in (("report.html", "html"), ("report.json", "json")):
+        for file, by in (("report.html", "html"), ("report.json", "formats.json")):
             assert Path("out", file).exists() == (by != renderer), err
         if form == "text":
             assert ("out/report.html" in out) == (renderer != "html")
 
-    @pytest.mark.parametrize("broken", ["github", "sarif", "markdown", "html"])
+    @pytest.mark.parametrize(
+        "broken", ["formats.github", "formats.sarif", "formats.markdown", "html"]
+    )
     def test_one_that_cannot_be_imported_costs_no_other(
         self, broken: str, run, trial, monkeypatch: pytest.MonkeyPatch
     ) -> None:
