@@ -99,6 +99,7 @@ class Option(NamedTuple):
 class TechniqueUnit(Protocol):
     """One technique: `options` and `edits` read a step, `apply` changes live modules or optimizers.
 
+    `does` says what it does to a place, as an imperative.
     A technique that accepts options in a plan lists their names in `takes`. It may also have
     `to_files(step)`, which returns options with a memory-mapped file instead of host memory, each of which
     excludes the same option in host memory; `settled(step, technique)`, which adjusts its settings once all
@@ -107,6 +108,7 @@ class TechniqueUnit(Protocol):
     """
 
     name: str
+    does: str
     equivalence: Equivalence
 
     def options(self, step: Step) -> Sequence[Option]:

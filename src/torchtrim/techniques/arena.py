@@ -14,6 +14,7 @@ class Arena(ByGraph):
     """`where` names modules."""
 
     name = "arena"
+    does = "put results into one block of memory"
 
 
 TECHNIQUE = Arena()

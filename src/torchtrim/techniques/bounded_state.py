@@ -33,6 +33,7 @@ class BoundedState(TechniqueUnit):
     """Bounds the sessions, states or caches of models when they are first used."""
 
     name = "bounded_state"
+    does = "keep only the state that later frames read"
     takes = (*_OF_STATES, *_OF_CACHES)
     equivalence = "BITWISE"
 

@@ -30,6 +30,7 @@ class CompressGradients(MeasuredTechnique):
     """`where` names modules in `DistributedDataParallel`. `dtype`: `bfloat16`."""
 
     name = "compress_gradients"
+    does = "exchange gradients in bfloat16"
     takes = tuple(_OPTIONS)
     equivalence = "SEMANTIC"
 

@@ -62,6 +62,7 @@ class DataParallel(TechniqueUnit):
     """`where` names modules in `DistributedDataParallel`. A plan sets one of the four options."""
 
     name = "data_parallel"
+    does = "exchange gradients once a step, and keep them once"
     takes = (VIEWS, ACCUMULATE, CAP, STATIC)
     equivalence = "BITWISE"
 

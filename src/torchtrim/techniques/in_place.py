@@ -14,6 +14,7 @@ class InPlace(ByGraph):
     """`where` names modules."""
 
     name = "in_place"
+    does = "write results over inputs that nothing reads again"
 
 
 TECHNIQUE = InPlace()

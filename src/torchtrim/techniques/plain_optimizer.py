@@ -44,6 +44,7 @@ class PlainOptimizer(TechniqueUnit):
     """`where` names optimizers. `style`: `chunks`, with `chunk_bytes` of parameters each, or `fused`."""
 
     name = "plain_optimizer"
+    does = "update parameters with fewer temporaries"
     takes = ("style", "chunk_bytes")
     equivalence = "BITWISE"
 

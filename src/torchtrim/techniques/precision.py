@@ -41,6 +41,7 @@ class Precision(MeasuredTechnique):
     """`where` names roots. `of`: `compute` or `saved`; `dtype`: `bfloat16` or `float16`."""
 
     name = "precision"
+    does = "compute in half precision"
     takes = ("of", "dtype")
     equivalence = "SEMANTIC"
     ways = 2

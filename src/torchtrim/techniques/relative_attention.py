@@ -34,6 +34,7 @@ class ReplaceRelativeAttention(TechniqueUnit):
     """`where` names modules (`Net.blocks.3.attn`); for T5, the layer with the table."""
 
     name = "relative_attention"
+    does = "compute position terms inside the attention kernel"
     equivalence = "ROUNDING"
 
     def options(self, step: Step) -> Sequence[Option]:

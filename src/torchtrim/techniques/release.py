@@ -14,6 +14,7 @@ class Release(ByGraph):
     """`where` names modules. Option `gradients`: stash the gradients of their parameters."""
 
     name = "release"
+    does = "free each result after its last reader"
     takes = ("gradients",)
 
 

@@ -35,6 +35,7 @@ class ScaleLr(MeasuredTechnique):
     """`where` names optimizers. `rule`: `linear` or `sqrt`; `warmup`: steps until the factor is reached."""
 
     name = "scale_lr"
+    does = "scale the learning rate with the batch"
     takes = ("from_batch", "to_batch", "rule", "warmup")
     equivalence = "SEMANTIC"
     ways = 0

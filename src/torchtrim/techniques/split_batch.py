@@ -15,6 +15,7 @@ class SplitBatch(ByGraph):
     """`where` names modules. Option `parts`: the number of parts, 2 or more."""
 
     name = "split_batch"
+    does = "run the first layers in parts of the batch"
     takes = ("parts",)
     equivalence = "ROUNDING"
 

@@ -37,6 +37,7 @@ class ChunkedLoss(TechniqueUnit):
     """`where` holds the paths of heads: linear layers, or modules that compute the product themselves."""
 
     name = "chunked_loss"
+    does = "compute logits and loss in chunks of rows"
     takes = _OPTIONS
     equivalence = "ROUNDING"
 

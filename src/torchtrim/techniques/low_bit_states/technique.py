@@ -47,6 +47,7 @@ class LowBitStates(MeasuredTechnique):
     """`where` names optimizers (`AdamW`, a second one `AdamW#2`). `states`: `8bit` or `bf16`."""
 
     name = "low_bit_states"
+    does = "keep Adam's moments in fewer bits"
     takes = ("states",)
     equivalence = "SEMANTIC"
     ways = 2

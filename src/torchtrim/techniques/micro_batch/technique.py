@@ -42,6 +42,7 @@ class MicroBatch(TechniqueUnit):
     """`where` names modules and ranges of a Sequential that run in `parts` parts of the batch."""
 
     name = "micro_batch"
+    does = "run in parts of the batch"
     takes = ("parts",)
     equivalence = "ROUNDING"
 

@@ -51,6 +51,7 @@ class OffloadActivations(TechniqueUnit):
     """`where` holds places such as `Net:gelu.3 until addmm.9 from addmm.12`."""
 
     name = "offload_activations"
+    does = "keep saved tensors on the host until backward"
     takes = (SLAB_BYTES, FILE_BYTES)
     equivalence = "BITWISE"
 

@@ -45,6 +45,7 @@ class OffloadOptimizer(TechniqueUnit):
     """`where` names optimizers. `chunk_bytes`: bytes of parameters a chunk. `file`: state in mapped files."""
 
     name = "offload_optimizer"
+    does = "keep optimizer state on the host, and fetch it in chunks"
     takes = ("chunk_bytes", "file")
     equivalence = "BITWISE"
 

@@ -53,6 +53,7 @@ class OptimizerInBackward(TechniqueUnit):
     """`where` names optimizers (`AdamW`, a second one `AdamW#2`). `backwards`: backwards in a step."""
 
     name = "optimizer_in_backward"
+    does = "update each parameter once its gradient is final, and drop the gradient"
     takes = ("backwards",)
     equivalence = "BITWISE"
 

@@ -40,6 +40,7 @@ class ReplaceNorm(MeasuredTechnique):
     """`where` names modules. `to`: the replacement; `groups`: the most groups of `group`."""
 
     name = "replace_norm"
+    does = "normalize each sample on its own instead of the batch"
     takes = ("to", "groups")
     equivalence = "SEMANTIC"
     helps: tuple[str, ...] = ("micro_batch",)

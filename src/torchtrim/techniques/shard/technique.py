@@ -46,6 +46,7 @@ class Shard(MeasuredTechnique):
     """`where` names modules in `DistributedDataParallel`. `blocks`: patterns, by default repeated blocks."""
 
     name = "shard"
+    does = "keep a part of parameters and states on each rank"
     takes = tuple(_OPTIONS)
     equivalence = "BITWISE"
     ways = 2

@@ -38,6 +38,7 @@ class SplitChannels(TechniqueUnit):
     """`where` names BatchNorms, and ranges that begin with one. `parts`: the parts of the channels."""
 
     name = "split_channels"
+    does = "run some channels at a time"
     takes = _SETTINGS
     equivalence = "BITWISE"
 

@@ -38,6 +38,7 @@ class SplitMatmul(TechniqueUnit):
     """`where` names modules that treat each row independently. `parts`: the number of parts of the rows."""
 
     name = "split_matmul"
+    does = "run some rows at a time"
     takes = ("parts",)
     equivalence = "ROUNDING"
 

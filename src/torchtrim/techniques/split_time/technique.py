@@ -36,6 +36,7 @@ class SplitTime(TechniqueUnit):
     """`where` names LSTMs and GRUs."""
 
     name = "split_time"
+    does = "run a few time steps at a time"
     equivalence = "ROUNDING"
 
     def options(self, step: Step) -> Sequence[Option]:
