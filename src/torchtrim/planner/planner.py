@@ -5,7 +5,7 @@ Plans keep host memory, pinned or in files, within a separate budget.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,7 +17,7 @@ from torchtrim.executor.registry import Option, edit_of, in_files_of, options_of
 from torchtrim.memory.packing.buffers import bytes_over_time
 from torchtrim.planner.by_hand import by_hand
 from torchtrim.planner.pins import Patterns, Pins, overlap
-from torchtrim.planner.plans import build_plan, equivalence_of, techniques_of
+from torchtrim.planner.plans import build_plan, by_technique, equivalence_of, techniques_of
 from torchtrim.planner.problem import (
     Answer,
     Chosen,
@@ -30,7 +30,7 @@ from torchtrim.planner.problem import (
 from torchtrim.planner.solvers.search import search, solve_exactly
 from torchtrim.records.budget import Budget
 from torchtrim.records.finding import EQUIVALENCES, Equivalence
-from torchtrim.records.plan import Plan, Prediction
+from torchtrim.records.plan import Plan, PredictedEffect, Prediction
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.report import FrontierPoint
 from torchtrim.step.edits import Block, Edit, host_blocks, host_peak, overwritten
@@ -392,6 +392,25 @@ class Planner:
             added, bound = added_seconds(step, _edits_of(step, choice.options)), 0.0
         return self._step.seconds + added, self._step.seconds + min(bound, added)
 
+    def _effects(self, options: Iterable[Option]) -> Iterator[PredictedEffect]:
+        """Predict the effect of each technique on top of those before it."""
+        peak, seconds, taken = self.simulated_original, 0.0, list[Option]()
+        for (name, _, _), group in by_technique(options).items():
+            taken += group
+            free = [option for option in taken if option in self._free]
+            step = self._overwritten(self._priced, free)
+            outcome = simulate(step, _edits_of(step, taken))
+            added = outcome.added_seconds
+            if self._priced is not self._step:
+                own = self._overwritten(self._step, free)
+                added = added_seconds(own, _edits_of(own, taken))
+            yield PredictedEffect(
+                technique=name,
+                saved_bytes=peak - outcome.peak_bytes,
+                added_seconds=added - seconds,
+            )
+            peak, seconds = outcome.peak_bytes, added
+
     def _plan(self, choice: Choice, budget: Budget) -> Plan:
         seconds, least = self._seconds(choice)
         step = self._overwriting[0] if choice.options else self._priced
@@ -408,6 +427,7 @@ class Planner:
                 step_seconds=seconds,
                 host_bytes=host_peak(edits),
                 stall_seconds=traffic(step, edits).stall,
+                effects=tuple(self._effects(choice.options)),
             ),
             pins=self._pins,
             status="optimal" if choice.optimal else "feasible",

@@ -85,14 +85,26 @@ def equivalence_of(option: Option) -> Equivalence:
     return option.equivalence or technique(option.technique).equivalence
 
 
+def by_technique(
+    options: Iterable[Option],
+) -> dict[tuple[str, Settings, Equivalence], list[Option]]:
+    """Return the options of each technique with its settings and equivalence."""
+    groups: defaultdict[tuple[str, Settings, Equivalence], list[Option]] = defaultdict(list)
+    for option in options:
+        groups[option.technique, option.settings, equivalence_of(option)].append(option)
+    return groups
+
+
 def techniques_of(options: Iterable[Option]) -> tuple[Technique, ...]:
     """Return the techniques of a plan, with options of the same settings as one."""
-    places: defaultdict[tuple[str, Settings, Equivalence], list[str]] = defaultdict(list)
-    for option in options:
-        places[option.technique, option.settings, equivalence_of(option)].append(option.where)
     return tuple(
-        Technique(name=name, where=tuple(where), options=dict(settings), equivalence=equivalence)
-        for (name, settings, equivalence), where in places.items()
+        Technique(
+            name=name,
+            where=tuple(option.where for option in group),
+            options=dict(settings),
+            equivalence=equivalence,
+        )
+        for (name, settings, equivalence), group in by_technique(options).items()
     )
 
 

@@ -34,7 +34,8 @@ class Fixes(Struct, frozen=True, kw_only=True):
     """All fixes of a script, the host-device syncs per step in user code, and the proof.
 
     `diff` has all applied fixes, relative to the project's folder; `written` is true if the files contain
-    them. `certificate` compares the script with and without the diff; null if no fix was applied.
+    them. `certificate` compares the script with and without the diff; null if no fix was applied. `command`
+    writes fixes that are not written.
     """
 
     places: tuple[FixRecord, ...]
@@ -43,6 +44,7 @@ class Fixes(Struct, frozen=True, kw_only=True):
     diff: str = ""
     written: bool = False
     certificate: Certificate | None = None
+    command: str = ""
 
 
 class FileWrite(Struct, frozen=True, kw_only=True):

@@ -38,17 +38,26 @@ class Sizes(Struct, frozen=True, kw_only=True):
     most: Bytes
 
 
+class PredictedEffect(Struct, frozen=True, kw_only=True):
+    """The predicted effect of a technique, on top of those before it in the plan."""
+
+    technique: Text
+    saved_bytes: int
+    added_seconds: float
+
+
 class Prediction(Struct, frozen=True, kw_only=True):
     """Predicted figures of a planned step.
 
     `stall_seconds` is the time compute waits for copies to and from the host; `host_bytes` is the host memory
-    that the copies use.
+    that the copies use. `effects` are those of simulated techniques, in the plan's order.
     """
 
     peak_bytes: Bytes
     step_seconds: Annotated[float, Meta(ge=0)]
     host_bytes: Bytes = 0
     stall_seconds: Annotated[float, Meta(ge=0)] = 0.0
+    effects: tuple[PredictedEffect, ...] = ()
 
 
 class Plan(Struct, frozen=True, kw_only=True):

@@ -28,7 +28,7 @@ class PlanSummary(Struct, frozen=True, kw_only=True):
     """A plan without the fields that only its file needs.
 
     `status` and `bound_seconds` are the plan's; `gap` is the share of its step that a faster plan could save
-    at most, None if unknown.
+    at most, None if unknown. `words` says what each technique does and where.
     """
 
     techniques: tuple[Technique, ...]
@@ -36,6 +36,7 @@ class PlanSummary(Struct, frozen=True, kw_only=True):
     status: Status = "feasible"
     bound_seconds: float | None = None
     gap: float | None = None
+    words: tuple[str, ...] = ()
 
 
 class FrontierPoint(Struct, frozen=True, kw_only=True):

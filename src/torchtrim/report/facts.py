@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import PurePath
 from typing import Literal
@@ -14,7 +14,8 @@ from torchtrim.records import Certificate, Figures, Finding, Profile, Report, Te
 from torchtrim.records.certificate import Coverage
 from torchtrim.records.comparison import Side
 from torchtrim.records.figures import Lever
-from torchtrim.records.fix import FixRecord, State
+from torchtrim.records.fix import Fixes, FixRecord, State
+from torchtrim.records.plan import PredictedEffect
 from torchtrim.records.profile import is_emulated
 from torchtrim.records.report import PlanSummary
 from torchtrim.report import stages
@@ -55,6 +56,7 @@ _NEARLY = 0.9  # Arbitrary; a few findings that gain 90 % are a better target th
 _MOST_INPUTS = 3  # Arbitrary; the sentence stays short, and JSON has all inputs.
 _PROVEN = 0.0005  # Smaller gaps would be shown as 0.0 %.
 _SMALL = 0.005  # Smaller shares would be shown as 0 %.
+_FREE = 0.001  # A smaller share of a step is lost in its spread.
 
 
 def tone_of(certificate: Certificate) -> Tone:
@@ -75,9 +77,18 @@ def part_lines(report: Report) -> list[str]:
     return [f"{floor}: {', '.join(parts)}"]
 
 
+def fitting_lines(report: Report) -> list[str]:
+    """Return a line for each technique that would meet the missed budget, fastest first."""
+    return [_lever_line(lever, report) for lever in report.levers if _meets(lever, report)]
+
+
 def lever_lines(report: Report) -> list[str]:
-    """Return a line for each technique with the peak it would reach, fastest first."""
-    return [_lever_line(lever, report) for lever in report.levers]
+    """Return a line for each other technique with the peak it would reach, fastest first."""
+    return [_lever_line(lever, report) for lever in report.levers if not _meets(lever, report)]
+
+
+def _meets(lever: Lever, report: Report) -> bool:
+    return report.budget_bytes is not None and lever.peak_bytes <= report.budget_bytes
 
 
 def _lever_line(lever: Lever, report: Report) -> str:
@@ -86,13 +97,14 @@ def _lever_line(lever: Lever, report: Report) -> str:
     if original is not None and original.step_seconds and lever.step_seconds:
         step = f"step {percent(original.step_seconds, lever.step_seconds)}"
     parts = (
+        lever.technique,
         format_bytes(lever.peak_bytes) + bracketed(percent(before or 0, lever.peak_bytes)),
         step,
         lever.equivalence,
         lever.source,
-        f"needs {lever.needs}" if lever.needs else "",
     )
-    return f"{lever.technique}: {', '.join(part for part in parts if part)}"
+    text = ", ".join(part for part in parts if part)
+    return f"{lever.needs}: {text}" if lever.needs else text
 
 
 def bracketed(text: str) -> str:
@@ -157,16 +169,16 @@ def percent(before: float, after: float) -> str:
 
 
 def step_change(original: Figures, planned: Figures) -> str:
-    """Return the change of the step time and its spread; a change within the spread is not significant."""
+    """Return the change of the step time; a change within the spread of the steps is not significant.
+
+    It has no interval: the spread of one run's steps says nothing about other runs.
+    """
     if not original.step_seconds or not planned.step_seconds:
         return ""
     ratio = planned.step_seconds / original.step_seconds
     relative = sum(f.spread_seconds / 2 / f.step_seconds for f in (original, planned))
-    change = percent(original.step_seconds, planned.step_seconds)
-    if not relative:
-        return f"{change}, spread unknown"
-    text = f"{change} +- {100 * ratio * relative:.0f} %"
-    return text if abs(ratio - 1) > ratio * relative else f"no significant change, {text}"
+    change = f"{percent(original.step_seconds, planned.step_seconds)}, one run each"
+    return change if abs(ratio - 1) > ratio * relative else f"no significant change, {change}"
 
 
 def count_of(findings: Sequence[Finding]) -> str:
@@ -273,33 +285,38 @@ def fix_lines(report: Report) -> list[str]:
     fixes = report.fixes
     if fixes is None:
         return []
+    states = _states(fixes)
     counts = Counter(fix.state for fix in fixes.places)
     if not counts and fixes.syncs_before:
         return ["none: no known fix for the host-device syncs in the script's own source"]
     if not counts:
         none = "none: the script's own source has no host-device syncs"
         return [none] if report.plan is None else []
-    parts = [f"{counts[state]} {word}" for state, word in _STATES.items() if counts[state]]
+    parts = [f"{counts[state]} {word}" for state, word in states.items() if counts[state]]
+    parts += ["nothing written"] if fixes.diff and not fixes.written else []
     parts.append(f"syncs {fixes.syncs_before} -> {fixes.syncs_after} a step")
     proof = fixes.certificate
     if proof and proof != report.certificate:
         difference = difference_figure(proof.largest_difference)
         parts.append(f"{proof.verdict}, largest difference {difference}")
-    return [", ".join(parts), *(_fix_line(fix, home(report)) for fix in fixes.places)]
+    lines = [", ".join(parts)]
+    lines += [f"write them: {fixes.command}"] if fixes.command and not fixes.written else []
+    return [*lines, *(_fix_line(fix, states, home(report)) for fix in fixes.places)]
 
 
-_STATES: dict[State, str] = {
-    "applied": "applied",
-    "suggested": "suggested as unsafe",
-    "refused": "refused",
-    "reverted": "reverted",
-}
+def _states(fixes: Fixes) -> dict[State, str]:
+    return {
+        "applied": "written" if fixes.written else "suggested",
+        "suggested": "suggested as unsafe",
+        "refused": "refused",
+        "reverted": "reverted",
+    }
 
 
-def _fix_line(fix: FixRecord, folder: str) -> str:
+def _fix_line(fix: FixRecord, states: Mapping[State, str], folder: str) -> str:
     left = "" if fix.syncs_after is None else f" -> {fix.syncs_after}"
     what = f"{fix.name} at {place(fix.path, fix.line, folder)}"
-    text = f"{_STATES[fix.state]}: {what}, {fix.equivalence}, syncs {fix.syncs_before}{left}"
+    text = f"{states[fix.state]}: {what}, {fix.equivalence}, syncs {fix.syncs_before}{left}"
     return f"{text}: {fix.reason}" if fix.reason else text
 
 
@@ -350,19 +367,65 @@ def difference_figure(value: float | None) -> str:
 
 
 def certificate_lines(certificate: Certificate) -> list[str]:
-    """Return the comparison, its figures and coverage, and the reason for a verdict other than equal."""
-    compared = ", ".join(certificate.compared) or "nothing was compared"
-    lines = [
-        f"{certificate.verdict}: {counted(certificate.steps, 'step')}: {compared}",
-        f"largest difference {difference_figure(certificate.largest_difference)}, "
-        f"noise {difference_figure(certificate.noise)}, "
-        f"seeded by {'the script' if certificate.seeds == 'script' else certificate.seeds}",
-    ]
+    """Return the verdict, its coverage, the compared quantities, and the reason if they are not equal."""
+    lines = [proof_sentence(certificate)]
     if certificate.coverage is not None:
         lines.append(coverage_sentence(certificate.coverage))
+    lines.append(
+        f"compared {', '.join(certificate.compared) or 'nothing'}: "
+        f"largest difference {difference_figure(certificate.largest_difference)}, "
+        f"noise {difference_figure(certificate.noise)}, "
+        f"seeded by {'the script' if certificate.seeds == 'script' else certificate.seeds}"
+    )
     trusted = certificate.asked is None and tone_of(certificate) == "good"
     needed = certificate.asked is not None or certificate.reason
     return [*lines, certificate.reason] if needed and not trusted else lines
+
+
+def proof_sentence(certificate: Certificate) -> str:
+    """Return the verdict in words.
+
+    For example `"BITWISE: every loss and gradient of 4 steps, every parameter of 5 steps: identical"`.
+    """
+    steps = counted(certificate.steps, "step")
+    means = _MEANS.get(certificate.verdict)
+    named = list(_compared(certificate)) if means else []
+    if not named:
+        return f"{certificate.verdict}: {steps} compared"
+    groups = groupby(named, key=lambda one: one[1])
+    parts = [f"every {listed([name for name, _ in group])} of {count}" for count, group in groups]
+    return f"{certificate.verdict}: {', '.join(parts)}: {means}"
+
+
+_MEANS = {
+    "BITWISE": "identical",
+    "ROUNDING": "equal up to rounding",
+    "AS ASKED": "as in the original edited by hand",
+}
+_COUNTED = re.compile(r"\d+ (.+) x (\d+ steps?)")
+_QUANTITIES = {
+    "loss": "losses",
+    "output": "outputs",
+    "gradient": "gradients",
+    "parameter": "parameters",
+    "optimizer state": "optimizer states",
+}
+"""The quantities that a proof names; the others are counted only."""
+
+
+def _compared(certificate: Certificate) -> Iterator[tuple[str, str]]:
+    """Yield the name of each compared quantity, and the number of steps."""
+    counts = filter(None, map(_COUNTED.fullmatch, certificate.compared))
+    steps = {match[1]: match[2] for match in counts}
+    for one, many in _QUANTITIES.items():
+        if count := steps.get(one) or steps.get(many):
+            yield one, count.removesuffix("s") if count == "1 steps" else count
+
+
+def listed(words: Sequence[str]) -> str:
+    """Join words: `"a"`, `"a and b"`, `"a, b and c"`."""
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def coverage_sentence(coverage: Coverage) -> str:
@@ -385,19 +448,49 @@ def weakest_verdict(report: Report) -> str:
     """Return the verdict; BITWISE only if everything applied is bitwise equal for all inputs."""
     assert report.certificate is not None
     applied = [one.equivalence for one in report.plan.techniques] if report.plan else []
-    if report.fixes is not None:
+    if report.fixes is not None and (report.plan is None or report.fixes.written):
         applied += [one.equivalence for one in report.fixes.places if one.state == "applied"]
     rounds = report.certificate.verdict == "BITWISE" and any(one != "BITWISE" for one in applied)
     return "ROUNDING" if rounds else report.certificate.verdict
 
 
 def plan_lines(report: Report) -> list[str]:
-    """Return a line for each technique of the plan and one on its optimality, or a line for each stage."""
+    """Return a line for each technique of the plan with its effect, or for each stage."""
     if report.pipeline is not None:
         return stages.lines(report.pipeline)
     if report.plan is None or not report.plan.techniques:
         return []
-    return [*map(technique_line, report.plan.techniques), *sure_lines(report.plan)]
+    return [*_effect_lines(report.plan)]
+
+
+def _effect_lines(plan: PlanSummary) -> Iterator[str]:
+    """Yield `"-48.0 MiB, free: write results over inputs: 7 ReLU (overwrite)"` for each technique."""
+    effects = list(plan.predicted.effects)
+    for number, technique in enumerate(plan.techniques):
+        if number >= len(plan.words):
+            yield technique_line(technique)
+            continue
+        effect = next((one for one in effects if one.technique == technique.name), None)
+        figures = ""
+        if effect is not None:
+            effects.remove(effect)
+            figures = f"{_effect_figures(effect, plan.predicted.step_seconds)}: "
+        yield figures + plan.words[number]
+
+
+def _effect_figures(effect: PredictedEffect, step_seconds: float) -> str:
+    """Return the bytes and the time; a time below 0.1 % of the step is free."""
+    size = f"{'-' if effect.saved_bytes >= 0 else '+'}{format_bytes(abs(effect.saved_bytes))}"
+    seconds = effect.added_seconds
+    if abs(seconds) < _FREE * step_seconds:
+        return f"{size if effect.saved_bytes else 'no change of this peak'}, free"
+    return f"{size}, {'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))}"
+
+
+def place_lines(report: Report) -> list[str]:
+    """Return a line for each technique of the plan with its places, and one on the plan's optimality."""
+    plan = report.plan
+    return [*map(technique_line, plan.techniques), *sure_lines(plan)] if plan else []
 
 
 def sure_lines(plan: PlanSummary) -> list[str]:

@@ -144,7 +144,7 @@ def _results(report: Report) -> str:
 
 def _fixes(report: Report) -> Iterable[str]:
     fixes = report.fixes
-    if fixes is None or not fixes.diff:
+    if fixes is None or not fixes.diff or not (fixes.written or _is_of_fixes(report)):
         return
     applied = [one.equivalence for one in fixes.places if one.state == "applied"]
     verdict = fixes.certificate.verdict if fixes.certificate else "BITWISE"

@@ -21,10 +21,12 @@ def sentences(report: Report) -> dict[str, Items]:
     proof = facts.certificate_lines(report.certificate) if report.certificate else ()
     parts = (
         Items("smallest is", "Parts of the smallest peak", facts.part_lines(report)),
+        Items("fits with", "What meets the budget", facts.fitting_lines(report)),
         Items("levers", "Peaks that techniques would reach", facts.lever_lines(report)),
         Items("fixes", "Fixes", facts.fix_lines(report)),
         Items("ranks", "Ranks", rank_lines(report)),
         Items("plan", "Plan", facts.plan_lines(report)),
+        Items("places", "Places of the plan", facts.place_lines(report)),
         Items("certificate", "Certificate", proof),
         Items("estimate", "Estimate", estimate_lines(report)),
         Items("loader", "Loader", tuned_lines(report)),

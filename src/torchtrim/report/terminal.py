@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -17,7 +17,6 @@ from torchtrim.records.commands import from_here, shell_words
 from torchtrim.report import facts
 from torchtrim.report.blocks import (
     SCREEN,
-    WIDEST,
     Column,
     Items,
     TextTable,
@@ -73,6 +72,7 @@ class _Page:
         return self.say(facts.place(path, line, facts.home(self.report)))
 
 
+_FILE = 40  # Arbitrary; output into a file or a job's log is not bound to a screen.
 _EVERY = 10_000  # Arbitrary; more than a report has of anything.
 _ALL = _RowLimits(
     **dict.fromkeys(("kinds", "holders", "findings", "notes", "fixes", "text"), _EVERY), gaps=True
@@ -107,7 +107,7 @@ def render(
     """
     page = _Page(
         report=report,
-        width=min(console.width, WIDEST),
+        width=console.width,
         encoding=console.encoding,
         fancy=console.is_terminal and not console.options.ascii_only,
         items=sentences(report),
@@ -116,30 +116,39 @@ def render(
     if amount == "headline":
         lines = [*_verdict(page, _ROOMS[-1]), *_written(page, paths)]
     elif amount == "all":
-        lines = [*_lines(page, _ALL), *end]
+        lines = _lines(page, _ALL, end)
     else:
-        drawn = (_lines(page, room) for room in _ROOMS)
-        fitting = (lines for lines in drawn if len(lines) <= SCREEN - len(end))
-        lines = [*(next(fitting, None) or _lines(page, _ROOMS[-1])), *end]
+        drawn = (_lines(page, room, end) for room in _ROOMS)
+        most = max(console.height - 1, SCREEN) if console.is_terminal else _FILE
+        fitting = (lines for lines in drawn if len(lines) <= most)
+        lines = next(fitting, _lines(page, _ROOMS[-1], end))
     show(lines, console)
 
 
-def _lines(page: _Page, room: _RowLimits) -> list[Text]:
-    order: tuple[Callable[[_Page, _RowLimits], list[Text]], ...] = (
-        _verdict,
-        _missed,
-        _fixes,
-        _evidence,
-        _holders,
-        _findings,
-        _frontier,
-        _tail,
-    )
+def _lines(page: _Page, room: _RowLimits, end: list[Text]) -> list[Text]:
+    """Return the answer, then the evidence. Files and the next command belong to a plan's answer."""
+    evidence = (_evidence, _holders, _findings, _frontier, _fixes, _tail)
+    answers = page.report.plan is not None
+    parts = [_answer(page, room, end if answers else [])]
+    parts += [section(page, room) for section in evidence]
+    parts += [] if answers else [end]
     lines: list[Text] = []
-    for section in order:
-        part = section(page, room)
-        lines += [Text(), *part] if part and lines and room.gaps else part
+    for number, part in enumerate(filter(None, parts)):
+        lines += [Text(), *part] if number == 1 or (number and room.gaps) else part
     return lines
+
+
+def _answer(page: _Page, room: _RowLimits, end: list[Text]) -> list[Text]:
+    """Return the verdict, what meets a missed budget, the plan and its proof, the files, what to do next."""
+    whole = replace(room, text=max(room.text, 2))
+    return [
+        *_verdict(page, room),
+        *_missed(page, room),
+        *_items(page, "plan", max(room.findings, 3), whole),
+        *(_items(page, "places", _EVERY, room) if room is _ALL else ()),
+        *_labelled(page, "certificate", _proof(page, room), whole),
+        *end,
+    ]
 
 
 def _verdict(page: _Page, room: _RowLimits) -> list[Text]:
@@ -151,17 +160,19 @@ def _verdict(page: _Page, room: _RowLimits) -> list[Text]:
 
 
 def _missed(page: _Page, room: _RowLimits) -> list[Text]:
-    wide = replace(room, text=max(room.text, 2)) if room.notes else room
-    levers = _items(page, "levers", min(4, room.findings), room) if room.notes else []
-    return [*_items(page, "smallest is", 1, wide), *levers]
+    whole = replace(room, text=max(room.text, 2))
+    levers = _items(page, "levers", min(4, room.findings), whole) if room.notes else []
+    return [
+        *_items(page, "fits with", 3, whole),
+        *_items(page, "smallest is", 1, whole if room.notes else room),
+        *levers,
+    ]
 
 
 def _tail(page: _Page, room: _RowLimits) -> list[Text]:
     few = min(4, room.findings)
     return [
         *_items(page, "ranks", few, room),
-        *_items(page, "plan", room.findings, room),
-        *_labelled(page, "certificate", _proof(page, room), room),
         *_items(page, "estimate", few, room),
         *_items(page, "loader", room.findings, room),
         *_items(page, "waits", min(2, room.findings), room),
@@ -173,20 +184,21 @@ def _proof(page: _Page, room: _RowLimits) -> Sequence[str]:
     """Return the certificate. If space is short and all bits are equal, omit its figures, which are 0."""
     certificate, lines = page.report.certificate, page.items["certificate"].texts
     equal = certificate is not None and certificate.verdict == "BITWISE"
-    return [lines[0], *lines[2:]] if equal and len(lines) > 2 and not room.gaps else lines
+    return lines[:2] if equal and not room.gaps else lines
 
 
 def _fixes(page: _Page, room: _RowLimits) -> list[Text]:
-    """Return the fixes, and the lines of their diff that fit; the file has the rest."""
-    fixes = _items(page, "fixes", 1 + room.fixes, room)
-    if not fixes:
-        return []
+    """Return the fixes and, beside no plan, the lines of their diff that fit; the file has the rest."""
+    whole = replace(room, text=max(room.text, 2))
+    fixes = _items(page, "fixes", 2 + max(room.fixes, 3 if room.notes else 1), whole)
+    if not fixes or page.report.plan is not None:
+        return fixes
     lines = [
         line for line in facts.diff_lines(page.report) if not line.startswith(("@@", "+++", "---"))
     ]
     shown = lines[: 2 * room.fixes]
     styles = {"+": "green", "-": "red"}
-    kept = [Text(keep_left(page.say(line), page.width), styles[line[0]]) for line in shown]
+    kept = [Text(page.say(line), styles[line[0]]) for line in shown]
     left = len(lines) - len(shown)
     more = [Text(f"  +{left} more lines of diff", "dim")] if left > 0 else []
     return [*fixes, *kept, *more]

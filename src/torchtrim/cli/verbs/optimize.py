@@ -88,7 +88,10 @@ def command(**options: Any) -> None:
     with progress() as tell:
         result = _optimized(options, folder, plan, tell)
     following = _next(options, result, plan)
-    result = result._replace(report=replace(result.report, next=following))
+    fixes = result.report.fixes
+    if fixes is not None and fixes.diff and not fixes.written:
+        fixes = replace(fixes, command=_fixing(options))
+    result = result._replace(report=replace(result.report, next=following, fixes=fixes))
     paths = write_files(result, folder, plan)
     show(result, form=options["form"], next_command=following, paths=paths)
     report = result.report
@@ -178,15 +181,20 @@ def _next_of_missed(options: dict[str, Any], report: Report, run: str) -> str:
     return command_for(options, "optimize", *allow, "--memory", str(report.floor_bytes))
 
 
+def _fixing(options: dict[str, Any]) -> str:
+    """Return the command that writes the fixes."""
+    budget = ("--memory", options["memory"]) if options["memory"] is not None else ()
+    return command_for(options, "optimize", *budget, "--fix")
+
+
 def _next(options: dict[str, Any], result: Result, plan: Path) -> str:
     report = result.report
     run = command_for(options, "run", "--plan", str(plan))
     if report.floor_bytes is not None:
         return _next_of_missed(options, report, run)
+    if result.plan is not None and result.plan.techniques:
+        return run
     fixes = report.fixes
     if fixes is not None and fixes.diff and not fixes.written:
-        budget = ("--memory", options["memory"]) if options["memory"] is not None else ()
-        return command_for(options, "optimize", *budget, "--fix")
-    if result.plan is not None:
-        return run
+        return _fixing(options)
     return command_for(options, "optimize", "--memory", "60%")

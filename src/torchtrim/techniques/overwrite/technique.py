@@ -33,12 +33,8 @@ class Overwrite(TechniqueUnit):
     """`where` holds the paths of activation modules."""
 
     name = "overwrite"
-<<<<<<< HEAD
-    equivalence = "BITWISE"
-=======
     does = "write results over inputs"
-    equivalence: Equivalence = "BITWISE"
->>>>>>> f8d92cb (Each technique says in words what it does)
+    equivalence = "BITWISE"
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every activation module whose input is dead after each of its calls."""

@@ -23,12 +23,8 @@ class Recompute(TechniqueUnit):
     """`where` holds module paths (`Net.blocks.3`) and ranges of a Sequential (`Net.layers[2:6]`)."""
 
     name = "recompute"
-<<<<<<< HEAD
-    equivalence = "BITWISE"
-=======
     does = "rerun in backward instead of keeping activations"
-    equivalence: Equivalence = "BITWISE"
->>>>>>> f8d92cb (Each technique says in words what it does)
+    equivalence = "BITWISE"
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every block and every range of a chain that saves something for backward."""

@@ -35,12 +35,8 @@ class Replay(TechniqueUnit):
     """`where` holds places such as `Net.mlp:gelu.0`."""
 
     name = "replay"
-<<<<<<< HEAD
-    equivalence = "BITWISE"
-=======
     does = "rerun single operators in backward instead of keeping their results"
-    equivalence: Equivalence = "BITWISE"
->>>>>>> f8d92cb (Each technique says in words what it does)
+    equivalence = "BITWISE"
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return each tensor worth dropping, alone and with its inputs."""

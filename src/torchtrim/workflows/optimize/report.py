@@ -51,7 +51,8 @@ def optimize_report(
 def fitted(workload: Workload, fit: Fit, verb: str = "optimize") -> Result:
     """Return the report of a fit."""
     report = with_planned(report_of(verb, workload, fit.original), fit.planned, fit.certificate)
-    report = with_plan(report, fit.plan, fit.budget)
+    modules = fit.original.profile.modules if fit.original.profile else ()
+    report = with_plan(report, fit.plan, fit.budget, modules)
     report = with_ranks(report, fit.original, fit.planned)
     report = replace(report, notes=(*fit.original.notes, *fit.notes))
     after = fit.planned.profile if fit.planned else None
@@ -91,7 +92,8 @@ def plan_report(
     bias = whole - planner.simulated_original
     chosen = planner.plan(limit.budget(whole).biased(bias))
     points: tuple[FrontierPoint, ...] = planner.frontier(bias=bias) if frontier else ()
-    report = with_plan(report_of("plan", workload, trial), chosen, chosen.budget)
+    modules = trial.profile.modules if trial.profile else ()
+    report = with_plan(report_of("plan", workload, trial), chosen, chosen.budget, modules)
     pinned = [note] if (note := planner.pinned.note()) else []
     notes = (*report.notes, *fitting.notes, *pinned)
     report = replace(report, frontier=points, notes=notes)
