@@ -7,7 +7,7 @@ import msgspec
 from report import samples
 from torchtrim.records import Report
 from torchtrim.records.finding import Equivalence
-from torchtrim.report.facts import coverage_sentence
+from torchtrim.report.facts import coverage_sentence, fix_lines
 from torchtrim.report.headline import headline
 from torchtrim.report.html import render
 
@@ -28,12 +28,17 @@ def test_a_plan_that_fits_says_what_its_results_are() -> None:
     )
 
 
-def test_fixes_that_round_do_not_hide_behind_an_identical_plan() -> None:
-    word = headline(with_fixes(samples.OPTIMIZE, "ROUNDING")).word
+def test_written_fixes_that_round_do_not_hide_behind_an_identical_plan() -> None:
+    word = headline(with_fixes(samples.OPTIMIZE, "ROUNDING", written=True)).word
     assert word.endswith(
-        "results identical bit for bit; 2 fixes suggested, not written yet, equal up to rounding, "
-        "syncs 4 -> 1 a step"
+        "results identical bit for bit; 2 fixes written, equal up to rounding, syncs 4 -> 1 a step"
     )
+
+
+def test_suggested_fixes_do_not_speak_for_a_plan() -> None:
+    report = with_fixes(samples.OPTIMIZE, "ROUNDING")
+    assert headline(report) == headline(samples.OPTIMIZE)
+    assert fix_lines(report)[0].startswith("2 suggested, nothing written")
 
 
 def test_a_technique_that_rounds_is_no_identity_though_this_run_was_equal() -> None:
@@ -83,7 +88,7 @@ def test_scripts_keep_their_word() -> None:
 
 
 def test_the_word_for_machines_and_the_page_are_no_stronger_than_a_fix() -> None:
-    report = with_fixes(samples.OPTIMIZE, "ROUNDING")
+    report = with_fixes(samples.OPTIMIZE, "ROUNDING", written=True)
     assert headline(report).verdict == "ROUNDING"
     assert '<p class="big good">ROUNDING</p>' in render(report, None, None)
     assert headline(samples.OPTIMIZE).verdict == "BITWISE"

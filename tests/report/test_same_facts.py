@@ -15,7 +15,7 @@ from report import samples
 from report.test_html import Page
 from torchtrim.core.units import format_bytes
 from torchtrim.records import Report
-from torchtrim.report import cell, facts, html, sections, terminal
+from torchtrim.report import cell, facts, html, plan_words, sections, terminal
 from torchtrim.report.formats import github, json, markdown, sarif
 from torchtrim.report.headline import headline
 
@@ -62,9 +62,9 @@ def said(report: Report) -> list[str]:
     lines += [finding.code for finding in report.findings[:3]]
     lines += [facts.price(finding) for finding in report.findings[:3]]
     if report.plan:
-        lines += [facts.where_of(one).partition(":")[0] for one in report.plan.techniques]
+        lines += [plan_words.where_of(one).partition(":")[0] for one in report.plan.techniques]
     if report.certificate:
-        lines += [report.certificate.verdict, str(report.certificate.compared[0])]
+        lines.append(facts.proof_sentence(report.certificate))
     return [*lines, *newer(report)]
 
 
@@ -74,7 +74,8 @@ def newer(report: Report) -> list[str]:
     told += [line.partition(", device busy")[0] for line in facts.waiting_lines(report)]
     if report.fixes:
         told.append(facts.fix_lines(report)[0])
-        told += [f"{fix.state}: {fix.name} at " for fix in report.fixes.places]
+        states = facts.fix_states(report.fixes)
+        told += [f"{states[fix.state]}: {fix.name} at " for fix in report.fixes.places]
     stream = report.stream
     if stream is not None:
         told.append(f"{format_bytes(stream.growth_bytes)} a frame")

@@ -23,11 +23,16 @@ def printed(
     paths: dict[str, Path] = PATHS,
     next_command: str | None = NEXT,
     amount: terminal.Amount = "screen",
+    height: int = 24,
 ) -> str:
     raw = io.BytesIO()
     with io.TextIOWrapper(raw, encoding=encoding, newline="\n") as file:
         console = Console(
-            file=file, width=width, force_terminal=terminal_like, legacy_windows=False
+            file=file,
+            width=width,
+            height=height,
+            force_terminal=terminal_like,
+            legacy_windows=False,
         )
         terminal.render(report, console, next_command=next_command, paths=paths, amount=amount)
         file.flush()
@@ -38,12 +43,14 @@ def printed(
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_lines_are_never_wider_than_the_terminal(name: str, width: int) -> None:
     lines = printed(samples.ALL[name], width).splitlines()
-    assert max(map(cell_len, lines)) <= width
+    own = [line for line in lines if not line.startswith(("+", "-"))]  # A diff is never cut.
+    assert max(map(cell_len, own)) <= width
 
 
 @pytest.mark.parametrize("name", samples.ALL)
 def test_fits_a_screen(name: str) -> None:
-    assert len(printed(samples.ALL[name]).splitlines()) <= 24
+    assert len(printed(samples.ALL[name]).splitlines()) <= 40
+    assert len(printed(samples.ALL[name], terminal_like=True, height=40).splitlines()) < 40
 
 
 def test_optimize_says_every_key_fact_in_a_screen() -> None:
@@ -52,15 +59,24 @@ def test_optimize_says_every_key_fact_in_a_screen() -> None:
         assert fact in text
     for finding in samples.FINDINGS:
         assert finding.code in text
-    assert "+11 % +- 3 %" in text
+    assert "(+11 %, one run each)" in text
     assert "models/encoder.py:42" in text
-    assert "24 gradients x 3 steps" in text
+    assert "every gradient of 3 steps: identical" in " ".join(text.split())
+    assert "24 gradients x 3 steps" in printed(samples.OPTIMIZE, amount="all")
     assert "3.20 ms modelled" in text
     assert "train.report.html, train.plan.json" in text
 
 
-def test_the_last_line_is_the_next_command() -> None:
-    assert printed(samples.OPTIMIZE).splitlines()[-1].split(maxsplit=1) == ["next", NEXT]
+def test_the_answer_comes_first_and_ends_in_the_next_command() -> None:
+    answer, _, evidence = printed(samples.OPTIMIZE).partition("\n\n")
+    labels = [line.split()[0] for line in answer.splitlines() if not line.startswith(" ")]
+    assert labels == ["Fits:", "plan", "certificate", "wrote", "next"]
+    assert answer.splitlines()[-1].split(maxsplit=1) == ["next", NEXT]
+    assert "live at the peak" in evidence
+
+
+def test_without_a_plan_the_last_line_is_the_next_command() -> None:
+    assert printed(samples.DIAGNOSE).splitlines()[-1].split(maxsplit=1) == ["next", NEXT]
     assert "next" not in printed(samples.OPTIMIZE, next_command=None)
 
 
@@ -74,8 +90,8 @@ def test_a_long_next_command_continues_as_a_shell_reads_it() -> None:
 def test_counts_come_first_and_the_rest_is_counted() -> None:
     many = msgspec.structs.replace(samples.OPTIMIZE, findings=samples.FINDINGS * 5)
     text = printed(many)
-    assert "25 findings (top 5, +20 more): 15 memory" in text
-    assert len(text.splitlines()) <= 24
+    assert "25 findings (top 8, +17 more): 15 memory" in text
+    assert len(text.splitlines()) <= 40
 
 
 def test_diagnose_speaks_of_no_plan() -> None:
@@ -115,7 +131,7 @@ def test_undecided_over_budget_says_both_and_no_change_is_a_result() -> None:
         "UNDECIDED: the original differs from run to run, and the peak is over the budget"
     )
     assert "missed by 4.00 MiB" in text
-    assert "no significant change, +1 % +- 6 %" in text
+    assert "no significant change, +1 %, one run each" in text
     assert "noise 3.4e-06" in text
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -10,19 +10,16 @@ import msgspec
 from torchtrim import __version__
 from torchtrim.analysis.peak import holders, peak_parts
 from torchtrim.analysis.timeline import by_kind, peak_operator
-from torchtrim.core.units import counted
 from torchtrim.errors import InfeasibleBudget
-from torchtrim.executor.registry import technique
 from torchtrim.records.budget import Budget
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.figures import ExchangePart, ExchangeRow, PeakPart, RankFigures
 from torchtrim.records.finding import Finding
-from torchtrim.records.plan import Plan, Technique
+from torchtrim.records.plan import Plan
 from torchtrim.records.profile import Module, Profile
 from torchtrim.records.report import Figures, PlanSummary, Report, StreamReport, WaitCost
 from torchtrim.records.trial import Trial
-from torchtrim.report.blocks import first
-from torchtrim.report.facts import runs
+from torchtrim.report.plan_words import words_of
 from torchtrim.step.job import Job, JobCollective, job_of
 
 
@@ -105,32 +102,11 @@ def with_plan(report: Report, plan: Plan, budget: Budget, modules: Iterable[Modu
         status=plan.status,
         bound_seconds=plan.bound_seconds,
         gap=plan.gap,
-        words=tuple(_words_of(one, types) for one in plan.techniques),
+        words=tuple(words_of(one, types) for one in plan.techniques),
     )
     return msgspec.structs.replace(
         report, budget_bytes=budget.bytes, memory_kind=budget.kind, plan=summary
     )
-
-
-def _words_of(chosen: Technique, types: Mapping[str, str]) -> str:
-    """Return what a technique does and where: `"write results over inputs (overwrite, 7 ReLU)"`."""
-    equivalence = "" if chosen.equivalence == "BITWISE" else chosen.equivalence
-    options = (f"{key} {value}" for key, value in chosen.options.items())
-    labels = (chosen.name, equivalence, *options, _places_of(chosen.where, types))
-    does = getattr(technique(chosen.name), "does", "")
-    return f"{does} ({', '.join(filter(None, labels))})".strip()
-
-
-def _places_of(where: Sequence[str], types: Mapping[str, str]) -> str:
-    """Return `"7 ReLU"`, `"Net.head (Linear)"` or `"2 places of Net.block"`."""
-    modules = [place.partition(":")[0] for place in where]
-    names, kinds = list(dict.fromkeys(modules)), sorted({types.get(path, "") for path in modules})
-    if len(names) == 1 and all(kinds) and names == [*where]:
-        return f"{names[0]}, {kinds[0]}"
-    if names == [*where] and all(kinds) and len(kinds) < 3:
-        return f"{len(names)} {' and '.join(kinds)}"
-    some = ", ".join(first(runs(names), 3, "and {} more"))
-    return f"{counted(len(where), 'place')} of {some}" if len(where) > 1 else some
 
 
 def with_planned(report: Report, planned: Trial | None, certificate: Certificate | None) -> Report:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records import Certificate, Finding, Plan, Profile, Report
-from torchtrim.report import facts, sections, terminal
+from torchtrim.report import facts, plan_words, sections, terminal
 from torchtrim.report.charts import layer_paths, picture
 from torchtrim.report.headline import headline
 from torchtrim.report.safe import clean, keep_right
@@ -66,7 +66,7 @@ def _text_lines(record: Profile | Finding | Plan | Certificate) -> Iterable[str]
             f"{format_bytes(record.predicted.peak_bytes)}, "
             f"step {format_seconds(record.predicted.step_seconds)}"
         )
-        return [head, *map(facts.technique_line, record.techniques)]
+        return [head, *map(plan_words.technique_line, record.techniques)]
     return [record.verdict, *facts.certificate_lines(record)]
 
 
@@ -100,13 +100,12 @@ def _report(report: Report) -> Iterable[Markup]:
     heads, rows = figure_rows(report)
     yield _table(["", *heads], [[row.name, *row.cells] for row in rows])
     yield _findings(report.findings, facts.home(report))
-    techniques = report.plan.techniques if report.plan else ()
     proof = facts.certificate_lines(report.certificate) if report.certificate else []
     lines = [
         *sections.estimate_lines(report),
         *facts.waiting_lines(report),
         *facts.fix_lines(report),
-        *map(facts.technique_line, techniques),
+        *plan_words.plan_lines(report),
         *proof,
     ]
     yield _lines([*lines, *report.notes])

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import PurePath
 from typing import Literal
 
 from torchtrim.core.units import counted, format_bytes, format_seconds
-from torchtrim.records import Certificate, Figures, Finding, Profile, Report, Technique
+from torchtrim.records import Certificate, Figures, Finding, Profile, Report
 from torchtrim.records.certificate import Coverage
 from torchtrim.records.comparison import Side
 from torchtrim.records.figures import Lever
 from torchtrim.records.fix import Fixes, FixRecord, State
-from torchtrim.records.plan import PredictedEffect
 from torchtrim.records.profile import is_emulated
-from torchtrim.records.report import PlanSummary
-from torchtrim.report import stages
 
 Tone = Literal["good", "bad", "unsure", "neutral"]
 
@@ -54,9 +51,7 @@ _BOUNDS = {
 }
 _NEARLY = 0.9  # Arbitrary; a few findings that gain 90 % are a better target than all of them.
 _MOST_INPUTS = 3  # Arbitrary; the sentence stays short, and JSON has all inputs.
-_PROVEN = 0.0005  # Smaller gaps would be shown as 0.0 %.
 _SMALL = 0.005  # Smaller shares would be shown as 0 %.
-_FREE = 0.001  # A smaller share of a step is lost in its spread.
 
 
 def tone_of(certificate: Certificate) -> Tone:
@@ -285,7 +280,7 @@ def fix_lines(report: Report) -> list[str]:
     fixes = report.fixes
     if fixes is None:
         return []
-    states = _states(fixes)
+    states = fix_states(fixes)
     counts = Counter(fix.state for fix in fixes.places)
     if not counts and fixes.syncs_before:
         return ["none: no known fix for the host-device syncs in the script's own source"]
@@ -304,7 +299,8 @@ def fix_lines(report: Report) -> list[str]:
     return [*lines, *(_fix_line(fix, states, home(report)) for fix in fixes.places)]
 
 
-def _states(fixes: Fixes) -> dict[State, str]:
+def fix_states(fixes: Fixes) -> dict[State, str]:
+    """Return the word for each state of a fix; nothing is written that is not in the files."""
     return {
         "applied": "written" if fixes.written else "suggested",
         "suggested": "suggested as unsafe",
@@ -452,90 +448,3 @@ def weakest_verdict(report: Report) -> str:
         applied += [one.equivalence for one in report.fixes.places if one.state == "applied"]
     rounds = report.certificate.verdict == "BITWISE" and any(one != "BITWISE" for one in applied)
     return "ROUNDING" if rounds else report.certificate.verdict
-
-
-def plan_lines(report: Report) -> list[str]:
-    """Return a line for each technique of the plan with its effect, or for each stage."""
-    if report.pipeline is not None:
-        return stages.lines(report.pipeline)
-    if report.plan is None or not report.plan.techniques:
-        return []
-    return [*_effect_lines(report.plan)]
-
-
-def _effect_lines(plan: PlanSummary) -> Iterator[str]:
-    """Yield `"-48.0 MiB, free: write results over inputs: 7 ReLU (overwrite)"` for each technique."""
-    effects = list(plan.predicted.effects)
-    for number, technique in enumerate(plan.techniques):
-        if number >= len(plan.words):
-            yield technique_line(technique)
-            continue
-        effect = next((one for one in effects if one.technique == technique.name), None)
-        figures = ""
-        if effect is not None:
-            effects.remove(effect)
-            figures = f"{_effect_figures(effect, plan.predicted.step_seconds)}: "
-        yield figures + plan.words[number]
-
-
-def _effect_figures(effect: PredictedEffect, step_seconds: float) -> str:
-    """Return the bytes and the time; a time below 0.1 % of the step is free."""
-    size = f"{'-' if effect.saved_bytes >= 0 else '+'}{format_bytes(abs(effect.saved_bytes))}"
-    seconds = effect.added_seconds
-    if abs(seconds) < _FREE * step_seconds:
-        return f"{size if effect.saved_bytes else 'no change of this peak'}, free"
-    return f"{size}, {'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))}"
-
-
-def place_lines(report: Report) -> list[str]:
-    """Return a line for each technique of the plan with its places, and one on the plan's optimality."""
-    plan = report.plan
-    return [*map(technique_line, plan.techniques), *sure_lines(plan)] if plan else []
-
-
-def sure_lines(plan: PlanSummary) -> list[str]:
-    """Return a sentence on the gap between the plan and the fastest one, if known."""
-    if plan.gap is None:
-        return []
-    if plan.gap < _PROVEN:
-        return ["predicted: no plan that fits is faster"]
-    return [f"predicted: a plan that fits is faster by at most {plan.gap:.1%} of a step"]
-
-
-def technique_line(technique: Technique) -> str:
-    """Return a technique in words: `"recompute (BITWISE, segments 2) on 4 modules: model.layers.0-3"`."""
-    options = ", ".join(f"{key} {value}" for key, value in technique.options.items())
-    about = f"{technique.equivalence}{', ' if options else ''}{options}"
-    return f"{technique.name} ({about}) on {where_of(technique)}"
-
-
-def where_of(technique: Technique) -> str:
-    """Return the places of a technique: `"4 modules: model.layers.0-3"`; operators count as places."""
-    if not technique.where:
-        return "the whole step"
-    noun = "place" if any(":" in where for where in technique.where) else "module"
-    noun = "optimizer" if "optimizer" in technique.name else noun
-    return f"{counted(len(technique.where), noun)}: {', '.join(runs(technique.where))}"
-
-
-def runs(paths: Iterable[str]) -> list[str]:
-    """Join module paths with consecutive numbers: `layers.0`, `layers.1` -> `layers.0-1`."""
-    parted = [re.fullmatch(r"(.*?\.)?(\d{1,9})(\D*)", path, re.DOTALL) or path for path in paths]
-    joined: list[str] = []
-    for _, group in groupby(enumerate(parted), _run_of):
-        members = [part for _, part in group]
-        first, last = members[0], members[-1]
-        if isinstance(first, str) or isinstance(last, str):
-            joined += [part for part in members if isinstance(part, str)]
-        elif first[2] == last[2]:
-            joined.append(first[0])
-        else:
-            joined.append(f"{first[1] or ''}{first[2]}-{last[2]}{first[3]}")
-    return joined
-
-
-def _run_of(item: tuple[int, re.Match[str] | str]) -> tuple[str, ...]:
-    index, part = item
-    if isinstance(part, str):
-        return (part,)
-    return (part[1] or "", part[3], str(int(part[2]) - index))

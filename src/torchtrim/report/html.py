@@ -18,7 +18,7 @@ from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records import Finding, Profile, Report
 from torchtrim.records.files import without_collection
 from torchtrim.records.report import Holder
-from torchtrim.report import facts, sections, stages
+from torchtrim.report import facts, plan_words, sections, stages
 from torchtrim.report.breakdown import ModuleNode, TimeSplit, count, operator_table, splits, tree
 from torchtrim.report.charts import Picture, hidden_bytes, picture, stacked, trade_off
 from torchtrim.report.formats import json
@@ -77,6 +77,7 @@ def _environment() -> Environment:
         script=Markup(script),
         policy=Markup(f"'sha256-{digest}'"),
         facts=facts,
+        plan_words=plan_words,
         sections=sections,
         stages=stages,
         trade=trade_off,

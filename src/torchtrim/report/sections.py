@@ -11,7 +11,7 @@ from torchtrim.records.figures import RankFigures
 from torchtrim.records.loader import LoaderSettings
 from torchtrim.records.profile import is_emulated
 from torchtrim.records.sharding import ShardedModel
-from torchtrim.report import facts
+from torchtrim.report import facts, plan_words
 from torchtrim.report.blocks import Items
 from torchtrim.report.facts import PEAKS, known, peak_after, peak_before, step_name
 
@@ -25,8 +25,8 @@ def sentences(report: Report) -> dict[str, Items]:
         Items("levers", "Peaks that techniques would reach", facts.lever_lines(report)),
         Items("fixes", "Fixes", facts.fix_lines(report)),
         Items("ranks", "Ranks", rank_lines(report)),
-        Items("plan", "Plan", facts.plan_lines(report)),
-        Items("places", "Places of the plan", facts.place_lines(report)),
+        Items("plan", "Plan", plan_words.plan_lines(report)),
+        Items("places", "Places of the plan", plan_words.place_lines(report)),
         Items("certificate", "Certificate", proof),
         Items("estimate", "Estimate", estimate_lines(report)),
         Items("loader", "Loader", tuned_lines(report)),
@@ -69,7 +69,7 @@ def estimate_lines(report: Report) -> list[str]:
     if estimate.sharded is not None:
         lines.insert(0, _sharded_line(estimate.sharded))
     if estimate.recomputed_bytes is not None:
-        places = ", ".join(facts.runs(estimate.recomputed))
+        places = ", ".join(plan_words.runs(estimate.recomputed))
         lines.append(
             f"with recomputation, predicted to need {format_bytes(estimate.recomputed_bytes)}: {places}"
         )
@@ -84,7 +84,7 @@ def _sharded_line(sharded: ShardedModel) -> str:
         return first
     blocks = "the whole model: no block repeats (--fsdp-blocks PATTERN)"
     if sharded.blocks:
-        some = ", ".join(facts.runs(sharded.blocks))
+        some = ", ".join(plan_words.runs(sharded.blocks))
         blocks = f"{counted(len(sharded.blocks), 'block')} ({some}) and on the rest"
     words = [f"{first}, fully_shard on {blocks}"]
     if not options.reshard:

@@ -14,7 +14,7 @@ from rich.text import Text
 from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records import Finding, Report
 from torchtrim.records.commands import from_here, shell_words
-from torchtrim.report import facts
+from torchtrim.report import facts, plan_words
 from torchtrim.report.blocks import (
     SCREEN,
     Column,
@@ -339,7 +339,7 @@ def _frontier(page: _Page, room: _RowLimits) -> list[Text]:
             format_bytes(point.budget_bytes),
             format_bytes(point.peak_bytes),
             format_seconds(point.step_seconds),
-            page.say(point.by_hand or ", ".join(facts.runs(point.where)) or "unchanged"),
+            page.say(point.by_hand or ", ".join(plan_words.runs(point.where)) or "unchanged"),
         )
         for point in shown
     ]

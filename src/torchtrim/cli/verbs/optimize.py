@@ -31,7 +31,6 @@ from torchtrim.cli.output import (
     write_files,
 )
 from torchtrim.errors import NothingTrains, UsageError
-from torchtrim.records.profile import is_emulated
 
 if TYPE_CHECKING:
     from torchtrim.api import Result
@@ -168,17 +167,18 @@ def _unequal(report: Report) -> bool:
     return report.certificate is not None and report.certificate.verdict == "NOT EQUAL"
 
 
-def _next_of_missed(options: dict[str, Any], report: Report, run: str) -> str:
-    """Suggest running the plan with the smallest peak or, on an emulated device, aiming at that peak.
-
-    Without such a plan, suggest `diagnose`.
-    """
-    if report.plan is None or not report.plan.techniques or _unequal(report):
+def _next_of_missed(options: dict[str, Any], report: Report) -> str:
+    """Suggest the option that meets the budget, or the search for a batch that does."""
+    assert report.budget_bytes is not None
+    if _unequal(report):
         return command_for(options, "diagnose")
-    if not is_emulated(report.device):
-        return run
-    allow = () if options["allow"].lower() == "bitwise" else ("--allow", options["allow"])
-    return command_for(options, "optimize", *allow, "--memory", str(report.floor_bytes))
+    budget = ("--memory", options["memory"])
+    for lever in report.levers:
+        if lever.needs.startswith("--allow ") and lever.peak_bytes <= report.budget_bytes:
+            return command_for(options, "optimize", *budget, *lever.needs.split())
+    if options["mode"] != "inference" and options["processes"] == 1:
+        return command_for(options, "plan", "--find-batch", *budget)
+    return command_for(options, "diagnose")
 
 
 def _fixing(options: dict[str, Any]) -> str:
@@ -189,11 +189,10 @@ def _fixing(options: dict[str, Any]) -> str:
 
 def _next(options: dict[str, Any], result: Result, plan: Path) -> str:
     report = result.report
-    run = command_for(options, "run", "--plan", str(plan))
     if report.floor_bytes is not None:
-        return _next_of_missed(options, report, run)
+        return _next_of_missed(options, report)
     if result.plan is not None and result.plan.techniques:
-        return run
+        return command_for(options, "run", "--plan", str(plan))
     fixes = report.fixes
     if fixes is not None and fixes.diff and not fixes.written:
         return _fixing(options)
