@@ -44,6 +44,7 @@ class MicroBatch(TechniqueUnit):
     name = "micro_batch"
     takes = ("parts",)
     equivalence = "ROUNDING"
+    assumes = ("rerun blocks have no hooks, and write only state that can be restored",)
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every module with a batch that holds much for backward, in 2, 4, 8 parts and so on."""

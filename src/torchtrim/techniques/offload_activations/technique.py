@@ -53,6 +53,7 @@ class OffloadActivations(TechniqueUnit):
     name = "offload_activations"
     takes = (SLAB_BYTES, FILE_BYTES)
     equivalence = "BITWISE"
+    assumes = ("no hooks on saved tensors",)
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return each large tensor with enough time for its copies, in the order of backward."""

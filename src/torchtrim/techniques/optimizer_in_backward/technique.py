@@ -55,6 +55,10 @@ class OptimizerInBackward(TechniqueUnit):
     name = "optimizer_in_backward"
     takes = ("backwards",)
     equivalence = "BITWISE"
+    assumes = (
+        "`step` follows each backward",
+        "nothing reads gradients in between",
+    )
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every optimizer whose final gradients were read only by its own step."""

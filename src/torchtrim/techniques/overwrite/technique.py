@@ -34,6 +34,7 @@ class Overwrite(TechniqueUnit):
 
     name = "overwrite"
     equivalence = "BITWISE"
+    assumes = ("nothing else holds overwritten inputs",)
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every activation module whose input is dead after each of its calls."""

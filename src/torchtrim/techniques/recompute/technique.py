@@ -24,6 +24,10 @@ class Recompute(TechniqueUnit):
 
     name = "recompute"
     equivalence = "BITWISE"
+    assumes = (
+        "rerun blocks have no hooks, and write only state that can be restored",
+        "weights stay the same between forward and backward",
+    )
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every block and every range of a chain that saves something for backward."""

@@ -36,6 +36,7 @@ class Replay(TechniqueUnit):
 
     name = "replay"
     equivalence = "BITWISE"
+    assumes = ("no hooks on saved tensors",)
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return each tensor worth dropping, alone and with its inputs."""
