@@ -66,8 +66,8 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         code = error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        _say("interrupted")
+    except (click.Abort, KeyboardInterrupt) as stop:
+        _say_interrupted(stop)
         code = 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -95,6 +95,22 @@ def _say_defect(error: Exception) -> None:
     _say(
         f"{parts.trace_of(error)}\nerror: torchtrim failed: {parts.said_of(error)}.\n{advice}".strip()
     )
+
+
+def _say_interrupted(stop: BaseException) -> None:
+    """Report how far a verb came, what it knows, and what it wrote. click replaces Ctrl-C by an `Abort`."""
+    working = sys.modules.get("torchtrim.cli.progress")
+    where = working.interruption() if working is not None else ""
+    _say(f"interrupted{where}")
+    if not where:
+        return
+    from torchtrim.records.files import written
+
+    for one in (stop, stop.__cause__):
+        for fact in getattr(one, "__notes__", ()):
+            _say(fact)
+    files = ", ".join(map(str, written))
+    _say(f"written: {files}" if files else "nothing was written")
 
 
 def _say_writes() -> None:
