@@ -121,7 +121,8 @@ class CpuPeak(PeakMeter):
         super().__init__("not measured: no step could be watched")
         self._allocator = CpuAllocator()
         self._phase: Literal["", "before", "seen", "step"] = ""
-        self._alive = self._peak = self._at = self._watched = 0
+        self._alive = self._at = self._watched = 0
+        self._peak: int | None = None
         self._cost = 0.0
         self._began = time.perf_counter()
         _at_fork.add(self)
@@ -145,7 +146,7 @@ class CpuPeak(PeakMeter):
         begin = time.perf_counter()
         if self._phase == "step":
             watched = self._allocator.stop()
-            self._peak = 0 if watched is NOTHING else self._alive + watched.peak
+            self._peak = None if watched is NOTHING else self._alive + watched.peak
             self._phase = ""
         elif self._phase == "before":
             self._allocator.stop()
@@ -156,14 +157,14 @@ class CpuPeak(PeakMeter):
         """End a step, and note its peak if it was watched."""
         if self._phase == "step":
             self.pauses()
-        if not self._peak:
+        if self._peak is None:
             return bool(self._phase)
         self._watched += 1
         others = f", of {self._watched} watched" if self._watched > 1 else ""
         if self._peak > (self.bytes or 0):
             self.bytes, self._at = self._peak, step
         self.how = f"in step {self._at}{others}"
-        self._peak = 0
+        self._peak = None
         return True
 
     def close(self) -> None:
