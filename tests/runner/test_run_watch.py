@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from torchtrim.executor.notices import say
@@ -38,15 +39,16 @@ def plan(*techniques: Technique, inputs: tuple[str, ...] = (), **more: Any) -> P
         inputs=inputs,
         device="cpu",
     )
-    return Plan(
+    made = Plan(
         torchtrim="0.1.0",
         script="train.py",
         fingerprint={"Net": "1"},
         budget_bytes=50 * MIB,
         techniques=techniques,
         predicted=Prediction(peak_bytes=40 * MIB, step_seconds=0.2, device="cpu"),
-        **{"certified": proof if inputs else None, **more},
+        certified=proof if inputs else None,
     )
+    return replace(made, **more)
 
 
 class Loop:

@@ -161,7 +161,7 @@ class CpuPeak(PeakMeter):
             return bool(self._phase)
         self._watched += 1
         others = f", of {self._watched} watched" if self._watched > 1 else ""
-        if self._peak > (self.bytes or 0):
+        if self.bytes is None or self._peak > self.bytes:
             self.bytes, self._at = self._peak, step
         self.how = f"in step {self._at}{others}"
         self._peak = None
@@ -216,7 +216,7 @@ def _know_unknown_blocks() -> None:
 
     All else that is written to stderr meanwhile is passed on.
     """
-    block = torch.empty(1, device="cpu")
+    block = torch.empty(1, dtype=torch.uint8, device="cpu")
     allocator = CpuAllocator()
     sys.stderr.flush()
     with tempfile.TemporaryFile() as file:
