@@ -68,8 +68,6 @@ class Applier(Listener):
             raise EndOfScript(
                 ApplyFailed(f"the plan was made for another {name}; plan again for this one.")
             )
-        if self.report is not None:
-            self.report.root_appears(name, root)
         self._apply(name, root)
 
     def optimizer_appears(self, optimizer: torch.optim.Optimizer) -> None:
@@ -82,6 +80,8 @@ class Applier(Listener):
         except TorchtrimError as error:
             raise EndOfScript(error) from error
         self._waits_for.discard(name)
+        if self.report is not None and isinstance(root, nn.Module):
+            self.report.root_appears(name, root)
         if not self._waits_for and self.report is not None:
             self.report.applied(len(self.watcher.optimizers))
         if not self._waits_for and not self._stays:
