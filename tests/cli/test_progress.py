@@ -179,8 +179,6 @@ def interrupted(
     """Run a verb whose work ends by Ctrl-C, and return its exit code and stderr."""
 
     def run(work: Callable[..., None], *words: str) -> tuple[int, str]:
-        monkeypatch.setattr(files, "written", [])
-        monkeypatch.setattr(module, "_running", [])
         monkeypatch.setattr(f"torchtrim.api.{optimize_report.__name__}", work, raising=False)
         monkeypatch.setattr(module.Log, "quiet_seconds", 60.0)
         monkeypatch.setattr(sys, "argv", ["torchtrim", *words])

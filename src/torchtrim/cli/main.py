@@ -109,14 +109,20 @@ def _say_interrupted(stop: BaseException) -> None:
     for one in (stop, stop.__cause__):
         for fact in getattr(one, "__notes__", ()):
             _say(fact)
-    files = ", ".join(map(str, written))
-    _say(f"written: {files}" if files else "nothing was written")
+    files = ", ".join(dict.fromkeys(map(str, written)))
+    if files:
+        _say(f"written: {files}")
+    elif not _say_writes():
+        _say("nothing was written")
 
 
-def _say_writes() -> None:
+def _say_writes() -> bool:
+    """Say which source was written, and return True if any was."""
     sources = sys.modules.get("torchtrim.cli.options")
-    if sources is not None and (note := sources.writes_note()):
+    note = sources.writes_note() if sources is not None else ""
+    if note:
         _say(note)
+    return bool(note)
 
 
 def _show(error: TorchtrimError) -> None:

@@ -269,10 +269,13 @@ def progress(
     `expected`: the names of its phases; `begins`: the name of the first, which it is in already; `further`:
     see `Phases`. With `--quiet`, report nothing; with `--verbose`, every text in a line of its own.
     """
+    from torchtrim.records.files import written
+
     context = click.get_current_context(silent=True)
     amount = context.params.get("amount") if context is not None else None
     phases = Phases(expected, begins, further)
     _running[:] = [phases]
+    written.clear()
     kind: Reporter
     if amount == "headline":
         kind = Reporter(phases)
