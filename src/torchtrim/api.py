@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from torchtrim.runner.planned_script import check_script as check_script
     from torchtrim.runner.planned_script import run_planned as run_planned
     from torchtrim.runner.ranks import launch as launch
+    from torchtrim.runner.run_report import RunReport as RunReport
     from torchtrim.runner.script import Script as Script
     from torchtrim.runner.trials import Model, Workload
     from torchtrim.runner.warm import warm_up as warm_up
@@ -115,6 +116,7 @@ _HOMES = {
     "torchtrim.rules.registry": ("all_rules", "explain", "rule"),
     "torchtrim.analysis.user_source": ("SourceLines",),
     "torchtrim.runner.ranks": ("launch",),
+    "torchtrim.runner.run_report": ("RunReport",),
     "torchtrim.runner.script": ("Script",),
     "torchtrim.runner.warm": ("warm_up",),
     "torchtrim.costs.devices": ("DEVICES",),

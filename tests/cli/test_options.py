@@ -45,7 +45,10 @@ OPTIONS = {
         *("--out", "--no-source", "--frontier", "--export", "--find-batch"),
         *("--stages", "--replicas"),
     ),
-    "run": ("--module", "-m", "--plan", "--processes", "--verify-every", "--on-difference"),
+    "run": (
+        *("--module", "-m", "--plan", "--processes", "--verify-every", "--on-difference"),
+        *("--quiet", "--verbose"),
+    ),
     "stream-check": (
         *RUNS[:2],
         *("--timeout", *SHOWN, "--frames", "--frames-of"),

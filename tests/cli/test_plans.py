@@ -109,7 +109,7 @@ def test_a_plan_that_was_never_applied_is_told(
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(IN_A_THREAD)
     Path("plan.toml").write_text(plan_text(plan(where=("Sequential.0",))))
-    words = ["torchtrim", "run", "train.py", "--plan", "plan.toml", "--", how]
+    words = ["torchtrim", "run", "train.py", "--plan", "plan.toml", "--quiet", "--", how]
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(SystemExit) as ended:

@@ -1,37 +1,63 @@
-"""Where stderr is no terminal, long work is told of line by line."""
+"""Long work is told of: its phases, its time, what is left, and how far it came when interrupted."""
 
 from __future__ import annotations
 
 import re
+import sys
 import time
+from collections.abc import Callable
 
 import click
 import pytest
 
-from torchtrim.cli import output
-from torchtrim.cli.output import progress
+from torchtrim.api import optimize_report
+from torchtrim.cli import progress as module
+from torchtrim.cli.main import main
+from torchtrim.cli.progress import Phases, progress
+from torchtrim.records import files
 
-LINE = re.compile(r"\d\d:\d\d:\d\d +\d+ s  (.*)")
+LINE = re.compile(r"\d\d:\d\d:\d\d  (.*)  \d+ s(?:, about \d+ s left)?")
 
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output._Log, "quiet_seconds", 0.0)
+    monkeypatch.setattr(module.Log, "quiet_seconds", 0.0)
 
 
 def said(capfd: pytest.CaptureFixture[str]) -> list[str]:
-    """The lines without their times, which must be there."""
+    """The lines without their times, which must be there, and without the first one of a slow machine."""
     found = [LINE.fullmatch(line) for line in capfd.readouterr().err.splitlines()]
-    return [one.group(1) if one else "no time" for one in found]
+    lines = [one.group(1) if one else "no time" for one in found]
+    return [one for one in lines if not one.endswith("importing torch")]
 
 
-def test_a_line_for_each_run(capfd: pytest.CaptureFixture[str]) -> None:
-    with progress() as tell:
+def test_a_line_for_each_phase_with_its_number(capfd: pytest.CaptureFixture[str]) -> None:
+    with progress("original", "planned") as tell:
         for what in ("original", "planned"):
             tell(f"{what}: the script starts")
             for step in range(3):
                 tell(f"{what}: step {step + 1} of 3")
-    assert said(capfd) == ["original: the script starts", "planned: the script starts"]
+    assert said(capfd) == [
+        "2 of 3  original: the script starts",
+        "3 of 3  planned: the script starts",
+    ]
+
+
+def test_a_run_that_starts_again_is_a_phase_more(capfd: pytest.CaptureFixture[str]) -> None:
+    with progress("planned") as tell:
+        for _ in range(2):
+            tell("planned: the script starts")
+            tell("planned: step 1 of 1")
+    assert said(capfd) == [
+        "2 of 2  planned: the script starts",
+        "3 of 3  planned: the script starts",
+    ]
+
+
+def test_a_phase_that_is_left_out_is_not_counted(capfd: pytest.CaptureFixture[str]) -> None:
+    with progress("original", "planning", "planned") as tell:
+        tell("planned: the script starts")
+    assert said(capfd) == ["2 of 2  planned: the script starts"]
 
 
 def test_texts_that_differ_in_numbers_are_one(capfd: pytest.CaptureFixture[str]) -> None:
@@ -39,35 +65,41 @@ def test_texts_that_differ_in_numbers_are_one(capfd: pytest.CaptureFixture[str])
         for count in (3, 12):
             tell(f"{count} of 12 buffers")
         tell("checking")
-    assert said(capfd) == ["3 of 12 buffers", "checking"]
+    assert said(capfd) == ["2 of 2  3 of 12 buffers", "3 of 3  checking"]
 
 
 def test_it_is_never_silent_for_long(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output._Log, "most_silent_seconds", 0.2)
+    monkeypatch.setattr(module.Log, "most_silent_seconds", 0.2)
     with progress() as tell:
         tell("original: step 1 of 5")
         tell("original: step 2 of 5")
         time.sleep(1.0)
     lines = said(capfd)
-    assert lines[0] == "original: step 1 of 5"
-    assert set(lines[1:]) == {"original: step 2 of 5"}
+    assert lines[0] == "2 of 2  original: step 1 of 5"
+    assert set(lines[1:]) == {"2 of 2  original: step 2 of 5"}
+
+
+def test_the_first_line_comes_before_anything_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    with progress():
+        time.sleep(0.6)
+    assert "  1 of 1  importing torch  " in capfd.readouterr().err
 
 
 def test_what_is_over_at_once_says_nothing(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output._Log, "quiet_seconds", 60.0)
+    monkeypatch.setattr(module.Log, "quiet_seconds", 60.0)
     with progress() as tell:
         tell("original: step 1 of 5")
-    assert said(capfd) == []
+    assert capfd.readouterr().err == ""
 
 
 def test_names_from_outside_are_made_harmless(capfd: pytest.CaptureFixture[str]) -> None:
     with progress() as tell:
         tell("original\x1b[31m: step 1 of 5")
-    assert "\x1b" not in said(capfd)[0]
+    assert "\x1b" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("amount", "lines"), [("all", 4), (None, 2), ("headline", 0)])
@@ -81,3 +113,107 @@ def test_verbose_tells_each_step_and_quiet_none(
             for step in (1, 2):
                 tell(f"{what}: step {step} of 2")
     assert len(said(capfd)) == lines
+
+
+def test_on_a_terminal_one_line_changes_and_goes(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_is_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "30")
+    with progress("original") as tell:
+        tell("original: step 1 of 2, and much more than fits")
+    shown = capfd.readouterr().err.split("\r")
+    assert shown[1].startswith("1 of 2  importing torch  0 s")
+    assert shown[-1] == "\x1b[K"
+    assert all(len(one.removesuffix("\x1b[K")) < 30 for one in shown)
+    assert "\n" not in "".join(shown)
+
+
+class Run:
+    """A verb's runs on a clock of their own: start-up, two recorded steps of one second, and quicker ones."""
+
+    def __init__(self, *expected: str) -> None:
+        self.now = 0.0
+        self.phases = Phases(expected, clock=lambda: self.now)
+
+    def until(self, name: str, startup: float, steps: int) -> None:
+        self.phases.tell(f"{name}: the script starts")
+        self.now += startup
+        for step in range(1, steps + 1):
+            self.phases.tell(f"{name}: step {step} of 5")
+            self.now += 1.0 if step < 3 else 0.5
+
+
+RUN = 4.0 + 2 * 1.0 + 3 * 0.5
+FURTHER = 3 * 0.5
+
+
+def test_what_is_left_is_unknown_until_a_step_was_timed() -> None:
+    run = Run("original", "planned")
+    run.until("original", 4.0, 1)
+    assert run.phases.left is None
+    run.phases.tell("original: step 2 of 5")
+    assert run.phases.left == pytest.approx(RUN - 5 + FURTHER + RUN, rel=0.1)
+
+
+def test_later_runs_take_as_long_as_the_first() -> None:
+    run = Run("original", "planned", "again")
+    run.until("original", 4.0, 5)
+    run.until("planned", 4.0, 5)
+    assert run.phases.left == pytest.approx(RUN, rel=0.1)
+    run.until("again", 4.0, 3)
+    assert run.phases.left == pytest.approx(2 * 0.5, abs=0.3)
+
+
+def test_what_is_left_is_never_negative() -> None:
+    run = Run("original")
+    run.until("original", 1.0, 5)
+    run.now += 100
+    assert run.phases.left == 0
+
+
+@pytest.fixture
+def interrupted(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Run a verb whose work ends by Ctrl-C, and return its exit code and stderr."""
+
+    def run(work: Callable[..., None], *words: str) -> tuple[int, str]:
+        monkeypatch.setattr(f"torchtrim.api.{optimize_report.__name__}", work, raising=False)
+        monkeypatch.setattr(module.Log, "quiet_seconds", 60.0)
+        monkeypatch.setattr(sys, "argv", ["torchtrim", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, capfd.readouterr().err.strip()
+
+    return run
+
+
+def test_ctrl_c_says_how_far_it_came_and_what_is_known(interrupted, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+
+    def work(*_: object, progress: Callable[[str], None], **__: object) -> None:
+        progress("original: step 2 of 5")
+        stop = KeyboardInterrupt()
+        stop.add_note("known so far: the original peaks at 157 MiB")
+        raise stop
+
+    code, err = interrupted(work, "optimize", "train.py", "--memory", "60%")
+    assert code == 130
+    where, *others = err.splitlines()
+    assert re.fullmatch(r"interrupted in phase 2 of 4 \(original: step 2 of 5\) after \d+ s", where)
+    assert others == ["known so far: the original peaks at 157 MiB", "nothing was written"]
+
+
+def test_ctrl_c_names_the_files_that_were_written(interrupted, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+
+    def work(*_: object, **__: object) -> None:
+        files.write_atomically(tmp_path / "plan.toml", b"")
+        raise KeyboardInterrupt
+
+    code, err = interrupted(work, "optimize", "train.py", "--memory", "60%")
+    assert (code, err.splitlines()[-1]) == (130, f"written: {tmp_path / 'plan.toml'}")

@@ -55,6 +55,19 @@ def test_optimize_then_run_then_verify(run, tmp_path: Path) -> None:
     plan = str(folder / "plan.toml")
     code, out, err = run("run", PLAIN, "--plan", plan, "--", "--epochs", "1")
     assert (code, out) == (0, "epoch 0\n")
+    for said in (
+        f"torchtrim: applied {plan}: ",
+        "certified: identical to the original, bit for bit",
+        f"torchtrim: 4 steps with {plan}: peak ",
+        "within the budget of",
+        "a step on cpu (median), predicted",
+        "torchtrim: held in every step: Sequential as planned; inputs as certified",
+    ):
+        assert said in err
+    code, out, err = run("run", PLAIN, "--plan", plan, "--quiet", "--", "--epochs", "1")
+    assert (code, out) == (0, "epoch 0\n")
+    assert "applied" not in err
+    assert "steps with" not in err
     code, out, err = run("verify", PLAIN, "--plan", plan, "--json", *QUICK)
     assert code == 0
     assert json.loads(out)["certificate"]["verdict"] == "BITWISE"

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError
 
 from torchtrim.errors import ApplyFailed
-from torchtrim.executor import block_state
+from torchtrim.executor import notices
 from torchtrim.executor.block_state import BlockState
 from torchtrim.records.plan import Technique
 from torchtrim.techniques.micro_batch.technique import TECHNIQUE as MICRO_BATCH
@@ -29,7 +29,7 @@ now = {"step": 0}
 @pytest.fixture(autouse=True)
 def _said_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test was told once, another is told too."""
-    monkeypatch.setattr(block_state, "_WARNED", set())
+    monkeypatch.setattr(notices, "_SAID", set())
 
 
 class Block(nn.Module):

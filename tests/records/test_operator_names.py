@@ -7,7 +7,14 @@ import pytest
 from torchtrim.errors import UnreadableInput
 from torchtrim.records.files import load_pins, load_plan, plan_text
 from torchtrim.records.operator_names import role_of, with_roles
-from torchtrim.records.plan import Plan, Prediction, Sizes, Technique
+from torchtrim.records.plan import (
+    Plan,
+    PlanProof,
+    Prediction,
+    Sizes,
+    Technique,
+    digest_of_techniques,
+)
 from torchtrim.techniques.offload_activations.places import place_of as offload_at
 from torchtrim.techniques.replay.places import place_of as replay_at
 
@@ -90,6 +97,16 @@ def test_what_a_plan_assumes_and_holds_for_is_kept(tmp_path: Path) -> None:
         predicted=Prediction(peak_bytes=1, step_seconds=1.0),
         sizes=(sizes,),
         graphs={"step": "3f2a"},
+        certified=PlanProof(
+            verdict="BITWISE",
+            techniques=digest_of_techniques((told,)),
+            steps=5,
+            inputs=("LM: int64[8, 16]",),
+            device="cpu",
+        ),
     )
     path.write_text(plan_text(whole))
-    assert load_plan(path) == whole
+    read = load_plan(path)
+    assert read == whole
+    assert read.certified is not None
+    assert read.certified.techniques == digest_of_techniques(read.techniques)

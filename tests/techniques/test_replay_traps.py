@@ -279,7 +279,7 @@ def test_where_hooks_of_others_take_the_saving_it_is_told_once(
             net(x).sum().backward()
     said = capsys.readouterr().err
     assert said.count("torchtrim: ") == 1
-    assert "Net:gelu.0 runs under hooks on saved tensors" in said
+    assert "`Net:gelu.0`: runs under hooks on saved tensors" in said
     assert "replay saves nothing" in said
 
 

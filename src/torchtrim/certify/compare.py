@@ -268,6 +268,7 @@ def coverage_of(trial: Trial) -> Coverage:
         steps=len(trial.steps),
         device=trial.device,
         processes=(rank,),
+        complete=len(said) <= _MOST,
     )
 
 

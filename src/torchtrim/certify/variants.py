@@ -163,6 +163,7 @@ def _covered(each: Sequence[Coverage]) -> Coverage | None:
         dimensions=tuple(sorted({one for part in each for one in part.dimensions})),
         modes=tuple(dict.fromkeys(one for part in each for one in part.modes)),
         processes=tuple(one for part in each for one in part.processes),
+        complete=all(part.complete for part in each),
     )
 
 

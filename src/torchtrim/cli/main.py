@@ -66,8 +66,8 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         code = error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        _say("interrupted")
+    except (click.Abort, KeyboardInterrupt) as stop:
+        _say_interrupted(stop)
         code = 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -97,10 +97,32 @@ def _say_defect(error: Exception) -> None:
     )
 
 
-def _say_writes() -> None:
+def _say_interrupted(stop: BaseException) -> None:
+    """Report how far a verb came, what it knows, and what it wrote. click replaces Ctrl-C by an `Abort`."""
+    working = sys.modules.get("torchtrim.cli.progress")
+    where = working.interruption() if working is not None else ""
+    _say(f"interrupted{where}")
+    if not where:
+        return
+    from torchtrim.records.files import written
+
+    for one in (stop, stop.__cause__):
+        for fact in getattr(one, "__notes__", ()):
+            _say(fact)
+    files = ", ".join(dict.fromkeys(map(str, written)))
+    if files:
+        _say(f"written: {files}")
+    elif not _say_writes():
+        _say("nothing was written")
+
+
+def _say_writes() -> bool:
+    """Say which source was written, and return True if any was."""
     sources = sys.modules.get("torchtrim.cli.options")
-    if sources is not None and (note := sources.writes_note()):
+    note = sources.writes_note() if sources is not None else ""
+    if note:
         _say(note)
+    return bool(note)
 
 
 def _show(error: TorchtrimError) -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import shlex
 import shutil
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,81 +28,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 PLAN = "plan.toml"
 _ON_STDOUT = " on stdout"
-
-
-_DIGITS = re.compile(r"\d+")
-
-
-class _Log:
-    """Prints a line with the time for each run that begins, and one after each long silence.
-
-    Prints nothing for work that is quickly over.
-    """
-
-    quiet_seconds = 2.0  # Arbitrary; shorter work needs no progress.
-    most_silent_seconds = 20.0  # Arbitrary; a longer silence looks like a hang.
-
-    def __init__(self, *, every: bool = False) -> None:
-        self._every = every
-        self._begun = self._said = time.monotonic()
-        self._text = self._key = ""
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> _Log:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def tell(self, text: str) -> None:
-        """Note the current work, and print it if it belongs to another run than before."""
-        key = text.partition(": ")[0] if ": " in text else _DIGITS.sub("", text)
-        with self._lock:
-            new = self._every and text != self._text
-            self._text = text
-            if new:
-                self._say()
-            elif key != self._key and time.monotonic() - self._begun >= self.quiet_seconds:
-                self._key = key
-                self._say()
-
-    def _watch(self) -> None:
-        while not self._over.wait(self.most_silent_seconds / 20):
-            with self._lock:
-                if time.monotonic() - self._said >= self.most_silent_seconds:
-                    self._say()
-
-    def _say(self) -> None:
-        self._said = time.monotonic()
-        seconds = self._said - self._begun
-        line = f"{time.strftime('%H:%M:%S')} {seconds:5.0f} s  {cleaned(self._text or 'working')}"
-        with suppress(OSError, ValueError):
-            print(line, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """Report the progress of long work on stderr: on a terminal in one changing line, else line by line.
-
-    With `--quiet`, report nothing; with `--verbose`, everything, line by line.
-    """
-    from rich.console import Console
-
-    amount = _parameter("amount")
-    if amount == "headline":
-        yield lambda _: None
-        return
-    console = Console(stderr=True)
-    if not console.is_terminal or amount == "all":
-        with _Log(every=amount == "all") as log:
-            yield log.tell
-        return
-    with console.status("") as status:
-        yield lambda text: status.update(text)
 
 
 def folder_for(options: dict[str, Any]) -> Path:

@@ -25,13 +25,13 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from torchtrim.capture.code.side_effects import SideEffects, changed, hooks_of
 from torchtrim.capture.snapshot import OF_TORCH, set_state
 from torchtrim.errors import ApplyFailed
+from torchtrim.executor.notices import say_once
 from torchtrim.executor.ordinals import unnumbered
 
 _TENSORLESS = frozenset(
     (bool, int, float, str, tuple, list, dict, set, OrderedDict, type(None), types.FunctionType)
 )
 """Types of most module attributes. Comparing with a set is faster than `isinstance`."""
-_WARNED: set[tuple[str, str]] = set()
 
 
 class Key(NamedTuple):
@@ -40,13 +40,6 @@ class Key(NamedTuple):
     module: int
     table: str
     name: str
-
-
-def say_once(where: str, said: str) -> None:
-    """Print a message about a place of the plan to stderr, once."""
-    if (where, said) not in _WARNED:
-        _WARNED.add((where, said))
-        print(f"torchtrim: `{where}`: {said}", file=sys.stderr, flush=True)
 
 
 class BlockState:

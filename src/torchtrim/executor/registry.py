@@ -100,7 +100,8 @@ class TechniqueUnit(Protocol):
     """One technique: `options` and `edits` read a step, `apply` changes live modules or optimizers.
 
     `does` says what it does to a place, as an imperative.
-    A technique that accepts options in a plan lists their names in `takes`. It may also have
+    A technique that accepts options in a plan lists their names in `takes`, and one that
+    checks each step of a planned run the conditions in `assumes`. It may also have
     `to_files(step)`, which returns options with a memory-mapped file instead of host memory, each of which
     excludes the same option in host memory; `settled(step, technique)`, which adjusts its settings once all
     its places in a plan are known; and `refusals(step)`, which returns a sentence for each place where it
@@ -192,6 +193,12 @@ def check_known(one: Technique) -> None:
             f"{one.name} has no option {unknown[0]!r}, which the plan passes; {has}. Correct or remove "
             "it, or plan again. A plan made by a newer torchtrim needs that version."
         )
+
+
+def assumed_by(one: Technique) -> tuple[str, ...]:
+    """Return the conditions that a technique checks in each step of a run."""
+    unit: tuple[str, ...] = getattr(technique(one.name), "assumes", ())
+    return (*one.assumes, *unit)
 
 
 def _unit(name: str) -> TechniqueUnit:

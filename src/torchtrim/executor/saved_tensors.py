@@ -7,7 +7,6 @@ Autograd runs only the innermost hooks, so a watcher passes other tensors on to 
 from __future__ import annotations
 
 import functools
-import sys
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.dispatch.modes import has_own_dispatch, written_arguments
 from torchtrim.executor.failing import note
+from torchtrim.executor.notices import say
 from torchtrim.executor.ordinals import counting
 from torchtrim.executor.registry import Handle
 from torchtrim.executor.swap import Swapped
@@ -123,14 +123,12 @@ class SavedTensorWatcher(TorchDispatchMode, Generic[CallT]):  # type: ignore[no-
             return False
         if not self._has_warned:
             self._has_warned = True
-            print(
-                f"torchtrim: {where} runs under hooks on saved tensors that the script has set "
-                f"(saved_tensors_hooks, save_on_cpu or a checkpoint), so {self._technique} saves nothing "
-                "there, and the peak may exceed the plan's budget. The results are not "
-                "affected. Plan again "
-                "with these hooks on from the first step, or remove them.",
-                file=sys.stderr,
-                flush=True,
+            say(
+                where,
+                "runs under hooks on saved tensors that the script has set (saved_tensors_hooks, save_on_cpu "
+                f"or a checkpoint), so {self._technique} saves nothing there, and the peak may exceed the "
+                "plan's budget. The results are not affected. Plan again with these hooks on from the first "
+                "step, or remove them.",
             )
         return True
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from torchtrim.analysis.timeline import by_module, most_of
+from torchtrim.executor.registry import names
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.plans import where_of
 from torchtrim.records.budget import Budget
@@ -172,9 +173,8 @@ def _recomputed(profile: Profile) -> tuple[int | None, tuple[str, ...]]:
     """Return the smallest peak that recomputation reaches, or None if it saves little, and its places."""
     if not any(op.phase == "backward" for op in profile.operators):
         return None, ()
-    planner = Planner(
-        profile, step_seconds=profile.step_seconds, fingerprint={}, exclude=("overwrite",)
-    )
+    others = {*names()} - {"recompute"}
+    planner = Planner(profile, step_seconds=profile.step_seconds, fingerprint={}, exclude=others)
     bias = profile.peak_bytes - planner.simulated_original
     plan = planner.floor_plan(Budget(0, bias=bias))
     peak = plan.predicted.peak_bytes

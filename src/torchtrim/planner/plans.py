@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from torchtrim import __version__
 from torchtrim.executor.registry import Option, Settings, technique
 from torchtrim.planner.stages.calls import passes_in
@@ -37,6 +39,8 @@ def build_plan(
     `bound_seconds`: a lower bound on the time of a step within the budget.
     """
     script = source if isinstance(source, str) else _within(source.script, source.project)
+    if isinstance(source, Profile):
+        predicted = replace(predicted, device=source.device)
     return Plan(
         torchtrim=__version__,
         script=script,

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from torchtrim.records.figures import Figures
 from torchtrim.records.files import decode, read_bounded, write_atomically
-from torchtrim.records.plan import Plan
+from torchtrim.records.plan import Plan, PlanProof, digest_of_techniques
 
 Verdict = Literal["BITWISE", "ROUNDING", "AS ASKED", "NOT EQUAL", "UNDECIDED"]
 
@@ -39,7 +39,7 @@ class Coverage(Struct, frozen=True, kw_only=True):
 
     `inputs`: inputs of calls from user code, such as `"Net: float32[8, 3, 32, 32]"`. `batch_sizes`: first
     dimensions of each call's first input. `modes`: modes of the root modules. `dimensions`: numbers of
-    dimensions of the inputs. `processes`: ranks of a distributed job.
+    dimensions of the inputs. `processes`: ranks of a distributed job. `complete`: `inputs` has all of them.
     """
 
     inputs: tuple[str, ...] = ()
@@ -50,6 +50,7 @@ class Coverage(Struct, frozen=True, kw_only=True):
     steps: int = 0
     device: str = ""
     processes: tuple[int, ...] = (0,)
+    complete: bool = True
 
 
 class SemanticChange(Struct, frozen=True, kw_only=True):
@@ -88,6 +89,22 @@ class Certificate(Struct, frozen=True, kw_only=True):
     reason: str = ""
     coverage: Coverage | None = None
     asked: SemanticChange | None = None
+
+
+def with_proof(plan: Plan, certificate: Certificate) -> Plan:
+    """Return the plan with the verdict on it, unless it was not equal or is unknown."""
+    covered = certificate.coverage
+    if covered is None or certificate.verdict in ("NOT EQUAL", "UNDECIDED"):
+        return plan
+    proof = PlanProof(
+        verdict=certificate.verdict,
+        techniques=digest_of_techniques(plan.techniques),
+        steps=certificate.steps,
+        inputs=covered.inputs,
+        complete=covered.complete,
+        device=covered.device,
+    )
+    return msgspec.structs.replace(plan, certified=proof)
 
 
 _MOST_BYTES = 2**24  # Arbitrary; bounds what a hostile file makes us read.

@@ -31,8 +31,15 @@ _MOST_NAME = 80  # Arbitrary; names in a message fit a line.
 _NUMBER = re.compile(r"\d{1,9}")
 _UPDATE = "A newer torchtrim wrote it: update, or plan again with this version."
 _CORRECT = "Correct or remove that field, or plan again."
-_TABLES = ("techniques", "fingerprint", "predicted", "pins", "pipeline", "sizes", "graphs")
+_TABLES = (
+    *("techniques", "fingerprint", "predicted", "pins", "pipeline", "sizes", "graphs"),
+    "certified",
+)
 T = TypeVar("T")
+
+
+written: list[Path] = []
+"""Files that this process has written, for a message after an interruption."""
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -49,6 +56,7 @@ def write_atomically(path: Path, data: bytes) -> None:
         os.umask(mask := os.umask(0))
         Path(name).chmod(0o666 & ~mask)
         Path(name).replace(path)
+        written.append(path)
     except BaseException as error:
         with contextlib.suppress(OSError):
             Path(name).unlink()
@@ -307,6 +315,9 @@ def plan_text(plan: Plan) -> str:
         "[predicted]",
         *toml_lines(msgspec.to_builtins(plan.predicted)),
     ]
+    if plan.certified is not None:
+        said = "# of the techniques below, on these inputs; torchtrim writes it"
+        lines += ["", f"[certified]  {said}", *toml_lines(msgspec.to_builtins(plan.certified))]
     for technique in plan.techniques:
         skip = () if technique.assumes else ("assumes",)
         lines += ["", "[[techniques]]", *toml_lines(msgspec.to_builtins(technique), skip)]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta, Struct
 
 from torchtrim.records.budget import Budget, MemoryKind
@@ -50,7 +53,8 @@ class Prediction(Struct, frozen=True, kw_only=True):
     """Predicted figures of a planned step.
 
     `stall_seconds` is the time compute waits for copies to and from the host; `host_bytes` is the host memory
-    that the copies use. `effects` are those of simulated techniques, in the plan's order.
+    that the copies use. `effects` are those of simulated techniques, in the plan's order. `device`: the
+    device of the run that they are predicted from.
     """
 
     peak_bytes: Bytes
@@ -58,6 +62,22 @@ class Prediction(Struct, frozen=True, kw_only=True):
     host_bytes: Bytes = 0
     stall_seconds: Annotated[float, Meta(ge=0)] = 0.0
     effects: tuple[PredictedEffect, ...] = ()
+    device: Text = ""
+
+
+class PlanProof(Struct, frozen=True, kw_only=True):
+    """The verdict on a plan, and the conditions it was shown for.
+
+    `techniques`: a digest of the plan's techniques; with other techniques the plan was edited since.
+    `inputs`: inputs of calls from user code, such as `"Net: float32[8, 3, 32, 32]"`; all if `complete`.
+    """
+
+    verdict: Text
+    techniques: Text
+    steps: Bytes
+    inputs: tuple[Text, ...]
+    complete: bool = True
+    device: Text = ""
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -69,7 +89,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     are written by the user: patterns of places that must not change, under `keep`, or that must have a
     technique, under its name. `pipeline`: the model in stages, in several processes;
     such a plan has no techniques. `sizes`: the input sizes the plan is valid for; if empty, the recorded
-    ones. `graphs`: a digest of each compiled graph that a place refers to.
+    ones. `graphs`: a digest of each compiled graph that a place refers to. `certified`: the verdict on the
+    plan, None for a plan that was not tried.
 
     Places of schema 1 name kernels, those of schema 2 roles (`records.operator_names`); both can be read.
     """
@@ -89,6 +110,12 @@ class Plan(Struct, frozen=True, kw_only=True):
     pipeline: Pipeline | None = None
     sizes: tuple[Sizes, ...] = ()
     graphs: dict[Text, Text] = {}
+    certified: PlanProof | None = None
+
+    @property
+    def is_of_calls(self) -> bool:
+        """Whether the plan is for calls without gradients, not for training."""
+        return any(one.name == "release" for one in self.techniques)
 
     @property
     def budget(self) -> Budget:
@@ -103,3 +130,8 @@ class Plan(Struct, frozen=True, kw_only=True):
         if self.bound_seconds is None or not self.predicted.step_seconds:
             return None
         return 1 - self.bound_seconds / self.predicted.step_seconds
+
+
+def digest_of_techniques(techniques: Sequence[Technique]) -> str:
+    """Return a digest of techniques, their places and their options."""
+    return hashlib.sha256(msgspec.json.encode(techniques, order="sorted")).hexdigest()[:16]

@@ -27,6 +27,7 @@ from torchtrim.records.plan import Plan
 from torchtrim.runner import worker
 from torchtrim.runner.joining import Spawning
 from torchtrim.runner.processes import LIFELINE, end_with_parent
+from torchtrim.runner.run_report import RunReport
 from torchtrim.runner.script import Script
 from torchtrim.runner.settings import Eagerly
 from torchtrim.runner.trials import Workload
@@ -57,6 +58,8 @@ class Applier(Listener):
         self._stays = stays
         self._waits_for = {root_of(where) for one in plan.techniques for where in one.where}
         self._applied: list[Handles] = []
+        self.report: RunReport | None = None
+        self.error: BaseException | None = None
 
     def root_appears(self, root: nn.Module) -> None:
         name = self.modules.add_root(root)
@@ -77,18 +80,25 @@ class Applier(Listener):
         except TorchtrimError as error:
             raise EndOfScript(error) from error
         self._waits_for.discard(name)
+        if self.report is not None and isinstance(root, nn.Module):
+            self.report.root_appears(name, root)
+        if not self._waits_for and self.report is not None:
+            self.report.applied(len(self.watcher.optimizers))
         if not self._waits_for and not self._stays:
             self.watcher.remove()
 
     def revert(self) -> None:
         while self._applied:
             self._applied.pop().revert()
+        if self.report is not None:
+            self.report.reverted()
 
     def ended(self, error: BaseException | None) -> None:
         """Report the roots that never ran and updates without a `step`, after the script's end.
 
         Raises `EndOfScript` for such updates, unless the script itself has failed.
         """
+        self.error = error
         well = error is None or (isinstance(error, SystemExit) and not error.code)
         if self._waits_for and well:
             names = ", ".join(sorted(self._waits_for))
@@ -112,10 +122,15 @@ class Applier(Listener):
             raise EndOfScript(error) from error
 
 
-def run_planned(script: Script, plan: Plan | None, applier: Applier | None = None) -> None:
+def run_planned(
+    script: Script,
+    plan: Plan | None,
+    applier: Applier | None = None,
+    report: RunReport | None = None,
+) -> None:
     """Run the script as `python` would, planned; the script's exceptions and exits pass through.
 
-    `applier`: an `Applier` that does more than apply the plan.
+    `applier`: an `Applier` that does more than apply the plan. `report`: says what the plan did, on stderr.
     """
     if lifeline := os.environ.pop(LIFELINE, ""):
         end_with_parent(int(lifeline))
@@ -123,25 +138,31 @@ def run_planned(script: Script, plan: Plan | None, applier: Applier | None = Non
         if world > 1:
             Spawning(world).install()
     if plan is not None and plan.pipeline is not None:
-        _in_stages(script, plan)
+        _in_stages(script, plan, report)
         return
     if plan is None or not plan.techniques:
+        if report is not None:
+            report.start()
         try:
             _as_python(script)
         finally:
             flush_files()
         return
     applier = applier or Applier(plan)
+    applier.report = report
     eagerly = Eagerly(lambda: print(_EAGER, file=sys.stderr, flush=True))
     eagerly.install()
     try:
         with applier.watcher, checked_saves(applier.check_settled):
             _as_python(script, applier.ended)
     except EndOfScript as end:
+        applier.error = end.error
         raise end.error from None
     finally:
         eagerly.remove()
         flush_files()
+        if report is not None:
+            report.end(applier.error)
 
 
 _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
@@ -159,14 +180,20 @@ def flush_files() -> None:
                 obj.flush()
 
 
-def _in_stages(script: Script, plan: Plan) -> None:
+def _in_stages(script: Script, plan: Plan, report: RunReport | None) -> None:
     # Late, since torch's pipelining imports dynamo and inductor, which takes seconds.
     from torchtrim.runner.stage_worker import StageApplier, among_ranks
 
     assert plan.pipeline is not None
     stages = StageApplier(plan, several=True, refused=lambda said: EndOfScript(ApplyFailed(said)))
     watcher = Watcher(stages)
-    stages.applied = watcher.remove
+
+    def applied() -> None:
+        watcher.remove()
+        if report is not None:
+            report.start()
+
+    stages.applied = applied
     with among_ranks(plan.pipeline), contextlib.closing(stages):
         try:
             with watcher:

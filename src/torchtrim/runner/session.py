@@ -194,6 +194,7 @@ class Session(Listener):
 
     def _go_on_or_finish(self, times: Times) -> None:
         """Begin a further step, for growth, operator times or the loader, or finish."""
+        self._progress("further steps")
         if self._growth.next(self.trial.seconds) or times.next():
             return
         request = self.trial.request

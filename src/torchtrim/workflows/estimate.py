@@ -252,7 +252,8 @@ class Estimate:
         if device is not None and is_emulated(device):
             emulation = emulate(model_named(device.partition(" ")[2]))
         with working_folder() as folder, emulation:
-            trial = run_trial(workload, request, folder, self._progress)
+            tell = lambda text: self._progress(f"dry run: {text}")  # noqa: E731
+            trial = run_trial(workload, request, folder, tell)
         if trial.profile is None or not trial.profile.operators:
             raise Unsupported(
                 "the step ran no operator that torchtrim could estimate. Is the model a torch.nn.Module "

@@ -137,7 +137,6 @@ class BatchSearch:
         return grown
 
     def _probe(self, batch: int) -> int:
-        self._progress(f"a batch of {batch}, for real")
         predicted = self._predicted.get(batch)
         try:
             peak: int | None = self._measured(batch)
@@ -155,7 +154,8 @@ class BatchSearch:
         workload, fields = estimate.at("batch", batch)
         with working_folder() as folder:
             request = replace(self._request, **fields)
-            trial = run_trial(workload, request, folder, self._progress)
+            tell = lambda text: self._progress(f"a batch of {batch}: {text}")  # noqa: E731
+            trial = run_trial(workload, request, folder, tell)
         kind: MemoryKind = "reserved" if estimate.reserved_bytes else "allocated"
         given = estimate.given_bytes(trial.profile, workload) if trial.profile is not None else 0
         return measured(trial, kind) - given

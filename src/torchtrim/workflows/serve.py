@@ -9,7 +9,8 @@ from torchtrim.errors import InfeasibleBudget, PlannedStepFailed, UsageError
 from torchtrim.executor.apply import sha256_of
 from torchtrim.planner.plans import CallOptions, plan_of_calls
 from torchtrim.records.budget import Budget, MemoryKind, MemoryLimit, memory_limit
-from torchtrim.records.plan import Plan, Prediction
+from torchtrim.records.certificate import with_proof
+from torchtrim.records.plan import Prediction
 from torchtrim.records.report import Result
 from torchtrim.records.trial import Request, Trial
 from torchtrim.runner.script import Script
@@ -110,7 +111,7 @@ def _fit_calls(
         assert trial is not None
         plan = replace(chosen, predicted=_predicted(original, trial))
         certificate = fitting.verify(original, plan, trial)
-        fit = Fit(original, budget, plan, trial, certificate, trial.notes)
+        fit = Fit(original, budget, with_proof(plan, certificate), trial, certificate, trial.notes)
     met = limit is None or used <= budget.bytes
     return fit if met else _with_missed(fit, budget.bytes, used)
 
@@ -129,11 +130,6 @@ def _with_missed(fit: Fit, budget: int, smallest: int) -> Fit:
     return fit._replace(missed=missed, levers=missed.levers)
 
 
-def is_of_calls(plan: Plan) -> bool:
-    """Return True for a plan of calls without gradients."""
-    return any(one.name == "release" for one in plan.techniques)
-
-
 def _predicted(original: Trial, planned: Trial) -> Prediction:
     """Predict the peak: the memory live when a call begins, and the memory of the call's plan."""
     profile = original.profile
@@ -142,4 +138,4 @@ def _predicted(original: Trial, planned: Trial) -> Prediction:
     starts = [call.first for call in profile.calls if call.depth == 0 and call.first < len(level)]
     before = max((level[start] for start in starts), default=0)
     peak = before + planned.call_bytes if planned.call_bytes is not None else original.peak_bytes
-    return Prediction(peak_bytes=peak, step_seconds=original.seconds)
+    return Prediction(peak_bytes=peak, step_seconds=original.seconds, device=original.device)

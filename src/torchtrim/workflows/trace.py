@@ -38,7 +38,7 @@ def diagnose_traces(
     talks: list[Talk] = []
     failed: list[TorchtrimError] = []
     for file in files:
-        progress(f"reading {file.name}")
+        progress(f"reading: {file.name}")
         try:
             trace = read_trace(file)
             reports.append(analyse(trace, source))

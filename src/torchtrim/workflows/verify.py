@@ -30,11 +30,11 @@ from torchtrim.records.trial import Request, Trial
 from torchtrim.report.assemble import with_plan, with_planned
 from torchtrim.runner.live import Live, StepVerdict, tell
 from torchtrim.runner.planned_script import EndOfScript, check_script, run_planned
+from torchtrim.runner.run_report import RunReport
 from torchtrim.runner.script import Script
 from torchtrim.runner.trials import Progress, Workload, run_once
 from torchtrim.workflows.findings import machine, report_of
 from torchtrim.workflows.optimize.fitting import Fitting
-from torchtrim.workflows.serve import is_of_calls
 
 _RESULTS = "2:"
 _ORDER: tuple[Verdict, ...] = ("BITWISE", "ROUNDING", "AS ASKED", "UNDECIDED", "NOT EQUAL")
@@ -50,12 +50,13 @@ def verify_report(
         from torchtrim.workflows.pipeline import verify_pipeline
 
         return verify_pipeline(workload, plan, request, progress=progress)
-    infers = is_of_calls(plan) and isinstance(workload, Script)
+    infers = plan.is_of_calls and isinstance(workload, Script)
     saves = isinstance(workload, Script)  # the state of a live model must not change
     fitting = Fitting(workload, replace(request, infers=infers, round_trip=saves), progress)
-    original = fitting.observe()
-    planned = fitting.run_planned(plan)
-    certificate = fitting.verify(original, plan, planned)
+    with fitting.interruptible():
+        original = fitting.observe()
+        planned = fitting.run_planned(plan)
+        certificate = fitting.verify(original, plan, planned)
     report = with_planned(report_of("verify", workload, original), planned, certificate)
     modules = original.profile.modules if original.profile else ()
     report = with_plan(report, plan, plan.budget, modules)
@@ -217,7 +218,11 @@ OnDifference = Literal["stop", "revert"]
 
 
 def run_checked(
-    script: Script, plan: Plan | None, every: int, on_difference: OnDifference = "stop"
+    script: Script,
+    plan: Plan | None,
+    every: int,
+    on_difference: OnDifference = "stop",
+    report: RunReport | None = None,
 ) -> None:
     """Run the script planned, and check every `every`-th step.
 
@@ -236,7 +241,7 @@ def run_checked(
         differs = _revert
     live = Live(plan, every, partial(judge, rounds=rounds), differs)
     try:
-        run_planned(script, plan, live)
+        run_planned(script, plan, live, report)
     finally:
         if live.alone:
             tell(_summary(live))

@@ -272,3 +272,19 @@ def test_a_replaced_function_that_a_layer_of_torch_calls_is_a_change(
     references = SideEffects([nn.ReLU()]).references
     monkeypatch.setattr(F, "relu", F.gelu)
     assert changed(references)
+
+
+class Registry(dict[str, Any]):
+    """A dict as transformers has: its `get` takes no default, and its items are made on demand."""
+
+    def get(self, key: str) -> Any:  # type: ignore[override]
+        return super().get(key) or {}
+
+
+def test_a_dict_with_a_get_of_its_own_is_read_as_a_dict() -> None:
+    net, names = net_of("return x if TABLE.get('none') else F.relu(x)")
+    names["TABLE"] = Registry()
+    references = SideEffects([net]).references
+    assert not changed(references)
+    names["TABLE"] = Registry()
+    assert changed(references)

@@ -180,7 +180,7 @@ class SideEffects:
 
     def _refer(self, table: Any, name: str, found: Any) -> None:
         self._note_generators(found)
-        names = table if isinstance(table, dict) else getattr(table, "__dict__", None)
+        names = table if type(table) is dict else getattr(table, "__dict__", None)
         if isinstance(found, nn.Module) or names is None:
             return
         if callable(found) or found is UNKNOWN or isinstance(found, _CONTAINERS):

@@ -19,7 +19,8 @@ from torchtrim.cli.options import (
     script_of,
     writes,
 )
-from torchtrim.cli.output import command_for, folder_for, gate_text, progress, show, write_files
+from torchtrim.cli.output import command_for, folder_for, gate_text, show, write_files
+from torchtrim.cli.progress import progress
 from torchtrim.core.isolation import failures
 from torchtrim.core.units import format_bytes, parse_bytes
 from torchtrim.errors import UsageError
@@ -219,12 +220,12 @@ def _is_there(path: Path) -> bool:
 @click.option("--update-allow", is_flag=True, help="Write the findings to the allow-list.")
 def command(**options: Any) -> None:
     """Find wasted memory and time in SCRIPT's step."""
-    from torchtrim.api import diagnose_report
-
-    script = script_of(options)
-    gate = Gate(options, script.project)
     folder = folder_for(options)
-    with progress() as tell:
+    with progress("original") as tell:
+        from torchtrim.api import diagnose_report
+
+        script = script_of(options)
+        gate = Gate(options, script.project)
         result = diagnose_report(
             script, request_of(options), capture=options["capture"], progress=tell
         )

@@ -15,7 +15,8 @@ from torchtrim.cli.options import (
     shards,
     writes,
 )
-from torchtrim.cli.output import command_for, folder_for, is_over, progress, show, write_files
+from torchtrim.cli.output import command_for, folder_for, is_over, show, write_files
+from torchtrim.cli.progress import progress
 
 
 @click.command(cls=Verb)
@@ -41,10 +42,10 @@ def command(**options: Any) -> None:
     h100, estimates for that GPU, including memory reserved by the caching allocator. With --ranks 8,
     estimates one process of eight; with --fsdp, shards the model over them.
     """
-    from torchtrim.api import Request, estimate_report
-
     folder = folder_for(options)
-    with progress() as tell:
+    with progress("dry run", further=0) as tell:
+        from torchtrim.api import Request, estimate_report
+
         result = estimate_report(
             script_of(options),
             Request(steps=0, dry=True, ranks=options["ranks"] or 0, sharding=sharding_of(options)),

@@ -25,11 +25,11 @@ from torchtrim.cli.output import (
     folder_for,
     pins_in,
     plan_in,
-    progress,
     show,
     write_diff,
     write_files,
 )
+from torchtrim.cli.progress import progress
 from torchtrim.errors import NothingTrains, UsageError
 
 if TYPE_CHECKING:
@@ -84,7 +84,9 @@ def command(**options: Any) -> None:
     """
     folder = folder_for(options)
     plan = plan_in(options, folder)
-    with progress() as tell:
+    fits = options["memory"] is not None
+    phases = ("original", "planning", "planned") if fits else ("original",)
+    with progress(*phases, further=3 if fits else 0) as tell:
         result = _optimized(options, folder, plan, tell)
     following = _next(options, result, plan)
     fixes = result.report.fixes

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import click
 
 from torchtrim.cli.options import amount
-from torchtrim.cli.output import drawn_arena, progress
+from torchtrim.cli.output import drawn_arena
+from torchtrim.cli.progress import progress
 from torchtrim.core.units import format_bytes, format_seconds, parse_bytes
 from torchtrim.records.commands import path_argument
 
@@ -85,8 +86,8 @@ def command(
         )
     read = read_buffers(file)
     begin = time.perf_counter()
-    with progress() as tell:
-        tell(f"packing {len(read.buffers)} buffers")
+    with progress(begins="packing") as tell:
+        tell(f"packing: {len(read.buffers)} buffers")
         packing, interrupted = _packed(read.buffers, limit, alignment, seconds)
     took = time.perf_counter() - begin
     reason = why_invalid(read.buffers, packing.offsets, alignment=alignment)

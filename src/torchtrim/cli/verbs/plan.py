@@ -15,10 +15,10 @@ from torchtrim.cli.output import (
     folder_for,
     pins_in,
     plan_in,
-    progress,
     show,
     write_files,
 )
+from torchtrim.cli.progress import progress
 from torchtrim.errors import UsageError
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ def command(**options: Any) -> None:
         _find_batch(options, folder)
         return
     plan = plan_in(options, folder)
-    with progress() as tell:
+    phases = ("original", "planning", *(("planned",) if options["export"] else ()))
+    with progress(*phases) as tell:
         plans = _pipelined if options["stages"] else _planned
         result = plans(options, plan, tell)
     paths = write_files(result, folder, plan)
@@ -77,13 +78,13 @@ def command(**options: Any) -> None:
 
 def _find_batch(options: dict[str, Any], folder: Path) -> None:
     """Run the script at the batches that are predicted to fit. Exit code 1 if not even one sample fits."""
-    from torchtrim.api import find_batch_report
-
     if options["frontier"] or options["export"]:
         raise UsageError(
             "--find-batch makes no plan, so it does not combine with --frontier or --export."
         )
-    with progress() as tell:
+    with progress("dry run", further=0) as tell:
+        from torchtrim.api import find_batch_report
+
         result = find_batch_report(
             script_of(options), options["memory"], allow=options["allow"], progress=tell
         )

@@ -35,15 +35,18 @@ from torchtrim.records.commands import path_argument
     default="stop",
     help="If a step would differ: save the state and stop, or revert the plan and continue.",
 )
+@click.option("--quiet", is_flag=True, help="Say nothing about the plan on stderr.")
+@click.option("--verbose", is_flag=True, help="Name each place of the plan and each assumption.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(**options: Any) -> None:
     """Run SCRIPT as python would, and apply a plan when its models first run.
 
-    The exit code is the script's own; with several ranks, the first failing rank's. Put the script's
-    arguments after `--`.
+    Says on stderr what the plan changes and, in the end, the peak against the budget, the time against the
+    prediction, and what was checked. The exit code is the script's own; with several ranks, the first failing
+    rank's. Put the script's arguments after `--`.
     """
-    from torchtrim.api import Script, check_script, launch, run_checked, run_planned
+    from torchtrim.api import RunReport, Script, check_script, launch, run_checked, run_planned
     from torchtrim.records.files import load_plan
 
     script = Script(options["script"], tuple(options["args"]), options["module"])
@@ -59,10 +62,14 @@ def command(**options: Any) -> None:
                 "only one of them; `torchtrim verify` with --processes compares all ranks beforehand."
             )
         words = ["--plan", str(options["plan_path"])] if plan is not None else []
+        words += [f"--{name}" for name in ("quiet", "verbose") if options[name]]
         words += ["-m", script.target] if script.module else [path_argument(script.target)]
         command_line = ["run", *words, "--", *script.args]
         raise click.exceptions.Exit(launch(command_line, options["processes"]))
+    report = None
+    if plan is not None and not options["quiet"]:
+        report = RunReport(plan, options["plan_path"], verbose=options["verbose"])
     if options["every"] is not None:
-        run_checked(script, plan, options["every"], options["on_difference"])
+        run_checked(script, plan, options["every"], options["on_difference"], report)
     else:
-        run_planned(script, plan)
+        run_planned(script, plan, report=report)

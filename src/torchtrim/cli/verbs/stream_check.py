@@ -11,10 +11,10 @@ from torchtrim.cli.output import (
     command_for,
     folder_for,
     own_command,
-    progress,
     show,
     write_files,
 )
+from torchtrim.cli.progress import progress
 from torchtrim.core.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -38,14 +38,13 @@ def command(**options: Any) -> None:
     Runs on the CPU for --frames frames or until the script ends. The verdict is FLAT if frames add no memory,
     GROWS (exit code 1) if they add more than --max-growth, else IN BOUNDS.
     """
-    from torchtrim.api import StreamRequest, check_report
-
     most = parse_bytes(options["max_growth"], zero=True)
-    script = script_of(options)
-    request = StreamRequest(options["frames"], options["frames_of"])
     folder = folder_for(options)
     with progress() as tell:
-        result = check_report(script, request, most, tell)
+        from torchtrim.api import StreamRequest, check_report
+
+        request = StreamRequest(options["frames"], options["frames_of"])
+        result = check_report(script_of(options), request, most, tell)
     paths = write_files(result, folder)
     stream = result.report.stream
     assert stream is not None

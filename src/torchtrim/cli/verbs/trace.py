@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from torchtrim.cli.output import progress, show_trace
+from torchtrim.cli.output import show_trace
+from torchtrim.cli.progress import progress
 from torchtrim.records.commands import path_argument
 
 if TYPE_CHECKING:
@@ -35,9 +36,9 @@ def command(
     paths: tuple[Path, ...], as_json: bool, max_syncs: int | None, source: Path | None, top: int
 ) -> None:
     """Find every wait in a trace of torch.profiler: a file, a log folder, or one file per rank."""
-    from torchtrim.api import diagnose_traces
+    with progress(begins="reading") as tell:
+        from torchtrim.api import diagnose_traces
 
-    with progress() as tell:
         report = diagnose_traces(paths, source=source, progress=tell)
     if as_json:
         import msgspec

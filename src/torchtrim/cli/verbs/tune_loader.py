@@ -7,7 +7,8 @@ from typing import Any
 import click
 
 from torchtrim.cli.options import Verb, amount, estimates_script, script_of
-from torchtrim.cli.output import command_for, progress, show
+from torchtrim.cli.output import command_for, show
+from torchtrim.cli.progress import progress
 from torchtrim.core.units import parse_bytes
 
 
@@ -35,15 +36,15 @@ def command(**options: Any) -> None:
 
     Runs the script's own steps with a few settings of the loader, never with more workers than cores.
     """
-    from torchtrim.api import TuningRequest, tune_loader_report
-
     host = options["host_memory"]
-    request = TuningRequest(
-        seconds=options["seconds"],
-        memory=None if host is None else parse_bytes(host),
-        cores=options["cores"],
-    )
     with progress() as tell:
+        from torchtrim.api import TuningRequest, tune_loader_report
+
+        request = TuningRequest(
+            seconds=options["seconds"],
+            memory=None if host is None else parse_bytes(host),
+            cores=options["cores"],
+        )
         result = tune_loader_report(script_of(options), request, progress=tell)
     following = command_for(options, "diagnose")
     show(result, form=options["form"], next_command=following)

@@ -16,7 +16,8 @@ from torchtrim.cli.options import (
     script_of,
     writes,
 )
-from torchtrim.cli.output import command_for, folder_for, progress, show, write_files
+from torchtrim.cli.output import command_for, folder_for, show, write_files
+from torchtrim.cli.progress import progress
 from torchtrim.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def command(**options: Any) -> None:
     results differ, or the certificate no longer holds.
     """
     folder = folder_for(options)
-    with progress() as tell:
+    planned = options["plan_path"] is not None or options["check"]
+    with progress("original", "planned" if planned else "the other") as tell:
         if options["check"]:
             holds, result = _check(options, tell)
         else:

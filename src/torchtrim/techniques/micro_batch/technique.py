@@ -45,6 +45,7 @@ class MicroBatch(TechniqueUnit):
     does = "run in parts of the batch"
     takes = ("parts",)
     equivalence = "ROUNDING"
+    assumes = ("rerun blocks have no hooks, and write only state that can be restored",)
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every module with a batch that holds much for backward, in 2, 4, 8 parts and so on."""

@@ -54,6 +54,7 @@ class OffloadActivations(TechniqueUnit):
     does = "keep saved tensors on the host until backward"
     takes = (SLAB_BYTES, FILE_BYTES)
     equivalence = "BITWISE"
+    assumes = ("no hooks on saved tensors",)
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return each large tensor with enough time for its copies, in the order of backward."""

@@ -14,8 +14,8 @@ from torchtrim.capture.code.step_paths import step_follows
 from torchtrim.capture.optimizers import parameters_of
 from torchtrim.capture.spent import Spent, updating
 from torchtrim.errors import ApplyFailed
-from torchtrim.executor.block_state import say_once
 from torchtrim.executor.failing import note
+from torchtrim.executor.notices import say_once
 from torchtrim.executor.stepping import Stepping, has_step_hooks
 
 

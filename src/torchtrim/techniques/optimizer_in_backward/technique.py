@@ -56,6 +56,10 @@ class OptimizerInBackward(TechniqueUnit):
     does = "update each parameter once its gradient is final, and drop the gradient"
     takes = ("backwards",)
     equivalence = "BITWISE"
+    assumes = (
+        "`step` follows each backward",
+        "nothing reads gradients in between",
+    )
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every optimizer whose final gradients were read only by its own step."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from torchtrim.capture.code.side_effects import SideEffects, changed
 from torchtrim.errors import ApplyFailed
-from torchtrim.executor.block_state import say_once
+from torchtrim.executor.notices import say_once
 from torchtrim.executor.places import module_at
 from torchtrim.executor.registry import Handle, Handles, Undo
 from torchtrim.executor.swap import Swapped

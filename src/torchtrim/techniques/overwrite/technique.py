@@ -35,6 +35,7 @@ class Overwrite(TechniqueUnit):
     name = "overwrite"
     does = "write results over inputs"
     equivalence = "BITWISE"
+    assumes = ("nothing else holds overwritten inputs",)
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every activation module whose input is dead after each of its calls."""

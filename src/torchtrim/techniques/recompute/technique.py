@@ -25,6 +25,10 @@ class Recompute(TechniqueUnit):
     name = "recompute"
     does = "rerun in backward instead of keeping activations"
     equivalence = "BITWISE"
+    assumes = (
+        "rerun blocks have no hooks, and write only state that can be restored",
+        "weights stay the same between forward and backward",
+    )
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every block and every range of a chain that saves something for backward."""

@@ -37,6 +37,7 @@ class Replay(TechniqueUnit):
     name = "replay"
     does = "rerun single operators in backward instead of keeping their results"
     equivalence = "BITWISE"
+    assumes = ("no hooks on saved tensors",)
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return each tensor worth dropping, alone and with its inputs."""

@@ -22,7 +22,7 @@ from torchtrim.planner.pins import KEEP
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.variants import Planners, Variant
 from torchtrim.records.budget import Budget, MemoryKind, MemoryLimit
-from torchtrim.records.certificate import Certificate
+from torchtrim.records.certificate import Certificate, with_proof
 from torchtrim.records.figures import Lever
 from torchtrim.records.finding import EQUIVALENCES
 from torchtrim.records.plan import Plan
@@ -96,7 +96,18 @@ class Fitting:
         self._planners: dict[tuple[int, str, frozenset[str]], Planner | Planners] = {}
         self._recorded: dict[tuple[int, str], Trial] = {}
         self._known: dict[tuple[str, MemoryKind], int] = {}
+        self._tried: list[MeasuredPlan] = []
         self.notes: list[str] = []
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Add what is known so far to a `KeyboardInterrupt`, as notes."""
+        try:
+            yield
+        except KeyboardInterrupt as stop:
+            for fact in trials.known_so_far(self.original, self._tried):
+                stop.add_note(fact)
+            raise
 
     def observe(self) -> Trial:
         """Return the original's trial."""
@@ -207,6 +218,10 @@ class Fitting:
 
     def nearest(self, limit: MemoryLimit) -> Fit:
         """Fit, or return the verified plan with the smallest peak, and `missed`."""
+        with self.interruptible():
+            return self._nearest(limit)
+
+    def _nearest(self, limit: MemoryLimit) -> Fit:
         original = self.observe_longest()
         whole = trials.measured(original, limit.kind)
         budget = limit.budget(whole)
@@ -243,6 +258,7 @@ class Fitting:
         planner = self.planner(original)
         bias = original.peak_bytes - planner.simulated_original
         budget = Budget(original.peak_bytes, bias=bias)
+        self._progress("planning: for the smallest peak")
         plan = planner.floor_plan(budget)
         planned = self.run_planned(plan)
         tried = MeasuredPlan(plan, planned, planned.peak_bytes)
@@ -330,6 +346,7 @@ class Fitting:
         outcomes: list[PlanOutcome] = []
         notes: list[str] = []
         for number in range(_ROUNDS + 1):
+            self._progress(f"planning: for {format_bytes(budget.bytes)}")
             try:
                 plan = planner.plan(budget.biased(bias)) if number < _ROUNDS else None
             except InfeasibleBudget:
@@ -367,7 +384,8 @@ class Fitting:
     def _measured(self, plan: Plan, kind: MemoryKind) -> MeasuredPlan:
         trial = self.run_planned(plan)
         used = self._known[repr(plan.techniques), kind] = trials.measured(trial, kind)
-        return MeasuredPlan(plan, trial, used)
+        self._tried.append(MeasuredPlan(plan, trial, used))
+        return self._tried[-1]
 
     def _reconsidered(
         self, original: Trial, outcomes: list[PlanOutcome], budget: Budget
@@ -424,9 +442,11 @@ class Fitting:
             plan = self._unchanged(original, budget._replace(kind="allocated"))
             return Fit(original, budget, plan, None, None, ())
         certificate = self.verify(original, tried.plan, tried.trial)
-        return Fit(original, budget, tried.plan, tried.trial, certificate, ())
+        plan = with_proof(tried.plan, certificate)
+        return Fit(original, budget, plan, tried.trial, certificate, ())
 
     def _missed(self, original: Trial, budget: Budget, tried: MeasuredPlan) -> Fit:
+        self._progress("planning: what each technique would save alone")
         whole = trials.measured(original, budget.kind)
         if tried.used > (1 - LEAST_SAVING) * whole and not self.planner(original).forced:
             tried = MeasuredPlan(None, None, whole)

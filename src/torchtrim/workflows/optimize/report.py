@@ -38,10 +38,11 @@ def optimize_report(
 
     With `fixes`, also fix a script's host-device syncs, as a diff beside the plan.
     """
-    fit = Fitting(workload, request, progress, terms).nearest(memory_limit(memory, memory_kind))
+    fitting = Fitting(workload, request, progress, terms)
+    fit = fitting.nearest(memory_limit(memory, memory_kind))
     result = fitted(workload, fit)
     if fixes and isinstance(workload, Script) and fit.missed is None:
-        with isolated("fix", "of host-device syncs"):
+        with isolated("fix", "of host-device syncs"), fitting.interruptible():
             fixed = Fixing(workload, request, progress).fix(fit.original)
             report = with_fixes(result.report, fixes_of(fixed, workload.project))
             result = result._replace(report=report)
@@ -86,12 +87,15 @@ def plan_report(
     """Return a plan with its figures and, if requested, the frontier. Raises `InfeasibleBudget`."""
     limit = memory_limit(memory, memory_kind)
     fitting = Fitting(workload, request, progress, terms)
-    trial = fitting.observe_longest()
-    planner = fitting.planner(trial)
-    whole = measured(trial, memory_kind)
-    bias = whole - planner.simulated_original
-    chosen = planner.plan(limit.budget(whole).biased(bias))
-    points: tuple[FrontierPoint, ...] = planner.frontier(bias=bias) if frontier else ()
+    with fitting.interruptible():
+        trial = fitting.observe_longest()
+        planner = fitting.planner(trial)
+        whole = measured(trial, memory_kind)
+        bias = whole - planner.simulated_original
+        budget = limit.budget(whole)
+        progress(f"planning: for {format_bytes(budget.bytes)}")
+        chosen = planner.plan(budget.biased(bias))
+        points: tuple[FrontierPoint, ...] = planner.frontier(bias=bias) if frontier else ()
     modules = trial.profile.modules if trial.profile else ()
     report = with_plan(report_of("plan", workload, trial), chosen, chosen.budget, modules)
     pinned = [note] if (note := planner.pinned.note()) else []

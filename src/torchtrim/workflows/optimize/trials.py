@@ -15,7 +15,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from torchtrim.core.isolation import Failure, debugging, note
-from torchtrim.core.units import format_bytes
+from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.errors import (
     ApplyFailed,
     InfeasibleBudget,
@@ -74,6 +74,24 @@ def measured(trial: Trial, kind: MemoryKind) -> int:
             "`allocated` is measured everywhere, `reserved` on CUDA, `rss` on CPU."
         )
     return figure
+
+
+def known_so_far(original: Trial | None, tried: Collection[MeasuredPlan]) -> Iterator[str]:
+    """Yield what is known when the work is interrupted: the original's figures, and the best plan's."""
+    if original is None:
+        return
+    known = (original.peak_bytes, original.seconds)
+    yield f"known so far: the original peaks at {_figures(*known)}"
+    if tried:
+        best = min(tried, key=lambda one: one.used)
+        assert best.plan is not None
+        assert best.trial is not None
+        names = " and ".join(dict.fromkeys(one.name for one in best.plan.techniques))
+        yield f"best plan so far: {names}, {_figures(best.used, best.trial.seconds)}"
+
+
+def _figures(peak: int, seconds: float) -> str:
+    return f"{format_bytes(peak)}, {format_seconds(seconds)} a step"
 
 
 class TimedPlan(NamedTuple):

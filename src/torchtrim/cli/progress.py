@@ -1,0 +1,292 @@
+"""Progress of long work on stderr: the phase, its number, the time, and what is left of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+import click
+
+_STEP = re.compile(r"step (\d+) of (\d+)")
+_DIGITS = re.compile(r"\d+")
+_STARTS = "the script starts"
+IMPORTING, PLANNING = "importing torch", "planning"
+_RECORDED, _UNRECORDED = 2, 0.55
+"""Steps that a run records first, by default, and the share of their time that a later step takes."""
+_SEARCH = 0.15
+"""Time of a search for a plan, or of a comparison, in imports of torch: both take as long as the machine."""
+
+
+@dataclass
+class _Phase:
+    """One phase: its name, when it began, and when each of its steps began, if it is a run."""
+
+    name: str
+    began: float
+    steps: list[float] = field(default_factory=list)
+    of: int = 0
+
+    @property
+    def pace(self) -> float | None:
+        """Seconds of a step that is not recorded, None before the second step."""
+        gaps = [b - a for a, b in zip(self.steps, self.steps[1:], strict=False)]
+        if later := sorted(gaps[_RECORDED:]):
+            return later[len(later) // 2]
+        return _UNRECORDED * min(gaps) if gaps else None
+
+    def length(self, before: _Phase | None) -> float | None:
+        """Expected seconds up to the end of the last step, like those of the run before, if there is one."""
+        whole = before.length(None) if before is not None else None
+        if whole is not None and before is not None and len(self.steps) <= len(before.steps):
+            reached = len(self.steps) - 1
+            if reached < 1:
+                return whole
+            there = max(before.steps[reached] - before.began, 1e-3)
+            return whole * (self.steps[reached] - self.began) / there
+        if (pace := self.pace) is None:
+            return None
+        slow = max(_RECORDED - len(self.steps) + 1, 0) * (1 / _UNRECORDED - 1)
+        return self.steps[-1] - self.began + (self.of - len(self.steps) + 1 + slow) * pace
+
+
+class Phases:
+    """The phases of a verb, known in advance as `expected`; others are added as they come.
+
+    `tell` takes texts such as `"original: step 2 of 5"`. A run that starts again is a phase of its own.
+    `further`: steps of the first run after the counted ones, as for the times of operators.
+    """
+
+    def __init__(
+        self,
+        expected: tuple[str, ...] = (),
+        begins: str = IMPORTING,
+        further: int = 3,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.text = begins
+        self._clock = clock
+        self.began = clock()
+        self._expected = [*expected]
+        self._further = further
+        self._current = _Phase(begins, self.began)
+        self._number = 1
+        self._runs: list[_Phase] = []
+        self._unit: float | None = None
+
+    def tell(self, text: str) -> bool:
+        """Note the current work; return True if a phase begins."""
+        name, colon, detail = text.partition(": ")
+        name, detail = (name, detail) if colon else (_DIGITS.sub("", text).strip(), "")
+        self.text = text
+        again = detail == _STARTS and bool(self._current.steps)
+        begins = name != self._current.name or again
+        if begins:
+            self._begin(name)
+        if match := _STEP.search(detail):
+            self._current.of = int(match[2])
+            while len(self._current.steps) < int(match[1]):
+                self._current.steps.append(self._clock())
+        return begins
+
+    def _begin(self, name: str) -> None:
+        now = self._clock()
+        self._unit = now - self.began if self._unit is None else self._unit
+        if self._current.steps:
+            self._runs.append(self._current)
+        if name in self._expected:
+            del self._expected[: self._expected.index(name) + 1]
+        self._current = _Phase(name, now)
+        self._number += 1
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self.began
+
+    @property
+    def place(self) -> str:
+        """The number of the phase, such as `"2 of 4"`."""
+        return f"{self._number} of {self._number + len(self._expected)}"
+
+    @property
+    def left(self) -> float | None:
+        """Expected seconds until the end, None as long as no step was timed."""
+        before = self._runs[-1] if self._runs else None
+        run = self._current.length(before)
+        if run is None:
+            return None
+        search = _SEARCH * (self._unit or 0.0)
+        others = [search if one == PLANNING else run + search for one in self._expected]
+        return max(self._end_of_current(run, search) - self._clock(), 0.0) + sum(others)
+
+    def _end_of_current(self, run: float, search: float) -> float:
+        current = self._current
+        if current.name == PLANNING:
+            return current.began + search
+        further = 0.0 if self._runs else self._further * (current.pace or 0.0)
+        return current.began + run + further + search
+
+    def line(self) -> str:
+        """Return the place, the text, the time and what is left, in one line."""
+        return f"{self.place}  {_clean(self.text)}  {self.elapsed:.0f} s{self._left_words()}"
+
+    def _left_words(self) -> str:
+        left = self.left
+        return "" if left is None else f", about {max(left, 1.0):.0f} s left"
+
+
+def _clean(text: str) -> str:
+    from torchtrim.cli.output import cleaned
+
+    return cleaned(text)
+
+
+class Reporter:
+    """Shows the phases on stderr; the base class shows nothing."""
+
+    def __init__(self, phases: Phases) -> None:
+        self.phases = phases
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def tell(self, text: str) -> None:
+        """Note the current work."""
+        with self._lock:
+            self.phases.tell(text)
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+
+class _Threaded(Reporter):
+    interval = 0.25
+
+    def __init__(self, phases: Phases) -> None:
+        super().__init__(phases)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Reporter:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(self.interval):
+            with self._lock:
+                self._look()
+
+    def _look(self) -> None:
+        """Show what has changed."""
+
+
+class Log(_Threaded):
+    """Prints a line with the time for each phase that begins, and one after each long silence.
+
+    Prints nothing for work that is over at once. `every`: print a line for each text.
+    """
+
+    quiet_seconds = 0.7  # Arbitrary; shorter work needs no progress.
+    most_silent_seconds = 20.0  # Arbitrary; a longer silence looks like a hang.
+
+    def __init__(self, phases: Phases, *, every: bool = False) -> None:
+        super().__init__(phases)
+        self._every = every
+        self._said = phases.began
+        self._pending = True
+
+    def tell(self, text: str) -> None:
+        """Note the current work, and print a line if a phase begins."""
+        with self._lock:
+            changed = text != self.phases.text
+            self._pending |= self.phases.tell(text) or (self._every and changed)
+            self._look()
+
+    def _look(self) -> None:
+        silent = time.monotonic() - self._said >= self.most_silent_seconds
+        if (self._pending or silent) and (self._every or self.phases.elapsed >= self.quiet_seconds):
+            self._pending = False
+            self._said = time.monotonic()
+            self._write(f"{time.strftime('%H:%M:%S')}  {self.phases.line()}\n")
+
+
+class Line(_Threaded):
+    """Shows one changing line on a terminal, and removes it in the end."""
+
+    def tell(self, text: str) -> None:
+        """Note the current work, and show it."""
+        super().tell(text)
+        with self._lock:
+            self._look()
+
+    def __enter__(self) -> Reporter:
+        self._look()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._write("\r\x1b[K")
+
+    def _look(self) -> None:
+        width = shutil.get_terminal_size().columns - 1
+        self._write(f"\r{self.phases.line()[:width]}\x1b[K")
+
+
+_running: list[Phases] = []
+
+
+def interruption() -> str:
+    """Return where the work of the verb was when it was interrupted, or an empty string before any."""
+    if not _running:
+        return ""
+    phases = _running[-1]
+    return f" in phase {phases.place} ({_clean(phases.text)}) after {phases.elapsed:.0f} s"
+
+
+@contextmanager
+def progress(
+    *expected: str, begins: str = IMPORTING, further: int = 3
+) -> Iterator[Callable[[str], None]]:
+    """Report the progress of long work on stderr: on a terminal in one changing line, else line by line.
+
+    `expected`: the names of its phases; `begins`: the name of the first, which it is in already; `further`:
+    see `Phases`. With `--quiet`, report nothing; with `--verbose`, every text in a line of its own.
+    """
+    from torchtrim.records.files import written
+
+    context = click.get_current_context(silent=True)
+    amount = context.params.get("amount") if context is not None else None
+    phases = Phases(expected, begins, further)
+    _running[:] = [phases]
+    written.clear()
+    kind: Reporter
+    if amount == "headline":
+        kind = Reporter(phases)
+    elif amount == "all" or not _is_terminal():
+        kind = Log(phases, every=amount == "all")
+    else:
+        kind = Line(phases)
+    with kind:
+        yield kind.tell
+    phases.text = "writing"
+
+
+def _is_terminal() -> bool:
+    return sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"

@@ -1,0 +1,217 @@
+"""Watches the steps of a planned run: their number, time and peak, and what they assume."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import statistics
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from torchtrim.capture.recording import tensors_in
+from torchtrim.capture.steps import Steps
+from torchtrim.core.clock import now
+from torchtrim.errors import ApplyFailed
+from torchtrim.evidence.evidence import kind_of
+from torchtrim.executor import notices
+from torchtrim.executor.swap import Forward, Swapped
+from torchtrim.records.plan import Plan
+from torchtrim.runner.run_peak import PeakMeter, meter_for
+
+_KEPT = 1024
+"""Recent steps whose median is the time of a step."""
+_MOST_KNOWN = 256
+"""Arbitrary: bounds the memory for a script with ever new shapes."""
+
+
+class Notice(NamedTuple):
+    """An assumption that a step did not meet at a place."""
+
+    step: int
+    where: str
+    said: str
+
+
+class RunWatch:
+    """Watch of a planned run, by the calls of its roots and the steps of its optimizers.
+
+    A plan of calls has calls for steps. `told` gets a line when inputs first differ from the certified ones.
+    """
+
+    def __init__(self, plan: Plan, told: Callable[[str], None]) -> None:
+        self.steps = 0
+        self.device = ""
+        self.inputs = InputCheck(plan, told)
+        self.notices: list[Notice] = []
+        self.peak = PeakMeter("not measured: the plan's models never ran")
+        self._plan = plan
+        self._seconds: deque[float] = deque(maxlen=_KEPT)
+        self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._cycle: Steps | None = None
+        self._began: float | None = None
+        self._stepped = 0.0
+        self._inside = self._is_over = False
+        self._here = os.getpid(), threading.get_ident()
+        self._undo = contextlib.ExitStack()
+
+    @property
+    def seconds(self) -> float | None:
+        """Median time of a step, None if no step was timed."""
+        return statistics.median(self._seconds) if self._seconds else None
+
+    def begin(self, optimizers: int) -> None:
+        """Begin to watch a script with this many optimizers."""
+        self._cycle = Steps(max(optimizers, 1))
+        self._undo.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
+        notices.listeners.append(self._noticed)
+        self._undo.callback(notices.listeners.remove, self._noticed)
+
+    def watch(self, name: str, root: nn.Module) -> None:
+        """Watch the calls of a root, unless it is compiled."""
+        if not self.device and (parameter := next(root.parameters(), None)) is not None:
+            self.device = str(parameter.device)
+            self.peak = meter_for(parameter.device, self._plan.memory_kind)
+        with contextlib.suppress(ApplyFailed):
+            Swapped(root, lambda forward: partial(self._call, name, forward))
+
+    def end(self) -> None:
+        """Stop watching. The last step is complete if its optimizers have stepped."""
+        if self._is_over:
+            return
+        if self._began is not None and (self._plan.is_of_calls or self._is_stepped):
+            self._step_ends((self._stepped or now()) - self._began)
+        self._is_over = True
+        self.peak.close()
+        self._undo.close()
+
+    @property
+    def _is_stepped(self) -> bool:
+        return self._cycle is not None and self._cycle.dirty
+
+    def _is_here(self) -> bool:
+        return not self._is_over and (os.getpid(), threading.get_ident()) == self._here
+
+    def _call(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        again = torch._C._current_autograd_node() is not None
+        if self._inside or again or not self._is_here():
+            return forward(*args, **kwargs)
+        self._inside = True
+        try:
+            if self._plan.is_of_calls or torch.is_grad_enabled():
+                self._step_runs()
+                self.inputs.see(name, args, kwargs, self.steps + 1)
+            elif self._is_stepped:
+                self.peak.pauses()
+            return forward(*args, **kwargs)
+        finally:
+            self._inside = False
+
+    def _step_runs(self) -> None:
+        """Note a call that belongs to the current step or begins the next one."""
+        if self._began is not None and (self._plan.is_of_calls or self._next_begins()):
+            self._step_ends(now() - self._began)
+            self._began = None
+        if self._began is None:
+            self.peak.begins()
+            self._began = now()
+
+    def _next_begins(self) -> bool:
+        return self._cycle is not None and self._cycle.forward()
+
+    def _step_ends(self, took: float) -> None:
+        self.steps += 1
+        measured = self.peak.ends(self.steps)
+        if self.steps > 1 and not measured:
+            self._seconds.append(took)
+
+    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._is_here() and self._cycle is not None:
+            self._stepped = now()
+            self._cycle.stepped(self._optimizers.setdefault(optimizer, len(self._optimizers)))
+
+    def _noticed(self, where: str, said: str) -> None:
+        self.notices.append(Notice(self.steps + 1, where, said))
+
+
+class InputCheck:
+    """Compares the inputs of roots with those that the plan was certified for.
+
+    `compares`: all certified inputs are known. `others` describes other inputs, and `other_steps` counts the
+    steps that had some.
+    """
+
+    def __init__(self, plan: Plan, told: Callable[[str], None]) -> None:
+        proof = plan.certified
+        self._certified = proof.inputs if proof is not None and proof.complete else ()
+        self.compares = bool(self._certified)
+        self.others: list[str] = []
+        self.other_steps = 0
+        self._told = told
+        self._known: dict[Any, bool] = {}
+        self._last = 0
+
+    def see(self, name: str, args: Any, kwargs: Any, step: int) -> None:
+        """Check the inputs of a call, and tell of the first ones that are not certified."""
+        if not self.compares:
+            return
+        tensors = list(tensors_in((args, kwargs)))
+        key = name, tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        if (known := self._known.get(key)) is None:
+            inputs = ", ".join(map(kind_of, tensors)) or "no tensor"
+            known = f"{name}: {inputs}" in self._certified
+            if len(self._known) < _MOST_KNOWN:
+                self._known[key] = known
+                if not known:
+                    self._note(name, inputs, step)
+        if not known and self._last != step:
+            self._last, self.other_steps = step, self.other_steps + 1
+
+    def _note(self, name: str, inputs: str, step: int) -> None:
+        start = f"{name}: "
+        certified = [one.removeprefix(start) for one in self._certified if one.startswith(start)]
+        self.others.append(_difference(name, inputs, certified, step))
+        if len(self.others) == 1:
+            self._told(self.others[0])
+
+
+_KIND = re.compile(r"(\w+)\[([^\]]*)\]")
+
+
+def _difference(name: str, inputs: str, certified: list[str], step: int) -> str:
+    """Describe inputs that differ from certified ones: by the size of the batch, if only that differs."""
+    batch, known_batches = _batch_of(inputs), [_batch_of(one) for one in certified]
+    if batch is not None and known_batches:
+        sizes = {one.size for one in known_batches if one is not None and one.rest == batch.rest}
+        if len(sizes) == len({*certified}):
+            return f"batch {batch.size} from step {step}: certified for {_listed(sizes)} only"
+    known = f"for {' and '.join(certified)} only" if certified else "without calls of it"
+    return f"{name} takes {inputs} from step {step}: certified {known}"
+
+
+class _Batch(NamedTuple):
+    """Size of the first dimension that all inputs share, and the rest of their shapes, with their types."""
+
+    size: int
+    rest: tuple[tuple[str, str], ...]
+
+
+def _batch_of(inputs: str) -> _Batch | None:
+    kinds = _KIND.findall(inputs)
+    sizes = {shape.partition(", ")[0] for _, shape in kinds}
+    if len(sizes) != 1 or not (size := sizes.pop()).isdecimal():
+        return None
+    return _Batch(int(size), tuple((dtype, shape.partition(", ")[2]) for dtype, shape in kinds))
+
+
+def _listed(sizes: set[int]) -> str:
+    *others, last = map(str, sorted(sizes))
+    return f"{', '.join(others)} and {last}" if others else last
