@@ -181,10 +181,10 @@ def _tail(page: _Page, room: _RowLimits) -> list[Text]:
 
 
 def _proof(page: _Page, room: _RowLimits) -> Sequence[str]:
-    """Return the certificate. If space is short and all bits are equal, omit its figures, which are 0."""
+    """Return the certificate. If all bits are equal, only `--verbose` lists the counts."""
     certificate, lines = page.report.certificate, page.items["certificate"].texts
     equal = certificate is not None and certificate.verdict == "BITWISE"
-    return lines[:2] if equal and not room.gaps else lines
+    return lines[:2] if equal and room is not _ALL else lines
 
 
 def _fixes(page: _Page, room: _RowLimits) -> list[Text]:
