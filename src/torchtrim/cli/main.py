@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import os
 import pkgutil
@@ -34,8 +35,14 @@ class Verbs(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the verb of that name, or None."""
-        if cmd_name not in self.list_commands(ctx):
-            return None
+        names = self.list_commands(ctx)
+        if cmd_name not in names:
+            near = difflib.get_close_matches(cmd_name, names, n=1, cutoff=0.5)
+            question = f" Did you mean `torchtrim {near[0]}`?" if near else ""
+            raise UsageError(
+                f"there is no command {cmd_name!r}.{question} `torchtrim --help` lists all; to fit a script "
+                "into memory: torchtrim optimize SCRIPT --memory 60%"
+            )
         stem = cmd_name.replace("-", "_")
         command: click.Command = importlib.import_module(f"{verbs.__name__}.{stem}").command
         return command

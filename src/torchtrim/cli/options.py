@@ -16,7 +16,7 @@ from click.core import ParameterSource
 
 from torchtrim.api import DEVICES
 from torchtrim.cli.output import cleaned, formats, own_command
-from torchtrim.core.units import check_bytes, parse_bytes
+from torchtrim.core.units import check_bytes, check_unit, parse_bytes
 from torchtrim.errors import UsageError
 from torchtrim.records.commands import from_here, path_argument
 from torchtrim.records.terms import allowance
@@ -65,13 +65,18 @@ class PriceLimit:
         return by_time or (self.bytes is not None and (finding.price_bytes or 0) >= self.bytes)
 
 
-def amount(*, share: bool = False, zero: bool = False) -> Callback:
-    """Return an option callback that rejects an invalid amount of memory before the verb runs."""
+def amount(*, share: bool = False, zero: bool = False, of_a_step: bool = False) -> Callback:
+    """Return an option callback that rejects an invalid amount of memory before the verb runs.
+
+    `of_a_step`: reject numbers without a unit that no step fits into.
+    """
 
     def check(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
         try:
             if value is not None:
                 check_bytes(value, share=share, zero=zero)
+                if of_a_step:
+                    check_unit(value)
         except UsageError as error:
             name = option.name or ""
             in_file = context.get_parameter_source(name) is ParameterSource.DEFAULT_MAP
@@ -335,7 +340,7 @@ def fits(*, required: bool = True) -> Callable[[F], F]:
             "--memory",
             required=required,
             metavar="B",
-            callback=amount(share=True),
+            callback=amount(share=True, of_a_step=True),
             help="Memory budget: 8GiB, 500MB, or 60% of the original peak.",
         ),
         click.option(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchtrim.core.isolation import KINDS, failures, isolated
-from torchtrim.errors import UsageError
+from torchtrim.errors import TorchtrimError, UsageError
 from torchtrim.records.commands import path_argument
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PLAN = "plan.toml"
+OWN_FOLDER = Path("torchtrim-out")
 _ON_STDOUT = " on stdout"
 
 
@@ -36,7 +37,7 @@ def folder_for(options: dict[str, Any]) -> Path:
     Raises `UsageError` if it is not writable, before a run that could not be saved.
     """
     stem = Path(options["script"]).stem if not options["module"] else options["script"]
-    folder: Path = options["out"] or Path("torchtrim-out") / stem
+    folder: Path = options["out"] or OWN_FOLDER / stem
     created = [one for one in (folder, *folder.parents) if not one.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -82,14 +83,39 @@ def write_files(result: Result, folder: Path, plan: Path | None = None) -> dict[
     `plan`: path of the plan, by default in the folder. The page and the traces are written last.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    _ignore(folder)
     source = not _parameter("no_source")
-    paths = _write_data(result, folder, plan)
+    verb = "untried" if result.report.verb == "plan" else result.report.verb
+    prefix = f"{verb}-" if _outranked(result, folder) else ""
+    if prefix and plan == folder / PLAN:
+        plan = None
+    paths = _write_data(result, folder, plan, prefix)
     if result.ranks and (ranks := _write_ranks(result.ranks, folder, source)) is not None:
         paths["ranks"] = ranks
-    return {**_write_report(result, folder, source), **paths}
+    return {**_write_report(result, folder, source, prefix), **paths}
 
 
-def _write_data(result: Result, folder: Path, plan: Path | None) -> dict[str, Path]:
+def _ignore(folder: Path) -> None:
+    """Keep torchtrim's own folder out of git, as other tools do with theirs."""
+    from torchtrim.records.files import write_atomically
+
+    ignored = OWN_FOLDER / ".gitignore"
+    if OWN_FOLDER in folder.parents and not ignored.exists():
+        write_atomically(ignored, b"*\n")
+
+
+def _outranked(result: Result, folder: Path) -> bool:
+    """Return True for a result without a certificate in the folder of a certified plan."""
+    from torchtrim.records.files import load_plan
+
+    if result.report.certificate is not None:
+        return False
+    with suppress(TorchtrimError, OSError):
+        return load_plan(folder / PLAN).certified is not None
+    return False
+
+
+def _write_data(result: Result, folder: Path, plan: Path | None, prefix: str) -> dict[str, Path]:
     from torchtrim.records.certificate import save_certificate
     from torchtrim.records.files import save_plan, save_profile, write_atomically
 
@@ -97,7 +123,7 @@ def _write_data(result: Result, folder: Path, plan: Path | None) -> dict[str, Pa
     if result.report.fixes is not None and result.report.fixes.diff:
         paths["diff"] = write_diff(folder, result.report.fixes.diff)
     if result.plan is not None:
-        paths["plan"] = plan or folder / PLAN
+        paths["plan"] = plan or folder / f"{prefix}{PLAN}"
         save_plan(result.plan, paths["plan"])
     if result.exported:
         paths["exported"] = folder / "planned.py"
@@ -106,19 +132,22 @@ def _write_data(result: Result, folder: Path, plan: Path | None) -> dict[str, Pa
         paths["certificate"] = folder / "certificate.json"
         save_certificate(result.certificate, paths["certificate"])
     if result.before is not None:
-        paths["profile"] = folder / "profile.json"
+        paths["profile"] = folder / f"{prefix}profile.json"
         save_profile(result.before, paths["profile"])
     return paths
 
 
-def _write_report(result: Result, folder: Path, source: bool) -> dict[str, Path]:
+def _write_report(result: Result, folder: Path, source: bool, prefix: str) -> dict[str, Path]:
 
     def page() -> bytes:
         report, profiles = _with_failures(result.report), (result.before, result.after)
         text: str = _renderer("html").render(report, *profiles, source=source)
         return text.encode()
 
-    files = {"page": folder / "report.html", "report": folder / "report.json"}
+    files = {
+        "page": folder / f"{prefix}report.html",
+        "report": folder / f"{prefix}report.json",
+    }
     drawn = {"page": page, "report": lambda: _rendered(result.report, "json")}
     return {name: path for name, path in files.items() if _drew(path, drawn[name])}
 
@@ -180,11 +209,7 @@ def show(
         rendered = _attempted(form + _ON_STDOUT, lambda: _rendered(result.report, form))
         sys.stdout.buffer.write(rendered or b"")
         return
-    shown = {
-        name: path
-        for name, path in (paths or {}).items()
-        if name in ("page", "plan", "exported", "diff", "ranks")
-    }
+    shown = paths or {}
 
     def text() -> bool:
         from rich.console import Console

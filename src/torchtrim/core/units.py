@@ -26,6 +26,9 @@ class Amount(NamedTuple):
         return int(self.number * whole / 100) if self.is_share else int(self.number)
 
 
+_LEAST_BARE = 2**16  # Arbitrary; no training step needs less, and nobody counts bytes there.
+
+
 def parse_amount(text: str | int, *, zero: bool = False) -> Amount:
     """Read `"8GiB"`, `"8GB"`, `"1024"`, `1024` or `"60%"`.
 
@@ -70,6 +73,18 @@ def check_bytes(text: str | int, *, share: bool = False, zero: bool = False) -> 
     `share`: accept percentages, since the total will be known later.
     """
     parse_bytes(text, whole=1 if share else None, zero=zero)
+
+
+def check_unit(text: str) -> None:
+    """Raise `UsageError` for a bare number that is too small to be bytes, such as `"60"`."""
+    if text.strip().isdigit() and int(text) < _LEAST_BARE:
+        number = int(text)
+        meant = (
+            f"{number}% of the original's peak, or {number}GiB" if number <= 100 else f"{number}MiB"
+        )
+        raise UsageError(
+            f"{text} is {counted(number, 'byte')}, in which no step fits. Did you mean {meant}?"
+        )
 
 
 def _shown(text: object) -> str:

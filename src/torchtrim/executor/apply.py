@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -38,6 +39,30 @@ def fingerprint_of(root: nn.Module) -> str:
 def sha256_of(script: Path) -> str:
     """Return the hash of the script's bytes."""
     return hashlib.sha256(script.read_bytes()).hexdigest()
+
+
+def digest_of(script: Path) -> str:
+    """Return the hashes of the script's bytes and of its code, joined by a dot.
+
+    Comments, docstrings and formatting are no code. A file that does not parse has only the first hash.
+    """
+    try:
+        tree = ast.parse(script.read_bytes())
+        for node in ast.walk(tree):
+            if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+                del node.body[0]
+        code = ast.dump(tree).encode()
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return sha256_of(script)
+    return f"{sha256_of(script)}.{hashlib.sha256(code).hexdigest()}"
+
+
+def is_unchanged(script: Path, digest: str) -> bool:
+    """Return True if the script has the bytes or the code that a digest was made from."""
+    return not {*digest.split(".")}.isdisjoint(digest_of(script).split("."))
+
+
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def apply_to_its_own(plan: Plan, roots: Iterable[Root]) -> Handles:

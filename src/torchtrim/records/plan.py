@@ -83,7 +83,8 @@ class PlanProof(Struct, frozen=True, kw_only=True):
 class Plan(Struct, frozen=True, kw_only=True):
     """The techniques chosen to fit a workload into a budget.
 
-    `fingerprint` has a hash of each root's paths, types and shapes; `script_sha256` is the script's hash.
+    `fingerprint` has a hash of each root's paths, types and shapes; `script_sha256` has the hashes of the
+    script's bytes and of its code without comments, joined by a dot.
     Entries that are missing are not checked. `status` is "optimal" if the simulator knows no faster choice
     that fits; `bound_seconds` is a lower bound of the step time within the budget, None if unknown. `pins`
     are written by the user: patterns of places that must not change, under `keep`, or that must have a

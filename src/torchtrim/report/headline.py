@@ -100,6 +100,8 @@ def _of_memory(report: Report, peaks: str) -> str:
         return f"{missed}, {results}" if results else missed
     if is_over:
         lead = missed
+    elif _fits_already(report):
+        return f"Fits already: {peaks.partition(' -> ')[0]}{emulated_name(report)}, nothing to plan"
     elif report.budget_bytes is not None and peaks:
         lead = "Fits" if report.planned or report.estimated else "Predicted to fit"
     elif results and report.verb == "verify":
@@ -107,6 +109,16 @@ def _of_memory(report: Report, peaks: str) -> str:
     else:
         lead = count_of(report.findings) if report.verb == "diagnose" else report.verb.capitalize()
     return f"{lead}: {', '.join(one for one in (peaks, results) if one)}".rstrip(": ")
+
+
+def _fits_already(report: Report) -> bool:
+    plan = report.plan
+    return (
+        report.budget_bytes is not None
+        and plan is not None
+        and not plan.techniques
+        and not report.pipeline
+    )
 
 
 def _smallest(floor_bytes: int, report: Report) -> str:
@@ -193,7 +205,7 @@ def _step_parts(report: Report) -> Iterable[str]:
     if report.planned is not None:
         change = step_change(report.original, report.planned)
         text += f" -> {format_seconds(report.planned.step_seconds)}{bracketed(change)}"
-    elif report.plan is not None:
+    elif report.plan is not None and not _fits_already(report):
         after = report.plan.predicted.step_seconds
         change = percent(report.original.step_seconds, after)
         text += f" -> {format_seconds(after)} predicted{bracketed(change)}"

@@ -214,13 +214,19 @@ def _labelled(page: _Page, label: str, texts: Sequence[str], room: _RowLimits) -
 
 
 def _written(page: _Page, paths: Mapping[str, Path]) -> list[Text]:
+    """Return the files: the page first, and those of one folder in one sentence."""
     room = page.width - page.indent
-    names = [keep_right(page.say(str(from_here(path))), room) for path in paths.values()]
-    joined = ", ".join(names)
-    lines = [joined] if cell_len(joined) <= room else names
+    folders: dict[Path, list[str]] = {}
+    for path in paths.values():
+        folders.setdefault(path.parent, []).append(path.name)
+    lines = []
+    for folder, names in folders.items():
+        first_name, *others = names
+        whole = keep_right(page.say(str(from_here(folder / first_name))), room)
+        lines += wrap(page.say(", ".join([whole, *others])), room)
     return [
         Text(("wrote" if i == 0 else "").ljust(page.indent), "bold").append(line, "cyan")
-        for i, line in enumerate(lines if names else ())
+        for i, line in enumerate(lines)
     ]
 
 

@@ -10,6 +10,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from torchtrim.capture.optimizers import names_of
 from torchtrim.capture.watch import Listener, Watcher
 from torchtrim.dispatch.patches import Patches
 from torchtrim.errors import ApplyFailed, TorchtrimError, UsageError
-from torchtrim.executor.apply import apply_plan, fingerprint_of, sha256_of
+from torchtrim.executor.apply import apply_plan, fingerprint_of, is_unchanged
 from torchtrim.executor.places import root_of
 from torchtrim.executor.registry import Handles, check_known
+from torchtrim.records.commands import path_argument
 from torchtrim.records.plan import Plan
 from torchtrim.runner import worker
 from torchtrim.runner.joining import Spawning
@@ -268,8 +270,11 @@ def check_script(plan: Plan, workload: Workload) -> None:
         return
     if not path.is_file():
         raise UsageError(f"the script {path} does not exist.")
-    if sha256_of(path) != plan.script_sha256:
+    if not is_unchanged(path, plan.script_sha256):
+        same = PurePath(plan.script).name == path.name
+        what = f"{path.name} has changed since the plan was made"
         raise ApplyFailed(
-            f"the plan was made for {plan.script}, and {path.name} is another script or has changed "
-            "since. Plan again; or, if you know that it still fits, delete `script_sha256` from the plan."
+            f"{what if same else f'the plan was made for {plan.script}, not for {path.name}'}. Plan again: "
+            f"torchtrim optimize {path_argument(str(path))} --memory {plan.budget_bytes}. If you know that "
+            "the plan still fits, delete `script_sha256` from it."
         )

@@ -18,7 +18,7 @@ from torchtrim.certify.certify import ROUNDING_LIMIT, SHRINKS_BY
 from torchtrim.costs.devices import DEVICES
 from torchtrim.costs.roofline import estimate
 from torchtrim.errors import TorchtrimError, UsageError
-from torchtrim.executor.apply import sha256_of
+from torchtrim.executor.apply import digest_of
 from torchtrim.pipelines.orders import order_of
 from torchtrim.planner.plans import pipeline_plan
 from torchtrim.planner.stages.chain import ChainReader
@@ -77,7 +77,7 @@ def plan_pipeline(
         planner.profile,
         fingerprint=trial.fingerprint,
         budget_bytes=budget,
-        script_sha256=sha256_of(script.path) if script.path else "",
+        script_sha256=digest_of(script.path) if script.path else "",
     )
     note = ""
     if planner.profile.device == "cpu":

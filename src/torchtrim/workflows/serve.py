@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from torchtrim.core.units import format_bytes
 from torchtrim.errors import InfeasibleBudget, PlannedStepFailed, UsageError
-from torchtrim.executor.apply import sha256_of
+from torchtrim.executor.apply import digest_of
 from torchtrim.planner.plans import CallOptions, plan_of_calls
 from torchtrim.records.budget import Budget, MemoryKind, MemoryLimit, memory_limit
 from torchtrim.records.certificate import with_proof
@@ -88,7 +88,7 @@ def _fit_calls(
             original.fingerprint,
             CallOptions(gradients_aside=False, parts=parts),
             budget,
-            script_sha256=sha256_of(script.path) if script.path else "",
+            script_sha256=digest_of(script.path) if script.path else "",
         )
         try:
             planned = fitting.run_planned(plan)

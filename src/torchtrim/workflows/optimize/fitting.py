@@ -14,7 +14,7 @@ from torchtrim.certify.certify import Contest
 from torchtrim.certify.variants import as_asked, asked_of, by_hand, certify_ranks, limit_of
 from torchtrim.core.units import format_bytes
 from torchtrim.errors import ApplyFailed, InfeasibleBudget, PlannedStepFailed, Unsupported
-from torchtrim.executor.apply import sha256_of
+from torchtrim.executor.apply import digest_of
 from torchtrim.executor.export import exported
 from torchtrim.executor.overheads import overheads
 from torchtrim.executor.registry import exportable, names, technique
@@ -200,7 +200,7 @@ class Fitting:
             trials.without_places(original.profile, self._dropped),
             step_seconds=original.seconds,
             fingerprint=original.fingerprint,
-            script_sha256=sha256_of(path) if path else "",
+            script_sha256=digest_of(path) if path else "",
             exclude=(*self._exclude, *self._dropped, *others, *barred),
             allow=allow,
             host_bytes=self._request.host_memory,
