@@ -223,7 +223,7 @@ def test_verify_two_scripts(run, tmp_path: Path) -> None:
         (("optimize", PLAIN, "--memory", "lots"), 2, "cannot read 'lots'"),
         (("diagnose", PLAIN, "--device", "cuda"), 2, "no CUDA device"),
         (("diagnose", PLAIN, "--max-peak", "x"), 2, "cannot read 'x'"),
-        (("nonsense",), 2, "No such command"),
+        (("nonsense",), 2, "there is no command"),
         (("run", PLAIN, "--plan", "none.toml"), 2, "cannot read none.toml"),
         (("verify", PLAIN), 2, "--plan FILE or a second script"),
         (("explain", "TT999"), 2, "TT999"),

@@ -35,17 +35,25 @@ class Verbs(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the verb of that name, or None."""
-        names = self.list_commands(ctx)
-        if cmd_name not in names:
-            near = difflib.get_close_matches(cmd_name, names, n=1, cutoff=0.5)
-            question = f" Did you mean `torchtrim {near[0]}`?" if near else ""
-            raise UsageError(
-                f"there is no command {cmd_name!r}.{question} `torchtrim --help` lists all; to fit a script "
-                "into memory: torchtrim optimize SCRIPT --memory 60%"
-            )
+        if cmd_name not in self.list_commands(ctx):
+            return None
         stem = cmd_name.replace("-", "_")
         command: click.Command = importlib.import_module(f"{verbs.__name__}.{stem}").command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the verb and its arguments. Raises `UsageError` with the nearest verb for an unknown one."""
+        names = self.list_commands(ctx)
+        if args[0] not in names and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0], names, n=1)
+            question = f" Did you mean `torchtrim {near[0]}`?" if near else ""
+            raise UsageError(
+                f"there is no command {args[0]!r}.{question} `torchtrim --help` lists all; to fit a script "
+                "into memory: torchtrim optimize SCRIPT --memory 60%"
+            )
+        return super().resolve_command(ctx, args)
 
 
 @click.group(

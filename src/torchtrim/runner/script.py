@@ -69,16 +69,16 @@ class Script(NamedTuple):
         """Raise `UsageError` if the script does not exist."""
         if self.path is not None and not self.path.is_file():
             raise UsageError(
-                f"the script {self.target} does not exist.{_did_you_mean(self.path)} Give the path of a "
+                f"the script {self.target} does not exist.{_did_you_mean(Path(self.target), self.path)} Give the path of a "
                 "Python file, or -m and the name of a module."
             )
 
 
-def _did_you_mean(path: Path) -> str:
+def _did_you_mean(name: Path, path: Path) -> str:
     """Return a question with the nearest Python file of the same folder, if one is near."""
     others = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, others, n=1)
-    return f" Did you mean {path.parent / near[0]}?" if near else ""
+    return f" Did you mean {name.with_name(near[0])}?" if near else ""
 
 
 class Ended(NamedTuple):

@@ -1,0 +1,132 @@
+"""Mistakes of a first day: each is answered before anything runs, with what was meant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from torchtrim.cli.main import torchtrim
+from torchtrim.core.glossary import GLOSSARY, meaning
+from torchtrim.errors import ApplyFailed, UsageError
+from torchtrim.executor.apply import digest_of, is_unchanged, sha256_of
+from torchtrim.records.finding import EQUIVALENCES
+
+
+def refused(*words: str) -> str:
+    ended = CliRunner().invoke(torchtrim, words)
+    assert isinstance(ended.exception, UsageError), ended.output
+    return str(ended.exception)
+
+
+@pytest.fixture(autouse=True)
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("raise SystemExit('it ran')\n")
+
+
+@pytest.mark.parametrize("verb", ["optimize", "plan"])
+@pytest.mark.parametrize(
+    ("text", "meant"), [("60", "60% of the original's peak, or 60GiB"), ("500", "500MiB")]
+)
+def test_a_bare_small_number_is_no_budget(verb: str, text: str, meant: str) -> None:
+    said = refused(verb, "train.py", "--memory", text)
+    assert said.startswith(f"--memory: {text} is {text} bytes")
+    assert said.endswith(f"Did you mean {meant}?")
+
+
+def test_a_misspelt_script_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "Did you mean train.py?" in refused("optimize", "trian.py", "--memory", "60%")
+    assert "Did you mean" not in refused("optimize", "zzz.py", "--memory", "60%")
+
+
+def test_a_misspelt_verb_is_named() -> None:
+    said = refused("optimise", "train.py")
+    assert "there is no command 'optimise'. Did you mean `torchtrim optimize`?" in said
+    assert "Did you mean" not in refused("qqqq")
+
+
+@pytest.mark.parametrize("word", [*GLOSSARY, "syncs", "bitwise", "Saved-Tensors", "as_asked"])
+def test_each_word_is_explained(word: str) -> None:
+    shown = CliRunner().invoke(torchtrim, ["explain", word])
+    assert shown.exit_code == 0
+    assert shown.output.startswith((meaning(word) or ("?",))[0])
+
+
+def test_every_equivalence_and_verdict_is_a_word() -> None:
+    words = {*EQUIVALENCES, "AS ASKED", "UNDECIDED", "NOT EQUAL", "[?]", "peak", "lever"}
+    assert words <= {*GLOSSARY}
+
+
+def test_an_unknown_word_gets_the_nearest() -> None:
+    assert "Did you mean certificate?" in refused("explain", "certificat")
+    assert "Did you mean" not in refused("explain", "xyzzy12345")
+
+
+CODE = "import torch\n\ndef f(x):\n    return x + 1\n"
+SAME = {
+    "comment": CODE.replace("+ 1", "+ 1  # one"),
+    "docstring": CODE.replace("    return", "    '''Add.'''\n    return"),
+    "blank lines and quotes": CODE.replace("\n\n", "\n\n\n\n"),
+}
+OTHER = {"number": CODE.replace("+ 1", "+ 2"), "name": CODE.replace("def f", "def g")}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_plan_survives_what_is_no_code(name: str) -> None:
+    script = Path("script.py")
+    script.write_text(CODE)
+    digest = digest_of(script)
+    script.write_text(SAME[name])
+    assert is_unchanged(script, digest)
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_plan_does_not_survive_other_code(name: str) -> None:
+    script = Path("script.py")
+    script.write_text(CODE)
+    digest = digest_of(script)
+    script.write_text(OTHER[name])
+    assert not is_unchanged(script, digest)
+
+
+def test_digests_of_earlier_versions_and_of_broken_files_are_of_the_bytes() -> None:
+    script = Path("script.py")
+    script.write_text(CODE)
+    assert is_unchanged(script, sha256_of(script))
+    script.write_text("def broken(:\n")
+    assert digest_of(script) == sha256_of(script)
+    assert is_unchanged(script, digest_of(script))
+
+
+def test_another_script_is_told_the_command_that_plans_again(trained: Callable[[str], str]) -> None:
+    said = trained("train.py")
+    assert said.startswith("train.py has changed since the plan was made. Plan again: torchtrim")
+    assert "optimize" in said
+    assert said.count("train.py") == 2
+    other = trained("other.py")
+    assert other.startswith("the plan was made for other.py, not for train.py. Plan again:")
+
+
+@pytest.fixture
+def trained() -> Callable[[str], str]:
+    from torchtrim.records.plan import Plan, Prediction
+    from torchtrim.runner.planned_script import check_script
+    from torchtrim.runner.script import Script
+
+    def said(script: str) -> str:
+        plan = Plan(
+            torchtrim="0",
+            script=script,
+            script_sha256="0" * 64,
+            fingerprint={},
+            budget_bytes=2**20,
+            predicted=Prediction(peak_bytes=1, step_seconds=1.0),
+        )
+        with pytest.raises(ApplyFailed) as raised:
+            check_script(plan, Script("train.py"))
+        return str(raised.value)
+
+    return said
