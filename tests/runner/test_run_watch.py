@@ -12,6 +12,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
+from torchtrim.core.isolation import forget
 from torchtrim.executor.notices import say
 from torchtrim.records.plan import (
     Plan,
@@ -171,6 +172,34 @@ def test_a_technique_that_tells_has_not_held(loop: Loop, capfd: pytest.CaptureFi
     assert held.endswith("Net as planned; inputs as certified; no hooks on saved tensors")
     assert failed == "did not hold: `Net.1` and 1 more, from step 2: its input is kept"
     assert len([*assumption_lines(planned, loop.watch, verbose=True)]) == 4
+
+
+def test_a_defect_of_the_watch_ends_it_and_not_the_script(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.delenv("TORCHTRIM_DEBUG", raising=False)
+    forget()
+    loop.step(4)
+    monkeypatch.setattr(loop.watch.inputs, "see", broken)
+    for _ in range(3):
+        loop.step(4)
+    loop.watch.end()
+    assert loop.watch.steps == 1
+    assert capfd.readouterr().err.count("a defect") == 1
+    forget()
+
+
+def test_among_several_processes_the_third_step_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    meter = CpuPeak()
+    for step in (1, 2, 3):
+        meter.begins()
+        meter.ends(step)
+    meter.close()
+    assert meter.how == "in step 3"
 
 
 def test_the_model_keeps_its_class_name_state_and_copies(loop: Loop) -> None:

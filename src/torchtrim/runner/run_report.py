@@ -11,11 +11,12 @@ from pathlib import Path
 
 from torch import nn
 
+from torchtrim.core.isolation import isolated
 from torchtrim.core.units import counted, format_bytes, format_seconds
 from torchtrim.executor.registry import assumed_by, technique
 from torchtrim.records.plan import Plan, Technique, digest_of_techniques
 from torchtrim.records.profile import is_emulated
-from torchtrim.runner.run_watch import Notice, RunWatch
+from torchtrim.runner.run_watch import REPORT, Notice, RunWatch
 
 
 class RunReport:
@@ -58,6 +59,10 @@ class RunReport:
 
     def end(self, error: BaseException | None) -> None:
         """Say how the run went, after its last line. `error`: the exception that ended it."""
+        with isolated("renderer", REPORT):
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
         self.watch.end()
         if self._is_applied:
             ended = end_lines(self._plan, self._path, self.watch, error, self._reverted)

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torchtrim.capture.recording import tensors_in
 from torchtrim.capture.steps import Steps
 from torchtrim.core.clock import now
+from torchtrim.core.isolation import isolated
 from torchtrim.errors import ApplyFailed
 from torchtrim.evidence.evidence import kind_of
 from torchtrim.executor import notices
@@ -27,6 +28,7 @@ from torchtrim.executor.swap import Forward, Swapped
 from torchtrim.records.plan import Plan
 from torchtrim.runner.run_peak import PeakMeter, meter_for
 
+REPORT = "report of the run"
 _KEPT = 1024
 """Recent steps whose median is the time of a step."""
 _MOST_KNOWN = 256
@@ -106,14 +108,22 @@ class RunWatch:
             return forward(*args, **kwargs)
         self._inside = True
         try:
+            self._look(name, args, kwargs)
+            return forward(*args, **kwargs)
+        finally:
+            self._inside = False
+
+    def _look(self, name: str, args: Any, kwargs: Any) -> None:
+        """Note a call; a defect here ends the watch, never the script."""
+        done = False
+        with isolated("renderer", REPORT):
             if self._plan.is_of_calls or torch.is_grad_enabled():
                 self._step_runs()
                 self.inputs.see(name, args, kwargs, self.steps + 1)
             elif self._is_stepped:
                 self.peak.pauses()
-            return forward(*args, **kwargs)
-        finally:
-            self._inside = False
+            done = True
+        self._is_over |= not done
 
     def _step_runs(self) -> None:
         """Note a call that belongs to the current step or begins the next one."""
