@@ -38,7 +38,8 @@ class RunReport:
     def root_appears(self, name: str, root: nn.Module) -> None:
         """Watch a root."""
         if self._speaks:
-            self.watch.watch(name, root)
+            with isolated("renderer", REPORT):
+                self.watch.watch(name, root)
 
     def applied(self, optimizers: int) -> None:
         """Say that the whole plan is applied, in a script with this many optimizers."""

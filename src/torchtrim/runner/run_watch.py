@@ -91,6 +91,9 @@ class RunWatch:
             return
         if self._began is not None and (self._plan.is_of_calls or self._is_stepped):
             self._step_ends((self._stepped or now()) - self._began)
+        self._close()
+
+    def _close(self) -> None:
         self._is_over = True
         self.peak.close()
         self._undo.close()
@@ -123,7 +126,8 @@ class RunWatch:
             elif self._is_stepped:
                 self.peak.pauses()
             done = True
-        self._is_over |= not done
+        if not done:
+            self._close()
 
     def _step_runs(self) -> None:
         """Note a call that belongs to the current step or begins the next one."""
