@@ -383,6 +383,15 @@ def test_a_run_without_a_whole_step_has_no_figures() -> None:
     assert ran == "0 steps with plan.toml, until ValueError in step 1"
 
 
+def test_a_script_without_an_optimizer_has_no_figures() -> None:
+    loop = Loop(plan(OVERWRITE), optimizers=0)
+    for _ in range(3):
+        loop.net(torch.ones(4, 8)).sum().backward()
+    loop.watch.end()
+    (ran,) = end_lines(plan(OVERWRITE), HERE, loop.watch, None, 0)
+    assert ran.startswith("ran with plan.toml: no torch.optim optimizer stepped")
+
+
 def test_the_start_says_what_is_applied() -> None:
     optimizer = Technique(name="optimizer_in_backward", where=("AdamW",))
     planned = plan(OVERWRITE, REPLAY, optimizer, inputs=("Net: float32[4, 8]",))

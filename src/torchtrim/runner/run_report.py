@@ -136,6 +136,9 @@ def end_lines(
     """Yield how many steps ran, their peak and their time, beside the budget and the prediction."""
     noun = "call" if plan.is_of_calls else "step"
     ended = _ended(error, f"{noun} {watch.steps + 1}")
+    if watch.is_by_hand:
+        yield f"ran with {path}: no torch.optim optimizer stepped, so steps and their figures are not known"
+        return
     peak = f": peak {_peak(plan, watch)}" if watch.steps else ""
     yield f"{counted(watch.steps, noun)} with {path}{ended}{peak}"
     if watch.steps:

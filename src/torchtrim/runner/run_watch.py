@@ -61,7 +61,7 @@ class RunWatch:
         self._cycle: Steps | None = None
         self._began: float | None = None
         self._stepped = 0.0
-        self._inside = self._is_over = False
+        self._inside = self._is_over = self._has_optimizer = False
         self._here = os.getpid(), threading.get_ident()
         self._undo = contextlib.ExitStack()
 
@@ -72,6 +72,7 @@ class RunWatch:
 
     def begin(self, optimizers: int) -> None:
         """Begin to watch a script with this many optimizers."""
+        self._has_optimizer = optimizers > 0
         self._cycle = Steps(max(optimizers, 1))
         self._undo.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
         notices.listeners.append(self._noticed)
@@ -97,6 +98,12 @@ class RunWatch:
         self._is_over = True
         self.peak.close()
         self._undo.close()
+
+    @property
+    def is_by_hand(self) -> bool:
+        """True for a script that has trained without an optimizer, whose steps are not counted."""
+        trains = self._began is not None and not self._plan.is_of_calls
+        return trains and not (self._has_optimizer or self._stepped)
 
     @property
     def _is_stepped(self) -> bool:
