@@ -408,7 +408,7 @@ def test_the_start_says_what_is_applied() -> None:
 
 def test_the_start_says_what_no_certificate_covers() -> None:
     *_, untried = start_lines(plan(OVERWRITE), HERE, verbose=False)
-    assert "not certified: torchtrim verify SCRIPT --plan PLAN" in untried
+    assert "not certified: torchtrim verify train.py --plan plan.toml" in untried
     proof = plan(OVERWRITE, inputs=("Net: float32[4, 8]",)).certified
     *_, edited = start_lines(plan(REPLAY, certified=proof), HERE, verbose=False)
     assert edited.endswith("edited since it was certified")

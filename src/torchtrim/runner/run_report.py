@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -84,7 +85,7 @@ def start_lines(plan: Plan, path: Path, *, verbose: bool) -> Iterator[str]:
         does = getattr(technique(one.name), "does", "")
         yield f"  {one.name}{f' ({does})' if does else ''}: {', '.join(one.where)}"
     expects = format_bytes(plan.predicted.peak_bytes)
-    yield f"budget {format_bytes(plan.budget_bytes)}{_kind(plan)}, predicted peak {expects}; {_proof(plan)}"
+    yield f"budget {format_bytes(plan.budget_bytes)}{_kind(plan)}, predicted peak {expects}; {_proof(plan, path)}"
 
 
 def _parts(plan: Plan) -> list[str]:
@@ -117,13 +118,14 @@ _VERDICTS = {
 }
 
 
-def _proof(plan: Plan) -> str:
+def _proof(plan: Plan, path: Path) -> str:
     """Return what a certificate says of the plan."""
     proof = plan.certified
     if proof is None and not plan.techniques:
         return "nothing to certify" if plan.pipeline is None else "not certified in this file"
     if proof is None:
-        return "not certified: torchtrim verify SCRIPT --plan PLAN compares it with the original"
+        verify = shlex.join(["torchtrim", "verify", plan.script, "--plan", str(path)])
+        return f"not certified: {verify} compares it with the original"
     if proof.techniques != digest_of_techniques(plan.techniques):
         return "edited since it was certified"
     what = _VERDICTS.get(proof.verdict, proof.verdict)
