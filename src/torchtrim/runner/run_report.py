@@ -84,8 +84,8 @@ def start_lines(plan: Plan, path: Path, *, verbose: bool) -> Iterator[str]:
     for one in plan.techniques if verbose else ():
         does = getattr(technique(one.name), "does", "")
         yield f"  {one.name}{f' ({does})' if does else ''}: {', '.join(one.where)}"
-    expects = format_bytes(plan.predicted.peak_bytes)
-    yield f"budget {format_bytes(plan.budget_bytes)}{_kind(plan)}, predicted peak {expects}; {_proof(plan, path)}"
+    budget = f"budget {format_bytes(plan.budget_bytes)}{_kind(plan)}"
+    yield f"{budget}, predicted peak {format_bytes(plan.predicted.peak_bytes)}; {_proof(plan, path)}"
 
 
 def _parts(plan: Plan) -> list[str]:
