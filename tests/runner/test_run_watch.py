@@ -12,6 +12,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
+from torchtrim.core.isolation import forget
 from torchtrim.executor.notices import say
 from torchtrim.records.plan import (
     Plan,
@@ -171,6 +172,34 @@ def test_a_technique_that_tells_has_not_held(loop: Loop, capfd: pytest.CaptureFi
     assert held.endswith("Net as planned; inputs as certified; no hooks on saved tensors")
     assert failed == "did not hold: `Net.1` and 1 more, from step 2: its input is kept"
     assert len([*assumption_lines(planned, loop.watch, verbose=True)]) == 4
+
+
+def test_a_defect_of_the_watch_ends_it_and_not_the_script(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.delenv("TORCHTRIM_DEBUG", raising=False)
+    forget()
+    loop.step(4)
+    monkeypatch.setattr(loop.watch.inputs, "see", broken)
+    for _ in range(3):
+        loop.step(4)
+    loop.watch.end()
+    assert loop.watch.steps == 1
+    assert capfd.readouterr().err.count("a defect") == 1
+    forget()
+
+
+def test_among_several_processes_the_third_step_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    meter = CpuPeak()
+    for step in (1, 2, 3):
+        meter.begins()
+        meter.ends(step)
+    meter.close()
+    assert meter.how == "in step 3"
 
 
 def test_the_model_keeps_its_class_name_state_and_copies(loop: Loop) -> None:
@@ -354,6 +383,15 @@ def test_a_run_without_a_whole_step_has_no_figures() -> None:
     assert ran == "0 steps with plan.toml, until ValueError in step 1"
 
 
+def test_a_script_without_an_optimizer_has_no_figures() -> None:
+    loop = Loop(plan(OVERWRITE), optimizers=0)
+    for _ in range(3):
+        loop.net(torch.ones(4, 8)).sum().backward()
+    loop.watch.end()
+    (ran,) = end_lines(plan(OVERWRITE), HERE, loop.watch, None, 0)
+    assert ran.startswith("ran with plan.toml: no torch.optim optimizer stepped")
+
+
 def test_the_start_says_what_is_applied() -> None:
     optimizer = Technique(name="optimizer_in_backward", where=("AdamW",))
     planned = plan(OVERWRITE, REPLAY, optimizer, inputs=("Net: float32[4, 8]",))
@@ -370,7 +408,7 @@ def test_the_start_says_what_is_applied() -> None:
 
 def test_the_start_says_what_no_certificate_covers() -> None:
     *_, untried = start_lines(plan(OVERWRITE), HERE, verbose=False)
-    assert "not certified: torchtrim verify SCRIPT --plan PLAN" in untried
+    assert "not certified: torchtrim verify train.py --plan plan.toml" in untried
     proof = plan(OVERWRITE, inputs=("Net: float32[4, 8]",)).certified
     *_, edited = start_lines(plan(REPLAY, certified=proof), HERE, verbose=False)
     assert edited.endswith("edited since it was certified")

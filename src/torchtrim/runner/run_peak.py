@@ -114,7 +114,8 @@ class CpuPeak(PeakMeter):
     """The CPU allocator's peak in a few steps, by the profiler's memory events.
 
     The second step is watched, and later ones while all of them together take at most 1 % of the time. Frees
-    are reported only for blocks whose allocation was, so the step before is watched too.
+    are reported only for blocks whose allocation was, so the step before is watched too. Of several processes
+    it is the third step, as when the plan was made: `DistributedDataParallel` rebuilds buckets in the second.
     """
 
     def __init__(self) -> None:
@@ -123,7 +124,8 @@ class CpuPeak(PeakMeter):
         self._phase: Literal["", "before", "seen", "step"] = ""
         self._alive = self._at = self._watched = 0
         self._peak: int | None = None
-        self._cost = 0.0
+        self._cost, self._is_first = 0.0, True
+        self._unwatched = int(int(os.environ.get("WORLD_SIZE", "1")) > 1)
         self._began = time.perf_counter()
         _at_fork.add(self)
         _know_unknown_blocks()
@@ -131,14 +133,16 @@ class CpuPeak(PeakMeter):
     def begins(self) -> None:
         """Begin to watch if it is time to."""
         begin = time.perf_counter()
-        if self._phase in ("before", "seen"):
+        if self._unwatched:
+            self._unwatched -= 1
+        elif self._phase in ("before", "seen"):
             self._allocator.stop()
             self._alive = _live_bytes()
             self._allocator.start()
             self._phase = "step"
-        elif self._cost <= _SHARE * (begin - self._began):
+        elif self._is_first or self._cost <= _SHARE * (begin - self._began):
             self._allocator.start()
-            self._phase = "before"
+            self._phase, self._is_first = "before", False
         self._cost += time.perf_counter() - begin
 
     def pauses(self) -> None:

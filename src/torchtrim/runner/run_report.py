@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,11 +12,12 @@ from pathlib import Path
 
 from torch import nn
 
+from torchtrim.core.isolation import isolated
 from torchtrim.core.units import counted, format_bytes, format_seconds
 from torchtrim.executor.registry import assumed_by, technique
 from torchtrim.records.plan import Plan, Technique, digest_of_techniques
 from torchtrim.records.profile import is_emulated
-from torchtrim.runner.run_watch import Notice, RunWatch
+from torchtrim.runner.run_watch import REPORT, Notice, RunWatch
 
 
 class RunReport:
@@ -37,7 +39,8 @@ class RunReport:
     def root_appears(self, name: str, root: nn.Module) -> None:
         """Watch a root."""
         if self._speaks:
-            self.watch.watch(name, root)
+            with isolated("renderer", REPORT):
+                self.watch.watch(name, root)
 
     def applied(self, optimizers: int) -> None:
         """Say that the whole plan is applied, in a script with this many optimizers."""
@@ -58,6 +61,10 @@ class RunReport:
 
     def end(self, error: BaseException | None) -> None:
         """Say how the run went, after its last line. `error`: the exception that ended it."""
+        with isolated("renderer", REPORT):
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
         self.watch.end()
         if self._is_applied:
             ended = end_lines(self._plan, self._path, self.watch, error, self._reverted)
@@ -77,8 +84,8 @@ def start_lines(plan: Plan, path: Path, *, verbose: bool) -> Iterator[str]:
     for one in plan.techniques if verbose else ():
         does = getattr(technique(one.name), "does", "")
         yield f"  {one.name}{f' ({does})' if does else ''}: {', '.join(one.where)}"
-    expects = format_bytes(plan.predicted.peak_bytes)
-    yield f"budget {format_bytes(plan.budget_bytes)}{_kind(plan)}, predicted peak {expects}; {_proof(plan)}"
+    budget = f"budget {format_bytes(plan.budget_bytes)}{_kind(plan)}"
+    yield f"{budget}, predicted peak {format_bytes(plan.predicted.peak_bytes)}; {_proof(plan, path)}"
 
 
 def _parts(plan: Plan) -> list[str]:
@@ -111,13 +118,14 @@ _VERDICTS = {
 }
 
 
-def _proof(plan: Plan) -> str:
+def _proof(plan: Plan, path: Path) -> str:
     """Return what a certificate says of the plan."""
     proof = plan.certified
     if proof is None and not plan.techniques:
         return "nothing to certify" if plan.pipeline is None else "not certified in this file"
     if proof is None:
-        return "not certified: torchtrim verify SCRIPT --plan PLAN compares it with the original"
+        verify = shlex.join(["torchtrim", "verify", plan.script, "--plan", str(path)])
+        return f"not certified: {verify} compares it with the original"
     if proof.techniques != digest_of_techniques(plan.techniques):
         return "edited since it was certified"
     what = _VERDICTS.get(proof.verdict, proof.verdict)
@@ -130,6 +138,9 @@ def end_lines(
     """Yield how many steps ran, their peak and their time, beside the budget and the prediction."""
     noun = "call" if plan.is_of_calls else "step"
     ended = _ended(error, f"{noun} {watch.steps + 1}")
+    if watch.is_by_hand:
+        yield f"ran with {path}: no torch.optim optimizer stepped, so steps and their figures are not known"
+        return
     peak = f": peak {_peak(plan, watch)}" if watch.steps else ""
     yield f"{counted(watch.steps, noun)} with {path}{ended}{peak}"
     if watch.steps:

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torchtrim.capture.recording import tensors_in
 from torchtrim.capture.steps import Steps
 from torchtrim.core.clock import now
+from torchtrim.core.isolation import isolated
 from torchtrim.errors import ApplyFailed
 from torchtrim.evidence.evidence import kind_of
 from torchtrim.executor import notices
@@ -27,6 +28,7 @@ from torchtrim.executor.swap import Forward, Swapped
 from torchtrim.records.plan import Plan
 from torchtrim.runner.run_peak import PeakMeter, meter_for
 
+REPORT = "report of the run"
 _KEPT = 1024
 """Recent steps whose median is the time of a step."""
 _MOST_KNOWN = 256
@@ -59,7 +61,7 @@ class RunWatch:
         self._cycle: Steps | None = None
         self._began: float | None = None
         self._stepped = 0.0
-        self._inside = self._is_over = False
+        self._inside = self._is_over = self._has_optimizer = False
         self._here = os.getpid(), threading.get_ident()
         self._undo = contextlib.ExitStack()
 
@@ -70,6 +72,7 @@ class RunWatch:
 
     def begin(self, optimizers: int) -> None:
         """Begin to watch a script with this many optimizers."""
+        self._has_optimizer = optimizers > 0
         self._cycle = Steps(max(optimizers, 1))
         self._undo.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
         notices.listeners.append(self._noticed)
@@ -89,9 +92,18 @@ class RunWatch:
             return
         if self._began is not None and (self._plan.is_of_calls or self._is_stepped):
             self._step_ends((self._stepped or now()) - self._began)
+        self._close()
+
+    def _close(self) -> None:
         self._is_over = True
         self.peak.close()
         self._undo.close()
+
+    @property
+    def is_by_hand(self) -> bool:
+        """True for a script that has trained without an optimizer, whose steps are not counted."""
+        trains = self._began is not None and not self._plan.is_of_calls
+        return trains and not (self._has_optimizer or self._stepped)
 
     @property
     def _is_stepped(self) -> bool:
@@ -106,14 +118,23 @@ class RunWatch:
             return forward(*args, **kwargs)
         self._inside = True
         try:
+            self._look(name, args, kwargs)
+            return forward(*args, **kwargs)
+        finally:
+            self._inside = False
+
+    def _look(self, name: str, args: Any, kwargs: Any) -> None:
+        """Note a call; a defect here ends the watch, never the script."""
+        done = False
+        with isolated("renderer", REPORT):
             if self._plan.is_of_calls or torch.is_grad_enabled():
                 self._step_runs()
                 self.inputs.see(name, args, kwargs, self.steps + 1)
             elif self._is_stepped:
                 self.peak.pauses()
-            return forward(*args, **kwargs)
-        finally:
-            self._inside = False
+            done = True
+        if not done:
+            self._close()
 
     def _step_runs(self) -> None:
         """Note a call that belongs to the current step or begins the next one."""
