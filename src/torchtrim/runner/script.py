@@ -68,9 +68,10 @@ class Script(NamedTuple):
     def check(self) -> None:
         """Raise `UsageError` if the script does not exist."""
         if self.path is not None and not self.path.is_file():
+            near = _did_you_mean(Path(self.target), self.path)
             raise UsageError(
-                f"the script {self.target} does not exist.{_did_you_mean(Path(self.target), self.path)} Give the path of a "
-                "Python file, or -m and the name of a module."
+                f"the script {self.target} does not exist.{near} Give the path of a Python file, or -m and "
+                "the name of a module."
             )
 
 
