@@ -4,6 +4,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TRAINERS := $(VENV)/trainers/.ready
 INSTALLED := $(VENV)/.installed
 CANDIDATES := python3 python3.12 python3.11 python3.13
 IS_NEW := import sys; sys.exit(sys.version_info < (3, 11))
@@ -28,6 +29,13 @@ $(READY): $(INSTALLED)
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# transformers, trl, Lightning and accelerate, for examples/trainers/ alone: without dependencies, since pip would
+# fetch another torch. Where they are not to be had, those examples are skipped.
+$(TRAINERS): tests/integrations/requirements.txt $(READY)
+	@rm -rf $(@D)
+	@$(PIP) install --no-deps --target $(@D) -r $< && touch $@ \
+		|| { rm -rf $(@D); echo "examples/trainers/ are skipped: their libraries could not be installed"; }
+
 demo: $(INSTALLED)
 	$(BIN)/torchtrim optimize examples/segmentation.py --memory 60%
 	$(BIN)/torchtrim optimize examples/charlm.py --memory 60% --device cpu
@@ -51,7 +59,7 @@ test: $(READY)
 	$(BIN)/lint-imports --no-logo
 	$(PYTEST) || { $(AGAIN) && $(FLAKY); }
 
-test-all: $(READY)
+test-all: $(READY) $(TRAINERS)
 	$(PYTEST) --full --cov || { $(AGAIN) --full && $(FLAKY); }
 
 # Every file of bench/ that can be run is a benchmark; one alone: python -m bench.recorder

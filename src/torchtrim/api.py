@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from torchtrim.workflows.find_batch import find_batch_report as find_batch_report
     from torchtrim.workflows.fix import fix_report as fix_report
     from torchtrim.workflows.fix import with_fixes as with_fixes
+    from torchtrim.workflows.in_training import InTraining as InTraining
+    from torchtrim.workflows.in_training import Trainer as Trainer
     from torchtrim.workflows.lint import Checked as Checked
     from torchtrim.workflows.lint import Watch as Watch
     from torchtrim.workflows.lint import lint_report as lint_report
@@ -94,6 +96,7 @@ _HOMES = {
         "verify_report",
         "verify_pair",
     ),
+    "torchtrim.workflows.in_training": ("InTraining", "Trainer"),
     "torchtrim.workflows.lint": ("Checked", "lint_report", "Watch", "settle", "undo"),
     "torchtrim.runner.planned_script": ("check_script", "run_planned"),
     "torchtrim.workflows.optimize.report": ("export_report", "optimize_report", "plan_report"),

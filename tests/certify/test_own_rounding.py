@@ -67,3 +67,19 @@ def test_parameters_are_moved_by_one_rounding_and_put_back() -> None:
     state = net.weight.detach().clone()
     Fitting(step, Request(steps=1, nudged=True), lambda _: None).observe()
     assert torch.equal(net.weight.detach(), state)
+
+
+def test_a_long_sum_in_another_order_is_rounding() -> None:
+    torch.manual_seed(0)
+    conv = torch.nn.Conv2d(8, 8, 3, padding=1)
+    step = train_step(conv, torch.rand(8, 8, 96, 96), "SGD")
+    fitting = Fitting(step, Request(steps=2), lambda _: None, Terms(allow="ROUNDING"))
+    where = Technique(name="micro_batch", where=("Conv2d",), options={"parts": 2})
+    plan = build_plan(
+        "",
+        fingerprint={},
+        techniques=(where,),
+        predicted=Prediction(peak_bytes=0, step_seconds=0.0),
+        budget_bytes=1,
+    )
+    assert fitting.verify(fitting.observe(), plan).verdict == "ROUNDING"

@@ -39,7 +39,7 @@ def test_optimize_then_run_then_verify(run, tmp_path: Path) -> None:
     code, out, err = run("optimize", PLAIN, "--memory", "85%", *QUICK)
     assert (code, err) == (0, "")
     assert "BITWISE" in out
-    assert out.count("\n") <= 24
+    assert out.count("\n") <= 40
     folder = tmp_path / "torchtrim-out" / "plain"
     assert {f.name for f in folder.iterdir()} == {
         "plan.toml",
@@ -245,7 +245,7 @@ def test_a_plan_is_refused_for_another_script(run, tmp_path: Path) -> None:
     plan = str(tmp_path / "torchtrim-out" / "a" / "plan.toml")
     code, _, err = run("run", PLAIN.replace("plain", "gan"), "--plan", plan)
     assert code == 2
-    assert "another script" in err
+    assert "the plan was made for a.py, not for gan.py. Plan again: torchtrim" in err
     text = Path(plan).read_text()
     Path(plan).write_text("\n".join(x for x in text.splitlines() if "script_sha256" not in x))
     code, _, err = run("run", PLAIN.replace("plain", "gan"), "--plan", plan)

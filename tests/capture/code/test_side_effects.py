@@ -245,6 +245,21 @@ def test_the_shared_generator_of_random_is_found_only_where_it_is_used() -> None
     assert not any(one is shared for one in SideEffects([quiet]).generators)
 
 
+def test_a_dict_with_a_get_of_its_own_is_read_as_an_object() -> None:
+    registry = """
+class Registry(dict):
+    def get(self, key):
+        return len(self)
+
+REGISTRY = Registry()
+"""
+    net, names = net_of("return x if REGISTRY.get(self) else -x", registry)
+    references = SideEffects([net]).references
+    assert not changed(references)
+    names["Registry"].get = lambda self, key: 1
+    assert changed(references)
+
+
 def test_a_replaced_function_is_a_change() -> None:
     net, names = net_of("return pure(self.log, F.relu(x))")
     references = SideEffects([net]).references

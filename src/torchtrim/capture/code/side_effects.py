@@ -184,7 +184,7 @@ class SideEffects:
         if isinstance(found, nn.Module) or names is None:
             return
         if callable(found) or found is UNKNOWN or isinstance(found, _CONTAINERS):
-            kinds = () if isinstance(table, (dict, type)) else type(table).__mro__
+            kinds = () if type(table) is dict or isinstance(table, type) else type(table).__mro__
             classes = [vars(kind) for kind in kinds if name in vars(kind)]
             for one in (names, *classes[:1]):
                 self._remember(one, name)

@@ -169,8 +169,9 @@ def _unequal(report: Report) -> bool:
     return report.certificate is not None and report.certificate.verdict == "NOT EQUAL"
 
 
-def _next_of_missed(options: dict[str, Any], report: Report) -> str:
-    """Suggest the option that meets the budget, or the search for a batch that does."""
+def _next_of_missed(options: dict[str, Any], result: Result) -> str:
+    """Suggest the option that meets the budget, or the search for a batch of the script's loader that does."""
+    report, profile = result.report, result.before
     assert report.budget_bytes is not None
     if _unequal(report):
         return command_for(options, "diagnose")
@@ -178,7 +179,7 @@ def _next_of_missed(options: dict[str, Any], report: Report) -> str:
     for lever in report.levers:
         if lever.needs.startswith("--allow ") and lever.peak_bytes <= report.budget_bytes:
             return command_for(options, "optimize", *budget, *lever.needs.split())
-    if options["mode"] != "inference" and options["processes"] == 1:
+    if profile is not None and profile.waits and not result.ranks:
         return command_for(options, "plan", "--find-batch", *budget)
     return command_for(options, "diagnose")
 
@@ -192,7 +193,7 @@ def _fixing(options: dict[str, Any]) -> str:
 def _next(options: dict[str, Any], result: Result, plan: Path) -> str:
     report = result.report
     if report.floor_bytes is not None:
-        return _next_of_missed(options, report)
+        return _next_of_missed(options, result)
     if result.plan is not None and result.plan.techniques:
         return command_for(options, "run", "--plan", str(plan))
     fixes = report.fixes

@@ -1,0 +1,11 @@
+"""torchtrim in the trainers of transformers, trl and Lightning, and in loops of accelerate.
+
+    Trainer(model, arguments, callbacks=[TorchtrimCallback(memory="60%")])
+
+Imports none of these libraries.
+"""
+
+from torchtrim.integrations.callback import TorchtrimCallback
+from torchtrim.integrations.hook import TorchtrimHook
+
+__all__ = ["TorchtrimCallback", "TorchtrimHook"]
