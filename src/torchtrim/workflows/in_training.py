@@ -120,7 +120,7 @@ class InTraining:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Leave the training unplanned, and say why, if an integration fails on another version of its library."""
+        """Leave the training unplanned, and say why, if an integration fails, as on another version."""
         try:
             yield
         except Exception as error:
