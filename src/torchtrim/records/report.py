@@ -52,7 +52,11 @@ class FrontierPoint(Struct, frozen=True, kw_only=True):
 
 
 class Holder(Struct, frozen=True, kw_only=True):
-    """Storages live at the peak that one module and line allocated, and why they were still live."""
+    """Storages live at the peak that one module and line allocated, and why they were still live.
+
+    `type` is the module's class, `made_path` and `made_line` the line that constructed it, empty and 0 if not
+    known. `what` says what the tensors are, such as `"logits"`, if that is known.
+    """
 
     bytes: Bytes
     count: int
@@ -61,6 +65,10 @@ class Holder(Struct, frozen=True, kw_only=True):
     path: str
     line: int
     why: str
+    type: str = ""
+    made_path: str = ""
+    made_line: int = 0
+    what: str = ""
 
 
 class WaitSet(Struct, frozen=True, kw_only=True):

@@ -27,6 +27,7 @@ from torchtrim.report.blocks import (
     show,
 )
 from torchtrim.report.headline import headline
+from torchtrim.report.holder_words import owner_of, reason_of
 from torchtrim.report.safe import clean, keep_left, keep_right, sentence, wrap
 from torchtrim.report.sections import FigureRow, figure_rows, sentences
 
@@ -264,24 +265,29 @@ def _holders(page: _Page, room: _RowLimits) -> list[Text]:
     shown = page.report.holders[: room.holders]
     if not shown:
         return []
-    share = (page.width - 14) // 2 if page.narrow else (page.width - 12) // 3
-    columns = (
-        Column(width=10, gap=0, right=True),
-        Column(width=share, fitted=True, keep=keep_right),
-        Column(width=share, fitted=True, keep=keep_right, style="cyan"),
-        Column(least=10, style="dim"),
-    )
+    home = facts.home(page.report)
+    title = _more("live at the peak", len(page.report.holders), len(shown))
     rows = [
-        (
-            format_bytes(one.bytes),
-            page.say(one.module or one.kind),
-            page.place(one.path, one.line) or "-",
-            page.say(one.why or one.kind),
-        )
+        (format_bytes(one.bytes), page.say(owner_of(one, home)), page.say(reason_of(one, home)))
         for one in shown
     ]
-    title = _more("live at the peak", len(page.report.holders), len(shown))
-    return [title, *TextTable(columns, rows).lines(page.width)]
+    left = page.width - 12
+    share = max(left - 12, 0) if page.narrow else 3 * left // 5
+    size = Column(width=10, gap=0, right=True)
+    owner = Column(width=share, fitted=True, keep=keep_right, style="cyan")
+    short = all(cell_len(who) <= share and cell_len(who + why) + 2 <= left for _, who, why in rows)
+    if room.text < 2 or short:
+        return [
+            title,
+            *TextTable([size, owner, Column(least=10, style="dim")], rows).lines(page.width),
+        ]
+    lines = [title]
+    for number, who, why in rows:
+        lines.append(
+            Text(padded(number, 10, right=True) + "  ").append(keep_right(who, left), "cyan")
+        )
+        lines += (Text(" " * 12).append(line, "dim") for line in sentence(why, left, room.text))
+    return lines
 
 
 def _findings(page: _Page, room: _RowLimits) -> list[Text]:
