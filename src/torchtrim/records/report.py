@@ -41,7 +41,9 @@ class PlanSummary(Struct, frozen=True, kw_only=True):
 class FrontierPoint(Struct, frozen=True, kw_only=True):
     """The predicted peak and time of the best plan under a budget.
 
-    `by_hand`: the description of a manual alternative, if not a plan; its budget is its own peak.
+    `by_hand`: the description of a manual alternative, if not a plan; its budget is its own peak. `device`:
+    the device that `step_seconds` are modelled for, empty for the machine of the run. `techniques`: the
+    number of places of each technique, most places first.
     """
 
     budget_bytes: Bytes
@@ -49,6 +51,8 @@ class FrontierPoint(Struct, frozen=True, kw_only=True):
     step_seconds: float
     where: tuple[str, ...]
     by_hand: str = ""
+    device: str = ""
+    techniques: dict[str, int] = {}
 
 
 class Holder(Struct, frozen=True, kw_only=True):
