@@ -284,9 +284,9 @@ def _holders(page: _Page, room: _RowLimits) -> list[Text]:
     ):
         return [title, *TextTable(columns, rows).lines(page.width)]
     if room.text < 2:
-        words = (page.say(one.what or one.why or one.kind) for one in shown)
-        short = [(number, who, word) for (number, who, _), word in zip(rows, words, strict=True)]
-        return [title, *TextTable(columns, short).lines(page.width)]
+        words = (one.what or one.why if one.made_path else reason_of(one, home) for one in shown)
+        rows = [(*row[:2], page.say(word)) for row, word in zip(rows, words, strict=True)]
+        return [title, *TextTable(columns, rows).lines(page.width)]
     lines = [title]
     for number, who, why in rows:
         lines.append(
