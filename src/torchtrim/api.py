@@ -315,6 +315,7 @@ def estimate(
     device: str | None = None,
     ranks: int = 0,
     fsdp: bool | Sharding = False,
+    memory_kind: MemoryKind = "allocated",
     progress: Progress = _silent,
 ) -> Estimate:
     """Predict what a step needs without running it: no operator computes, and no memory is allocated.
@@ -323,7 +324,8 @@ def estimate(
     estimate a model that does not fit on this machine. `device`: `"cpu"` (default), the name of a GPU such as
     `"h100"`, or `"emulated"` for any GPU. `ranks`: estimate rank 0 of this many processes, without starting
     the others. `fsdp`: shard the model over those ranks with `fully_shard`; pass a `Sharding` to say how.
-    With `fsdp`, `workload` must be a function or a script.
+    With `fsdp`, `workload` must be a function or a script. `memory_kind`: what budgets limit, and what
+    percentages are of: `"allocated"` bytes, or on a device those that its caching allocator has `"reserved"`.
 
     Raises `UsageError` if `workload` is not a workload, and `Unsupported` for an operator whose output shape
     is unknown or a model that `fully_shard` rejects.
@@ -334,13 +336,16 @@ def estimate(
 
     sharding = fsdp if isinstance(fsdp, Sharding) else Sharding() if fsdp else None
     request = Request(steps=0, dry=True, ranks=ranks, sharding=sharding)
-    return Estimate(workload, device=device, request=request, progress=progress)
+    return Estimate(
+        workload, device=device, request=request, memory_kind=memory_kind, progress=progress
+    )
 
 
 def find_batch(
     workload: Workload | Callable[[], Model],
     memory: str | int,
     *,
+    memory_kind: MemoryKind = "allocated",
     probes: int = 4,
     progress: Progress = _silent,
 ) -> GrowthLimit:
@@ -348,12 +353,12 @@ def find_batch(
 
     `largest` is the largest batch that ran and fitted (0 if a batch of 1 does not fit). `exact` is true if
     one sample more was run and did not fit. Runs at most `probes` steps and leaves the model unchanged. For a
-    script, the batch is that of its data loaders. Raises `UsageError` if no input has a batch dimension that
-    can grow.
+    script, the batch is that of its data loaders. `memory_kind`: see `estimate`. Raises `UsageError` if no
+    input has a batch dimension that can grow.
     """
     from torchtrim.workflows.find_batch import find_batch
 
-    return find_batch(workload, memory, probes=probes, progress=progress)
+    return find_batch(workload, memory, memory_kind=memory_kind, probes=probes, progress=progress)
 
 
 def fix_source(

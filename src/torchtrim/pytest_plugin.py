@@ -313,6 +313,7 @@ def _share(text: str) -> float:
 def section(measured: Measured, root: Path) -> str:
     """Format the syncs and the holders of the peak, one a line."""
     from torchtrim.api import holders
+    from torchtrim.report.holder_words import owner_of, reason_of
     from torchtrim.report.safe import clean
 
     lines = ["host-device syncs:" if measured.waits else "no host-device syncs"]
@@ -322,8 +323,8 @@ def section(measured: Measured, root: Path) -> str:
     ]
     lines.append(f"peak {format_bytes(measured.peak_bytes)}, held by:")
     for held in holders(measured.profile, most=_MOST_HOLDERS):
-        parts = (held.module or held.kind, _place(held.path, held.line, root), held.why)
-        lines.append(f"  {format_bytes(held.bytes):>9}  {'  '.join(p for p in parts if p)}")
+        words = f"{owner_of(held, str(root))}  {reason_of(held, str(root))}"
+        lines.append(f"  {format_bytes(held.bytes):>9}  {words}")
     return "\n".join(map(clean, lines))
 
 

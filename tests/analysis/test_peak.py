@@ -51,7 +51,7 @@ def test_the_same_module_line_and_reason_is_one_holder() -> None:
     assert [(h.bytes, h.count, h.line, h.why) for h in found] == [
         (90, 3, 7, "held by a Python reference"),
         (35, 1, 8, "held by a Python reference"),
-        (25, 1, 7, "being read by aten::cat"),
+        (25, 1, 7, "being read by concatenation"),
     ]
 
 
@@ -68,7 +68,9 @@ def test_a_holder_names_kind_module_place_and_reason() -> None:
         module="net.head",
         path="train.py",
         line=42,
-        why="saved for backward of aten::nll_loss",
+        why="saved by NLL loss for backward",
+        type="Linear",
+        what="output of matmul",
     )
 
 
@@ -139,7 +141,7 @@ def test_scratch_is_a_holder_of_its_own() -> None:
         ("workspace", 80, "net.conv", 3),
         ("activation", 10, "net.conv", 3),
     ]
-    assert found[0].why == "scratch of aten::convolution while it runs"
+    assert found[0].why == "scratch of convolution while it runs"
 
 
 def test_before_the_step_and_without_operators() -> None:

@@ -24,13 +24,13 @@ def forward_and_loss(step: Step) -> tuple[Made, Made]:
     return hidden, loss
 
 
-def test_saved_for_backward_names_the_forward_operator_that_saved_it() -> None:
+def test_saved_for_backward_names_what_saved_it() -> None:
     step = Step()
     hidden = step.op("aten::gelu", makes=64)
     out = step.op("aten::addmm", hidden, makes=64)
     peak = step.backward("aten::ones_like", out)
     step.backward("aten::mm", out, hidden)
-    assert why(step, hidden.out, peak.index) == "saved for backward of aten::addmm"
+    assert why(step, hidden.out, peak.index) == "saved by matmul for backward"
 
 
 def test_saved_by_several_names_the_one_that_releases_it() -> None:
@@ -39,7 +39,7 @@ def test_saved_by_several_names_the_one_that_releases_it() -> None:
     out = step.op("aten::addmm", hidden, makes=64)
     peak = step.backward("aten::mm", out, hidden)
     step.backward("aten::threshold_backward", hidden, hidden)
-    assert why(step, hidden.out, peak.index) == "saved for backward of aten::relu"
+    assert why(step, hidden.out, peak.index) == "saved by ReLU for backward"
 
 
 def test_a_backward_operator_of_unknown_forward_is_named_itself() -> None:
@@ -54,7 +54,7 @@ def test_recomputed_in_backward() -> None:
     out = step.op("aten::addmm", makes=64)
     again = step.op("aten::addmm", makes=64, phase="recompute")
     peak = step.backward("aten::mm", out, again)
-    assert why(step, again.out, peak.index) == "recomputed for backward of aten::addmm"
+    assert why(step, again.out, peak.index) == "recomputed for backward of matmul"
 
 
 def test_released_by_backward_without_being_read() -> None:
@@ -98,15 +98,15 @@ def test_read_later_in_forward() -> None:
     skip = step.op("aten::relu", makes=64)
     peak = step.op("aten::convolution", makes=64)
     step.op("aten::add", skip)
-    assert why(step, skip.out, peak.index) == "read later by aten::add"
+    assert why(step, skip.out, peak.index) == "read later by addition"
 
 
 def test_read_at_the_peak_and_no_more() -> None:
     step = Step()
     source = step.op("aten::relu", makes=64)
     peak = step.op("aten::cat", source, makes=64)
-    assert why(step, source.out, peak.index) == "being read by aten::cat"
-    assert why(step, peak.out, peak.index) == "being computed by aten::cat"
+    assert why(step, source.out, peak.index) == "being read by concatenation"
+    assert why(step, peak.out, peak.index) == "being computed by concatenation"
 
 
 def test_temporaries_of_backward_are_not_saved_activations() -> None:
@@ -115,7 +115,7 @@ def test_temporaries_of_backward_are_not_saved_activations() -> None:
     flow = step.backward("aten::mse_loss_backward", loss, makes=64)
     peak = step.backward("aten::expand", loss)
     step.backward("aten::mm", loss, flow)
-    assert why(step, flow.out, peak.index) == "read later by aten::mm"
+    assert why(step, flow.out, peak.index) == "read later by matmul"
 
 
 def test_alive_since_before_the_step_and_never_read() -> None:
@@ -182,7 +182,7 @@ def test_training_that_keeps_a_reference_is_not_said_to_lack_a_backward() -> Non
 def test_computed_by_the_first_operator() -> None:
     step = Step()
     made = step.op("aten::relu", makes=1)
-    assert why(step, made.out, 0) == "being computed by aten::relu"
+    assert why(step, made.out, 0) == "being computed by ReLU"
 
 
 def test_each_block_of_a_chain_keeps_its_inside_and_its_output() -> None:

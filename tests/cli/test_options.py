@@ -27,7 +27,16 @@ OPTIONS = {
     "doctor": ("--json",),
     "estimate": (
         *("--module", "-m", "--timeout", "--device", *SHOWN),
-        *("--fits", "--max-batch", "--out", "--no-source", "--ranks", "--fsdp", "--fsdp-blocks"),
+        *(
+            "--fits",
+            "--max-batch",
+            "--memory-kind",
+            "--out",
+            "--no-source",
+            "--ranks",
+            "--fsdp",
+            "--fsdp-blocks",
+        ),
         *("--fsdp-dtype", "--fsdp-no-reshard", "--fsdp-offload"),
     ),
     "explain": ("--json",),

@@ -195,6 +195,20 @@ def test_lightning_and_accelerate_refuse_what_they_cannot_repeat(
     assert capsys.readouterr().err.count("use 'bf16'") == 1
 
 
+def test_another_version_of_a_library_trains_unplanned(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = trainers.TransformersTrainer(TorchtrimCallback(memory="70%"))
+    del trainer.args.n_gpu
+    assert trainer.train() == plain(trainers.TransformersTrainer)
+    assert capsys.readouterr().err.count("planning failed: AttributeError") == 1
+
+    def without_optimizers(accelerator: Any) -> TorchtrimHook:
+        del accelerator._optimizers
+        return TorchtrimHook(accelerator, memory="70%")
+
+    assert loop(without_optimizers)[0] == loop()[0]
+    assert capsys.readouterr().err.count("planning failed: AttributeError") == 1
+
+
 def test_a_training_that_ends_early_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = trainers.TransformersTrainer(TorchtrimCallback(memory="70%", after=10))
     assert trainer.train() == plain(trainers.TransformersTrainer)

@@ -411,7 +411,13 @@ HOSTILE_REPORT = msgspec.structs.replace(
         for f in FINDINGS
     ),
     holders=tuple(
-        msgspec.structs.replace(h, module=HOSTILE * 9, path=HOSTILE, why=HOSTILE) for h in HOLDERS
+        msgspec.structs.replace(
+            h,
+            **dict.fromkeys(("path", "why", "type", "made_path", "what"), HOSTILE),
+            module=HOSTILE * 9,
+            made_line=1,
+        )
+        for h in HOLDERS
     ),
     plan=msgspec.structs.replace(
         PLAN,

@@ -15,8 +15,8 @@ def test_an_activation_that_owns_the_peak() -> None:
     (finding,) = check(step.profile())
     assert (finding.code, finding.path, finding.line) == ("TT201", "train.py", 42)
     assert finding.message == (
-        "one activation of 6.00 KiB is 75% of the peak: created by aten::addmm in net.head, "
-        "saved for backward of aten::nll_loss"
+        "one activation of 6.00 KiB is 75% of the peak: created by matmul in net.head, "
+        "saved by NLL loss for backward"
     )
     assert finding.price_bytes == 6 * 1024
 

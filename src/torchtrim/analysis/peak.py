@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import PurePath
 
 from msgspec.structs import replace
 
+from torchtrim.analysis.tensor_words import what_is
 from torchtrim.analysis.timeline import WORKSPACE, alive, peak_operator, workspace
 from torchtrim.analysis.why_live import why_alive
 from torchtrim.records.figures import PeakPart
-from torchtrim.records.operator_names import base_name, module_paths, owner, top_levels
-from torchtrim.records.profile import Kind, Place, Profile
+from torchtrim.records.operator_names import module_paths, owner, top_levels, word_of
+from torchtrim.records.profile import Kind, Module, Place, Profile
 from torchtrim.records.report import Holder
 
 _BY_MODULE: frozenset[Kind] = frozenset(
@@ -20,25 +22,32 @@ _BY_MODULE: frozenset[Kind] = frozenset(
 )
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _NOWHERE = Place(path="", line=0, function="")
+_Key = tuple[object, ...]
 
 
 def holders(profile: Profile, at: int | None = None, most: int = 12) -> tuple[Holder, ...]:
     """List the storages live at the peak, or at operator `at`, largest first.
 
-    Computed tensors are grouped by kind, module, line and reason; parameters, gradients and optimizer state
-    by the top two levels of their module. Equal groups of repeated modules become one, with `*` for the
-    number: `net.layers.*.linear`. The bytes add up to the peak: beyond `most` entries, the last one, of kind
-    `rest`, is the sum of the others.
+    Computed tensors are grouped by kind, module, line, reason and what they are; parameters, gradients and
+    optimizer state by the top two levels of their module. Equal groups of modules of one class, made at one
+    line, become one, with `*` for the numbers that differ: `net.layers.*.linear`. The bytes add up to the
+    peak: beyond `most` entries, the last one, of kind `rest`, is the sum of the others.
     """
     at = peak_operator(profile) if at is None else at
-    groups = _sum_by(_single(profile, at), lambda h: (h.kind, h.module, h.path, h.line, h.why))
+    modules = {module.path: module for module in profile.modules}
+    groups = _sum_by(_single(profile, at), lambda h: (h.module, *_alike(h)))
     if size := workspace(profile, at):
-        why = f"scratch of {base_name(profile.operators[at].name)} while it runs"
+        why = f"scratch of {word_of(profile.operators[at].name)} while it runs"
         scratch = _entry(size, WORKSPACE, profile.module_of(at), profile.place_of(at), why)
         groups.append(scratch)
+    groups = [_constructed(profile, modules.get(holder.module), holder) for holder in groups]
     # Equal groups differ only in the numbers of their module's path.
     merged = _sum_by(
-        groups, lambda h: (h.kind, _pattern(h.module), h.path, h.line, h.why, h.bytes, h.count)
+        groups,
+        lambda h: (
+            *(_NUMBER.sub("*", h.module), *_alike(h), h.bytes, h.count),
+            *(h.type, h.made_path, h.made_line),
+        ),
     )
     merged.sort(key=lambda h: (-h.bytes, h.kind, h.module, h.path, h.line, h.why))
     if len(merged) <= most:
@@ -46,6 +55,18 @@ def holders(profile: Profile, at: int | None = None, most: int = 12) -> tuple[Ho
     rest = merged[most - 1 :]
     last = _entry(sum(h.bytes for h in rest), "rest", "", None, f"{len(rest)} smaller groups")
     return (*merged[: most - 1], replace(last, count=sum(h.count for h in rest)))
+
+
+def _alike(holder: Holder) -> _Key:
+    return (holder.kind, holder.path, holder.line, holder.why, holder.what)
+
+
+def _constructed(profile: Profile, module: Module | None, holder: Holder) -> Holder:
+    """Add the module's class and the line that constructed it."""
+    if module is None:
+        return holder
+    made = profile.places[module.made] if module.made >= 0 else _NOWHERE
+    return replace(holder, type=module.type, made_path=made.path, made_line=made.line)
 
 
 def _single(profile: Profile, at: int) -> Iterator[Holder]:
@@ -58,18 +79,28 @@ def _single(profile: Profile, at: int) -> Iterator[Holder]:
         place = profile.place_of(storage.birth) if storage.birth >= 0 else None
         if storage.kind in _BY_MODULE:
             place, module = None, top_levels(module)
-        yield _entry(storage.counted, storage.kind, module, place, why)
+        what = what_is(profile, index)
+        yield _entry(storage.counted, storage.kind, module, place, why, what)
 
 
-def _entry(size: int, kind: str, module: str, place: Place | None, why: str) -> Holder:
+def _entry(
+    size: int, kind: str, module: str, place: Place | None, why: str, what: str = ""
+) -> Holder:
     at = place or _NOWHERE
     return Holder(
-        bytes=size, count=1, kind=kind, module=module, path=at.path, line=at.line, why=why
+        bytes=size,
+        count=1,
+        kind=kind,
+        module=module,
+        path=at.path,
+        line=at.line,
+        why=why,
+        what=what,
     )
 
 
-def _sum_by(holders: Iterable[Holder], key: Callable[[Holder], object]) -> list[Holder]:
-    groups: dict[object, list[Holder]] = defaultdict(list)
+def _sum_by(holders: Iterable[Holder], key: Callable[[Holder], _Key]) -> list[Holder]:
+    groups: dict[_Key, list[Holder]] = defaultdict(list)
     for holder in holders:
         groups[key(holder)].append(holder)
     return [
@@ -77,20 +108,20 @@ def _sum_by(holders: Iterable[Holder], key: Callable[[Holder], object]) -> list[
             group[0],
             bytes=sum(holder.bytes for holder in group),
             count=sum(holder.count for holder in group),
-            module=group[0].module
-            if len({holder.module for holder in group}) == 1
-            else _pattern(group[0].module),
+            module=_pattern([holder.module for holder in group]),
         )
         for group in groups.values()
     ]
 
 
-def _pattern(module: str) -> str:
-    return _NUMBER.sub("*", module)
+def _pattern(modules: Iterable[str]) -> str:
+    """Return a path with `*` in place of what differs in paths of equal length."""
+    levels = zip(*(module.split(".") for module in modules), strict=True)
+    return ".".join("*" if len({*level}) > 1 else level[0] for level in levels)
 
 
 _MOST_BLOCKS = 3  # Arbitrary; the rest is one line, so that a report stays short.
-_ACTIVATIONS = "activations of "
+_ACTIVATIONS, _OUTSIDE = "activations of ", "results outside modules"
 _WORDS: dict[Kind, str] = {
     "parameter": "state",
     "buffer": "state",
@@ -109,9 +140,10 @@ def peak_parts(profile: Profile) -> tuple[PeakPart, ...]:
     for number in alive(profile, at):
         parts[_what(profile, number)] += profile.storages[number].counted
     parts["workspace"] += workspace(profile, at)
-    blocks = [what for what, _ in parts.most_common() if what.startswith(_ACTIVATIONS)]
-    for what in blocks[_MOST_BLOCKS:]:
-        parts["other activations"] += parts.pop(what)
+    for start, rest in ((_ACTIVATIONS, "other activations"), (_OUTSIDE, f"other {_OUTSIDE}")):
+        alike = [what for what, _ in parts.most_common() if what.startswith(start)]
+        for what in alike[_MOST_BLOCKS:]:
+            parts[rest] += parts.pop(what)
     return tuple(PeakPart(what=what, bytes=size) for what, size in parts.most_common() if size)
 
 
@@ -124,9 +156,13 @@ def _what(profile: Profile, number: int) -> str:
         return "optimizer temporaries"
     if op.phase not in ("forward", "recompute", "backward"):
         return "other"
-    if op.module < 0 or profile.modules[op.module].type.endswith("Loss"):
-        return "loss"
-    return "gradients of activations" if op.phase == "backward" else _block(profile, op.module)
+    if op.phase == "backward":
+        return "gradients of activations"
+    if op.module < 0:
+        place = profile.place_of(storage.birth)
+        return f"{_OUTSIDE} ({PurePath(place.path).name}:{place.line})" if place else _OUTSIDE
+    kind = profile.modules[op.module].type
+    return f"results of {kind}" if kind.endswith("Loss") else _block(profile, op.module)
 
 
 def _block(profile: Profile, module: int) -> str:

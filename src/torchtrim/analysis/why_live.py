@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from torchtrim.analysis.timeline import alive, peak_operator
-from torchtrim.records.operator_names import base_name
+from torchtrim.records.operator_names import base_name, word_of
 from torchtrim.records.profile import Call, Kind, Profile
 from torchtrim.records.remembered import remembered
 
@@ -87,8 +87,8 @@ _NO_BACKWARD = "kept by autograd or a Python reference: gradients are on, no bac
 def why_alive(profile: Profile, storages: Iterable[int], at: int) -> dict[int, str]:
     """Explain in a few words why each storage is live at an operator; -1 is before the step.
 
-    The words name what keeps it: `saved for backward of aten::addmm`, `read later by aten::add`, `held by a
-    Python reference`, `gradient until zero_grad`.
+    The words name what keeps it: `saved by matmul for backward`, `read later by addition`, `held by a Python
+    reference`, `gradient until zero_grad`.
     """
     zeroed = {z.storage for z in zeroed_gradients(profile) if z.first <= at < z.last}
     in_graph = _graph_without_backward(profile)
@@ -145,7 +145,8 @@ def _saved(profile: Profile, index: int, reader: int) -> str:
     forward = profile.operators[reader].forward
     if forward < 0:
         return f"{verb} for {_name(profile, reader)} in backward"
-    return f"{verb} for backward of {_name(profile, forward)}"
+    name = _name(profile, forward)
+    return f"saved by {name} for backward" if verb == "saved" else f"{verb} for backward of {name}"
 
 
 def _from_forward(profile: Profile, index: int) -> bool:
@@ -169,7 +170,7 @@ def _graph_without_backward(profile: Profile) -> set[int]:
 
 
 def _name(profile: Profile, operator: int) -> str:
-    return base_name(profile.operators[operator].name)
+    return word_of(profile.operators[operator].name)
 
 
 def saved_storages(profile: Profile, at: int | None = None) -> list[int]:

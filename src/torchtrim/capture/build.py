@@ -64,6 +64,7 @@ def build(
     births = [life.birth for life in recorder.storages.lives]
     rank, world = rank_and_world()
     syncs = _syncs(recorder, operators, places, setting.device)  # Adds places.
+    records = modules.settled(places.number)  # Adds places.
     profile = Profile(
         torchtrim=__version__,
         torch=str(torch.__version__),
@@ -77,7 +78,7 @@ def build(
         rss_bytes=rss_bytes(),
         operators=operators,
         storages=_storages(recorder, operators),
-        modules=modules.settled(),
+        modules=records,
         calls=recorder.calls,
         places=list(places.numbers),
         labels=recorder.labels,

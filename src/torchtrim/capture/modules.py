@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,15 +14,20 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchtrim.capture.code.side_effects import SideEffects
+from torchtrim.dispatch.places import CallSite
 from torchtrim.dispatch.storages import parts_of
 from torchtrim.records.profile import Module
 
 
 class Modules:
-    """All modules of all roots, numbered in the order seen; paths start with the root's name."""
+    """All modules of all roots, numbered in the order seen; paths start with the root's name.
 
-    def __init__(self) -> None:
+    `site` returns the call site that constructed a module, if it is known.
+    """
+
+    def __init__(self, site: Callable[[nn.Module], CallSite | None] = lambda _: None) -> None:
         self.records: list[Module] = []
+        self._site = site
         self.roots: dict[str, nn.Module] = {}
         self._numbers: dict[int, int] = {}
         self._paths: dict[str, int] = {}
@@ -62,13 +67,15 @@ class Modules:
                         seen.add(id(tensor))
                         yield kind, f"{name}.{path}", tensor
 
-    def settled(self) -> list[Module]:
-        """Return the records, with the current bytes of lazy parameters and each module's side effect."""
+    def settled(self, place_of: Callable[[CallSite | None], int]) -> list[Module]:
+        """Return the records, with the current bytes of lazy parameters, each module's side effect, and the
+        number of the place that constructed it."""
         return [
             replace(
                 record,
                 parameter_bytes=_parameter_bytes(module),
                 writes=next((str(write) for write in SideEffects([module]).writes), ""),
+                made=place_of(self._site(module)),
             )
             for record, module in zip(self.records, self._kept, strict=True)
         ]

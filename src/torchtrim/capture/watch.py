@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torchtrim.capture.allocator import own
+from torchtrim.capture.constructions import Constructions
 from torchtrim.capture.spent import watch_updates
 from torchtrim.capture.steps import Steps
 from torchtrim.dispatch.patches import Patches
@@ -103,7 +104,13 @@ class Listener:
 class Watcher:
     """A watcher of this process and thread that notifies one listener, between `install` and `remove`."""
 
-    def __init__(self, listener: Listener, *, trains: bool = True) -> None:
+    def __init__(
+        self,
+        listener: Listener,
+        *,
+        trains: bool = True,
+        constructions: Constructions | None = None,
+    ) -> None:
         self.roots: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.forwards = 0
@@ -113,6 +120,7 @@ class Watcher:
         self.steps_by_hand = 0
         self._listener = listener
         self._trains = trains
+        self._constructions = constructions
         self._created: list[ref[torch.optim.Optimizer]] = []
         self._announced = 0
         self._steps: Steps | None = None
@@ -132,6 +140,8 @@ class Watcher:
         if self.optimizers:
             self._steps = Steps(len(self.optimizers))
         self._replace(nn.Module, "__call__", self._watched_call)
+        if self._constructions is not None:
+            self._constructions.watch(self._patches)
         created = self._created
         self._after_init(torch.optim.Optimizer, lambda one, *_, **__: created.append(ref(one)))
         self._replace(torch.autograd, "backward", self._watched_backward)

@@ -24,8 +24,8 @@ _MOST_LEFT = 4096  # bytes; arbitrary, above scalars such as counters and below 
 _WITHIN = 10.0  # arbitrary: room for sums in another order, whose rounding varies
 _ROUNDINGS = 1000.0
 """A sum of n products in another order differs by 0.45 sqrt(n) roundings of the largest value: 300 were
-measured in a convolution's gradient of 462,400 terms. The perturbed original sums in its own order, so it does
-not show that. This is the difference for 5 million terms; as a share, 2.2e-13."""
+measured in a convolution's gradient of 462,400 terms. The perturbed original sums in its own order, so it
+does not show that. This is the difference for 5 million terms; as a share, 2.2e-13."""
 _WITHIN_UPDATED = (
     1e4  # arbitrary, since Adam's first update follows the sign of the smallest gradient
 )

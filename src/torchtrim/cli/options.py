@@ -23,6 +23,7 @@ from torchtrim.records.terms import allowance
 
 if TYPE_CHECKING:
     from torchtrim.api import Request, Script, Sharding, Watch
+    from torchtrim.records.budget import MemoryKind
     from torchtrim.records.finding import Finding
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -358,12 +359,17 @@ def fits(*, required: bool = True) -> Callable[[F], F]:
             help="Changes that a plan may make: bitwise (none), rounding (the order of additions), or "
             "semantic=NAME,... (the function, by the named techniques, such as precision). Default: bitwise.",
         ),
-        click.option(
-            "--memory-kind",
-            type=click.Choice(["allocated", "reserved", "rss"]),
-            default="allocated",
-            help="Kind of memory that the budget limits. Default: allocated.",
-        ),
+        memory_kind("allocated", "reserved", "rss"),
+    )
+
+
+def memory_kind(*kinds: MemoryKind) -> Callable[[F], F]:
+    """Add the option on the kind of memory that a budget limits and a percentage is of."""
+    return click.option(
+        "--memory-kind",
+        type=click.Choice(kinds),
+        default="allocated",
+        help="Kind of memory that the budget limits and that peaks are given in. Default: allocated.",
     )
 
 

@@ -74,14 +74,15 @@ class TorchtrimCallback:
     def on_train_begin(self, args: Any, *_: Any, **__: Any) -> None:
         """transformers: begin to watch the trainer that calls this."""
         self._begin()
-        trainer = transformers.trainer_of(self)
-        if trainer is None:
-            self._fitting.refuse("found no trainer of transformers that has this callback.")
-        elif reason := transformers.refusal(trainer):
-            self._fitting.refuse(reason)
-        else:
-            self._trainer = trainer
-            self._undo = transformers.watch(trainer, self._fitting)
+        with self._fitting.guarded():
+            trainer = transformers.trainer_of(self)
+            if trainer is None:
+                self._fitting.refuse("found no trainer of transformers that has this callback.")
+            elif reason := transformers.refusal(trainer):
+                self._fitting.refuse(reason)
+            else:
+                self._trainer = trainer
+                self._undo = transformers.watch(trainer, self._fitting)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """transformers: a step is complete."""
@@ -93,8 +94,9 @@ class TorchtrimCallback:
         """Lightning: begin to watch."""
         self._begin()
         self._steps = trainer.global_step
-        if reason := lightning.refusal(trainer, pl_module):
-            self._fitting.refuse(reason)
+        with self._fitting.guarded():
+            if reason := lightning.refusal(trainer, pl_module):
+                self._fitting.refuse(reason)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int

@@ -70,7 +70,8 @@ class TorchtrimHook:
         @functools.wraps(loss)
         def watched(model: Any, *args: Any, **kwargs: Any) -> Any:
             if self._fitting.watches:
-                self._before(loss, model, args, kwargs)
+                with self._fitting.guarded():
+                    self._before(loss, model, args, kwargs)
             return loss(model, *args, **kwargs)
 
         return watched

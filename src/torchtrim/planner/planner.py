@@ -5,7 +5,12 @@ Plans keep host memory, pinned or in files, within a separate budget.
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+=======
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+>>>>>>> main
 from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
@@ -183,7 +188,9 @@ class Planner:
     def frontier(self, points: int = 8, *, bias: int = 0) -> tuple[FrontierPoint, ...]:
         """Return the best plans for budgets from the original's peak down to the floor, and manual plans.
 
-        The search covers all budgets before it picks plans, so a looser budget never gets a slower plan.
+        They are in order of budget, the largest first, each plan once, at the smallest of these budgets that
+        it meets. The search covers all budgets before it picks plans, so a looser budget never gets a slower
+        plan.
         """
         low, high = self.floor.outcome.peak_bytes, self.simulated_original
         if self.pinned.forced:
@@ -191,25 +198,32 @@ class Planner:
         budgets = [high - (high - low) * step // points for step in range(points + 1)]
         for budget in budgets:
             self._within(budget, _GLANCE)
-        points_found = []
+        points_found: list[FrontierPoint] = []
         for budget in budgets:
             choice = self._within(budget, _GLANCE) or self.floor
-            points_found.append(self._point(choice.outcome, choice.options, bias, budget))
+            point = self._point(choice.outcome, choice.options, bias, budget)
+            if points_found and _plan_of(points_found[-1]) == _plan_of(point):
+                points_found.pop()
+            points_found.append(point)
         for way in by_hand(self._priced):
             outcome = simulate(self._priced, way.edits)
             if (peak := outcome.peak_bytes) < self.simulated_original:
                 points_found.append(self._point(outcome, way.options, bias, peak, way.name))
-        return tuple(points_found)
+        return tuple(sorted(points_found, key=lambda one: -one.budget_bytes))
 
     def _point(
         self, outcome: Outcome, options: Iterable[Option], bias: int, budget: int, name: str = ""
     ) -> FrontierPoint:
+        options = tuple(options)
+        emulated = is_emulated(self.profile.device)
         return FrontierPoint(
             budget_bytes=budget + bias,
             peak_bytes=outcome.peak_bytes + bias,
             step_seconds=self._priced.seconds + outcome.added_seconds,
             where=tuple(option.where for option in options),
             by_hand=name,
+            device=device_of(self.profile).name if emulated else "",
+            techniques=dict(Counter(option.technique for option in options).most_common()),
         )
 
     def set_by(self, choice: Choice) -> str:
@@ -490,6 +504,10 @@ def in_files(
     every = (option for name in names for option in in_files_of(name, step))
     left = (o for o in every if o.where.removesuffix(" in file") not in kept & on_host)
     return _with_edits(step, left)
+
+
+def _plan_of(point: FrontierPoint) -> tuple[int, frozenset[str], dict[str, int]]:
+    return point.peak_bytes, frozenset(point.where), point.techniques
 
 
 def _area(edit: Edit) -> int:

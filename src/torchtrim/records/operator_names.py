@@ -93,3 +93,54 @@ def item_bytes(dtype: str) -> int:
     if dtype.startswith("complex"):
         return int(dtype.removeprefix("complex") or 64) // 8
     return next((size for end, size in _ITEM_BYTES.items() if dtype.endswith(end)), 1)
+
+
+_WORDS = {
+    "matmul": ("addmm", "mm", "matmul", "linear", "mkldnn_linear"),
+    "batched matmul": ("bmm", "baddbmm"),
+    "convolution": ("convolution",),
+    "BatchNorm": ("batch_norm",),
+    "LayerNorm": ("layer_norm",),
+    "GroupNorm": ("group_norm",),
+    "RMSNorm": ("rms_norm",),
+    "recurrent layer": ("rnn",),
+    "attention": ("scaled_dot_product_attention",),
+    "softmax": ("softmax",),
+    "log-softmax": ("log_softmax",),
+    "NLL loss": ("nll_loss", "nll_loss2d", "nll_loss_nd", "nll_loss_forward", "nll_loss2d_forward"),
+    "MSE loss": ("mse_loss",),
+    "ReLU": ("relu", "threshold"),
+    "GELU": ("gelu",),
+    "SiLU": ("silu",),
+    "sigmoid": ("sigmoid",),
+    "tanh": ("tanh",),
+    "dropout": ("native_dropout", "dropout"),
+    "embedding": ("embedding",),
+    "max pooling": ("max_pool2d_with_indices", "max_pool3d_with_indices"),
+    "average pooling": ("avg_pool2d", "_adaptive_avg_pool2d"),
+    "multiplication": ("mul",),
+    "division": ("div",),
+    "addition": ("add",),
+    "subtraction": ("sub", "rsub"),
+    "power": ("pow",),
+    "mean": ("mean",),
+    "sum": ("sum",),
+    "copy": ("clone", "copy", "_to_copy"),
+    "concatenation": ("cat",),
+}
+_WORD_OF = {role: word for word, roles in _WORDS.items() for role in roles}
+
+
+def word_of(operator: str) -> str:
+    """Return the word people use for an operator: `"aten::native_batch_norm.default"` -> `"BatchNorm"`.
+
+    An operator without one keeps its name, without its overload.
+    """
+    name = base_name(operator)
+    inner = name.removeprefix("aten::")
+    forward = inner.partition("_backward")[0]
+    role = role_of(forward)
+    word = _WORD_OF.get(role) or _WORD_OF.get(role.removesuffix("_"))
+    if word is None or inner == name:
+        return name
+    return word if forward == inner else f"backward of {word}"

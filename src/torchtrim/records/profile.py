@@ -137,7 +137,8 @@ class Module(Struct, frozen=True, array_like=True, gc=False):
     """A module of a root. `chain`: its children run in sequence (`nn.Sequential`).
 
     `hooked`: it has user hooks. `writes`: the state its code writes beyond its own tensors and attributes,
-    and the line; rerunning the module would write it twice.
+    and the line; rerunning the module would write it twice. `made`: the place that constructed it, an index
+    or -1.
     """
 
     path: Text
@@ -147,6 +148,7 @@ class Module(Struct, frozen=True, array_like=True, gc=False):
     hooked: bool
     parameter_bytes: Count
     writes: Text = ""
+    made: Index = -1
 
 
 class Call(Struct, frozen=True, array_like=True, gc=False):
@@ -362,6 +364,7 @@ _POINTERS = {
         **{"module": "modules", "label": "labels", "forward": "operators"},
     },
     "syncs": {"operator": "operators", "place": "places", "caller": "places"},
+    "modules": {"made": "places"},
     "calls": {"module": "modules"},
     "saved": {"storage": "storages", **dict.fromkeys(("packed", "unpacked", "saver"), "operators")},
     "growths": dict.fromkeys(("place", "caller"), "places"),

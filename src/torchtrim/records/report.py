@@ -42,7 +42,9 @@ class PlanSummary(Struct, frozen=True, kw_only=True):
 class FrontierPoint(Struct, frozen=True, kw_only=True):
     """The predicted peak and time of the best plan under a budget.
 
-    `by_hand`: the description of a manual alternative, if not a plan; its budget is its own peak.
+    `by_hand`: the description of a manual alternative, if not a plan; its budget is its own peak. `device`:
+    the device that `step_seconds` are modelled for, empty for the machine of the run. `techniques`: the
+    number of places of each technique, most places first.
     """
 
     budget_bytes: Bytes
@@ -50,10 +52,16 @@ class FrontierPoint(Struct, frozen=True, kw_only=True):
     step_seconds: float
     where: tuple[str, ...]
     by_hand: str = ""
+    device: str = ""
+    techniques: dict[str, int] = {}
 
 
 class Holder(Struct, frozen=True, kw_only=True):
-    """Storages live at the peak that one module and line allocated, and why they were still live."""
+    """Storages live at the peak that one module and line allocated, and why they were still live.
+
+    `type` is the module's class, `made_path` and `made_line` the line that constructed it, empty and 0 if not
+    known. `what` says what the tensors are, such as `"logits"`, if that is known.
+    """
 
     bytes: Bytes
     count: int
@@ -62,6 +70,10 @@ class Holder(Struct, frozen=True, kw_only=True):
     path: str
     line: int
     why: str
+    type: str = ""
+    made_path: str = ""
+    made_line: int = 0
+    what: str = ""
 
 
 class WaitSet(Struct, frozen=True, kw_only=True):

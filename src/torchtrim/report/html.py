@@ -244,6 +244,7 @@ def _holder(report: Report, holder: Holder) -> _TemplateItem:
     return {
         "holder": holder,
         "place": _place(report, holder.path, holder.line),
+        "made": _place(report, holder.made_path, holder.made_line),
         "why": "" if holder.why == holder.kind.replace("_", " ") else holder.why,
         "share": 100 * holder.bytes / largest,
     }

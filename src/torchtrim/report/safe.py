@@ -100,8 +100,13 @@ def without_source(report: Report) -> Report:
         project="",
         findings=tuple(_bare_finding(f, known) for f in report.findings),
         holders=tuple(
-            msgspec.structs.replace(h, path="", line=0, why=_scrub(h.why, known))
+            msgspec.structs.replace(
+                h, path="", line=0, made_path="", made_line=0, why=_scrub(h.why, known)
+            )
             for h in report.holders
+        ),
+        peak_parts=tuple(
+            msgspec.structs.replace(p, what=_scrub(p.what, known)) for p in report.peak_parts
         ),
         certificate=report.certificate and _bare_certificate(report.certificate, known),
         notes=tuple(_scrub(note, known) for note in report.notes),

@@ -13,7 +13,14 @@ from torchtrim.records.profile import is_emulated
 from torchtrim.records.sharding import ShardedModel
 from torchtrim.report import facts, plan_words
 from torchtrim.report.blocks import Items
-from torchtrim.report.facts import PEAKS, known, peak_after, peak_before, step_name
+from torchtrim.report.facts import (
+    PEAKS,
+    known,
+    over_budget,
+    peak_after,
+    peak_before,
+    step_name,
+)
 
 
 def sentences(report: Report) -> dict[str, Items]:
@@ -68,12 +75,28 @@ def estimate_lines(report: Report) -> list[str]:
     lines = [", ".join(f"{name} {format_bytes(size)}" for name, size in exact if size)]
     if estimate.sharded is not None:
         lines.insert(0, _sharded_line(estimate.sharded))
+    if reserved := _reserved_line(report):
+        lines.append(reserved)
     if estimate.recomputed_bytes is not None:
         places = ", ".join(plan_words.runs(estimate.recomputed))
         lines.append(
             f"with recomputation, predicted to need {format_bytes(estimate.recomputed_bytes)}: {places}"
         )
     return [line for line in (*lines, *map(_growth_line, estimate.growth)) if line]
+
+
+def _reserved_line(report: Report) -> str:
+    """Say what the caching allocator holds beside the allocated peak, and whether it fits the budget."""
+    reserved = report.original.reserved_bytes if report.original else None
+    if reserved is None or report.memory_kind == "reserved":
+        return ""
+    line = f"torch's allocator reserves {format_bytes(reserved)}, with blocks it keeps for reuse"
+    if (
+        report.budget_bytes is not None
+        and over_budget(report) <= 0 < reserved - report.budget_bytes
+    ):
+        return f"{line}: over the budget (--memory-kind reserved limits it)"
+    return f"{line} (--memory-kind reserved limits that)"
 
 
 def _sharded_line(sharded: ShardedModel) -> str:

@@ -25,13 +25,16 @@ from torchtrim.report.blocks import (
     padded,
     show,
 )
+from torchtrim.report.frontier import frontier_shown, on_device, way_of
 from torchtrim.report.headline import headline
+from torchtrim.report.holder_words import owner_of, reason_of
 from torchtrim.report.safe import clean, keep_left, keep_right, sentence, wrap
 from torchtrim.report.sections import FigureRow, figure_rows, sentences
 
 Amount = Literal["headline", "screen", "all"]
 _LABEL = 13  # The longest label and two blanks.
 _NARROW = 60  # Arbitrary; narrower terminals have no room for text beside labels.
+_BUDGETS = 6  # Arbitrary; a table of fewer rows shows no trend, and it is there on request only.
 _STYLES = {"good": "bold green", "bad": "bold red", "unsure": "bold yellow", "neutral": "bold"}
 
 
@@ -282,24 +285,33 @@ def _holders(page: _Page, room: _RowLimits) -> list[Text]:
     shown = page.report.holders[: room.holders]
     if not shown:
         return []
-    share = (page.width - 14) // 2 if page.narrow else (page.width - 12) // 3
-    columns = (
-        Column(width=10, gap=0, right=True),
-        Column(width=share, fitted=True, keep=keep_right),
-        Column(width=share, fitted=True, keep=keep_right, style="cyan"),
-        Column(least=10, style="dim"),
-    )
+    home = facts.home(page.report)
+    title = _more("live at the peak", len(page.report.holders), len(shown))
     rows = [
-        (
-            format_bytes(one.bytes),
-            page.say(one.module or one.kind),
-            page.place(one.path, one.line) or "-",
-            page.say(one.why or one.kind),
-        )
+        (format_bytes(one.bytes), page.say(owner_of(one, home)), page.say(reason_of(one, home)))
         for one in shown
     ]
-    title = _more("live at the peak", len(page.report.holders), len(shown))
-    return [title, *TextTable(columns, rows).lines(page.width)]
+    left = page.width - 12
+    share = max(left - 12, 0) if page.narrow else 2 * left // 3
+    size = Column(width=10, gap=0, right=True)
+    owner = Column(width=share, fitted=True, keep=keep_right, style="cyan")
+    columns = (size, owner, Column(least=10, style="dim"))
+    if (
+        max(cell_len(who) for _, who, _ in rows) + max(cell_len(why) for *_, why in rows) + 2
+        <= left
+    ):
+        return [title, *TextTable(columns, rows).lines(page.width)]
+    if room.text < 2:
+        words = (one.what or one.why if one.made_path else reason_of(one, home) for one in shown)
+        rows = [(*row[:2], page.say(word)) for row, word in zip(rows, words, strict=True)]
+        return [title, *TextTable(columns, rows).lines(page.width)]
+    lines = [title]
+    for number, who, why in rows:
+        lines.append(
+            Text(padded(number, 10, right=True) + "  ").append(keep_right(who, left), "cyan")
+        )
+        lines += (Text(" " * 12).append(line, "dim") for line in sentence(why, left, room.text))
+    return lines
 
 
 def _findings(page: _Page, room: _RowLimits) -> list[Text]:
@@ -334,20 +346,28 @@ def _finding(page: _Page, finding: Finding, where: str, room: _RowLimits) -> lis
 
 def _frontier(page: _Page, room: _RowLimits) -> list[Text]:
     points = page.report.frontier
-    hand = tuple(point for point in points if point.by_hand)
-    shown = (*points[: min(room.findings, len(points) - len(hand))], *hand)
+    shown = frontier_shown(points, max(room.findings, _BUDGETS))
     if not shown:
         return []
     title = _more("other budgets", len(points), len(shown))
-    title.append(keep_left(": budget, peak, step, places", page.width - title.cell_len))
+    heads = ("budget", "peak", f"step{on_device(points)}", "plan")
     rows = [
         (
+<<<<<<< HEAD
             format_bytes(point.budget_bytes),
             format_bytes(point.peak_bytes),
             format_seconds(point.step_seconds),
             page.say(point.by_hand or ", ".join(plan_words.runs(point.where)) or "unchanged"),
+=======
+            format_bytes(one.budget_bytes),
+            format_bytes(one.peak_bytes),
+            format_seconds(one.step_seconds),
+            page.say(way_of(one)),
+>>>>>>> main
         )
-        for point in shown
+        for one in shown
     ]
-    figures = [Column(width=10, gap=0, right=True)] * 3
-    return [title, *TextTable([*figures, Column()], rows).lines(page.width)]
+    wide = max(10, cell_len(heads[2]) + 2)
+    figures = [Column(head=head, width=10, gap=0, right=True) for head in heads[:2]]
+    step = Column(head=page.say(heads[2]), width=wide, gap=0, right=True)
+    return [title, *TextTable([*figures, step, Column(head=heads[3])], rows).lines(page.width)]

@@ -59,7 +59,7 @@ from torchtrim.analysis.why_live import why_alive
 from torchtrim.core.units import format_bytes
 from torchtrim.records.commands import quoted
 from torchtrim.records.finding import Finding
-from torchtrim.records.operator_names import base_name
+from torchtrim.records.operator_names import word_of
 from torchtrim.records.profile import ALWAYS, Profile
 from torchtrim.rules.base import Rule
 
@@ -97,7 +97,7 @@ def _maker(profile: Profile, index: int) -> str:
     if storage.birth < 0:
         return f"{storage.name}, from before the step" if storage.name else "from before the step"
     module = profile.module_of(storage.birth)
-    maker = f"created by {base_name(profile.operators[storage.birth].name)}"
+    maker = f"created by {word_of(profile.operators[storage.birth].name)}"
     return f"{maker} in {module}" if module else maker
 
 

@@ -38,6 +38,7 @@ Copies on the host have the same values.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median_low
 
@@ -77,18 +78,23 @@ def across(profiles: Sequence[Profile]) -> Iterator[Finding]:
 
 
 def _held_more(largest: Profile, other: Profile) -> Holder | None:
-    known = {_key(holder): holder.bytes for holder in holders(other, most=_MANY)}
+    more = Counter[_Key]()
+    every = holders(largest, most=_MANY)
+    for held in every:
+        more[_key(held)] += held.bytes
+    for held in holders(other, most=_MANY):
+        more[_key(held)] -= held.bytes
     excess, _, holder = max(
-        (
-            (holder.bytes - known.get(_key(holder), 0), number, holder)
-            for number, holder in enumerate(holders(largest, most=_MANY))
-        ),
+        ((more[_key(holder)], -number, holder) for number, holder in enumerate(every)),
         default=(0, 0, None),
     )
     return holder if excess > 0 else None
 
 
-def _key(holder: Holder) -> tuple[str, str, str, int]:
+_Key = tuple[str, str, str, int]
+
+
+def _key(holder: Holder) -> _Key:
     return holder.kind, holder.module, holder.path, holder.line
 
 

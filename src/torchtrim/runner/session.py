@@ -13,6 +13,7 @@ from torch import nn
 
 from torchtrim.capture.allocator import rss_bytes
 from torchtrim.capture.build import Setting
+from torchtrim.capture.constructions import Constructions
 from torchtrim.capture.growth.steps import StepGrowth
 from torchtrim.capture.growth.stream_frames import StreamFrames
 from torchtrim.capture.modules import Modules
@@ -79,15 +80,16 @@ class Session(Listener):
         ours: Callable[[], Sequence[Any]] = lambda: (),
     ) -> None:
         self.trial = Trial(request=request, device=setting.device)
-        self.modules = Modules()
-        self.watcher = Watcher(self, trains=trains)
+        self._places = Places(setting.project)
+        constructions = Constructions(self._places)
+        self.modules = Modules(constructions.site)
+        self.watcher = Watcher(self, trains=trains, constructions=constructions)
         self.refused: ApplyFailed | None = None
         self._setting = setting
         self._frames = frames
         self._frame_over = False
         self._done = done
         self._progress = progress
-        self._places = Places(setting.project)
         script = ScriptState(self._places, self.modules.number) if setting.script else None
         self._measure = StepMeasure(self.trial, self.modules, self._places, setting, ours)
         self._compared = ComparedSteps(

@@ -28,6 +28,7 @@ from torchtrim.errors import ScriptFailed, Unsupported, UsageError
 from torchtrim.planner.estimate import estimate_of, has_samples, largest_length, unused_bytes
 from torchtrim.planner.stages.chain import ChainReader
 from torchtrim.planner.stages.spread import FABRIC, Fabric, RankLayout, SimulatedLayout, spread
+from torchtrim.records.budget import MemoryKind
 from torchtrim.records.estimate import EstimateReport, GrowthLimit
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.report import Holder, Result
@@ -47,10 +48,11 @@ class Estimate:
     """Memory that a workload would need, by a dry run.
 
     `peak_bytes`: highest bytes allocated, on an emulated device in the caching allocator's blocks;
-    `reserved_bytes`: bytes held by that allocator, None on the CPU. `by_kind` and `by_module` split the peak,
-    and `holders` lists its largest tensors with the reasons why they are live. `facts` has the exact bytes of
-    parameters, gradients and optimizer state, the share of other tensors of this process (`unused_bytes`),
-    and the peak with recomputation. `notes` list assumptions.
+    `reserved_bytes`: bytes held by that allocator, None on the CPU. Budgets limit the figure of
+    `memory_kind`, and percentages are of it. `by_kind` and `by_module` split the peak, and `holders` lists
+    its largest tensors with the reasons why they are live. `facts` has the exact bytes of parameters,
+    gradients and optimizer state, the share of other tensors of this process (`unused_bytes`), and the peak
+    with recomputation. `notes` list assumptions.
     """
 
     def __init__(
@@ -59,8 +61,15 @@ class Estimate:
         *,
         device: str | None = None,
         request: Request = _REQUEST,
+        memory_kind: MemoryKind = "allocated",
         progress: Progress = lambda _: None,
     ) -> None:
+        if memory_kind == "rss":
+            raise UsageError(
+                "memory kind rss: a dry run allocates nothing, so it cannot tell the memory of the process. "
+                "Use allocated or, for a device, reserved."
+            )
+        self.memory_kind = memory_kind
         self._progress = progress
         if request.ranks < 0:
             raise UsageError(f"{request.ranks} ranks: give at least 1.")
@@ -75,6 +84,11 @@ class Estimate:
         self.trial = self._run(self.workload)
         assert self.trial.profile is not None
         self.profile: Profile = self.trial.profile
+        if memory_kind == "reserved" and not self.reserved_bytes:
+            raise Unsupported(
+                f"memory kind reserved: {self.profile.device} has no caching allocator that reserves memory. "
+                "Estimate for a device, such as --device h100, or use allocated."
+            )
         self._known: dict[str, dict[int, int | None]] = {}
         self._refused: dict[str, dict[int, str]] = {}
 
@@ -151,8 +165,12 @@ class Estimate:
 
     @property
     def bytes_held(self) -> int:
-        """The bytes that have to fit: reserved by a device's caching allocator, or the peak on the CPU."""
-        return _held(self.profile)
+        """The bytes that have to fit: the allocated peak, or what is reserved if that is `memory_kind`."""
+        return self._held(self.profile)
+
+    def _held(self, profile: Profile) -> int:
+        reserved = profile.reserved_bytes if self.memory_kind == "reserved" else None
+        return reserved or profile.peak_bytes
 
     def __repr__(self) -> str:
         reserved = f", {format_bytes(self.reserved_bytes)} reserved" if self.reserved_bytes else ""
@@ -185,7 +203,7 @@ class Estimate:
                 refused[length] = "no second step of the script has that many samples"
                 known[length] = None
             else:
-                known[length] = _held(profile) - self.given_bytes(profile, other)
+                known[length] = self._held(profile) - self.given_bytes(profile, other)
             return known[length]
 
         limit = largest_length(peak_of, budget, now, known)
@@ -268,6 +286,7 @@ def estimate_report(
     *,
     fits: str | None = None,
     max_batch: str | None = None,
+    memory_kind: MemoryKind = "allocated",
     grown: Callable[[Estimate], GrowthLimit] | None = None,
     progress: Progress = lambda _: None,
 ) -> Result:
@@ -278,7 +297,9 @@ def estimate_report(
     budget = parse_bytes(fits) if fits is not None else None
     if max_batch is not None:
         check_bytes(max_batch, share=True)
-    estimated = Estimate(script, device=script.device, request=request, progress=progress)
+    estimated = Estimate(
+        script, device=script.device, request=request, memory_kind=memory_kind, progress=progress
+    )
     facts, profile = estimated.facts, estimated.profile
     if grown is not None:
         facts = replace(facts, growth=(grown(estimated),))
@@ -293,7 +314,7 @@ def estimate_report(
         waiting=None,
         steps=0,
         budget_bytes=budget,
-        memory_kind="reserved" if estimated.reserved_bytes else "allocated",
+        memory_kind=memory_kind,
         estimated=facts,
     )
     return Result(report, profile)
@@ -311,10 +332,6 @@ _TAKEN = (
     "are a part of every peak here. Delete them first (another model, a data set, results of a notebook), "
     "estimate in a fresh process, or add them to the budget: they are `estimate(...).facts.unused_bytes`."
 )
-
-
-def _held(profile: Profile) -> int:
-    return profile.reserved_bytes or profile.peak_bytes
 
 
 def _built(workload: Workload | Callable[[], Model]) -> tuple[Workload, tuple[str, ...]]:

@@ -31,6 +31,7 @@ def find_batch(
     workload: Workload | Callable[[], Model],
     memory: str | int,
     *,
+    memory_kind: MemoryKind = "allocated",
     request: Request = _REQUEST,
     probes: int = PROBES,
     progress: Progress = lambda _: None,
@@ -38,8 +39,9 @@ def find_batch(
     """See `torchtrim.find_batch`; `request`: the request of each run."""
     if probes < 1:
         raise UsageError(f"probes={probes}: at least one batch has to be tried.")
-    limit = memory_limit(memory)
-    return BatchSearch(Estimate(workload, progress=progress), limit, request, progress).run(probes)
+    limit = memory_limit(memory, memory_kind)
+    estimate = Estimate(workload, memory_kind=memory_kind, progress=progress)
+    return BatchSearch(estimate, limit, request, progress).run(probes)
 
 
 def find_batch_report(
@@ -47,6 +49,7 @@ def find_batch_report(
     memory: str,
     request: Request = _REQUEST,
     *,
+    memory_kind: MemoryKind = "allocated",
     allow: str = "BITWISE",
     progress: Progress = lambda _: None,
 ) -> Result:
@@ -56,13 +59,13 @@ def find_batch_report(
     """
     allowed = allowance(allow)
     check_named(allowed)
-    limit = memory_limit(memory)
+    limit = memory_limit(memory, memory_kind)
 
     def grown(estimate: Estimate) -> GrowthLimit:
         return BatchSearch(estimate, limit, request, progress).run(PROBES)
 
     dry = Request(steps=0, dry=True)
-    result = estimate_report(script, dry, grown=grown, progress=progress)
+    result = estimate_report(script, dry, memory_kind=memory_kind, grown=grown, progress=progress)
     assert result.report.estimated is not None
     (growth,) = result.report.estimated.growth
     said = filter(None, (probe_note(growth), advice(growth)))
@@ -156,9 +159,8 @@ class BatchSearch:
             request = replace(self._request, **fields)
             tell = lambda text: self._progress(f"a batch of {batch}: {text}")  # noqa: E731
             trial = run_trial(workload, request, folder, tell)
-        kind: MemoryKind = "reserved" if estimate.reserved_bytes else "allocated"
         given = estimate.given_bytes(trial.profile, workload) if trial.profile is not None else 0
-        return measured(trial, kind) - given
+        return measured(trial, estimate.memory_kind) - given
 
     def _answer(self, predicted: GrowthLimit) -> GrowthLimit:
         low = self._low

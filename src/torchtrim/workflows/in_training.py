@@ -118,6 +118,14 @@ class InTraining:
         if self._seen >= self._after:
             self._attempt(trainer)
 
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Leave the training unplanned, and say why, if an integration fails, as on another version."""
+        try:
+            yield
+        except Exception as error:
+            self.refuse(f"planning failed: {type(error).__name__}: {error}.")
+
     def refuse(self, reason: str) -> None:
         """Leave the training unplanned."""
         if self.watches:

@@ -10,6 +10,7 @@ from torchtrim.cli.options import (
     Verb,
     amount,
     estimates_script,
+    memory_kind,
     script_of,
     sharding_of,
     shards,
@@ -33,14 +34,15 @@ from torchtrim.cli.progress import progress
     callback=amount(share=True),
     help="Also find the largest batch of the script's loaders that fits into this memory, such as 24GiB.",
 )
+@memory_kind("allocated", "reserved")
 @shards
 @writes
 def command(**options: Any) -> None:
     """Estimate the memory that a step of SCRIPT needs, without computing it and without a GPU.
 
     Runs the script without computing its operators: their results have shapes but no memory. With --device
-    h100, estimates for that GPU, including memory reserved by the caching allocator. With --ranks 8,
-    estimates one process of eight; with --fsdp, shards the model over them.
+    h100, estimates for that GPU, and what its caching allocator reserves. With --ranks 8, estimates one
+    process of eight; with --fsdp, shards the model over them.
     """
     folder = folder_for(options)
     with progress("dry run", further=0) as tell:
@@ -51,6 +53,7 @@ def command(**options: Any) -> None:
             Request(steps=0, dry=True, ranks=options["ranks"] or 0, sharding=sharding_of(options)),
             fits=options["fits"],
             max_batch=options["max_batch"],
+            memory_kind=options["memory_kind"],
             progress=tell,
         )
     paths = write_files(result, folder)

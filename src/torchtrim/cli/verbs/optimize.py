@@ -170,7 +170,7 @@ def _unequal(report: Report) -> bool:
 
 
 def _next_of_missed(options: dict[str, Any], result: Result) -> str:
-    """Suggest the option that meets the budget, or the search for a batch of the script's loader that does."""
+    """Suggest the option that meets the budget, or the search for a batch that does."""
     report, profile = result.report, result.before
     assert report.budget_bytes is not None
     if _unequal(report):

@@ -86,7 +86,11 @@ def _find_batch(options: dict[str, Any], folder: Path) -> None:
         from torchtrim.api import find_batch_report
 
         result = find_batch_report(
-            script_of(options), options["memory"], allow=options["allow"], progress=tell
+            script_of(options),
+            options["memory"],
+            memory_kind=options["memory_kind"],
+            allow=options["allow"],
+            progress=tell,
         )
     paths = write_files(result, folder)
     following = command_for(options, "plan", "--memory", options["memory"])
