@@ -5,12 +5,8 @@ Plans keep host memory, pinned or in files, within a separate budget.
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-=======
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
->>>>>>> main
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple

@@ -14,7 +14,7 @@ from rich.text import Text
 from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records import Finding, Report
 from torchtrim.records.commands import from_here, shell_words
-from torchtrim.report import facts, plan_words
+from torchtrim.report import facts
 from torchtrim.report.blocks import (
     SCREEN,
     Column,
@@ -353,17 +353,10 @@ def _frontier(page: _Page, room: _RowLimits) -> list[Text]:
     heads = ("budget", "peak", f"step{on_device(points)}", "plan")
     rows = [
         (
-<<<<<<< HEAD
-            format_bytes(point.budget_bytes),
-            format_bytes(point.peak_bytes),
-            format_seconds(point.step_seconds),
-            page.say(point.by_hand or ", ".join(plan_words.runs(point.where)) or "unchanged"),
-=======
             format_bytes(one.budget_bytes),
             format_bytes(one.peak_bytes),
             format_seconds(one.step_seconds),
             page.say(way_of(one)),
->>>>>>> main
         )
         for one in shown
     ]
