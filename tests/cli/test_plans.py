@@ -37,7 +37,14 @@ def plan(**changes: object) -> Plan:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (plan_text(plan(name="recompte")), "there is no technique 'recompte'"),
+        (
+            plan_text(plan(name="recompte")),
+            "entry 1 of [[techniques]] in the plan: there is no technique 'recompte'",
+        ),
+        (
+            plan_text(plan(options={"keap": 1})),
+            "Plan again: torchtrim optimize train.py --memory 1073741824",
+        ),
         (plan_text(plan(name="../../os")), "there is no technique '../../os'"),
         (plan_text(plan(options={"keap": 1})), "recompute has no option 'keap'"),
         (

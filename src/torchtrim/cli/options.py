@@ -109,6 +109,18 @@ _OWN = "Options"
 class Verb(click.Command):
     """A verb whose `--help` groups its options under headings."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments. Raises `UsageError` with an example if the script is missing."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.MissingParameter as error:
+            if error.param is None or error.param.name != "script":
+                raise
+            budget = " --memory 60%" if any(one.name == "memory" for one in self.params) else ""
+            raise UsageError(
+                f"{ctx.info_name} needs a script, as in: torchtrim {ctx.info_name} train.py{budget}"
+            ) from None
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, each below its heading."""
         parameters = self.get_params(ctx)

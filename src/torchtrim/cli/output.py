@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchtrim.core.isolation import KINDS, failures, isolated
 from torchtrim.errors import TorchtrimError, UsageError
-from torchtrim.records.commands import path_argument
+from torchtrim.records.commands import from_here, path_argument, quoted
 
 if TYPE_CHECKING:
     from torchtrim.api import Packing, Result
@@ -85,8 +85,7 @@ def write_files(result: Result, folder: Path, plan: Path | None = None) -> dict[
     folder.mkdir(parents=True, exist_ok=True)
     _ignore(folder)
     source = not _parameter("no_source")
-    verb = "untried" if result.report.verb == "plan" else result.report.verb
-    prefix = f"{verb}-" if _outranked(result, folder) else ""
+    prefix = f"{_kind(result.report)}-" if _outranked(result.report, folder) else ""
     if prefix and plan == folder / PLAN:
         plan = None
     paths = _write_data(result, folder, plan, prefix)
@@ -104,11 +103,22 @@ def _ignore(folder: Path) -> None:
         write_atomically(ignored, b"*\n")
 
 
-def _outranked(result: Result, folder: Path) -> bool:
-    """Return True for a result without a certificate in the folder of a certified plan."""
+def _kind(report: Report) -> str:
+    """Return the word for a result that is less than a certified plan within its budget."""
+    if report.floor_bytes is not None:
+        return "missed"
+    if report.verb == "optimize" and report.certificate is not None:
+        return "unequal"
+    return "untried" if report.verb == "plan" else report.verb
+
+
+def _outranked(report: Report, folder: Path) -> bool:
+    """Return True in the folder of a certified plan, unless the result is one too, within its budget."""
     from torchtrim.records.files import load_plan
 
-    if result.report.certificate is not None:
+    proof = report.certificate
+    equal = proof is not None and proof.verdict not in ("NOT EQUAL", "UNDECIDED")
+    if equal and report.verb in ("optimize", "plan") and report.floor_bytes is None:
         return False
     with suppress(TorchtrimError, OSError):
         return load_plan(folder / PLAN).certified is not None
@@ -141,7 +151,8 @@ def _write_report(result: Result, folder: Path, source: bool, prefix: str) -> di
 
     def page() -> bytes:
         report, profiles = _with_failures(result.report), (result.before, result.after)
-        text: str = _renderer("html").render(report, *profiles, source=source)
+        profile = quoted(str(from_here(folder / f"{prefix}profile.json")))
+        text: str = _renderer("html").render(report, *profiles, source=source, profile=profile)
         return text.encode()
 
     files = {

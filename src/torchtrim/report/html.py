@@ -30,6 +30,7 @@ from torchtrim.report.sections import figure_rows
 from torchtrim.report.timeline import copies_view, timeline_view
 
 _HERE = Path(__file__).parent
+_PROFILE = "profile.json"
 _MOST_BYTES = 450_000  # Arbitrary; a page that opens at once and can be sent by mail.
 _MOST_CHARACTERS = 400  # Arbitrary; four lines of the page.
 _CODE = re.compile(r"`([^`]+)`")
@@ -43,18 +44,28 @@ T = TypeVar("T")
 
 @without_collection()
 def render(
-    report: Report, before: Profile | None, after: Profile | None, *, source: bool = True
+    report: Report,
+    before: Profile | None,
+    after: Profile | None,
+    *,
+    source: bool = True,
+    profile: str = _PROFILE,
 ) -> str:
     """Return the page. `before` and `after` are the profiles to draw, if any.
 
-    Without `source`, the page has no paths, script name, source lines or diffs.
+    Without `source`, the page has no paths, script name, source lines or diffs. `profile`: the saved
+    profile, as an argument of `torchtrim export`.
     """
     shown = report if source else without_source(report)
     template = _environment().get_template("page.html.jinja")
     drawings = _drawings(shown, before, after)
     page = ""
     for caps in _CAPS:
-        page = template.render(view=_view(shown, drawings, caps, source), report=shown)
+        page = template.render(
+            view=_view(shown, drawings, caps, source),
+            report=shown,
+            profile=profile if source else _PROFILE,
+        )
         if len(page.encode()) <= _MOST_BYTES:
             break
     return page

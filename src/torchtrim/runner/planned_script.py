@@ -24,7 +24,7 @@ from torchtrim.errors import ApplyFailed, TorchtrimError, UsageError
 from torchtrim.executor.apply import apply_plan, fingerprint_of, is_unchanged
 from torchtrim.executor.places import root_of
 from torchtrim.executor.registry import Handles, check_known
-from torchtrim.records.commands import path_argument
+from torchtrim.records.commands import from_here, quoted
 from torchtrim.records.plan import Plan
 from torchtrim.runner import worker
 from torchtrim.runner.joining import Spawning
@@ -263,9 +263,15 @@ def _checked(original: Callable[..., Any], check: Callable[[], None]) -> Callabl
 def check_script(plan: Plan, workload: Workload) -> None:
     """Raise `ApplyFailed` for a plan that was made for another script, and `UsageError` for a plan with a
     technique or an option that this torchtrim lacks."""
-    for technique in plan.techniques:
-        check_known(technique)
     path = workload.path if isinstance(workload, Script) else None
+    script = "SCRIPT" if path is None else quoted(str(from_here(path)))
+    again = f"Plan again: torchtrim optimize {script} --memory {plan.budget_bytes}"
+    for number, technique in enumerate(plan.techniques, 1):
+        try:
+            check_known(technique)
+        except UsageError as error:
+            place = f"entry {number} of [[techniques]] in the plan"
+            raise UsageError(f"{place}: {error} {again}") from None
     if path is None or not plan.script_sha256:
         return
     if not path.is_file():
@@ -274,7 +280,6 @@ def check_script(plan: Plan, workload: Workload) -> None:
         same = PurePath(plan.script).name == path.name
         what = f"{path.name} has changed since the plan was made"
         raise ApplyFailed(
-            f"{what if same else f'the plan was made for {plan.script}, not for {path.name}'}. Plan again: "
-            f"torchtrim optimize {path_argument(str(path))} --memory {plan.budget_bytes}. If you know that "
-            "the plan still fits, delete `script_sha256` from it."
+            f"{what if same else f'the plan was made for {plan.script}, not for {path.name}'}. {again}. If "
+            "you know that the plan still fits, delete `script_sha256` from it."
         )

@@ -66,7 +66,7 @@ def perfetto_trace(path: Path, *, source: bool = True) -> bytes:
             replace(f, message=scrubbed(f.message, (loaded.script, f.path))) for f in findings
         )
     techniques: tuple[Technique, ...] = ()
-    plan = path.with_name("plan.toml")
+    plan = path.with_name(f"{path.name.rpartition('profile.json')[0]}plan.toml")
     with suppress(TorchtrimError, OSError):
         techniques = load_plan(plan).techniques if plan.exists() else ()
     return perfetto.render(loaded, findings, waiting, techniques=techniques, source=source)

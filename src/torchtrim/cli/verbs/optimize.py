@@ -194,6 +194,8 @@ def _next(options: dict[str, Any], result: Result, plan: Path) -> str:
     report = result.report
     if report.floor_bytes is not None:
         return _next_of_missed(options, result)
+    if _unequal(report):
+        return command_for(options, "diagnose")
     if result.plan is not None and result.plan.techniques:
         return command_for(options, "run", "--plan", str(plan))
     fixes = report.fixes

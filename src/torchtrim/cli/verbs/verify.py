@@ -57,7 +57,7 @@ def command(**options: Any) -> None:
             result = (_verify_stream if options["stream"] else _compare)(options, tell)
             assert result.report.certificate is not None
             holds = result.report.certificate.verdict != "NOT EQUAL"
-    paths = write_files(result, folder)
+    paths = write_files(result._replace(plan=None), folder)  # it stays in its own file
     following = None
     if options["plan_path"] is not None and not options["stream"]:
         following = command_for(options, "run", "--plan", str(options["plan_path"]))
