@@ -58,7 +58,7 @@ def test_each_technique_has_its_figures_in_order() -> None:
 
 
 def test_a_technique_that_saves_nothing_at_the_peak_says_so() -> None:
-    assert effects((0, 0.0)) == ["no change of this peak, free: one"]
+    assert effects((0, 0.0)) == ["peak unchanged, free: one"]
 
 
 def test_a_plan_without_words_names_its_places() -> None:

@@ -362,7 +362,7 @@ def test_the_peak_stands_beside_the_budget(
 def test_an_emulated_device_predicts_no_time() -> None:
     predicted = Prediction(peak_bytes=1, step_seconds=0.2, device="emulated a100")
     _, time = end_lines(plan(OVERWRITE, predicted=predicted), HERE, watched(1), None, 0)
-    assert time.endswith("; planned on an emulated a100, which predicts no time")
+    assert time.endswith("; planned on an emulated A100, which predicts no time")
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def _effect_figures(effect: PredictedEffect, step_seconds: float) -> str:
     size = f"{'-' if effect.saved_bytes >= 0 else '+'}{format_bytes(abs(effect.saved_bytes))}"
     seconds = effect.added_seconds
     if abs(seconds) < _FREE * step_seconds:
-        return f"{size if effect.saved_bytes else 'no change of this peak'}, free"
+        return f"{size if effect.saved_bytes else 'peak unchanged'}, free"
     return f"{size}, {'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))}"
 
 

@@ -163,10 +163,16 @@ def _peak(plan: Plan, watch: RunWatch) -> str:
     measured = f"{format_bytes(peak)}{f' ({how})' if how else ''}"
     budget = f"the budget of {format_bytes(plan.budget_bytes)}{_kind(plan)}"
     if _on_gpu(plan.predicted.device) != _on_gpu(watch.device) and plan.predicted.device:
-        return f"{measured} on {watch.device}; {budget} is for {plan.predicted.device}"
+        return f"{measured} on {watch.device}; {budget} is for {_named(plan.predicted.device)}"
     over = peak - plan.budget_bytes
     fits = f"{format_bytes(over)} OVER" if over > 0 else "within"
     return f"{measured}, {fits} {budget} (predicted {format_bytes(plan.predicted.peak_bytes)})"
+
+
+def _named(device: str) -> str:
+    """Return `"an emulated A100"` for `"emulated a100"`."""
+    kind, _, model = device.partition(" ")
+    return f"an emulated {model.upper() or 'GPU'}" if kind == "emulated" else device
 
 
 def _on_gpu(device: str) -> bool:
@@ -180,7 +186,7 @@ def _time(plan: Plan, watch: RunWatch, noun: str) -> str:
         return f"time of a {noun} on {here}: not measured, too few ran"
     took = f"{format_seconds(watch.seconds)} a {noun} on {here} (median)"
     if is_emulated(there):
-        return f"{took}; planned on an {there}, which predicts no time"
+        return f"{took}; planned on {_named(there)}, which predicts no time"
     other = f" on {there}" if there and _on_gpu(there) != _on_gpu(here) else ""
     return f"{took}, predicted {format_seconds(plan.predicted.step_seconds)}{other}"
 
