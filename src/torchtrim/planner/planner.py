@@ -5,7 +5,6 @@ Plans keep host memory, pinned or in files, within a separate budget.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
@@ -17,6 +16,7 @@ from torchtrim.errors import InfeasibleBudget, UsageError
 from torchtrim.executor.registry import Option, edit_of, in_files_of, options_of, settled, units
 from torchtrim.memory.packing.buffers import bytes_over_time
 from torchtrim.planner.by_hand import by_hand
+from torchtrim.planner.other_budgets import in_order, point_of
 from torchtrim.planner.pins import Patterns, Pins, overlap
 from torchtrim.planner.plans import build_plan, by_technique, equivalence_of, techniques_of
 from torchtrim.planner.problem import (
@@ -31,6 +31,7 @@ from torchtrim.planner.problem import (
 from torchtrim.planner.solvers.search import search, solve_exactly
 from torchtrim.records.budget import Budget
 from torchtrim.records.finding import EQUIVALENCES, Equivalence
+from torchtrim.records.operator_names import word_of
 from torchtrim.records.plan import Plan, PredictedEffect, Prediction
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.report import FrontierPoint
@@ -184,9 +185,8 @@ class Planner:
     def frontier(self, points: int = 8, *, bias: int = 0) -> tuple[FrontierPoint, ...]:
         """Return the best plans for budgets from the original's peak down to the floor, and manual plans.
 
-        They are in order of budget, the largest first, each plan once, at the smallest of these budgets that
-        it meets. The search covers all budgets before it picks plans, so a looser budget never gets a slower
-        plan.
+        Each plan comes once, the largest budget first. The search covers all budgets before it picks plans,
+        so a looser budget never gets a slower plan.
         """
         low, high = self.floor.outcome.peak_bytes, self.simulated_original
         if self.pinned.forced:
@@ -194,32 +194,26 @@ class Planner:
         budgets = [high - (high - low) * step // points for step in range(points + 1)]
         for budget in budgets:
             self._within(budget, _GLANCE)
-        points_found: list[FrontierPoint] = []
+        points_found = []
         for budget in budgets:
             choice = self._within(budget, _GLANCE) or self.floor
-            point = self._point(choice.outcome, choice.options, bias, budget)
-            if points_found and _plan_of(points_found[-1]) == _plan_of(point):
-                points_found.pop()
-            points_found.append(point)
+            points_found.append(self._point(choice.outcome, choice.options, bias, budget))
         for way in by_hand(self._priced):
             outcome = simulate(self._priced, way.edits)
             if (peak := outcome.peak_bytes) < self.simulated_original:
                 points_found.append(self._point(outcome, way.options, bias, peak, way.name))
-        return tuple(sorted(points_found, key=lambda one: -one.budget_bytes))
+        return in_order(points_found)
 
     def _point(
         self, outcome: Outcome, options: Iterable[Option], bias: int, budget: int, name: str = ""
     ) -> FrontierPoint:
-        options = tuple(options)
-        emulated = is_emulated(self.profile.device)
-        return FrontierPoint(
+        return point_of(
+            self.profile,
+            tuple(options),
             budget_bytes=budget + bias,
             peak_bytes=outcome.peak_bytes + bias,
-            step_seconds=self._priced.seconds + outcome.added_seconds,
-            where=tuple(option.where for option in options),
+            seconds=self._priced.seconds + outcome.added_seconds,
             by_hand=name,
-            device=device_of(self.profile).name if emulated else "",
-            techniques=dict(Counter(option.technique for option in options).most_common()),
         )
 
     def set_by(self, choice: Choice) -> str:
@@ -228,7 +222,7 @@ class Planner:
         if index < 0:
             return "memory from before the step"
         op = self.profile.operators[index]
-        what = self._inserted(choice) or op.name.rpartition(".")[0]
+        what = self._inserted(choice) or word_of(op.name)
         parts = [f"{what} in the {op.phase}"]
         if module := self.profile.module_of(index):
             parts.append(f"of {module}")
@@ -500,10 +494,6 @@ def in_files(
     every = (option for name in names for option in in_files_of(name, step))
     left = (o for o in every if o.where.removesuffix(" in file") not in kept & on_host)
     return _with_edits(step, left)
-
-
-def _plan_of(point: FrontierPoint) -> tuple[int, frozenset[str], dict[str, int]]:
-    return point.peak_bytes, frozenset(point.where), point.techniques
 
 
 def _area(edit: Edit) -> int:

@@ -11,7 +11,8 @@ def owner_of(holder: Holder, home: str = "") -> str:
     if not holder.module:
         return _kind(holder)
     made = place(holder.made_path, holder.made_line, home)
-    words = f"{holder.module} {holder.type}".rstrip()
+    is_root = holder.module.partition("#")[0] == holder.type  # Named by its class.
+    words = holder.module if is_root else f"{holder.module} {holder.type}".rstrip()
     return f"{words}, made at {made}" if made else words
 
 

@@ -307,10 +307,14 @@ def _holders(page: _Page, room: _RowLimits) -> list[Text]:
         return [title, *TextTable(columns, rows).lines(page.width)]
     lines = [title]
     for number, who, why in rows:
-        lines.append(
-            Text(padded(number, 10, right=True) + "  ").append(keep_right(who, left), "cyan")
-        )
-        lines += (Text(" " * 12).append(line, "dim") for line in sentence(why, left, room.text))
+        parts = [(line, "cyan") for line in sentence(who, left, room.text)]
+        if len(parts) == 1 and cell_len(who + why) + 2 <= left:
+            row = [Text(who, "cyan").append(f"  {why}", "dim")]
+        else:
+            parts += ((line, "dim") for line in sentence(why, left, room.text))
+            row = [Text(*part) for part in parts]
+        sizes = (padded(number, 10, right=True), *[" " * 10] * (len(row) - 1))
+        lines += (Text(f"{size}  ") + line for size, line in zip(sizes, row, strict=True))
     return lines
 
 
