@@ -87,7 +87,7 @@ def test_rows_of_other_budgets_are_spread_and_keep_their_order() -> None:
 
 
 def test_a_budget_says_how_and_whose_time() -> None:
-    assert way_of(point(1)) == "overwrite at 7 places, replay at 1 place"
+    assert way_of(point(1)) == "overwrite x7, replay x1"
     assert way_of(point(1, "two halves")) == "two halves"
     assert way_of(msgspec.structs.replace(point(1), techniques={})) == "unchanged"
     assert on_device([point(1)]) == " on A100, modelled"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchtrim.core.units import counted
 from torchtrim.records.report import FrontierPoint
 
 
@@ -24,6 +23,6 @@ def on_device(points: Sequence[FrontierPoint]) -> str:
 
 
 def way_of(point: FrontierPoint) -> str:
-    """Return what a point's plan uses, `"overwrite at 7 places, recompute at 2 places"`."""
-    ways = (f"{name} at {counted(places, 'place')}" for name, places in point.techniques.items())
+    """Return each technique of a point's plan with the number of its places: `"overwrite x7, replay x2"`."""
+    ways = (f"{name} x{places}" for name, places in point.techniques.items())
     return point.by_hand or ", ".join(ways) or "unchanged"

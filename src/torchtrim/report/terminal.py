@@ -354,7 +354,7 @@ def _frontier(page: _Page, room: _RowLimits) -> list[Text]:
     if not shown:
         return []
     title = _more("other budgets", len(points), len(shown))
-    heads = ("budget", "peak", f"step{on_device(points)}", "plan")
+    title.append(page.say(f": step{on_device(points)}; techniques x places"))
     rows = [
         (
             format_bytes(one.budget_bytes),
@@ -364,7 +364,6 @@ def _frontier(page: _Page, room: _RowLimits) -> list[Text]:
         )
         for one in shown
     ]
-    wide = max(10, cell_len(heads[2]) + 2)
-    figures = [Column(head=head, width=10, gap=0, right=True) for head in heads[:2]]
-    step = Column(head=page.say(heads[2]), width=wide, gap=0, right=True)
-    return [title, *TextTable([*figures, step, Column(head=heads[3])], rows).lines(page.width)]
+    heads = ("budget", "peak", "step")
+    figures = [Column(head=head, width=10, gap=0, right=True) for head in heads]
+    return [title, *TextTable([*figures, Column(head="plan")], rows).lines(page.width)]
