@@ -1,10 +1,14 @@
 """How long the verbs take on whole scripts, beside the script alone: seconds of a person's time.
 
     python -m bench.verbs [NAME...] [--rounds N] [--json]
+    python -m bench.verbs --ratios [SCRIPT...] [--rounds N] [--json]
 
 Each verb is the command line in a new process, in an empty folder, on a copy of the script. The rounds are
 interleaved. `script` is one that trains for about six seconds on two cores. The demo is segmentation and
 charlm in a row, as in `make demo`.
+
+`--ratios` has each verb's seconds beside its script's own, for about as many steps as a verb runs it; each
+round runs the script and its verbs. What is above a goal's constant counts against its ratio.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from typing import Any, NamedTuple
 from bench import machine
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+OWN = Path(__file__).parent / "ratios"
 SIX_SECONDS = """
 import torch
 from torch import nn
@@ -45,11 +50,12 @@ for step in range(30):
 
 
 class Verb(NamedTuple):
-    """One command: of which script, and at most how many seconds it is to take."""
+    """One command: of which script, and at most how many seconds it is to take. `args` are the script's."""
 
     script: str
     words: tuple[str, ...]
     at_most: float | None = None
+    args: tuple[str, ...] = ()
 
 
 VERBS = {
@@ -67,6 +73,32 @@ VERBS = {
 DEMO, DEMO_AT_MOST = ("segmentation optimize", "charlm optimize"), 120.0
 
 
+class Goal(NamedTuple):
+    """One command, and its goal: at most so many times the script's own time, and so many seconds more."""
+
+    words: tuple[str, ...]
+    times: float
+    seconds: float
+
+
+_FITS = ("optimize", "--memory", "70%")
+_ROUNDS = (*_FITS, "--allow", "rounding")
+GOALS = {
+    "diagnose": Goal(("diagnose",), 1.5, 3.0),
+    "diagnose, cpu": Goal(("diagnose", "--device", "cpu"), 1.5, 3.0),
+    "optimize": Goal(_FITS, 3.0, 5.0),
+    "optimize, cpu": Goal((*_FITS, "--device", "cpu"), 3.0, 5.0),
+    "optimize, rounding": Goal(_ROUNDS, 5.0, 5.0),
+    "optimize, rounding, cpu": Goal((*_ROUNDS, "--device", "cpu"), 5.0, 5.0),
+}
+RATIOS = {
+    "six_seconds.py": (),
+    **dict.fromkeys(("mlp.py", "cnn.py", "gpt.py"), ()),
+    **dict.fromkeys(("vit.py", "resnet.py", "charlm.py"), ("--steps", "8")),
+}
+"""Scripts, each with its arguments."""
+
+
 class Taken(NamedTuple):
     """Seconds of one run: on the clock, and of the processors in and outside the system."""
 
@@ -81,12 +113,13 @@ def run(verb: Verb) -> Taken:
         folder = Path(name)
         shutil.copytree(EXAMPLES / "data", folder / "data")
         script = folder / verb.script
-        source = EXAMPLES / verb.script
-        script.write_text(source.read_text() if source.exists() else SIX_SECONDS)
-        command = [sys.executable, str(script), *verb.words]
+        sources = [one / verb.script for one in (EXAMPLES, OWN) if (one / verb.script).exists()]
+        script.write_text(sources[0].read_text() if sources else SIX_SECONDS)
+        command = [sys.executable, str(script), *verb.words, *verb.args]
         if verb.words and not verb.words[0].startswith("-"):
             first, *rest = verb.words
-            command = [sys.executable, "-m", "torchtrim", first, str(script), *rest]
+            args = ["--", *verb.args] if verb.args else []
+            command = [sys.executable, "-m", "torchtrim", first, str(script), *rest, *args]
         before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         wall, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -117,6 +150,60 @@ def _summary(runs: list[Taken], at_most: float | None) -> dict[str, Any]:
     }
 
 
+def ratios(scripts: list[str], rounds: int) -> dict[str, Any]:
+    """Each verb's seconds on each script, as the best of the rounds, and its ratio to the script's own."""
+    found = {}
+    for script in scripts:
+        args = RATIOS[script]
+        verbs = {"alone": Verb(script, (), args=args)}
+        verbs |= {name: Verb(script, goal.words, args=args) for name, goal in GOALS.items()}
+        taken: dict[str, list[Taken]] = {name: [] for name in verbs}
+        for _ in range(rounds):
+            for name in random.sample(list(verbs), len(verbs)):
+                taken[name].append(run(verbs[name]))
+        best = {name: _best(runs) for name, runs in taken.items()}
+        found[script] = {
+            name: {**each, **(_ratios(each, best["alone"], GOALS[name]) if name in GOALS else {})}
+            for name, each in best.items()
+        }
+        show_ratios(script, found[script])
+    return found
+
+
+def _best(runs: list[Taken]) -> dict[str, float]:
+    wall, cpu = min(one.wall for one in runs), min(one.user + one.system for one in runs)
+    return {"wall_seconds": round(wall, 2), "cpu_seconds": round(cpu, 2)}
+
+
+def _ratios(found: dict[str, float], alone: dict[str, float], goal: Goal) -> dict[str, Any]:
+    """The ratios, without the goal's constant too, and whether the goal is met on the clock."""
+    wall, cpu = (found[key] / alone[key] for key in ("wall_seconds", "cpu_seconds"))
+    beyond = (found["wall_seconds"] - goal.seconds) / alone["wall_seconds"]
+    return {
+        "wall_ratio": round(wall, 2),
+        "cpu_ratio": round(cpu, 2),
+        "wall_ratio_beyond_constant": round(max(beyond, 0.0), 2),
+        "goal": f"{goal.times} x + {goal.seconds:.0f} s",
+        "met": beyond <= goal.times,
+    }
+
+
+def show_ratios(script: str, found: dict[str, dict[str, Any]]) -> None:
+    """One script's rows of the table."""
+    for name, each in found.items():
+        goal = ""
+        if "goal" in each:
+            goal = (
+                f"  {each['cpu_ratio']:5.1f} x CPU {each['wall_ratio']:5.1f} x wall  goal {each['goal']}: "
+                f"{'met' if each['met'] else 'MISSED'}"
+            )
+        print(
+            f"{script:<15} {name:<24} CPU {each['cpu_seconds']:6.1f} s  "
+            f"wall {each['wall_seconds']:6.1f} s{goal}",
+            flush=True,
+        )
+
+
 def _together(found: list[dict[str, Any]]) -> dict[str, Any]:
     """Two runs in a row."""
     keys = [key for key in found[0] if key != "goal_seconds"]
@@ -139,19 +226,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="all of them by default")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--ratios", action="store_true", help="compare with the script's own time")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    if unknown := set(options.names) - set(VERBS):
-        parser.error(f"no verb {sorted(unknown)[0]!r}; there are {', '.join(VERBS)}")
-    load = os.getloadavg()[0]
-    verbs = measure(options.names or list(VERBS), options.rounds)
-    if all(name in verbs for name in DEMO):
-        verbs["make demo"] = _together([verbs[name] for name in DEMO])
-    result = {"rounds": options.rounds, "load_before": round(load, 2), "verbs": verbs}
+    known = [*RATIOS] if options.ratios else [*VERBS]
+    if unknown := set(options.names) - {*known}:
+        parser.error(f"no {sorted(unknown)[0]!r} here; there are {', '.join(known)}")
+    result: dict[str, Any] = {"rounds": options.rounds, "load_before": round(os.getloadavg()[0], 2)}
+    if options.ratios:
+        result["scripts"] = ratios(options.names or known, options.rounds)
+    else:
+        result["verbs"] = verbs = measure(options.names or known, options.rounds)
+        if all(name in verbs for name in DEMO):
+            verbs["make demo"] = _together([verbs[name] for name in DEMO])
+        show(verbs)
     if not options.names:
-        path = machine.save("verbs", result)
+        path = machine.save("ratios" if options.ratios else "verbs", result)
         print(path.read_text() if options.json else f"wrote {path}")
-    show(verbs)
 
 
 if __name__ == "__main__":

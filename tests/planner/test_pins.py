@@ -169,7 +169,7 @@ def test_a_pinned_place_that_fails_is_told() -> None:
     fitting = Fitting(step, Request(steps=1), quiet, Terms(pins={"recompute": ["*.blocks.4"]}))
     run = fitting.run_planned
 
-    def failing(plan: Plan) -> object:
+    def failing(plan: Plan, *_: int) -> object:
         if "ConvNet.blocks.4" in places(plan):
             error = PlannedStepFailed("it failed", place="ConvNet.blocks.4")
             error.plan = plan

@@ -218,7 +218,7 @@ def test_a_technique_that_is_refused_everywhere_leaves_the_others() -> None:
 
 
 def test_what_fails_everywhere_leaves_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(self: Any, plan: Any) -> Trial:
+    def fails(self: Any, plan: Any, *_: int) -> Trial:
         error = PlannedStepFailed("no")
         error.plan = plan
         raise error

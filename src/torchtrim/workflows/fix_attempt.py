@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from torchtrim.analysis.prices import device_of
-from torchtrim.analysis.syncs import waits_in
-from torchtrim.analysis.user_source import line_of
+from torchtrim.analysis.syncs import CODES, code_of, line_of_sync, waits_in
+from torchtrim.analysis.user_source import CodeLine, line_of
+from torchtrim.core.units import counted, format_seconds
 from torchtrim.costs.roofline import estimate
 from torchtrim.costs.syncs import price_syncs
 from torchtrim.errors import ScriptFailed
@@ -115,6 +116,10 @@ def waiting_lines(profile: Profile, project: Path) -> Waits:
     return found
 
 
+def _absolute(line: CodeLine, project: Path) -> tuple[str, int]:
+    return str((project / line.path).resolve()), line.line
+
+
 def waits_of(match: Match, waits: Waits) -> int:
     """Count a step's syncs at the match's own lines."""
     return _within(waits, _own_region(match))
@@ -150,11 +155,60 @@ def costs_more(after: Profile, before: Profile) -> str:
     )
 
 
+def unworthy(original: Trial, project: Path) -> str:
+    """Return a sentence on syncs that cost less than the steps differ by, or an empty string.
+
+    Empty if the script's own lines have no syncs, or if their cost is not known. Times are of the device that
+    the profile is of; for an emulated one they are modelled, and the steps' differences are relative.
+    """
+    profile = original.profile
+    number = sum(waiting_lines(profile, project).values()) if profile is not None else 0
+    cost = _cost_of_syncs(profile, project) if profile is not None and number else None
+    if cost is None:
+        return ""
+    times = [step.seconds for step in original.timed]
+    differs = (max(times) - min(times)) / 2 / max(original.seconds, 1e-9)
+    if cost.seconds > differs * cost.step_seconds:
+        return ""
+    return (
+        f"{counted(number, 'sync costs', 'syncs cost')} {format_seconds(cost.seconds)} of a "
+        f"{format_seconds(cost.step_seconds)} step ({cost.source}), and steps differ by "
+        f"+- {100 * differs:.1f} %: not worth proving a fix; --fix does"
+    )
+
+
+class _SyncCost(NamedTuple):
+    """Cost of a step's syncs, and the time of the step on the same device."""
+
+    seconds: float
+    step_seconds: float
+    source: str
+
+
+def _cost_of_syncs(profile: Profile, project: Path) -> _SyncCost | None:
+    """Return the cost of the syncs at the project's lines, None if it was neither modelled nor measured."""
+    lines = waiting_lines(profile, project)
+    own = [
+        number
+        for number, sync in enumerate(profile.syncs)
+        if code_of(sync.row) in CODES and _absolute(line_of_sync(profile, sync), project) in lines
+    ]
+    if is_emulated(profile.device):
+        device = device_of(profile)
+        cost = price_syncs(profile, device, [own]).cost
+        source = f"modelled on {device.name.upper()}"
+        return _SyncCost(cost.all_saves_ms / 1e3, cost.step_ms / 1e3, source)
+    seconds = [profile.syncs[number].seconds for number in own]
+    known = [one for one in seconds if one is not None]
+    if len(known) < len(seconds):
+        return None
+    return _SyncCost(sum(known), profile.step_seconds, "measured")
+
+
 def _by_line(profile: Profile, project: Path) -> dict[tuple[str, int], float]:
     times: dict[tuple[str, int], float] = {}
     seconds = estimate(profile, device_of(profile)).device_seconds
     for number, time in enumerate(seconds):
-        line = line_of(profile, number)
-        place = str((project / line.path).resolve()), line.line
+        place = _absolute(line_of(profile, number), project)
         times[place] = times.get(place, 0.0) + time
     return times

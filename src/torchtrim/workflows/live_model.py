@@ -33,7 +33,8 @@ from torchtrim.report.assemble import figures_of
 from torchtrim.report.network_graph import NetworkPicture
 from torchtrim.runner.trials import Progress
 from torchtrim.workflows.estimate import Estimate
-from torchtrim.workflows.optimize.fitting import Fit, Fitting, check_equal
+from torchtrim.workflows.optimize.fitting import Fit, Fitting
+from torchtrim.workflows.optimize.trials import check_equal
 
 
 class Fitted:

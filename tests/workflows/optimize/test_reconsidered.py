@@ -19,6 +19,7 @@ from torchtrim.records.budget import memory_limit
 from torchtrim.records.plan import Prediction, Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
+from torchtrim.workflows.optimize import fitting
 from torchtrim.workflows.optimize.fitting import Fit, Fitting
 from torchtrim.workflows.optimize.trials import PlanOutcome, suspects
 
@@ -71,6 +72,15 @@ def test_a_budget_that_honest_techniques_meet_is_met() -> None:
     assert found.planned.peak_bytes <= found.budget.bytes
     assert "promises" not in {one.name for one in found.plan.techniques}
     assert any("promises" in note and "saved less" in note for note in found.notes)
+
+
+@WASTES
+@pytest.mark.usefixtures("_liar")
+def test_what_was_not_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "_MOST_RECONSIDERED", 0)
+    found = fitted("58%")
+    assert found.missed is not None
+    assert "after 0 more plans, others predicted to need less were not tried" in found.notes
 
 
 @WASTES

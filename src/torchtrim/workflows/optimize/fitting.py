@@ -16,7 +16,6 @@ from torchtrim.core.units import format_bytes
 from torchtrim.errors import ApplyFailed, InfeasibleBudget, PlannedStepFailed, Unsupported
 from torchtrim.executor.apply import digest_of
 from torchtrim.executor.export import exported
-from torchtrim.executor.overheads import overheads
 from torchtrim.executor.registry import exportable, names, technique
 from torchtrim.planner.pins import KEEP
 from torchtrim.planner.planner import Planner
@@ -49,6 +48,9 @@ from torchtrim.workflows.optimize.trials import (
 )
 
 _ROUNDS = 3  # corrections by measurement: the second mostly fits, and each one costs a run
+_MOST_RECONSIDERED = 4  # arbitrary; each costs a run, and plans predicted to fit come first
+_LEVER_STEPS = 1  # timed ones: a lever's figures are not compared with the original's values
+_DIFFERS = 1.02  # peaks of like steps differ by less: a logger's values, an allocator's rounding
 _TIMES = 2  # steps with operator times, whose median discards a single slow operator
 _ALONE = {"micro_batch", "optimizer_in_backward"}
 """Not for a job of several ranks, which exchange gradients once, when backward has computed them."""
@@ -94,7 +96,7 @@ class Fitting:
         self._dropped: set[str] = set()
         self._last: tuple[str, ...] = ()
         self._planners: dict[tuple[int, str, frozenset[str]], Planner | Planners] = {}
-        self._recorded: dict[tuple[int, str], Trial] = {}
+        self._recorded: dict[tuple[int, str, int], Trial] = {}
         self._known: dict[tuple[str, MemoryKind], int] = {}
         self._tried: list[MeasuredPlan] = []
         self.notes: list[str] = []
@@ -113,7 +115,7 @@ class Fitting:
         """Return the original's trial."""
         if self.original is None:
             request = replace(self._request, times=_TIMES)
-            self.original = _with_overheads(self._run(request, "original"))
+            self.original = trials.with_overheads(self._run(request, "original"))
         return self.original
 
     def observe_longest(self) -> Trial:
@@ -132,7 +134,7 @@ class Fitting:
             later = max(self._request.total - longest - 1, 1)  # one has to be timed at least
             self._request = replace(self._request, warmup=longest, steps=later)
             trial = self._run(self._request, "original, its longest step")
-            self.original = original = _with_overheads(trial)
+            self.original = original = trials.with_overheads(trial)
         return original
 
     def planner(self, original: Trial, only: str = "") -> Planner | Planners:
@@ -171,16 +173,24 @@ class Fitting:
         wanted = [pinned] if pinned else trials.choices(original, named, self._dropped, allowed)
         whole = original.peak_bytes - first.simulated_original
         plain = first.unchanged(Budget(original.peak_bytes))
-        for one in trials.recorded(original, wanted, partial(self._with, plain), self._note):
+        run = partial(self._with, plain, lever=bool(only))
+        for one in trials.recorded(original, wanted, run, self._note):
             planner = self._new_planner(one.trial, only, (*one.barred,))
             over = one.trial.peak_bytes - planner.simulated_original
             yield Variant(one.techniques, planner, over - whole)
 
-    def _with(self, plain: Plan, choice: Choice) -> Trial:
-        key = id(self.original), repr(choice)
+    def _with(self, plain: Plan, choice: Choice, *, lever: bool) -> Trial:
+        """Return the trial of the techniques alone; a lever's runs fewer steps."""
+        if (known := self._recorded_with(choice)) is not None:
+            return known
+        steps = min(_LEVER_STEPS if lever else self._request.steps, self._request.steps)
+        key = id(self.original), repr(choice), steps
         if key not in self._recorded:
-            self._recorded[key] = self.run_planned(replace(plain, techniques=choice))
+            self._recorded[key] = self.run_planned(replace(plain, techniques=choice), steps)
         return self._recorded[key]
+
+    def _recorded_with(self, choice: Choice) -> Trial | None:
+        return self._recorded.get((id(self.original), repr(choice), self._request.steps))
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
@@ -281,10 +291,12 @@ class Fitting:
             certificate = certify_ranks(contest, reference, planned, self._progress)
             return as_asked(certificate, plan, original, planned)
 
-    def run_planned(self, plan: Plan) -> Trial:
-        """Run the planned workload. Raises `PlannedStepFailed`, with the plan."""
+    def run_planned(self, plan: Plan, steps: int | None = None) -> Trial:
+        """Run the planned workload, with `steps` timed steps if given. Raises `PlannedStepFailed`."""
         try:
             with self._requested(plan) as request:
+                if steps is not None:
+                    request = replace(request, steps=steps)
                 return self._run(request, "planned")
         except PlannedStepFailed as error:
             error.plan = plan
@@ -382,7 +394,9 @@ class Fitting:
         return fit._replace(notes=(*notes, *fit.notes))
 
     def _measured(self, plan: Plan, kind: MemoryKind) -> MeasuredPlan:
-        trial = self.run_planned(plan)
+        # The same techniques in the same request have run for their recording.
+        known = None if self._terms.exports else self._recorded_with(plan.techniques)
+        trial = known or self.run_planned(plan)
         used = self._known[repr(plan.techniques), kind] = trials.measured(trial, kind)
         self._tried.append(MeasuredPlan(plan, trial, used))
         return self._tried[-1]
@@ -398,6 +412,7 @@ class Fitting:
         without = (self._planner_without(original, left) for left in blamed)
         predicted = sorted({*names()} - {*self._exclude, *trials.measured_names()})
         alone = (self.planner(original, only=name) for name in predicted)
+        runs = 0
         for plan in trials.plans_below((*without, *alone), budget, self._allowed):
             lowest = min(
                 (one.used for one in outcomes), default=trials.measured(original, budget.kind)
@@ -407,6 +422,10 @@ class Fitting:
                 continue
             if plan.predicted.peak_bytes >= (1 - LEAST_SAVING) * lowest:
                 continue
+            if runs == _MOST_RECONSIDERED:
+                self._note(f"after {runs} more plans, others predicted to need less were not tried")
+                return
+            runs += 1
             with suppress(PlannedStepFailed):
                 tried = self._measured(plan, budget.kind)
                 outcomes.append(PlanOutcome(plan, tried.used, plan.predicted.peak_bytes))
@@ -475,24 +494,3 @@ class Fitting:
 
     def _run(self, request: Request, what: str) -> Trial:
         return run_once(self.workload, request, what, self._progress)
-
-
-_DIFFERS = (
-    1.02  # peaks of like steps differ by less: by a logger's values, or an allocator's rounding
-)
-
-
-def check_equal(certificate: Certificate | None, what: str, advice: str = "") -> None:
-    """Raise `ApplyFailed` if the planned step or call does not equal the original."""
-    if certificate is not None and certificate.verdict == "NOT EQUAL":
-        raise ApplyFailed(
-            f"the planned {what} does not equal the original: {certificate.reason}. "
-            f"The model is unchanged.{advice}"
-        )
-
-
-def _with_overheads(trial: Trial) -> Trial:
-    """Add this machine's overheads of recomputation to a profile of the CPU."""
-    if trial.profile is None or not trial.profile.device.startswith("cpu"):
-        return trial
-    return replace(trial, profile=replace(trial.profile, overheads=overheads()))

@@ -12,7 +12,7 @@ from torchtrim.executor.apply import apply_plan, named_roots
 from torchtrim.executor.export import exported
 from torchtrim.executor.registry import Handles
 from torchtrim.records.budget import MemoryKind, MemoryLimit, memory_limit
-from torchtrim.records.report import FrontierPoint, Result
+from torchtrim.records.report import FrontierPoint, Report, Result
 from torchtrim.records.terms import BITWISE, Terms
 from torchtrim.records.trial import Request
 from torchtrim.report.assemble import with_missed_budget, with_plan, with_planned, with_ranks
@@ -20,8 +20,9 @@ from torchtrim.runner.script import Script
 from torchtrim.runner.trials import Progress, Workload
 from torchtrim.workflows.findings import ranks_of, report_of
 from torchtrim.workflows.fix import Fixing, fixes_of, with_fixes
-from torchtrim.workflows.optimize.fitting import Fit, Fitting, check_equal
-from torchtrim.workflows.optimize.trials import measured
+from torchtrim.workflows.fix_attempt import unworthy
+from torchtrim.workflows.optimize.fitting import Fit, Fitting
+from torchtrim.workflows.optimize.trials import check_equal, measured
 
 
 def optimize_report(
@@ -36,17 +37,28 @@ def optimize_report(
 ) -> Result:
     """Fit a workload; if no plan fits, report the plan with the smallest peak, and the levers.
 
-    With `fixes`, also fix a script's host-device syncs, as a diff beside the plan.
+    With `fixes`, also fix a script's host-device syncs, as a diff beside the plan, if they cost more than the
+    spread of a step.
     """
     fitting = Fitting(workload, request, progress, terms)
     fit = fitting.nearest(memory_limit(memory, memory_kind))
     result = fitted(workload, fit)
     if fixes and isinstance(workload, Script) and fit.missed is None:
         with isolated("fix", "of host-device syncs"), fitting.interruptible():
-            fixed = Fixing(workload, request, progress).fix(fit.original)
-            report = with_fixes(result.report, fixes_of(fixed, workload.project))
-            result = result._replace(report=report)
+            result = result._replace(
+                report=_with_worthy_fixes(workload, fit, request, result, progress)
+            )
     return result
+
+
+def _with_worthy_fixes(
+    script: Script, fit: Fit, request: Request, result: Result, progress: Progress
+) -> Report:
+    """Fix the syncs if that can gain more than the spread of a step; else say what they cost."""
+    if reason := unworthy(fit.original, script.project):
+        return replace(result.report, notes=(reason, *result.report.notes))
+    fixed = Fixing(script, request, progress).fix(fit.original)
+    return with_fixes(result.report, fixes_of(fixed, script.project))
 
 
 def fitted(workload: Workload, fit: Fit, verb: str = "optimize") -> Result:

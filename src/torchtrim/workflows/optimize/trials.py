@@ -25,6 +25,7 @@ from torchtrim.errors import (
     UsageError,
 )
 from torchtrim.executor.failing import defective
+from torchtrim.executor.overheads import overheads
 from torchtrim.executor.registry import (
     MeasuredTechnique,
     Option,
@@ -38,6 +39,7 @@ from torchtrim.planner.planner import Planner
 from torchtrim.planner.plans import techniques_of
 from torchtrim.planner.variants import Planners
 from torchtrim.records.budget import Budget, MemoryKind
+from torchtrim.records.certificate import Certificate
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.plan import Plan, Technique
 from torchtrim.records.profile import Profile
@@ -448,3 +450,19 @@ def nothing_helps(budget: int, whole: int, set_by: str) -> InfeasibleBudget:
         smallest_bytes=whole,
         set_by=set_by,
     )
+
+
+def check_equal(certificate: Certificate | None, what: str, advice: str = "") -> None:
+    """Raise `ApplyFailed` if the planned step or call does not equal the original."""
+    if certificate is not None and certificate.verdict == "NOT EQUAL":
+        raise ApplyFailed(
+            f"the planned {what} does not equal the original: {certificate.reason}. "
+            f"The model is unchanged.{advice}"
+        )
+
+
+def with_overheads(trial: Trial) -> Trial:
+    """Add this machine's overheads of recomputation to a profile of the CPU."""
+    if trial.profile is None or not trial.profile.device.startswith("cpu"):
+        return trial
+    return replace(trial, profile=replace(trial.profile, overheads=overheads()))
