@@ -119,7 +119,7 @@ def _places_of(where: Sequence[str], types: Mapping[str, str]) -> str:
     modules = [place.partition(":")[0] for place in where]
     names, kinds = list(dict.fromkeys(modules)), sorted({types.get(path, "") for path in modules})
     if len(names) == 1 and all(kinds) and names == [*where]:
-        return f"{names[0]}, {kinds[0]}"
+        return names[0] if names[0] == kinds[0] else f"{names[0]}, {kinds[0]}"
     if names == [*where] and all(kinds) and len(kinds) < 3:
         return f"{len(names)} {' and '.join(kinds)}"
     some = ", ".join(first(runs(names), 3, "and {} more"))

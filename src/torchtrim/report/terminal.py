@@ -143,7 +143,7 @@ def _lines(page: _Page, room: _RowLimits, end: list[Text]) -> list[Text]:
 
 def _answer(page: _Page, room: _RowLimits, end: list[Text]) -> list[Text]:
     """Return the verdict, what meets a missed budget, the plan and its proof, the files, what to do next."""
-    whole = replace(room, text=max(room.text, 2))
+    whole = replace(room, text=max(room.text, 3))
     return [
         *_verdict(page, room),
         *_missed(page, room),
@@ -184,9 +184,9 @@ def _tail(page: _Page, room: _RowLimits) -> list[Text]:
 
 
 def _proof(page: _Page, room: _RowLimits) -> Sequence[str]:
-    """Return the certificate. If all bits are equal, only `--verbose` lists the counts."""
+    """Return the certificate. If the results are equal, only `--verbose` lists the counts."""
     certificate, lines = page.report.certificate, page.items["certificate"].texts
-    equal = certificate is not None and certificate.verdict == "BITWISE"
+    equal = certificate is not None and certificate.verdict in ("BITWISE", "ROUNDING")
     return lines[:2] if equal and room is not _ALL else lines
 
 
