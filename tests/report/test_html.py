@@ -14,6 +14,7 @@ from torchtrim.records.profile import Storage
 from torchtrim.report import html
 from torchtrim.report.breakdown import splits
 from torchtrim.report.charts import picture, ticks
+from torchtrim.report.page_title import page_title
 
 BEFORE, AFTER = samples.profile(412), samples.profile(236)
 VOID = {"meta", "br", "hr", "img", "input", "link", "path"}
@@ -91,7 +92,7 @@ def test_optimize_says_the_key_facts() -> None:
     for finding in samples.FINDINGS:
         assert finding.code in text
         assert finding.message.replace("`", "") in text
-    for section in ("What is wasted", "What it gains", "Is it safe", "Findings", "The certificate"):
+    for section in ("Memory", "Time", "Is it safe", "The plan", "Findings", "The certificate"):
         assert section in text
     assert "model.encoder.layers.0-3" in text
     assert "torch 2.13.0" in text
@@ -266,3 +267,38 @@ def test_ten_thousand_operators_fit_and_what_was_dropped_is_said() -> None:
     source = html.render(samples.DIAGNOSE, samples.profile(412, layers=5000), None)
     assert len(source.encode()) < 500_000
     assert re.search(r"the timeline shows the \d+ longest of 10001 operators", source)
+
+
+def test_the_next_command_is_at_the_top() -> None:
+    command = "torchtrim run train.py --plan torchtrim-out/train/plan.toml"
+    page = rendered(msgspec.structs.replace(samples.OPTIMIZE, next=command))
+    header = page.partition("<main>")[0]
+    assert f"<code>{command}</code>" in header
+    assert 'class="next"' not in rendered(samples.OPTIMIZE)
+
+
+def test_the_title_is_short() -> None:
+    assert "<title>torchtrim: Fits: 412 \u2192 236 MiB, bit-identical</title>" in rendered(
+        samples.OPTIMIZE
+    )
+    assert page_title(samples.MISSED).first == "Does not fit 100 MiB"
+
+
+def test_fixes_that_nobody_wrote_are_called_so() -> None:
+    beside = msgspec.structs.replace(
+        samples.OPTIMIZE, fixes=msgspec.structs.replace(samples.FIXED.fixes, written=False)
+    )
+    page = rendered(beside)
+    assert "suggested, not written" in page_title(beside).others[-1]
+    assert "Fixes, not written" in page
+    assert page.index('id="memory"') < page.index('id="fixes"')
+
+
+def test_charts_are_as_wide_as_time_without_the_loader() -> None:
+    profile = samples.profile(412)
+    times = [0.0] * len(profile.operators)
+    times[0], times[-1] = 1.0, 3.0
+    drawn = picture(profile, "Original", times)
+    assert drawn is not None
+    assert drawn.peak_bytes == picture(profile, "Original").peak_bytes
+    assert drawn.phases.count(profile.operators[-1].phase) > len(drawn.phases) / 2

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable
-from itertools import pairwise
+from collections.abc import Collection, Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from torchtrim.memory.packing.buffers import bytes_over_time
@@ -91,8 +92,13 @@ def workspace(profile: Profile, operator: int) -> int:
     return high[operator] - live[operator]
 
 
-def kinds_over_time(profile: Profile, points: int = 400) -> list[Sample]:
-    """Return at most `points` samples in time order, the highest of each interval, so the peak is kept."""
+def kinds_over_time(
+    profile: Profile, points: int = 400, seconds: Sequence[float] = ()
+) -> list[Sample]:
+    """Return at most `points` samples in time order, the highest of each interval, so the peak is kept.
+
+    Intervals have as many operators each or, with the `seconds` of each operator, are as long.
+    """
     live, high = timeline(profile)
     columns: dict[str, list[int]] = {
         kind: _alive(len(high), (s for s in profile.storages if s.kind == kind)) for kind in KINDS
@@ -100,7 +106,11 @@ def kinds_over_time(profile: Profile, points: int = 400) -> list[Sample]:
     columns[WORKSPACE] = [top - after for top, after in zip(high, live, strict=True)]
     return [
         Sample(i, {kind: column[i] for kind, column in columns.items()})
-        for i in _highest_of_each_stretch(high, points)
+        for i in (
+            _highest_of_each_moment(high, points, seconds)
+            if seconds
+            else _highest_of_each_stretch(high, points)
+        )
     ]
 
 
@@ -114,6 +124,15 @@ def _highest_of_each_stretch(high: list[int], points: int) -> list[int]:
     stretches = min(max(points, 1), count)
     edges = [count * k // stretches for k in range(stretches + 1)] if count else []
     return [max(range(first, last), key=high.__getitem__) for first, last in pairwise(edges)]
+
+
+def _highest_of_each_moment(high: list[int], points: int, seconds: Sequence[float]) -> list[int]:
+    ends = list(accumulate(seconds))
+    edges = [ends[-1] * k / points for k in range(1, points)]
+    lasts = [bisect_left(ends, edge) for edge in edges] + [len(high) - 1]
+    return [
+        max(range(first, last + 1), key=high.__getitem__) for first, last in pairwise([0, *lasts])
+    ]
 
 
 def by_module(profile: Profile, at: int | None = None) -> dict[str, int]:

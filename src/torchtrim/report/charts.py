@@ -17,6 +17,7 @@ from torchtrim.report.safe import clean, keep_right
 
 _SIZE = 1000  # Arbitrary; whole numbers on this square are as fine as pixels.
 _LABELLED = 0.13  # Share of the width that the longest name of a phase needs.
+_LONGEST = len("communication")
 _CROWDED = 0.12  # Share of the height at which the labels of peak and budget would overlap.
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _STEPS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
@@ -57,6 +58,7 @@ class Picture:
     peak_name: str
     where: str
     summary: str
+    axis: str
 
 
 def stacked(picture: Picture, top: float, budget: int | None = None) -> Markup:
@@ -150,7 +152,7 @@ def _phases(phases: Sequence[str]) -> Markup:
     shares = ((phase, (end - start) / len(phases)) for phase, start, end in column_runs(phases))
     strips = Markup().join(
         Markup('<span class="p-{}" style="width:{:.2f}%">{}</span>').format(
-            phase, 100 * share, phase if share > _LABELLED else ""
+            phase, 100 * share, phase if share > _LABELLED * len(phase) / _LONGEST else ""
         )
         for phase, share in shares
     )
@@ -165,9 +167,13 @@ def column_runs(columns: Sequence[str]) -> Iterator[tuple[str, int, int]]:
         yield value, start, end
 
 
-def picture(profile: Profile, title: str) -> Picture | None:
-    """Return memory by kind over the step, or None for a profile without operators."""
-    samples = kinds_over_time(profile, _COLUMNS)
+def picture(profile: Profile, title: str, seconds: Sequence[float] = ()) -> Picture | None:
+    """Return memory by kind over the step, or None for a profile without operators.
+
+    Operators are as wide as their `seconds`; without any, they are equally wide.
+    """
+    timed = sum(seconds) > 0
+    samples = kinds_over_time(profile, _COLUMNS, seconds if timed else ())
     if not samples:
         return None
     totals = [sum(sample.by_kind.values()) for sample in samples]
@@ -185,6 +191,9 @@ def picture(profile: Profile, title: str) -> Picture | None:
         peak_name="peak" if _peak_is_drawn(profile, totals[column]) else "tracked peak",
         where=where,
         summary=f"{title}: memory by kind over the step, {format_bytes(totals[column])} {where}",
+        axis=f"{format_seconds(sum(seconds))}, without the loader"
+        if timed
+        else "the step in order",
     )
 
 

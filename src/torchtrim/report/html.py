@@ -25,6 +25,7 @@ from torchtrim.report.formats import json
 from torchtrim.report.headline import headline
 from torchtrim.report.lanes import CopyLanes, Lanes, copies_of, lanes
 from torchtrim.report.located import excerpt
+from torchtrim.report.page_title import page_title, unwritten
 from torchtrim.report.safe import clean, keep_right, without_source
 from torchtrim.report.sections import figure_rows
 from torchtrim.report.timeline import copies_view, timeline_view
@@ -188,6 +189,8 @@ def _view(report: Report, drawings: _Drawings, caps: _PageLimits, source: bool) 
     return {
         "script": report.script.replace("\\", "/").rpartition("/")[2],
         "headline": headline(report),
+        "title": page_title(report),
+        "unwritten": unwritten(report),
         "heads": heads,
         "figures": [row for row in rows if not row.kind],
         "kinds": kinds,
@@ -197,7 +200,9 @@ def _view(report: Report, drawings: _Drawings, caps: _PageLimits, source: bool) 
             [_finding(report, f, folders, caps) for f in findings.shown], findings.dropped
         ),
         "diff": _diff(report.fixes.diff if report.fixes else "", caps),
-        "holders": CappedList([_holder(report, h) for h in holders.shown], holders.dropped),
+        "holders": CappedList(
+            [_holder(report, h, folders) for h in holders.shown], holders.dropped
+        ),
         "techniques": _cap(report.plan.techniques if report.plan else (), caps.rows),
         "frontier": _cap(report.frontier, caps.rows),
         "notes": _cap(report.notes, caps.rows),
@@ -250,14 +255,16 @@ def _diff(diff: str, caps: _PageLimits) -> CappedList[str]:
     return _cap(lines, caps.diff_lines)
 
 
-def _holder(report: Report, holder: Holder) -> _TemplateItem:
-    largest = max(h.bytes for h in report.holders) or 1
+def _holder(report: Report, holder: Holder, folders: list[Path]) -> _TemplateItem:
+    largest = max(h.bytes for h in report.holders)
+    lines = excerpt(holder.path, holder.line, holder.line, folders)
     return {
         "holder": holder,
         "place": _place(report, holder.path, holder.line),
         "made": _place(report, holder.made_path, holder.made_line),
         "why": "" if holder.why == holder.kind.replace("_", " ") else holder.why,
-        "share": 100 * holder.bytes / largest,
+        "share": 100 * holder.bytes / max(facts.peak_before(report) or 0, largest, 1),
+        "code": next((line.text.strip() for line in lines if line.hot), ""),
     }
 
 
@@ -283,7 +290,7 @@ def _charts(
     drawn = [
         (title, profile, found)
         for title, profile in profiles
-        if profile and (found := picture(profile, title))
+        if profile and (found := picture(profile, title, _seconds(report, profile)))
     ]
     highest = max((found.peak_bytes for _, _, found in drawn), default=0)
     budget = report.budget_bytes
@@ -299,9 +306,22 @@ def _charts(
     ]
 
 
+def _seconds(report: Report, profile: Profile) -> list[float]:
+    """Return how long each operator takes of the chart's width: until the next starts, the loader's none."""
+    if not profile.operators:
+        return []
+    drawn = lanes(report.waiting, profile)
+    starts = [span.start for span in drawn.host]
+    ends = [*starts[1:], drawn.seconds]
+    return [
+        0.0 if op.phase == "loader" else max(end - start, 0.0)
+        for op, start, end in zip(profile.operators, starts, ends, strict=True)
+    ]
+
+
 def _caption(profile: Profile, drawn: Picture, far_budget: int | None) -> str:
     count = len(profile.operators)
-    words = [f"{count} operators in execution order; highest {drawn.where}."]
+    words = [f"{count} operators over {drawn.axis}; highest {drawn.where}."]
     if "recompute" in drawn.phases:
         words.append("Blue below the chart: recomputed forward.")
     if hidden := hidden_bytes(profile, drawn):
