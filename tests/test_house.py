@@ -351,6 +351,7 @@ def test_there_is_one_sum_of_bytes() -> None:
     summing = {m.rpartition(".")[0] for m in calls_of("bytes_over_time")}
     assert {"torchtrim.analysis", "torchtrim.memory", "torchtrim.step"} <= summing
     allowed = {
+        "torchtrim.analysis.timeline",  # Of seconds: where each operator ends on a chart.
         "torchtrim.memory.packing.buffers",
         "torchtrim.memory.network",
         "torchtrim.capture.allocator",
