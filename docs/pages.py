@@ -24,7 +24,11 @@ NOTHING = replace(
     planned=None,
     certificate=None,
     budget_bytes=500 * samples.MIB,
-    plan=replace(samples.PLAN, techniques=(), predicted=Prediction(412 * samples.MIB, 0.612)),
+    plan=replace(
+        samples.PLAN,
+        techniques=(),
+        predicted=Prediction(peak_bytes=412 * samples.MIB, step_seconds=0.612),
+    ),
 )
 PICTURES = (
     ("fits", samples.OPTIMIZE, 1300, False),
