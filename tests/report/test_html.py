@@ -291,6 +291,12 @@ def test_fixes_that_nobody_wrote_are_called_so() -> None:
     page = rendered(beside)
     assert "suggested, not written" in page_title(beside).others[-1]
     assert "Fixes, not written" in page
+    places = tuple(
+        msgspec.structs.replace(one, equivalence="ROUNDING") for one in beside.fixes.places
+    )
+    fixes = msgspec.structs.replace(beside.fixes, places=places, certificate=samples.BITWISE)
+    rounding = rendered(msgspec.structs.replace(beside, fixes=fixes))
+    assert "Compared on their own: ROUNDING." in rounding
     assert page.index('id="memory"') < page.index('id="fixes"')
 
 
