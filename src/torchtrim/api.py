@@ -247,6 +247,7 @@ def fit(
     `allow` and `pins` work as in `plan`. `candidates`: how many plans to run; the fastest is kept. Raises
     `InfeasibleBudget`, and `ApplyFailed` if the planned step does not equal the original.
     """
+    from torchtrim.errors import UsageError
     from torchtrim.records.budget import memory_limit
     from torchtrim.records.terms import Terms
     from torchtrim.records.trial import Request
@@ -254,6 +255,11 @@ def fit(
     from torchtrim.workflows.optimize.fitting import Fitting
     from torchtrim.workflows.optimize.report import fit_model
 
+    if not hasattr(workload, "model"):
+        raise UsageError(
+            f"fit expects a torchtrim.TrainStep, not {type(workload).__name__}. For a function of one step: "
+            "torchtrim.TrainStep(model, loss_of, optimizer, *batch)."
+        )
     limit = memory_limit(memory, memory_kind)
     terms = Terms(allow, pins=pins or {}, candidates=candidates)
     fitting = Fitting(workload, Request(steps=steps), progress, terms)

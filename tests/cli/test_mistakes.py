@@ -29,12 +29,29 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("verb", ["optimize", "plan"])
 @pytest.mark.parametrize(
-    ("text", "meant"), [("60", "60% of the original's peak, or 60GiB"), ("500", "500MiB")]
+    ("text", "meant"),
+    [
+        ("60", "60% of the original's peak, or 60GiB"),
+        ("0.6", "60% of the original's peak, or 0.6GiB"),
+        ("500", "500MiB, or 500GiB"),
+    ],
 )
 def test_a_bare_small_number_is_no_budget(verb: str, text: str, meant: str) -> None:
     said = refused(verb, "train.py", "--memory", text)
-    assert said.startswith(f"--memory: {text} is {text} bytes")
+    assert said.startswith(f"--memory: {text} is {int(float(text))} bytes")
     assert said.endswith(f"Did you mean {meant}?")
+
+
+def test_a_plan_in_place_of_a_script_is_named() -> None:
+    said = refused("verify", "train.py", "plan.toml")
+    assert said.endswith("To verify it: torchtrim verify train.py --plan plan.toml")
+
+
+def test_a_function_is_no_step() -> None:
+    import torchtrim as package
+
+    with pytest.raises(UsageError, match=r"fit expects a torchtrim\.TrainStep, not function"):
+        package.fit(lambda: None, "60%")  # type: ignore[arg-type]
 
 
 def test_a_misspelt_script_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,3 +81,17 @@ def test_repeats_are_added_up_where_they_are_known() -> None:
         counts = torch.randn(300).abs().long()
         assert torch.randn(300, 5).repeat_interleave(counts, 0).shape == (300, 5)
         assert "repeat_interleave" in dry.guesses.notes()[0]
+
+
+def test_a_scaler_finds_its_gradients_finite_and_steps() -> None:
+    net = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    steps = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+
+    with dry_run(".", owned_only=False):
+        scaler.scale(net(torch.randn(32, 64)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert steps == [1]

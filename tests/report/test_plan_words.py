@@ -26,6 +26,10 @@ def test_one_module_is_named_with_its_type() -> None:
     )
 
 
+def test_a_part_of_a_chain_keeps_its_bounds() -> None:
+    assert of("recompute", "Net.a[0:2]").endswith("(recompute, Net.a[0:2])")
+
+
 def test_places_of_operators_are_named_by_their_module() -> None:
     assert of("replay", "Net:relu.0,add.1", "Net.a:relu.0").endswith(
         "(replay, 2 places of Net, Net.a)"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -427,3 +428,16 @@ def test_only_rank_0_speaks(
         report.applied(0)
         report.end(None)
         assert len(capfd.readouterr().err.splitlines()) == lines - bool(lines)
+
+
+@pytest.mark.parametrize(("args", "lines"), [(("--amp",), 2), ((), 3), (None, 2)])
+def test_other_arguments_than_certified_are_told(
+    args: tuple[str, ...] | None, lines: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    made = plan(OVERWRITE, inputs=("Net: float32[8]",))
+    assert made.certified is not None
+    proof = msgspec.structs.replace(made.certified, args=("--amp",))
+    RunReport(msgspec.structs.replace(made, certified=proof), HERE, args=args).start()
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == lines
+    assert ("certified with the arguments --amp, not these" in said[-1]) == (lines == 3)

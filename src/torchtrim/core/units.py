@@ -77,14 +77,18 @@ def check_bytes(text: str | int, *, share: bool = False, zero: bool = False) -> 
 
 def check_unit(text: str) -> None:
     """Raise `UsageError` for a bare number that is too small to be bytes, such as `"60"`."""
-    if text.strip().isdigit() and int(text) < _LEAST_BARE:
-        number = int(text)
-        meant = (
-            f"{number}% of the original's peak, or {number}GiB" if number <= 100 else f"{number}MiB"
-        )
-        raise UsageError(
-            f"{text} is {counted(number, 'byte')}, in which no step fits. Did you mean {meant}?"
-        )
+    try:
+        number = float(text)
+    except ValueError:
+        return
+    if number >= _LEAST_BARE:
+        return
+    share = 100 * number if number < 1 else number
+    meant = f"{number:g}MiB" if share > 100 else f"{share:g}% of the original's peak"
+    raise UsageError(
+        f"{text} is {counted(int(number), 'byte')}, in which no step fits. Did you mean {meant}, "
+        f"or {number:g}GiB?"
+    )
 
 
 def _shown(text: object) -> str:

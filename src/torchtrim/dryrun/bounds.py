@@ -68,6 +68,12 @@ def _false(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
     return False
 
 
+def _all_finite(dry: Dry, func: Any, args: Any, kwargs: dict[str, Any], known: bool) -> None:
+    """Unscale gradients, and find them finite: a step that a scaler skips is none that trains."""
+    dry.forget(args[0])
+    args[1].zero_()
+
+
 def _nothing(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
     return None
 
@@ -287,6 +293,7 @@ def _exchanged(value: Any, others: dict[int, Any]) -> Any:
 BOUNDS: dict[str, Bound] = {
     "aten::_local_scalar_dense": _scalar,
     "aten::equal": _false,
+    "aten::_amp_foreach_non_finite_check_and_unscale_": _all_finite,
     "aten::_assert_async": _nothing,
     **dict.fromkeys(("aten::_assert_scalar", "aten::_assert_tensor_metadata"), _nothing),
     **dict.fromkeys(("aten::nonzero", "aten::argwhere"), _nonzero),

@@ -91,8 +91,11 @@ class Certificate(Struct, frozen=True, kw_only=True):
     asked: SemanticChange | None = None
 
 
-def with_proof(plan: Plan, certificate: Certificate) -> Plan:
-    """Return the plan with the verdict on it, unless it was not equal or is unknown."""
+def with_proof(plan: Plan, certificate: Certificate, args: tuple[str, ...] | None = None) -> Plan:
+    """Return the plan with the verdict on it, unless it was not equal or is unknown.
+
+    `args`: the arguments of the script.
+    """
     covered = certificate.coverage
     if covered is None or certificate.verdict in ("NOT EQUAL", "UNDECIDED"):
         return plan
@@ -103,6 +106,7 @@ def with_proof(plan: Plan, certificate: Certificate) -> Plan:
         inputs=covered.inputs,
         complete=covered.complete,
         device=covered.device,
+        args=args,
     )
     return msgspec.structs.replace(plan, certified=proof)
 

@@ -70,6 +70,7 @@ class PlanProof(Struct, frozen=True, kw_only=True):
 
     `techniques`: a digest of the plan's techniques; with other techniques the plan was edited since.
     `inputs`: inputs of calls from user code, such as `"Net: float32[8, 3, 32, 32]"`; all if `complete`.
+    `args`: the script's arguments, null if unknown.
     """
 
     verdict: Text
@@ -78,6 +79,7 @@ class PlanProof(Struct, frozen=True, kw_only=True):
     inputs: tuple[Text, ...]
     complete: bool = True
     device: Text = ""
+    args: tuple[Text, ...] | None = None
 
 
 class Plan(Struct, frozen=True, kw_only=True):

@@ -16,6 +16,8 @@ from torchtrim.report.blocks import first
 
 _FREE = 0.001  # A smaller share of a step is lost in its spread.
 _PROVEN = 0.0005  # Smaller gaps would be shown as 0.0 %.
+_ROLE = re.compile(r":(?=[A-Za-z_])")
+"""Before the role of an operator, as in `Net:relu.0`; not within the bounds of a chain, as in `Net[0:5]`."""
 
 
 def plan_lines(report: Report) -> list[str]:
@@ -116,7 +118,7 @@ def words_of(chosen: Technique, types: Mapping[str, str]) -> str:
 
 def _places_of(where: Sequence[str], types: Mapping[str, str]) -> str:
     """Return `"7 ReLU"`, `"Net.head (Linear)"` or `"2 places of Net.block"`."""
-    modules = [place.partition(":")[0] for place in where]
+    modules = [_ROLE.split(place, maxsplit=1)[0] for place in where]
     names, kinds = list(dict.fromkeys(modules)), sorted({types.get(path, "") for path in modules})
     if len(names) == 1 and all(kinds) and names == [*where]:
         return names[0] if names[0] == kinds[0] else f"{names[0]}, {kinds[0]}"

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,10 +26,13 @@ class RunReport:
     `path` names the plan. `verbose`: also name each place and each assumption.
     """
 
-    def __init__(self, plan: Plan, path: Path, *, verbose: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, path: Path, *, args: Sequence[str] | None = None, verbose: bool = False
+    ) -> None:
         self.watch = RunWatch(plan, self._say)
         self._plan = plan
         self._path = path
+        self._args = args
         self._verbose = verbose
         self._speaks = os.environ.get("RANK", "0") == "0"
         self._pid = os.getpid()
@@ -54,6 +57,14 @@ class RunReport:
         """Say what the plan changes."""
         for line in start_lines(self._plan, self._path, verbose=self._verbose):
             self._say(line)
+        certified = self._plan.certified
+        if certified is not None and None not in (self._args, certified.args):
+            planned = shlex.join(certified.args or ())
+            if planned != shlex.join(self._args or ()):
+                self._say(
+                    f"certified with {f'the arguments {planned}' if planned else 'no arguments'}, not these: "
+                    "peak, time and results are shown for those alone"
+                )
 
     def reverted(self) -> None:
         """Note that the plan was reverted."""
@@ -163,7 +174,9 @@ def _peak(plan: Plan, watch: RunWatch) -> str:
     measured = f"{format_bytes(peak)}{f' ({how})' if how else ''}"
     budget = f"the budget of {format_bytes(plan.budget_bytes)}{_kind(plan)}"
     if _on_gpu(plan.predicted.device) != _on_gpu(watch.device) and plan.predicted.device:
-        return f"{measured} on {watch.device}; {budget} is for {_named(plan.predicted.device)}"
+        here = "; optimize --device cpu plans for this CPU" if watch.device == "cpu" else ""
+        there = _named(plan.predicted.device)
+        return f"{measured} on {watch.device}; {budget} is for {there}{here}"
     over = peak - plan.budget_bytes
     fits = f"{format_bytes(over)} OVER" if over > 0 else "within"
     return f"{measured}, {fits} {budget} (predicted {format_bytes(plan.predicted.peak_bytes)})"

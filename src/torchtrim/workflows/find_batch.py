@@ -196,4 +196,5 @@ def probe_note(growth: GrowthLimit) -> str:
         for one in growth.probes
     )
     sure = "one more does not fit" if growth.exact else "larger ones were not tried"
+    sure = sure if growth.largest else "not even one sample fits"
     return f"run at {tried}; {sure}"

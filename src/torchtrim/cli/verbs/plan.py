@@ -93,10 +93,15 @@ def _find_batch(options: dict[str, Any], folder: Path) -> None:
             progress=tell,
         )
     paths = write_files(result, folder)
-    following = command_for(options, "plan", "--memory", options["memory"])
-    show(result, form=options["form"], next_command=following, paths=paths)
     assert result.report.estimated is not None
-    raise click.exceptions.Exit(0 if result.report.estimated.growth[0].largest else 1)
+    fits = result.report.estimated.growth[0].largest
+    following = (
+        command_for(options, "plan", "--memory", options["memory"])
+        if fits
+        else command_for(options, "diagnose")
+    )
+    show(result, form=options["form"], next_command=following, paths=paths)
+    raise click.exceptions.Exit(0 if fits else 1)
 
 
 def _pipelined(options: dict[str, Any], plan: Path, tell: Callable[[str], None]) -> Result:

@@ -68,7 +68,9 @@ def command(**options: Any) -> None:
         raise click.exceptions.Exit(launch(command_line, options["processes"]))
     report = None
     if plan is not None and not options["quiet"]:
-        report = RunReport(plan, options["plan_path"], verbose=options["verbose"])
+        report = RunReport(
+            plan, options["plan_path"], args=options["args"], verbose=options["verbose"]
+        )
     if options["every"] is not None:
         run_checked(script, plan, options["every"], options["on_difference"], report)
     else:

@@ -48,6 +48,17 @@ def command(**options: Any) -> None:
     earlier certificate with its scripts, steps and device, and reports changes since. Exit code 1 if the
     results differ, or the certificate no longer holds.
     """
+    other = options["args"][:1]
+    if (
+        options["plan_path"] is None
+        and not options["check"]
+        and other
+        and other[0].endswith(".toml")
+    ):
+        raise UsageError(
+            f"{other[0]} is a plan, not a script. To verify it: torchtrim verify {options['script']} "
+            f"--plan {other[0]}"
+        )
     folder = folder_for(options)
     planned = options["plan_path"] is not None or options["check"]
     with progress("original", "planned" if planned else "the other") as tell:

@@ -461,7 +461,8 @@ class Fitting:
             plan = self._unchanged(original, budget._replace(kind="allocated"))
             return Fit(original, budget, plan, None, None, ())
         certificate = self.verify(original, tried.plan, tried.trial)
-        plan = with_proof(tried.plan, certificate)
+        args = self.workload.args if isinstance(self.workload, Script) else None
+        plan = with_proof(tried.plan, certificate, args)
         return Fit(original, budget, plan, tried.trial, certificate, ())
 
     def _missed(self, original: Trial, budget: Budget, tried: MeasuredPlan) -> Fit:
