@@ -308,3 +308,12 @@ def test_charts_are_as_wide_as_time_without_the_loader() -> None:
     assert drawn is not None
     assert drawn.peak_bytes == picture(profile, "Original").peak_bytes
     assert drawn.phases.count(profile.operators[-1].phase) > len(drawn.phases) / 2
+
+
+def test_a_missed_budget_says_first_what_meets_it() -> None:
+    *others, last = samples.MISSED.levers
+    levers = (*others, msgspec.structs.replace(last, peak_bytes=90 * samples.MIB))
+    missed = msgspec.structs.replace(samples.MISSED, levers=levers)
+    text = Page(html.render(missed, None, None)).text
+    assert "It fits with --allow rounding: relative_attention, 90.0 MiB" in " ".join(text.split())
+    assert "It fits with" not in Page(html.render(samples.MISSED, None, None)).text
