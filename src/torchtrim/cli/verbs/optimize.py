@@ -179,8 +179,14 @@ def _next_of_missed(options: dict[str, Any], result: Result) -> str:
     for lever in report.levers:
         if lever.needs.startswith("--allow ") and lever.peak_bytes <= report.budget_bytes:
             return command_for(options, "optimize", *budget, *lever.needs.split())
-    if profile is not None and profile.waits and not result.ranks:
+    kinds = report.original.by_kind if report.original is not None else {}
+    held = sum(kinds.get(kind, 0) for kind in ("parameter", "buffer", "optimizer_state"))
+    has_loader = profile is not None and bool(profile.waits) and not result.ranks
+    if has_loader and held < report.budget_bytes:
         return command_for(options, "plan", "--find-batch", *budget)
+    if report.plan is not None and report.plan.techniques:
+        allow = () if options["allow"].lower() == "bitwise" else ("--allow", options["allow"])
+        return command_for(options, "optimize", *allow, "--memory", str(report.floor_bytes))
     return command_for(options, "diagnose")
 
 
