@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -16,7 +15,7 @@ from torchtrim.records.certificate import Certificate
 from torchtrim.records.figures import ExchangePart, ExchangeRow, PeakPart, RankFigures
 from torchtrim.records.finding import Finding
 from torchtrim.records.plan import Plan
-from torchtrim.records.profile import Module, Profile
+from torchtrim.records.profile import Profile
 from torchtrim.records.report import Figures, PlanSummary, Report, StreamReport, WaitCost
 from torchtrim.records.trial import Trial
 from torchtrim.report.plan_words import words_of
@@ -93,9 +92,9 @@ def _parts(profile: Profile | None) -> tuple[PeakPart, ...]:
     return peak_parts(profile) if profile is not None and profile.operators else ()
 
 
-def with_plan(report: Report, plan: Plan, budget: Budget, modules: Iterable[Module] = ()) -> Report:
-    """Add a plan and its budget to the report. `modules`: those of the profile that it was made for."""
-    types = {module.path: module.type for module in modules}
+def with_plan(report: Report, plan: Plan, budget: Budget, profile: Profile | None = None) -> Report:
+    """Add a plan and its budget to the report. `profile`: the one that the plan was made for."""
+    types = {module.path: module.type for module in profile.modules} if profile else {}
     summary = PlanSummary(
         techniques=plan.techniques,
         predicted=plan.predicted,

@@ -58,8 +58,7 @@ def verify_report(
         planned = fitting.run_planned(plan)
         certificate = fitting.verify(original, plan, planned)
     report = with_planned(report_of("verify", workload, original), planned, certificate)
-    modules = original.profile.modules if original.profile else ()
-    report = with_plan(report, plan, plan.budget, modules)
+    report = with_plan(report, plan, plan.budget, original.profile)
     result = Result(report, original.profile, planned.profile, plan)
     return _with_certificate(result, workload, None, plan, request, original)
 

@@ -64,8 +64,7 @@ def _with_worthy_fixes(
 def fitted(workload: Workload, fit: Fit, verb: str = "optimize") -> Result:
     """Return the report of a fit."""
     report = with_planned(report_of(verb, workload, fit.original), fit.planned, fit.certificate)
-    modules = fit.original.profile.modules if fit.original.profile else ()
-    report = with_plan(report, fit.plan, fit.budget, modules)
+    report = with_plan(report, fit.plan, fit.budget, fit.original.profile)
     report = with_ranks(report, fit.original, fit.planned)
     report = replace(report, notes=(*fit.original.notes, *fit.notes))
     after = fit.planned.profile if fit.planned else None
@@ -108,8 +107,7 @@ def plan_report(
         progress(f"planning: for {format_bytes(budget.bytes)}")
         chosen = planner.plan(budget.biased(bias))
         points: tuple[FrontierPoint, ...] = planner.frontier(bias=bias) if frontier else ()
-    modules = trial.profile.modules if trial.profile else ()
-    report = with_plan(report_of("plan", workload, trial), chosen, chosen.budget, modules)
+    report = with_plan(report_of("plan", workload, trial), chosen, chosen.budget, trial.profile)
     pinned = [note] if (note := planner.pinned.note()) else []
     notes = (*report.notes, *fitting.notes, *pinned)
     report = replace(report, frontier=points, notes=notes)
