@@ -1,10 +1,12 @@
 """Runs `diagnose` and `optimize` on public programs, as they are, and writes what came of it.
 
     python -m bench.strangers --sources DIR [--library DIR] [NAME...] [--limit SECONDS] [--save] [--keep DIR]
+                              [--programs unseen]
 
 The programs are not in this repository: `DIR/NAME` is the working tree of `OWNER/NAME` at the commit that
 `programs.toml` gives. What they import is found in `--library`. Their data is generated (`data.py`), so
 nothing is downloaded. Each is copied for each run, made small by its command line alone, and runs on CPU.
+`--programs unseen` runs those of `unseen.toml` instead, which were named before any of them was run.
 """
 
 from __future__ import annotations
@@ -31,7 +33,13 @@ from bench.strangers.running import (
     programs,
     run,
 )
-from bench.strangers.table import LASTING, rows_of, write_page, write_ranks_page
+from bench.strangers.table import (
+    LASTING,
+    rows_of,
+    write_page,
+    write_ranks_page,
+    write_unseen_page,
+)
 
 ALONE_STEPS = 5
 BUDGET, RANKS_BUDGET = "60%", "70%"
@@ -52,9 +60,11 @@ def tried(program: Program, place: Place, verbs: list[str], limit: float) -> dic
         **{key: getattr(program, key) for key in ("name", "kind", "repository", "commit", "args")},
         "script": program.script,
         "processes": program.processes,
+        "device": program.device,
+        "changed": program.changed,
         **_known(program, place),
     }
-    if "diagnose" in verbs and program.processes == 1:
+    if "diagnose" in verbs and program.processes == 1 and program.device == "cpu":
         found["alone"] = _alone(program, place, limit)
     for verb in verbs:
         if verb == ROUNDING and not _wants_more(found["verbs"].get("optimize", {})):
@@ -140,10 +150,13 @@ def main() -> None:
     parser.add_argument("--verbs", nargs="*", choices=list(VERBS), default=list(VERBS))
     parser.add_argument("--save", action="store_true", help="into the results and the docs")
     parser.add_argument("--keep", type=Path, help="where copies, reports and results are left")
+    parser.add_argument("--programs", choices=("known", "unseen"), default="known")
     options = parser.parse_args()
-    chosen = [one for one in programs() if not options.names or one.name in options.names]
+    everything = programs("unseen.toml") if options.programs == "unseen" else programs()
+    named = [one for one in everything if one.name in options.names]
+    chosen = named or [one for one in everything if not (options.names or one.reserve)]
     if not chosen:
-        parser.error(f"there are {', '.join(one.name for one in programs())}")
+        parser.error(f"there are {', '.join(one.name for one in everything)}")
     with tempfile.TemporaryDirectory() as temporary:
         scratch = options.keep or Path(temporary)
         place = Place(options.sources, options.library, scratch)
@@ -154,7 +167,9 @@ def main() -> None:
                 continue
             result = tried(program, place, options.verbs, options.limit)
             _keep(place, result)
-        if options.save:
+        if options.save and options.programs == "unseen":
+            _save_unseen(scratch)
+        elif options.save:
             _save(scratch)
 
 
@@ -170,16 +185,34 @@ def _keep(place: Place, result: dict[str, Any]) -> None:
 
 def _save(scratch: Path) -> None:
     """Write what ran here, beside what ran here before, and the pages with what ran on other machines too."""
-    found = {row["name"]: row for row in _saved_here()}
-    for file in (scratch / "results").glob("*.json"):
-        result = json.loads(_PLACES.sub("", file.read_text()))
-        found[result["name"]] = {**result, "machine": machine.facts()["processor"]}
+    found = {**{row["name"]: row for row in _saved_here()}, **_ran(scratch)}
     for name, several in (("strangers", False), ("strangers-ranks", True)):
         rows = _in_order(found)
         own = [row for row in rows if (row.get("processes", 1) > 1) == several]
         if own:
             machine.save(name, {"programs": own})
             _write(name, own)
+
+
+def _ran(scratch: Path) -> dict[str, dict[str, Any]]:
+    """What is in the folder that is kept, by name."""
+    texts = [_PLACES.sub("", file.read_text()) for file in (scratch / "results").glob("*.json")]
+    rows = [{**json.loads(text), "machine": machine.facts()["processor"]} for text in texts]
+    return {row["name"]: row for row in rows}
+
+
+def _save_unseen(scratch: Path) -> None:
+    """Write what ran here, with the remarks on programs, those that could not run among them."""
+    known = {row["name"]: row for row in machine.saved("unseen").get("programs", ())}
+    found = {**known, **_ran(scratch)}
+    rows = []
+    for program in programs("unseen.toml"):
+        row = found.get(program.name)
+        if row or program.remark:
+            own = {"name": program.name, "kind": program.kind, "verbs": {}}
+            rows.append({**own, **(row or {}), "remark": program.remark})
+    machine.save("unseen", {"programs": rows})
+    write_unseen_page(rows)
 
 
 def _saved_here() -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import tomllib
@@ -34,7 +35,8 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One program: where it is, how it is made small, and what it reads.
 
     `driver`: the text of its script; `notebook`: the file whose cells are. `processes`: as how many ranks it
-    runs, `device` where.
+    runs, `device` where. `changed`: constants of the script without an option, and what stands there instead.
+    `remark`: why it cannot run, or what its result is due to.
     """
 
     name: str
@@ -52,6 +54,9 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     no_data_yet: list[str] = []
     processes: int = 1
     device: str = "cpu"
+    changed: dict[str, str] = {}
+    reserve: bool = False
+    remark: str = ""
 
 
 class Ended(NamedTuple):
@@ -74,10 +79,10 @@ class Place(NamedTuple):
         return self.scratch / "copies" / program.name.replace(" ", "-").replace(",", "") / name
 
 
-def programs() -> list[Program]:
-    """All of `programs.toml`, and of `ranks.toml`, those in several processes."""
+def programs(*files: str) -> list[Program]:
+    """All of `programs.toml`, and of `ranks.toml`, those in several processes; or all of these files."""
     rows = []
-    for name in ("programs.toml", "ranks.toml"):
+    for name in files or ("programs.toml", "ranks.toml"):
         found = tomllib.loads((HERE / name).read_text())
         rows += [{**row, "commit": found["commits"][row["repository"]]} for row in found["program"]]
     return msgspec.convert(rows, list[Program])
@@ -99,7 +104,19 @@ def prepared(program: Program, place: Place, name: str) -> Path:
     written = program.driver or (program.notebook and _cells(source / program.notebook))
     if written:
         (folder / program.inside / program.script).write_text(written)
+    _change(folder / program.inside / program.script, program.changed)
     return folder / program.inside
+
+
+def _change(script: Path, changed: dict[str, str]) -> None:
+    """Give constants other values."""
+    text = script.read_text() if changed else ""
+    for there, instead in changed.items():
+        if there not in text:
+            sys.exit(f"{script}: {there!r} is not there")
+        text = text.replace(there, instead)
+    if changed:
+        script.write_text(text)
 
 
 def _cells(notebook: Path) -> str:

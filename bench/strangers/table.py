@@ -16,6 +16,7 @@ _SET_BY = re.compile(
     r"set by ((?:aten::\w+|\w+ of \S+) in the \w+(?: of [\w.]+)?|what was alive before the step"
     r"|memory from before the step)"
 )
+_FIRST = re.compile(r"a plan predicted ([\d.]+) MiB and measured ([\d.]+) MiB")
 _MISSED_COLUMNS = "program", "peak MiB", "state", "inputs", "smallest", "set by"
 _TRAINED_COLUMNS = "program", "levers", "backward passes", "equal"
 _HEAD = """# Public programs, unmodified
@@ -55,6 +56,23 @@ The peak is the largest rank's. *Reached* is the measured peak of the plan, in p
 budget is missed it is the smallest found. *Verdict* is the worst of all ranks.
 
 """
+UNSEEN_PAGE = PAGE.with_name("programs-unseen.md")
+_UNSEEN = """# Programs named before they were run
+
+`optimize --memory 60%` on public programs that `bench/strangers/unseen.toml` named with their commits before
+any of them was run, made small by their command lines or by their own constants, with generated data, on two
+cores of a busy machine. Those that insist on CUDA ran on an emulated device. `python -m bench.strangers
+--programs unseen` writes this page.
+
+*Reached* is the measured peak of the plan, in percent of the original's; if the budget is missed it is the
+smallest found. *Predicted* is how far the plan's predicted peak is from the measured one. *State* and
+*inputs* are as on [public programs](programs.md).
+
+"""
+_RAN_COLUMNS = (
+    *("program", "device", "peak MiB", "state", "inputs", "reached", "with rounding"),
+    *("verdict", "levers", "predicted"),
+)
 _RANK_COLUMNS = (
     *("program", "kind", "peak MiB", "reached", "verdict", "levers"),
     *("diagnose s", "optimize s", "findings"),
@@ -88,6 +106,7 @@ def rows_of(report: dict[str, Any]) -> dict[str, Any]:
         "budget_bytes": report["budget_bytes"],
         "floor_bytes": report["floor_bytes"],
         "planned_bytes": planned.get("peak_bytes"),
+        "predicted_bytes": (plan.get("predicted") or {}).get("peak_bytes"),
         "planned_seconds": planned.get("step_seconds"),
         "verdict": certificate.get("verdict"),
         "techniques": [one["name"] for one in plan.get("techniques", ())],
@@ -193,6 +212,35 @@ def _trained_cells(row: dict[str, Any]) -> list[str]:
 def write_ranks_page(rows: list[dict[str, Any]]) -> None:
     """Write the page of programs in several processes."""
     RANKS_PAGE.write_text(_RANKS + _table(_RANK_COLUMNS, [_rank_cells(row) for row in rows]))
+
+
+def write_unseen_page(rows: list[dict[str, Any]]) -> None:
+    """Write the page of programs that were named before any of them was run, with the remarks on them."""
+    ran = [row for row in rows if row["verbs"]]
+    remarks = [f"* {row['name']}: {row['remark']}\n" for row in rows if row["remark"]]
+    UNSEEN_PAGE.write_text(
+        f"{_UNSEEN}{_machines(ran)}\n{_summary(ran)}\n\n"
+        + _table(_RAN_COLUMNS, [_ran_cells(row) for row in ran])
+        + f"\n## Remarks\n\n{''.join(remarks)}"
+    )
+
+
+def _ran_cells(row: dict[str, Any]) -> list[str]:
+    cells = dict(zip(_COLUMNS, _cells(row), strict=True))
+    cells |= {"device": row["device"], "predicted": _error(_fitted(row))}
+    return [cells[name] for name in _RAN_COLUMNS]
+
+
+def _error(fitted: dict[str, Any]) -> str:
+    """How far off the predicted peak is; the first plan's, where that was planned again."""
+    first = next(filter(None, map(_FIRST.search, fitted.get("notes", ()))), None)
+    if first:
+        predicted, measured = float(first[1]), float(first[2])
+    else:
+        predicted, measured = (
+            fitted.get(name) or 0 for name in ("predicted_bytes", "planned_bytes")
+        )
+    return f"{100 * (predicted / measured - 1):+.1f} %" if measured else "-"
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
