@@ -57,7 +57,7 @@ class _Phase:
 
 
 class Phases:
-    """The phases of a verb, known in advance as `expected`; others are added as they come.
+    """The phases of a verb, known in advance as `expected`; their number never changes, and others are extra.
 
     `tell` takes texts such as `"original: step 2 of 5"`. A run that starts again is a phase of its own.
     `further`: steps of the first run after the counted ones, as for the times of operators.
@@ -76,7 +76,9 @@ class Phases:
         self._expected = [*expected]
         self._further = further
         self._current = _Phase(begins, self.began)
-        self._number = 1
+        self._count = len(expected) + 1
+        self._extra = 0
+        self._is_extra = False
         self._runs: list[_Phase] = []
         self._unit: float | None = None
 
@@ -100,10 +102,12 @@ class Phases:
         self._unit = now - self.began if self._unit is None else self._unit
         if self._current.steps:
             self._runs.append(self._current)
-        if name in self._expected:
+        self._is_extra = name not in self._expected
+        if self._is_extra:
+            self._extra += 1
+        else:
             del self._expected[: self._expected.index(name) + 1]
         self._current = _Phase(name, now)
-        self._number += 1
 
     @property
     def elapsed(self) -> float:
@@ -112,8 +116,11 @@ class Phases:
 
     @property
     def place(self) -> str:
-        """The number of the phase, such as `"2 of 4"`."""
-        return f"{self._number} of {self._number + len(self._expected)}"
+        """The number of the phase, such as `"2 of 4"` or `"extra 1"`; empty for a verb without known phases."""
+        if self._count == 1:
+            return ""
+        number = f"{self._count - len(self._expected)} of {self._count}"
+        return f"extra {self._extra}" if self._is_extra else number
 
     @property
     def left(self) -> float | None:
@@ -135,7 +142,8 @@ class Phases:
 
     def line(self) -> str:
         """Return the place, the text, the time and what is left, in one line."""
-        return f"{self.place}  {_clean(self.text)}  {self.elapsed:.0f} s{self._left_words()}"
+        place = f"{self.place}  " if self.place else ""
+        return f"{place}{_clean(self.text)}  {self.elapsed:.0f} s{self._left_words()}"
 
     def _left_words(self) -> str:
         left = self.left
@@ -257,7 +265,8 @@ def interruption() -> str:
     if not _running:
         return ""
     phases = _running[-1]
-    return f" in phase {phases.place} ({_clean(phases.text)}) after {phases.elapsed:.0f} s"
+    place = f" in phase {phases.place}" if phases.place else ""
+    return f"{place} ({_clean(phases.text)}) after {phases.elapsed:.0f} s"
 
 
 @contextmanager
