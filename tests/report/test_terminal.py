@@ -237,3 +237,20 @@ def test_verbose_leaves_nothing_out(name: str) -> None:
     joined = "".join(text.split())
     for note in report.notes:
         assert name == "hostile" or "".join(note.split()) in joined
+
+
+def test_what_is_cut_says_where_it_is_whole(tmp_path: Path) -> None:
+    note = "one word and another of a sentence that no line of a terminal has room for " * 40
+    long = msgspec.structs.replace(samples.OPTIMIZE, notes=(note,))
+    paths = {"report": tmp_path / "report.json"}
+    out = io.StringIO()
+    terminal.render(long, Console(file=out, width=200), next_command=None, paths=paths)
+    assert f"cut here     whole in {tmp_path / 'report.json'} or --verbose" in out.getvalue()
+    short = msgspec.structs.replace(long, notes=("a note",), findings=long.findings[:1])
+    assert "cut here" not in printed(short, 200)
+
+
+def test_a_file_has_whole_sentences_where_a_screen_cuts_them() -> None:
+    note = "a word of a sentence that goes on for three lines of a terminal, or a few more " * 3
+    report = msgspec.structs.replace(samples.OPTIMIZE, notes=(f"{note} and its end",))
+    assert "and its end" in printed(report, 80)

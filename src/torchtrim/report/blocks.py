@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from torchtrim.report.safe import clean, keep_left, sentence
+from torchtrim.report.safe import at_most, clean, keep_left, note_cut, sentence
 
 SCREEN = 24  # The lines of a classic terminal.
 WIDEST = 120  # Arbitrary; longer lines are hard to read.
@@ -108,6 +108,8 @@ def padded(text: str, width: int, *, right: bool = False) -> str:
 def first(texts: Iterable[str], most: int, rest: str = "+{} more") -> list[str]:
     """Return at most `most` texts, and one that counts the others."""
     every = list(texts)
+    if len(every) > most:
+        note_cut(every[most])
     return [*every[:most], *([rest.format(len(every) - most)] if len(every) > most else [])]
 
 
@@ -138,7 +140,7 @@ def show(lines: Iterable[Text], console: Console) -> None:
 
 def markdown_items(items: Items, most: int) -> str:
     """Return the title and at most `most` sentences as a Markdown list, or an empty string."""
-    lines = [f"* {escape(text)}" for text in first(items.texts, most, "and {} more")]
+    lines = [f"* {escape(text)}" for text in first(items.texts, most, "and {} more, in report.json")]
     return "\n".join([f"**{items.title}**", "", *lines]) if lines else ""
 
 
@@ -151,8 +153,7 @@ def markdown_row(*cells: str | Text) -> str:
 def escape(text: str) -> str:
     """Escape text so that Markdown and GitHub show it literally, on one line, without mentions or links."""
     line = clean(text)
-    cut = line if len(line) <= _MOST_CHARACTERS else line[: _MOST_CHARACTERS - 3] + "..."
-    return _SPECIAL.sub(_harmless, cut)
+    return _SPECIAL.sub(_harmless, at_most(line, _MOST_CHARACTERS))
 
 
 def _harmless(match: re.Match[str]) -> str:

@@ -14,7 +14,7 @@ from torchtrim.records import Certificate, Finding, Plan, Profile, Report
 from torchtrim.report import facts, plan_words, sections, terminal
 from torchtrim.report.charts import layer_paths, picture
 from torchtrim.report.headline import headline
-from torchtrim.report.safe import clean, keep_right
+from torchtrim.report.safe import clean, wrap
 from torchtrim.report.sections import figure_rows
 
 _WIDTH = 80  # The usual width of a terminal; notebooks do not report theirs.
@@ -47,9 +47,10 @@ def text(record: NotebookRecord) -> str:
     """Return a record as text of at most 80 columns, for notebooks without HTML."""
     if isinstance(record, Report):
         out = io.StringIO()
-        terminal.render(record, Console(file=out, width=_WIDTH), next_command=None)
+        console = Console(file=out, width=_WIDTH)
+        terminal.render(record, console, next_command=None, whole="the fields of the report")
         return out.getvalue().rstrip("\n")
-    return "\n".join(keep_right(_clipped(line), _WIDTH) for line in _text_lines(record))
+    return "\n".join(piece for line in _text_lines(record) for piece in wrap(_clipped(line), _WIDTH))
 
 
 def _text_lines(record: Profile | Finding | Plan | Certificate) -> Iterable[str]:
@@ -124,7 +125,7 @@ def _findings(findings: Sequence[Finding], home: str = "") -> Markup:
     ]
     more = len(findings) - len(rows)
     table = _table(["code", "place", "price a step", "what", "fix"], rows)
-    return table + (_lines([f"+{more} more findings"]) if more > 0 else Markup())
+    return table + (_lines([f"+{more} more in `findings`"]) if more > 0 else Markup())
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
@@ -157,7 +158,7 @@ def _coloured(word: str, tone: str) -> Markup:
 
 def _clipped(value: Any) -> str:
     cut = clean(str(value))
-    return cut if len(cut) <= _MOST_CHARACTERS else cut[:_MOST_CHARACTERS] + "..."
+    return cut if len(cut) <= _MOST_CHARACTERS else f"{cut[:_MOST_CHARACTERS]}... (whole in the record's field)"
 
 
 def _chart(profile: Profile) -> Markup:

@@ -12,7 +12,7 @@ from torchtrim.core.units import counted, format_bytes, format_seconds
 from torchtrim.records.comparison import Change, Comparison, FindingChange
 from torchtrim.report import facts
 from torchtrim.report.blocks import WIDEST, Column, TextTable, escape, labelled, show
-from torchtrim.report.safe import clean, keep_left, keep_right
+from torchtrim.report.safe import clean, keep_left, keep_right, noting_cuts
 
 _FIGURES = (
     Column(width=21, gap=0),
@@ -87,7 +87,9 @@ def price_change(found: FindingChange) -> str:
 
 def render(comparison: Comparison, console: Console) -> None:
     """Print the comparison."""
-    show(_lines(comparison, max(60, min(console.width, WIDEST))), console)
+    with noting_cuts() as cuts:
+        lines = [*_lines(comparison, max(60, min(console.width, WIDEST)))]
+    show([*lines, *([Text("cut texts are whole in --json", "dim")] if cuts else [])], console)
 
 
 def _lines(comparison: Comparison, width: int) -> Iterator[Text]:

@@ -10,10 +10,10 @@ from torchtrim.records import Finding, Report
 from torchtrim.records.allow import AllowedFinding, PassedLimit
 from torchtrim.report.blocks import first
 from torchtrim.report.facts import place, price
-from torchtrim.report.safe import clean, keep_left
+from torchtrim.report.safe import at_most, clean
 
 _MOST = 8  # Arbitrary; with the report above, the gate still fits a screen.
-_WIDTH = 100  # Arbitrary; logs of CI have no width to ask for.
+_MOST_CHARACTERS = 200  # Arbitrary; logs of CI have no width to ask for.
 
 
 def render(
@@ -24,7 +24,7 @@ def render(
     lines: list[str] = []
     for passed in over:
         lines.append(f"OVER THE LIMIT  {passed.limit}")
-        lines += first((_site(report, found) for found in passed.findings), _MOST, "  and {} more")
+        lines += first((_site(report, found) for found in passed.findings), _MOST, "  and {} more, in --json")
     unneeded = [entry for entry in report.allowed if not entry.used]
     used = [entry for entry in report.allowed if entry.used]
     if used:
@@ -33,8 +33,8 @@ def render(
         lines.append(f"allowed by {allow_list}: {count} a step at {places}")
     if unneeded:
         lines.append(f"no longer needed in {allow_list}, delete these entries:")
-        lines += first(map(_entry, unneeded), _MOST, "  and {} more")
-    return "".join(f"{keep_left(clean(line, encoding), _WIDTH)}\n" for line in lines)
+        lines += first(map(_entry, unneeded), _MOST, "  and {} more, in --json")
+    return "".join(f"{at_most(clean(line, encoding), _MOST_CHARACTERS)}\n" for line in lines)
 
 
 def _site(report: Report, found: Finding) -> str:

@@ -26,14 +26,14 @@ from torchtrim.report.headline import headline
 from torchtrim.report.lanes import CopyLanes, Lanes, copies_of, lanes
 from torchtrim.report.located import excerpt
 from torchtrim.report.page_title import page_title, unwritten
-from torchtrim.report.safe import clean, keep_right, without_source
+from torchtrim.report.safe import at_most, clean, keep_right, without_source
 from torchtrim.report.sections import figure_rows
 from torchtrim.report.timeline import copies_view, timeline_view
 
 _HERE = Path(__file__).parent
 _PROFILE = "profile.json"
 _MOST_BYTES = 450_000  # Arbitrary; a page that opens at once and can be sent by mail.
-_MOST_CHARACTERS = 400  # Arbitrary; four lines of the page.
+_MOST_CHARACTERS = 2000  # Arbitrary; no sentence of ours is as long, only names from outside.
 _CODE = re.compile(r"`([^`]+)`")
 _HEADROOM = 1.18  # Arbitrary; room for the labels above the peak.
 _WIDEST_LINE = 160  # Arbitrary; longer lines of diffs are cut.
@@ -103,8 +103,7 @@ def _environment() -> Environment:
 def _harmless(value: Any) -> Any:
     if isinstance(value, Markup) or not isinstance(value, str):
         return value
-    text = clean(value[:_MOST_CHARACTERS])
-    return text + "..." if len(value) > _MOST_CHARACTERS else text
+    return clean(at_most(value, _MOST_CHARACTERS))
 
 
 def _marked(text: str) -> Markup:

@@ -12,7 +12,7 @@ from torchtrim.errors import UsageError
 from torchtrim.records import Finding, Report
 from torchtrim.records.files import read_head
 from torchtrim.report.facts import price
-from torchtrim.report.safe import clean
+from torchtrim.report.safe import clean, keep_left
 from torchtrim.rules.registry import rule
 
 _INSTALLED = ("site-packages/", "dist-packages/")
@@ -150,7 +150,7 @@ def excerpt(
     last = min(max(end_line, line) + _AROUND, first + _MOST_LINES - 1)
     lines = _lines(path, folders)
     shown = (
-        (number, clean(lines[number - 1].expandtabs(4).rstrip())[:_MOST_CHARACTERS])
+        (number, keep_left(clean(lines[number - 1].expandtabs(4).rstrip()), _MOST_CHARACTERS))
         for number in range(first, min(last, len(lines)) + 1)
     )
     return tuple(SourceLine(number=n, text=text, hot=line <= n <= end_line) for n, text in shown)

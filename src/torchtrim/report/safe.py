@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from unicodedata import category
 
 import msgspec
@@ -15,6 +17,7 @@ from torchtrim.records.fix import Fixes
 _BLANK = frozenset("\t\n\r\v\f\x85\u2028\u2029")
 _DROPPED = frozenset(("Cc", "Cf", "Cs", "Co"))
 _ELLIPSIS = "..."
+_REST = "... (whole in report.json)"
 _BREAK = re.compile(r"(?<!\+-)\s+(?!(?:%|[KMGT]iB|B|s|ms|us)(?:\W|$))")
 _QUOTED = re.compile(r"`[^`]*`")
 _PATHLIKE = re.compile(
@@ -22,6 +25,25 @@ _PATHLIKE = re.compile(
     r"""|(?<![\w/])[/~][\w.~@+-]*(?:/[\w.@+-]+)+/?"""
     r"""|\b[A-Za-z]:\\[^\s"'()<>,`]+"""
 )
+
+_cuts: ContextVar[list[str] | None] = ContextVar("cuts", default=None)
+
+
+@contextmanager
+def noting_cuts() -> Iterator[list[str]]:
+    """Collect the texts that are shortened or left out in this block, so that it can say where they are."""
+    cuts: list[str] = []
+    token = _cuts.set(cuts)
+    try:
+        yield cuts
+    finally:
+        _cuts.reset(token)
+
+
+def note_cut(text: str) -> None:
+    """Note that a text is shortened or left out."""
+    if (cuts := _cuts.get()) is not None:
+        cuts.append(text)
 
 
 def clean(text: str, encoding: str = "utf-8") -> str:
@@ -32,6 +54,11 @@ def clean(text: str, encoding: str = "utf-8") -> str:
     return kept.encode(encoding, "backslashreplace").decode(encoding)
 
 
+def at_most(text: str, most: int) -> str:
+    """Return a text of at most some characters, which says where the rest of a longer one is."""
+    return text if len(text) <= most else text[: most - len(_REST)].rstrip() + _REST
+
+
 def keep_right(text: str, width: int) -> str:
     """Shorten `text` from the left to at most `width` cells, so that a path keeps its file and line.
 
@@ -39,6 +66,7 @@ def keep_right(text: str, width: int) -> str:
     """
     if cell_len(text) <= width:
         return text
+    note_cut(text)
     dots = _ELLIPSIS if width > len(_ELLIPSIS) else ""
     tail = _fitting(reversed(text), width - len(dots))[::-1]
     slash, name = tail.find("/"), text[text.rfind("/") + 1 :]
@@ -51,6 +79,7 @@ def keep_left(text: str, width: int) -> str:
     """Shorten `text` from the right to at most `width` cells, so that a sentence keeps its start."""
     if cell_len(text) <= width:
         return text
+    note_cut(text)
     dots = _ELLIPSIS if width > len(_ELLIPSIS) else ""
     return _fitting(text, width - len(dots)).rstrip() + dots
 

@@ -28,7 +28,7 @@ from torchtrim.report.blocks import (
 from torchtrim.report.frontier import frontier_shown, on_device, way_of
 from torchtrim.report.headline import headline
 from torchtrim.report.holder_words import owner_of, reason_of
-from torchtrim.report.safe import clean, keep_left, keep_right, sentence, wrap
+from torchtrim.report.safe import clean, keep_left, keep_right, note_cut, noting_cuts, sentence, wrap
 from torchtrim.report.sections import FigureRow, figure_rows, sentences
 
 Amount = Literal["headline", "screen", "all"]
@@ -103,10 +103,12 @@ def render(
     next_command: str | None,
     paths: Mapping[str, Path] = {},
     amount: Amount = "screen",
+    whole: str = "--verbose",
 ) -> None:
     """Print the report within a screen if possible, or only its headline, or all of it.
 
-    `paths` maps kinds of output to the files written; `next_command` is the suggested next command.
+    In a file, sentences are whole if they fit beside a few rows. `paths` maps kinds of output to the files written; `next_command` is the
+    suggested next command; `whole` is where everything is that is cut or left out, beside the written report.
     """
     page = _Page(
         report=report,
@@ -116,19 +118,30 @@ def render(
         items=sentences(report),
     )
     end = [*_written(page, paths), *_next(page, next_command)]
+    places = [str(from_here(paths["report"]))] if "report" in paths else []
+    rest = " or ".join([*places, *([whole] if amount != "all" else [])]) or "--json"
     if amount == "headline":
         lines = [*_verdict(page, _ROOMS[-1]), *_written(page, paths)]
     elif amount == "all":
-        lines = _lines(page, _ALL, end)
+        lines = _lines(page, _ALL, end, rest)
     else:
-        drawn = (_lines(page, room, end) for room in _ROOMS)
+        uncut = [] if console.is_terminal else [replace(one, text=_EVERY) for one in _ROOMS]
+        rooms = [*uncut, *_ROOMS]
+        drawn = (_lines(page, room, end, rest) for room in rooms)
         most = max(console.height - 1, SCREEN) if console.is_terminal else _FILE
         fitting = (lines for lines in drawn if len(lines) <= most)
-        lines = next(fitting, _lines(page, _ROOMS[-1], end))
+        lines = next(fitting, _lines(page, rooms[-1], end, rest))
     show(lines, console)
 
 
-def _lines(page: _Page, room: _RowLimits, end: list[Text]) -> list[Text]:
+def _lines(page: _Page, room: _RowLimits, end: list[Text], rest: str) -> list[Text]:
+    """Return the lines, and a last one that names `rest` if something was cut or left out."""
+    with noting_cuts() as cuts:
+        lines = _parts(page, room, end)
+    return [*lines, *_labelled(page, "cut here", [f"whole in {rest}"], room)] if cuts else lines
+
+
+def _parts(page: _Page, room: _RowLimits, end: list[Text]) -> list[Text]:
     """Return the answer, then the evidence. Files and the next command belong to a plan's answer."""
     evidence = (_evidence, _holders, _findings, _frontier, _fixes, _tail)
     answers = page.report.plan is not None
@@ -157,7 +170,8 @@ def _answer(page: _Page, room: _RowLimits, end: list[Text]) -> list[Text]:
 def _verdict(page: _Page, room: _RowLimits) -> list[Text]:
     head = headline(page.report)
     lines = [Text(line, _STYLES[head.tone]) for line in wrap(page.say(head.word), page.width)]
-    parts = (" ".join(sentence(page.say(part), page.width - 2, 2)) for part in head.parts)
+    most = max(room.text, 2)
+    parts = (" ".join(sentence(page.say(part), page.width - 2, most)) for part in head.parts)
     figures = wrap(", ".join(parts), page.width - 2)
     return [*lines, *(Text(f"  {line}") for line in figures)]
 
@@ -203,7 +217,7 @@ def _fixes(page: _Page, room: _RowLimits) -> list[Text]:
     styles = {"+": "green", "-": "red"}
     kept = [Text(page.say(line), styles[line[0]]) for line in shown]
     left = len(lines) - len(shown)
-    more = [Text(f"  +{left} more lines of diff", "dim")] if left > 0 else []
+    more = [Text(f"  +{left} more lines of diff, in fixes.diff", "dim")] if left > 0 else []
     return [*fixes, *kept, *more]
 
 
@@ -278,7 +292,10 @@ def _bar(page: _Page, row: FigureRow, length: float) -> Text:
 
 def _more(title: str, total: int, shown: int) -> Text:
     line = Text(title, "bold")
-    return line.append(f" (top {shown}, +{total - shown} more)", "dim") if total > shown else line
+    if total <= shown:
+        return line
+    note_cut(title)
+    return line.append(f" (top {shown}, +{total - shown} more)", "dim")
 
 
 def _holders(page: _Page, room: _RowLimits) -> list[Text]:
@@ -340,10 +357,11 @@ def _finding(page: _Page, finding: Finding, where: str, room: _RowLimits) -> lis
     price, message = facts.price(finding), page.say(finding.message)
     if page.narrow:
         line.append(price if line.cell_len + len(price) <= page.width else "").rstrip()
-        return [line, Text("    " + keep_left(message, page.width - 4))]
+        said = sentence(message, page.width - 4, room.text)
+        return [line, *(Text("    " + text) for text in said)]
     indent = line.cell_len
     room_left = page.width - indent - (len(price) + 2 if price else 0)
-    begun, *rest = sentence(message, room_left, min(room.text, 2)) or [""]
+    begun, *rest = sentence(message, room_left, room.text) or [""]
     line.append(padded(begun, room_left) + "  " + price).rstrip()
     return [line, *(Text(" " * indent + text) for text in rest)]
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from torchtrim.core.units import counted
 from torchtrim.records.trace import TraceJob, TraceReport, TraceSite
 from torchtrim.report.blocks import SCREEN, WIDEST, Column, TextTable, labelled, show
-from torchtrim.report.safe import clean, keep_left, keep_right
+from torchtrim.report.safe import clean, keep_left, keep_right, noting_cuts
 
 _LABEL = 10  # The longest label and two blanks.
 _FEWEST_NOTES = 1  # One note is printed even if the screen is full.
@@ -29,11 +29,13 @@ _BOUND = {
 def render(report: TraceReport, console: Console, *, top: int, next_command: str | None) -> None:
     """Print the report, within a screen of 24 lines if `top` sites leave room."""
     width = max(40, min(console.width, WIDEST))
-    head = [*_counts(report, width), *_ranks(report, width)]
-    table = list(_table(report, top, width))
-    sets = list(_sets(report, width))
-    bound = _labelled("bound", _BOUND[report.bound], width)
-    end = [*bound]
+    with noting_cuts() as cuts:
+        head = [*_counts(report, width), *_ranks(report, width)]
+        table = list(_table(report, top, width))
+        sets = list(_sets(report, width))
+        end = [*_labelled("bound", _BOUND[report.bound], width)]
+    if cuts:
+        end.append(Text(" " * _LABEL + "cut texts are whole in --json", "dim"))
     if next_command:
         command = Text(keep_left(clean(next_command), max(width, 200)), "bold cyan")
         end.append(Text("next".ljust(_LABEL), "bold").append(command))
@@ -106,7 +108,7 @@ def _table(report: TraceReport, top: int, width: int) -> Iterator[Text]:
     yield from TextTable(columns, [_row(*one, room) for one in numbered[:top]]).lines(width)
     if len(numbered) > top:
         rest = sum(site.wait_ms for _, site in numbered[top:])
-        yield Text(f"   +{len(numbered) - top} more sites, {rest:,.3f} ms", "dim")
+        yield Text(f"   +{len(numbered) - top} more sites, {rest:,.3f} ms: --top", "dim")
 
 
 def _row(number: str, site: TraceSite, room: int) -> tuple[str, ...]:
