@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from profiles import training_step
 from torchtrim.cli.main import torchtrim
-from torchtrim.cli.output import write_files
+from torchtrim.cli.output import pins_in, write_files
 from torchtrim.errors import UsageError
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.files import load_plan, save_plan
@@ -77,6 +77,28 @@ def test_less_than_a_certified_plan_has_files_of_its_own(
     assert paths["plan"] == FOLDER / f"{prefix}plan.toml"
     assert paths["page"] == FOLDER / f"{prefix}report.html"
     assert (load_plan(FOLDER / "plan.toml") == CERTIFIED) == bool(prefix)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"certificate": proven("BITWISE"), "floor_bytes": 9}, "missed-plan.toml"),
+        ({"certificate": proven("NOT EQUAL")}, "unequal-plan.toml"),
+        ({"certificate": proven("UNDECIDED")}, "unequal-plan.toml"),
+        ({"certificate": proven("BITWISE")}, "plan.toml"),
+    ],
+)
+def test_in_a_new_folder_too_a_plan_that_missed_says_so_in_its_name(
+    changes: dict[str, object], name: str
+) -> None:
+    report = Report(
+        torchtrim="0", torch="2", verb="optimize", device="cpu", script="a", steps=1, **changes
+    )  # type: ignore[arg-type]
+    pinned = replace(OTHER, pins={"keep": ("Net.a",)})
+    paths = write_files(Result(report, training_step(), None, pinned), FOLDER)
+    assert paths["plan"] == FOLDER / name
+    assert paths["page"] == FOLDER / "report.html"
+    assert pins_in(FOLDER / "plan.toml") == pinned.pins
 
 
 @pytest.mark.parametrize("verb", ["diagnose", "estimate", "verify"])

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 PLAN = "plan.toml"
 OWN_FOLDER = Path("torchtrim-out")
+_PLANNING = ("optimize", "plan")
+_NO_PLAN = ("missed", "unequal")
+"""Kinds of results whose plan is not called `plan.toml`, since it misses its budget or computes otherwise."""
 _ON_STDOUT = " on stdout"
 
 
@@ -61,10 +64,17 @@ def plan_in(options: dict[str, Any], folder: Path) -> Path:
 
 
 def pins_in(plan: Path) -> dict[str, tuple[str, ...]]:
-    """Return the user's pins in a plan; empty if the file does not exist."""
+    """Return the user's pins in a plan, else in one of its folder that missed; empty if there is neither."""
     from torchtrim.records.files import load_pins
 
-    return load_pins(plan) if plan.exists() else {}
+    others = (plan.with_name(f"{kind}-{plan.name}") for kind in _NO_PLAN)
+    found = next((one for one in (plan, *others) if one.exists()), None)
+    return load_pins(found) if found is not None else {}
+
+
+def plan_path(report: Report, folder: Path, plan: Path) -> Path:
+    """Return where the report's plan is written: a name of its own unless it is `plan.toml`, and good."""
+    return folder / f"{_prefix(report, folder)}{PLAN}" if plan == folder / PLAN else plan
 
 
 def write_diff(folder: Path, diff: str) -> Path:
@@ -86,9 +96,8 @@ def write_files(result: Result, folder: Path, plan: Path | None = None) -> dict[
     _ignore(folder)
     source = not _parameter("no_source")
     prefix = f"{_kind(result.report)}-" if _outranked(result.report, folder) else ""
-    if prefix and plan == folder / PLAN:
-        plan = None
-    paths = _write_data(result, folder, plan, prefix)
+    path = plan_path(result.report, folder, plan or folder / PLAN)
+    paths = _write_data(result, folder, path, prefix)
     if result.ranks and (ranks := _write_ranks(result.ranks, folder, source)) is not None:
         paths["ranks"] = ranks
     return {**_write_report(result, folder, source, prefix), **paths}
@@ -107,25 +116,34 @@ def _kind(report: Report) -> str:
     """Return the word for a result that is less than a certified plan within its budget."""
     if report.floor_bytes is not None:
         return "missed"
-    if report.verb == "optimize" and report.certificate is not None:
+    if report.verb in _PLANNING and report.certificate is not None and not _is_equal(report):
         return "unequal"
     return "untried" if report.verb == "plan" else report.verb
+
+
+def _is_equal(report: Report) -> bool:
+    proof = report.certificate
+    return proof is not None and proof.verdict not in ("NOT EQUAL", "UNDECIDED")
+
+
+def _prefix(report: Report, folder: Path) -> str:
+    """Return the start of the name of a plan that is none, or less than the certified one of the folder."""
+    kind = _kind(report)
+    return f"{kind}-" if kind in _NO_PLAN or _outranked(report, folder) else ""
 
 
 def _outranked(report: Report, folder: Path) -> bool:
     """Return True in the folder of a certified plan, unless the result is one too, within its budget."""
     from torchtrim.records.files import load_plan
 
-    proof = report.certificate
-    equal = proof is not None and proof.verdict not in ("NOT EQUAL", "UNDECIDED")
-    if equal and report.verb in ("optimize", "plan") and report.floor_bytes is None:
+    if _is_equal(report) and report.verb in _PLANNING and report.floor_bytes is None:
         return False
     with suppress(TorchtrimError, OSError):
         return load_plan(folder / PLAN).certified is not None
     return False
 
 
-def _write_data(result: Result, folder: Path, plan: Path | None, prefix: str) -> dict[str, Path]:
+def _write_data(result: Result, folder: Path, plan: Path, prefix: str) -> dict[str, Path]:
     from torchtrim.records.certificate import save_certificate
     from torchtrim.records.files import save_plan, save_profile, write_atomically
 
@@ -133,7 +151,7 @@ def _write_data(result: Result, folder: Path, plan: Path | None, prefix: str) ->
     if result.report.fixes is not None and result.report.fixes.diff:
         paths["diff"] = write_diff(folder, result.report.fixes.diff)
     if result.plan is not None:
-        paths["plan"] = plan or folder / f"{prefix}{PLAN}"
+        paths["plan"] = plan
         save_plan(result.plan, paths["plan"])
     if result.exported:
         paths["exported"] = folder / "planned.py"

@@ -25,6 +25,7 @@ from torchtrim.cli.output import (
     folder_for,
     pins_in,
     plan_in,
+    plan_path,
     show,
     write_diff,
     write_files,
@@ -88,7 +89,7 @@ def command(**options: Any) -> None:
     phases = ("original", "planning", "planned") if fits else ("original",)
     with progress(*phases, further=3 if fits else 0) as tell:
         result = _optimized(options, folder, plan, tell)
-    following = _next(options, result, plan)
+    following = _next(options, result, plan_path(result.report, folder, plan))
     fixes = result.report.fixes
     if fixes is not None and fixes.diff and not fixes.written:
         fixes = replace(fixes, command=_fixing(options))
