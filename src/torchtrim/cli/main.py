@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import os
 import pkgutil
@@ -18,6 +17,7 @@ import click
 from torchtrim import __version__
 from torchtrim.cli import verbs
 from torchtrim.core import isolation as parts
+from torchtrim.core.words import did_you_mean
 from torchtrim.errors import ScriptFailed, TorchtrimError, UsageError, is_out_of_memory
 
 CRASHED = 70
@@ -47,8 +47,7 @@ class Verbs(click.Group):
         """Return the verb and its arguments. Raises `UsageError` with the nearest verb for an unknown one."""
         names = self.list_commands(ctx)
         if args[0] not in names and not args[0].startswith("-"):
-            near = difflib.get_close_matches(args[0], names, n=1)
-            question = f" Did you mean `torchtrim {near[0]}`?" if near else ""
+            question = did_you_mean(args[0], names, most=1, shown="`torchtrim {}`".format)
             raise UsageError(
                 f"there is no command {args[0]!r}.{question} `torchtrim --help` lists all; to fit a script "
                 "into memory: torchtrim optimize SCRIPT --memory 60%"

@@ -116,7 +116,7 @@ class Phases:
 
     @property
     def place(self) -> str:
-        """The number of the phase, such as `"2 of 4"` or `"extra 1"`; empty for a verb without known phases."""
+        """The number of the phase, such as `"2 of 4"` or `"extra 1"`; empty if no phases are expected."""
         if self._count == 1:
             return ""
         number = f"{self._count - len(self._expected)} of {self._count}"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from torchtrim.core.words import listed, nearest
 from torchtrim.errors import UsageError
 from torchtrim.executor.registry import Option, Settings, names
 from torchtrim.step.edits import Edit
@@ -68,7 +68,7 @@ class Pins:
         places: defaultdict[str, list[str]] = defaultdict(list)
         for name, where in (*(("unchanged", kept.where) for kept in self._kept), *self.forced):
             places[name].append(where)
-        text = "; ".join(f"{name} at {_listed(where)}" for name, where in places.items())
+        text = "; ".join(f"{name} at {listed(where, _SHOWN)}" for name, where in places.items())
         return f"pinned: {text}" if text else ""
 
     def _matching(self, text: str) -> list[_KeepPin]:
@@ -131,7 +131,7 @@ class Pins:
     def _no_match_error(self, name: str, text: str, offered: Sequence[Option]) -> str:
         pattern = compile_pattern(text)
         modules = [mod.path for mod in self._step.modules if pattern.fullmatch(mod.path)]
-        why = f"{name} saves nothing at {_listed(modules)}" if modules else "No such place"
+        why = f"{name} saves nothing at {listed(modules, _SHOWN)}" if modules else "No such place"
         hint = f"{name} has no place in this step, or is not allowed; see --allow."
         if offered:
             places = [option.where for option in offered]
@@ -185,10 +185,5 @@ def length(spans: Iterable[Span]) -> int:
 
 
 def _most_similar(text: str, known: Sequence[str]) -> str:
-    close = get_close_matches(text.replace("*", ""), known, _SHOWN, 0.5)
-    return _listed([*close, *(name for name in known if name not in close)])
-
-
-def _listed(where: Collection[str]) -> str:
-    shown = ", ".join(list(where)[:_SHOWN])
-    return f"{shown} and {len(where) - _SHOWN} more" if len(where) > _SHOWN else shown
+    close = nearest(text.replace("*", ""), known, _SHOWN, 0.5)
+    return listed([*close, *(name for name in known if name not in close)], _SHOWN)

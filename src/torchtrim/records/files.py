@@ -11,7 +11,6 @@ import stat
 import tempfile
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from difflib import get_close_matches
 from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from torchtrim import __version__
+from torchtrim.core.words import nearest
 from torchtrim.errors import UnreadableInput, UsageError
 from torchtrim.records.operator_names import with_roles
 from torchtrim.records.plan import Plan
@@ -265,7 +265,7 @@ def _unknown(read: Any, known: Any, where: str = "$") -> Iterator[str]:
                 yield from _unknown(value, known[name], f"{where}.{name}")
             else:
                 shown = name[:_MOST_NAME]
-                near = get_close_matches(shown, known, 1)
+                near = nearest(shown, known, 1)
                 hint = f"; did you mean `{near[0]}`?" if near else ""
                 yield f"unknown field `{where}.{shown}`{hint}"
     elif isinstance(read, list) and isinstance(known, (list, tuple)):

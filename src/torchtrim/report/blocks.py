@@ -140,7 +140,9 @@ def show(lines: Iterable[Text], console: Console) -> None:
 
 def markdown_items(items: Items, most: int) -> str:
     """Return the title and at most `most` sentences as a Markdown list, or an empty string."""
-    lines = [f"* {escape(text)}" for text in first(items.texts, most, "and {} more, in report.json")]
+    lines = [
+        f"* {escape(text)}" for text in first(items.texts, most, "and {} more, in report.json")
+    ]
     return "\n".join([f"**{items.title}**", "", *lines]) if lines else ""
 
 

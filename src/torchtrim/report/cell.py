@@ -50,7 +50,9 @@ def text(record: NotebookRecord) -> str:
         console = Console(file=out, width=_WIDTH)
         terminal.render(record, console, next_command=None, whole="the fields of the report")
         return out.getvalue().rstrip("\n")
-    return "\n".join(piece for line in _text_lines(record) for piece in wrap(_clipped(line), _WIDTH))
+    return "\n".join(
+        piece for line in _text_lines(record) for piece in wrap(_clipped(line), _WIDTH)
+    )
 
 
 def _text_lines(record: Profile | Finding | Plan | Certificate) -> Iterable[str]:
@@ -158,7 +160,11 @@ def _coloured(word: str, tone: str) -> Markup:
 
 def _clipped(value: Any) -> str:
     cut = clean(str(value))
-    return cut if len(cut) <= _MOST_CHARACTERS else f"{cut[:_MOST_CHARACTERS]}... (whole in the record's field)"
+    return (
+        cut
+        if len(cut) <= _MOST_CHARACTERS
+        else f"{cut[:_MOST_CHARACTERS]}... (whole in the record's field)"
+    )
 
 
 def _chart(profile: Profile) -> Markup:

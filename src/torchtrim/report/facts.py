@@ -10,6 +10,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from torchtrim.core.units import counted, format_bytes, format_seconds
+from torchtrim.core.words import listed
 from torchtrim.records import Certificate, Figures, Finding, Profile, Report
 from torchtrim.records.certificate import Coverage
 from torchtrim.records.comparison import Side
@@ -416,12 +417,6 @@ def _compared(certificate: Certificate) -> Iterator[tuple[str, str]]:
     for one, many in _QUANTITIES.items():
         if count := steps.get(one) or steps.get(many):
             yield one, count.removesuffix("s") if count == "1 steps" else count
-
-
-def listed(words: Sequence[str]) -> str:
-    """Join words: `"a"`, `"a and b"`, `"a, b and c"`."""
-    *others, last = words
-    return f"{', '.join(others)} and {last}" if others else last
 
 
 def coverage_sentence(coverage: Coverage) -> str:

@@ -24,7 +24,9 @@ def render(
     lines: list[str] = []
     for passed in over:
         lines.append(f"OVER THE LIMIT  {passed.limit}")
-        lines += first((_site(report, found) for found in passed.findings), _MOST, "  and {} more, in --json")
+        lines += first(
+            (_site(report, found) for found in passed.findings), _MOST, "  and {} more, in --json"
+        )
     unneeded = [entry for entry in report.allowed if not entry.used]
     used = [entry for entry in report.allowed if entry.used]
     if used:

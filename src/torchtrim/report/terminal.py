@@ -28,7 +28,15 @@ from torchtrim.report.blocks import (
 from torchtrim.report.frontier import frontier_shown, on_device, way_of
 from torchtrim.report.headline import headline
 from torchtrim.report.holder_words import owner_of, reason_of
-from torchtrim.report.safe import clean, keep_left, keep_right, note_cut, noting_cuts, sentence, wrap
+from torchtrim.report.safe import (
+    clean,
+    keep_left,
+    keep_right,
+    note_cut,
+    noting_cuts,
+    sentence,
+    wrap,
+)
 from torchtrim.report.sections import FigureRow, figure_rows, sentences
 
 Amount = Literal["headline", "screen", "all"]
@@ -107,8 +115,9 @@ def render(
 ) -> None:
     """Print the report within a screen if possible, or only its headline, or all of it.
 
-    In a file, sentences are whole if they fit beside a few rows. `paths` maps kinds of output to the files written; `next_command` is the
-    suggested next command; `whole` is where everything is that is cut or left out, beside the written report.
+    In a file, sentences are whole if they fit beside a few rows. `paths` maps kinds of output to the files
+    written; `next_command` is the suggested next command; `whole` is where everything is that is cut or left
+    out, beside the written report.
     """
     page = _Page(
         report=report,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pkgutil
 import re
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 
@@ -15,6 +14,7 @@ from torchtrim import rules
 from torchtrim.analysis.allow_list import Ignores
 from torchtrim.analysis.prices import memory_share, time_share
 from torchtrim.core.isolation import Failure, collected, isolated, note
+from torchtrim.core.words import did_you_mean
 from torchtrim.errors import UsageError
 from torchtrim.records.files import without_collection
 from torchtrim.records.finding import Finding
@@ -133,11 +133,8 @@ def _matches(found: Rule, start: str) -> bool:
 
 def _nearest(code: str) -> str:
     known = [name for found in all_rules() for name in (found.code, found.name)]
-    spellings = (code.upper(), code.lower())
-    near = dict.fromkeys(one for text in spellings for one in get_close_matches(text, known, n=3))
-    if near:
-        return f"Did you mean {' or '.join(near)}?"
-    return f"Known are {', '.join(found.code for found in all_rules())}."
+    codes = ", ".join(found.code for found in all_rules())
+    return did_you_mean(code, known).strip() or f"Known are {codes}."
 
 
 def _order(profile: Profile, finding: Finding) -> tuple[float, int, str, str, int]:

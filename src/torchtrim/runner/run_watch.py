@@ -21,6 +21,7 @@ from torchtrim.capture.recording import tensors_in
 from torchtrim.capture.steps import Steps
 from torchtrim.core.clock import now
 from torchtrim.core.isolation import isolated
+from torchtrim.core.words import listed
 from torchtrim.errors import ApplyFailed
 from torchtrim.evidence.evidence import kind_of
 from torchtrim.executor import notices
@@ -213,7 +214,9 @@ def _difference(name: str, inputs: str, certified: list[str], step: int) -> str:
     if batch is not None and known_batches:
         sizes = {one.size for one in known_batches if one is not None and one.rest == batch.rest}
         if len(sizes) == len({*certified}):
-            return f"batch {batch.size} from step {step}: certified for {_listed(sizes)} only"
+            return (
+                f"batch {batch.size} from step {step}: certified for {listed(sorted(sizes))} only"
+            )
     known = f"for {' and '.join(certified)} only" if certified else "without calls of it"
     return f"{name} takes {inputs} from step {step}: certified {known}"
 
@@ -231,8 +234,3 @@ def _batch_of(inputs: str) -> _Batch | None:
     if len(sizes) != 1 or not (size := sizes.pop()).isdecimal():
         return None
     return _Batch(int(size), tuple((dtype, shape.partition(", ")[2]) for dtype, shape in kinds))
-
-
-def _listed(sizes: set[int]) -> str:
-    *others, last = map(str, sorted(sizes))
-    return f"{', '.join(others)} and {last}" if others else last

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import signal
 import tempfile
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from torchtrim.core.words import did_you_mean
 from torchtrim.dispatch.places import project_of
 from torchtrim.errors import ScriptFailed, UsageError
 from torchtrim.runner.processes import Process
@@ -68,18 +68,17 @@ class Script(NamedTuple):
     def check(self) -> None:
         """Raise `UsageError` if the script does not exist."""
         if self.path is not None and not self.path.is_file():
-            near = _did_you_mean(Path(self.target), self.path)
+            near = _files_near(Path(self.target), self.path)
             raise UsageError(
                 f"the script {self.target} does not exist.{near} Give the path of a Python file, or -m and "
                 "the name of a module."
             )
 
 
-def _did_you_mean(name: Path, path: Path) -> str:
+def _files_near(name: Path, path: Path) -> str:
     """Return a question with the nearest Python file of the same folder, if one is near."""
     others = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, others, n=1)
-    return f" Did you mean {name.with_name(near[0])}?" if near else ""
+    return did_you_mean(path.name, others, most=1, shown=lambda one: str(name.with_name(one)))
 
 
 class Ended(NamedTuple):

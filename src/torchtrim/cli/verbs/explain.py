@@ -47,13 +47,13 @@ def command(code: str | None, as_json: bool) -> None:
 def _check_known(code: str | None) -> None:
     """Raise `UsageError` with the nearest names for a word that is none."""
     from torchtrim.api import all_rules, technique_names
-    from torchtrim.core.glossary import near
+    from torchtrim.core.glossary import GLOSSARY
+    from torchtrim.core.words import did_you_mean
 
     names = [name for one in all_rules() for name in (one.code, one.name)]
     if code is None or code.upper() in names or code.lower() in names:
         return
-    close = near(code, [*names, *technique_names()])
-    question = f" Did you mean {' or '.join(close)}?" if close else ""
+    question = did_you_mean(code, [*GLOSSARY, *names, *technique_names()])
     raise UsageError(
         f"{code!r} is no rule, technique or word of torchtrim.{question} "
         "`torchtrim explain` lists rules and words."
