@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from profiles import training_step
 from torchtrim.cli.main import torchtrim
-from torchtrim.cli.output import pins_in, write_files
+from torchtrim.cli.output import write_files
+from torchtrim.cli.plans import pins_in
 from torchtrim.errors import UsageError
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.files import load_plan, save_plan

@@ -9,6 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from torchtrim.cli.main import torchtrim
+from torchtrim.cli.script_options import check_passed
+from torchtrim.cli.verbs.run import command as run
 from torchtrim.core.glossary import GLOSSARY, meaning
 from torchtrim.errors import ApplyFailed, UsageError
 from torchtrim.executor.apply import digest_of, is_unchanged, sha256_of
@@ -43,8 +45,47 @@ def test_a_bare_small_number_is_no_budget(verb: str, text: str, meant: str) -> N
 
 
 def test_a_plan_in_place_of_a_script_is_named() -> None:
-    said = refused("verify", "train.py", "plan.toml")
-    assert said.endswith("To verify it: torchtrim verify train.py --plan plan.toml")
+    said = refused("verify", "train.py", "plan.toml", "--", "--lr", "1")
+    assert said.endswith(" verify train.py --plan plan.toml -- --lr 1")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("run", "train.py", "--device", "cpu"), "run train.py -- --device cpu"),
+        (
+            ("run", "--device", "cpu", "train.py", "--plan", "p"),
+            "run --plan p train.py -- --device cpu",
+        ),
+        (("run", "train.py", "--steps=4", "data"), "run train.py -- --steps=4 data"),
+        (("optimize", "train.py", "--epochs", "1", "-v"), "optimize -v train.py -- --epochs 1"),
+        (
+            ("diagnose", "train.py", "--lr=1", "--warmup", "2"),
+            "diagnose --warmup 2 train.py -- --lr=1",
+        ),
+    ],
+)
+def test_an_option_that_is_not_torchtrims_is_said_to_follow_two_dashes(
+    words: tuple[str, ...], said: str
+) -> None:
+    assert refused(*words).endswith(f" {said}")
+
+
+def test_a_misspelt_option_is_named() -> None:
+    assert "optimize has no option --memry. Did you mean --memory?" in refused(
+        "optimize", "train.py", "--memry", "60%"
+    )
+
+
+def test_an_option_of_the_script_is_passed_and_one_of_both_is_asked_about() -> None:
+    Path("takes.py").write_text("parser.add_argument('--device'); parser.add_argument('--verbose')")
+    check_passed(run, "run", ["takes.py", "--device", "cpu", "--epochs", "1"])
+    check_passed(run, "run", ["--verbose", "takes.py", "--plan", "plan.toml"])
+    check_passed(run, "run", ["train.py", "--", "--device", "cpu"])
+    said = refused("run", "takes.py", "--verbose")
+    assert said.startswith(
+        "both run and takes.py have --verbose. Put torchtrim's before the script"
+    )
 
 
 def test_a_function_is_no_step() -> None:
@@ -120,11 +161,12 @@ def test_digests_of_earlier_versions_and_of_broken_files_are_of_the_bytes() -> N
 
 def test_another_script_is_told_the_command_that_plans_again(trained: Callable[[str], str]) -> None:
     said = trained("train.py")
-    assert said.startswith("train.py has changed since the plan was made. Plan again: torchtrim")
+    assert said.startswith("train.py has changed since the plan was made. If you know")
+    assert "\nPlan again: torchtrim optimize train.py --memory " in said
     assert "optimize" in said
     assert said.count("train.py") == 2
     other = trained("other.py")
-    assert other.startswith("the plan was made for other.py, not for train.py. Plan again:")
+    assert other.startswith("the plan was made for other.py, not for train.py. If you know")
 
 
 @pytest.fixture

@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from torchtrim.cli.main import main
 from torchtrim.records import Plan, Prediction, Technique
-from torchtrim.records.files import plan_text
+from torchtrim.records.files import load_plan, plan_text, save_proof
+from torchtrim.records.plan import PlanProof
 
 VERBS = [
     ("run", "train.py"),
@@ -74,6 +76,50 @@ def test_it_is_named(
     assert said in err
     assert "Traceback" not in err
     assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    "verb", [("run",), ("verify",), ("optimize", "--memory", "60%")], ids=lambda verb: verb[0]
+)
+def test_a_plan_that_is_not_there_names_those_that_are_and_how_to_make_one(
+    verb: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+
+    def said(name: str) -> str:
+        words = ["torchtrim", *verb, "train.py", "--plan", name, "--", "--lr", "1"]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit):
+            main()
+        return capfd.readouterr().err
+
+    make = "To make one: torchtrim optimize train.py --memory 60% -- --lr 1\n"
+    assert said("plan.toml") == f"error: the plan plan.toml does not exist. {make}"
+    made = Path("torchtrim-out/train/plan.toml")
+    made.parent.mkdir(parents=True)
+    made.write_text(plan_text(plan()))
+    assert f"Did you mean {made}? To make one" in said("torchtrim-out/train/plam.toml")
+    assert f"There are {made}. {make}" in said("x.toml")
+
+
+def test_a_verdict_is_added_to_a_plan_and_nothing_of_it_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    theirs = plan_text(plan()).replace("[pins]", "# mine, [certified] too\n[pins]")
+    path.write_text(theirs)
+    for steps in (3, 5):
+        proof = PlanProof(
+            verdict="BITWISE", techniques="0", steps=steps, inputs=("Net: float32[2, 3]",)
+        )
+        assert save_proof(proof, path)
+        assert load_plan(path) == replace(plan(), certified=proof)
+        assert set(theirs.splitlines()) <= set(path.read_text().splitlines())
+    path.write_text(f"certified = {{}}\n{theirs}")
+    assert not save_proof(proof, path)
+    assert path.read_text() == f"certified = {{}}\n{theirs}"
 
 
 IN_A_THREAD = """import sys

@@ -143,7 +143,7 @@ def _show(error: TorchtrimError) -> None:
     failed = error if isinstance(error, ScriptFailed) else None
     if failed is not None and failed.traceback:
         _say(failed.traceback.rstrip())
-    _say(f"error: {error}")
+    _say("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]))
     if failed is not None and failed.learnt:
         _say(failed.learnt)
 

@@ -15,10 +15,12 @@ import click
 from click.core import ParameterSource
 
 from torchtrim.api import DEVICES
-from torchtrim.cli.output import cleaned, formats, own_command
+from torchtrim.cli.output import cleaned, formats, remember_call
+from torchtrim.cli.script_options import unknown_option
+from torchtrim.core.scripts import check_script_file
 from torchtrim.core.units import check_bytes, check_unit, parse_bytes
 from torchtrim.errors import UsageError
-from torchtrim.records.commands import from_here, path_argument
+from torchtrim.records.commands import from_here, path_argument, plain_command
 from torchtrim.records.terms import allowance
 
 if TYPE_CHECKING:
@@ -110,9 +112,12 @@ class Verb(click.Command):
     """A verb whose `--help` groups its options under headings."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments. Raises `UsageError` with an example if the script is missing."""
+        """Parse the arguments. Raises `UsageError` with what was meant for a missing script or a wrong option."""
+        words = [*args]
         try:
             return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            raise unknown_option(self, ctx.info_name or "", error.option_name, words) from None
         except click.MissingParameter as error:
             if error.param is None or error.param.name != "script":
                 raise
@@ -156,6 +161,8 @@ def _warmed_up(function: F) -> F:
     def call(**options: Any) -> Any:
         from torchtrim.api import warm_up
 
+        if not options["module"]:
+            check_script_file(options["script"])
         path = None if options["module"] else Path(options["script"]).resolve()
         warm_up(path, options.get("device", "cpu"))
         return function(**options)
@@ -293,7 +300,7 @@ counts_frames = _adds(
 pins = click.option(
     "--plan",
     "pinned",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
     help="Plan with [pins] to obey; the new plan overwrites it. Default: the plan in the output folder.",
 )
@@ -408,6 +415,7 @@ def script_of(options: dict[str, Any]) -> Script:
     """Return the script to run; first undo an interrupted write of its source."""
     from torchtrim.api import Script
 
+    remember_call(options)
     script = Script(
         options["script"],
         tuple(options["args"]),
@@ -463,7 +471,7 @@ def writes_note() -> str:
         paths = [str(from_here(path)) for path in watched.written()]
         if paths:
             count = "" if len(paths) == 1 else f"{len(paths)} files: "
-            undo = own_command("undo", path_argument(paths[0]))
+            undo = plain_command("undo", path_argument(paths[0]))
             lines.append(f"source written: {count}{', '.join(paths)}. Undo: {undo}")
     _watches.clear()
     return "\n".join(lines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import shlex
 import shutil
 import sys
 import tempfile
@@ -15,7 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchtrim.core.isolation import KINDS, failures, isolated
 from torchtrim.errors import TorchtrimError, UsageError
-from torchtrim.records.commands import from_here, path_argument, quoted
+from torchtrim.records.commands import (
+    Called,
+    command,
+    from_here,
+    path_argument,
+    quoted,
+    remember,
+)
 
 if TYPE_CHECKING:
     from torchtrim.api import Packing, Result
@@ -29,7 +35,7 @@ T = TypeVar("T")
 PLAN = "plan.toml"
 OWN_FOLDER = Path("torchtrim-out")
 _PLANNING = ("optimize", "plan")
-_NO_PLAN = ("missed", "unequal")
+NO_PLAN = ("missed", "unequal")
 """Kinds of results whose plan is not called `plan.toml`, since it misses its budget or computes otherwise."""
 _ON_STDOUT = " on stdout"
 
@@ -55,21 +61,6 @@ def folder_for(options: dict[str, Any]) -> Path:
             with suppress(OSError):
                 one.rmdir()
     return folder
-
-
-def plan_in(options: dict[str, Any], folder: Path) -> Path:
-    """Return the path of the plan to write, which may already exist with the user's pins."""
-    named: Path | None = options["pinned"]
-    return named or folder / PLAN
-
-
-def pins_in(plan: Path) -> dict[str, tuple[str, ...]]:
-    """Return the user's pins in a plan, else in one of its folder that missed; empty if there is neither."""
-    from torchtrim.records.files import load_pins
-
-    others = (plan.with_name(f"{kind}-{plan.name}") for kind in _NO_PLAN)
-    found = next((one for one in (plan, *others) if one.exists()), None)
-    return load_pins(found) if found is not None else {}
 
 
 def plan_path(report: Report, folder: Path, plan: Path) -> Path:
@@ -129,7 +120,7 @@ def _is_equal(report: Report) -> bool:
 def _prefix(report: Report, folder: Path) -> str:
     """Return the start of the name of a plan that is none, or less than the certified one of the folder."""
     kind = _kind(report)
-    return f"{kind}-" if kind in _NO_PLAN or _outranked(report, folder) else ""
+    return f"{kind}-" if kind in NO_PLAN or _outranked(report, folder) else ""
 
 
 def _outranked(report: Report, folder: Path) -> bool:
@@ -368,22 +359,51 @@ def _own_name() -> list[str]:
     return [str(called)] if called.is_file() else ["torchtrim"]
 
 
-def own_command(*words: str) -> str:
-    """Return a command without a script."""
-    return shlex.join([*_own_name(), *words])
+_REPEATED = (
+    *("device", "processes", "steps", "warmup", "timeout", "streams", "mode", "out"),
+    *("memory_kind", "host_memory", "allow"),
+)
+"""Options that a suggested command repeats, if its verb has them."""
+_OF_A_BUDGET = ("memory_kind", "host_memory", "allow")
+
+
+def called_by(options: dict[str, Any]) -> Called:
+    """Return how a verb with these options was called, for commands on its script."""
+    script = options["script"]
+    words = ("-m", script) if options["module"] else (path_argument(script),)
+    return Called(
+        tuple(_own_name()), words, tuple(options["args"]), lambda verb: _repeated(options, verb)
+    )
+
+
+def remember_call(options: dict[str, Any]) -> None:
+    """Have all commands that are suggested while this verb runs be on its script."""
+    import click
+
+    remember(called_by(options))
+    context = click.get_current_context(silent=True)
+    if context is not None:
+        context.call_on_close(lambda: remember(None))
+
+
+def _repeated(options: dict[str, Any], verb: str) -> Sequence[tuple[str, ...]]:
+    """Return the given options that a verb takes too. Those of a budget go to verbs with a budget only."""
+    import click
+
+    name = f"{__package__}.verbs.{verb.replace('-', '_')}"
+    parameters = importlib.import_module(name).command.params
+    fits = "memory" in options and any(one.name == "memory" for one in parameters)
+    names = [one for one in _REPEATED if fits or one not in _OF_A_BUDGET]
+    words = []
+    for one in parameters:
+        value = options.get(one.name or "")
+        given = one.name in names and value not in (None, "", one.default)
+        alone = one.name == "processes" and value == 1
+        if given and not alone and isinstance(one, click.Option):
+            words.append((one.opts[0], f"{value:g}" if isinstance(value, float) else str(value)))
+    return words
 
 
 def command_for(options: dict[str, Any], verb: str, *more: str) -> str:
-    """Return a command on the same script. `run` takes no device: it runs the script as python would."""
-    words = [*_own_name(), verb]
-    if options["module"]:
-        words.append("-m")
-    script = options["script"]
-    words += [script if options["module"] else path_argument(script), *more]
-    if options.get("device") and verb != "run":
-        words += ["--device", options["device"]]
-    if options.get("processes", 1) > 1:
-        words += ["--processes", str(options["processes"])]
-    if options["args"]:
-        words += ["--", *options["args"]]
-    return shlex.join(words)
+    """Return a command on the script of these options."""
+    return command(verb, *more, how=called_by(options))

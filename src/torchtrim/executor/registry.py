@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torchtrim.core.isolation import isolated
+from torchtrim.core.words import did_you_mean
 from torchtrim.errors import ApplyFailed, UsageError
 from torchtrim.executor.failing import note
 from torchtrim.records.finding import Equivalence
@@ -177,8 +178,8 @@ def technique(name: str) -> TechniqueUnit:
     known = names()
     if name not in known:
         raise UsageError(
-            f"there is no technique {name!r} in this torchtrim; it has {', '.join(known)}. "
-            "A plan made by a newer torchtrim needs that version."
+            f"there is no technique {name!r} in this torchtrim.{did_you_mean(name, known)} It has "
+            f"{', '.join(known)}. A plan made by a newer torchtrim needs that version."
         )
     return _unit(name)
 

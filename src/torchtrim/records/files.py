@@ -20,8 +20,9 @@ import msgspec
 from torchtrim import __version__
 from torchtrim.core.words import nearest
 from torchtrim.errors import UnreadableInput, UsageError
+from torchtrim.records.commands import command, from_here
 from torchtrim.records.operator_names import with_roles
-from torchtrim.records.plan import Plan
+from torchtrim.records.plan import Plan, PlanProof
 from torchtrim.records.profile import Profile, check
 
 MOST_BYTES = 2**30  # Arbitrary; bounds what a hostile file makes us read.
@@ -184,7 +185,8 @@ def _version_of(kind: type[Any]) -> int | None:
 
 def save_plan(plan: Plan, path: Path) -> None:
     """Save a plan as TOML, for people to read, edit and commit."""
-    write_atomically(path, plan_text(plan).encode())
+    applies = command("run", "--plan", str(from_here(path)), script=plan.script)
+    write_atomically(path, plan_text(plan, applies).encode())
 
 
 def load_plan(path: Path) -> Plan:
@@ -297,10 +299,13 @@ def load_pins(path: Path) -> dict[str, tuple[str, ...]]:
         ) from None
 
 
-def plan_text(plan: Plan) -> str:
-    """Return the plan as TOML."""
+def plan_text(plan: Plan, applies: str = "") -> str:
+    """Return the plan as TOML. `applies`: the command that applies it."""
+    shown = (
+        applies if applies.isprintable() and applies else "torchtrim run SCRIPT --plan THIS_FILE"
+    )
     lines = [
-        "# A plan of torchtrim. Apply it with: torchtrim run SCRIPT --plan THIS_FILE",
+        f"# A plan of torchtrim. Apply it with: {shown}",
         *toml_lines(msgspec.to_builtins(plan), skip=_TABLES),
         "",
         "[fingerprint]  # a root without an entry is not checked",
@@ -316,8 +321,7 @@ def plan_text(plan: Plan) -> str:
         *toml_lines(msgspec.to_builtins(plan.predicted)),
     ]
     if plan.certified is not None:
-        said = "# of the techniques below, on these inputs; torchtrim writes it"
-        lines += ["", f"[certified]  {said}", *toml_lines(msgspec.to_builtins(plan.certified))]
+        lines += ["", *_proof_lines(plan.certified)]
     for technique in plan.techniques:
         skip = () if technique.assumes else ("assumes",)
         lines += ["", "[[techniques]]", *toml_lines(msgspec.to_builtins(technique), skip)]
@@ -334,6 +338,38 @@ def plan_text(plan: Plan) -> str:
     for stage in plan.pipeline.stages if plan.pipeline is not None else ():
         lines += ["", "[[pipeline.stages]]", *toml_lines(msgspec.to_builtins(stage))]
     return "\n".join(lines) + "\n"
+
+
+def _proof_lines(proof: PlanProof) -> list[str]:
+    said = "# of the techniques below, on these inputs; torchtrim writes it"
+    return [f"[certified]  {said}", *toml_lines(msgspec.to_builtins(proof))]
+
+
+_PROOF = re.compile(r"^[ \t]*\[certified\].*?(?=^[ \t]*\[|\Z)", re.MULTILINE | re.DOTALL)
+_PLACES = re.compile(r"^[ \t]*\[\[techniques\]\]", re.MULTILINE)
+
+
+def save_proof(proof: PlanProof, path: Path) -> bool:
+    """Write a certificate into a plan's file, and leave everything else in it as it is, comments too.
+
+    Return False, with the file unchanged, if its text cannot be edited.
+    """
+    text = read_bounded(path, _MOST_PLAN_BYTES).decode()
+    rest = _PROOF.sub("", text)
+    found = _PLACES.search(rest)
+    at = found.start() if found else len(rest)
+    lines = "\n".join([*_proof_lines(proof), "", ""])
+    edited = f"{rest[:at].rstrip()}\n\n{lines}{rest[at:]}"
+    try:
+        before, after = tomllib.loads(text), tomllib.loads(edited)
+        is_same = msgspec.convert(after.pop("certified", None), PlanProof) == proof
+    except (ValueError, RecursionError):
+        return False
+    before.pop("certified", None)
+    if not is_same or before != after:
+        return False
+    write_atomically(path, edited.encode())
+    return True
 
 
 def toml_lines(fields: Mapping[str, Any], skip: Collection[str] = ()) -> list[str]:

@@ -44,7 +44,7 @@ from collections.abc import Iterator
 
 from torchtrim.analysis.user_source import line_of
 from torchtrim.core.units import format_bytes
-from torchtrim.records.commands import quoted
+from torchtrim.records.commands import command
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile
 from torchtrim.rules.base import Rule
@@ -70,13 +70,14 @@ def check(profile: Profile) -> Iterator[Finding]:
 
 
 def _finding(profile: Profile, call: OptimizerCall, saved: int, share: float) -> Finding:
+    budget = f"{max(100 - int(100 * share), 1)}%"
     return line_of(profile, call.span.first).finding(
         RULE.code,
         f"{call.step.type.rpartition('.')[2]} updates {len(call.step.updates)} parameters at once "
         f"(foreach), and its temporaries set the peak; one at a time would free {format_bytes(saved)}, "
         f"{share:.0%} of the peak",
-        f"`torchtrim optimize {quoted(profile.script)} --memory {max(100 - int(100 * share), 1)}%` "
-        "does that bit for bit; `fused=True`, if the optimizer supports it, allocates nothing and "
+        f"`{command('optimize', '--memory', budget, script=profile.script)}` does that bit for bit; "
+        "`fused=True`, if the optimizer supports it, allocates nothing and "
         "rounds differently",
         equivalence="BITWISE",
         price_bytes=saved,

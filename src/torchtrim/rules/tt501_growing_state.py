@@ -65,6 +65,7 @@ from collections.abc import Iterator
 
 from torchtrim.analysis.user_source import line_of_growth
 from torchtrim.core.units import format_bytes
+from torchtrim.records.commands import command
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Growth, Profile
 from torchtrim.rules.base import Rule
@@ -128,7 +129,7 @@ def _advice(growth: Growth) -> str:
     return (
         f'of a module: torchtrim.bound_caches(model, {{"{name}": window(n)}}); elsewhere '
         f'torchtrim.StateStore({{"{name}": window(n)}}) in its place. torchtrim.learn_state finds n, '
-        "torchtrim verify --stream proves it"
+        f"`{command('verify', '--stream')}` proves it"
     )
 
 

@@ -261,7 +261,7 @@ class _InCopy(Exception):
     """Raised to leave `judge` in a copy."""
 
 
-_INSTEAD = "Leave it out, and compare some steps before: torchtrim verify SCRIPT --plan PLAN."
+_INSTEAD = "Leave it out, and compare some steps before: `torchtrim verify` with the same --plan."
 
 
 def _check_copies(root: nn.Module) -> None:

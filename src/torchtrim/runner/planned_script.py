@@ -24,7 +24,7 @@ from torchtrim.errors import ApplyFailed, TorchtrimError, UsageError
 from torchtrim.executor.apply import apply_plan, fingerprint_of, is_unchanged
 from torchtrim.executor.places import root_of
 from torchtrim.executor.registry import Handles, check_known
-from torchtrim.records.commands import from_here, quoted
+from torchtrim.records.commands import from_here, plan_again
 from torchtrim.records.plan import Plan
 from torchtrim.runner import worker
 from torchtrim.runner.joining import Spawning
@@ -264,14 +264,15 @@ def check_script(plan: Plan, workload: Workload) -> None:
     """Raise `ApplyFailed` for a plan that was made for another script, and `UsageError` for a plan with a
     technique or an option that this torchtrim lacks."""
     path = workload.path if isinstance(workload, Script) else None
-    script = "SCRIPT" if path is None else quoted(str(from_here(path)))
-    again = f"Plan again: torchtrim optimize {script} --memory {plan.budget_bytes}"
+    script = "" if path is None else str(from_here(path))
+    args = workload.args if isinstance(workload, Script) else ()
+    again = f"Plan again: {plan_again(plan, script, args)}"
     for number, technique in enumerate(plan.techniques, 1):
         try:
             check_known(technique)
         except UsageError as error:
             place = f"entry {number} of [[techniques]] in the plan"
-            raise UsageError(f"{place}: {error} {again}") from None
+            raise UsageError(f"{place}: {error}\n{again}") from None
     if path is None or not plan.script_sha256:
         return
     if not path.is_file():
@@ -280,6 +281,6 @@ def check_script(plan: Plan, workload: Workload) -> None:
         same = PurePath(plan.script).name == path.name
         what = f"{path.name} has changed since the plan was made"
         raise ApplyFailed(
-            f"{what if same else f'the plan was made for {plan.script}, not for {path.name}'}. {again}. If "
-            "you know that the plan still fits, delete `script_sha256` from it."
+            f"{what if same else f'the plan was made for {plan.script}, not for {path.name}'}. If you know "
+            f"that the plan still fits, delete `script_sha256` from it.\n{again}"
         )

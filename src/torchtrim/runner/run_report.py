@@ -15,6 +15,7 @@ from torch import nn
 from torchtrim.core.isolation import isolated
 from torchtrim.core.units import counted, format_bytes, format_seconds
 from torchtrim.executor.registry import assumed_by, technique
+from torchtrim.records.commands import command
 from torchtrim.records.plan import Plan, Technique, digest_of_techniques
 from torchtrim.records.profile import is_emulated
 from torchtrim.runner.run_watch import REPORT, Notice, RunWatch
@@ -135,7 +136,7 @@ def _proof(plan: Plan, path: Path) -> str:
     if proof is None and not plan.techniques:
         return "nothing to certify" if plan.pipeline is None else "not certified in this file"
     if proof is None:
-        verify = shlex.join(["torchtrim", "verify", plan.script, "--plan", str(path)])
+        verify = command("verify", "--plan", str(path), script=plan.script)
         return f"not certified: {verify} compares it with the original"
     if proof.techniques != digest_of_techniques(plan.techniques):
         return "edited since it was certified"

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from torchtrim.core.words import did_you_mean
+from torchtrim.core.scripts import check_script_file
 from torchtrim.dispatch.places import project_of
-from torchtrim.errors import ScriptFailed, UsageError
+from torchtrim.errors import ScriptFailed
 from torchtrim.runner.processes import Process
 from torchtrim.runner.warm import environment_of_runs, start
 
@@ -67,18 +67,8 @@ class Script(NamedTuple):
 
     def check(self) -> None:
         """Raise `UsageError` if the script does not exist."""
-        if self.path is not None and not self.path.is_file():
-            near = _files_near(Path(self.target), self.path)
-            raise UsageError(
-                f"the script {self.target} does not exist.{near} Give the path of a Python file, or -m and "
-                "the name of a module."
-            )
-
-
-def _files_near(name: Path, path: Path) -> str:
-    """Return a question with the nearest Python file of the same folder, if one is near."""
-    others = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
-    return did_you_mean(path.name, others, most=1, shown=lambda one: str(name.with_name(one)))
+        if not self.module:
+            check_script_file(self.target)
 
 
 class Ended(NamedTuple):

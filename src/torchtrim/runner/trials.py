@@ -28,6 +28,7 @@ from torchtrim.errors import (
     UsageError,
 )
 from torchtrim.executor.failing import note, place_of
+from torchtrim.records.commands import command
 from torchtrim.records.trial import Crash, Request, Trial
 from torchtrim.runner.fake_process_group import fake_ranks
 from torchtrim.runner.ranks import first_failed, merged, on_rank, run_ranks
@@ -293,7 +294,7 @@ def _no_step(trial: Trial) -> str:
         return (
             "the script ended without calling a module with gradients on. torchtrim needs a loop that "
             "trains; check that its arguments make it train. For a script that only runs a model: "
-            "torchtrim optimize SCRIPT --mode inference."
+            f"{command('optimize', '--mode', 'inference')}"
         )
     if not trial.optimizer_steps:
         return (

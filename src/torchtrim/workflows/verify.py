@@ -22,7 +22,14 @@ from torchtrim.certify.certify import KEPT_BY_PYTHON, Contest, failed
 from torchtrim.certify.variants import certify_ranks, judge
 from torchtrim.errors import Diverged, ScriptFailed, UsageError
 from torchtrim.executor.apply import sha256_of
-from torchtrim.records.certificate import KeptCertificate, Program, Verdict, load_certificate
+from torchtrim.records.certificate import (
+    KeptCertificate,
+    Program,
+    Verdict,
+    load_certificate,
+    with_proof,
+)
+from torchtrim.records.commands import command
 from torchtrim.records.files import write_atomically
 from torchtrim.records.plan import Plan
 from torchtrim.records.report import Result
@@ -59,7 +66,9 @@ def verify_report(
         certificate = fitting.verify(original, plan, planned)
     report = with_planned(report_of("verify", workload, original), planned, certificate)
     report = with_plan(report, plan, plan.budget, original.profile)
-    result = Result(report, original.profile, planned.profile, plan)
+    args = workload.args if isinstance(workload, Script) else None
+    proven = with_proof(plan, certificate, args) if plan.techniques else plan
+    result = Result(report, original.profile, planned.profile, proven)
     return _with_certificate(result, workload, None, plan, request, original)
 
 
@@ -231,7 +240,7 @@ def run_checked(
     if plan is None or not plan.techniques:
         raise UsageError(
             "--verify-every compares planned steps with original ones: give a plan that changes something, "
-            "as in `torchtrim run SCRIPT --plan plan.toml --verify-every 1000`."
+            f"as in: {command('run', '--plan', 'plan.toml', '--verify-every', str(every))}"
         )
     rounds = any(one.equivalence != "BITWISE" for one in plan.techniques)
     name = script.path.stem if script.path is not None else script.target

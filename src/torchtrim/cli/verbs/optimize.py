@@ -23,13 +23,12 @@ from torchtrim.cli.options import (
 from torchtrim.cli.output import (
     command_for,
     folder_for,
-    pins_in,
-    plan_in,
     plan_path,
     show,
     write_diff,
     write_files,
 )
+from torchtrim.cli.plans import pins_in, plan_in
 from torchtrim.cli.progress import progress
 from torchtrim.errors import NothingTrains, UsageError
 

@@ -13,11 +13,10 @@ from torchtrim.cli.options import Verb, fits, pins, request_of, runs_script, scr
 from torchtrim.cli.output import (
     command_for,
     folder_for,
-    pins_in,
-    plan_in,
     show,
     write_files,
 )
+from torchtrim.cli.plans import pins_in, plan_in
 from torchtrim.cli.progress import progress
 from torchtrim.errors import UsageError
 

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from torchtrim.cli.options import undo_interrupted
+from torchtrim.cli.output import remember_call
+from torchtrim.cli.plans import advising, loaded_plan
+from torchtrim.cli.script_options import check_passed
+from torchtrim.core.scripts import check_script_file
 from torchtrim.errors import UsageError
 from torchtrim.records.commands import path_argument
 
+if TYPE_CHECKING:
+    from torchtrim.api import Script
+    from torchtrim.records.plan import Plan
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
+
+class _Run(click.Command):
+    """The verb that passes options it does not have to the script."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments. Raises `UsageError` for an option that may be in the wrong place."""
+        check_passed(self, "run", args)
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=_Run, context_settings={"ignore_unknown_options": True})
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="Plan to apply.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module name, as in python -m.")
 @click.option(
@@ -46,13 +63,22 @@ def command(**options: Any) -> None:
     prediction, and what was checked. The exit code is the script's own; with several ranks, the first failing
     rank's. Put the script's arguments after `--`.
     """
-    from torchtrim.api import RunReport, Script, check_script, launch, run_checked, run_planned
-    from torchtrim.records.files import load_plan
+    if not options["module"]:
+        check_script_file(options["script"])
+    remember_call(options)
+    path: Path | None = options["plan_path"]
+    plan = loaded_plan(path, options) if path is not None else None
+    from torchtrim.api import Script  # it imports torch
 
     script = Script(options["script"], tuple(options["args"]), options["module"])
-    script.check()
     undo_interrupted(script.path or Path.cwd())
-    plan = load_plan(options["plan_path"]) if options["plan_path"] is not None else None
+    with advising(plan):
+        _run(options, script, plan)
+
+
+def _run(options: dict[str, Any], script: Script, plan: Plan | None) -> None:
+    from torchtrim.api import RunReport, check_script, launch, run_checked, run_planned
+
     if plan is not None:
         check_script(plan, script)
     if options["processes"] > 1:

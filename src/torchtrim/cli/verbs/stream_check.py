@@ -10,12 +10,12 @@ from torchtrim.cli.options import Verb, amount, counts_frames, runs_stream, scri
 from torchtrim.cli.output import (
     command_for,
     folder_for,
-    own_command,
     show,
     write_files,
 )
 from torchtrim.cli.progress import progress
 from torchtrim.core.units import parse_bytes
+from torchtrim.records.commands import plain_command
 
 if TYPE_CHECKING:
     from torchtrim.api import Result
@@ -58,4 +58,6 @@ def _next(options: dict[str, Any], result: Result, grows: bool) -> str | None:
     if not grows or result.before is None:
         return None
     fixed = {"bound_session", "bound_state"}.intersection(g.adapter for g in result.before.growths)
-    return command_for(options, "verify", "--stream") if fixed else own_command("explain", "TT501")
+    return (
+        command_for(options, "verify", "--stream") if fixed else plain_command("explain", "TT501")
+    )

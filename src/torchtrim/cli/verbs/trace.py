@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ import click
 
 from torchtrim.cli.output import show_trace
 from torchtrim.cli.progress import progress
-from torchtrim.records.commands import path_argument
+from torchtrim.records.commands import path_argument, plain_command
 
 if TYPE_CHECKING:
     from torchtrim.records.trace import TraceReport
@@ -54,7 +53,7 @@ def _next(report: TraceReport, paths: tuple[Path, ...], source: Path | None) -> 
     """Suggest `--source` if lines are uncertain, else the page on the rule."""
     unsure = any(site.path and not site.exact for site in report.sites)
     if unsure and source is None:
-        return shlex.join(
-            ["torchtrim", "trace", *(path_argument(str(path)) for path in paths), "--source", "DIR"]
+        return plain_command(
+            "trace", *(path_argument(str(path)) for path in paths), "--source", "."
         )
-    return "torchtrim explain TT101" if report.waits else None
+    return plain_command("explain", "TT101") if report.waits else None

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec.structs import replace
 
 from torchtrim.cli.options import (
     Verb,
@@ -16,7 +17,8 @@ from torchtrim.cli.options import (
     script_of,
     writes,
 )
-from torchtrim.cli.output import command_for, folder_for, show, write_files
+from torchtrim.cli.output import command_for, folder_for, remember_call, show, write_files
+from torchtrim.cli.plans import advising, certify_file, check_plan, loaded_plan
 from torchtrim.cli.progress import progress
 from torchtrim.errors import UsageError
 
@@ -56,9 +58,11 @@ def command(**options: Any) -> None:
         and other[0].endswith(".toml")
     ):
         raise UsageError(
-            f"{other[0]} is a plan, not a script. To verify it: torchtrim verify {options['script']} "
-            f"--plan {other[0]}"
+            f"{other[0]} is a plan, not a script. To verify it: "
+            + command_for({**options, "args": options["args"][1:]}, "verify", "--plan", other[0])
         )
+    if options["plan_path"] is not None:
+        check_plan(options["plan_path"], options)
     folder = folder_for(options)
     planned = options["plan_path"] is not None or options["check"]
     with progress("original", "planned" if planned else "the other") as tell:
@@ -68,10 +72,14 @@ def command(**options: Any) -> None:
             result = (_verify_stream if options["stream"] else _compare)(options, tell)
             assert result.report.certificate is not None
             holds = result.report.certificate.verdict != "NOT EQUAL"
-    paths = write_files(result._replace(plan=None), folder)  # it stays in its own file
     following = None
     if options["plan_path"] is not None and not options["stream"]:
+        notes = certify_file(options["plan_path"], result)
+        result = result._replace(
+            report=replace(result.report, notes=(*notes, *result.report.notes))
+        )
         following = command_for(options, "run", "--plan", str(options["plan_path"]))
+    paths = write_files(result._replace(plan=None), folder)  # it stays in its own file
     show(result, form=options["form"], next_command=following, paths=paths)
     raise click.exceptions.Exit(0 if holds else 1)
 
@@ -88,12 +96,12 @@ def _check(options: dict[str, Any], tell: Any) -> tuple[bool, Result]:
 
 def _compare(options: dict[str, Any], tell: Any) -> Result:
     from torchtrim.api import verify_pair, verify_report
-    from torchtrim.records.files import load_plan
 
     script, request = script_of(options), request_of(options)
     if options["plan_path"] is not None:
-        plan = load_plan(options["plan_path"])
-        return verify_report(script, plan, request, progress=tell)
+        plan = loaded_plan(options["plan_path"], options)
+        with advising(plan):
+            return verify_report(script, plan, request, progress=tell)
     if not script.args:
         raise UsageError(
             "verify needs --plan FILE or a second script to compare with, as in "
@@ -102,15 +110,16 @@ def _compare(options: dict[str, Any], tell: Any) -> Result:
     other = script._replace(target=script.args[0], args=script.args[1:])
     for one in (script, other):
         one.check()
+    remember_call({**options, "args": script.args[1:]})
     return verify_pair(script._replace(args=script.args[1:]), other, request, progress=tell)
 
 
 def _verify_stream(options: dict[str, Any], tell: Any) -> Result:
     from torchtrim.api import StreamRequest, check_script, compared_report
-    from torchtrim.records.files import load_plan
 
     script = script_of(options)
-    plan = load_plan(options["plan_path"]) if options["plan_path"] is not None else None
+    path: Path | None = options["plan_path"]
+    plan = loaded_plan(path, options) if path is not None else None
     if plan is not None:
         check_script(plan, script)
     request = StreamRequest(options["frames"], options["frames_of"], plan)
