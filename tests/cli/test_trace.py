@@ -39,7 +39,7 @@ def test_text(run, tmp_path: Path) -> None:
     assert len(lines) <= 24
     assert max(map(len, lines[:-1])) <= 80
     assert "train.py:10+ step" in out
-    assert lines[-1].endswith("torchtrim trace t.json.gz --source DIR")
+    assert lines[-1].endswith("torchtrim trace t.json.gz --source .")
 
 
 def test_json(run, tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def test_verify_two_scripts(run, tmp_path: Path) -> None:
         (("diagnose", PLAIN, "--device", "cuda"), 2, "no CUDA device"),
         (("diagnose", PLAIN, "--max-peak", "x"), 2, "cannot read 'x'"),
         (("nonsense",), 2, "there is no command"),
-        (("run", PLAIN, "--plan", "none.toml"), 2, "cannot read none.toml"),
+        (("run", PLAIN, "--plan", "none.toml"), 2, "the plan none.toml does not exist"),
         (("verify", PLAIN), 2, "--plan FILE or a second script"),
         (("explain", "TT999"), 2, "TT999"),
         (("diagnose", FAULTS, "--", "crash"), 3, "the sixth seal"),
@@ -245,12 +245,14 @@ def test_a_plan_is_refused_for_another_script(run, tmp_path: Path) -> None:
     plan = str(tmp_path / "torchtrim-out" / "a" / "plan.toml")
     code, _, err = run("run", PLAIN.replace("plain", "gan"), "--plan", plan)
     assert code == 2
-    assert "the plan was made for a.py, not for gan.py. Plan again: torchtrim" in err
+    assert "the plan was made for a.py, not for gan.py. If you know" in err
+    assert "\nPlan again: torchtrim optimize " in err
     text = Path(plan).read_text()
     Path(plan).write_text("\n".join(x for x in text.splitlines() if "script_sha256" not in x))
     code, _, err = run("run", PLAIN.replace("plain", "gan"), "--plan", plan)
     assert code == 2
     assert "another Sequential" in err
+    assert "To plan again: torchtrim optimize " in err
 
 
 def test_settings_from_pyproject(run, tmp_path: Path) -> None:

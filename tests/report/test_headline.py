@@ -7,7 +7,7 @@ import msgspec
 from report import samples
 from torchtrim.records import Report
 from torchtrim.records.finding import Equivalence
-from torchtrim.report.facts import coverage_sentence, fix_lines
+from torchtrim.report.facts import coverage_sentence, fix_lines, proof_sentence
 from torchtrim.report.headline import headline
 from torchtrim.report.html import render
 
@@ -102,3 +102,18 @@ def test_a_certificate_says_what_it_was_shown_for() -> None:
         "not for other shapes, types or modes"
     )
     assert sentence in render(samples.OPTIMIZE, None, None)
+
+
+def test_quantities_of_fewer_steps_are_said_to_be_of_the_same_steps() -> None:
+    compared = (
+        "1 loss x 4 steps",
+        "9 gradients x 4 steps",
+        "9 parameters x 5 steps",
+        "7 calls x 4 steps",
+    )
+    proof = msgspec.structs.replace(samples.BITWISE, compared=compared, steps=5)
+    assert proof_sentence(proof) == (
+        "BITWISE: every parameter of 5 steps, every loss and gradient of 4 of them: identical"
+    )
+    alone = msgspec.structs.replace(proof, compared=("2 losses x 1 steps",))
+    assert proof_sentence(alone) == "BITWISE: every loss of 1 step: identical"

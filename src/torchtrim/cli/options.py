@@ -112,7 +112,7 @@ class Verb(click.Command):
     """A verb whose `--help` groups its options under headings."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments. Raises `UsageError` with what was meant for a missing script or a wrong option."""
+        """Parse the arguments. Raises `UsageError`, with advice, for a missing script or a wrong option."""
         words = [*args]
         try:
             return super().parse_args(ctx, args)

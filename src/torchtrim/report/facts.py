@@ -382,16 +382,20 @@ def certificate_lines(certificate: Certificate) -> list[str]:
 def proof_sentence(certificate: Certificate) -> str:
     """Return the verdict in words.
 
-    For example `"BITWISE: every loss and gradient of 4 steps, every parameter of 5 steps: identical"`.
+    For example `"BITWISE: every parameter of 5 steps, every loss and gradient of 4 of them: identical"`; the
+    recorded step is compared by the state that it leaves.
     """
     steps = counted(certificate.steps, "step")
     means = _MEANS.get(certificate.verdict)
     named = list(_compared(certificate)) if means else []
     if not named:
         return f"{certificate.verdict}: {steps} compared"
-    groups = groupby(named, key=lambda one: one[1])
-    parts = [f"every {listed([name for name, _ in group])} of {count}" for count, group in groups]
-    return f"{certificate.verdict}: {', '.join(parts)}: {means}"
+    groups = groupby(sorted(named, key=lambda one: -one[1]), key=lambda one: one[1])
+    parts = [(count, f"every {listed([name for name, _ in group])}") for count, group in groups]
+    (most, states), *fewer = parts
+    said = [f"{states} of {counted(most, 'step')}"]
+    said += [f"{what} of {count} of them" for count, what in fewer]
+    return f"{certificate.verdict}: {', '.join(said)}: {means}"
 
 
 _MEANS = {
@@ -399,7 +403,7 @@ _MEANS = {
     "ROUNDING": "equal up to rounding",
     "AS ASKED": "as in the original edited by hand",
 }
-_COUNTED = re.compile(r"\d+ (.+) x (\d+ steps?)")
+_COUNTED = re.compile(r"\d+ (.+) x (\d+) steps?")
 _QUANTITIES = {
     "loss": "losses",
     "output": "outputs",
@@ -410,13 +414,13 @@ _QUANTITIES = {
 """The quantities that a proof names; the others are counted only."""
 
 
-def _compared(certificate: Certificate) -> Iterator[tuple[str, str]]:
+def _compared(certificate: Certificate) -> Iterator[tuple[str, int]]:
     """Yield the name of each compared quantity, and the number of steps."""
     counts = filter(None, map(_COUNTED.fullmatch, certificate.compared))
-    steps = {match[1]: match[2] for match in counts}
+    steps = {match[1]: int(match[2]) for match in counts}
     for one, many in _QUANTITIES.items():
         if count := steps.get(one) or steps.get(many):
-            yield one, count.removesuffix("s") if count == "1 steps" else count
+            yield one, count
 
 
 def coverage_sentence(coverage: Coverage) -> str:
