@@ -51,6 +51,12 @@ def mnist(folder: Path, count: int = 2048) -> None:
         )
 
 
+def fashion_mnist(folder: Path) -> None:
+    """As many pictures in the folder that `torchvision.datasets.FashionMNIST` reads."""
+    mnist(folder)
+    (folder / "MNIST").rename(folder / "FashionMNIST")
+
+
 def whole_mnist(folder: Path) -> None:
     """As many pictures as MNIST has."""
     mnist(folder, 60_000)
@@ -265,6 +271,21 @@ def mnist_tensors(folder: Path, count: int = 2048) -> None:
         torch.save(chosen, folder / f"{part}_labels.pt")
 
 
+def springs(folder: Path, count: int = 256, length: int = 98) -> None:
+    """Places and speeds of five points in the plane, and which of them are joined, of three parts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = numpy.random.default_rng(0)
+    for part in ("train", "valid", "test"):
+        long = length if part == "test" else length // 2
+        for name in ("loc", "vel"):
+            numpy.save(
+                folder / f"{name}_{part}_springs5.npy", draw.normal(size=(count, long, 2, 5))
+            )
+        numpy.save(
+            folder / f"edges_{part}_springs5.npy", draw.integers(0, 2, (count, 5, 5)) * 2 - 1
+        )
+
+
 def several_texts(folder: Path) -> None:
     """Text files of sentences."""
     for number in range(4):
@@ -344,6 +365,7 @@ def small_unet(folder: Path) -> None:
 
 GENERATORS: dict[str, Callable[[Path], None]] = {
     "mnist": mnist,
+    "fashion_mnist": fashion_mnist,
     "whole_mnist": whole_mnist,
     "pictures": pictures,
     "many_pictures": many_pictures,
@@ -364,6 +386,7 @@ GENERATORS: dict[str, Callable[[Path], None]] = {
     "bsds": bsds,
     "pets": pets,
     "mnist_tensors": mnist_tensors,
+    "springs": springs,
     "several_texts": several_texts,
     "preferences": preferences,
     "small_gpt2": small_gpt2,

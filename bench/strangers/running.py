@@ -35,8 +35,8 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One program: where it is, how it is made small, and what it reads.
 
     `driver`: the text of its script; `notebook`: the file whose cells are. `processes`: as how many ranks it
-    runs, `device` where. `changed`: constants of the script without an option, and what stands there instead.
-    `remark`: why it cannot run, or what its result is due to.
+    runs, `device` where. `changed`: constants of the script without an option, or names that torch no longer
+    has, and what stands there instead, in `changed_file` where that is not the script. `remark`: why it cannot run, or what its result is due to.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     processes: int = 1
     device: str = "cpu"
     changed: dict[str, str] = {}
+    changed_file: str = ""
     reserve: bool = False
     remark: str = ""
 
@@ -104,12 +105,12 @@ def prepared(program: Program, place: Place, name: str) -> Path:
     written = program.driver or (program.notebook and _cells(source / program.notebook))
     if written:
         (folder / program.inside / program.script).write_text(written)
-    _change(folder / program.inside / program.script, program.changed)
+    _change(folder / program.inside / (program.changed_file or program.script), program.changed)
     return folder / program.inside
 
 
 def _change(script: Path, changed: dict[str, str]) -> None:
-    """Give constants other values."""
+    """Replace texts of the script."""
     text = script.read_text() if changed else ""
     for there, instead in changed.items():
         if there not in text:

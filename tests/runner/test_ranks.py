@@ -264,3 +264,50 @@ def test_nccl_needs_a_real_gpu_for_each_rank(
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     assert Joining(2)._served(asked, {}) == served
     assert current() is None
+
+
+_ALONE = """
+import sys
+
+import torch
+import torch.distributed
+import torch.multiprocessing
+from torch import nn
+
+
+def work(rank, world, store):
+    torch.cuda.set_device(rank)
+    torch.distributed.init_process_group("nccl", store, rank=rank, world_size=world)
+    torch.distributed.barrier(device_ids=[rank])
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU())
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model).cuda(rank)
+    model = nn.parallel.DistributedDataParallel(model, device_ids=[rank])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.randn(64, 8, device="cuda")).square().mean()
+        loss.backward()
+        optimizer.step()
+    print(loss.item())
+
+
+if __name__ == "__main__":
+    worlds = torch.cuda.device_count()
+    torch.multiprocessing.spawn(work, nprocs=worlds, args=(worlds, f"file://{sys.argv[1]}"))
+"""
+
+
+def test_a_rank_alone_needs_neither_nccl_nor_a_process_of_its_own(tmp_path: Path) -> None:
+    """As a script that spawns a rank for each device does where one is emulated."""
+    file = tmp_path / "alone.py"
+    file.write_text(_ALONE)
+    one = Script(str(file), (str(tmp_path / "store"),), timeout=LIMIT)
+    with working_folder() as folder:
+        found = run_trial(one, Request(steps=1, warmup=0, device="emulated"), folder)
+    assert found.steps
+    assert found.profile is not None and found.profile.storages
+    assert sum("gloo" in note or "would spawn in one" in note for note in found.notes) == 2
+
+
+def test_a_rank_alone_on_the_host_has_the_backend_that_it_asks_for() -> None:
+    assert Joining(1)._served("nccl", {}) == "nccl"

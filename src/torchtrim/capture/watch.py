@@ -37,6 +37,7 @@ from torchtrim.capture.constructions import Constructions
 from torchtrim.capture.spent import watch_updates
 from torchtrim.capture.steps import Steps
 from torchtrim.dispatch.patches import Patches
+from torchtrim.dispatch.subclasses import patch_subclasses
 
 _EVALUATES = 3
 """Forwards without gradients in a row. Arbitrary: fewer may be predictions for a few samples."""
@@ -144,6 +145,7 @@ class Watcher:
             self._constructions.watch(self._patches)
         created = self._created
         self._after_init(torch.optim.Optimizer, lambda one, *_, **__: created.append(ref(one)))
+        patch_subclasses(self._patches)
         self._replace(torch.autograd, "backward", self._watched_backward)
         self._replace(torch.autograd, "grad", self._counted_grad)
         self._replace(_BaseDataLoaderIter, "__next__", self._watched_next)

@@ -16,6 +16,7 @@ from torch.utils import _foreach_utils
 from torchtrim.dispatch.calls import heard_by, tell_synchronized
 from torchtrim.dispatch.modes import enter_below, leave
 from torchtrim.dispatch.patches import Patches
+from torchtrim.dispatch.subclasses import patch_subclasses
 from torchtrim.emulator.autocast import Autocast
 from torchtrim.emulator.composites import Composites
 from torchtrim.emulator.construction import Construction
@@ -142,6 +143,7 @@ class Emulation:
         patches, tags = self._patches, self.tags
         mover = DeviceMover(self.accelerator)
         self._runtime.install()
+        patch_subclasses(patches)
         patch_tensors(patches, self.accelerator, mover)
         Construction(patches, mover).install()
         Autocast(patches, tags).install()

@@ -20,6 +20,7 @@ _GLOO = (
     "Exchanges and their order are the same; times are not"
 )
 _SPAWNED = "the ranks that torchtrim started run the functions that the script would spawn"
+_SPAWNED_ALONE = "the function that the script would spawn in one process runs in the script's own"
 _ONE_DEVICE = "each rank has its own emulated device, and calls it cuda:0"
 _WAIT = timedelta(minutes=5)  # enough for another rank to import torch and read its data
 
@@ -27,7 +28,10 @@ _Function = Callable[..., Any]
 
 
 class Joining:
-    """Patches of torch.distributed that form a script's groups from torchtrim's ranks."""
+    """Patches of torch.distributed that form a script's groups from torchtrim's ranks.
+
+    A script alone (a world of one) forms its own, over gloo where an emulated device has no NCCL.
+    """
 
     def __init__(self, world: int) -> None:
         self._notes: dict[str, None] = {}
@@ -41,16 +45,19 @@ class Joining:
 
     def install(self) -> None:
         """Replace the functions that create groups, and those that gloo lacks."""
-        if "OMP_NUM_THREADS" not in os.environ:
+        if self._world > 1 and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max((os.cpu_count() or 1) // self._world, 1))
         emulate_devices(self._world)
+        spawned = _SPAWNED if self._world > 1 else _SPAWNED_ALONE
+        Spawning(self._world, lambda: self._notes.setdefault(spawned)).install()
         distributed: Any = torch.distributed
+        if not distributed.is_available():
+            return
         replace_in("torch.distributed", distributed.init_process_group, self._init_process_group)
         replace_in("torch.distributed", distributed.new_group, self._new_group)
         replace_in("torch.distributed", distributed.barrier, self._barrier)
         replace_in("torch.distributed", distributed.all_reduce, self._all_reduce)
         replace_in("torch.distributed", distributed.device_mesh.init_device_mesh, _init_device_mesh)
-        Spawning(self._world, lambda: self._notes.setdefault(_SPAWNED)).install()
 
     def _init_process_group(
         self,
@@ -62,7 +69,7 @@ class Joining:
     ) -> Any:
         backend = self._served(backend, options)
         world = options.get("world_size", -1)
-        if args or world not in (-1, self._world):
+        if self._world == 1 or args or world not in (-1, self._world):
             return original(backend, init_method, *args, **options)
         rank = options.get("rank", -1)
         options["rank"] = int(os.environ["RANK"]) if rank < 0 else rank
@@ -88,7 +95,7 @@ class Joining:
         return original(ranks, timeout, served, **options)
 
     def _served(self, backend: str | None, options: dict[str, Any]) -> str | None:
-        if _has_nccl(self._world):
+        if _as_asked(self._world):
             return backend
         options.pop("device_id", None)
         if "nccl" in (backend or "nccl").lower() and (backend or current() is not None):
@@ -99,7 +106,7 @@ class Joining:
         self, original: _Function, group: Any = None, async_op: bool = False, device_ids: Any = None
     ) -> Any:
         """Wait without devices, which gloo rejects."""
-        return original(group, async_op, device_ids if _has_nccl(self._world) else None)
+        return original(group, async_op, device_ids if _as_asked(self._world) else None)
 
     def _all_reduce(
         self,
@@ -112,7 +119,7 @@ class Joining:
         """Average through a sum, since gloo cannot average."""
         operations = torch.distributed.ReduceOp
         op = operations.SUM if op is None else op
-        if op != operations.AVG or async_op or _has_nccl(self._world):
+        if op != operations.AVG or async_op or _as_asked(self._world):
             return original(tensor, op, group, async_op)
         done = original(tensor, operations.SUM, group, False)
         tensor.div_(torch.distributed.get_world_size(group))
@@ -130,9 +137,14 @@ def _init_device_mesh(original: _Function, *args: Any, **options: Any) -> Any:
     return original(*args, **options)
 
 
-def _has_nccl(world: int) -> bool:
-    """Return True with NCCL and one real GPU per rank. A call of `torch.cuda` would begin emulation."""
+def _as_asked(world: int) -> bool:
+    """Return True if the script's backend can serve: alone on the host, or NCCL with one real GPU per rank.
+
+    A call of `torch.cuda` would begin emulation.
+    """
     count = getattr(torch._C, "_cuda_getDeviceCount", None)
+    if current() is None and world == 1:
+        return True
     if current() is not None or count is None or not torch.distributed.is_nccl_available():
         return False
     return bool(count() >= world)
@@ -156,7 +168,7 @@ class Spawning:
         multiprocessing: Any = torch.multiprocessing
         for original in (multiprocessing.spawn, multiprocessing.start_processes):
             replace_in("torch.multiprocessing", original, self._spawn)
-        if torch.distributed.is_available():
+        if self._world > 1 and torch.distributed.is_available():
             from torch.distributed.launcher import api
 
             replace_in("torch.distributed", api.launch_agent, self._launch_agent)
@@ -173,7 +185,7 @@ class Spawning:
     ) -> Any:
         if nprocs != self._world:
             return original(fn, args, nprocs, join, *more, **options)
-        self._run(fn, (int(os.environ["RANK"]), *args))
+        self._run(fn, (int(os.environ["RANK"]) if nprocs > 1 else 0, *args))
         return None if join else _NoProcesses()
 
     def _launch_agent(

@@ -150,6 +150,7 @@ def run_planned(
         finally:
             flush_files()
         return
+    Spawning(1).install()
     applier = applier or Applier(plan)
     applier.report = report
     eagerly = Eagerly(lambda: print(_EAGER, file=sys.stderr, flush=True))

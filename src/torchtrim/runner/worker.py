@@ -119,7 +119,7 @@ class _Runner:
             self._count_processes()
             if world > 1:
                 register_stack_dump(self._folder)
-                self._joining.install()
+            self._joining.install()
             self._say("the script starts")
             self._write(self._run_watched())
         if self._session.complete:
