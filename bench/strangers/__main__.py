@@ -212,7 +212,7 @@ def _save_unseen(scratch: Path) -> None:
             own = {"name": program.name, "kind": program.kind, "verbs": {}}
             rows.append({**own, **(row or {}), "remark": program.remark})
     machine.save("unseen", {"programs": rows})
-    write_unseen_page(rows)
+    write_unseen_page(rows, machine.saved("trained-unseen").get("programs", ()))
 
 
 def _saved_here() -> list[dict[str, Any]]:

@@ -36,7 +36,8 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     `driver`: the text of its script; `notebook`: the file whose cells are. `processes`: as how many ranks it
     runs, `device` where. `changed`: constants of the script without an option, or names that torch no longer
-    has, and what stands there instead, in `changed_file` where that is not the script. `remark`: why it cannot run, or what its result is due to.
+    has, and what stands there instead, in `changed_file` where that is not the script. `remark`: why it
+    cannot run, or what its result is due to.
     """
 
     name: str

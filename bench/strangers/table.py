@@ -69,6 +69,13 @@ smallest found. *Predicted* is how far the plan's predicted peak is from the mea
 *inputs* are as on [public programs](programs.md).
 
 """
+_UNSEEN_TRAINED = """
+## Trained on under the plan
+
+For 200 backward passes, unplanned and under the plan, in separate processes from the same seed. *Equal* is the
+number of consecutive losses that agree bit for bit.
+
+"""
 _RAN_COLUMNS = (
     *("program", "device", "peak MiB", "state", "inputs", "reached", "with rounding"),
     *("verdict", "levers", "predicted"),
@@ -214,14 +221,15 @@ def write_ranks_page(rows: list[dict[str, Any]]) -> None:
     RANKS_PAGE.write_text(_RANKS + _table(_RANK_COLUMNS, [_rank_cells(row) for row in rows]))
 
 
-def write_unseen_page(rows: list[dict[str, Any]]) -> None:
+def write_unseen_page(rows: list[dict[str, Any]], trained: Sequence[dict[str, Any]] = ()) -> None:
     """Write the page of programs that were named before any of them was run, with the remarks on them."""
     ran = [row for row in rows if row["verbs"]]
     remarks = [f"* {row['name']}: {row['remark']}\n" for row in rows if row["remark"]]
     UNSEEN_PAGE.write_text(
         f"{_UNSEEN}{_machines(ran)}\n{_summary(ran)}\n\n"
         + _table(_RAN_COLUMNS, [_ran_cells(row) for row in ran])
-        + f"\n## Remarks\n\n{''.join(remarks)}"
+        + f"\n## Remarks\n\n{''.join(remarks)}{_UNSEEN_TRAINED}"
+        + _table(_TRAINED_COLUMNS, [_trained_cells(row) for row in trained])
     )
 
 

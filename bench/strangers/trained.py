@@ -2,7 +2,7 @@
 
     python -m bench.strangers.trained --sources DIR [--library DIR] --keep DIR [NAME...] [--save]
 
-`--keep` names the folder of a run of `bench.strangers`, which made the plans. Losses are compared
+`--programs unseen` trains those of `unseen.toml`. `--keep` names the folder of a run of `bench.strangers`, which made the plans. Losses are compared
 bit by bit; where they differ the script is run once more as it is, to see whether it differs from itself.
 """
 
@@ -47,6 +47,12 @@ LONGER = {
     "pytorch-tutorial language_model": "",
     "Pytorch-UNet": "--epochs 100",
     "denoising-diffusion": "",
+    "efficient_densenet_pytorch demo": "--n_epochs 4",
+    "vector-quantize-pytorch autoencoder": "",
+    "stargan main": "--num_iters 240",
+    "ddim main": "",
+    "nri train": "--epochs 40",
+    "mixup-cifar10 train": "",
 }
 """What makes a program long enough; of two values for an option the last one counts."""
 
@@ -74,7 +80,9 @@ def compared(program: Program, place: Place, limit: float) -> dict[str, Any] | N
     if certificate.get("verdict") != "BITWISE" or not plan.get("techniques"):
         return None
     plain = losses(program, place, "-", limit)
-    planned = losses(program, place, str((report.parent / "plan.toml").resolve()), limit)
+    plans = (report.parent / f"{prefix}plan.toml" for prefix in ("", "missed-"))
+    file = next(plan for plan in plans if plan.exists())
+    planned = losses(program, place, str(file.resolve()), limit)
     found: dict[str, Any] = {
         "name": program.name,
         "techniques": [one["name"] for one in plan["techniques"]],
@@ -105,19 +113,20 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for each run")
     parser.add_argument("--save", action="store_true", help="into the results")
     parser.add_argument("--keep", type=Path, required=True)
+    parser.add_argument("--programs", choices=("known", "unseen"), default="known")
     options = parser.parse_args()
+    unseen = options.programs == "unseen"
+    saved = "trained-unseen" if unseen else "trained"
     place = Place(options.sources, options.library, options.keep)
-    path = machine.RESULTS / machine.slug() / "trained.json"
-    known = json.loads(path.read_text())["programs"] if path.exists() else []
-    rows = {row["name"]: row for row in known}
-    for program in programs():
+    rows = {row["name"]: row for row in machine.saved(saved).get("programs", ())}
+    for program in programs("unseen.toml") if unseen else programs():
         if program.name in (options.names or LONGER):
             row = compared(program, place, options.limit)
             print(program.name, row or "no BITWISE plan", flush=True)
             if row is not None:
                 rows[program.name] = row
             if options.save:
-                machine.save("trained", {"programs": list(rows.values())})
+                machine.save(saved, {"programs": list(rows.values())})
 
 
 if __name__ == "__main__":

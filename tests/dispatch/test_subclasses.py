@@ -57,7 +57,8 @@ def test_it_shares_data_and_gradients() -> None:
     x = torch.ones(3, requires_grad=True)
     with Seen() as mode:
         Noise(x).square().sum().backward()
-    assert x.grad is not None and torch.equal(x.grad, torch.full((3,), 2.0))
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
     with mode:
         Noise(2, 3)
     assert "aten::empty.memory_format" in mode.names, "what is new is seen"

@@ -305,7 +305,8 @@ def test_a_rank_alone_needs_neither_nccl_nor_a_process_of_its_own(tmp_path: Path
     with working_folder() as folder:
         found = run_trial(one, Request(steps=1, warmup=0, device="emulated"), folder)
     assert found.steps
-    assert found.profile is not None and found.profile.storages
+    assert found.profile is not None
+    assert found.profile.storages
     assert sum("gloo" in note or "would spawn in one" in note for note in found.notes) == 2
 
 

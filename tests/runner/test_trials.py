@@ -8,7 +8,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 
 from steps import quiet
@@ -16,7 +19,10 @@ from torchtrim import ApplyFailed, Script, ScriptFailed, UsageError
 from torchtrim.certify.compare import differences
 from torchtrim.dispatch.places import project_of
 from torchtrim.records.budget import Budget
-from torchtrim.records.trial import Request, Trial
+from torchtrim.errors import PlannedStepFailed
+from torchtrim.records.trial import Crash, Request, Trial
+from torchtrim.runner import trials
+from torchtrim.runner.script import Ended
 from torchtrim.runner.trials import run_trial
 from torchtrim.workflows.optimize.fitting import Fitting
 
@@ -155,6 +161,15 @@ def test_out_of_memory_says_who_was_alive() -> None:
 )
 def test_other_ends(kind: str, says: str) -> None:
     assert says in str(fails(kind))
+
+
+def test_a_question_about_what_the_first_run_left_is_no_fault_of_the_plan() -> None:
+    crash = Crash(kind="crashed", message="EOFError: EOF when reading a line")
+    outcome = msgspec.json.encode(Trial(request=Request(), crash=crash))
+    planned: Any = SimpleNamespace(plan=SimpleNamespace(techniques=("replay",)), double=False)
+    with pytest.raises(ScriptFailed, match="an earlier run left") as raised:
+        trials._trial_of(Script("asks.py"), planned, Ended(outcome, 0, "", "", timed_out=False))
+    assert not isinstance(raised.value, PlannedStepFailed)
 
 
 def test_a_script_that_hangs_is_stopped() -> None:

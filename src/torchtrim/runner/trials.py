@@ -108,7 +108,8 @@ def _trial_of(script: Script, request: Request, ended: Ended) -> Trial:
     trial = msgspec.json.decode(ended.outcome, type=Trial)
     if trial.crash is not None:
         error = crash_error(trial, trial.crash, ended.output)
-        raise _of_plan(error, trial.crash.place) if _is_planned(request, error) else error
+        ours = _is_planned(request, error) and not _asks(trial.crash)
+        raise _of_plan(error, trial.crash.place) if ours else error
     return trial
 
 
@@ -257,10 +258,11 @@ def crash_error(trial: Trial, crash: Crash, output: str) -> Exception:
         kind = NothingTrains if trial.fingerprint and not trains else ScriptFailed
         return kind(_no_step(trial), learnt=learnt, traceback=output)
     message = f"the script failed: {crash.message}"
-    if "EOFError" in crash.message:
+    if _asks(crash):
         message = (
             "the script reads standard input, which torchtrim closes, since it runs the script several "
-            "times. Pass the input as arguments, after `--`."
+            "times. If it asks about what an earlier run left, such as a folder of logs, have it write to "
+            "a new one, or overwrite without a question. Else pass the input as arguments, after `--`."
         )
     elif any(words in crash.message for words in _WANTS_RANKS):
         message = (
@@ -270,6 +272,10 @@ def crash_error(trial: Trial, crash: Crash, output: str) -> Exception:
     elif crash.kind == "out of memory":
         message = f"the script ran out of memory: {crash.message}"
     return ScriptFailed(message, learnt=learnt, traceback=trace)
+
+
+def _asks(crash: Crash) -> bool:
+    return "EOFError" in crash.message
 
 
 def _no_step(trial: Trial) -> str:
