@@ -18,8 +18,8 @@ from steps import quiet
 from torchtrim import ApplyFailed, Script, ScriptFailed, UsageError
 from torchtrim.certify.compare import differences
 from torchtrim.dispatch.places import project_of
-from torchtrim.records.budget import Budget
 from torchtrim.errors import PlannedStepFailed
+from torchtrim.records.budget import Budget
 from torchtrim.records.trial import Crash, Request, Trial
 from torchtrim.runner import trials
 from torchtrim.runner.script import Ended
