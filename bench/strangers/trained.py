@@ -3,8 +3,8 @@
     python -m bench.strangers.trained --sources DIR [--library DIR] --keep DIR [NAME...] [--save]
 
 `--programs unseen` trains those of `unseen.toml`. `--keep` names the folder of a run of `bench.strangers`,
-which made the plans. Losses are compared bit by bit; where they differ the script is run once more as it is, to
-see whether it differs from itself.
+which made the plans. Losses are compared bit by bit; where they differ the script is run once more as it is,
+to see whether it differs from itself.
 """
 
 from __future__ import annotations
