@@ -1,0 +1,211 @@
+"""Reads plain data out of a pickle without running it: dicts, lists, tuples, texts and numbers alone.
+
+The format is described in CPython's Lib/pickletools.py. Any opcode that could name, call or build an object
+is refused, so a file of anybody's can be read.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
+
+from torchtrim.errors import UnreadableInput
+
+_MOST_CONTAINERS = 20_000_000  # Some hundred times a large snapshot; bounds the memory of a hostile file.
+_MOST_DIGITS = 16  # Bytes of an integer: addresses take 8.
+_NAMES = {
+    b"c": "GLOBAL",
+    b"\x93": "STACK_GLOBAL",
+    b"R": "REDUCE",
+    b"b": "BUILD",
+    b"i": "INST",
+    b"o": "OBJ",
+    b"\x81": "NEWOBJ",
+    b"\x92": "NEWOBJ_EX",
+    b"P": "PERSID",
+    b"Q": "BINPERSID",
+    b"\x82": "EXT1",
+    b"\x83": "EXT2",
+    b"\x84": "EXT4",
+}
+"""What would name, call or build an object."""
+_COUNTS = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
+_FIXED: dict[bytes, Any] = {b"N": None, b"\x88": True, b"\x89": False, b")": ()}
+_PACKED = {b"K": "<B", b"M": "<H", b"J": "<i", b"G": ">d"}
+_LENGTHS = {
+    **dict.fromkeys((b"\x8c", b"C", b"\x8a"), "<B"),
+    **dict.fromkeys((b"X", b"B", b"\x8b"), "<I"),
+    **dict.fromkeys((b"\x8d", b"\x8e"), "<Q"),
+}
+_TEXTS, _INTEGERS = {b"\x8c", b"X", b"\x8d"}, {b"\x8a", b"\x8b"}
+_READS = {b"h": "<B", b"j": "<I"}
+_WRITES = {b"q": "<B", b"r": "<I"}
+_SKIPPED = {b"\x80": 1, b"\x95": 8}
+_STOP = ord(".")
+_MARK = object()
+
+
+def load_plain(data: bytes, name: str) -> Any:
+    """Return the value in a pickle of plain data. `name` names the file in errors.
+
+    Raises `UnreadableInput` for a pickle with anything else, one that is damaged or cut off, and data that
+    are no pickle.
+    """
+    if not data.startswith(b"\x80"):
+        raise UnreadableInput(
+            f"{name} is not a memory snapshot: it does not begin as a pickle does. "
+            "Write one with torch.cuda.memory._dump_snapshot(FILE)."
+        )
+    return _Machine(data, name).run()
+
+
+class _Machine:
+    """The stack machine of pickles, for plain data."""
+
+    def __init__(self, data: bytes, name: str) -> None:
+        self._data, self._name, self._at = data, name, 0
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+        self._containers = 0
+
+    def run(self) -> Any:
+        """Run until the end and return the one value."""
+        data, steps, size = self._data, self._steps(), len(self._data)
+        while self._at < size:
+            code = data[self._at]
+            self._at += 1
+            if code == _STOP:
+                return self._only()
+            if (step := steps.get(code)) is None:
+                self._refuse(bytes((code,)))
+            step()
+        self._fail("it is cut off")
+
+    def _steps(self) -> dict[int, Callable[[], object]]:
+        """Return what each opcode does."""
+        push, steps = self._push, dict[int, Callable[[], object]]()
+        for code, value in _FIXED.items():
+            steps[ord(code)] = partial(push, value)
+        for code, form in _PACKED.items():
+            steps[ord(code)] = lambda form=form: push(self._number(form))
+        for code in _LENGTHS:
+            steps[ord(code)] = lambda code=code: push(self._sized(code))
+        for code, form in _READS.items():
+            steps[ord(code)] = lambda form=form: push(self._remembered(self._number(form)))
+        for code, form in _WRITES.items():
+            steps[ord(code)] = lambda form=form: self._remember(self._number(form))
+        for code, count in _COUNTS.items():
+            steps[ord(code)] = lambda count=count: self._made(tuple(self._last(count)))
+        for code, count in _SKIPPED.items():
+            steps[ord(code)] = partial(self._take, count)
+        steps |= {
+            ord("("): partial(push, _MARK),
+            0x94: lambda: self._remember(len(self._memo)),
+            ord("}"): lambda: self._made({}),
+            ord("]"): lambda: self._made([]),
+            ord("t"): lambda: self._made(tuple(self._since_mark())),
+            ord("u"): lambda: self._set(self._since_mark()),
+            ord("s"): lambda: self._set(self._last(2)),
+            ord("e"): lambda: self._append(self._since_mark()),
+            ord("a"): lambda: self._append(self._last(1)),
+        }
+        return steps
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def _remember(self, index: int) -> None:
+        self._memo[index] = self._top()
+
+    def _take(self, count: int) -> bytes:
+        piece = self._data[self._at : self._at + count]
+        if len(piece) < count:
+            self._fail("it is cut off")
+        self._at += count
+        return piece
+
+    def _number(self, form: str) -> Any:
+        (number,) = struct.unpack(form, self._take(struct.calcsize(form)))
+        return number
+
+    def _sized(self, code: bytes) -> Any:
+        length = self._number(_LENGTHS[code])
+        if code in _INTEGERS and length > _MOST_DIGITS:
+            self._fail(f"it holds an integer of {length} bytes")
+        piece = self._take(length)
+        if code in _INTEGERS:
+            return int.from_bytes(piece, "little", signed=True)
+        return str(piece, "utf-8", "replace") if code in _TEXTS else piece
+
+    def _remembered(self, index: int) -> Any:
+        try:
+            return self._memo[index]
+        except KeyError:
+            self._fail(f"it refers to value {index}, which it does not hold")
+
+    def _top(self) -> Any:
+        if not self._stack or self._stack[-1] is _MARK:
+            self._fail("a value is missing")
+        return self._stack[-1]
+
+    def _last(self, count: int) -> list[Any]:
+        """Pop the last values. None of them is a mark."""
+        if len(self._stack) < count:
+            self._fail("a value is missing")
+        items = self._stack[-count:]
+        if any(item is _MARK for item in items):
+            self._fail("a value is missing")
+        del self._stack[-count:]
+        return items
+
+    def _since_mark(self) -> list[Any]:
+        stack = self._stack
+        for at in range(len(stack) - 1, -1, -1):
+            if stack[at] is _MARK:
+                items = stack[at + 1 :]
+                del stack[at:]
+                return items
+        self._fail("a mark is missing")
+
+    def _set(self, items: list[Any]) -> None:
+        target = self._top()
+        if not isinstance(target, dict) or len(items) % 2:
+            self._fail("keys and values do not pair up")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if not isinstance(key, (str, int)):
+                self._fail(f"a key is a {type(key).__name__}")
+            target[key] = value
+
+    def _append(self, items: list[Any]) -> None:
+        target = self._top()
+        if not isinstance(target, list):
+            self._fail("items are appended to what is no list")
+        target.extend(items)
+
+    def _made(self, container: Any) -> None:
+        self._containers += 1
+        if self._containers > _MOST_CONTAINERS:
+            self._fail(f"it holds more than {_MOST_CONTAINERS:,} lists and dicts")
+        self._stack.append(container)
+
+    def _only(self) -> Any:
+        if len(self._stack) != 1:
+            self._fail("it ends before its value is complete")
+        return self._top()
+
+    def _refuse(self, code: bytes) -> NoReturn:
+        if code in _NAMES:
+            raise UnreadableInput(
+                f"{self._name} is not plain data: at byte {self._at - 1} it would "
+                f"create an object ({_NAMES[code]}). Nothing of it was run. "
+                "A memory snapshot holds dicts, lists, texts and numbers alone."
+            )
+        self._fail(f"opcode {code!r} is unknown")
+
+    def _fail(self, why: str) -> NoReturn:
+        raise UnreadableInput(
+            f"{self._name} is damaged: {why}, at byte {self._at}. "
+            "Copy it again, or write it again with torch.cuda.memory._dump_snapshot."
+        )
