@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from torchtrim.workflows.pipeline import plan_pipeline as plan_pipeline
     from torchtrim.workflows.serve import optimize_calls_instead as optimize_calls_instead
     from torchtrim.workflows.serve import optimize_calls_report as optimize_calls_report
+    from torchtrim.workflows.snapshot import snapshot_report as snapshot_report
     from torchtrim.workflows.stream import StreamRequest as StreamRequest
     from torchtrim.workflows.stream import check_report as check_report
     from torchtrim.workflows.stream import compared_report as compared_report
@@ -102,6 +103,7 @@ _HOMES = {
     "torchtrim.workflows.optimize.report": ("export_report", "optimize_report", "plan_report"),
     "torchtrim.workflows.pipeline": ("plan_pipeline",),
     "torchtrim.workflows.serve": ("optimize_calls_instead", "optimize_calls_report"),
+    "torchtrim.workflows.snapshot": ("snapshot_report",),
     "torchtrim.workflows.stream": ("StreamRequest", "check_report", "compared_report"),
     "torchtrim.workflows.tune_loader": ("tune_loader_report",),
     "torchtrim.memory.packing": ("Packing", "pack", "why_invalid"),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torchtrim.records.comparison import Change, Comparison
     from torchtrim.records.profile import Profile
     from torchtrim.records.report import Report
+    from torchtrim.records.snapshot_report import SnapshotReport
     from torchtrim.records.trace import TraceReport
 
 T = TypeVar("T")
@@ -281,6 +282,22 @@ def show_trace(report: TraceReport, top: int, next_command: str | None) -> None:
     from torchtrim.report import trace_text
 
     trace_text.render(report, Console(), top=top, next_command=next_command)
+
+
+def show_snapshot(report: SnapshotReport, top: int) -> None:
+    """Print the analysis of a memory snapshot, and the next command."""
+    from rich.console import Console
+
+    from torchtrim.report import snapshot_text
+
+    snapshot_text.render(report, Console(), top=top)
+
+
+def write_snapshot_page(report: SnapshotReport, path: Path) -> bool:
+    """Write the analysis of a memory snapshot as a page. Returns False if drawing fails."""
+    from torchtrim.report import snapshot_page
+
+    return _drew(path, lambda: snapshot_page.render(report).encode())
 
 
 def drawn_arena(

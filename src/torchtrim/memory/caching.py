@@ -6,7 +6,7 @@ smallest free block that fits and splits off the rest if it is worth keeping. Fr
 Segments are kept until the cache is emptied. Expandable segments are ranges of addresses to which pages of
 2 MiB, or 20 MiB for large requests, are mapped as they are needed.
 
-Source: pytorch/pytorch, c10/cuda/CUDACachingAllocator.cpp (v2.13.0), with the settings of `AllocatorSettings`.
+Source: pytorch/pytorch, c10/cuda/CUDACachingAllocator.cpp (v2.13.0). `AllocatorSettings` has its settings.
 """
 
 from __future__ import annotations
@@ -211,11 +211,15 @@ class CachingAllocator:
 
     def split_bytes(self) -> int:
         """Return the free bytes in segments that are partly in use."""
-        return sum(
+        return sum(self.split_sizes())
+
+    def split_sizes(self) -> list[int]:
+        """Return the bytes of each free block in a segment that is partly in use. Ranges have none."""
+        return [
             block.size
             for block in self._free_blocks()
             if not block.whole and block.range_start is None
-        )
+        ]
 
     def free_sizes(self) -> list[int]:
         """Return the bytes of each free block."""
@@ -287,9 +291,7 @@ class CachingAllocator:
         if not share or self.capacity is None or self.reserved <= share * self.capacity:
             return
         target = self.reserved - int(share * self.capacity)
-        whole = [
-            block for block in self._free_blocks() if block.whole and not block.pool.small
-        ]
+        whole = [block for block in self._free_blocks() if block.whole and not block.pool.small]
         ages = {id(block): block.pool.searches - block.inserted for block in whole}
         while whole and target > 0:
             mean = sum(ages[id(block)] for block in whole) / len(whole)

@@ -20,8 +20,8 @@ _IGNORED = {"backend", "release_lock_on_cudamalloc", "graph_capture_record_strea
 class AllocatorSettings:
     """Settings that decide where blocks lie. The defaults are PyTorch's.
 
-    `max_split_size`, `max_non_split_rounding`: bytes. `roundup_divisions`: for each power of two from 1 MiB on,
-    into how many steps a size is rounded up; 1 means by 512 bytes. `garbage_collection_threshold`: a share of
+    `max_split_size`, `max_non_split_rounding`: bytes. `roundup_divisions`: for each power of two from 1 MiB
+    on, into how many steps a size is rounded up; 1 means by 512 bytes. `garbage_collection_threshold`: a share of
     the memory that the process may use, 0 where there is no collection.
     """
 
@@ -117,7 +117,9 @@ def _share(text: str) -> float:
     except ValueError:
         share = -1.0
     if not 0.0 <= share < 1.0:
-        raise UsageError(f"garbage_collection_threshold is {text!r}: it is a share, 0.8 for example.")
+        raise UsageError(
+            f"garbage_collection_threshold is {text!r}: it is a share, 0.8 for example."
+        )
     return share
 
 

@@ -63,7 +63,7 @@ class Picture:
 
 def stacked(picture: Picture, top: float, budget: int | None = None) -> Markup:
     """Draw the picture on a scale from 0 to `top` bytes, with its peak and the budget marked."""
-    marks = [_grid(tick, top) for tick in ticks(top)]
+    marks = [grid_line(tick, top) for tick in ticks(top)]
     if budget is not None:
         marks.append(_budget(budget, top, _across(picture)))
     marks.append(_peak(picture, top, budget))
@@ -79,7 +79,8 @@ def ticks(top: float) -> list[int]:
     return list(range(0, int(top) + 1, step))
 
 
-def _grid(value: int, top: float) -> Markup:
+def grid_line(value: int, top: float) -> Markup:
+    """Draw a line across the plot at `value`, with its size."""
     name, size = next(((n, s) for n, s in _UNITS if value >= s), ("", 1))
     text = f"{value // size} {name}".strip()
     return Markup('<div class="tick" style="bottom:{:.2f}%"><span>{}</span></div>').format(

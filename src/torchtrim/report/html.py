@@ -58,7 +58,7 @@ def render(
     profile, as an argument of `torchtrim export`.
     """
     shown = report if source else without_source(report)
-    template = _environment().get_template("page.html.jinja")
+    template = environment().get_template("page.html.jinja")
     drawings = _drawings(shown, before, after)
     page = ""
     for caps in _CAPS:
@@ -72,7 +72,8 @@ def render(
     return page
 
 
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Return the environment of all pages: their templates, words and style."""
     environment = Environment(
         loader=FileSystemLoader(_HERE),
         autoescape=True,

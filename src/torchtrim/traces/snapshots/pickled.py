@@ -13,7 +13,9 @@ from typing import Any, NoReturn
 
 from torchtrim.errors import UnreadableInput
 
-_MOST_CONTAINERS = 20_000_000  # Some hundred times a large snapshot; bounds the memory of a hostile file.
+_MOST_CONTAINERS = (
+    20_000_000  # Some hundred times a large snapshot; bounds the memory of a hostile file.
+)
 _MOST_DIGITS = 16  # Bytes of an integer: addresses take 8.
 _NAMES = {
     b"c": "GLOBAL",
@@ -85,39 +87,43 @@ class _Machine:
 
     def _steps(self) -> dict[int, Callable[[], object]]:
         """Return what each opcode does."""
-        push, steps = self._push, dict[int, Callable[[], object]]()
-        for code, value in _FIXED.items():
-            steps[ord(code)] = partial(push, value)
-        for code, form in _PACKED.items():
-            steps[ord(code)] = lambda form=form: push(self._number(form))
-        for code in _LENGTHS:
-            steps[ord(code)] = lambda code=code: push(self._sized(code))
-        for code, form in _READS.items():
-            steps[ord(code)] = lambda form=form: push(self._remembered(self._number(form)))
-        for code, form in _WRITES.items():
-            steps[ord(code)] = lambda form=form: self._remember(self._number(form))
-        for code, count in _COUNTS.items():
-            steps[ord(code)] = lambda count=count: self._made(tuple(self._last(count)))
-        for code, count in _SKIPPED.items():
-            steps[ord(code)] = partial(self._take, count)
-        steps |= {
-            ord("("): partial(push, _MARK),
-            0x94: lambda: self._remember(len(self._memo)),
-            ord("}"): lambda: self._made({}),
-            ord("]"): lambda: self._made([]),
-            ord("t"): lambda: self._made(tuple(self._since_mark())),
-            ord("u"): lambda: self._set(self._since_mark()),
-            ord("s"): lambda: self._set(self._last(2)),
-            ord("e"): lambda: self._append(self._since_mark()),
-            ord("a"): lambda: self._append(self._last(1)),
+        steps: dict[bytes, Callable[[], object]] = {
+            b"(": partial(self._push, _MARK),
+            b"\x94": self._memoize,
+            b"}": lambda: self._made({}),
+            b"]": lambda: self._made([]),
+            b"t": lambda: self._made(tuple(self._since_mark())),
+            b"u": lambda: self._set(self._since_mark()),
+            b"s": lambda: self._set(self._last(2)),
+            b"e": lambda: self._append(self._since_mark()),
+            b"a": lambda: self._append(self._last(1)),
         }
-        return steps
+        for table, step in (
+            (_FIXED, self._push),
+            (_PACKED, self._push_number),
+            (_READS, self._recall),
+            (_WRITES, self._remember),
+            (_COUNTS, self._push_tuple),
+            (_SKIPPED, self._take),
+        ):
+            steps |= {code: partial(step, value) for code, value in table.items()}
+        steps |= {code: partial(self._push_sized, code) for code in _LENGTHS}
+        return {ord(code): step for code, step in steps.items()}
 
     def _push(self, value: Any) -> None:
         self._stack.append(value)
 
-    def _remember(self, index: int) -> None:
-        self._memo[index] = self._top()
+    def _push_number(self, form: str) -> None:
+        self._stack.append(self._number(form))
+
+    def _push_tuple(self, count: int) -> None:
+        self._made(tuple(self._last(count)))
+
+    def _memoize(self) -> None:
+        self._memo[len(self._memo)] = self._top()
+
+    def _remember(self, form: str) -> None:
+        self._memo[self._number(form)] = self._top()
 
     def _take(self, count: int) -> bytes:
         piece = self._data[self._at : self._at + count]
@@ -130,20 +136,21 @@ class _Machine:
         (number,) = struct.unpack(form, self._take(struct.calcsize(form)))
         return number
 
-    def _sized(self, code: bytes) -> Any:
+    def _push_sized(self, code: bytes) -> None:
         length = self._number(_LENGTHS[code])
         if code in _INTEGERS and length > _MOST_DIGITS:
             self._fail(f"it holds an integer of {length} bytes")
         piece = self._take(length)
         if code in _INTEGERS:
-            return int.from_bytes(piece, "little", signed=True)
-        return str(piece, "utf-8", "replace") if code in _TEXTS else piece
+            self._stack.append(int.from_bytes(piece, "little", signed=True))
+        else:
+            self._stack.append(str(piece, "utf-8", "replace") if code in _TEXTS else piece)
 
-    def _remembered(self, index: int) -> Any:
-        try:
-            return self._memo[index]
-        except KeyError:
+    def _recall(self, form: str) -> None:
+        index = self._number(form)
+        if index not in self._memo:
             self._fail(f"it refers to value {index}, which it does not hold")
+        self._stack.append(self._memo[index])
 
     def _top(self) -> Any:
         if not self._stack or self._stack[-1] is _MARK:

@@ -130,6 +130,11 @@ class Recording:
         return max([sum(each.size for each in self.start), *self.reserved])
 
     @property
+    def failures(self) -> list[int]:
+        """Indices of requests that failed for want of memory."""
+        return [index for index, event in enumerate(self.events) if event.action == "oom"]
+
+    @property
     def device_calls(self) -> int:
         """How often memory was taken from the device."""
         return sum(event.action in _TAKES for event in self.events)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict, deque
+from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from torchtrim.memory.caching import SMALL, CachedBlock, CachingAllocator, DeviceFull
 from torchtrim.memory.settings import AllocatorSettings
+from torchtrim.records.snapshot import SnapshotEvent
 from torchtrim.traces.snapshots.recording import Held, Recording
 
 _ELSEWHERE = 2**60  # Beyond all addresses of devices.
 
 
 class Replayed(NamedTuple):
-    """What a replay came to. `same`: allocations at the recorded address; `full_at`: the event that failed."""
+    """What a replay came to. `same`: allocations at the recorded address; `full_at`: the event that failed.
+
+    `met`: recorded failures for which there was room.
+    """
 
     peak_allocated: int
     peak_reserved: int
@@ -22,68 +28,75 @@ class Replayed(NamedTuple):
     retries: int
     allocations: int
     same: int
-    full_at: int | None = None
+    full_at: int | None
+    met: frozenset[int]
 
 
-def replay(recording: Recording) -> Replayed:
-    """Replay under the recorded settings, with memory given back when it was."""
-    return _Replay(recording, recording.settings, exact=True).run()
+class Replay:
+    """One replay. `exact`: from the recorded layout, at the recorded addresses; else from an empty cache."""
 
-
-def replay_under(recording: Recording, settings: AllocatorSettings) -> Replayed:
-    """Replay under other settings, from an empty cache."""
-    return _Replay(recording, settings, exact=False).run()
-
-
-class _Replay:
-    """One replay. `exact`: from the recorded layout, at the recorded addresses."""
-
-    def __init__(self, recording: Recording, settings: AllocatorSettings, *, exact: bool) -> None:
+    def __init__(
+        self, recording: Recording, settings: AllocatorSettings, *, exact: bool = False
+    ) -> None:
         self._recording, self._exact = recording, exact
         self._new = _new_segments(recording) if exact else {}
         self._ranges = deque(_new_ranges(recording)) if exact else deque[int]()
         self._beyond = _ELSEWHERE
-        capacity = None if exact else recording.capacity
-        self._allocator = CachingAllocator(settings, capacity, self._place)
         self._handles: dict[int, int] = {}
+        self._allocations = self._same = 0
+        self._met: set[int] = set()
+        capacity = None if exact else recording.capacity
+        self.allocator = CachingAllocator(settings, capacity, self._place)
 
-    def run(self) -> Replayed:
-        """Replay all events."""
+    def run(
+        self, see: Callable[[int], None] = lambda _: None, *, until: int | None = None
+    ) -> Replayed:
+        """Replay the events, up to and including `until`. `see`: told the allocated bytes after each."""
         self._begin()
-        allocator, handles = self._allocator, self._handles
+        allocator = self.allocator
         allocator.reset_peaks()
         calls = allocator.segments + allocator.mapped
-        allocations = same = 0
         full_at = None
-        for index, event in enumerate(self._recording.events):
-            if event.action == "alloc":
-                private = self._recording.private_of(event.addr)
-                try:
-                    handle = allocator.malloc(event.size, event.stream, private)
-                except DeviceFull:
-                    full_at = index
-                    break
-                handles[event.addr] = handle
-                allocations += 1
-                same += allocator.address(handle) == event.addr
-            elif event.action == "free_completed":
-                if (found := handles.pop(event.addr, None)) is not None:
-                    allocator.free(found)
-            elif event.action in {"segment_free", "segment_unmap"}:
-                self._give_back(index)
+        events = self._recording.events
+        for index, event in enumerate(events if until is None else events[: until + 1]):
+            try:
+                self._step(index, event)
+            except DeviceFull:
+                full_at = index
+                break
+            see(allocator.allocated)
         return Replayed(
             allocator.peak_allocated,
             allocator.peak_reserved,
             allocator.segments + allocator.mapped - calls,
             allocator.retries,
-            allocations,
-            same,
+            self._allocations,
+            self._same,
             full_at,
+            frozenset(self._met),
         )
+
+    def _step(self, index: int, event: SnapshotEvent) -> None:
+        allocator = self.allocator
+        if event.action == "alloc":
+            private = self._recording.private_of(event.addr)
+            handle = allocator.malloc(event.size, event.stream, private)
+            self._handles[event.addr] = handle
+            self._allocations += 1
+            self._same += allocator.address(handle) == event.addr
+        elif event.action == "free_completed":
+            if (found := self._handles.pop(event.addr, None)) is not None:
+                allocator.free(found)
+        elif event.action in {"segment_free", "segment_unmap"}:
+            self._give_back(index)
+        elif event.action == "oom" and not self._exact:
+            with suppress(DeviceFull):
+                allocator.free(allocator.malloc(event.size, event.stream))
+                self._met.add(index)
 
     def _place(self, size: int) -> int:
         """Return the recorded address of the next segment of this size, or one beyond all of them."""
-        if self._allocator.settings.expandable_segments and self._ranges:
+        if self.allocator.settings.expandable_segments and self._ranges:
             return self._ranges.popleft()
         if places := self._new.get(size):
             return places.popleft()
@@ -95,9 +108,9 @@ class _Replay:
         event = self._recording.events[index]
         pressed = index in self._recording.under_pressure
         if self._exact and event.action == "segment_free":
-            self._allocator.release(event.addr)
+            self.allocator.release(event.addr)
         elif self._exact or not pressed:
-            self._allocator.empty_cache()
+            self.allocator.empty_cache()
 
     def _begin(self) -> None:
         """Take what was in use before the first event."""
@@ -116,7 +129,7 @@ class _Replay:
             private = self._recording.private_of(address)
             stream = self._stream_of(address)
             try:
-                self._handles[address] = self._allocator.malloc(live.size, stream, private)
+                self._handles[address] = self.allocator.malloc(live.size, stream, private)
             except DeviceFull:
                 continue
 
@@ -127,7 +140,7 @@ class _Replay:
 
     def _lay_out(self, held: Held, range_start: int | None = None) -> None:
         """Put a segment with its blocks into the allocator as they lay before the first event."""
-        allocator = self._allocator
+        allocator = self.allocator
         pool = allocator.pool(held.stream, held.small, held.private)
         allocator.hold(held.size)
         last: CachedBlock | None = None
