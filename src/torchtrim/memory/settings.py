@@ -21,8 +21,8 @@ class AllocatorSettings:
     """Settings that decide where blocks lie. The defaults are PyTorch's.
 
     `max_split_size`, `max_non_split_rounding`: bytes. `roundup_divisions`: for each power of two from 1 MiB
-    on, into how many steps a size is rounded up; 1 means by 512 bytes. `garbage_collection_threshold`: a share of
-    the memory that the process may use, 0 where there is no collection.
+    on, into how many steps a size is rounded up; 1 means by 512 bytes. `garbage_collection_threshold`: a
+    share of the memory that the process may use, 0 where there is no collection.
     """
 
     expandable_segments: bool = False

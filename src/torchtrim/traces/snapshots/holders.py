@@ -18,6 +18,7 @@ _BACKWARD = re.compile(
     r"autograd::(?:Engine|.*Backward)|_engine_run_backward|::backward\(|Backward0"
 )
 _MOST_WITHIN = 4  # Calls around a place that are shown.
+_MOST_CALLS = 3  # Functions of libraries that one place calls.
 
 
 class Place(NamedTuple):
@@ -53,15 +54,20 @@ def place_of(frames: Sequence[Frame], *, before: bool = False) -> Place:
 
 def holders(blocks: Iterable[tuple[Place, int]]) -> tuple[SnapshotHolder, ...]:
     """Sum live blocks by place, largest first."""
-    sums: dict[Place, list[int]] = {}
+    groups: dict[Place, list[tuple[Place, int]]] = {}
     for place, size in blocks:
-        found = sums.setdefault(place, [0, 0])
-        found[0] += size
-        found[1] += 1
-    ordered = sorted(sums.items(), key=lambda item: -item[1][0])
-    return tuple(
-        SnapshotHolder(**place._asdict(), bytes=size, count=count)
-        for place, (size, count) in ordered
+        key = place._replace(by="", within=()) if place.path else place
+        groups.setdefault(key, []).append((place, size))
+    found = [_holder(group) for group in groups.values()]
+    return tuple(sorted(found, key=lambda holder: -holder.bytes))
+
+
+def _holder(group: list[tuple[Place, int]]) -> SnapshotHolder:
+    calls = dict.fromkeys(place.by for place, _ in group if place.by)
+    return SnapshotHolder(
+        **group[0][0]._replace(by=", ".join([*calls][:_MOST_CALLS]))._asdict(),
+        bytes=sum(size for _, size in group),
+        count=len(group),
     )
 
 

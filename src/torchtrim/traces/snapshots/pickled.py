@@ -98,15 +98,12 @@ class _Machine:
             b"e": lambda: self._append(self._since_mark()),
             b"a": lambda: self._append(self._last(1)),
         }
-        for table, step in (
-            (_FIXED, self._push),
-            (_PACKED, self._push_number),
-            (_READS, self._recall),
-            (_WRITES, self._remember),
-            (_COUNTS, self._push_tuple),
-            (_SKIPPED, self._take),
-        ):
-            steps |= {code: partial(step, value) for code, value in table.items()}
+        steps |= {code: partial(self._push, value) for code, value in _FIXED.items()}
+        steps |= {code: partial(self._push_number, form) for code, form in _PACKED.items()}
+        steps |= {code: partial(self._recall, form) for code, form in _READS.items()}
+        steps |= {code: partial(self._remember, form) for code, form in _WRITES.items()}
+        steps |= {code: partial(self._push_tuple, count) for code, count in _COUNTS.items()}
+        steps |= {code: partial(self._take, count) for code, count in _SKIPPED.items()}
         steps |= {code: partial(self._push_sized, code) for code in _LENGTHS}
         return {ord(code): step for code, step in steps.items()}
 

@@ -172,23 +172,19 @@ def _state_at(recording: Recording, index: int) -> tuple[Slack, list[int]]:
     replay = Replay(recording, recording.settings, exact=True)
     replay.run(until=index)
     allocator = replay.allocator
-    requests = [event.size for event in _requests_live_at(recording, index)]
-    used = sum(map(recording.settings.rounded, requests))
+    live = _live_at(recording, index)
+    requested = sum(
+        each.source.size if isinstance(each.source, SnapshotEvent) else each.size for each in live
+    )
     split = allocator.split_sizes()
     free = allocator.free_sizes()
     slack = Slack(
-        rounding=used - sum(requests),
+        rounding=max(allocator.allocated - requested, 0),
         split=sum(split),
         pieces=len(split),
         cached=sum(free) - sum(split),
     )
     return slack, free
-
-
-def _requests_live_at(recording: Recording, index: int) -> list[SnapshotEvent]:
-    return [
-        each.source for each in _live_at(recording, index) if isinstance(each.source, SnapshotEvent)
-    ]
 
 
 def _out_of_memory(recording: Recording, index: int, met: dict[str, frozenset[int]]) -> OutOfMemory:
