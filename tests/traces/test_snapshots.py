@@ -30,7 +30,6 @@ PLAIN = st.recursive(
     | st.booleans()
     | st.integers(-(2**63), 2**64)
     | st.text()
-    | st.binary()
     | st.floats(allow_nan=False),
     lambda inner: (
         st.lists(inner)
