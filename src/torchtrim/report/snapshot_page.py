@@ -25,19 +25,22 @@ _SIZE = 1000  # As in `charts`: the side of the square on which paths lie.
 
 
 def render(report: SnapshotReport) -> str:
-    """Return the page."""
+    """Return the page. A device that ran out of memory comes first."""
+    devices = sorted(report.devices, key=lambda device: not device.ooms)
+    several = len(devices) > 1
     template = environment().get_template("snapshot.html.jinja")
     return template.render(
         report=report,
-        devices=[_view(device) for device in report.devices],
+        devices=[_view(device, several) for device in devices],
         next=next_command(report),
         kinds=KINDS,
     )
 
 
-def _view(device: DeviceSnapshot) -> dict[str, object]:
+def _view(device: DeviceSnapshot, several: bool) -> dict[str, object]:
     holders = device.holders[:_MOST_HOLDERS]
     return {
+        "name": f", device {device.device}" if several else "",
         "headline": clean(headline(device)),
         "tone": "bad" if device.ooms else "good",
         "chart": chart(device.curve),
