@@ -136,6 +136,10 @@ def test_another_batch_is_told_once_and_counted(loop: Loop) -> None:
             "Net takes float32[2, 8] from step 1: certified for float64[4, 8] only",
         ),
         (
+            ("Net: float32[2, 8], autocast to bfloat16",),
+            "autocast off from step 1: certified with autocast to bfloat16",
+        ),
+        (
             ("Other: float32[2, 8]",),
             "Net takes float32[2, 8] from step 1: certified without calls of it",
         ),
@@ -146,6 +150,19 @@ def test_inputs_are_compared_with_the_certified_ones(certified: tuple[str, ...],
     loop.step(2)
     loop.watch.end()
     assert loop.told == [said]
+
+
+def test_autocast_that_is_switched_on_is_told(loop: Loop) -> None:
+    loop.step(4)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            loop.step(4)
+    loop.watch.end()
+    assert loop.told == ["autocast to bfloat16 from step 2: certified with autocast off"]
+    assert loop.watch.inputs.others[1:] == [
+        "autocast to float16 from step 3: certified with autocast off"
+    ]
+    assert loop.watch.inputs.other_steps == 2
 
 
 def test_without_a_certificate_or_with_half_of_its_inputs_nothing_is_compared() -> None:
@@ -241,6 +258,22 @@ def test_what_a_watched_step_evaluates_is_not_its_peak() -> None:
     assert meter.bytes < 512 * MIB
 
 
+def test_a_run_that_forks_in_each_step_says_why_its_peak_is_not_known() -> None:
+    peak = CpuPeak()
+    for step in range(1, 5):
+        peak.begins()
+        peak.forks()
+        peak.ends(step)
+    assert peak.bytes is None
+    assert peak.how.startswith("not measured: the process forked in each watched step, as --verify")
+    for step in (5, 6):
+        peak.begins()
+        peak.ends(step)
+    peak.close()
+    assert peak.bytes is not None
+    assert peak.how == "in step 6"
+
+
 def test_a_fork_ends_the_profiler_of_a_watched_step() -> None:
     meter = CpuPeak()
     meter.begins()
@@ -253,7 +286,8 @@ def test_a_fork_ends_the_profiler_of_a_watched_step() -> None:
     assert not torch._C._autograd._profiler_enabled()
     meter.ends(2)
     meter.close()
-    assert (meter.bytes, meter.how) == (None, "not measured: no step could be watched")
+    assert meter.bytes is None
+    assert meter.how.startswith("not measured: the process forked in each watched step")
 
 
 def test_a_meter_says_nothing_on_stderr(capfd: pytest.CaptureFixture[str]) -> None:

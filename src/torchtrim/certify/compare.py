@@ -265,7 +265,7 @@ def coverage_of(trial: Trial) -> Coverage:
     rank = trial.profile.rank if trial.profile is not None else 0
     return Coverage(
         inputs=tuple(said[:_MOST]),
-        dtypes=tuple(sorted({text.partition("[")[0] for text in inputs})),
+        dtypes=tuple(sorted({text.partition("[")[0] for text in inputs if "[" in text})),
         batch_sizes=tuple(sorted({*_batch_sizes(calls)})),
         dimensions=tuple(sorted({len(_shape(text)) for text in inputs})),
         modes=tuple(modes[one] for one in dict.fromkeys(call.training for call in calls)),

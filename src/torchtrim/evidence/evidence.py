@@ -117,7 +117,7 @@ class Evidence(Listener):
             if has_bits(tensor) and self._looks:
                 name = f"{root}.{number} ({len(self.step.inputs)})"
                 self.step.inputs[name] = digest_of(tensor)
-        inputs = tuple(map(kind_of, tensors))
+        inputs = (*map(kind_of, tensors), *autocast_now())
         call = RootCall(root=root, training=module.training, inputs=inputs)
         if call not in self.step.calls:
             self.step.calls.append(call)
@@ -258,6 +258,13 @@ def _saved_tensors(saved: Any, name: str = "") -> Iterator[tuple[str, torch.Tens
 def kind_of(tensor: torch.Tensor) -> str:
     """Return dtype and shape, such as `float32[8, 3]`."""
     return f"{type_name(tensor.dtype)}{list(tensor.shape)}"
+
+
+def autocast_now() -> tuple[str, ...]:
+    """Return `("autocast to bfloat16",)` for each type that autocast is on for."""
+    devices = (device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
+    types = dict.fromkeys(type_name(torch.get_autocast_dtype(device)) for device in devices)
+    return tuple(f"autocast to {name}" for name in types)
 
 
 def has_bits(tensor: torch.Tensor) -> bool:

@@ -74,7 +74,10 @@ class Request(Struct, frozen=True, kw_only=True):
 
 
 class RootCall(Struct, frozen=True, kw_only=True):
-    """A call of a root module from user code: its mode, and its inputs, such as `"float32[8, 3]"`."""
+    """A call of a root module from user code: its mode, and its inputs, such as `"float32[8, 3]"`.
+
+    Behind them is `"autocast to bfloat16"`, if that is on.
+    """
 
     root: str
     training: bool

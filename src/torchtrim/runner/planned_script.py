@@ -10,15 +10,18 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import PurePath
+from pathlib import Path, PurePath
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
+import torchtrim
 from torchtrim.capture.modules import Modules
 from torchtrim.capture.optimizers import names_of
 from torchtrim.capture.watch import Listener, Watcher
+from torchtrim.core.isolation import debugging
 from torchtrim.dispatch.patches import Patches
 from torchtrim.errors import ApplyFailed, TorchtrimError, UsageError
 from torchtrim.executor.apply import apply_plan, fingerprint_of, is_unchanged
@@ -26,7 +29,6 @@ from torchtrim.executor.places import root_of
 from torchtrim.executor.registry import Handles, check_known
 from torchtrim.records.commands import from_here, plan_again
 from torchtrim.records.plan import Plan
-from torchtrim.runner import worker
 from torchtrim.runner.joining import Spawning
 from torchtrim.runner.processes import LIFELINE, end_with_parent
 from torchtrim.runner.run_report import RunReport
@@ -39,7 +41,7 @@ _EAGER = (
     "torchtrim: the script uses torch.compile; its compiled functions run eagerly, since the "
     "plan was made and certified that way. Without --plan they run compiled."
 )
-_OURS = (__file__, worker.__file__, runpy.__file__)
+_OURS = f"{Path(torchtrim.__file__).parent}{os.sep}"
 
 
 class EndOfScript(BaseException):
@@ -226,14 +228,32 @@ def _as_python(
 
 
 def _show(error: BaseException) -> None:
-    trace = error.__traceback__
-    while trace is not None and (
-        (path := trace.tb_frame.f_code.co_filename) in _OURS or path.startswith("<frozen runpy")
-    ):
-        trace = trace.tb_next
-    if trace is not None:
-        error = error.with_traceback(trace)
+    """Print the traceback that the script alone would have: without torchtrim's frames, unless debugging."""
+    seen: set[int] = set()
+    left = [error]
+    while left and not debugging():
+        one = left.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            one.with_traceback(_without_ours(one.__traceback__))
+            left += filter(None, (one.__cause__, one.__context__))
     sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback without torchtrim's frames; as it is, if it has no others."""
+    kept: TracebackType | None = None
+    for one in reversed(list(_entries(trace))):
+        path = one.tb_frame.f_code.co_filename
+        if not path.startswith((_OURS, "<frozen runpy")) and path != runpy.__file__:
+            kept = TracebackType(kept, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return kept or trace
+
+
+def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
 
 
 @contextlib.contextmanager

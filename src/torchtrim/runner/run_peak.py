@@ -21,6 +21,11 @@ _SHARE = 0.01
 """Share of the run's time that watched steps may cost, beside the first of them."""
 
 
+_MOST_FORKS = 8
+"""Arbitrary: steps that are watched in vain before the watch is left to its share of the time."""
+_FORKED = "not measured: the process forked in each watched step, as --verify-every and loaders do"
+
+
 class PeakMeter:
     """Measures the highest peak of a run's steps; the base class measures nothing.
 
@@ -125,6 +130,7 @@ class CpuPeak(PeakMeter):
         self._alive = self._at = self._watched = 0
         self._peak: int | None = None
         self._cost, self._is_first = 0.0, True
+        self._forks = 0
         self._unwatched = int(int(os.environ.get("WORLD_SIZE", "1")) > 1)
         self._began = time.perf_counter()
         _at_fork.add(self)
@@ -182,6 +188,15 @@ class CpuPeak(PeakMeter):
             self._allocator.stop()
         self._phase = ""
 
+    def forks(self) -> None:
+        """Stop watching before the process forks; soon try again, since the next steps may not fork."""
+        if self._phase:
+            self._forks += 1
+            self._is_first = self._forks < _MOST_FORKS
+            if self.bytes is None:
+                self.how = _FORKED
+        self.abandon()
+
 
 def meter_for(device: torch.device, kind: MemoryKind) -> PeakMeter:
     """Return the meter for a budget of this kind on a device."""
@@ -200,7 +215,7 @@ _at_fork: weakref.WeakSet[CpuPeak] = weakref.WeakSet()
 def _before_fork() -> None:
     """Stop the profiler, which would run in the child too, as in a loader's worker, and never end there."""
     for one in list(_at_fork):
-        one.abandon()
+        one.forks()
 
 
 if hasattr(os, "register_at_fork"):

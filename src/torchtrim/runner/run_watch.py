@@ -23,7 +23,7 @@ from torchtrim.core.clock import now
 from torchtrim.core.isolation import isolated
 from torchtrim.core.words import listed
 from torchtrim.errors import ApplyFailed
-from torchtrim.evidence.evidence import kind_of
+from torchtrim.evidence.evidence import autocast_now, kind_of
 from torchtrim.executor import notices
 from torchtrim.executor.swap import Forward, Swapped
 from torchtrim.records.plan import Plan
@@ -185,10 +185,10 @@ class InputCheck:
         """Check the inputs of a call, and tell of the first ones that are not certified."""
         if not self.compares:
             return
-        tensors = list(tensors_in((args, kwargs)))
-        key = name, tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        tensors, autocast = list(tensors_in((args, kwargs))), autocast_now()
+        key = name, autocast, tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         if (known := self._known.get(key)) is None:
-            inputs = ", ".join(map(kind_of, tensors)) or "no tensor"
+            inputs = ", ".join((*map(kind_of, tensors), *autocast)) or "no tensor"
             known = f"{name}: {inputs}" in self._certified
             if len(self._known) < _MOST_KNOWN:
                 self._known[key] = known
@@ -209,7 +209,11 @@ _KIND = re.compile(r"(\w+)\[([^\]]*)\]")
 
 
 def _difference(name: str, inputs: str, certified: list[str], step: int) -> str:
-    """Describe inputs that differ from certified ones: by the size of the batch, if only that differs."""
+    """Describe inputs that differ from certified ones: by autocast or the batch, if only that differs."""
+    now, (rest, *_) = _autocast_of(inputs), _AUTOCAST.split(inputs)
+    then = {_autocast_of(one) for one in certified if _AUTOCAST.split(one)[0] == rest}
+    if then and now not in then:
+        return f"{now} from step {step}: certified with {listed(sorted(then))}"
     batch, known_batches = _batch_of(inputs), [_batch_of(one) for one in certified]
     if batch is not None and known_batches:
         sizes = {one.size for one in known_batches if one is not None and one.rest == batch.rest}
@@ -219,6 +223,13 @@ def _difference(name: str, inputs: str, certified: list[str], step: int) -> str:
             )
     known = f"for {' and '.join(certified)} only" if certified else "without calls of it"
     return f"{name} takes {inputs} from step {step}: certified {known}"
+
+
+_AUTOCAST = re.compile(r"(?:^|, )(?=autocast to )")
+
+
+def _autocast_of(inputs: str) -> str:
+    return ", ".join(_AUTOCAST.split(inputs)[1:]) or "autocast off"
 
 
 class _Batch(NamedTuple):
