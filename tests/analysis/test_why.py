@@ -2,7 +2,9 @@ from collections import Counter
 
 import pytest
 
+import keeping
 from profiles import Made, Step, training_step
+from torchtrim.analysis.peak import holders, peak_parts
 from torchtrim.analysis.timeline import peak_operator
 from torchtrim.analysis.why_live import (
     Zeroed,
@@ -133,6 +135,22 @@ def test_an_input_batch_is_read() -> None:
     step.op("aten::relu", batch, makes=1)
     late = step.op("aten::relu", makes=1)
     assert why(step, batch, late.index) == "input batch"
+
+
+def test_what_no_model_reads_is_no_input_batch() -> None:
+    step = Step()
+    data = step.alive("input", 64)
+    step.op("aten::index", data, makes=1, phase="other")
+    late = step.op("aten::relu", makes=1)
+    assert why(step, data, late.index) == "held by the script from step to step"
+
+
+def test_an_average_of_the_parameters_is_called_so() -> None:
+    profile = keeping.profile_of("average")
+    kept = [h for h in holders(profile) if h.why == "average of the parameters"]
+    assert len(kept) == 1
+    assert kept[0].bytes == sum(s.bytes for s in profile.storages if s.kind == "parameter")
+    assert any(one.what == "average of the parameters" for one in peak_parts(profile))
 
 
 @pytest.mark.parametrize(

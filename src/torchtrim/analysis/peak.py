@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from torchtrim.analysis.tensor_words import what_is
 from torchtrim.analysis.timeline import WORKSPACE, alive, peak_operator, workspace
-from torchtrim.analysis.why_live import why_alive
+from torchtrim.analysis.why_live import standing, why_alive
 from torchtrim.records.figures import PeakPart
 from torchtrim.records.operator_names import module_paths, owner, top_levels, word_of
 from torchtrim.records.profile import Kind, Module, Place, Profile
@@ -149,6 +149,8 @@ def peak_parts(profile: Profile) -> tuple[PeakPart, ...]:
 
 def _what(profile: Profile, number: int) -> str:
     storage = profile.storages[number]
+    if storage.kind == "input" and number in standing(profile):
+        return standing(profile)[number]
     if storage.kind in _WORDS or storage.birth < 0:
         return _WORDS.get(storage.kind, "input")
     op = profile.operators[storage.birth]

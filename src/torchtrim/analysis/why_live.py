@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from torchtrim.analysis.held import averages
 from torchtrim.analysis.timeline import alive, peak_operator
 from torchtrim.records.operator_names import base_name, word_of
 from torchtrim.records.profile import Call, Kind, Profile
@@ -122,7 +123,7 @@ def _why(profile: Profile, index: int, at: int) -> str:
     if storage.kind == "gradient":
         return "gradient until zero_grad"
     if storage.kind == "input" and last >= 0:
-        return "input batch"
+        return standing(profile).get(index, "input batch")
     if storage.kind in _ALWAYS:
         return _ALWAYS[storage.kind]
     if 0 <= at == storage.birth:
@@ -137,6 +138,19 @@ def _why(profile: Profile, index: int, at: int) -> str:
     if _from_forward(profile, index) and _dies_in_backward(profile, index):
         return f"released by backward {'after' if backward >= 0 else 'without'} being read"
     return _HELD
+
+
+@remembered
+def standing(profile: Profile) -> dict[int, str]:
+    """Return what tensors are that the script holds from step to step and feeds to no model."""
+    reads = (op for op in profile.operators if op.phase not in ("other", "loader"))
+    fed = {use.storage for op in reads for use in op.inputs}
+    words = {
+        number: "held by the script from step to step"
+        for number, storage in enumerate(profile.storages)
+        if storage.birth < 0 and storage.death == len(profile.operators) and number not in fed
+    }
+    return words | dict.fromkeys(averages(profile), "average of the parameters")
 
 
 def _saved(profile: Profile, index: int, reader: int) -> str:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import click
 
-from torchtrim.cli import verbs
 from torchtrim.core.words import did_you_mean
 from torchtrim.errors import UsageError
 from torchtrim.records.commands import plain_command
@@ -100,8 +99,8 @@ def _flags(command: click.Command) -> set[str]:
 
 def _flags_of_all() -> set[str]:
     """Return the options of all verbs."""
-    names = (one.name for one in pkgutil.iter_modules(verbs.__path__))
-    every = (importlib.import_module(f"{verbs.__name__}.{name}").command for name in names)
+    names = (one.name for one in pkgutil.iter_modules([str(Path(__file__).parent / "verbs")]))
+    every = (importlib.import_module(f"{__package__}.verbs.{name}").command for name in names)
     return {flag for command in every for flag in _flags(command)}
 
 

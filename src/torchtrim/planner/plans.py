@@ -158,6 +158,20 @@ def plan_of_calls(
     )
 
 
+def adding_up(plan: Plan, original_bytes: int) -> Plan:
+    """Have the effects of a plan add up to its prediction, which a measurement may have corrected.
+
+    The correction belongs to the largest saving. A technique without a simulated effect leaves all as it is.
+    """
+    effects = [*plan.predicted.effects]
+    missing = original_bytes - plan.predicted.peak_bytes - sum(one.saved_bytes for one in effects)
+    if not missing or len(effects) < len(plan.techniques) or not effects:
+        return plan
+    at = max(range(len(effects)), key=lambda number: effects[number].saved_bytes)
+    effects[at] = replace(effects[at], saved_bytes=effects[at].saved_bytes + missing)
+    return replace(plan, predicted=replace(plan.predicted, effects=tuple(effects)))
+
+
 def rates_plan(
     profile: Profile, techniques: tuple[Technique, ...], growth: GrowthLimit, budget: int
 ) -> Plan | None:

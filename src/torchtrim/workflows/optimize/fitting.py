@@ -19,6 +19,7 @@ from torchtrim.executor.export import exported
 from torchtrim.executor.registry import exportable, names, technique
 from torchtrim.planner.pins import KEEP
 from torchtrim.planner.planner import Planner
+from torchtrim.planner.plans import adding_up
 from torchtrim.planner.variants import Planners, Variant
 from torchtrim.records.budget import Budget, MemoryKind, MemoryLimit
 from torchtrim.records.certificate import Certificate, with_proof
@@ -391,7 +392,7 @@ class Fitting:
             return self._within(original, budget)
         else:
             fit = self._missed(original, budget, min(tried, key=lambda one: one.used))
-        return fit._replace(notes=(*notes, *fit.notes))
+        return fit._replace(plan=adding_up(fit.plan, whole), notes=(*notes, *fit.notes))
 
     def _measured(self, plan: Plan, kind: MemoryKind) -> MeasuredPlan:
         # The same techniques in the same request have run for their recording.
