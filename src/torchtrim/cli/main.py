@@ -23,6 +23,8 @@ from torchtrim.errors import ScriptFailed, TorchtrimError, UsageError, is_out_of
 CRASHED = 70
 """Exit code for a defect in torchtrim: EX_SOFTWARE of sysexits.h, which no verb returns otherwise."""
 _MOST_BYTES = 2**22  # Arbitrary; bounds what a hostile file makes us read.
+_FIRST = ("optimize", "run", "estimate", "diagnose", "verify", "lint", "undo", "explain")
+_WHOLE = 200  # Arbitrary; no first sentence of a verb is as long.
 _SETTINGS = ("memory", "memory_kind", "steps", "warmup", "timeout", "device", "out")
 
 
@@ -40,6 +42,17 @@ class Verbs(click.Group):
         stem = cmd_name.replace("-", "_")
         command: click.Command = importlib.import_module(f"{verbs.__name__}.{stem}").command
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the verbs with their whole first sentence, those of a first day first."""
+        others = [name for name in self.list_commands(ctx) if name not in _FIRST]
+        for heading, names in (("Commands", _FIRST), ("More commands", others)):
+            found = ((name, self.get_command(ctx, name)) for name in names)
+            rows = [
+                (name, one.get_short_help_str(_WHOLE)) for name, one in found if one is not None
+            ]
+            with formatter.section(heading):
+                formatter.write_dl(rows)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

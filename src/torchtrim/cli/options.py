@@ -137,8 +137,11 @@ class Verb(click.Command):
             record = parameter.get_help_record(ctx)
             if record is not None and isinstance(parameter, click.Option):
                 groups[heading_of.get(parameter.name or "", _OWN)].append(record)
-        for heading, records in groups.items():
-            if records:
+        order = [*groups]
+        if heading_of["memory"] == "Budget":
+            order.sort(key="Budget".__ne__)  # it is what most come for
+        for heading in order:
+            if records := groups[heading]:
                 with formatter.section(heading):
                     formatter.write_dl(records)
 

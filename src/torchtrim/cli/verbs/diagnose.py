@@ -219,7 +219,7 @@ def _is_there(path: Path) -> bool:
 )
 @click.option("--update-allow", is_flag=True, help="Write the findings to the allow-list.")
 def command(**options: Any) -> None:
-    """Find wasted memory and time in SCRIPT's step."""
+    """Show what holds the memory of SCRIPT's step, and what wastes memory and time. Changes nothing."""
     folder = folder_for(options)
     with progress("original") as tell:
         from torchtrim.api import diagnose_report

@@ -76,11 +76,14 @@ _NO_PINS = (
     help="Also apply fixes that no run confirmed, or that may change results in other ways.",
 )
 def command(**options: Any) -> None:
-    """Fix the host-device syncs of SCRIPT and fit it into a budget: diagnose, plan, run, verify, report.
+    """Fit SCRIPT into a memory budget: watch some steps, plan, run the plan, and compare every result.
 
-    Without --memory, only fixes syncs; with --mode inference, finds the smallest memory. Exit code 1 if
-    the budget is missed or the planned script differs from the original. Put the script's arguments
-    after `--`.
+    With --memory, writes a plan that `torchtrim run` applies; the source stays as it is. Without --memory,
+    finds the lines that make the CPU wait for the GPU, and proves rewrites of them; --fix writes those.
+    A script that only runs a model is planned for its calls; without --memory, for the smallest peak.
+
+    Exit code 1 if the budget is missed or the planned script differs from the original. Put the script's
+    arguments after `--`.
     """
     folder = folder_for(options)
     plan = plan_in(options, folder)

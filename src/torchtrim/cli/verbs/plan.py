@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     help="Instead of a plan, find the largest batch of the script's loaders that fits: predict, then run.",
 )
 def command(**options: Any) -> None:
-    """Write a plan that is predicted to keep SCRIPT within a budget.
+    """Write a plan that is predicted to keep SCRIPT within a budget, without running it as `optimize` does.
 
     With --export, runs the plan and corrects it by its measured peak. With --stages, cuts the model into
     stages for several processes, by measured time and memory.

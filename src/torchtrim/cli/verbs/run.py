@@ -30,7 +30,13 @@ class _Run(click.Command):
 
 
 @click.command(cls=_Run, context_settings={"ignore_unknown_options": True})
-@click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="Plan to apply.")
+@click.option(
+    "--plan",
+    "plan_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Plan to apply, such as torchtrim-out/train/plan.toml. Default: none, which changes nothing.",
+)
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module name, as in python -m.")
 @click.option(
     "--processes",
@@ -57,11 +63,11 @@ class _Run(click.Command):
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(**options: Any) -> None:
-    """Run SCRIPT as python would, and apply a plan when its models first run.
+    """Run SCRIPT as python would, with the plan that `optimize` wrote.
 
-    Says on stderr what the plan changes and, in the end, the peak against the budget, the time against the
-    prediction, and what was checked. The exit code is the script's own; with several ranks, the first failing
-    rank's. Put the script's arguments after `--`.
+    The plan is applied when the script's models first run. Says on stderr what it changes and, in the end,
+    the peak against the budget, the time against the prediction, and what was checked. The exit code is the
+    script's own; with several ranks, the first failing rank's. Put the script's arguments after `--`.
     """
     if not options["module"]:
         check_script_file(options["script"])

@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 )
 @counts_frames
 def command(**options: Any) -> None:
-    """Compare SCRIPT with itself under --plan, or with a second script: `verify A B`.
+    """Compare what SCRIPT computes with itself under --plan, or with a second script: `verify A.py B.py`.
+
+    The verdict on a plan is written into its file, under [certified].
 
     With --stream, bounds the state of SCRIPT's stream as the script or --plan specifies, or as torchtrim
     knows its models, and compares it frame by frame with the unbounded stream. With --check, repeats an
