@@ -172,8 +172,8 @@ def _unequal(report: Report) -> bool:
     return report.certificate is not None and report.certificate.verdict == "NOT EQUAL"
 
 
-def _next_of_missed(options: dict[str, Any], result: Result) -> str:
-    """Suggest the option that meets the budget, or the search for a batch that does."""
+def _next_of_missed(options: dict[str, Any], result: Result, plan: Path) -> str:
+    """Suggest the option or the search for a batch that meets the budget, else the nearest plan."""
     report, profile = result.report, result.before
     assert report.budget_bytes is not None
     if _unequal(report):
@@ -188,8 +188,7 @@ def _next_of_missed(options: dict[str, Any], result: Result) -> str:
     if has_loader and held < report.budget_bytes:
         return command_for(options, "plan", "--find-batch", *budget)
     if report.plan is not None and report.plan.techniques:
-        allow = () if options["allow"].lower() == "bitwise" else ("--allow", options["allow"])
-        return command_for(options, "optimize", *allow, "--memory", str(report.floor_bytes))
+        return command_for(options, "run", "--plan", str(plan))
     return command_for(options, "diagnose")
 
 
@@ -202,7 +201,7 @@ def _fixing(options: dict[str, Any]) -> str:
 def _next(options: dict[str, Any], result: Result, plan: Path) -> str:
     report = result.report
     if report.floor_bytes is not None:
-        return _next_of_missed(options, result)
+        return _next_of_missed(options, result, plan)
     if _unequal(report):
         return command_for(options, "diagnose")
     if result.plan is not None and result.plan.techniques:
