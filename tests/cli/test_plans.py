@@ -128,8 +128,13 @@ import torch
 model = torch.nn.Sequential(torch.nn.Linear(4, 4))
 def train():
     model(torch.ones(2, 4)).sum().backward()
-if sys.argv[1] == "thread":
-    thread = threading.Thread(target=train)
+def calls():
+    model.eval()
+    model(torch.ones(2, 4))
+if sys.argv[1] == "others":
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5))
+if sys.argv[1] in ("thread", "others", "calls"):
+    thread = threading.Thread(target=calls if sys.argv[1] == "calls" else train)
     thread.start()
     thread.join()
 if sys.argv[1] == "main":
@@ -146,9 +151,11 @@ sys.exit(0 if sys.argv[1] != "fails" else 4)
         (
             "never",
             0,
-            "the plan left Sequential unchanged, which the script's main thread never",
+            "the plan left Sequential unchanged, which the script never ran",
         ),
-        ("thread", 0, "Another thread called modules"),
+        ("thread", 0, ""),
+        ("others", 2, "the plan was made for another Sequential"),
+        ("calls", 0, "never ran in the thread that trains first"),
     ],
 )
 def test_a_plan_that_was_never_applied_is_told(
