@@ -42,6 +42,8 @@ from torchtrim.dispatch.threads import is_ours
 
 _EVALUATES = 3
 """Forwards without gradients in a row. Arbitrary: fewer may be predictions for a few samples."""
+EVALUATED = 32
+"""Arbitrary: forwards of an evaluation whose memory events take little memory."""
 
 
 class Listener:
@@ -97,7 +99,10 @@ class Listener:
         """The first top-level forward with gradients is about to run."""
 
     def step_idles(self) -> None:
-        """The optimizers have stepped and the loop now evaluates; the step has no more operators."""
+        """The optimizers have stepped and the loop now evaluates; the step has no more operators.
+
+        Called again every 32 forwards.
+        """
 
     def step_ends(self) -> None:
         """The step is complete; called before the first operator of the next one."""
@@ -318,7 +323,7 @@ class Watcher:
                 self._listener.training_begins()
         elif self.stepped:
             self._evaluations += 1
-            if self._evaluations == _EVALUATES:
+            if self._evaluations % EVALUATED == _EVALUATES:
                 self._listener.step_idles()
 
     def _watched_backward(self, original: Any) -> Any:

@@ -27,7 +27,7 @@ from torchtrim.dispatch import profilers
 from torchtrim.dispatch.modes import tensors_among
 
 _OWN_KERNELS = 2
-"""Counts the changes of scratch memory of torchtrim's own operators, which a version of torch does not tell."""
+"""Counts changes of the scratch memory of torchtrim's own operators: the version of torch does not tell."""
 _MOST_BYTES = 2**28
 """Largest inputs and results of a measured call, so that an estimate stays cheap."""
 _MOST_FLOPS, _MOST_FLOPS_OF_HALVES = 2**35, 2**31

@@ -51,7 +51,8 @@ class Swapped:
     The instance gets a subclass of its own class, so parameters, buffers, hooks, names and `state_dict` stay.
     A copy or pickle of it has the original class and runs without the plan. Several replacements on a module
     can be reverted in any order: one below others is inactive from then on, and is removed with them.
-    `original_if`: when calls run the original forward, by default where it does not train.
+    `original_if`: when calls run the original forward, by default where it does not train. `copied`: the
+    forward of copies and pickles, if it computes another function; TorchScript does not support that.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Swapped:
         module: nn.Module,
         wrap: Callable[[Forward], Forward],
         original_if: Callable[[], bool] = does_not_train,
+        copied: Forward | None = None,
     ) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             raise ApplyFailed(
@@ -75,7 +77,7 @@ class Swapped:
         if (own := module.__dict__.get("forward")) is not None:
             module.__dict__["forward"] = _over(own, wrap, self._switch)
         else:
-            module.__class__ = _subclass(type(module), wrap, self._switch)
+            module.__class__ = _subclass(type(module), wrap, self._switch, copied)
 
     def revert(self) -> None:
         """Restore the module."""
@@ -142,7 +144,10 @@ def _for_scripts(forward: Any, original: Any) -> Forward:
 
 
 def _subclass(
-    original: type[nn.Module], wrap: Callable[[Forward], Forward], switch: _Switch
+    original: type[nn.Module],
+    wrap: Callable[[Forward], Forward],
+    switch: _Switch,
+    copied: Forward | None,
 ) -> type[nn.Module]:
     def call(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run: Forward = functools.partial(original.forward, self)
@@ -155,7 +160,19 @@ def _subclass(
         reduced = original.__reduce_ex__(self, protocol)
         if isinstance(reduced, str) or _SWAPPED in original.__dict__:
             return reduced
-        return copyreg._reconstructor, (original, object, None), *reduced[2:]  # type: ignore[attr-defined]
+        state, *rest = reduced[2:]
+        if copied is not None and switch.is_on:
+            state = {**state, "forward": copied}
+        return copyreg._reconstructor, (original, object, None), state, *rest  # type: ignore[attr-defined]
+
+    def refuse_script(self: nn.Module) -> nn.Module:
+        if not switch.is_on:
+            return self
+        raise ApplyFailed(
+            f"the plan has replaced what a {type(self).__name__} of this model computes, and "
+            "torch.jit.script compiles the original code. Write the replacement into the model, or call the "
+            "plan's `revert()` first; torch.jit.trace and torch.export see the replacement."
+        )
 
     namespace = {
         "__module__": original.__module__,
@@ -165,6 +182,8 @@ def _subclass(
         "forward": _for_scripts(forward, original.forward),
         _SWAPPED: switch,
     }
+    if copied is not None:
+        namespace["__prepare_scriptable__"] = refuse_script
     of_class: Any = type(original)
     kind: type[nn.Module] = _alike(of_class)(original.__name__, (original,), namespace)
     return kind
