@@ -70,8 +70,8 @@ def counts_tell() -> bool:
     """Return True if this torch counts references as `is_kept` expects.
 
     A weak reference is not enough: an object stays alive while autograd keeps its tensor. But torch holds one
-    reference itself while C++ keeps the tensor. Runs in a new thread: hooks on saved tensors of the caller, as
-    those of a checkpoint, would see the tensor that autograd keeps here.
+    reference itself while C++ keeps the tensor. Runs in a new thread, since the caller's hooks on saved
+    tensors, such as a checkpoint's, would count the tensor that autograd keeps here.
     """
     with ThreadPoolExecutor(1, OURS) as apart:
         return apart.submit(_counts_tell).result()
