@@ -6,7 +6,7 @@ Each program is a loop of eight steps in `bench/truth/`. Its peak is taken five 
 
 * `diagnose` and `optimize`, as they print it, and `estimate`;
 * `events`: torch's profiler runs from the script's first line to its last. The level is the sum of its memory
-  events, and the peak that after the first backward;
+  events, and the peak that after the first steps;
 * `malloc`: a library loaded before libc (`LD_PRELOAD`) counts the blocks of 4 KiB and more in use.
 
 The plan of `optimize` then runs under the last two. `saved` is what each says that it saves. What malloc has
@@ -39,8 +39,11 @@ from torchtrim.workflows.estimate import estimate_report
 from torchtrim.workflows.optimize.report import optimize_report
 
 HERE = Path(__file__).parent / "truth"
-MARK = "backward ends"
+MARK = "Optimizer.zero_grad#"
+"""What torch names a range in each step; a plan would see hooks, and who calls backward."""
 MIB = 2**20
+_FIRST = 2
+"""Ranges before the measured steps: in the first one optimizers make their state."""
 COUNTER = r"""
 #include <malloc.h>
 #include <errno.h>
@@ -72,8 +75,7 @@ long counted_now(void) { return in_use; }
 
 
 def by_events(run: Callable[[], None]) -> int:
-    """The highest sum of the memory events of torch's profiler, after the first backward."""
-    after_backward(_mark)
+    """The highest sum of the memory events of torch's profiler, after the first steps."""
     with torch.autograd.profiler.profile(profile_memory=True) as seen:
         run()
     results: Any = seen.kineto_results
@@ -81,42 +83,33 @@ def by_events(run: Callable[[], None]) -> int:
     for event in results.events():
         if event.name() == "[memory]":
             memory.append((event.start_ns(), event.nbytes()))
-        elif event.name() == MARK:
+        elif event.name().startswith(MARK):
             marks.append(event.start_ns())
     level = highest = 0
     for moment, size in sorted(memory, key=lambda pair: pair[0]):
         level += size
-        if marks[0] < moment < marks[-1]:
+        if moment > sorted(marks)[_FIRST]:
             highest = max(highest, level)
     return highest
 
 
-def after_backward(then: Callable[[], None]) -> None:
-    """Call a function after each backward; a plan does not allow hooks of optimizers."""
-    backward: Any = torch.autograd.backward
-
-    def run(*args: Any, **kwargs: Any) -> None:
-        backward(*args, **kwargs)
-        then()
-
-    torch.autograd.backward = run
-
-
-def _mark() -> None:
-    with torch.autograd.profiler.record_function(MARK):
-        pass
-
-
 def by_malloc(run: Callable[[], None]) -> int:
-    """The most bytes in use after the first backward, above those before the script."""
+    """The most bytes in use after the first steps, above those before the script."""
     library = ctypes.CDLL(None)
     for function in (library.counted_peak, library.counted_now):
         function.restype = ctypes.c_long
     peaks: list[int] = []
-    after_backward(lambda: peaks.append(library.counted_peak()))
+    ends: Any = torch.autograd.profiler.record_function.__exit__
+
+    def end(self: Any, *error: Any) -> None:
+        ends(self, *error)
+        if self.name.startswith(MARK):
+            peaks.append(library.counted_peak())
+
+    torch.autograd.profiler.record_function.__exit__ = end  # type: ignore[method-assign]
     before = library.counted_now()
     run()
-    return max(peaks[1:]) - before
+    return max(*peaks[_FIRST + 1 :], library.counted_peak()) - before
 
 
 def import_late() -> None:
@@ -217,12 +210,11 @@ def main() -> None:
         source, counter = folder / "counter.c", folder / "counter.so"
         source.write_text(COUNTER)
         subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", counter, source], check=True)
-        for script in sorted(HERE.glob("*.py")):
-            if not options.names or script.stem in options.names:
-                rows[script.stem] = peaks_of(script, folder, counter)
-                print(line_of(script.stem, rows[script.stem]), flush=True)
-    if options.json:
-        machine.save("truth", rows)
+        for program in options.names or sorted(path.stem for path in HERE.glob("*.py")):
+            rows[program] = peaks_of(HERE / f"{program}.py", folder, counter)
+            print(line_of(program, rows[program]), flush=True)
+            if options.json:
+                machine.save("truth", {**machine.saved("truth"), **rows})
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import runpy
 from pathlib import Path
 
 import pytest
-import torch
 from bench.truth import by_events
 
 from steps import quiet
@@ -25,9 +24,8 @@ QUICK = "accumulation", "average", "sparse"
         for path in sorted(PROGRAMS.glob("*.py"))
     ],
 )
-def test_peaks_are_those_of_allocator_events(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peaks_are_those_of_allocator_events(name: str) -> None:
     path = PROGRAMS / f"{name}.py"
-    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
     expected = by_events(lambda: runpy.run_path(str(path), run_name="__main__"))
     trial = Fitting(Script(str(path), device="cpu"), Request(), quiet).observe()
     assert trial.profile is not None
