@@ -85,10 +85,11 @@ def by_events(run: Callable[[], None]) -> int:
             memory.append((event.start_ns(), event.nbytes()))
         elif event.name().startswith(MARK):
             marks.append(event.start_ns())
+    first = sorted(marks)[_FIRST]
     level = highest = 0
     for moment, size in sorted(memory, key=lambda pair: pair[0]):
         level += size
-        if moment > sorted(marks)[_FIRST]:
+        if moment > first:
             highest = max(highest, level)
     return highest
 
