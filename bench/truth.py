@@ -16,6 +16,7 @@ and the events have not is held by libraries: oneDNN keeps its compiled kernels 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import runpy
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 
 from bench import machine
-from torchtrim import Script
+from torchtrim import Script, ScriptFailed
 from torchtrim.records.files import load_plan, plan_text
 from torchtrim.records.plan import Plan
 from torchtrim.records.trial import Request
@@ -157,8 +158,9 @@ def peaks_of(script: Path, folder: Path, counter: Path) -> dict[str, Any]:
     }
     told = diagnose_report(workload, Request()).report.original
     found["diagnose"] = told.peak_bytes if told else None
-    estimated = estimate_report(workload, Request()).report.original
-    found["estimate"] = estimated.peak_bytes if estimated else None
+    with contextlib.suppress(ScriptFailed):
+        estimated = estimate_report(workload, Request()).report.original
+        found["estimate"] = estimated.peak_bytes if estimated else None
     result = optimize_report(workload, "70%", Request())
     report = result.report
     assert report.original is not None
@@ -188,7 +190,9 @@ def line_of(name: str, row: dict[str, Any]) -> str:
     parts = (
         f"{name:14} {row['events'] / MIB:6.2f} MiB",
         *(f"{name} {bytes_:+d}" for name, bytes_ in apart.items()),
-        f"estimate {row['estimate'] / row['events'] - 1:+.2%}",
+        f"estimate {row['estimate'] / row['events'] - 1:+.2%}"
+        if "estimate" in row
+        else "no estimate",
         f"libraries {(row['malloc'] - row['events']) / MIB:.2f}",
         f"saved {saved:.2f}, by malloc {by_malloc - saved:+.2f}",
         ", ".join(row["techniques"]),
