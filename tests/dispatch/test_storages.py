@@ -314,6 +314,7 @@ def test_hooks_of_the_caller_do_not_see_how_torch_counts() -> None:
     assert seen == []
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_reachable_bytes_are_of_the_parts_of_tensors_and_of_no_files(tmp_path: Path) -> None:
     gc.collect()
     before = reachable_bytes()

@@ -8,7 +8,6 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torchtrim.dispatch.threads import OURS
+from torchtrim.dispatch.threads import in_new_thread
 from torchtrim.records.profile import DEVICE_POOL
 
 _OWN_REFERENCES = 2
@@ -73,8 +72,7 @@ def counts_tell() -> bool:
     reference itself while C++ keeps the tensor. Runs in a new thread, since the caller's hooks on saved
     tensors, such as a checkpoint's, would count the tensor that autograd keeps here.
     """
-    with ThreadPoolExecutor(1, OURS) as apart:
-        return apart.submit(_counts_tell).result()
+    return in_new_thread(_counts_tell)
 
 
 def _counts_tell() -> bool:

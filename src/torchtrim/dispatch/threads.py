@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import Future
-from typing import Any
+from concurrent.futures import thread as pools
+from typing import Any, TypeVar
 
 from torchtrim.dispatch.patches import Patches
 
+T = TypeVar("T")
+_POOLED: Container[threading.Thread] = pools._threads_queues
 OURS = "torchtrim"
 """Prefix of the names of torchtrim's own threads."""
 
@@ -38,11 +41,31 @@ def enter_in_threads(
     own = patches.replace(threading.Thread, "_bootstrap_inner", bootstrap)
 
 
+def in_new_thread(function: Callable[[], T]) -> T:
+    """Return the function's result in a new thread, which has none of the caller's modes and hooks."""
+    found: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(function())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, name=OURS).start()
+    return found.result()
+
+
 def await_others() -> None:
-    """Wait for threads that the program has not joined, as Python does at its end."""
-    others = (one for one in threading.enumerate() if not one.daemon)
-    if any(one is not threading.current_thread() for one in others):
+    """Wait for threads that the program has not joined, as Python does at its end: pools last."""
+    while others := [one for one in _others() if one not in _POOLED]:
+        others[0].join()
+    if any(_others()):
         threading._shutdown()  # type: ignore[attr-defined]
+
+
+def _others() -> list[threading.Thread]:
+    current = threading.current_thread()
+    return [one for one in threading.enumerate() if one is not current and not one.daemon]
 
 
 def listen_to_errors(patches: Patches, heard: Callable[[BaseException], bool]) -> None:
