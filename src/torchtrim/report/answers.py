@@ -1,0 +1,146 @@
+"""The four answers at the top of the page: what was wrong, what was done, why it is safe, what to type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torchtrim.core.units import counted, format_bytes
+from torchtrim.records import Report
+from torchtrim.records.figures import Figures
+from torchtrim.records.finding import EQUIVALENCES
+from torchtrim.records.fix import Fixes
+from torchtrim.report import facts, plan_words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A question and its answer. `verdict`: the certificate's word, if the answer is a proof."""
+
+    question: str
+    lines: tuple[str, ...]
+    verdict: str = ""
+
+
+def answers(report: Report) -> list[Answer]:
+    """Return the answers that a report has, without what to type, which is `report.next`."""
+    found = [
+        Answer(question="What was wrong", lines=tuple(_wrong(report))),
+        Answer(question="What was done", lines=tuple(_done(report))),
+        Answer(question="Is it safe", lines=tuple(_safe(report)), verdict=verdict_of(report)),
+    ]
+    return [one for one in found if one.lines]
+
+
+def _wrong(report: Report) -> Iterator[str]:
+    peak, original = facts.peak_before(report), report.original
+    if report.budget_bytes is not None and peak is not None and original is not None:
+        yield from _over(report, peak, original)
+    elif report.fixes is not None:
+        yield _syncs(report, report.fixes)
+    elif report.findings:
+        worst = report.findings[0]
+        where = facts.place(worst.path, worst.line, facts.home(report))
+        count = facts.count_of(report.findings)
+        yield f"{count}: {facts.families(report.findings)}. First: {worst.message}" + (
+            f" (`{where}`)." if where else "."
+        )
+    elif original is not None or report.stream is not None:
+        yield "Nothing was found."
+
+
+def _syncs(report: Report, fixes: Fixes) -> str:
+    if not fixes.syncs_before:
+        return "Nothing: no line of the script waits for the device."
+    cost = f"; {facts.waits_of(report)}" if facts.waits_of(report) else ""
+    lines = dict.fromkeys(
+        facts.place(one.path, one.line, facts.home(report)) for one in fixes.places
+    )
+    where = f", at {listed([f'`{one}`' for one in lines])}" if lines else ""
+    times = counted(fixes.syncs_before, "time")
+    return f"The host waits for the device {times} a step{where}{cost}."
+
+
+def _over(report: Report, peak: int, original: Figures) -> Iterator[str]:
+    assert report.budget_bytes is not None
+    over, budget = peak - report.budget_bytes, format_bytes(report.budget_bytes)
+    name = "the process" if report.memory_kind == "rss" else "the step"
+    if over <= 0:
+        yield f"Nothing: {name} peaks at {format_bytes(peak)}, within the budget of {budget}."
+        return
+    more = f"{format_bytes(over)} over the budget of {budget}"
+    yield f"{name.capitalize()} peaks at {format_bytes(peak)}, {more}."
+    if original.by_kind:
+        kind, size = max(original.by_kind.items(), key=lambda item: item[1])
+        yield f"{format_bytes(size)} of it is {_plural(kind)}{_most(report, kind)}."
+
+
+def _plural(kind: str) -> str:
+    words = kind.replace("_", " ")
+    return words if words.endswith(("state", "gathered", "workspace")) else f"{words}s"
+
+
+def _most(report: Report, kind: str) -> str:
+    """Return the largest holder of a kind: `", most by `Net.stem` at `train.py:9`"`."""
+    holder = max(
+        (one for one in report.holders if one.kind == kind and one.path),
+        key=lambda one: one.bytes,
+        default=None,
+    )
+    if holder is None:
+        return ""
+    where = facts.place(holder.path, holder.line, facts.home(report))
+    whose = f" of `{holder.module}`" if holder.module else ""
+    return f"; the largest, {format_bytes(holder.bytes)}, at `{where}`{whose}"
+
+
+def _done(report: Report) -> Iterator[str]:
+    plan, fixes = plan_words.plan_lines(report), report.fixes
+    if report.estimated is not None:
+        yield "Nothing: the step was not computed, its tensors had shapes and no memory."
+        return
+    if plan and report.floor_bytes is not None:
+        yield "The plan that needs least was tried:"
+    elif plan and report.planned is None:
+        yield "Planned, and not tried yet:"
+    yield from plan
+    if fixes is not None and fixes.diff and (fixes.written or not plan):
+        applied = [one for one in fixes.places if one.state == "applied"]
+        names = listed(list(dict.fromkeys(one.name for one in applied))) if applied else ""
+        state = "Written" if fixes.written else "Suggested, not written yet"
+        yield f"{state}: {counted(len(applied), 'fix', 'fixes')}" + (
+            f", {names}." if names else "."
+        )
+    elif report.original is not None and not plan:
+        yield "Nothing: the program ran as it is."
+
+
+def verdict_of(report: Report) -> str:
+    """Return the weakest verdict that the page claims, empty without a certificate."""
+    return facts.weakest_verdict(report) if report.certificate is not None else ""
+
+
+def _safe(report: Report) -> Iterator[str]:
+    certificate = report.certificate
+    if certificate is not None:
+        yield facts.SAFETY[facts.weakest_verdict(report)]
+        if certificate.first_difference is not None:
+            yield f"First difference: {facts.difference_of(certificate, facts.home(report))}."
+        elif facts.tone_of(certificate) != "good" and certificate.reason:
+            yield f"{certificate.reason}."
+        proof = facts.proof_sentence(certificate).partition(": ")[2]
+        claimed = facts.weakest_verdict(report) == certificate.verdict
+        yield f"{proof}." if claimed else f"In this run, {proof}."
+    elif report.plan is not None and not facts.is_idle(report):
+        yield "Not known yet: the plan is a prediction. `torchtrim verify` measures it against the original."
+
+
+def fixes_verdict(report: Report) -> str:
+    """Return the verdict on fixes that were compared on their own, empty if they were not."""
+    fixes = report.fixes
+    if fixes is None or fixes.certificate is None or fixes.written or report.plan is None:
+        return ""
+    applied = [one.equivalence for one in fixes.places if one.state == "applied"]
+    weakest = max(applied, key=EQUIVALENCES.index, default="BITWISE")
+    verdict = fixes.certificate.verdict
+    return "ROUNDING" if verdict == "BITWISE" and weakest != "BITWISE" else verdict
