@@ -31,7 +31,8 @@ def holders(profile: Profile, at: int | None = None, most: int = 12) -> tuple[Ho
     Computed tensors are grouped by kind, module, line, reason and what they are; parameters and gradients by
     the top two levels of their module; optimizer state by its optimizer, with the line of the update. Equal
     groups of modules of one class, made at one line, become one, with `*` for the numbers that differ:
-    `net.layers.*.linear`. The bytes add up to the peak: beyond `most` entries, the last one, of kind `rest`, is the sum of the others.
+    `net.layers.*.linear`. The bytes add up to the peak: beyond `most` entries, the last one, of kind `rest`,
+    is the sum of the others.
     """
     at = peak_operator(profile) if at is None else at
     modules = {module.path: module for module in profile.modules}

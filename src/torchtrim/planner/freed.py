@@ -7,7 +7,7 @@ from operator import sub
 from typing import NamedTuple
 
 from torchtrim.analysis.prices import device_of
-from torchtrim.executor.registry import Option, edit_of, in_files_of, options_of
+from torchtrim.executor.registry import Option, edit_of, in_files_of, names, options_of
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.step.edits import Edit, overwritten
@@ -24,12 +24,15 @@ class FreedBytes(NamedTuple):
 
 
 def freed_bytes(profile: Profile, techniques: Iterable[Technique]) -> list[FreedBytes]:
-    """Simulate each technique of a plan on top of those before it; techniques without edits are left out."""
+    """Simulate each technique of a plan on top of those before it; without edits are left out."""
     step = step_of(profile)
     if is_emulated(profile.device):
         step = on_device(step, device_of(profile))
     high, free, taken, found = timeline(step).high, set[int](), list[Option](), list[FreedBytes]()
+    known = frozenset(names())
     for one in techniques:
+        if one.name not in known:
+            continue
         written = overwritten(step, free)
         taken += _options(written, one)
         free.update(task for edit in _edits(written, taken) for task in edit.overwrites)

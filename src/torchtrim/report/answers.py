@@ -52,13 +52,12 @@ def _wrong(report: Report) -> Iterator[str]:
 def _syncs(report: Report, fixes: Fixes) -> str:
     if not fixes.syncs_before:
         return "Nothing: no line of the script waits for the device."
-    cost = f"; {facts.waits_of(report)}" if facts.waits_of(report) else ""
-    lines = dict.fromkeys(
-        facts.place(one.path, one.line, facts.home(report)) for one in fixes.places
-    )
-    where = f", at {listed([f'`{one}`' for one in lines])}" if lines else ""
-    times = counted(fixes.syncs_before, "time")
-    return f"The host waits for the device {times} a step{where}{cost}."
+    every = sorted({(one.path, one.line) for one in fixes.places})
+    lines = [f"`{facts.place(*one, facts.home(report))}`" for one in every]
+    where = f", at {listed(lines)}" if lines else ""
+    waits = facts.waits_of(report)
+    cost = f": {waits}" if waits else ""
+    return f"The host waits for the device {counted(fixes.syncs_before, 'time')} a step{where}{cost}."
 
 
 def _over(report: Report, peak: int, original: Figures) -> Iterator[str]:
@@ -107,10 +106,8 @@ def _done(report: Report) -> Iterator[str]:
     if fixes is not None and fixes.diff and (fixes.written or not plan):
         applied = [one for one in fixes.places if one.state == "applied"]
         names = listed(list(dict.fromkeys(one.name for one in applied))) if applied else ""
-        state = "Written" if fixes.written else "Suggested, not written yet"
-        yield f"{state}: {counted(len(applied), 'fix', 'fixes')}" + (
-            f", {names}." if names else "."
-        )
+        state = "written" if fixes.written else "suggested, not written yet"
+        yield f"{counted(len(applied), 'fix', 'fixes')}{facts.bracketed(names)}, {state}."
     elif report.original is not None and not plan:
         yield "Nothing: the program ran as it is."
 

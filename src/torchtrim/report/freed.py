@@ -131,8 +131,11 @@ def areas(found: Freed, top: float) -> Markup:
         )
         for band, (lower, upper) in zip(found.bands, pairwise(tops), strict=True)
     ]
-    ghost = Markup('<path class="ghost" d="M0 {}"/>').format(stairs(found.original, top))
-    return Markup().join([*shapes, ghost])
+    line = stairs(found.original, top)
+    below = stairs(found.planned, top, back=True)
+    fade = Markup('<path class="fade" d="M0 {}{}Z"/>').format(line, below)
+    ghost = Markup('<path class="ghost" d="M0 {}"/>').format(line)
+    return Markup().join([fade, *shapes, ghost])
 
 
 def marks(found: Freed, top: float) -> Markup:

@@ -20,6 +20,7 @@ _HEADROOM = 1.18  # Arbitrary; room for the labels above the peak.
 _FAR = 2  # A budget above twice the peak would squeeze the chart into its lower half.
 
 
+_Step = tuple[str, Profile, FoldedLanes]
 _DrawnStep = tuple[str, Profile, Picture, FoldedLanes]
 
 
@@ -45,7 +46,7 @@ NO_CHARTS = MemoryCharts()
 
 
 def memory_charts(
-    report: Report, steps: Sequence[tuple[str, Profile, FoldedLanes]]
+    report: Report, steps: Sequence[_Step]
 ) -> MemoryCharts:
     """Draw the steps, which have a title each; the first is the original."""
     drawn: list[_DrawnStep] = [
@@ -58,7 +59,7 @@ def memory_charts(
     near = budget if budget is not None and budget <= _FAR * highest else None
     top = _HEADROOM * max(highest, near or 0, 1)
     charts = [
-        _chart(report, step, _freed(report, step[2], [one[1] for one in steps], number), top, near)
+        _chart(report, step, _freed(report, step[2], steps, number), top, near)
         for number, step in enumerate(drawn)
     ]
     layers = [layer for _, _, found, _ in drawn for layer in found.layers if any(layer.values)]
@@ -87,22 +88,22 @@ def _chart(
 
 
 def _freed(
-    report: Report, drawn: Picture, profiles: Sequence[Profile], number: int
+    report: Report, drawn: Picture, steps: Sequence[_Step], number: int
 ) -> Freed | None:
     """Return what the plan frees: in the planned chart, or in the original's if it has not run."""
     plan, found = report.plan, None
-    if plan is None or not plan.techniques or number + 1 < len(profiles):
+    if plan is None or not plan.techniques or number + 1 < len(steps):
         return None
     with isolated("renderer", "freed bytes"):
-        simulated = freed_bytes(profiles[0], plan.techniques)
+        simulated = freed_bytes(steps[0][1], plan.techniques)
         known = {one.technique for one in simulated}
         others = listed(
             [one.name for one in plan.techniques if one.name not in known] or [""]
         )
         if number:
-            found = freed(drawn, *profiles, simulated, others)
+            found = freed(drawn, steps[0][1], steps[number][1], simulated, others)
         elif simulated:
-            found = predicted(drawn, profiles[0], simulated)
+            found = predicted(drawn, steps[0][1], simulated)
     return found
 
 
