@@ -57,7 +57,9 @@ def _syncs(report: Report, fixes: Fixes) -> str:
     where = f", at {listed(lines)}" if lines else ""
     waits = facts.waits_of(report)
     cost = f": {waits}" if waits else ""
-    return f"The host waits for the device {counted(fixes.syncs_before, 'time')} a step{where}{cost}."
+    return (
+        f"The host waits for the device {counted(fixes.syncs_before, 'time')} a step{where}{cost}."
+    )
 
 
 def _over(report: Report, peak: int, original: Figures) -> Iterator[str]:

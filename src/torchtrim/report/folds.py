@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
+from typing import NamedTuple
 
 from torchtrim.core.units import format_seconds
 from torchtrim.records import Profile
@@ -35,18 +36,17 @@ class FoldedLanes:
 
 def folded(profile: Profile, lanes: Lanes, step_seconds: float) -> FoldedLanes:
     """Fold the loader and, of a measured step, the gaps that the timed step of `step_seconds` cannot have."""
-    loader = _joined([*_loading(profile, lanes)])
-    loads = sum(end - start for start, end in loader)
-    gaps = [*_gaps(profile, lanes)] if lanes.source == "measured" and step_seconds else []
-    busy = sum(span.seconds for span in lanes.host if _kept(profile, span))
-    longest = _longest(sorted(end - start for start, end in gaps), step_seconds - busy - loads)
-    cuts = [(start + longest, end) for start, end in gaps if end - start > longest]
-    every = _joined([*loader, *cuts])
-    whole = sum(end - start for start, end in every)
+    gaps = [*_gaps(profile, lanes)]
+    longest = float("inf")
+    if lanes.source == "measured" and step_seconds:
+        busy = lanes.seconds - sum(gap.end - gap.start for gap in gaps)
+        left = step_seconds - busy - sum(gap.loader_seconds for gap in gaps)
+        longest = _longest(sorted(gap.seconds for gap in gaps), left)
+    cuts = [(gap.start + min(gap.seconds, longest), gap.end) for gap in gaps]
     return FoldedLanes(
-        lanes=_without(profile, lanes, every),
-        loader_seconds=loads,
-        gap_seconds=max(whole - loads, 0.0),
+        lanes=_without(profile, lanes, [(start, end) for start, end in cuts if end > start]),
+        loader_seconds=sum(gap.loader_seconds for gap in gaps),
+        gap_seconds=sum(max(gap.seconds - longest, 0.0) for gap in gaps),
     )
 
 
@@ -72,13 +72,30 @@ def _loading(profile: Profile, lanes: Lanes) -> Iterator[_Cut]:
             yield wait.start, wait.start + wait.seconds
 
 
-def _gaps(profile: Profile, lanes: Lanes) -> Iterator[_Cut]:
+class _Gap(NamedTuple):
+    """A span without operators but those of the loader, which it waits for so long."""
+
+    start: float
+    end: float
+    loader_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """The rest of the gap."""
+        return max(self.end - self.start - self.loader_seconds, 0.0)
+
+
+def _gaps(profile: Profile, lanes: Lanes) -> Iterator[_Gap]:
+    loading = _joined([*_loading(profile, lanes)])
+    starts = [start for start, _ in loading]
     end = 0.0
-    for span in lanes.host:
-        if _kept(profile, span):
-            if span.start > end:
-                yield end, span.start
-            end = max(end, span.start + span.seconds)
+    kept = ((one.start, one.start + one.seconds) for one in lanes.host if _kept(profile, one))
+    for first, last in (*kept, (lanes.seconds, lanes.seconds)):
+        if first > end:
+            near = loading[max(bisect_right(starts, end) - 1, 0) : bisect_right(starts, first)]
+            loads = sum(max(min(b, first) - max(a, end), 0.0) for a, b in near)
+            yield _Gap(end, first, loads)
+        end = max(end, last)
 
 
 def _longest(gaps: Sequence[float], left: float) -> float:

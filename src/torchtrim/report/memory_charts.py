@@ -45,9 +45,7 @@ class MemoryCharts:
 NO_CHARTS = MemoryCharts()
 
 
-def memory_charts(
-    report: Report, steps: Sequence[_Step]
-) -> MemoryCharts:
+def memory_charts(report: Report, steps: Sequence[_Step]) -> MemoryCharts:
     """Draw the steps, which have a title each; the first is the original."""
     drawn: list[_DrawnStep] = [
         (title, profile, found, folded)
@@ -87,9 +85,7 @@ def _chart(
     )
 
 
-def _freed(
-    report: Report, drawn: Picture, steps: Sequence[_Step], number: int
-) -> Freed | None:
+def _freed(report: Report, drawn: Picture, steps: Sequence[_Step], number: int) -> Freed | None:
     """Return what the plan frees: in the planned chart, or in the original's if it has not run."""
     plan, found = report.plan, None
     if plan is None or not plan.techniques or number + 1 < len(steps):
