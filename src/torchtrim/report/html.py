@@ -38,7 +38,7 @@ _PROFILE = "profile.json"
 _MOST_BYTES = 450_000  # Arbitrary; a page that opens at once and can be sent by mail.
 _MOST_CHARACTERS = 2000  # Arbitrary; no sentence of ours is as long, only names from outside.
 _CODE = re.compile(r"`([^`]+)`")
-_WIDEST_LINE = 160  # Arbitrary; longer lines of diffs are cut.
+_WIDEST_LINE = 600  # Arbitrary; longer lines of diffs are cut, as generated code has.
 _FINDING_BYTES = 200  # The least bytes of a finding in JSON: spares encoding what cannot fit.
 
 T = TypeVar("T")
@@ -175,7 +175,7 @@ def _drawings(report: Report, before: Profile | None, after: Profile | None) -> 
     steps = [("Original", before, folded(before, drawn, _timed(report.original)))]
     if after is not None and after.operators:
         planned = folded(after, lanes(report.waiting, after), _timed(report.planned))
-        steps.append(("Planned", after, planned))
+        steps.append(("Planned" if report.plan else "With the fixes", after, planned))
     return _Drawings(
         profile=before,
         lanes=drawn,
