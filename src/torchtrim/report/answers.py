@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchtrim.core.units import counted, format_bytes
+from torchtrim.core.words import listed
 from torchtrim.records import Report
 from torchtrim.records.figures import Figures
 from torchtrim.records.finding import EQUIVALENCES
@@ -107,7 +108,7 @@ def _done(report: Report) -> Iterator[str]:
     yield from plan
     if fixes is not None and fixes.diff and (fixes.written or not plan):
         applied = [one for one in fixes.places if one.state == "applied"]
-        names = listed(list(dict.fromkeys(one.name for one in applied))) if applied else ""
+        names = listed(dict.fromkeys(one.name for one in applied))
         state = "written" if fixes.written else "suggested, not written yet"
         yield f"{counted(len(applied), 'fix', 'fixes')}{facts.bracketed(names)}, {state}."
     elif report.original is not None and not plan:

@@ -9,9 +9,9 @@ from markupsafe import Markup
 
 from torchtrim.core.isolation import isolated
 from torchtrim.core.units import format_bytes
+from torchtrim.core.words import listed
 from torchtrim.planner.freed import freed_bytes
 from torchtrim.records import Profile, Report
-from torchtrim.report import facts
 from torchtrim.report.charts import NOTHING, ORDER, Picture, hidden_bytes, picture, stacked
 from torchtrim.report.folds import FoldedLanes, ends_of
 from torchtrim.report.freed import Band, Freed, areas, freed, marks, predicted
@@ -93,9 +93,7 @@ def _freed(report: Report, drawn: Picture, steps: Sequence[_Step], number: int) 
     with isolated("renderer", "freed bytes"):
         simulated = freed_bytes(steps[0][1], plan.techniques)
         known = {one.technique for one in simulated}
-        others = listed(
-            [one.name for one in plan.techniques if one.name not in known] or [""]
-        )
+        others = listed([one.name for one in plan.techniques if one.name not in known])
         if number:
             found = freed(drawn, steps[0][1], steps[number][1], simulated, others)
         elif simulated:
