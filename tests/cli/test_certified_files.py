@@ -15,7 +15,8 @@ from torchtrim.cli.output import followed, write_files
 from torchtrim.cli.plans import pins_in
 from torchtrim.errors import UsageError
 from torchtrim.records.certificate import Certificate
-from torchtrim.records.files import load_plan, load_report, save_plan
+from torchtrim.records.comparison import load_report_or_profile
+from torchtrim.records.files import load_plan, save_plan
 from torchtrim.records.plan import Plan, PlanProof, Prediction, Technique
 from torchtrim.records.report import Report, Result
 from torchtrim.workflows.trace import perfetto_trace
@@ -127,6 +128,6 @@ def test_the_next_command_is_in_the_report_and_on_the_page() -> None:
     report = Report(torchtrim="0", torch="2", verb="plan", device="cpu", script="train.py", steps=3)
     command = "torchtrim verify train.py --plan torchtrim-out/train/plan.toml"
     paths = write_files(followed(Result(report, training_step()), command), FOLDER)
-    assert load_report(paths["report"]).next == command
+    assert load_report_or_profile(paths["report"]).next == command
     assert f"<code>{command}</code>" in paths["page"].read_text()
     assert followed(Result(report), None).report.next == ""

@@ -46,7 +46,8 @@ FAINT = """
 (() => {
   const numbers = (text) => text.match(/[\\d.]+/g).map(Number);
   const light = (rgb) => {
-    const [r, g, b] = rgb.slice(0, 3).map((v) => v / 255).map((v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    const linear = (v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+    const [r, g, b] = rgb.slice(0, 3).map((v) => linear(v / 255));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
   const under = (node) => {
@@ -58,11 +59,12 @@ FAINT = """
   };
   const found = [], texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (texts.nextNode()) {
-    const text = texts.currentNode.data.trim(), one = texts.currentNode.parentElement, style = getComputedStyle(one);
+    const text = texts.currentNode.data.trim(), one = texts.currentNode.parentElement;
+    const style = getComputedStyle(one), large = parseFloat(style.fontSize) >= 24;
     if (!text || !one.getClientRects().length) continue;
-    const [dark, bright] = [light(numbers(style.color)), light(under(one))].sort((a, b) => a - b);
-    const ratio = (bright + 0.05) / (dark + 0.05);
-    if (ratio < (parseFloat(style.fontSize) >= 24 ? 3 : 4.5)) found.push(`${text.slice(0, 40)}: ${ratio.toFixed(2)}`);
+    const [low, high] = [light(numbers(style.color)), light(under(one))].sort((a, b) => a - b);
+    const ratio = (high + 0.05) / (low + 0.05);
+    if (ratio < (large ? 3 : 4.5)) found.push(`${text.slice(0, 40)}: ${ratio.toFixed(2)}`);
   }
   return found;
 })()

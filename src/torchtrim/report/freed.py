@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from markupsafe import Markup
 
@@ -121,15 +121,11 @@ def _keys(profile: Profile) -> Iterator[tuple[str, str, str]]:
 
 def areas(found: Freed, top: float) -> Markup:
     """Draw the bands on the planned curve, and the original's curve above them."""
-    rows = [found.planned, *(band.values for band in found.bands)]
-    tops = [
-        *accumulate(rows, lambda below, more: [a + b for a, b in zip(below, more, strict=True)])
-    ]
     shapes = [
         Markup('<path class="freed {}" d="M0 {}{}Z"/>').format(
             band.shade, stairs(upper, top), stairs(lower, top, back=True)
         )
-        for band, (lower, upper) in zip(found.bands, pairwise(tops), strict=True)
+        for band, lower, upper in _stacked(found)
     ]
     line = stairs(found.original, top)
     below = stairs(found.planned, top, back=True)
@@ -140,14 +136,21 @@ def areas(found: Freed, top: float) -> Markup:
 
 def marks(found: Freed, top: float) -> Markup:
     """Draw each band's number where it is highest."""
-    heights = list(found.planned)
-    drawn_marks = []
-    for band in found.bands:
-        at = heights[band.column] + band.values[band.column] / 2
-        heights = [a + b for a, b in zip(heights, band.values, strict=True)]
-        drawn_marks.append(
-            Markup('<b class="mark {}" style="left:{:.2f}%;bottom:{:.2f}%">{}</b>').format(
-                band.shade, 100 * (band.column + 0.5) / len(heights), 100 * at / top, band.number
-            )
+    return Markup().join(
+        Markup('<b class="mark {}" style="left:{:.2f}%;bottom:{:.2f}%">{}</b>').format(
+            band.shade,
+            100 * (band.column + 0.5) / len(lower),
+            50 * (lower[band.column] + upper[band.column]) / top,
+            band.number,
         )
-    return Markup().join(drawn_marks)
+        for band, lower, upper in _stacked(found)
+    )
+
+
+def _stacked(found: Freed) -> Iterator[tuple[Band, Sequence[int], Sequence[int]]]:
+    """Yield each band with its lower and its upper edge."""
+    lower = found.planned
+    for band in found.bands:
+        upper = [a + b for a, b in zip(lower, band.values, strict=True)]
+        yield band, lower, upper
+        lower = upper
