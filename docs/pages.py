@@ -6,6 +6,7 @@ Each picture has the top of one page four times: at 1300 and 390 pixels, light a
 from __future__ import annotations
 
 import base64
+import os
 import shutil
 import subprocess
 import sys
@@ -24,17 +25,16 @@ RUNS = {
     "fixes": "--device emulated segmentation.py -- --batch-size 1",
     "ranks": "--memory 80% --processes 2 ranks.py -- --blocks 6 --width 256",
 }
-HEIGHT, SCALE, GAP = 1000, 0.55, 8  # The answers, the figures and the first chart, still readable.
+HEIGHT, SCALE, GAP = 1280, 0.5, 8  # The answers, the figures and the first chart, still readable.
 
 
 def page_of(kind: str, folder: Path) -> Path:
     """Run torchtrim on a copy of an example, and return the page that it wrote."""
     shutil.copytree(ROOT / "examples", folder, dirs_exist_ok=True)
     shutil.copy(ROOT / "tests" / "scripts" / "ranks.py", folder)
-    torchtrim = Path(sys.executable).with_name("torchtrim")
-    done = subprocess.run(
-        [torchtrim, "optimize", "-q", *RUNS[kind].split()], cwd=folder, check=False
-    )
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    command = ["torchtrim", "optimize", "-q", *RUNS[kind].split()]
+    done = subprocess.run(command, cwd=folder, env={**os.environ, "PATH": path}, check=False)
     assert done.returncode == (kind == "missed"), kind
     return next(folder.rglob("*report.html"))
 
