@@ -74,16 +74,18 @@ def _over(report: Report, peak: int, original: Figures) -> Iterator[str]:
     yield f"{name.capitalize()} peaks at {format_bytes(peak)}, {more}."
     if original.by_kind:
         kind, size = max(original.by_kind.items(), key=lambda item: item[1])
-        yield f"{format_bytes(size)} of it is {_plural(kind)}{_most(report, kind)}."
+        yield f"{_are(kind)} the largest part, {format_bytes(size)}{_most(report, kind, size)}."
 
 
-def _plural(kind: str) -> str:
-    words = kind.replace("_", " ")
-    return words if words.endswith(("state", "gathered", "workspace")) else f"{words}s"
+def _are(kind: str) -> str:
+    """Return `"Activations are"` or `"Optimizer state is"`."""
+    words = kind.replace("_", " ").capitalize()
+    one = words.endswith(("state", "workspace", "input"))
+    return f"{words} is" if one else f"{words.removesuffix('s')}s are"
 
 
-def _most(report: Report, kind: str) -> str:
-    """Return the largest holder of a kind: `", most by `Net.stem` at `train.py:9`"`."""
+def _most(report: Report, kind: str, size: int) -> str:
+    """Return the line and the module with most of a kind: `", of which 4.57 MiB at `a.py:9` in `Net`"`."""
     holder = max(
         (one for one in report.holders if one.kind == kind and one.path),
         key=lambda one: one.bytes,
@@ -91,9 +93,9 @@ def _most(report: Report, kind: str) -> str:
     )
     if holder is None:
         return ""
-    where = facts.place(holder.path, holder.line, facts.home(report))
-    whose = f" of `{holder.module}`" if holder.module else ""
-    return f"; the largest, {format_bytes(holder.bytes)}, at `{where}`{whose}"
+    part = f" of which {format_bytes(holder.bytes)}" if holder.bytes < size else ""
+    whose = f" in `{holder.module}`" if holder.module else ""
+    return f",{part} at `{facts.place(holder.path, holder.line, facts.home(report))}`{whose}"
 
 
 def _done(report: Report) -> Iterator[str]:

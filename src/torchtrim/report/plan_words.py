@@ -64,8 +64,9 @@ def sure_lines(plan: PlanSummary) -> list[str]:
     if plan.gap is None:
         return []
     if plan.gap < _PROVEN:
-        return ["predicted: no plan that fits is faster"]
-    return [f"predicted: no plan that fits is faster by more than {plan.gap:.1%} of a step"]
+        return ["by prediction, no plan that fits is faster"]
+    by = f"{100 * plan.gap:.1f} %"
+    return [f"by prediction, no plan that fits is faster by more than {by} of a step"]
 
 
 def technique_line(technique: Technique) -> str:
