@@ -58,7 +58,8 @@ def test_a_failed_proof_says_where_it_fails() -> None:
 def test_syncs_are_named_by_their_lines() -> None:
     wrong = said(samples.FIXED)["What was wrong"]
     assert wrong.startswith(
-        "The host waits for the device 4 times a step, at `models/encoder.py:43`, "
+        "The host waits for the device 4 times a step, at `models/encoder.py:43` and "
+        "`train.py:97` and 99: "
     )
     assert "waits cost 1.52 ms of a step of 11.9 ms on A10G, modelled" in wrong
 

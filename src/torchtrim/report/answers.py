@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 from torchtrim.core.units import counted, format_bytes
 from torchtrim.core.words import listed
@@ -53,14 +55,20 @@ def _wrong(report: Report) -> Iterator[str]:
 def _syncs(report: Report, fixes: Fixes) -> str:
     if not fixes.syncs_before:
         return "Nothing: no line of the script waits for the device."
-    every = sorted({(one.path, one.line) for one in fixes.places})
-    lines = [f"`{facts.place(*one, facts.home(report))}`" for one in every]
+    every = sorted({(one.path, one.line) for one in fixes.places if one.line})
+    lines = [_lines(report, path, [*group]) for path, group in groupby(every, key=itemgetter(0))]
     where = f", at {listed(lines)}" if lines else ""
     waits = facts.waits_of(report)
     cost = f": {waits}" if waits else ""
     return (
         f"The host waits for the device {counted(fixes.syncs_before, 'time')} a step{where}{cost}."
     )
+
+
+def _lines(report: Report, path: str, places: Sequence[tuple[str, int]]) -> str:
+    """Return `"`train.py:41`, 48 and 49"`."""
+    first, *others = (line for _, line in places)
+    return listed([f"`{facts.place(path, first, facts.home(report))}`", *others])
 
 
 def _over(report: Report, peak: int, original: Figures) -> Iterator[str]:
@@ -126,9 +134,10 @@ def _safe(report: Report) -> Iterator[str]:
     certificate = report.certificate
     if certificate is not None:
         yield facts.SAFETY[facts.weakest_verdict(report)]
-        if certificate.first_difference is not None:
+        equal = facts.tone_of(certificate) == "good"
+        if certificate.first_difference is not None and not equal:
             yield f"First difference: {facts.difference_of(certificate, facts.home(report))}."
-        elif facts.tone_of(certificate) != "good" and certificate.reason:
+        elif certificate.reason and not equal:
             yield f"{certificate.reason}."
         proof = facts.proof_sentence(certificate).partition(": ")[2]
         claimed = facts.weakest_verdict(report) == certificate.verdict
