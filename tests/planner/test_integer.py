@@ -14,7 +14,7 @@ from planner.test_planner import planner_of, profile_of
 from step.random_steps import random_training
 from torchtrim.executor.registry import Option
 from torchtrim.planner import planner
-from torchtrim.planner.linear import Constraint
+from torchtrim.planner.linear import Constraint, LinearBuilder
 from torchtrim.planner.problem import Problem
 from torchtrim.planner.solvers import integer
 from torchtrim.planner.solvers.integer import Integer, IntegerProgram
@@ -52,7 +52,7 @@ def test_a_hold_that_one_option_drops_twice_counts_once() -> None:
         problem = problem_of(random.Random(number), 4)
         twice = [edit._replace(drops=edit.drops * 2) for edit in problem.edits]
         doubled = Problem(problem.step, problem.options, twice)
-        for row in Integer(doubled)._model.rows:
+        for row in LinearBuilder(doubled).build().rows:
             columns = [column for column, _ in row.terms]
             assert len(columns) == len({*columns})
         every = brute(problem.step, list(problem.edits))
