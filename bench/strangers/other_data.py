@@ -1,4 +1,4 @@
-"""Small generated data that is no picture in a folder: long vocabularies, tokens, flows, points, hours, boxes."""
+"""Small generated data that is no folder of pictures: words, tokens, flows, points, hours, boxes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy
 
 
 def many_words(folder: Path, lines: int = 4000, known: int = 2000) -> None:
-    """`train.txt`, `valid.txt` and `test.txt` of 20 words a line, out of more words than a tiny corpus has."""
+    """`train.txt`, `valid.txt` and `test.txt`, out of more words than a tiny corpus has."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = numpy.random.default_rng(0)
     for part, share in (("train", 1), ("valid", 20), ("test", 20)):
@@ -97,10 +97,36 @@ def boxes(folder: Path, count: int = 96, size: int = 96) -> None:
         values = draw.integers(0, 256, (size, size, 3), dtype=numpy.uint8)
         Image.fromarray(values).save(folder / "images" / f"{number:04d}.jpg")
         rows = draw.uniform(0.3, 0.6, (3, 4))
-        text = "".join(f"{kind} {' '.join(f'{one:.3f}' for one in row)}\n" for kind, row in enumerate(rows))
+        text = "".join(
+            f"{kind} {' '.join(f'{one:.3f}' for one in row)}\n" for kind, row in enumerate(rows)
+        )
         (folder / "labels" / f"{number:04d}.txt").write_text(text)
     listed = (f"{folder.name}/images/{number:04d}.jpg\n" for number in range(count))
     (folder / "train.txt").write_text("".join(listed))
+
+
+def modelnet_h5(folder: Path) -> None:
+    """Points and their classes in two files."""
+    folder.mkdir(parents=True)
+    draw = numpy.random.default_rng(0)
+    for part, count in (("train", 320), ("test", 32)):
+        labels = draw.integers(0, 40, (count, 1), dtype=numpy.uint8)
+        _h5(folder / f"ply_data_{part}0.h5", data=draw.normal(size=(count, 2048, 3)), label=labels)
+
+
+def patches_h5(file: Path, count: int = 120, size: int = 41) -> None:
+    """Patches of pictures, and what they should become."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draw = numpy.random.default_rng(0)
+    _h5(file, **{name: draw.uniform(size=(count, 1, size, size)) for name in ("data", "label")})
+
+
+def _h5(file: Path, **arrays: numpy.ndarray) -> None:
+    import h5py
+
+    with h5py.File(file, "w") as opened:
+        for name, values in arrays.items():
+            opened[name] = values.astype(numpy.float32) if values.dtype.kind == "f" else values
 
 
 OTHERS: dict[str, Callable[[Path], None]] = {
@@ -111,4 +137,6 @@ OTHERS: dict[str, Callable[[Path], None]] = {
     "modelnet": modelnet,
     "hourly": hourly,
     "boxes": boxes,
+    "modelnet_h5": modelnet_h5,
+    "patches_h5": patches_h5,
 }
