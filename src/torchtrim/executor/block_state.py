@@ -174,6 +174,7 @@ class Before:
                 }
         self._held = list(state.parameters())
         self._new: list[Key] = []
+        self._replaced: dict[Key, torch.Tensor] = {}
         self._objects = [vars(module).copy() for module in self._modules]
         self._versions = {key: (tensor, version_of(tensor)) for key, tensor in now.items()}
         self._generators = [(one, _state_of(one)) for one in state.generators]
@@ -196,20 +197,22 @@ class Before:
         drawn: list[Any] = []
         if self.tensors or self._generators:
             with _not_counted():
-                wrote = {key for key in self.tensors if self._is_written(key, now.get(key))}
+                wrote = {key for key in self.tensors if self._is_written(key)}
                 drawn = [
                     one for one in self._generators if not _same_state(one[1], _state_of(one[0]))
                 ]
         state.written.setdefault(self._mode, set()).update(wrote)
         self._held += [
-            Held(self._table(key), key.name, now[key], version_of(now[key]))
+            Held(self._table(key), key.name, *self._versions[key])
             for key in self.tensors.keys() - wrote
         ]
+        others = {key for key, (then, _) in self._versions.items() if now.get(key) is not then}
+        self._replaced = {key: self._versions[key][0] for key in others - wrote}
         self._new = [key for key in now.keys() - self.tensors.keys() if key.table == "_buffers"]
         self.tensors = {key: self._copied(key) for key in wrote}
         self._generators, self._versions = drawn, {}
         self._forget_attributes()
-        return sorted({key.name for key in wrote}), [one for one, _ in drawn]
+        return sorted({key.name for key in wrote | others}), [one for one, _ in drawn]
 
     def restore(self) -> None:
         """Restore the state before the first run."""
@@ -217,6 +220,8 @@ class Before:
             for key, value in self.tensors.items():
                 self._table(key)[key.name] = self._put_back(key, value)
         _put_attributes(self._modules, self._objects)
+        for key, tensor in self._replaced.items():
+            self._table(key)[key.name] = tensor
         for one, was in self._generators:
             set_state(one, was)
 
@@ -254,10 +259,9 @@ class Before:
                 self._table(key)[key.name] = tensor
             _put_attributes(self._modules, attributes)
 
-    def _is_written(self, key: Key, now: torch.Tensor | None) -> bool:
+    def _is_written(self, key: Key) -> bool:
         then, version = self._versions[key]
-        known = now is not then or key in self._state.written.get(self._mode, ())
-        if known or version_of(then) != version:
+        if key in self._state.written.get(self._mode, ()) or version_of(then) != version:
             return True
         return not (_shares(then) or _are_equal(then, self.tensors[key]))
 
