@@ -17,7 +17,6 @@ from torchtrim.errors import ApplyFailed, InfeasibleBudget, PlannedStepFailed, U
 from torchtrim.executor.apply import digest_of
 from torchtrim.executor.export import exported
 from torchtrim.executor.registry import exportable, names, technique
-from torchtrim.planner.pins import KEEP
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.plans import adding_up
 from torchtrim.planner.variants import Planners, Variant
@@ -171,7 +170,8 @@ class Fitting:
         """Yield a planner of the step recorded with each of these techniques applied."""
         allowed = EVERYTHING if only else self._allowed
         named = self._to_measure(only)
-        wanted = [pinned] if pinned else trials.choices(original, named, self._dropped, allowed)
+        barred = self._dropped | trials.barred(original, self._terms.pins)
+        wanted = [pinned] if pinned else trials.choices(original, named, barred, allowed)
         whole = original.peak_bytes - first.simulated_original
         plain = first.unchanged(Budget(original.peak_bytes))
         run = partial(self._with, plain, lever=bool(only))
@@ -215,9 +215,7 @@ class Fitting:
             exclude=(*self._exclude, *self._dropped, *others, *barred),
             allow=allow,
             host_bytes=self._request.host_memory,
-            pins={
-                what: one for what, one in self._pins.items() if only in ("", what) or what == KEEP
-            },
+            pins=trials.pins_for(only, self._pins),
         )
 
     def fit(self, limit: MemoryLimit) -> Fit:
