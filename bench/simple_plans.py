@@ -14,7 +14,6 @@ import gc
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from tests.cases import nets, zoo
 from torch import Tensor, nn
 
 from bench.by_hand import Trained, checkpointed, peak
-from bench.machine import save, saved
+from bench.machine import saved
 from torchtrim import TrainStep
 from torchtrim.errors import InfeasibleBudget, TorchtrimError
 from torchtrim.executor.registry import names

@@ -10,7 +10,6 @@ highest one over all tasks.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
