@@ -35,6 +35,7 @@ from torchtrim.workflows.optimize.levers import (
     SHARD,
     levers_of,
     may_shard,
+    out_of_reach,
     reached,
     refusals,
     with_shard,
@@ -356,10 +357,13 @@ class Fitting:
         tried = [] if planner.forced else [MeasuredPlan(None, None, whole)]
         outcomes: list[PlanOutcome] = []
         notes: list[str] = []
-        for number in range(_ROUNDS + 1):
-            self._progress(f"planning: for {format_bytes(budget.bytes)}")
+        if hopeless := out_of_reach(original, budget):
+            self._note(hopeless)
+        rounds = 0 if hopeless else _ROUNDS
+        for number in range(rounds + 1):
+            self._progress(f"planning: {hopeless or 'for ' + format_bytes(budget.bytes)}")
             try:
-                plan = planner.plan(budget.biased(bias)) if number < _ROUNDS else None
+                plan = planner.plan(budget.biased(bias)) if number < rounds else None
             except InfeasibleBudget:
                 plan = None
             if plan is None and any(one.used <= budget.bytes for one in tried):
@@ -378,7 +382,7 @@ class Fitting:
                     f"{format_bytes(used)}; planned again"
                 )
             bias += error
-        if not planner.forced and all(one.used > budget.bytes for one in tried):
+        if rounds and not planner.forced and all(one.used > budget.bytes for one in tried):
             tried += self._reconsidered(original, outcomes, budget.biased(first))
         fitting = [one for one in tried if one.used <= budget.bytes]
         if fitting:
