@@ -76,6 +76,7 @@ def _by_path(
 
 
 def run_again(block: Rerun, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Run a block's function so that it reruns in backward, if gradients are on and it may run twice."""
     if not torch.is_grad_enabled() or block.is_off():
         return function(*args, **kwargs)
     return checkpoint(
