@@ -2,10 +2,10 @@
 
     python -m bench.simple_plans [MODEL ...]
 
-For each model: the floor must not exceed the peak of any technique alone, or of any simple plan by hand, both as
-simulated, nor the peak measured with torch's own checkpointing. At 90, 75, 60 and 50 % of the peak, no simple
-plan that fits may take less time, no option of the plan may be superfluous, and the measured peak must be
-within half a percent of the predicted one.
+For each model: the floor must not exceed the peak of any technique alone, or of any simple plan by hand, both
+as simulated, nor the peak measured with torch's own checkpointing. At 90, 75, 60 and 50 % of the peak, no
+simple plan that fits may take less time, no option of the plan may be superfluous, and the measured peak must
+be within half a percent of the predicted one.
 """
 
 from __future__ import annotations
@@ -271,7 +271,9 @@ MODELS: dict[str, zoo.Maker] = {
         Field, lambda: (torch.randn(256, 3), torch.randn(256, 3), torch.rand(256, 3)), rendered
     ),
     "lstm": zoo.own(
-        lambda: nets.Recurrent(nn.LSTM, 64, 1000), lambda: tuple(t % 1000 for t in zoo.tokens(16, 64)), zoo.next_token
+        lambda: nets.Recurrent(nn.LSTM, 64, 1000),
+        lambda: tuple(t % 1000 for t in zoo.tokens(16, 64)),
+        zoo.next_token,
     ),
     "gpt": zoo.own(Gpt, lambda: zoo.tokens(4, 128), zoo.next_token),
     "gpt in bfloat16": zoo.own(Gpt, lambda: zoo.tokens(4, 128), in_bfloat16),
@@ -407,7 +409,8 @@ def measure(make: zoo.Maker, allow: Equivalence) -> dict[str, Any]:
         }
         if abs(error) > NEAR:
             faults.append(
-                f"{share} %: predicted {plan.predicted.peak_bytes / 2**20:.3f} measured {trial.peak_bytes / 2**20:.3f} {found[f'{share}']['techniques']}"
+                f"{share} %: predicted {plan.predicted.peak_bytes / 2**20:.3f} measured "
+                f"{trial.peak_bytes / 2**20:.3f} {found[f'{share}']['techniques']}"
             )
         quicker = [
             one

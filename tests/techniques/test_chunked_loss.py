@@ -123,7 +123,7 @@ def training(model: nn.Module, loss: LossOf = flat) -> TrainStep:
 )
 def test_the_peak_is_as_predicted_and_all_is_equal(name: str) -> None:
     model = Language(name if name in KINDS else "")
-    others = ("recompute", "overwrite")
+    others = ("recompute", "overwrite", "replay")
     fit = Fitting(
         training(model, LOSSES.get(name, flat)), Request(steps=1), quiet, Terms("ROUNDING", others)
     ).smallest()
