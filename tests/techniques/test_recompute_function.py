@@ -85,9 +85,10 @@ def test_a_function_that_may_run_twice_is_planned_as_predicted(
     calls = {one.name.rpartition(".")[2]: len(one.calls) for one in profile.functions}
     # A step begins where its first root does: of its first query, the embedding is at the end.
     assert {"query": 3, "embedded": 2, "composite": 2, "counted": 1}.items() <= calls.items()
-    pins = {"recompute_function": [f"*{HERE}.composite"]}
+    pins = {"recompute_function": [f"*{HERE}.composite", f"*{HERE}.query"]}
     planner = Planner(profile, step_seconds=0.0, fingerprint={}, pins=pins)
-    assert list(planner.pinned.forced) == [("recompute_function", f"Field:{HERE}.composite")]
+    places = [f"Field:{HERE}.composite", f"Field:{HERE}.query"]
+    assert [where for _, where in planner.pinned.forced] == places
     bias = profile.peak_bytes - planner.simulated_original
     plan = planner.floor_plan(Budget(0, bias=bias))
     trial = tried.run_planned(plan)

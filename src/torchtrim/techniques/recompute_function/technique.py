@@ -13,16 +13,16 @@ that call modules with buffers or hooks, or whose inputs are written before back
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torchtrim.executor.registry import Handle, Option, Roots, TechniqueUnit
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import STATE, Function, Profile
-from torchtrim.step.edits import Edit
+from torchtrim.step.edits import Block, Edit
 from torchtrim.step.index import index_of
 from torchtrim.step.rerun import rerun
 from torchtrim.step.simulate import simulate
-from torchtrim.step.step import DEVICE, Span, Step
+from torchtrim.step.step import DEVICE, Span, Step, Tensor
 
 _FORWARD = ("forward", "other", "loader")
 _LEAST_SHARE = 0.0005  # Arbitrary: smaller functions save too little to be worth an option.
@@ -55,7 +55,8 @@ class RecomputeFunction(TechniqueUnit):
 
     def edits(self, step: Step, option: Option) -> Edit | None:
         """Rerun the function's calls."""
-        return rerun(step, option.spans)
+        edit = rerun(step, option.spans)
+        return _of_cut_call(step, option.spans, edit) if edit is not None else None
 
     def apply(self, roots: Roots, technique: Technique) -> Handle:
         """Make the named functions rerun in backward."""
@@ -66,6 +67,58 @@ class RecomputeFunction(TechniqueUnit):
 
 
 TECHNIQUE = RecomputeFunction()
+
+
+def _of_cut_call(step: Step, spans: Sequence[Span], edit: Edit) -> Edit:
+    """Return the edit with what a call made before the step began, which the rerun makes again.
+
+    A step begins where its first root does. What a call made before that is at the end of the recording, as
+    made for the next step.
+    """
+    head, tail = spans[0], spans[-1]
+    if head.first or tail.last < len(step.tasks) or not edit.inserts:
+        return edit
+    ends = {need.tensor: need.until for need in edit.needs}
+    sizes = {one.bytes for one in _left_by(step, tail)}
+    made = [n for n in _saved_in(step, head) if n in ends and step.tensors[n].bytes in sizes]
+    if not made:
+        return edit
+    rerun_at, *others = edit.inserts
+    size, last = sum(step.tensors[n].bytes for n in made), max(ends[n] for n in made)
+    given = sum(step.tensors[n].bytes for n in _read_by(step, tail))
+    again = (Block(step.tensors[n].bytes, rerun_at.at, ends[n]) for n in made)
+    rerun_at = rerun_at._replace(rise=rerun_at.rise + size, makes=rerun_at.makes + size)
+    return edit._replace(
+        needs=tuple(need for need in edit.needs if need.tensor not in made),
+        blocks=(*edit.blocks, *again, Block(given, 0, last)),
+        inserts=(rerun_at, *others),
+    )
+
+
+def _left_by(step: Step, tail: Span) -> Iterator[Tensor]:
+    """Yield the tensors of a span that live on after the step."""
+    for task in range(*tail):
+        every = (step.tensors[n] for n in step.made_by[task])
+        yield from (one for one in every if one.death >= len(step.tasks))
+
+
+def _saved_in(step: Step, span: Span) -> list[int]:
+    """Return the tensors from before the step that a span saves, and only it reads in forward."""
+    users = index_of(step).users
+    saved = dict.fromkeys(n for task in range(*span) for n, _ in step.saved[task])
+    return [
+        number
+        for number in saved
+        if step.tensors[number].birth < 0 and step.tensors[number].kind == "input"
+        if all(task < span.last or step.tasks[task].of >= 0 for task in users[number])
+    ]
+
+
+def _read_by(step: Step, span: Span) -> set[int]:
+    """Return the tensors that a span reads from before it."""
+    reads = {number for task in range(*span) for number in step.tasks[task].reads}
+    every = ((number, step.tensors[number]) for number in reads)
+    return {n for n, one in every if one.birth < span.first and one.kind not in STATE}
 
 
 class _FunctionFinder:
