@@ -382,7 +382,7 @@ class Fitting:
                     f"{format_bytes(used)}; planned again"
                 )
             bias += error
-        if rounds and not planner.forced and all(one.used > budget.bytes for one in tried):
+        if not planner.forced and all(one.used > budget.bytes for one in tried):
             tried += self._reconsidered(original, outcomes, budget.biased(first))
         fitting = [one for one in tried if one.used <= budget.bytes]
         if fitting:
