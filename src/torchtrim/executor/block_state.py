@@ -43,14 +43,20 @@ class Key(NamedTuple):
 
 
 class BlockState:
-    """The state of a block: some modules and all their submodules.
+    """The state of a block: some modules and all their submodules, or functions.
 
     Raises `ApplyFailed` if its code writes something that cannot be restored, such as a list.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], where: str) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        where: str,
+        functions: Sequence[types.FunctionType] = (),
+    ) -> None:
         self.where = where
         self._outer = tuple(modules)
+        self._functions = tuple(functions)
         self.written: dict[tuple[bool, ...], set[Key]] = {}
         self._look()
         if self._effects.writes:
@@ -91,7 +97,7 @@ class BlockState:
 
     def _look(self) -> None:
         inner = dict.fromkeys(one for module in self._outer for one in module.modules())
-        self._effects = SideEffects(inner)
+        self._effects = SideEffects(inner, self._functions)
         self.modules: Sequence[nn.Module] = self._effects.modules
         self.generators = _drawn_from(self._effects)
         self.reads, self.reads_all = self._effects.reads, self._effects.is_unread

@@ -156,7 +156,9 @@ class _ChunkEdit:
             *(Drop(*pair) for pair in saved if pair[0] not in self._vanish),
             *drops_of(step, before),
         )
-        needs = (Need(self._hidden, max(until, self._stood_for())), *self._read(until))
+        stood = max(until, self._stood_for())
+        given = (Need(number, stood) for number in (self._hidden, *self._copied_from()))
+        needs = (*given, *self._read(until))
         claims = tuple(Span(task, task + 1) for task in head.readers)
         ends = [step.tensors[number].death for number in before]
         copies = (*self._shifted(), *(Block(self._of_hidden, 0, end) for end in ends))
@@ -189,6 +191,14 @@ class _ChunkEdit:
         inputs = self._step.operators[self._head.product].inputs
         place = list(dict.fromkeys(use.storage for use in inputs)).index(self._head.hidden.storage)
         return self._step.tasks[self._head.product].reads[place]
+
+    def _copied_from(self) -> tuple[int, ...]:
+        """Return the input that the head itself copies, which the stand-in keeps: one not contiguous."""
+        step, maker = self._step, self._step.tensors[self._hidden].birth
+        if maker < 0 or base_name(step.tasks[maker].name) != "aten::clone":
+            return ()
+        own = step.operators[maker].module == step.operators[self._head.product].module
+        return step.tasks[maker].reads if own else ()
 
     def _read(self, until: int) -> tuple[Need, ...]:
         tasks = self._step.tasks
