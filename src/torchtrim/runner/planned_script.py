@@ -159,10 +159,12 @@ def run_planned(
     eagerly.install()
     try:
         with applier.watcher, checked_saves(applier.check_settled):
-            _as_python(script, applier.ended)
+            _as_python(script, applier.ended, passed=(ApplyFailed,))
     except EndOfScript as end:
         applier.error = end.error
         raise end.error from None
+    except ApplyFailed as error:
+        raise error from None
     finally:
         eagerly.remove()
         flush_files()
