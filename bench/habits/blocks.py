@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (lines of scripts)
 """The networks of generated scripts: a block that keeps its input's shape, and that shape."""
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ class Block(NamedTuple):
     sparse: bool = False
 
 
-_MLP = "self.up = nn.Linear({d}, 4 * {d})\nself.act = nn.ReLU()\nself.down = nn.Linear(4 * {d}, {d})"
+_MLP = (
+    "self.up = nn.Linear({d}, 4 * {d})\nself.act = nn.ReLU()\nself.down = nn.Linear(4 * {d}, {d})"
+)
 _MLP_FORWARD = "x = x + self.down(self.act(self.up(x)))"
 _LINEAR = "self.up = nn.Linear({d}, {d})"
 
@@ -43,9 +46,7 @@ class Doubled(nn.Module):
 """
 
 BLOCKS: dict[str, Block] = {
-    "mlp of tokens": Block(
-        (16, 32, 32), _MLP, _MLP_FORWARD
-    ),
+    "mlp of tokens": Block((16, 32, 32), _MLP, _MLP_FORWARD),
     "mlp of rows": Block((512, 32), _MLP, _MLP_FORWARD),
     "sequential": Block(
         (512, 32),
@@ -194,7 +195,8 @@ BLOCKS: dict[str, Block] = {
     ),
     "scalars": Block(
         (512, 32),
-        "self.scale = nn.Parameter(torch.tensor(0.5))\nself.shift = nn.Parameter(torch.zeros(1))\n" + _LINEAR,
+        "self.scale = nn.Parameter(torch.tensor(0.5))\nself.shift = nn.Parameter(torch.zeros(1))\n"
+        + _LINEAR,
         "x = x * self.scale + self.shift + (self.up(x).exp() + 1).log() * x.mean()",
     ),
     "half within": Block(

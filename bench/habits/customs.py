@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (lines of scripts)
 """Global settings, additions, ends and ways to start that people give to training scripts."""
 
 from __future__ import annotations
@@ -174,15 +175,30 @@ ADDITIONS: dict[str, Addition] = {
     "weights printed": Addition(
         end="print(f'{sum(p.double().abs().sum().item() for p in net.parameters()):.6f}')",
     ),
-    "losses kept": Addition(setup="kept_losses = []", after="kept_losses.append(loss.detach())", end="print(len(kept_losses))"),
-    "losses kept with graphs": Addition(
-        setup="running = collections.deque(maxlen=2)", after="running.append(loss)", end="print(len(running))"
+    "losses kept": Addition(
+        setup="kept_losses = []",
+        after="kept_losses.append(loss.detach())",
+        end="print(len(kept_losses))",
     ),
-    "a total": Addition(setup="total = [0.0]", after="total[0] += float(loss.detach())", end="print(f'{total[0]:.6f}')"),
+    "losses kept with graphs": Addition(
+        setup="running = collections.deque(maxlen=2)",
+        after="running.append(loss)",
+        end="print(len(running))",
+    ),
+    "a total": Addition(
+        setup="total = [0.0]",
+        after="total[0] += float(loss.detach())",
+        end="print(f'{total[0]:.6f}')",
+    ),
     "seeds in the loop": Addition(after="torch.manual_seed(step)"),
-    "numbers of numpy": Addition(after="print(f'{numpy.random.rand():.6f} {random.random():.6f}')", setup="numpy.random.seed(0)\nrandom.seed(0)"),
+    "numbers of numpy": Addition(
+        after="print(f'{numpy.random.rand():.6f} {random.random():.6f}')",
+        setup="numpy.random.seed(0)\nrandom.seed(0)",
+    ),
     "collections of garbage": Addition(after="import gc\ngc.collect()"),
-    "a subprocess": Addition(after="if step == 2:\n    print(subprocess.run(['echo', 'child'], capture_output=True, text=True).stdout.strip())"),
+    "a subprocess": Addition(
+        after="if step == 2:\n    print(subprocess.run(['echo', 'child'], capture_output=True, text=True).stdout.strip())"
+    ),
     "a fork": Addition(
         after="if step == 2:\n    sys.stdout.flush()\n    pid = os.fork()\n    if pid == 0:\n        os._exit(7)\n    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))",
     ),
@@ -194,22 +210,47 @@ ADDITIONS: dict[str, Addition] = {
         end="import multiprocessing\ncontext = multiprocessing.get_context('fork')\nqueue_ = context.SimpleQueue()\n"
         "process = context.Process(target=shout, args=(queue_,))\nprocess.start()\nprint(queue_.get())\nprocess.join()",
     ),
-    "tied weights": Addition(setup="net.tied = nn.Linear(1, 1, bias=False)\nnet.tied.weight = nn.Parameter(net.head.weight.detach()[:1, :1].clone())\nnet.again = net.tied"),
-    "no gradients in between": Addition(after="with torch.no_grad():\n    for p in net.parameters():\n        p.clamp_(-3, 3)"),
-    "summaries": Addition(setup="print(sum(p.numel() for p in net.parameters()), len(list(net.modules())))"),
+    "tied weights": Addition(
+        setup="net.tied = nn.Linear(1, 1, bias=False)\nnet.tied.weight = nn.Parameter(net.head.weight.detach()[:1, :1].clone())\nnet.again = net.tied"
+    ),
+    "no gradients in between": Addition(
+        after="with torch.no_grad():\n    for p in net.parameters():\n        p.clamp_(-3, 3)"
+    ),
+    "summaries": Addition(
+        setup="print(sum(p.numel() for p in net.parameters()), len(list(net.modules())))"
+    ),
     "repr": Addition(setup="print(len(repr(net)) > 10)"),
-    "apply": Addition(setup="net.apply(lambda m: m.bias.data.zero_() if isinstance(m, nn.Linear) and m.bias is not None and type(m.bias) is nn.Parameter else None)"),
+    "apply": Addition(
+        setup="net.apply(lambda m: m.bias.data.zero_() if isinstance(m, nn.Linear) and m.bias is not None and type(m.bias) is nn.Parameter else None)"
+    ),
     "moves": Addition(setup="net = net.to('cpu').train()"),
-    "a device's name": Addition(setup="device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')\nprint(device.type in ('cpu', 'cuda'))"),
+    "a device's name": Addition(
+        setup="device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')\nprint(device.type in ('cpu', 'cuda'))"
+    ),
     "warns": Addition(after="if step == 2:\n    warnings.warn('careful', UserWarning)"),
-    "a file of lines": Addition(after="with open('losses.csv', 'a') as file:\n    file.write(f'{step},{loss.item():.5f}\\n')", end="print(open('losses.csv').read().count(chr(10)))"),
+    "a file of lines": Addition(
+        after="with open('losses.csv', 'a') as file:\n    file.write(f'{step},{loss.item():.5f}\\n')",
+        end="print(open('losses.csv').read().count(chr(10)))",
+    ),
     "autograd graph": Addition(between="print(type(loss.grad_fn).__name__)"),
-    "a caught exception": Addition(after="try:\n    torch.ones(2) @ torch.ones(3)\nexcept RuntimeError:\n    pass"),
-    "functorch": Addition(after="if step == 2:\n    print(torch.func.grad(lambda y: y.square().sum())(torch.ones(2)).tolist())"),
-    "anomaly at one step": Addition(after="if step == 2:\n    with torch.autograd.detect_anomaly(False):\n        (torch.ones(1, requires_grad=True) * 2).backward()"),
-    "no optimizer state": Addition(after="if step == 4:\n    for o in opts:\n        o.state.clear()"),
-    "another rate": Addition(after="for o in opts:\n    for g in o.param_groups:\n        g['lr'] *= 0.9"),
-    "a script for export": Addition(end="print(type(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))).__name__)"),
+    "a caught exception": Addition(
+        after="try:\n    torch.ones(2) @ torch.ones(3)\nexcept RuntimeError:\n    pass"
+    ),
+    "functorch": Addition(
+        after="if step == 2:\n    print(torch.func.grad(lambda y: y.square().sum())(torch.ones(2)).tolist())"
+    ),
+    "anomaly at one step": Addition(
+        after="if step == 2:\n    with torch.autograd.detect_anomaly(False):\n        (torch.ones(1, requires_grad=True) * 2).backward()"
+    ),
+    "no optimizer state": Addition(
+        after="if step == 4:\n    for o in opts:\n        o.state.clear()"
+    ),
+    "another rate": Addition(
+        after="for o in opts:\n    for g in o.param_groups:\n        g['lr'] *= 0.9"
+    ),
+    "a script for export": Addition(
+        end="print(type(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))).__name__)"
+    ),
 }
 """Several may be drawn."""
 
@@ -224,18 +265,30 @@ ENDS: dict[str, End] = {
     "raises": End("raise ValueError('at the end')", code=1),
     "an interrupt": End("raise KeyboardInterrupt", code=130),
     "exits in the loop": End(after="if step == LAST:\n    print('early')\n    sys.exit(0)"),
-    "quits in the loop": End(after="if step == LAST:\n    print('early', flush=True)\n    os._exit(0)"),
+    "quits in the loop": End(
+        after="if step == LAST:\n    print('early', flush=True)\n    os._exit(0)"
+    ),
     "exits in the loop with a code": End(after="if step == LAST:\n    sys.exit(4)", code=4),
-    "raises in the loop": End(after="if step == LAST:\n    raise RuntimeError('in the loop')", code=1),
+    "raises in the loop": End(
+        after="if step == LAST:\n    raise RuntimeError('in the loop')", code=1
+    ),
     "atexit": End("print('done')", before="atexit.register(lambda: print('at exit'))"),
-    "a closed stdout": End("print('done')\nsys.stdout.flush()\nsys.stdout.close()\nsys.stdout = open(os.devnull, 'w')"),
+    "a closed stdout": End(
+        "print('done')\nsys.stdout.flush()\nsys.stdout.close()\nsys.stdout = open(os.devnull, 'w')"
+    ),
     "a handler of SIGTERM": End(
         "os.kill(os.getpid(), signal.SIGTERM)\nprint('not reached?')",
         before="signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))",
         code=15,
     ),
-    "an ignored signal": End("os.kill(os.getpid(), signal.SIGUSR1)\nprint('done')", before="signal.signal(signal.SIGUSR1, signal.SIG_IGN)"),
-    "a daemon": End("print('done')", before="threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()"),
+    "an ignored signal": End(
+        "os.kill(os.getpid(), signal.SIGUSR1)\nprint('done')",
+        before="signal.signal(signal.SIGUSR1, signal.SIG_IGN)",
+    ),
+    "a daemon": End(
+        "print('done')",
+        before="threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()",
+    ),
 }
 LAUNCHES: dict[str, str] = {
     "a guarded main": "def main():\n    <train>\n\nif __name__ == '__main__':\n    main()",

@@ -1,3 +1,4 @@
+
 """What modules take and return in generated scripts."""
 
 from __future__ import annotations
@@ -69,9 +70,7 @@ TAKES: dict[str, Takes] = {
     "a generator": Takes("xs", "x = next(xs)", "<module>(one for one in [<x>])"),
     "a function": Takes("make", "x = make()", "<module>(lambda: <x>)"),
     "options": Takes("x, mask=None, scale=2.0", "x = x * scale", "<module>(<x>, None, scale=1.0)"),
-    "an object": Takes(
-        "batch", "x = batch.x", "<module>(types.SimpleNamespace(x=<x>, y=None))"
-    ),
+    "an object": Takes("batch", "x = batch.x", "<module>(types.SimpleNamespace(x=<x>, y=None))"),
     "the same twice": Takes("x, y", "x = (x + y) / 2", "<module>(<x>, <x>)"),
 }
 RETURNS: dict[str, Returns] = {

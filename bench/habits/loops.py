@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (lines of scripts)
 """Where batches come from, and the loops over them, in generated scripts."""
 
 from __future__ import annotations
@@ -83,18 +84,15 @@ SOURCES: dict[str, Source] = {
     "a list": Source("[<sample> for _ in range(<steps>)]"),
     "a generator": Source("makes()", _MAKES),
     "an iterator class": Source("Buffered(makes())", _MAKES + _BUFFERED),
-    "a queue and a thread": Source(
-        "prefetched([<sample> for _ in range(<steps>)])", _PREFETCHES
-    ),
-    "a cycle": Source(
-        "itertools.islice(itertools.cycle([<sample>, <sample>]), <steps>)"
-    ),
+    "a queue and a thread": Source("prefetched([<sample> for _ in range(<steps>)])", _PREFETCHES),
+    "a cycle": Source("itertools.islice(itertools.cycle([<sample>, <sample>]), <steps>)"),
     "a loader without a name": Source(
         "(x for (x,) in DataLoader(TensorDataset(DATA), batch_size=<batch>))", _DATA, loader=True
     ),
     "a shuffling loader": Source(
         "LOADER",
-        _MAPPED + _COLLATE
+        _MAPPED
+        + _COLLATE
         + "LOADER = DataLoader(Samples(), batch_size=<batch>, shuffle=True, collate_fn=collate, drop_last=True)",
         loader=True,
     ),

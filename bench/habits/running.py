@@ -133,4 +133,6 @@ def prepare(folder: Path) -> None:
     gc.freeze()  # as the process is whose forks run the scripts of verbs
     script = folder / "warm.py"
     script.write_text("")
-    warm.warm_up(script, "cpu")  # the last, since what is imported sets variables of the environment
+    warm.warm_up(
+        script, "cpu"
+    )  # the last, since what is imported sets variables of the environment

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (lines of scripts)
 """One habit of each kind, drawn from a seed, and the script that has them."""
 
 from __future__ import annotations
@@ -119,7 +120,14 @@ _CHOICES = {
     "end": ENDS,
     "launch": LAUNCHES,
 }
-_USUAL = {"around": 0.4, "end": 0.5, "takes": 0.3, "returns": 0.3, "inner_takes": 0.3, "inner_returns": 0.3}
+_USUAL = {
+    "around": 0.4,
+    "end": 0.5,
+    "takes": 0.3,
+    "returns": 0.3,
+    "inner_takes": 0.3,
+    "inner_returns": 0.3,
+}
 """How often a kind is as in `PLAIN`, where most people's scripts are."""
 
 
@@ -160,7 +168,10 @@ class Habits(Struct, frozen=True, kw_only=True):
         half = update in ("autocast", "autocast and a scaler")
         yield block == "half within" and (wide or half)
         yield wide and half
-        yield block == "reentrant checkpoints" and update in ("torch.autograd.grad", "a gradient's penalty")
+        yield block == "reentrant checkpoints" and update in (
+            "torch.autograd.grad",
+            "a gradient's penalty",
+        )
         strict = "warnings are errors" in settings or one["around"] == "caught warnings"
         yield strict and "warns" in additions
 
@@ -259,7 +270,10 @@ def text_of(habits: Habits, checkpointed: int = 0) -> str:
         "last": str(habits.last),
         "d": str(block.shape[-1]),
     }
-    return re.sub(r"\n{4,}", "\n\n\n", filled(_PROGRAM, **parts).replace("{shape}", "<shape>")).strip() + "\n"
+    return (
+        re.sub(r"\n{4,}", "\n\n\n", filled(_PROGRAM, **parts).replace("{shape}", "<shape>")).strip()
+        + "\n"
+    )
 
 
 def _block_call(checkpointed: int) -> str:

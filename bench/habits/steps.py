@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (lines of scripts)
 """Optimizers of generated scripts, and how a step uses them."""
 
 from __future__ import annotations
@@ -80,20 +81,27 @@ UPDATES: dict[str, Update] = {
     "plain": Update(_ZERO + "loss = <loss>\nloss.backward()\n<between>\n" + _STEP),
     "zeroed after": Update("loss = <loss>\nloss.backward()\n<between>\n" + _STEP + "\n" + _ZERO),
     "zeros kept": Update(
-        "for o in opts:\n    o.zero_grad(set_to_none=False)\nloss = <loss>\nloss.backward()\n<between>\n" + _STEP,
+        "for o in opts:\n    o.zero_grad(set_to_none=False)\nloss = <loss>\nloss.backward()\n<between>\n"
+        + _STEP,
         dense=True,
     ),
-    "zeroed by the net": Update("net.zero_grad()\nloss = <loss>\nloss.backward()\n<between>\n" + _STEP),
+    "zeroed by the net": Update(
+        "net.zero_grad()\nloss = <loss>\nloss.backward()\n<between>\n" + _STEP
+    ),
     "accumulated": Update(
         "loss = <loss> / 2\nloss.backward()\nif step % 2:\n    <between>\n    for o in opts:\n        o.step()\n"
         "        o.zero_grad()"
     ),
     "micro-batches": Update(
-        _ZERO + "for x in x.detach().chunk(2):\n    loss = <loss> / 2\n    loss.backward()\n<between>\n" + _STEP
+        _ZERO
+        + "for x in x.detach().chunk(2):\n    loss = <loss> / 2\n    loss.backward()\n<between>\n"
+        + _STEP
     ),
     "clipped": Update(
         _ZERO + "loss = <loss>\nloss.backward()\n<between>\n"
-        "norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)\n" + _STEP + "\nprint(f'{float(norm):.4f}')",
+        "norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)\n"
+        + _STEP
+        + "\nprint(f'{float(norm):.4f}')",
         dense=True,
     ),
     "values clipped": Update(
@@ -102,7 +110,8 @@ UPDATES: dict[str, Update] = {
         dense=True,
     ),
     "autocast": Update(
-        _ZERO + "with torch.autocast('cpu', dtype=torch.bfloat16):\n    loss = <loss>\nloss.backward()\n<between>\n"
+        _ZERO
+        + "with torch.autocast('cpu', dtype=torch.bfloat16):\n    loss = <loss>\nloss.backward()\n<between>\n"
         + _STEP
     ),
     "autocast and a scaler": Update(
@@ -125,7 +134,8 @@ UPDATES: dict[str, Update] = {
         lone=True,
     ),
     "skipped where not finite": Update(
-        _ZERO + "loss = <loss>\nif torch.isfinite(loss):\n    loss.backward()\n    <between>\n    for o in opts:\n"
+        _ZERO
+        + "loss = <loss>\nif torch.isfinite(loss):\n    loss.backward()\n    <between>\n    for o in opts:\n"
         "        o.step()"
     ),
     "torch.autograd.backward": Update(
@@ -137,10 +147,14 @@ UPDATES: dict[str, Update] = {
         + _STEP
     ),
     "two backwards": Update(
-        _ZERO + "loss = <loss>\nloss.backward(retain_graph=True)\n(loss * 0.5).backward()\n<between>\n" + _STEP
+        _ZERO
+        + "loss = <loss>\nloss.backward(retain_graph=True)\n(loss * 0.5).backward()\n<between>\n"
+        + _STEP
     ),
     "two losses": Update(
-        _ZERO + "loss = <loss>\nother = <loss>\nloss.backward()\nother.backward()\n<between>\n" + _STEP
+        _ZERO
+        + "loss = <loss>\nother = <loss>\nloss.backward()\nother.backward()\n<between>\n"
+        + _STEP
     ),
     "a gradient's penalty": Update(
         _ZERO + "x = x.detach().requires_grad_()\nloss = <loss>\n"
@@ -149,7 +163,8 @@ UPDATES: dict[str, Update] = {
         dense=True,
     ),
     "sharpness": Update(
-        _ZERO + "<loss>.backward()\nwith torch.no_grad():\n    moved = [(p, p.grad * 0.01) for p in net.parameters() if p.grad is not None]\n"
+        _ZERO
+        + "<loss>.backward()\nwith torch.no_grad():\n    moved = [(p, p.grad * 0.01) for p in net.parameters() if p.grad is not None]\n"
         "    for p, by in moved:\n        p.add_(by)\n" + _ZERO + "loss = <loss>\nloss.backward()\n"
         "with torch.no_grad():\n    for p, by in moved:\n        p.sub_(by)\n<between>\n" + _STEP
     ),

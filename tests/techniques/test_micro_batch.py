@@ -454,7 +454,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "a number that depends on the samples",
     ),
     "sums": (lambda: Called(lambda x: x.sum(0)), "that sums over samples"),
-    "lengths": (lambda: Called(lambda x: torch.cat(x.split([3, 5]))), "its forward on .* samples fails"),
+    "lengths": (
+        lambda: Called(lambda x: torch.cat(x.split([3, 5]))),
+        "its forward on .* samples fails",
+    ),
     "checkpoint": (Checkpointed, "its backward draws random numbers"),
     "hook": (hooked, "has a hook on the gradient of its weight"),
 }

@@ -36,8 +36,8 @@ class ScriptState:
     the same one as in the previous step. So values created anew in each step do not count, nor do bare
     floats, which are mostly times.
 
-    A list or dict that the script had before its first step is kept until it is replaced, with up to 64 KiB of
-    tensors. Others with tensors are not, since they would count in the peak of a step that makes them anew.
+    A list or dict that the script had before its first step is kept until it is replaced, with up to 64 KiB
+    of tensors. Others with tensors are not, since they would count in the peak of a step that makes them.
     """
 
     def __init__(self, places: Places, number: Callable[[nn.Module], int]) -> None:
