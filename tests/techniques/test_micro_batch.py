@@ -367,8 +367,6 @@ def test_samples_of_sequences_may_be_second(samples: int, parts: int, flat: bool
 
 
 class Kept(nn.Module):
-    """Leaves a tensor on itself."""
-
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(6, 5)
