@@ -1,4 +1,3 @@
-
 """What modules take and return in generated scripts."""
 
 from __future__ import annotations

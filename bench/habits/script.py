@@ -174,6 +174,9 @@ class Habits(Struct, frozen=True, kw_only=True):
         )
         strict = "warnings are errors" in settings or one["around"] == "caught warnings"
         yield strict and "warns" in additions
+        yield one["around"] == "a thread" and bool(ENDS[one["end"]].after)
+        yield one["around"] == "saved tensor hooks" and "functorch" in additions
+        yield "nothing" in (one["returns"], one["inner_returns"]) and "a copy" in additions
 
 
 def drawn(seed: int) -> Habits:
