@@ -77,18 +77,26 @@ def main() -> None:
     parser.add_argument("--no-save", action="store_true")
     chosen = parser.parse_args()
     judge = _whole if chosen.verbs else _cheap
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
-        root = Path(name)
+    root = Path(
+        tempfile.mkdtemp()
+    )  # not one that cleans itself up, which each fork would do as it ends
+    try:
         prepare(root)
-        if (one := chosen.smaller if chosen.again is None else chosen.again) is not None:
-            habits, found = drawn(one), []
-            if chosen.again is not None:
-                found = judge(habits, root / "again", one)
-            else:
-                habits, found = smaller(one, judge, root)
-            print(text_of(habits), *(f"{each.kind}: {each.shown}" for each in found), sep="\n")
-            return
+        _chosen(chosen, judge, root)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _chosen(chosen: argparse.Namespace, judge: Judge, root: Path) -> None:
+    if chosen.again is not None:
+        habits = drawn(chosen.again)
+        found = judge(habits, root / "again", chosen.again)
+    elif chosen.smaller is not None:
+        habits, found = smaller(chosen.smaller, judge, root)
+    else:
         _all(chosen, judge, root)
+        return
+    print(text_of(habits), *(f"{each.kind}: {each.shown}" for each in found), sep="\n")
 
 
 def _all(chosen: argparse.Namespace, judge: Judge, root: Path) -> None:
