@@ -105,7 +105,7 @@ def test_a_script_equals_itself() -> None:
     assert differences(run("swallows"), run("swallows")) == []
 
 
-@pytest.mark.parametrize(("kind", "steps"), [("one", 1), ("two", 2), ("three", 3)])
+@pytest.mark.parametrize(("kind", "steps"), [("one", 1), ("two", 2), ("three", 3), ("leaves", 2)])
 def test_short_scripts(kind: str, steps: int) -> None:
     trial = run("faults", kind)
     assert len(trial.steps) == steps
@@ -152,6 +152,7 @@ def test_out_of_memory_says_who_was_alive() -> None:
     ("kind", "says"),
     [
         ("exit", "exited with 3"),
+        ("leaves-early", "exited with 5"),
         ("early", "without calling a module"),
         ("thread", "outside its main thread"),
         ("no-optimizer", "no torch.optim.Optimizer ever stepped"),

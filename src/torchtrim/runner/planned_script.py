@@ -25,6 +25,7 @@ from torchtrim.core.isolation import debugging
 from torchtrim.dispatch.patches import Patches
 from torchtrim.errors import ApplyFailed, TorchtrimError, UsageError
 from torchtrim.executor.apply import apply_plan, fingerprint_of, is_unchanged
+from torchtrim.executor.autograd import NotTwice
 from torchtrim.executor.places import root_of
 from torchtrim.executor.registry import Handles, check_known
 from torchtrim.records.commands import from_here, plan_again
@@ -159,10 +160,12 @@ def run_planned(
     eagerly.install()
     try:
         with applier.watcher, checked_saves(applier.check_settled):
-            _as_python(script, applier.ended)
+            _as_python(script, applier.ended, passed=(ApplyFailed, NotTwice))
     except EndOfScript as end:
         applier.error = end.error
         raise end.error from None
+    except (ApplyFailed, NotTwice) as error:
+        raise ApplyFailed(str(error)) from None
     finally:
         eagerly.remove()
         flush_files()

@@ -103,6 +103,14 @@ class Study:
 
     def facts(self) -> StudyResult:
         """Return what running the module in parts requires."""
+        try:
+            return self._found()
+        except ApplyFailed:
+            raise
+        except Exception as error:  # of the module's own code, which may count its samples
+            raise self._failing(2 * self._half, error) from error
+
+    def _found(self) -> StudyResult:
         self._check_modules()
         whole = self._watched()
         self._check_apart(whole)
@@ -378,9 +386,11 @@ class Study:
             with Draws(facts.draws, rows) if facts.draws else contextlib.nullcontext():
                 return self._run(leaves, losses=Losses(facts.losses, totals))
         except Exception as error:
-            raise self._refused(
-                f"its forward on {rows.number} samples fails: {type(error).__name__}: {error}"
-            ) from error
+            raise self._failing(rows.number, error) from error
+
+    def _failing(self, number: int, error: Exception) -> ApplyFailed:
+        said = f"{type(error).__name__}: {error}"
+        return self._refused(f"its forward on {number} samples fails: {said}")
 
     def _rows(self, first: int, last: int) -> list[Any]:
         return self._given.part(SampleRows(first, last, self._given.size), self._tensors)
