@@ -1,7 +1,8 @@
 import pytest
+from msgspec.structs import replace
 
 from profiles import Step, training_step
-from torchtrim.analysis.peak import holders
+from torchtrim.analysis.peak import holders, library_note
 from torchtrim.analysis.timeline import peak_operator, timeline
 from torchtrim.records.report import Holder
 
@@ -164,3 +165,26 @@ def test_another_moment_than_the_peak() -> None:
     profile = training_step(blocks=4)
     assert sum(h.bytes for h in holders(profile, at=0)) == timeline(profile).high[0]
     assert timeline(profile).high[0] < timeline(profile).high[peak_operator(profile)]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "device", "noted"),
+    [
+        ("aten::convolution_backward", "float32", "cpu", True),
+        ("aten::mkldnn_rnn_layer", "float32", "cpu", True),
+        ("aten::addmm", "bfloat16", "cpu", True),
+        ("aten::addmm", "float32", "cpu", False),
+        ("aten::gelu", "bfloat16", "cpu", False),
+        ("aten::convolution", "float32", "cuda:0", False),
+    ],
+)
+def test_a_note_says_that_onednn_keeps_memory(
+    name: str, dtype: str, device: str, noted: bool
+) -> None:
+    step = Step(device)
+    step.op(name, makes=10)
+    profile = step.profile()
+    (operator,) = profile.operators
+    outputs = tuple(replace(one, dtype=dtype) for one in operator.outputs)
+    profile = replace(profile, operators=(replace(operator, outputs=outputs),))
+    assert bool(library_note(profile)) is noted

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torchtrim.dispatch.storages import (
     counts_tell,
     is_kept,
     parts_of,
+    reachable_bytes,
     reachable_tensors,
 )
 from torchtrim.records.profile import Profile, Storage
@@ -303,3 +305,21 @@ def test_an_object_that_died_is_not_kept() -> None:
     assert is_kept(reference)
     del tensor
     assert not is_kept(reference)
+
+
+def test_hooks_of_the_caller_do_not_see_how_torch_counts() -> None:
+    seen: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(seen.append, lambda _: torch.zeros(1)):
+        counts_tell.__wrapped__()
+    assert seen == []
+
+
+def test_reachable_bytes_are_of_the_parts_of_tensors_and_of_no_files(tmp_path: Path) -> None:
+    gc.collect()
+    before = reachable_bytes()
+    sparse = torch.sparse_coo_tensor(torch.arange(1000)[None], torch.ones(1000), (9000,))
+    assert reachable_bytes() == before + 12 * 1000
+    (tmp_path / "numbers").write_bytes(bytes(4096))
+    mapped = torch.from_file(str(tmp_path / "numbers"), shared=True, size=1024)
+    assert reachable_bytes() == before + 12 * 1000
+    del sparse, mapped

@@ -154,7 +154,6 @@ def test_out_of_memory_says_who_was_alive() -> None:
         ("exit", "exited with 3"),
         ("leaves-early", "exited with 5"),
         ("early", "without calling a module"),
-        ("thread", "outside its main thread"),
         ("no-optimizer", "no torch.optim.Optimizer ever stepped"),
         ("stdin", "reads standard input"),
         ("killed", "SIGKILL"),

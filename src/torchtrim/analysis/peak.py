@@ -180,3 +180,26 @@ def _block(profile: Profile, module: int) -> str:
     if match is None:
         return _ACTIVATIONS + ".".join(path.split(".")[:2])
     return f"{_ACTIVATIONS}{match[0].rpartition('.')[0]}.*"
+
+
+_HALVES = ("bfloat16", "float16")
+_BY_ONEDNN = ("convolution", "mkldnn")
+_PRODUCTS = ("matmul", "batched matmul")
+
+
+def library_note(profile: Profile) -> str:
+    """Return the report's note about memory that oneDNN keeps beside torch's allocator, or an empty text."""
+    kept = profile.device == "cpu" and any(
+        any(word in operator.name for word in _BY_ONEDNN)
+        or (
+            word_of(operator.name) in _PRODUCTS
+            and any(use.dtype in _HALVES for use in operator.outputs)
+        )
+        for operator in profile.operators
+    )
+    if not kept:
+        return ""
+    return (
+        "oneDNN computes parts of this step, and keeps a few MiB of compiled kernels and reordered weights "
+        "that torch's allocator does not count: the same with and without a plan (docs/peaks.md)"
+    )

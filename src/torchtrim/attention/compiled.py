@@ -186,7 +186,6 @@ def scatter(d: Any, ids: Any, length: int, flat: Any) -> None:
 
 
 _SCORES = 1 << 17  # 512 KiB of float32, which stay in a core's cache.
-_MOST_KEPT = _SCORES + 2 * LANES  # A block of scores, and room for loops that read past its end.
 _SHORT = 100  # Up to this length it pays to compute all buckets of a query; see docs/attention.md.
 _MOST_ROOMS = 64  # As many as _maps keeps: more shapes than a model has layers of different size.
 _EMPTY, _NONE = np.empty((0, 0, 0), np.float32), np.empty((0, 0), np.float32)
@@ -209,7 +208,7 @@ def forward(inputs: Inputs, *, with_sums: bool) -> PathResult:
     rest = (_masks(inputs), _drop(inputs), room, _maps(inputs.maps.key))
     results = (lse.numpy(), _array(sums))
     parts = blocks(number, length, dim, _SCORES)
-    (buffer, flat), _ = _buffers(parts, length)
+    buffer, flat = _buffer(parts, length)
     for rows, heads in parts:
         scores = _view(buffer, rows, heads, length)
         _product(_cut(q, heads, rows), _cut(keys, heads), inputs.scale, scores)
@@ -243,7 +242,7 @@ def backward(
     q_lookup = _array(inputs.q_lookup, flat=short)
     lookups = (_array(inputs.k_lookup), q_lookup, _array(v_lookup))
     parts = blocks(number, length, dim, _SCORES)
-    (buffer, flat), (other, other_flat) = _buffers(parts, length)
+    (buffer, flat), (other, other_flat) = (_buffer(parts, length) for _ in range(2))
     totals = _KeyGradients(inputs, whole=parts[0][0] == slice(0, length) if parts else True)
     of_q = torch.empty_like(q)
     for rows, heads in parts:
@@ -310,28 +309,24 @@ class _ColumnOrder:
         return torch.cat([x[:, :skip], turned], 1) if skip else turned
 
 
-class _ThreadBuffers(threading.local):
-    """Work space that a thread keeps from call to call, unless it is large."""
+class _ThreadRooms(threading.local):
+    """Work space for rows that a thread keeps from call to call."""
 
     def __init__(self) -> None:
-        self.buffers: tuple[tuple[Tensor, Array], tuple[Tensor, Array]] | None = None
         self.rooms: dict[str, tuple[Array, ...]] = {}
 
 
-_kept = _ThreadBuffers()
+_kept = _ThreadRooms()
 
 
-def _buffers(parts: Parts, length: int) -> tuple[tuple[Tensor, Array], ...]:
-    """Return two buffers for a block of scores, each as tensor and array."""
+def _buffer(parts: Parts, length: int) -> tuple[Tensor, Array]:
+    """Return a buffer for a block of scores, with room for loops that read past its end, and its array.
+
+    Buffers that a thread keeps would count as memory of the program for ever.
+    """
     rows, heads = parts[0] if parts else (slice(0, 0), slice(0, 0))
-    size = rows.stop * heads.stop * length + 2 * LANES
-    if _kept.buffers is not None and size <= _MOST_KEPT:
-        return _kept.buffers
-    one, other = (torch.empty(max(size, _MOST_KEPT), device="cpu") for _ in range(2))
-    buffers = ((one, one.numpy()), (other, other.numpy()))
-    if size <= _MOST_KEPT:
-        _kept.buffers = buffers
-    return buffers
+    buffer = torch.empty(rows.stop * heads.stop * length + 2 * LANES, device="cpu")
+    return buffer, buffer.numpy()
 
 
 def _cut(x: Tensor, heads: slice, rows: slice | None = None) -> Tensor:

@@ -167,7 +167,7 @@ def replacement(module: nn.Module) -> Replacement:
         )
     found = Replacement(module, kind, tuple(inspect.signature(module.forward).parameters))
     try:
-        with ThreadPoolExecutor(1) as apart:
+        with ThreadPoolExecutor(1, "torchtrim") as apart:
             return apart.submit(_verified, found).result()
     except Unsupported:
         raise

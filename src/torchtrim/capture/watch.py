@@ -38,9 +38,12 @@ from torchtrim.capture.spent import watch_updates
 from torchtrim.capture.steps import Steps
 from torchtrim.dispatch.patches import Patches
 from torchtrim.dispatch.subclasses import patch_subclasses
+from torchtrim.dispatch.threads import is_ours
 
 _EVALUATES = 3
 """Forwards without gradients in a row. Arbitrary: fewer may be predictions for a few samples."""
+EVALUATED = 32
+"""Arbitrary: forwards of an evaluation whose memory events take little memory."""
 
 
 class Listener:
@@ -96,14 +99,20 @@ class Listener:
         """The first top-level forward with gradients is about to run."""
 
     def step_idles(self) -> None:
-        """The optimizers have stepped and the loop now evaluates; the step has no more operators."""
+        """The optimizers have stepped and the loop now evaluates; the step has no more operators.
+
+        Called again every 32 forwards.
+        """
 
     def step_ends(self) -> None:
         """The step is complete; called before the first operator of the next one."""
 
 
 class Watcher:
-    """A watcher of this process and thread that notifies one listener, between `install` and `remove`."""
+    """A watcher of this process that notifies one listener, between `install` and `remove`.
+
+    It watches one thread: the one that made it or, if it `follows`, another that trains before that.
+    """
 
     def __init__(
         self,
@@ -111,6 +120,7 @@ class Watcher:
         *,
         trains: bool = True,
         constructions: Constructions | None = None,
+        follows: bool = False,
     ) -> None:
         self.roots: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -133,7 +143,9 @@ class Watcher:
         self._evaluations = 0
         self._by_hand = ByHand()
         self._pid = os.getpid()
-        self._thread = threading.get_ident()
+        self._thread = threading.current_thread()
+        self._moving = threading.Lock()
+        self._is_settled = not follows
         self._patches = Patches()
 
     def install(self) -> None:
@@ -174,6 +186,10 @@ class Watcher:
         self._see_updates_by_hand()
         return self._steps is not None and self._steps.dirty
 
+    def watches_thread(self) -> bool:
+        """Return True in the thread that is watched."""
+        return threading.current_thread() is self._thread
+
     def follow(self) -> None:
         """Watch this process, a fork of the one that `install` watched."""
         self._pid = os.getpid()
@@ -199,7 +215,7 @@ class Watcher:
             @functools.wraps(original)
             def init(*args: Any, **kwargs: Any) -> None:
                 original(*args, **kwargs)
-                if self._here():
+                if self._here() or self._may_be_here():
                     then(*args, **kwargs)
 
             return init
@@ -213,23 +229,44 @@ class Watcher:
     def _here(self) -> bool:
         if not self._watches or self._is_aside:
             return False
-        return threading.get_ident() == self._thread and os.getpid() == self._pid
+        return self.watches_thread() and os.getpid() == self._pid
 
-    def _is_elsewhere(self) -> bool:
-        """Return True for a root call in another thread, which `forwards` does not count."""
-        if threading.get_ident() == self._thread or os.getpid() != self._pid:
+    def _may_be_here(self) -> bool:
+        """Return True in another thread of the program, as long as none has trained."""
+        if not self._watches or self._is_aside or self._depth or is_ours():
             return False
-        if not self._watches or self._is_aside or self._depth:
+        return not self._is_settled and os.getpid() == self._pid
+
+    def _moves(self) -> bool:
+        """Watch this thread from now on, if it is the first that trains. Return True if so."""
+        with self._moving:
+            moves = self._may_be_here()
+            if moves:
+                self._thread, self._is_settled = threading.current_thread(), True
+        return moves
+
+    def _moves_to(self, module: nn.Module) -> bool:
+        """Return True at the first training call of another thread, and count further ones of roots.
+
+        A call in training mode trains. Actors call models in evaluation mode, so there `backward` decides.
+        """
+        if not self._watches or self._is_aside or self._depth or os.getpid() != self._pid:
             return False
-        return _current_autograd_node() is None and (not self._trains or torch.is_grad_enabled())
+        if _current_autograd_node() is not None or (self._trains and not torch.is_grad_enabled()):
+            return False
+        if (module.training or not self._trains) and self._moves():
+            return True
+        self.elsewhere += not is_ours()
+        return False
 
     def _watched_call(self, original: Any) -> Any:
         watcher = self
 
         # A torch profiler with stacks reads the module from the local `self` of `nn.Module.__call__`.
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            unwatched = not watcher._here() or watcher._loading
-            watcher.elsewhere += watcher._is_elsewhere()
+            if not (here := watcher._here()):
+                here = watcher._moves_to(self)
+            unwatched = not here or watcher._loading
             # A call that is traced, as by `torch.jit.trace`, is not part of a step.
             traced = is_dynamo_compiling() or torch._C._get_tracing_state() is not None
             if unwatched or traced or isinstance(self, ScriptModule):
@@ -285,10 +322,11 @@ class Watcher:
             self._announce()
             self.forwards += 1
             if self.forwards == 1:
+                self._is_settled = True
                 self._listener.training_begins()
         elif self.stepped:
             self._evaluations += 1
-            if self._evaluations == _EVALUATES:
+            if self._evaluations % EVALUATED == _EVALUATES:
                 self._listener.step_idles()
 
     def _forget_steps(self) -> None:
@@ -298,7 +336,7 @@ class Watcher:
 
     def _watched_backward(self, original: Any) -> Any:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._here():
+            if not (self._here() or self._moves()):
                 return original(tensors, *args, **kwargs)
             is_one = isinstance(tensors, (torch.Tensor, GradientEdge))
             roots = (tensors,) if is_one else tuple(tensors)
@@ -326,7 +364,7 @@ class Watcher:
 
     def _watched_next(self, original: Any) -> Any:
         def following(iterator: Any) -> Any:
-            if not self._here() or self._loading:
+            if not (self._here() or self._may_be_here()) or self._loading:
                 return original(iterator)
             workers = int(getattr(iterator, "_num_workers", 0))
             self._listener.loader_asked(workers)

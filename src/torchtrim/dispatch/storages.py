@@ -8,6 +8,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from torchtrim.dispatch.threads import OURS
 from torchtrim.records.profile import DEVICE_POOL
 
 _OWN_REFERENCES = 2
@@ -68,7 +70,14 @@ def counts_tell() -> bool:
     """Return True if this torch counts references as `is_kept` expects.
 
     A weak reference is not enough: an object stays alive while autograd keeps its tensor. But torch holds one
-    reference itself while C++ keeps the tensor."""
+    reference itself while C++ keeps the tensor. Runs in a new thread, since the caller's hooks on saved
+    tensors, such as a checkpoint's, would count the tensor that autograd keeps here.
+    """
+    with ThreadPoolExecutor(1, OURS) as apart:
+        return apart.submit(_counts_tell).result()
+
+
+def _counts_tell() -> bool:
     with torch.inference_mode(False), torch.enable_grad(), torch._C._DisableTorchDispatch():
         tensor = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True) * 2
         saver, reference = tensor.sin(), weakref.ref(tensor)
@@ -319,10 +328,6 @@ def reachable_tensors() -> Iterator[torch.Tensor]:
 
 
 def reachable_bytes() -> int:
-    """Return the bytes of all storages that Python can reach."""
-    storages = {}
-    for tensor in reachable_tensors():
-        with contextlib.suppress(NotImplementedError, RuntimeError):
-            storage = tensor.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
+    """Return the bytes of all storages on the host that Python can reach, without memory-mapped files."""
+    storages = storages_in(reachable_tensors()).values()
+    return storage_bytes((one for one in storages if not one.filename), "cpu")

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from torchtrim.dispatch.modes import enter_below, leave
 from torchtrim.dispatch.patches import Patches
+from torchtrim.dispatch.threads import enter_in_threads
 from torchtrim.dryrun.mode import Dry
 from torchtrim.dryrun.workspace import machine
 from torchtrim.emulator.device import current as emulated
@@ -40,6 +41,7 @@ def dry_run(project: str, *, owned_only: bool, batch_size: int | None = None) ->
     _patch_files(patches, dry)
     _patch_loaders(patches, batch_size, here=True, seen=dry.note_batch_size)
     _patch_profilers(patches)
+    enter_in_threads(patches, lambda: dry)
     _running.append(dry)
     enter_below(dry)
     try:

@@ -26,6 +26,8 @@ from torchtrim.core import caches
 from torchtrim.dispatch import profilers
 from torchtrim.dispatch.modes import tensors_among
 
+_OWN_KERNELS = 2
+"""Counts changes of the scratch memory of torchtrim's own operators: the version of torch does not tell."""
 _MOST_BYTES = 2**28
 """Largest inputs and results of a measured call, so that an estimate stays cheap."""
 _MOST_FLOPS, _MOST_FLOPS_OF_HALVES = 2**35, 2**31
@@ -76,7 +78,8 @@ def workspace(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
         return promoted
     if _is_large(name, func, args, kwargs, result):
         return None
-    key = f"{func} {_key((args, kwargs))} {torch.get_num_threads()} {torch.is_grad_enabled()}"
+    ours = _OWN_KERNELS if func.namespace == "torchtrim" else ""
+    key = f"{func}{ours} {_key((args, kwargs))} {torch.get_num_threads()} {torch.is_grad_enabled()}"
     size = machine().once(key, lambda: _tried(func, name, args, kwargs))
     return None if size is None else size + promoted
 
@@ -135,8 +138,6 @@ def _tried(func: Any, name: str, args: Any, kwargs: Any) -> int | None:
             given, named = tree_map_only(torch.Tensor, _zeros, ([*args], kwargs))
             if name == f"{_RECURRENT}_backward":
                 given[-1] = _reserve(given)
-            if func.namespace == "torchtrim":
-                func(*given, **named)  # Its threads keep their blocks from the first call on.
             return needed(lambda: func(*given, **named))
         except (RuntimeError, ValueError, TypeError, IndexError, MemoryError, ArithmeticError):
             return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from torchtrim.dispatch.calls import heard_by, tell_synchronized
 from torchtrim.dispatch.modes import enter_below, leave
 from torchtrim.dispatch.patches import Patches
 from torchtrim.dispatch.subclasses import patch_subclasses
+from torchtrim.dispatch.threads import enter_in_threads
 from torchtrim.emulator.autocast import Autocast
 from torchtrim.emulator.composites import Composites
 from torchtrim.emulator.construction import Construction
@@ -31,16 +31,6 @@ from torchtrim.emulator.tensors import patch_tensors
 from torchtrim.errors import UsageError
 
 _BEFORE_CPU = 5  # Below 10, the priority of torch's own restore function of CPU tensors.
-
-
-def patch_threads(patches: Patches, accelerator: Accelerator) -> None:
-    """Emulate in new threads too."""
-
-    def run(self: threading.Thread) -> None:
-        with accelerator:
-            own(self)
-
-    own = patches.replace(threading.Thread, "run", run)
 
 
 def patch_grouping(patches: Patches, tags: Tags) -> None:
@@ -150,7 +140,7 @@ class Emulation:
         patch_device(patches)
         Autocast(patches, tags).install()
         Composites(patches, self.accelerator).install()
-        patch_threads(patches, self.accelerator)
+        enter_in_threads(patches, lambda: self.accelerator, ours=True)
         patch_grouping(patches, tags)
         patch_parallel(patches, mover)
         patch_compile(patches, self.notes)

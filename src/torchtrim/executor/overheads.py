@@ -18,6 +18,7 @@ from torch import nn
 
 from torchtrim.core.caches import folder, write
 from torchtrim.core.isolation import isolated
+from torchtrim.dispatch.threads import OURS
 from torchtrim.executor.registry import technique
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Overheads
@@ -46,7 +47,7 @@ def measured() -> Overheads | None:
     Runs in a new thread, without the caller's modes, hooks, defaults and traces.
     """
     found = None
-    with isolated("technique", "recompute or replay"), ThreadPoolExecutor(1) as pool:
+    with isolated("technique", "recompute or replay"), ThreadPoolExecutor(1, OURS) as pool:
         found = pool.submit(_measured).result()
     return found
 

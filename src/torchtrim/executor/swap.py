@@ -17,6 +17,32 @@ from torchtrim.errors import ApplyFailed
 
 Forward = Callable[..., Any]
 _SWAPPED = "_torchtrim_swapped"
+_KEYS = torch._C._TorchDispatchModeKey
+
+
+def is_traced() -> bool:
+    """Return True where a model is compiled, exported or transformed instead of trained.
+
+    Compilers come first: they evaluate that condition and do not trace the rest.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or _symbolic_trace._is_fx_tracing_flag
+        or torch._C._get_tracing_state() is not None
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_dispatch_mode(_KEYS.PROXY) is not None
+    )
+
+
+def does_not_train() -> bool:
+    """Return True where a model is traced, or runs on fake tensors."""
+    return is_traced() or torch._C._get_dispatch_mode(_KEYS.FAKE) is not None
+
+
+def is_exported() -> bool:
+    """Return True where a model is traced for another purpose than `torch.compile`."""
+    compiles = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    return not compiles and does_not_train()
 
 
 class Swapped:
@@ -25,9 +51,17 @@ class Swapped:
     The instance gets a subclass of its own class, so parameters, buffers, hooks, names and `state_dict` stay.
     A copy or pickle of it has the original class and runs without the plan. Several replacements on a module
     can be reverted in any order: one below others is inactive from then on, and is removed with them.
+    `original_if`: when calls run the original forward, by default where it does not train. `copied`: the
+    forward of copies and pickles, if it computes another function; TorchScript does not support that.
     """
 
-    def __init__(self, module: nn.Module, wrap: Callable[[Forward], Forward]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        wrap: Callable[[Forward], Forward],
+        original_if: Callable[[], bool] = does_not_train,
+        copied: Forward | None = None,
+    ) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             raise ApplyFailed(
                 f"{type(module).__name__} is compiled by TorchScript, so its forward cannot be "
@@ -39,11 +73,11 @@ class Swapped:
                 "recomputation too. Plan first and compile afterwards, or plan a module around it."
             )
         self._module = module
-        self._switch = _Switch()
+        self._switch = _Switch(original_if)
         if (own := module.__dict__.get("forward")) is not None:
             module.__dict__["forward"] = _over(own, wrap, self._switch)
         else:
-            module.__class__ = _subclass(type(module), wrap, self._switch)
+            module.__class__ = _subclass(type(module), wrap, self._switch, copied)
 
     def revert(self) -> None:
         """Restore the module."""
@@ -66,13 +100,14 @@ def is_of_another(forward: Forward, module: nn.Module) -> bool:
 
 
 class _Switch:
-    """The state of a replacement. Calls under tracing run the original forward."""
+    """The state of a replacement."""
 
-    is_on = True
+    def __init__(self, original_if: Callable[[], bool]) -> None:
+        self.is_on = True
+        self._original_if = original_if
 
     def is_used(self) -> bool:
-        traced = torch._C._get_tracing_state() is not None or _symbolic_trace._is_fx_tracing_flag
-        return self.is_on and not traced
+        return self.is_on and not self._original_if()
 
 
 def _over(own: Forward, wrap: Callable[[Forward], Forward], switch: _Switch) -> Forward:
@@ -109,7 +144,10 @@ def _for_scripts(forward: Any, original: Any) -> Forward:
 
 
 def _subclass(
-    original: type[nn.Module], wrap: Callable[[Forward], Forward], switch: _Switch
+    original: type[nn.Module],
+    wrap: Callable[[Forward], Forward],
+    switch: _Switch,
+    copied: Forward | None,
 ) -> type[nn.Module]:
     def call(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run: Forward = functools.partial(original.forward, self)
@@ -122,7 +160,19 @@ def _subclass(
         reduced = original.__reduce_ex__(self, protocol)
         if isinstance(reduced, str) or _SWAPPED in original.__dict__:
             return reduced
-        return copyreg._reconstructor, (original, object, None), *reduced[2:]  # type: ignore[attr-defined]
+        state, *rest = reduced[2:]
+        if copied is not None and switch.is_on:
+            state = {**state, "forward": copied}
+        return copyreg._reconstructor, (original, object, None), state, *rest  # type: ignore[attr-defined]
+
+    def refuse_script(self: nn.Module) -> nn.Module:
+        if not switch.is_on:
+            return self
+        raise ApplyFailed(
+            f"the plan has replaced what a {type(self).__name__} of this model computes, and "
+            "torch.jit.script compiles the original code. Write the replacement into the model, or call the "
+            "plan's `revert()` first; torch.jit.trace and torch.export see the replacement."
+        )
 
     namespace = {
         "__module__": original.__module__,
@@ -132,4 +182,27 @@ def _subclass(
         "forward": _for_scripts(forward, original.forward),
         _SWAPPED: switch,
     }
-    return type(original.__name__, (original,), namespace)
+    if copied is not None:
+        namespace["__prepare_scriptable__"] = refuse_script
+    of_class: Any = type(original)
+    kind: type[nn.Module] = _alike(of_class)(original.__name__, (original,), namespace)
+    return kind
+
+
+@functools.cache
+def _alike(kind: Any) -> Any:
+    """Return a metaclass whose classes equal those they replace, for code that looks types up: torch's
+    quantization does.
+    """
+
+    def equals(one: type, other: object) -> Any:
+        alike = isinstance(other, type) and _replaced(one) is _replaced(other)
+        return alike or NotImplemented
+
+    return type(
+        kind.__name__, (kind,), {"__eq__": equals, "__hash__": lambda one: hash(_replaced(one))}
+    )
+
+
+def _replaced(kind: type) -> type:
+    return next(one for one in kind.__mro__ if _SWAPPED not in vars(one))

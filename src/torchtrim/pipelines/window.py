@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.registry import Handles
-from torchtrim.executor.swap import Swapped
+from torchtrim.executor.swap import Swapped, is_traced
 
 
 class TensorMeta(NamedTuple):
@@ -119,7 +119,7 @@ class Window:
         try:
             for path in self.pieces:
                 wrap = functools.partial(self._wrapped, path)
-                self._handles.add(Swapped(root.get_submodule(path), wrap))
+                self._handles.add(Swapped(root.get_submodule(path), wrap, is_traced))
         except BaseException:
             self.close()
             raise

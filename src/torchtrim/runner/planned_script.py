@@ -23,6 +23,7 @@ from torchtrim.capture.optimizers import names_of
 from torchtrim.capture.watch import Listener, Watcher
 from torchtrim.core.isolation import debugging
 from torchtrim.dispatch.patches import Patches
+from torchtrim.dispatch.threads import await_others, end_main, listen_to_errors
 from torchtrim.errors import ApplyFailed, TorchtrimError, UsageError
 from torchtrim.executor.apply import apply_plan, fingerprint_of, is_unchanged
 from torchtrim.executor.autograd import NotTwice
@@ -45,6 +46,10 @@ _EAGER = (
 _OURS = f"{Path(torchtrim.__file__).parent}{os.sep}"
 
 
+_SECONDS = 10.0
+"""Arbitrary: how long the main thread may take to end for an error in another, which it may wait for."""
+
+
 class EndOfScript(BaseException):
     """Ends a script that must not continue, with the error; no `except Exception` catches it."""
 
@@ -58,7 +63,7 @@ class Applier(Listener):
 
     def __init__(self, plan: Plan, *, stays: bool = False) -> None:
         self.modules = Modules()
-        self.watcher = Watcher(self)
+        self.watcher = Watcher(self, follows=True)
         self._plan = plan
         self._stays = stays
         self._waits_for = {root_of(where) for one in plan.techniques for where in one.where}
@@ -107,9 +112,9 @@ class Applier(Listener):
         well = error is None or (isinstance(error, SystemExit) and not error.code)
         if self._waits_for and well:
             names = ", ".join(sorted(self._waits_for))
-            said = f"the plan left {names} unchanged, which the script's main thread never ran"
+            said = f"the plan left {names} unchanged, which the script never ran"
             if self.watcher.elsewhere:
-                said += ". Another thread called modules: train in the main thread, which the plan is for"
+                said += " in the thread that trains first, which is the planned one"
             print(f"torchtrim: {said}", file=sys.stderr, flush=True)
         try:
             self.check_settled()
@@ -154,10 +159,11 @@ def run_planned(
             flush_files()
         return
     Spawning(1).install()
-    applier = applier or Applier(plan)
+    applier, patches = applier or Applier(plan), Patches()
     applier.report = report
     eagerly = Eagerly(lambda: print(_EAGER, file=sys.stderr, flush=True))
     eagerly.install()
+    listen_to_errors(patches, _ends_script)
     try:
         with applier.watcher, checked_saves(applier.check_settled):
             _as_python(script, applier.ended, passed=(ApplyFailed, NotTwice))
@@ -168,6 +174,7 @@ def run_planned(
         raise ApplyFailed(str(error)) from None
     finally:
         eagerly.remove()
+        patches.undo()
         flush_files()
         if report is not None:
             report.end(applier.error)
@@ -194,7 +201,7 @@ def _in_stages(script: Script, plan: Plan, report: RunReport | None) -> None:
 
     assert plan.pipeline is not None
     stages = StageApplier(plan, several=True, refused=lambda said: EndOfScript(ApplyFailed(said)))
-    watcher = Watcher(stages)
+    watcher = Watcher(stages, follows=True)
 
     def applied() -> None:
         watcher.remove()
@@ -218,7 +225,10 @@ def _as_python(
     """Run the script, and exit as `python` does on an exception. `passed`: torchtrim's own exceptions."""
     try:
         try:
-            run_target(script.command)
+            try:
+                run_target(script.command)
+            finally:
+                await_others()
         except BaseException as error:
             ended(error)
             raise
@@ -282,6 +292,25 @@ def _checked(original: Callable[..., Any], check: Callable[[], None]) -> Callabl
         return original(*args, **kwargs)
 
     return checked
+
+
+def _ends_script(error: BaseException) -> bool:
+    """End the script for an `EndOfScript` in a thread, which would end the thread alone."""
+    if not isinstance(error, EndOfScript):
+        return False
+
+    reason = error.error
+
+    class Ended(EndOfScript):
+        def __init__(self) -> None:
+            super().__init__(reason)
+
+    def exit() -> None:
+        print(f"error: {reason}", file=sys.stderr, flush=True)
+        os._exit(reason.exit_code)
+
+    end_main(Ended, _SECONDS, exit)
+    return True
 
 
 def check_script(plan: Plan, workload: Workload) -> None:

@@ -13,8 +13,9 @@ from typing import Literal
 import torch
 
 from torchtrim.capture.allocator import NOTHING, CpuAllocator, rss_bytes
+from torchtrim.capture.watch import EVALUATED
 from torchtrim.dispatch.patches import Patches
-from torchtrim.dispatch.storages import reachable_tensors, storage_bytes, storages_in
+from torchtrim.dispatch.storages import reachable_bytes
 from torchtrim.records.budget import MemoryKind
 
 _SHARE = 0.01
@@ -127,7 +128,7 @@ class CpuPeak(PeakMeter):
         super().__init__("not measured: no step could be watched")
         self._allocator = CpuAllocator()
         self._phase: Literal["", "before", "seen", "step"] = ""
-        self._alive = self._at = self._watched = 0
+        self._alive = self._at = self._watched = self._paused = 0
         self._peak: int | None = None
         self._cost, self._is_first = 0.0, True
         self._forks = 0
@@ -143,7 +144,7 @@ class CpuPeak(PeakMeter):
             self._unwatched -= 1
         elif self._phase in ("before", "seen"):
             self._allocator.stop()
-            self._alive = _live_bytes()
+            self._alive = reachable_bytes()
             self._allocator.start()
             self._phase = "step"
         elif self._is_first or self._cost <= _SHARE * (begin - self._began):
@@ -152,15 +153,17 @@ class CpuPeak(PeakMeter):
         self._cost += time.perf_counter() - begin
 
     def pauses(self) -> None:
-        """Stop watching; events of a long evaluation would fill the memory."""
+        """Leave out the rest of the step; all events of a long evaluation would fill the memory."""
         begin = time.perf_counter()
         if self._phase == "step":
             watched = self._allocator.stop()
             self._peak = None if watched is NOTHING else self._alive + watched.peak
             self._phase = ""
-        elif self._phase == "before":
-            self._allocator.stop()
-            self._phase = "seen"
+        elif self._phase in ("before", "seen"):
+            if self._phase == "before" or self._paused % EVALUATED == 0:
+                self._allocator.stop()
+                self._allocator.start()
+            self._phase, self._paused = "seen", self._paused + 1
         self._cost += time.perf_counter() - begin
 
     def ends(self, step: int) -> bool:
@@ -184,8 +187,7 @@ class CpuPeak(PeakMeter):
 
     def abandon(self) -> None:
         """Stop watching this step, without a result."""
-        if self._phase in ("before", "step"):
-            self._allocator.stop()
+        self._allocator.stop()
         self._phase = ""
 
     def forks(self) -> None:
@@ -220,11 +222,6 @@ def _before_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork)
-
-
-def _live_bytes() -> int:
-    storages = storages_in(reachable_tensors()).values()
-    return storage_bytes((one for one in storages if not one.filename), "cpu")
 
 
 _UNKNOWN = b"Memory block of unknown size"

@@ -80,7 +80,8 @@ class RunWatch:
         self._undo.callback(notices.listeners.remove, self._noticed)
 
     def watch(self, name: str, root: nn.Module) -> None:
-        """Watch the calls of a root, unless it is compiled."""
+        """Watch the calls of a root in this thread, unless it is compiled."""
+        self._here = os.getpid(), threading.get_ident()
         if not self.device and (parameter := next(root.parameters(), None)) is not None:
             self.device = str(parameter.device)
             self.peak = meter_for(parameter.device, self._plan.memory_kind)

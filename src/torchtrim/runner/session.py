@@ -39,6 +39,10 @@ _BY_HAND = (
     "no optimizer of torch.optim steps, so a step ends where the script changed parameters itself"
 )
 _RANKS = "of the first rank, whose shards are the largest; without the communication library's own buffers"
+_ELSEWHERE = (
+    "the script calls modules in several threads, and the figures and the plan are of the thread that began "
+    "to train first. What the others hold counts as memory from before the step"
+)
 Event = TypeVar("Event", bound=Callable[..., None])
 
 
@@ -83,7 +87,9 @@ class Session(Listener):
         self._places = Places(setting.project)
         constructions = Constructions(self._places)
         self.modules = Modules(constructions.site)
-        self.watcher = Watcher(self, trains=trains, constructions=constructions)
+        self.watcher = Watcher(
+            self, trains=trains, constructions=constructions, follows=bool(setting.script)
+        )
         self.refused: ApplyFailed | None = None
         self._setting = setting
         self._frames = frames
@@ -230,6 +236,7 @@ class Session(Listener):
         seen, trial = self.watcher, self.trial
         trial.notes += (_BY_HAND,) if seen.steps_by_hand and not seen.optimizers else ()
         trial.forwards, trial.elsewhere = seen.forwards, seen.elsewhere
+        trial.notes += (_ELSEWHERE,) if seen.forwards and seen.elsewhere else ()
         trial.backwards = seen.backwards + seen.gradients
         trial.rss_bytes = rss_bytes()
 

@@ -22,7 +22,7 @@ from torchtrim.capture.watch import Listener, Watcher
 from torchtrim.errors import ApplyFailed, ScriptFailed, TorchtrimError, UsageError
 from torchtrim.evidence.evidence import bytes_of, digest_of
 from torchtrim.executor.apply import fingerprint_of
-from torchtrim.executor.swap import Swapped
+from torchtrim.executor.swap import Swapped, is_traced
 from torchtrim.pipelines.clocks import clocking
 from torchtrim.pipelines.engine import Engine
 from torchtrim.pipelines.lone import in_one_process
@@ -314,7 +314,7 @@ class StageApplier(Listener):
         else:
             self.engine = self._engine_of(root, self._pipeline)
             self._stack.enter_context(clipping_together())
-        Swapped(root, self.engine.wrap)
+        Swapped(root, self.engine.wrap, is_traced)
         self.applied()
 
     def close(self) -> None:

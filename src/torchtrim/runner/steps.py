@@ -76,6 +76,7 @@ class StepMeasure:
         self._watched: Watched | None = None
         self._seconds = 0.0
         self._idled = False
+        self._between: Allocator = Allocator()
         self._digests: list[str] = []
         self._lines: list[tuple[str, int, bool]] = []
 
@@ -84,10 +85,18 @@ class StepMeasure:
         self._setting = setting
         self._watching = allocator_for(setting.device)
 
+    def _watch_between(self) -> None:
+        """Watch the allocator between steps: it reports frees only of blocks that it was seen to allocate."""
+        self._between.stop()
+        if self._trial.request.measured:
+            self._between = allocator_for(self._setting.device)
+            self._between.start()
+
     def begin(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Begin measuring the next step."""
         number, request = len(self._trial.steps), self._trial.request
         if self._idled:
+            self._between.stop()
             self._idled, self._alive = False, reachable_bytes()
         ours = self._ours()
         self._ours_bytes = storage_bytes(ours, counted_device(self._setting.device))
@@ -109,6 +118,8 @@ class StepMeasure:
         if self._watched is None:
             self.stop()
             self._idled = True
+        if self._idled:
+            self._watch_between()
 
     def stop(self) -> None:
         """Stop measuring, if not stopped yet; `close` notes the step until here."""
@@ -155,6 +166,7 @@ class StepMeasure:
         if recording is not None:
             recording.abandon()
         self._watching.stop()
+        self._between.stop()
 
     def _look(self, operator: Any, given: Any) -> None:
         """Keep the user's line and a digest of an operator's outputs, the shape alone of empty tensors."""

@@ -294,9 +294,15 @@ def _no_step(trial: Trial) -> str:
         )
     if trial.elsewhere and not trial.forwards:
         return (
-            "the script called its modules outside its main thread, but torchtrim watches only the main "
-            "thread, so torchtrim recorded no step. Call the function that trains directly, not through "
-            "threading.Thread or a pool of threads."
+            "the script called its modules in other threads, in evaluation mode and without `backward`, so "
+            "torchtrim recorded no step. Check that its arguments make it train."
+        )
+    if trial.elsewhere:
+        return (
+            "the script called modules in several threads, and the thread that first called one in training "
+            f"mode, with gradients, has completed no step: {trial.forwards} forwards, {trial.backwards} "
+            "backwards. torchtrim watches that thread alone. Let the thread that trains be the first, "
+            "or call the model under torch.no_grad() in the others."
         )
     if trial.request.infers:
         return (

@@ -10,6 +10,7 @@ import os
 import random
 import runpy
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -23,10 +24,13 @@ import torch
 from torchtrim.capture.build import Setting
 from torchtrim.capture.growth.stream_frames import StreamFrames
 from torchtrim.capture.probes import Probes, Sources
+from torchtrim.dispatch.patches import Patches
 from torchtrim.dispatch.places import line_of
+from torchtrim.dispatch.threads import await_others, enter_in_threads, listen_to_errors
 from torchtrim.dryrun.mode import Dry
 from torchtrim.dryrun.run import current as current_dry
 from torchtrim.dryrun.run import dry_run, sized_loaders
+from torchtrim.dryrun.workspace import machine
 from torchtrim.emulator.device import Emulation
 from torchtrim.emulator.orders import StreamOrder
 from torchtrim.emulator.runtime import model_named
@@ -162,9 +166,24 @@ class _Runner:
                 time.sleep(_IDLE_SECONDS)
 
     def _run_watched(self) -> None:
-        wide = settings.Wide() if self._request.double else contextlib.nullcontext()
-        with self._session.watcher, wide:
-            self._end(run_to_crash(self._task.target, sources=self._sources))
+        patches, watcher = Patches(), self._session.watcher
+        errors: list[BaseException] = []
+
+        def heard(error: BaseException) -> bool:
+            if watcher.watches_thread() and not isinstance(error, SystemExit):
+                errors.append(error)
+            return False
+
+        listen_to_errors(patches, heard)
+        wide: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self._request.double:
+            wide = settings.Wide()
+            enter_in_threads(patches, settings.Wide)
+        with watcher, wide:
+            crash = run_to_crash(self._task.target, sources=self._sources)
+            if crash is None and errors:
+                crash = crash_of(errors[0])
+            self._end(crash)
 
     def _end(self, crash: Crash | None) -> None:
         """Close the script's last step and leave the outcome."""
@@ -190,10 +209,19 @@ class _Runner:
 
     def _done(self) -> NoReturn:
         if self._written:
-            self._linger()
-            os._exit(0)
+            self._end_here()
         self._write(None)
+        if threading.current_thread() is not threading.main_thread():
+            self._end_here()
         raise Stop
+
+    def _end_here(self) -> NoReturn:
+        """End the process in a thread: `Stop` would end the thread alone, and the script go on after it."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        machine().save()
+        self._linger()
+        os._exit(0)
 
     def _write(self, crash: Crash | None) -> None:
         if not self._written:
@@ -251,6 +279,7 @@ def run_to_crash(
     """
     try:
         run_target(target, sources)
+        await_others()
     except Stop:
         pass
     except SystemExit as ended:
@@ -259,13 +288,18 @@ def run_to_crash(
     except refusals as error:
         return Crash(kind="refused", message=str(error))
     except BaseException as error:
-        return Crash(
-            kind="out of memory" if is_out_of_memory(error) else "crashed",
-            message=f"{type(error).__name__}: {error}",
-            traceback="".join(traceback.format_exception(_without_own_frames(error))).strip(),
-            place=place_of(error),
-        )
+        return crash_of(error)
     return None
+
+
+def crash_of(error: BaseException) -> Crash:
+    """Return the crash of an exception that ended the script."""
+    return Crash(
+        kind="out of memory" if is_out_of_memory(error) else "crashed",
+        message=f"{type(error).__name__}: {error}",
+        traceback="".join(traceback.format_exception(_without_own_frames(error))).strip(),
+        place=place_of(error),
+    )
 
 
 def run_target(target: Target, sources: Sources | None = None) -> None:

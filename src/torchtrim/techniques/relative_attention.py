@@ -63,13 +63,13 @@ class ReplaceRelativeAttention(TechniqueUnit):
 
     def apply(self, roots: Roots, technique: Technique) -> Handle:
         """Replace the forward of the named modules."""
-        from torchtrim.executor.swap import Swapped
+        from torchtrim.executor.swap import Swapped, is_exported
 
         replaced = Handles()
         try:
             for where in technique.where:
                 for path, module in _with_followers(roots, where):
-                    replaced.add(Swapped(module, _forward_of(path, module)))
+                    replaced.add(Swapped(module, _forward_of(path, module), is_exported))
         except BaseException:
             replaced.revert()
             raise

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace
 
+from torchtrim.analysis.peak import library_note
 from torchtrim.analysis.prices import priced
 from torchtrim.analysis.syncs import CODES, unknown_note
 from torchtrim.analysis.user_source import SourceLines as Lines
@@ -32,13 +33,13 @@ _STILL = 1.2  # of the slowest rank's quickest step: above its usual spread
 
 def report_of(verb: str, workload: Workload, trial: Trial) -> Report:
     """Return the report of an original that ran."""
-    profile, priced_findings, unread = trial.profile, PricedFindings(), ""
+    profile, priced_findings, unread, kept = trial.profile, PricedFindings(), "", ""
     if profile is not None:
         priced_findings = _on_ranks(trial, profile) if trial.ranks else _in_one(profile)
-        unread = unknown_note(profile)
+        unread, kept = unknown_note(profile), library_note(profile)
     subject = subject_of(workload, trial.device)
     report = with_ranks(original_report(verb, subject, trial, priced_findings), trial)
-    notes = (*report.notes, *filter(None, (untested(str(torch.__version__)), unread)))
+    notes = (*report.notes, *filter(None, (untested(str(torch.__version__)), unread, kept)))
     return replace(report, notes=notes)
 
 

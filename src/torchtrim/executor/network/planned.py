@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from torchtrim.dispatch.threads import OURS
 from torchtrim.errors import TorchtrimError, Unsupported
 from torchtrim.executor.network.capture import PLAIN_TYPES, capture, plain_state
 from torchtrim.executor.network.captured import Captured
@@ -220,7 +221,7 @@ def captured_of(
     known = _CAPTURED.setdefault(module, OrderedDict())
     if key not in known:
         run = contextvars.copy_context().run
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1, OURS) as pool:
             known[key] = pool.submit(run, _captured, module, args, kwargs, _autocast()).result()
         while len(known) > MOST_PLANS:
             known.popitem(last=False)

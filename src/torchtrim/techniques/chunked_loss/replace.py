@@ -40,7 +40,7 @@ def _of_linear(module: nn.Linear, forward: Forward, where: str, rows: int) -> Fo
 def _lazy_product(hidden: Any, weight: Any, bias: Any, where: str, rows: int) -> Logits | None:
     """Return the stand-in for a product, or None if it must be computed: no gradients, or special tensors."""
     plain = all(isinstance(one, Tensor) for one in (hidden, weight)) and type(hidden) is Tensor
-    if not plain or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not plain or not torch.is_grad_enabled():
         return None
     if not (hidden.requires_grad or weight.requires_grad) or not hidden.dim():
         return None
@@ -51,7 +51,7 @@ def _of_products(
     module: nn.Module, forward: Forward, where: str, rows: int, classes: int
 ) -> Forward:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         with _Products(module, where, rows, classes):
             return forward(*args, **kwargs)

@@ -16,7 +16,7 @@ from torchtrim.capture.code.side_effects import SideEffects, changed
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.notices import say_once
 from torchtrim.executor.places import module_at
-from torchtrim.executor.registry import Handle, Handles, Undo
+from torchtrim.executor.registry import Handle, Handles
 from torchtrim.executor.swap import Swapped
 
 _SETTABLE = ("ReLU", "LeakyReLU")
@@ -29,9 +29,6 @@ def overwrite_places(roots: Mapping[str, nn.Module], where: Sequence[str]) -> Ha
     try:
         for place in where:
             module = _activation(roots, place)
-            if type(module).__name__ in _SETTABLE:
-                handles.add(Undo(functools.partial(setattr, module, "inplace", module.inplace)))
-                module.inplace = True  # type: ignore[assignment]
             wrap = functools.partial(_writing, place, module, Holders(module))
             handles.add(Swapped(module, wrap))
     except BaseException:
@@ -98,25 +95,23 @@ def _writing(
     settable = type(module).__name__ in _SETTABLE
 
     def run(input: torch.Tensor) -> Any:
-        traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-        if traced or not isinstance(input, torch.Tensor):
+        if not isinstance(input, torch.Tensor) or holders.is_replaced():
             return forward(input)
-        if holders.is_replaced():
-            return _beside(module, forward, input)
         if holders.are_more(input, sys.getrefcount(input)):
             held = "its input is also referenced by a hook or a variable, so it is not overwritten."
             say_once(where, held)
-            return _beside(module, forward, input)
-        graded = torch.is_grad_enabled() and input.requires_grad
-        if not graded or (settable and not input._is_view()):
             return forward(input)
-        return _Over.apply(input, *_operators(module))  # type: ignore[no-untyped-call]
+        graded = torch.is_grad_enabled() and input.requires_grad
+        if graded and not (settable and not input._is_view()):
+            return _Over.apply(input, *_operators(module))  # type: ignore[no-untyped-call]
+        return _in_place(module, forward, input) if settable else forward(input)
 
     return run
 
 
-def _beside(module: Any, forward: Callable[..., Any], input: torch.Tensor) -> Any:
-    before, module.inplace = module.inplace, False
+def _in_place(module: Any, forward: Callable[..., Any], input: torch.Tensor) -> Any:
+    """Run an activation with `inplace` set for this call only: copies and exports of it have their own."""
+    before, module.inplace = module.inplace, True
     try:
         return forward(input)
     finally:

@@ -64,8 +64,8 @@ class _Channels(NamedTuple):
         return _ChannelParts.apply(self, forward, given, weight, bias)  # type: ignore[no-untyped-call]
 
     def _may_split(self, given: Any) -> bool:
-        plain = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if not plain or type(given) is not Tensor or not self.norm.training or given.dim() < 3:
+        graded = torch.is_grad_enabled()
+        if not graded or type(given) is not Tensor or not self.norm.training or given.dim() < 3:
             return False
         several = given.shape[1] > 1 and given.shape[2:].numel() > 1
         return several and _layout(given) is not None and given.shape[1] == self.norm.num_features

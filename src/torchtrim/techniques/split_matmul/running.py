@@ -44,8 +44,8 @@ def _in_parts(where: str, module: nn.Module, forward: Forward, parts: int) -> Fo
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = args[0] if len(args) == 1 and not kwargs else None
-        plain = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if not plain or not isinstance(given, Tensor) or given.dim() < 2:
+        graded = torch.is_grad_enabled()
+        if not graded or not isinstance(given, Tensor) or given.dim() < 2:
             return forward(*args, **kwargs)
         owned = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if prod(given.shape[:-1]) < parts or not (given.requires_grad or owned):

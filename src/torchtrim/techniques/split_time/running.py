@@ -168,8 +168,9 @@ def _operators(module: nn.LSTM | nn.GRU, forward: Forward, given: Tensor, hx: An
 
 
 def _is_ours(module: nn.LSTM | nn.GRU, given: Any) -> bool:
-    plain = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if not plain or not isinstance(given, Tensor) or given.dim() != _SEQUENCE or not given.numel():
+    if not torch.is_grad_enabled() or not isinstance(given, Tensor):
+        return False
+    if given.dim() != _SEQUENCE or not given.numel():
         return False
     drops = module.training and module.dropout > 0 and module.num_layers > 1
     return not drops and not torch.is_autocast_enabled(given.device.type)
