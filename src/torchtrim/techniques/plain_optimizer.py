@@ -77,9 +77,9 @@ class PlainOptimizer(TechniqueUnit):
         def plain(where: str) -> Stepping:
             optimizer = optimizer_at(roots, where)
             if style == "chunks":
-                return Stepping(where, optimizer, run_in_chunks(most))
+                return Stepping(where, optimizer, run_in_chunks(most), whole=True)
             if style == "fused":
-                return Stepping(where, optimizer, run_fused(where, optimizer))
+                return Stepping(where, optimizer, run_fused(where, optimizer), whole=True)
             raise ApplyFailed(
                 f"`{where}`: the plan has the style {style!r}, but plain_optimizer supports only "
                 "`chunks` and `fused`. Plan again, or use one of these."

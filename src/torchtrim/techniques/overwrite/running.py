@@ -16,7 +16,7 @@ from torchtrim.capture.code.side_effects import SideEffects, changed
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.notices import say_once
 from torchtrim.executor.places import module_at
-from torchtrim.executor.registry import Handle, Handles, Undo
+from torchtrim.executor.registry import Handle, Handles
 from torchtrim.executor.swap import Swapped
 
 _SETTABLE = ("ReLU", "LeakyReLU")
@@ -29,9 +29,6 @@ def overwrite_places(roots: Mapping[str, nn.Module], where: Sequence[str]) -> Ha
     try:
         for place in where:
             module = _activation(roots, place)
-            if type(module).__name__ in _SETTABLE:
-                handles.add(Undo(functools.partial(setattr, module, "inplace", module.inplace)))
-                module.inplace = True  # type: ignore[assignment]
             wrap = functools.partial(_writing, place, module, Holders(module))
             handles.add(Swapped(module, wrap))
     except BaseException:
@@ -102,21 +99,24 @@ def _writing(
         if traced or not isinstance(input, torch.Tensor):
             return forward(input)
         if holders.is_replaced():
-            return _beside(module, forward, input)
+            return forward(input)
         if holders.are_more(input, sys.getrefcount(input)):
             held = "its input is also referenced by a hook or a variable, so it is not overwritten."
             say_once(where, held)
-            return _beside(module, forward, input)
+            return forward(input)
         graded = torch.is_grad_enabled() and input.requires_grad
-        if not graded or (settable and not input._is_view()):
+        if settable and not (graded and input._is_view()):
+            return _in_place(module, forward, input)
+        if not graded:
             return forward(input)
         return _Over.apply(input, *_operators(module))  # type: ignore[no-untyped-call]
 
     return run
 
 
-def _beside(module: Any, forward: Callable[..., Any], input: torch.Tensor) -> Any:
-    before, module.inplace = module.inplace, False
+def _in_place(module: Any, forward: Callable[..., Any], input: torch.Tensor) -> Any:
+    """Run the forward in place. Copies and files of the module keep the program's own setting."""
+    before, module.inplace = module.inplace, True
     try:
         return forward(input)
     finally:

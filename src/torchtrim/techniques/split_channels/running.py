@@ -41,7 +41,7 @@ def split(where: str, part: ModulePart, parts: int, *, overwrites: bool) -> Hand
     channels = _Channels(norm, tuple(modules[1:]), parts, overwrites)
     if part.span is None:
         return Swapped(norm, channels.wrapped)
-    return Ranges(part.chain, [Range(*part.span, channels.run)])
+    return Ranges(part.chain, [Range(*part.span, channels.run, where)])
 
 
 class _Channels(NamedTuple):
