@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 CERTIFIED = "#: loop"
 BEGINS = (8, 20, 50)
 """Steps before a change begins."""
-AFTER = 6  # Arbitrary; steps that follow.
+AFTER = 5  # Arbitrary; steps that follow.
 _SIZES = "LATE, STEPS, "
 _SETTINGS: dict[str, Any] = tomllib.loads((HERE / "shapes.toml").read_text())
 SHAPES: dict[str, dict[str, str]] = _SETTINGS["shapes"]
@@ -23,11 +23,16 @@ OPTIMIZERS: dict[str, str] = _SETTINGS["optimizers"]
 
 
 class Change(NamedTuple):
-    """Code in the slots of the loop. `cause`: a pattern of what a run that stops has to name."""
+    """Code in the slots of the loop.
+
+    `cause`: a pattern of what a run that stops has to name. `unseen`: what torch cannot see of it, as techniques
+    name it.
+    """
 
     name: str
     slots: dict[str, str]
     cause: str = ""
+    unseen: str = ""
 
 
 class Case(NamedTuple):
@@ -45,6 +50,11 @@ class Case(NamedTuple):
         """The changes and what they are made to."""
         what = "+".join(one.name for one in self.changes)
         return f"{what} @{self.late} {self.shape} {self.optimizer} {self.block}"
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """What torch cannot see of it."""
+        return tuple(one.unseen for one in self.changes if one.unseen)
 
     @property
     def causes(self) -> str:
@@ -103,7 +113,13 @@ def written() -> Iterator[Change]:
             yield Change(f"{group}.{name}", slots, slots.pop("cause", _CAUSES.get(group, "")))
 
 
-_CAUSES = {"state": "a rerun would repeat that|draws random numbers|while it runs"}
+_CAUSES = {
+    "state": "a rerun would repeat that|draws random numbers|while it runs|changes in forward",
+    "model": "between its forward and its backward|changes in forward|weights or its input changed|statistics",
+    "data": "a gradient|in place while other variables alias|after its weights|only `backward|is called again",
+    "gradients": "a gradient|differentiated twice|supports `backward|gradients|`step`|step hook|settings",
+}
+"""What a message may name as the cause, for changes without their own `cause`."""
 
 
 _SITES = """
@@ -158,16 +174,16 @@ def hooked() -> Iterator[Change]:
         yield _hook(f"{kind} counts", code.format(effect=_EFFECTS["counts"]))
     for does, effect in _EFFECTS.items():
         code = f"if STEP >= LATE and x.requires_grad: x.register_hook(lambda v: {effect})"
-        yield Change(f"hooks.tensor {does}", {"forward": code, "end": _SAYS_SEEN}, _OF_HOOKS)
+        yield Change(f"hooks.tensor {does}", {"forward": code, "end": _SAYS_SEEN}, _OF_HOOKS, "")
 
 
-_OF_HOOKS = "hook|written|in-place|overwr|holds|reads or adds|inplace"
+_OF_HOOKS = "hook|written|overwr|holds|reads or adds|in place|after its weights|twice"
 _SAYS_SEEN = "say(*[float(torch.as_tensor(one).detach().sum()) for one in SEEN])"
 
 
 def _hook(name: str, code: str) -> Change:
     slots = {"before": f"if STEP == LATE: {code}", "end": _SAYS_SEEN}
-    return Change(f"hooks.{name}", slots, _OF_HOOKS)
+    return Change(f"hooks.{name}", slots, _OF_HOOKS, ".data" if ".data." in code else "")
 
 
 _BEGIN = "STEP >= LATE"

@@ -12,9 +12,10 @@ import os
 import random
 import re
 import runpy
-import sys
+import signal
 import tempfile
-from collections.abc import Iterator, Sequence
+import unittest.mock
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from torchtrim.costs.devices import device_named
 from torchtrim.emulator import emulate
 from torchtrim.errors import TorchtrimError
 from torchtrim.executor.apply import apply_plan
-from torchtrim.executor.registry import Option, Replaces, names, settled, technique
+from torchtrim.executor.registry import Option, Replaces, names, settled, technique, unseen_by
 from torchtrim.planner.pins import overlap
 from torchtrim.records.plan import Plan, Prediction, Technique
 from torchtrim.runner import planned_script
@@ -37,7 +38,8 @@ from torchtrim.step.from_profile import on_device, step_of
 from torchtrim.step.step import Step
 
 SECONDS = 60
-_FILES = ("offload_activations", "offload_optimizer")
+_IN_FILES = ("offload_activations", "offload_optimizer")
+_ON_DEVICES = (*_IN_FILES, "plain_optimizer")
 _SCALED = {"from_batch": 8, "to_batch": 16, "rule": "sqrt", "warmup": 0}
 _MOST_PLACES = 12  # Arbitrary; enough for every block of the loop.
 
@@ -66,26 +68,26 @@ class Planner:
     """Plans for a model and an optimizer, of one technique each. `seed` orders its places."""
 
     def __init__(self, shape: str, optimizer: str, seed: int = 0) -> None:
-        self._optimizer = optimizer
+        self._shape, self._optimizer = shape, optimizer
         self._rng = random.Random(seed)
-        with tempfile.TemporaryDirectory() as folder:
-            script = Path(folder) / "begins.py"
-            script.write_text(Case(shape=shape, optimizer=optimizer).beginning())
-            self._on_cpu = _recorded(script)
-            with emulate():
-                self._emulated = _recorded(script, cuda=True)
 
     def plans(self) -> dict[str, Plan]:
         """The plans, by technique: of those that have a place in this step."""
-        found = {name: self._technique(name) for name in names()}
-        return {name: _plan(one) for name, one in found.items() if one is not None}
+        found = {name: self.plan(name) for name in names()}
+        return {name: plan for name, plan in found.items() if plan is not None}
+
+    def plan(self, name: str) -> Plan | None:
+        """The plan of one technique, or None."""
+        one = self._technique(name)
+        return None if one is None else _plan(one)
 
     def _technique(self, name: str) -> Technique | None:
         if name == "scale_lr":
             where = (self._optimizer,)
             return Technique(name=name, where=where, options=_SCALED, equivalence="SEMANTIC")
-        for step in (self._on_cpu, self._emulated):
-            if chosen := self._chosen(name, step):
+        for cuda in (False, True)[: 2 if name in _ON_DEVICES else 1]:
+            step = _recorded(self._shape, self._optimizer, cuda=cuda)
+            if chosen := self._chosen(name, step, in_files=name in _IN_FILES and not cuda):
                 unit, first = technique(name), chosen[0]
                 one = Technique(
                     name=name,
@@ -96,9 +98,9 @@ class Planner:
                 return settled(step, one)
         return None
 
-    def _chosen(self, name: str, step: Step) -> list[Option]:
-        unit = technique(name)
-        asked = unit.to_files if name in _FILES and step is self._on_cpu else unit.options
+    def _chosen(self, name: str, step: Step, *, in_files: bool) -> list[Option]:
+        unit: Any = technique(name)
+        asked = unit.to_files if in_files else unit.options
         options = list(asked(step))
         self._rng.shuffle(options)
         taken: list[tuple[Option, Edit | None]] = []
@@ -120,8 +122,15 @@ def _meet(one: Option, edit: Edit | None, other: Option, others: Edit | None) ->
     return overlap(edit.claims, others.claims)
 
 
-def _recorded(script: Path, *, cuda: bool = False) -> Step:
-    made = runpy.run_path(str(script))
+@functools.cache
+def _recorded(shape: str, optimizer: str, *, cuda: bool) -> Step:
+    with tempfile.TemporaryDirectory() as folder, emulate() if cuda else contextlib.nullcontext():
+        script = Path(folder) / "begins.py"
+        script.write_text(Case(shape=shape, optimizer=optimizer).beginning())
+        return _read(runpy.run_path(str(script)), cuda=cuda)
+
+
+def _read(made: Mapping[str, Any], *, cuda: bool) -> Step:
     net, opt, loss_of, (x, y) = made["net"], made["opt"], made["loss_of"], made["batch_of"](0)
     if cuda:
         net.cuda()
@@ -146,46 +155,50 @@ def _plan(one: Technique) -> Plan:
 
 
 def ran(text: str, plan: Plan | None = None, *, by_hand: bool = False) -> Ran:
-    """Run a script in a fork of this process, which has torch loaded."""
+    """Run a script in this process, or in a fork of it if it changes what other scripts use."""
     with tempfile.TemporaryDirectory() as folder:
         script, *files = [Path(folder) / name for name in ("script.py", "out", "err")]
         script.write_text(text)
-        gc.freeze()
+        if _OF_ALL.search(text) is None:
+            return _in_process(script, plan, by_hand)
         if (child := os.fork()) == 0:
-            _become(script, plan, by_hand, *files)
+            ended = _in_process(script, plan, by_hand)
+            for file, said in zip(files, ("\n".join(ended.lines), ended.said), strict=True):
+                file.write_text(said)
+            os._exit(ended.code)
         _, status = os.waitpid(child, 0)
-        out, err = (file.read_text(errors="replace") for file in files)
+        out, err = (file.read_text() if file.exists() else "" for file in files)
     return Ran(_told(out), os.waitstatus_to_exitcode(status), err)
+
+
+_OF_ALL = re.compile(r"register_module|register_optimizer|F\.relu =|os\.environ|set_default_device|nn\.\w+\.forward =")
+"""Changes of torch itself or of the process."""
 
 
 def _told(out: str) -> list[str]:
     return [line for line in out.splitlines() if line.startswith(("[", "{"))]
 
 
-def _become(script: Path, plan: Plan | None, by_hand: bool, out: Path, err: Path) -> None:
-    code = 1
-    try:
-        for number, file in ((1, out), (2, err)):
-            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
-        sys.stdout, sys.stderr = (
-            io.TextIOWrapper(io.FileIO(n, "w", closefd=False), write_through=True) for n in (1, 2)
-        )
-        import signal
-
-        signal.alarm(SECONDS)
-        os.chdir(script.parent)
-        if by_hand:
-            planned_script.apply_plan = functools.partial(apply_plan, by_hand=True)  # type: ignore[attr-defined]
-        planned_script.run_planned(Script(str(script)), plan)
-        code = 0
-    except SystemExit as end:
-        code = int(end.code or 0) if not isinstance(end.code, str) else 1
-    except TorchtrimError as error:
-        print(f"error: {error}", file=sys.stderr)
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-        os._exit(code)
+def _in_process(script: Path, plan: Plan | None, by_hand: bool) -> Ran:
+    out, err, code = io.StringIO(), io.StringIO(), 1
+    apply = functools.partial(apply_plan, by_hand=by_hand)
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        contextlib.chdir(script.parent),
+        unittest.mock.patch.object(planned_script, "apply_plan", apply),
+    ):
+        try:
+            signal.alarm(SECONDS)
+            planned_script.run_planned(Script(str(script)), plan)
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0) if not isinstance(end.code, str) else 1
+        except TorchtrimError as error:
+            print(f"error: {error}", file=err)
+        finally:
+            signal.alarm(0)
+    return Ran(_told(out.getvalue()), code, err.getvalue())
 
 
 class Judge:
@@ -199,7 +212,7 @@ class Judge:
         return ran(self._case.text(double=double, nudged=nudged))
 
     def verdict(self, plan: Plan) -> str:
-        """`equal`, `rounding`, `stopped`, `fails too`, or a fault: `SILENT`, `WRONG CAUSE`, `LATE STOP`."""
+        """`equal`, `rounding`, `stopped`, `assumed`, `fails too`, or a fault: `SILENT`, `WRONG CAUSE`, `LATE STOP`."""
         if plan.techniques[0].equivalence == "SEMANTIC":
             return self._as_asked(plan)
         return self._against(plan, self.plain(), double=True)
@@ -207,6 +220,8 @@ class Judge:
     def _as_asked(self, plan: Plan) -> str:
         """Compare with the change made by hand, in float32: half precision leaves float64 alone."""
         by_hand = ran(self._case.text(double=False), plan, by_hand=True)
+        if by_hand.code and not self.plain(double=False).code:
+            return "fails by hand"
         return self._against(plan, by_hand, double=False)
 
     def _against(self, plan: Plan, plain: Ran, *, double: bool) -> str:
@@ -219,7 +234,10 @@ class Judge:
             return "equal"
         if plan.techniques[0].equivalence == "ROUNDING" and self._rounds(plan, plain, planned):
             return "rounding"
-        return f"SILENT: {_first_difference(plain.lines, planned.lines)}"
+        if any(what in said for what in self._case.unseen for said in unseen_by(plan.techniques[0])):
+            return "assumed"
+        exact = plain.left.get("exact"), planned.left.get("exact")
+        return f"SILENT: {exact if exact[0] != exact[1] else ''} {_first_difference(plain.lines, planned.lines)}"
 
     def _rounds(self, plan: Plan, plain: Ran, planned: Ran) -> bool:
         """Decide as a certificate does: by one rounding of the original's, or from float32 to float64."""
@@ -272,8 +290,17 @@ def _first_difference(one: Sequence[str], other: Sequence[str]) -> str:
     return f"line {line}: {a[max(0, at - 30) : at + 40]} | {b[max(0, at - 30) : at + 40]}"
 
 
-def judged(case: Case, plans: dict[str, Plan]) -> Iterator[tuple[str, str]]:
-    """Yield the verdict of each technique on a case."""
-    judge = Judge(case)
-    for name, plan in plans.items():
-        yield name, judge.verdict(plan)
+def judged(case: Case, plans: Mapping[str, Plan]) -> dict[str, str]:
+    """Return the verdict of each technique on a case, found in a fork of this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "found.json"
+        gc.freeze()
+        if (child := os.fork()) == 0:
+            judge = Judge(case)
+            found.write_text(json.dumps({name: judge.verdict(plan) for name, plan in plans.items()}))
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if not found.exists():
+            return dict.fromkeys(plans, f"SILENT: a run ended its process: {status}")
+        verdicts: dict[str, str] = json.loads(found.read_text())
+    return verdicts

@@ -176,6 +176,7 @@ class Before:
                     key: tensor.clone() if key in written else _copy_on_write(tensor)
                     for key, tensor in now.items()
                 }
+        self._names = frozenset(now)
         self._held = list(state.parameters())
         self._storages: list[int] = []
         self._new: list[Key] = []
@@ -219,6 +220,8 @@ class Before:
 
     def restore(self) -> None:
         """Restore the state before the first run."""
+        for key in [key for key, _ in self._state.tensors() if key not in self._names]:
+            del self._table(key)[key.name]
         with _not_counted():
             for key, value in self.tensors.items():
                 self._table(key)[key.name] = self._put_back(key, value)

@@ -51,12 +51,18 @@ class _ReplacedStep:
 class Stepping(_ReplacedStep):
     """Runs each step of an optimizer inside a context, except steps with a closure, which computes gradients.
 
-    `whole`: the optimizer steps without the context once it has step hooks, which would see another state.
+    `closures`: those too. `whole`: the optimizer steps without the context once it has step hooks, which would see another state.
     A scheduler may wrap `step` before or after.
     """
 
     def __init__(
-        self, where: str, optimizer: torch.optim.Optimizer, around: Around, *, whole: bool = False
+        self,
+        where: str,
+        optimizer: torch.optim.Optimizer,
+        around: Around,
+        *,
+        whole: bool = False,
+        closures: bool = False,
     ) -> None:
         refuse(where, optimizer)
         inner = optimizer.step
@@ -65,7 +71,8 @@ class Stepping(_ReplacedStep):
         @functools.wraps(function)
         def step(self_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             run = inner if function is inner else functools.partial(function, self_)
-            if self._run is None or any(map(callable, (*args, *kwargs.values()))):
+            closed = not closures and any(map(callable, (*args, *kwargs.values())))
+            if self._run is None or closed:
                 return run(*args, **kwargs)
             if whole and has_step_hooks(self_):
                 say_once(where, _HOOKED)

@@ -40,6 +40,13 @@ class ChunkedLoss(TechniqueUnit):
     does = "compute logits and loss in chunks of rows"
     takes = _OPTIONS
     equivalence = "ROUNDING"
+    assumes = (
+        "no backward hooks around the head",
+        "weights stay the same until the loss reads the logits",
+    )
+    unseen = (
+        "nothing writes through `.data` between forward and backward",
+    )
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every module whose logits only cross entropy reads."""

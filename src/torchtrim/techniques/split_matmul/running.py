@@ -20,6 +20,7 @@ from torchtrim.executor.block_state import Before, BlockState
 from torchtrim.executor.failing import note
 from torchtrim.executor.ordinals import Counting, unnumbered
 from torchtrim.executor.swap import Swapped, is_of_another
+from torchtrim.techniques.micro_batch.inputs import Ambient
 
 Forward = Callable[..., Any]
 
@@ -66,6 +67,7 @@ class _InRows:
 
     def first(self, forward: Forward, part: Tensor, before: Before) -> Any:
         """Run the first part. Raise `_NotInRows` if it ran unlike that of the first call, or changed state."""
+        ambient = Ambient([part])
         with Counting() as counting:
             made = forward(part)
         kind = part.dim(), part.dtype, torch.is_autocast_enabled(part.device.type), *self.state.mode
@@ -79,6 +81,7 @@ class _InRows:
             why = "it runs other operators than before, and its rows may interact"
         if why:
             before.restore()
+            ambient.rewind()
             raise _NotInRows(why)
         return made
 
