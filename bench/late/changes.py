@@ -25,8 +25,8 @@ OPTIMIZERS: dict[str, str] = _SETTINGS["optimizers"]
 class Change(NamedTuple):
     """Code in the slots of the loop.
 
-    `cause`: a pattern of what a run that stops has to name. `unseen`: what torch cannot see of it, as techniques
-    name it.
+    `cause`: a pattern of what a run that stops has to name. `unseen`: what torch cannot see of it, in the
+    words of techniques.
     """
 
     name: str
@@ -74,14 +74,16 @@ class Case(NamedTuple):
         base = base.replace("#: shape", SHAPES[self.shape]["text"])
         base = base.replace("#: optimizer", OPTIMIZERS[self.optimizer])
         if not double:
-            base = base.replace("set_default_dtype(torch.float64)", "set_default_dtype(torch.float32)")
+            base = base.replace(
+                "set_default_dtype(torch.float64)", "set_default_dtype(torch.float32)"
+            )
         made = _filled(base, {slot: "\n".join(code) for slot, code in slots.items()})
         return made.replace("net.blocks[1]", f"net.blocks[{self.block}]")
 
     def beginning(self) -> str:
         """The script up to its loop, in float32."""
-        text, found, _ = Case(shape=self.shape, optimizer=self.optimizer).text(double=False).partition(
-            _LOOP
+        text, found, _ = (
+            Case(shape=self.shape, optimizer=self.optimizer).text(double=False).partition(_LOOP)
         )
         assert found
         return text
@@ -115,8 +117,8 @@ def written() -> Iterator[Change]:
 
 _CAUSES = {
     "state": "a rerun would repeat that|draws random numbers|while it runs|changes in forward",
-    "model": "between its forward and its backward|changes in forward|weights or its input changed|statistics",
-    "data": "a gradient|in place while other variables alias|after its weights|only `backward|is called again",
+    "model": "forward and its backward|changes in forward|weights or its input changed|statistics",
+    "data": "a gradient|in place while other variables alias|after its weights|only `backward",
     "gradients": "a gradient|differentiated twice|supports `backward|gradients|`step`|step hook|settings",
 }
 """What a message may name as the cause, for changes without their own `cause`."""
@@ -127,21 +129,23 @@ _SITES = """
     net.blocks[1].drop net.embed net.norm net.head
 """
 _ALL = "torch.nn.modules.module.register_module"
+_OF_GRADIENTS = "lambda m, i, o: (lambda v: [{effect}, None][1])(o[0])"
 _OF_MODULES = {
     "forward": "{site}.register_forward_hook(lambda m, a, v: {effect})",
     "kwargs": "{site}.register_forward_hook(lambda m, a, k, v: {effect}, with_kwargs=True)",
     "always": "{site}.register_forward_hook(lambda m, a, v: {effect}, always_call=True)",
     "first": "{site}.register_forward_hook(lambda m, a, v: {effect}, prepend=True)",
     "pre": "{site}.register_forward_pre_hook(lambda m, a: (lambda v: {effect})(a[0]))",
-    "backward": "{site}.register_full_backward_hook(lambda m, i, o: (lambda v: [{effect}, None][1])(o[0]))",
+    "backward": f"{{site}}.register_full_backward_hook({_OF_GRADIENTS})",
     "backward pre": "{site}.register_full_backward_pre_hook(lambda m, o: (lambda v: {effect})(o[0]))",
     "all forward": f"{_ALL}_forward_hook(lambda m, a, v: {{effect}})",
     "all pre": f"{_ALL}_forward_pre_hook(lambda m, a: (lambda v: {{effect}})(a[0]))",
-    "all backward": f"{_ALL}_full_backward_hook(lambda m, i, o: (lambda v: [{{effect}}, None][1])(o[0]))",
+    "all backward": f"{_ALL}_full_backward_hook({_OF_GRADIENTS})",
 }
 _OF_PARAMETERS = {
     "gradient": "{site}.register_hook(lambda v: {effect})",
-    "accumulated": "{site}.register_post_accumulate_grad_hook(lambda p: (lambda v: [{effect}, None][1])(p.grad))",
+    "accumulated": "{site}.register_post_accumulate_grad_hook("
+    "lambda p: (lambda v: [{effect}, None][1])(p.grad))",
 }
 _OF_STEPS = {
     "step pre": "opt.register_step_pre_hook(lambda *_: {effect})",
@@ -165,7 +169,12 @@ def hooked() -> Iterator[Change]:
     rows = itertools.product(_OF_MODULES.items(), _EFFECTS.items(), _SITES.split())
     for (kind, code), (does, effect), site in rows:
         yield _hook(f"{kind} {does} {site}", code.format(site=site, effect=effect))
-    places = ("net.blocks[1].up.weight", "net.blocks[1].down.bias", "net.head.weight", "net.embed.weight")
+    places = (
+        "net.blocks[1].up.weight",
+        "net.blocks[1].down.bias",
+        "net.head.weight",
+        "net.embed.weight",
+    )
     for (kind, code), (does, effect), site in itertools.product(
         _OF_PARAMETERS.items(), _EFFECTS.items(), places
     ):
@@ -213,4 +222,6 @@ def _varied(rng: random.Random, change: Change) -> Change:
     """The change, in each step from then on or in some of them."""
     if _BEGIN not in (code := change.slots.get("forward", "")):
         return change
-    return change._replace(slots={**change.slots, "forward": code.replace(_BEGIN, rng.choice(_WHEN))})
+    return change._replace(
+        slots={**change.slots, "forward": code.replace(_BEGIN, rng.choice(_WHEN))}
+    )

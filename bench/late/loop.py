@@ -1,4 +1,4 @@
-# ruff: noqa: F401, F841
+# ruff: noqa: F401, F821
 """A small language model that trains; at `#:` a late change is put in."""
 
 import collections
@@ -77,11 +77,6 @@ def say(*values):
     print(json.dumps([float(value) for value in values]), flush=True)
 
 
-def state_of(optimizer):
-    """The state of each parameter, by names that plans leave as they are."""
-    return {k: v for k, v in optimizer.state_dict()["state"].items()}
-
-
 net = Net()
 #: optimizer
 #: setup
@@ -101,7 +96,8 @@ for STEP in range(STEPS):
     say(loss.detach())
 #: end
 held = [v for v in net.state_dict().values() if isinstance(v, torch.Tensor)]
-state = [v for one in state_of(opt).values() for v in one.values() if isinstance(v, torch.Tensor)]
+left = opt.state_dict()["state"]
+state = [v for one in left.values() for v in one.values() if isinstance(v, torch.Tensor)]
 blocks = [m for m in net.modules() if isinstance(m, Stateful)]
 counted = [(len(b.seen), b.calls) for b in blocks]
 drawn = [
@@ -113,7 +109,7 @@ drawn = [
     for b in blocks
 ]
 final = [torch.rand(()).item(), random.random(), float(np.random.rand())]
-keys = [(str(k), sorted(map(str, v))) for k, v in state_of(opt).items()]
+keys = [(str(k), sorted(map(str, v))) for k, v in left.items()]
 tensors = [t.detach().to_dense().contiguous() for t in held + state + [b.average for b in blocks]]
 bits = [hashlib.sha256(t.reshape(-1).view(torch.uint8).numpy()).hexdigest() for t in tensors]
 sums = [t.double().sum().item() for t in tensors]

@@ -135,7 +135,9 @@ def _read(made: Mapping[str, Any], *, cuda: bool) -> Step:
     if cuda:
         net.cuda()
         x, y = x.cuda(), y.cuda()
-    step = torchtrim.TrainStep(net, lambda model, batch: loss_of(model(batch[0]), batch[1]), opt, (x, y))
+    step = torchtrim.TrainStep(
+        net, lambda model, batch: loss_of(model(batch[0]), batch[1]), opt, (x, y)
+    )
     step.step(0)
     profile = torchtrim.record(step)
     torch.set_default_dtype(torch.float32)
@@ -171,7 +173,9 @@ def ran(text: str, plan: Plan | None = None, *, by_hand: bool = False) -> Ran:
     return Ran(_told(out), os.waitstatus_to_exitcode(status), err)
 
 
-_OF_ALL = re.compile(r"register_module|register_optimizer|F\.relu =|os\.environ|set_default_device|nn\.\w+\.forward =")
+_OF_ALL = re.compile(
+    r"register_module|register_optimizer|F\.relu =|os\.environ|set_default_device|nn\.\w+\.forward ="
+)
 """Changes of torch itself or of the process."""
 
 
@@ -212,7 +216,7 @@ class Judge:
         return ran(self._case.text(double=double, nudged=nudged))
 
     def verdict(self, plan: Plan) -> str:
-        """`equal`, `rounding`, `stopped`, `assumed`, `fails too`, or a fault: `SILENT`, `WRONG CAUSE`, `LATE STOP`."""
+        """`equal`, `rounding`, `stopped`, `assumed`, `fails too`, or a fault, in capitals."""
         if plan.techniques[0].equivalence == "SEMANTIC":
             return self._as_asked(plan)
         return self._against(plan, self.plain(), double=True)
@@ -227,17 +231,20 @@ class Judge:
     def _against(self, plan: Plan, plain: Ran, *, double: bool) -> str:
         planned = ran(self._case.text(double=double), plan)
         if plain.code:
-            return "fails too" if planned.code else "SILENT: the original fails, the planned run does not"
+            return "fails too" if planned.code else "SILENT: only the original fails"
         if planned.code:
             return self._stopped(plain, planned, plan)
         if plain.lines == planned.lines:
             return "equal"
         if plan.techniques[0].equivalence == "ROUNDING" and self._rounds(plan, plain, planned):
             return "rounding"
-        if any(what in said for what in self._case.unseen for said in unseen_by(plan.techniques[0])):
+        if any(
+            what in said for what in self._case.unseen for said in unseen_by(plan.techniques[0])
+        ):
             return "assumed"
-        exact = plain.left.get("exact"), planned.left.get("exact")
-        return f"SILENT: {exact if exact[0] != exact[1] else ''} {_first_difference(plain.lines, planned.lines)}"
+        exact = plain.left.get("exact") != planned.left.get("exact")
+        what = " what is exact differs," if exact else ""
+        return f"SILENT:{what} {_first_difference(plain.lines, planned.lines)}"
 
     def _rounds(self, plan: Plan, plain: Ran, planned: Ran) -> bool:
         """Decide as a certificate does: by one rounding of the original's, or from float32 to float64."""
@@ -257,7 +264,9 @@ class Judge:
         message = planned.said[found.start() :]
         if not self._case.causes or not re.search(self._case.causes, message):
             return f"WRONG CAUSE: {message.strip()[:400]}"
-        if plain.lines[: len(planned.lines)] != planned.lines and not self._nears(plain, planned, plan):
+        if plain.lines[: len(planned.lines)] != planned.lines and not self._nears(
+            plain, planned, plan
+        ):
             return f"LATE STOP: {_first_difference(plain.lines, planned.lines)}"
         return "stopped"
 
@@ -297,7 +306,9 @@ def judged(case: Case, plans: Mapping[str, Plan]) -> dict[str, str]:
         gc.freeze()
         if (child := os.fork()) == 0:
             judge = Judge(case)
-            found.write_text(json.dumps({name: judge.verdict(plan) for name, plan in plans.items()}))
+            found.write_text(
+                json.dumps({name: judge.verdict(plan) for name, plan in plans.items()})
+            )
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if not found.exists():

@@ -1,4 +1,4 @@
-"""What a program begins to do after the steps that a plan was certified on: right, or stopped with its cause."""
+"""What a program begins to do after its certified steps: right, or stopped with its cause."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from bench.late.changes import SHAPES, Case, drawn
+from bench.late.running import Planner, judged
 from msgspec.structs import replace
 from torch import Tensor, nn
 
 import draws
-from bench.late.changes import SHAPES, Case, drawn
-from bench.late.running import Planner, judged
 from torchtrim.emulator import emulate
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor import notices
@@ -171,7 +171,9 @@ def test_hooks_on_all_backwards_run_as_often_as_before(name: str) -> None:
     )
     gradients(net, x)
     hook.remove()
-    assert seen == ["Linear", "ReLU", "Linear", "Mlp", "Net"] or len(seen) == len(set(map(id, net.modules())))
+    assert seen == ["Linear", "ReLU", "Linear", "Mlp", "Net"] or len(seen) == len(
+        set(map(id, net.modules()))
+    )
 
 
 @pytest.mark.parametrize("name", ["recompute", "chunked_loss"])
@@ -182,7 +184,7 @@ def test_weights_that_get_other_memory_before_backward_stop_the_run(name: str) -
     made = net(x)
     weight: Any = net.inner.weight
     weight.data = weight.data * 2
-    with pytest.raises(ApplyFailed, match="weights or its input changed|`weight` was written to"):
+    with pytest.raises(ApplyFailed, match=r"weights or its input changed|`weight` was written to"):
         torch.nn.functional.cross_entropy(made, torch.zeros(6, dtype=torch.int64)).backward()
 
 
@@ -213,7 +215,7 @@ def test_backward_hooks_on_a_chunked_head_get_its_logits() -> None:
         applied("chunked_loss", "Net.inner", net, rows=2, classes=5)
         seen: list[Tensor] = []
         owner = net if hooked == "net" else net.inner
-        owner.register_full_backward_hook(lambda _m, _i, o: seen.append(o[0]))
+        owner.register_full_backward_hook(lambda _m, _i, o, seen=seen: seen.append(o[0]))
         logits = net(torch.randn(6, 8, requires_grad=True))
         torch.nn.functional.cross_entropy(logits, torch.zeros(6, dtype=torch.int64)).backward()
         assert [tuple(one.shape) for one in seen] == [(6, 5)]

@@ -51,8 +51,8 @@ class _ReplacedStep:
 class Stepping(_ReplacedStep):
     """Runs each step of an optimizer inside a context, except steps with a closure, which computes gradients.
 
-    `closures`: those too. `whole`: the optimizer steps without the context once it has step hooks, which would see another state.
-    A scheduler may wrap `step` before or after.
+    `closures`: those too. `whole`: the optimizer steps without the context once it has step hooks, which
+    would see another state. A scheduler may wrap `step` before or after.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Stepping(_ReplacedStep):
 
 
 class OwnStep(_ReplacedStep):
-    """Replaces the step of an optimizer by `run(original_step)`, which may call it for parts of the parameters.
+    """Replaces the step of an optimizer by `run(original_step)`, which may call it once for each part.
 
     A closure runs first, so the original step is called without it. Inside `whole()` the step is the
     program's own, for all parameters at once: the optimizer steps so once it has step hooks.

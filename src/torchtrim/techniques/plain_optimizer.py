@@ -47,9 +47,7 @@ class PlainOptimizer(TechniqueUnit):
     does = "update parameters with fewer temporaries"
     takes = ("style", "chunk_bytes")
     equivalence = "BITWISE"
-    assumes = (
-        "the optimizer has no step hooks",
-    )
+    assumes = ("the optimizer has no step hooks",)
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return chunks of several sizes, and the fused kernel, for every optimizer whose step allocates."""

@@ -38,9 +38,7 @@ class ScaleLr(MeasuredTechnique):
     does = "scale the learning rate with the batch"
     takes = ("from_batch", "to_batch", "rule", "warmup")
     equivalence = "SEMANTIC"
-    assumes = (
-        "no step hook changes the learning rate",
-    )
+    assumes = ("no step hook changes the learning rate",)
     ways = 0
 
     def options(self, step: Step) -> Sequence[Option]:

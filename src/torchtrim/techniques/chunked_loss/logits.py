@@ -27,8 +27,8 @@ from torchtrim.techniques.chunked_loss.ops import chunked_cross_entropy, linear_
 class Head(NamedTuple):
     """Source of logits: `hidden`, with its width at dimension `moved.dim`, and the weights.
 
-    `autocast`: dtype the head ran in, or None. `versions`: versions and storages of the three tensors. `where`
-    and `rows` are from the plan.
+    `autocast`: dtype the head ran in, or None. `versions`: versions and storages of the three tensors.
+    `where` and `rows` are from the plan.
     """
 
     moved: MovedHidden

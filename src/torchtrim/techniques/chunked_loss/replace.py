@@ -43,7 +43,12 @@ def replaced(root: nn.Module, path: str, where: str, rows: int, classes: int) ->
 
 
 def _unless_hooked(
-    where: str, around: Sequence[nn.Module], lazy: Forward, forward: Forward, *args: Any, **kwargs: Any
+    where: str,
+    around: Sequence[nn.Module],
+    lazy: Forward,
+    forward: Forward,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     hooked = any(one._backward_hooks or one._backward_pre_hooks for one in around)
     if hooked or _global_backward_hooks or _global_backward_pre_hooks:

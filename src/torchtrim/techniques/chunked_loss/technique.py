@@ -44,9 +44,7 @@ class ChunkedLoss(TechniqueUnit):
         "no backward hooks around the head",
         "weights stay the same until the loss reads the logits",
     )
-    unseen = (
-        "nothing writes through `.data` between forward and backward",
-    )
+    unseen = ("nothing writes through `.data` between forward and backward",)
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every module whose logits only cross entropy reads."""

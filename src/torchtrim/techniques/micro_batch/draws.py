@@ -60,8 +60,8 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
         if kind is None and self._count != len(self._along):
             raise ApplyFailed(
-                f"{self._count} operators draw random numbers, {len(self._along)} in the first batch, so a part "
-                "cannot get its own. Take micro_batch out of the plan."
+                f"{self._count} operators draw random numbers, {len(self._along)} in the first batch, so a "
+                "part cannot get its own. Take micro_batch out of the plan."
             )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -66,7 +66,7 @@ class _InRows:
         return ""
 
     def first(self, forward: Forward, part: Tensor, before: Before) -> Any:
-        """Run the first part. Raise `_NotInRows` if it ran unlike that of the first call, or changed state."""
+        """Run the first part. Raise `_NotInRows` if it ran unlike the first call's, or changed state."""
         ambient = Ambient([part])
         with Counting() as counting:
             made = forward(part)
@@ -109,7 +109,9 @@ class _RowParts(torch.autograd.Function):
     """A module's forward, one part of the rows at a time; only its input is saved."""
 
     @staticmethod
-    def forward(ctx: Any, rows_of: _InRows, forward: Forward, given: Tensor, *owned: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows_of: _InRows, forward: Forward, given: Tensor, *owned: Tensor
+    ) -> Tensor:
         ctx.again, ctx.cast = forward, casting(given.device.type)
         ctx.before = before = rows_of.state.begin()
         count = prod(given.shape[:-1])
