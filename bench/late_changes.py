@@ -1,6 +1,7 @@
 """What becomes of a planned run when the script does something new after the steps that were certified.
 
-python -m bench.late_changes [--only PATTERN] [--technique NAME] [--drawn COUNT] [--seed N] [--json]
+python -m bench.late_changes [--only PATTERN] [--technique NAME] [--drawn COUNT] [--few COUNT] [--seed N]
+    [--hooks] [--json]
 
 Each entry of `bench/late/attacks.toml` changes `bench/late/loop.py` from its fifth step on: a buffer that a
 block begins to write, a hook, another batch size, a skipped step. `--drawn` draws changes, hooks of all kinds
@@ -19,6 +20,7 @@ import collections
 import fnmatch
 import functools
 import itertools
+import random
 import sys
 from collections.abc import Iterator
 
@@ -57,6 +59,7 @@ def main() -> None:
     parser.add_argument("--drawn", type=int, default=0)
     parser.add_argument("--hooks", action="store_true", help="hooks of all kinds beside the file's")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--few", type=int, default=0, help="so many techniques for each change, drawn")
     parser.add_argument("--json", action="store_true", help="keep the figures under bench/results")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -67,6 +70,9 @@ def main() -> None:
         plans = plans_for(case.shape, case.optimizer, options.seed)
         if options.technique:
             plans = {name: one for name, one in plans.items() if name == options.technique}
+        if options.few:
+            rng = random.Random(options.seed + number)
+            plans = {name: plans[name] for name in rng.sample(sorted(plans), options.few)}
         for name, verdict in judged(case, plans).items():
             found[name][case.name] = verdict
             if verdict.startswith(FAULTS) or options.only != "*":
