@@ -59,7 +59,9 @@ def main() -> None:
     parser.add_argument("--drawn", type=int, default=0)
     parser.add_argument("--hooks", action="store_true", help="hooks of all kinds beside the file's")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--few", type=int, default=0, help="so many techniques for each change, drawn")
+    parser.add_argument(
+        "--few", type=int, default=0, help="so many techniques for each change, drawn"
+    )
     parser.add_argument("--json", action="store_true", help="keep the figures under bench/results")
     options = parser.parse_args()
     torch.set_num_threads(1)

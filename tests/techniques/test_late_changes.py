@@ -357,6 +357,25 @@ def test_gradients_that_are_zeroed_in_place_later_become_zeros() -> None:
     assert all(torch.equal(left[0][key], left[1][key]) for key in left[0])
 
 
+def test_a_graph_that_is_kept_later_leaves_updates_to_step() -> None:
+    left = []
+    for planned in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        opt = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        if planned:
+            applied("optimizer_in_backward", "SGD", opt, backwards=1)
+        for step in range(6):
+            opt.zero_grad()
+            loss = net(torch.ones(2, 8)).square().mean()
+            if step >= 3:
+                loss.backward(retain_graph=True)
+            loss.backward()
+            opt.step()
+        left.append(net.state_dict())
+    assert all(torch.equal(left[0][key], left[1][key]) for key in left[0])
+
+
 def test_the_number_of_a_freed_buffer_names_no_other_storage() -> None:
     module = nn.Module()
     module.register_buffer("mean", torch.zeros(64, 64))
