@@ -112,7 +112,8 @@ def written() -> Iterator[Change]:
     for group, entries in tomllib.loads((HERE / "attacks.toml").read_text()).items():
         for name, entry in entries.items():
             slots = dict(entry)
-            yield Change(f"{group}.{name}", slots, slots.pop("cause", _CAUSES.get(group, "")))
+            cause, unseen = slots.pop("cause", _CAUSES.get(group, "")), slots.pop("unseen", "")
+            yield Change(f"{group}.{name}", slots, cause, unseen)
 
 
 _CAUSES = {
