@@ -119,7 +119,7 @@ def written() -> Iterator[Change]:
 _CAUSES = {
     "state": "a rerun would repeat that|draws random numbers|while it runs|changes in forward",
     "model": "forward and its backward|changes in forward|weights or its input changed|statistics",
-    "data": "a gradient|in place while other variables alias|after its weights|only `backward",
+    "data": "a gradient|in place while other variables alias|after its weights|supports `backward",
     "gradients": "a gradient|differentiated twice|supports `backward|gradients|`step`|step hook|settings",
 }
 """What a message may name as the cause, for changes without their own `cause`."""
