@@ -328,6 +328,23 @@ def test_step_hooks_that_come_late_see_whole_steps(name: str, hook: str) -> None
         assert torch.equal(value, found[1][0][key])
 
 
+def test_a_fused_step_gives_way_to_sparse_gradients() -> None:
+    left = []
+    for planned in (True, False):
+        torch.manual_seed(0)
+        net = nn.Embedding(8, 4)
+        opt = torch.optim.SGD(net.parameters(), 0.1)
+        if planned:
+            applied("plain_optimizer", "SGD", opt, style="fused")
+        for sparse in (False, True):
+            net.sparse = sparse
+            net(torch.arange(4)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        left.append(net.weight.detach().clone())
+    assert torch.allclose(*left)
+
+
 def test_a_hook_that_changes_the_rate_while_it_is_scaled_stops() -> None:
     net = nn.Linear(4, 4)
     opt = torch.optim.SGD(net.parameters(), 0.1)

@@ -156,6 +156,10 @@ def run_fused(where: str, optimizer: torch.optim.Optimizer) -> Around:
         )
 
     def around(optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
+        grads = (parameter.grad for parameter in parameters_of(optimizer))
+        if any(grad is not None and grad.layout is not torch.strided for grad in grads):
+            say_once(where, "it has sparse gradients now, which the fused kernel cannot take.")
+            return contextlib.nullcontext()
         # A fused kernel reads step counts on the device.
         for parameter in parameters_of(optimizer):
             count = optimizer.state.get(parameter, {}).get("step")
