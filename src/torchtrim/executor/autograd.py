@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from torchtrim.errors import ApplyFailed
+
 
 def casting(device: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """Return a function that makes contexts with the device's current autocast state."""
@@ -16,7 +18,7 @@ def casting(device: str) -> Callable[[], contextlib.AbstractContextManager[Any]]
     return functools.partial(torch.autocast, device, dtype=dtype, enabled=enabled)
 
 
-class NotTwice(RuntimeError):
+class NotTwice(ApplyFailed, RuntimeError):
     """A backward of a plan's own function cannot be differentiated again."""
 
 

@@ -20,7 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 
 from torchtrim.capture.code.side_effects import SideEffects, changed, hooks_of
 from torchtrim.capture.snapshot import OF_TORCH, set_state
@@ -77,8 +82,7 @@ class BlockState:
         """
         if self._shape() != self._known or changed(self._effects.references):
             self._look()
-        everywhere = (*_global_forward_hooks.values(), *_global_forward_pre_hooks.values())
-        if not all(map(is_ours, everywhere)):
+        if are_all_hooked():
             return "all modules have hooks, which would be called twice"
         if any(not is_ours(hook) for module in self._hooked for hook in hooks_of(module)):
             return "it has hooks, which would be called twice"
@@ -178,7 +182,9 @@ class Before:
                     key: tensor.clone() if key in written else _copy_on_write(tensor)
                     for key, tensor in now.items()
                 }
+        self._names = frozenset(now)
         self._held = list(state.parameters())
+        self._storages: list[int] = []
         self._new: list[Key] = []
         self._replaced: dict[Key, torch.Tensor] = {}
         self._objects = [vars(module).copy() for module in self._modules]
@@ -214,6 +220,7 @@ class Before:
         ]
         others = {key for key, (then, _) in self._versions.items() if now.get(key) is not then}
         self._replaced = {key: self._versions[key][0] for key in others - wrote}
+        self._storages = [_storage_of(one.tensor) for one in self._held]
         self._new = [key for key in now.keys() - self.tensors.keys() if key.table == "_buffers"]
         self.tensors = {key: self._copied(key) for key in wrote}
         self._generators, self._versions = drawn, {}
@@ -222,6 +229,8 @@ class Before:
 
     def restore(self) -> None:
         """Restore the state before the first run."""
+        for key in [key for key, _ in self._state.tensors() if key not in self._names]:
+            del self._table(key)[key.name]
         with _not_counted():
             for key, value in self.tensors.items():
                 self._table(key)[key.name] = self._put_back(key, value)
@@ -237,7 +246,7 @@ class Before:
 
         Raises `ApplyFailed` if a tensor that the block reads was written in between.
         """
-        if written := _written_among(self._held):
+        if written := _written_among(self._held) or self._moved():
             raise self._stop(f"its `{written}` was written to between its forward and its backward")
         attributes = [vars(module).copy() for module in self._modules]
         tensors = {key: self._table(key).get(key.name) for key in (*self.tensors, *self._new)}
@@ -264,6 +273,12 @@ class Before:
             for key, tensor in tensors.items():
                 self._table(key)[key.name] = tensor
             _put_attributes(self._modules, attributes)
+
+    def _moved(self) -> str:
+        """Return the name of a tensor whose memory was replaced, as by `.data = ...`, which counts as no
+        write."""
+        pairs = zip(self._held, self._storages, strict=False)
+        return next((one.name for one, then in pairs if _storage_of(one.tensor) != then), "")
 
     def _is_written(self, key: Key) -> bool:
         then, version = self._versions[key]
@@ -348,12 +363,28 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+_WITH_STORAGE = frozenset((torch.Tensor, nn.Parameter, nn.Buffer))
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """Return a number that identifies a tensor's storage; a subclass may have none."""
+    stored = type(tensor) in _WITH_STORAGE and tensor.layout is torch.strided
+    return tensor.untyped_storage()._cdata if stored else 0
+
+
 def _copy_on_write(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy-on-write clone, or a plain one if the allocator does not own the memory."""
     if type(tensor) in (torch.Tensor, nn.Buffer):
         with contextlib.suppress(RuntimeError), _raw():
             return torch._lazy_clone(tensor.detach())
     return tensor.clone()
+
+
+def are_all_hooked() -> bool:
+    """Return True if the program has hooks on all modules."""
+    tables = _global_forward_hooks, _global_forward_pre_hooks
+    others = _global_backward_hooks, _global_backward_pre_hooks
+    return any(not is_ours(hook) for table in (*tables, *others) for hook in table.values())
 
 
 def is_ours(hook: Any) -> bool:

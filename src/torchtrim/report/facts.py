@@ -372,6 +372,10 @@ def certificate_lines(certificate: Certificate) -> list[str]:
     lines = [proof_sentence(certificate)]
     if certificate.coverage is not None:
         lines.append(coverage_sentence(certificate.coverage))
+    if certificate.assumes:
+        lines.append(
+            f"Assumed of later steps, and seen by no check: {'; '.join(certificate.assumes)}"
+        )
     lines.append(
         f"compared {', '.join(certificate.compared) or 'nothing'}: "
         f"largest difference {difference_figure(certificate.largest_difference)}, "

@@ -7,6 +7,7 @@ backward. The module's contents, and so its `state_dict`, stay.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ class ReplaceRelativeAttention(TechniqueUnit):
     name = "relative_attention"
     does = "compute position terms inside the attention kernel"
     equivalence = "ROUNDING"
+    assumes = ("the module keeps its code and its layers, and these have no hooks",)
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every supported module that materializes positions, except with dropout of probabilities.
@@ -96,9 +98,36 @@ def _forward_of(path: str, module: nn.Module) -> Callable[[Forward], Forward]:
             "0, or call torchtrim.attention.relative_attention in its forward."
         )
     try:
-        return replacement(module).wrap
+        return functools.partial(_while_known, path, module, replacement(module).wrap)
     except Unsupported as error:
         raise ApplyFailed(f"`{path}` cannot be replaced. {error}") from error
+
+
+def _while_known(
+    path: str, module: nn.Module, wrap: Callable[[Forward], Forward], forward: Forward
+) -> Forward:
+    """Return the new forward, or the module's own once the new one would leave something of it out."""
+    import torch
+
+    from torchtrim.capture.code.side_effects import SideEffects, changed, hooks_of
+    from torchtrim.executor.block_state import are_all_hooked, is_ours
+    from torchtrim.executor.notices import say_once
+
+    code, layers = SideEffects([module]).references, list(module.modules())
+    ours = wrap(forward)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return ours(*args, **kwargs)
+        hooks = (hook for layer in layers[1:] for hook in hooks_of(layer))
+        hooked = are_all_hooked() or not all(map(is_ours, hooks))
+        if not hooked and not changed(code) and layers == list(module.modules()):
+            return ours(*args, **kwargs)
+        said = "its layers have hooks, or it has other layers or other code now"
+        say_once(path, f"{said}, so it runs without the plan, and the plan's saving there is lost.")
+        return forward(*args, **kwargs)
+
+    return call
 
 
 def _with_followers(roots: Roots, where: str) -> list[tuple[str, nn.Module]]:

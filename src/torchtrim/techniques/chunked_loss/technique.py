@@ -40,6 +40,11 @@ class ChunkedLoss(TechniqueUnit):
     does = "compute logits and loss in chunks of rows"
     takes = _OPTIONS
     equivalence = "ROUNDING"
+    assumes = (
+        "no backward hooks around the head",
+        "weights stay the same until the loss reads the logits",
+    )
+    unseen = ("nothing writes through `.data` between forward and backward",)
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every module whose logits only cross entropy reads."""
@@ -63,9 +68,13 @@ class ChunkedLoss(TechniqueUnit):
         rows, classes = (technique.options.get(name, 0) for name in _OPTIONS)
         if type(rows) is not int or type(classes) is not int or min(rows, classes) < 0:
             raise wrong_options(technique, "the options `rows` and `classes`, 0 or more")
-        return all_or_none(
-            technique.where, lambda where: replaced(module_at(roots, where), where, rows, classes)
-        )
+
+        def change(where: str) -> Handle:
+            module_at(roots, where)
+            name, _, path = where.partition(".")
+            return replaced(roots[name], path, where, rows, classes)
+
+        return all_or_none(technique.where, change)
 
 
 TECHNIQUE = ChunkedLoss()

@@ -46,7 +46,8 @@ def rerun_places(
         for at, chain, spans in ranges:
             blocks = [Rerun(f"{at}[{a}:{b}]", list(chain)[a:b], telling) for a, b in spans]
             runs = [functools.partial(run_again, block) for block in blocks]
-            own = [Range(*span, run) for span, run in zip(spans, runs, strict=True)]
+            named = zip(spans, runs, blocks, strict=True)
+            own = [Range(*span, run, block.where) for span, run, block in named]
             handles.add(Ranges(chain, own))
     except BaseException as error:
         telling(at, error)
