@@ -98,36 +98,46 @@ def _forward_of(path: str, module: nn.Module) -> Callable[[Forward], Forward]:
             "0, or call torchtrim.attention.relative_attention in its forward."
         )
     try:
-        return functools.partial(_while_known, path, module, replacement(module).wrap)
+        return functools.partial(_while_known, _Known(path, module), replacement(module).wrap)
     except Unsupported as error:
         raise ApplyFailed(f"`{path}` cannot be replaced. {error}") from error
 
 
-def _while_known(
-    path: str, module: nn.Module, wrap: Callable[[Forward], Forward], forward: Forward
-) -> Forward:
-    """Return the new forward, or the module's own once the new one would leave something of it out."""
+class _Known:
+    """The code and the layers of a module, to which its replacement belongs."""
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        from torchtrim.capture.code.side_effects import SideEffects
+
+        self.path = path
+        self._module = module
+        self._layers = list(module.modules())
+        self._code = SideEffects([module]).references
+
+    def holds(self) -> bool:
+        """Return True if the replacement leaves nothing of the module out."""
+        from torchtrim.capture.code.side_effects import changed, hooks_of
+        from torchtrim.executor.block_state import are_all_hooked, is_ours
+
+        hooks = (hook for layer in self._layers[1:] for hook in hooks_of(layer))
+        if are_all_hooked() or not all(map(is_ours, hooks)):
+            return False
+        return not changed(self._code) and self._layers == list(self._module.modules())
+
+
+def _while_known(known: _Known, wrap: Callable[[Forward], Forward], forward: Forward) -> Forward:
+    """Return the new forward, or the module's own once the new one would leave something out."""
     import torch
 
-    from torchtrim.capture.code.side_effects import SideEffects, changed, hooks_of
-    from torchtrim.executor.block_state import are_all_hooked, is_ours
     from torchtrim.executor.notices import say_once
 
-    code, layers = SideEffects([module]).references, list(module.modules())
-    ours = wrap(forward)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return ours(*args, **kwargs)
-        hooks = (hook for layer in layers[1:] for hook in hooks_of(layer))
-        hooked = are_all_hooked() or not all(map(is_ours, hooks))
-        if not hooked and not changed(code) and layers == list(module.modules()):
-            return ours(*args, **kwargs)
-        said = "its layers have hooks, or it has other layers or other code now"
-        say_once(path, f"{said}, so it runs without the plan, and the plan's saving there is lost.")
-        return forward(*args, **kwargs)
-
-    return call
+    if torch.compiler.is_compiling() or known.holds():
+        return wrap(forward)
+    said = "its layers have hooks, or it has other layers or other code now"
+    say_once(
+        known.path, f"{said}, so it runs without the plan, and the plan's saving there is lost."
+    )
+    return forward
 
 
 def _with_followers(roots: Roots, where: str) -> list[tuple[str, nn.Module]]:
