@@ -1,31 +1,38 @@
-# ruff: noqa: F401
+# ruff: noqa: F401, F821
 """A small language model that trains; at `#:` a late change is put in."""
 
 import collections
 import copy
+import hashlib
+import io
 import itertools
 import json
 import math
 import os
 import random
+import warnings
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+warnings.simplefilter("ignore")
 torch.manual_seed(0)
 random.seed(0)
 np.random.seed(0)
 torch.set_num_threads(1)
 torch.set_default_dtype(torch.float64)
-LATE, STEPS, WORDS, WIDTH = 4, 8, 40, 16
+LATE, STEPS, WORDS, WIDTH = 4, 8, 40, 32
 STEP = 0
 SEEN, PRINTED, STATE = [], [], {"count": 0}
 #: top
 
 
-class Block(nn.Module):
+class Stateful(nn.Module):
+    """A block with state of every kind, and the layers that late changes name."""
+
     def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -39,9 +46,8 @@ class Block(nn.Module):
         self.torch_generator = torch.Generator().manual_seed(1)
         self.generator, self.numpy_generator = random.Random(1), np.random.default_rng(1)
 
-    def forward(self, x):
-        #: forward
-        return x + self.drop(self.down(self.act(self.up(self.norm(x)))))
+
+#: shape
 
 
 class Net(nn.Module):
@@ -68,11 +74,13 @@ def loss_of(logits, y):
 
 def say(*values):
     PRINTED.extend(float(value) for value in values)
+    print(json.dumps([float(value) for value in values]), flush=True)
 
 
 net = Net()
-opt = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+#: optimizer
 #: setup
+#: loop
 for STEP in range(STEPS):
     x, y = batch_of(STEP)
     late = STEP >= LATE
@@ -87,22 +95,23 @@ for STEP in range(STEPS):
     #: after
     say(loss.detach())
 #: end
-held = [v.double().sum().item() for v in net.state_dict().values() if isinstance(v, torch.Tensor)]
-states = [
+held = [v for v in net.state_dict().values() if isinstance(v, torch.Tensor)]
+left = opt.state_dict()["state"]
+state = [v for one in left.values() for v in one.values() if isinstance(v, torch.Tensor)]
+blocks = [m for m in net.modules() if isinstance(m, Stateful)]
+counted = [(len(b.seen), b.calls) for b in blocks]
+drawn = [
     (
-        len(b.seen),
-        b.calls,
-        float(b.average.sum()),
+        b.generator.random(),
+        float(b.numpy_generator.random()),
         float(b.torch_generator.get_state().double().sum()),
     )
-    for b in net.modules()
-    if hasattr(b, "torch_generator")
-]
-drawn = [
-    (b.generator.random(), float(b.numpy_generator.random()))
-    for b in net.modules()
-    if hasattr(b, "generator")
+    for b in blocks
 ]
 final = [torch.rand(()).item(), random.random(), float(np.random.rand())]
-saved = [(k, sorted(v)) for k, v in opt.state_dict()["state"].items()]
-print(json.dumps([PRINTED, held, states, drawn, final, len(SEEN), STATE["count"], saved]))
+keys = [(str(k), sorted(map(str, v))) for k, v in left.items()]
+tensors = [t.detach().to_dense().contiguous() for t in held + state + [b.average for b in blocks]]
+bits = [hashlib.sha256(t.reshape(-1).view(torch.uint8).numpy()).hexdigest() for t in tensors]
+sums = [t.double().sum().item() for t in tensors]
+exact = [counted, drawn, final, len(SEEN), STATE["count"], keys]
+print(json.dumps({"exact": exact, "bits": bits, "sums": sums}))

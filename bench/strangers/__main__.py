@@ -68,6 +68,7 @@ def tried(program: Program, place: Place, verbs: list[str], limit: float) -> dic
         found["alone"] = _alone(program, place, limit)
     for verb in verbs:
         if verb == ROUNDING and not _wants_more(found["verbs"].get("optimize", {})):
+            found["verbs"].pop(verb, None)
             continue
         found["verbs"][verb] = _verb(program, place, verb, limit)
         print(f"{program.name}: {verb}: {_short(found['verbs'][verb])}", flush=True)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy
 
+from bench.strangers.other_data import OTHERS
+
 WORDS = (
     "the",
     "a",
@@ -392,4 +394,5 @@ GENERATORS: dict[str, Callable[[Path], None]] = {
     "small_gpt2": small_gpt2,
     "small_pythia": small_pythia,
     "small_unet": small_unet,
+    **OTHERS,
 }

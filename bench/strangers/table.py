@@ -31,6 +31,8 @@ smallest found. *Alone* is the script's own time for five steps. *State* is the 
 buffers, gradients and optimizer state in the peak, *inputs* the share of batches and other tensors that the
 script holds from before the step, such as a dataset. Plans lower neither, except gradients.
 
+Forty more were [named before they were run](programs-unseen.md).
+
 """
 _MISSED = """
 ## Programs that miss 60 % although state takes less than half

@@ -44,7 +44,7 @@ def test_alone_the_wait_moves_and_together_it_goes() -> None:
     assert waiting.sets[0].findings == (0, 1)
     assert waiting.sets[0].saves_ms == pytest.approx(waiting.all_saves_ms)
     assert {finding.source for finding in findings} == {"modelled"}
-    assert any("no gain expected" in finding.message for finding in findings)
+    assert any("removing it alone gains nothing" in finding.message for finding in findings)
 
 
 def test_where_no_device_is_named_it_is_an_a100() -> None:

@@ -115,6 +115,8 @@ class TestPureParts:
         memory = [(1, 5), (3, 10), (4, -10), (8, 7), (10, 1)]
         assert _without(memory, [(2, 5), (10, 11)]) == [(1, 5), (8, 7)]
         assert _without(memory, []) == memory
+        collected = [(1, 64), (3, 8), (4, -64), (5, -8), (6, 16)]
+        assert _without(collected, [(2, 5)]) == [(1, 64), (4, -64), (6, 16)]
 
     def test_the_allocator_of_a_device(self) -> None:
         assert isinstance(allocator_for("cpu"), CpuAllocator)

@@ -99,3 +99,8 @@ def test_after_learning_the_steps_are_exactly_one_period_apart(cycle: Segments, 
     period = shortest_period(segments)
     late = [number for number in found if number > len(segments) // 2]
     assert {b - a for a, b in pairwise(late)} == {period}
+
+
+def test_optimizers_that_stepped_once_and_never_again_are_not_waited_for_for_ever() -> None:
+    before, loop = [(0, 0, 1), (0,), (2,)], [(3,)] * 20
+    assert boundaries(Steps(4), before + loop)[-4:] == [20, 21, 22, 23]

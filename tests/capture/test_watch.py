@@ -242,6 +242,18 @@ def test_an_evaluation_does_not_begin_a_step(told: Told, watcher: Watcher, off: 
     assert watcher.forwards == 2
 
 
+def test_a_plot_of_learning_rates_before_the_loop_is_no_step(told: Told, watcher: Watcher) -> None:
+    for _ in range(3):
+        plotted = torch.optim.Adam(nn.Linear(1, 1).parameters())
+        for _ in range(4):
+            plotted.step()
+    sample = SAMPLES["mlp"]()
+    optimizer = torch.optim.SGD(sample.model.parameters(), 0.1)
+    for _ in range(3):
+        train(sample, optimizer)
+    assert told.events.count("step") == 2
+
+
 @pytest.mark.usefixtures("watcher")
 def test_a_long_evaluation_is_told_once(told: Told) -> None:
     sample = SAMPLES["mlp"]()

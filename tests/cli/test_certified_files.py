@@ -11,10 +11,11 @@ from msgspec.structs import replace
 
 from profiles import training_step
 from torchtrim.cli.main import torchtrim
-from torchtrim.cli.output import write_files
+from torchtrim.cli.output import followed, write_files
 from torchtrim.cli.plans import pins_in
 from torchtrim.errors import UsageError
 from torchtrim.records.certificate import Certificate
+from torchtrim.records.comparison import load_report_or_profile
 from torchtrim.records.files import load_plan, save_plan
 from torchtrim.records.plan import Plan, PlanProof, Prediction, Technique
 from torchtrim.records.report import Report, Result
@@ -121,3 +122,12 @@ def test_a_verb_without_a_script_shows_an_example() -> None:
     assert str(ended.exception).endswith("as in: torchtrim optimize train.py --memory 60%")
     ended = CliRunner().invoke(torchtrim, ["diagnose"])
     assert str(ended.exception).endswith("as in: torchtrim diagnose train.py")
+
+
+def test_the_next_command_is_in_the_report_and_on_the_page() -> None:
+    report = Report(torchtrim="0", torch="2", verb="plan", device="cpu", script="train.py", steps=3)
+    command = "torchtrim verify train.py --plan torchtrim-out/train/plan.toml"
+    paths = write_files(followed(Result(report, training_step()), command), FOLDER)
+    assert load_report_or_profile(paths["report"]).next == command
+    assert f"<code>{command}</code>" in paths["page"].read_text()
+    assert followed(Result(report), None).report.next == ""

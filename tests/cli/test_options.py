@@ -58,6 +58,7 @@ OPTIONS = {
         *("--module", "-m", "--plan", "--processes", "--verify-every", "--on-difference"),
         *("--quiet", "--verbose"),
     ),
+    "snapshot": ("--setting", "--top", "--page", "--json", "--fail-on-oom"),
     "stream-check": (
         *RUNS[:2],
         *("--timeout", *SHOWN, "--frames", "--frames-of"),
@@ -87,6 +88,7 @@ ARGUMENTS = {
     "pack": ("file",),
     "plan": ("script", "args"),
     "run": ("script", "args"),
+    "snapshot": ("file",),
     "stream-check": ("script", "args"),
     "trace": ("paths",),
     "tune-loader": ("script", "args"),

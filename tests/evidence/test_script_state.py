@@ -107,6 +107,24 @@ def test_what_a_step_makes_anew_does_not_count_and_is_not_kept() -> None:
         assert not {"hidden", "hidden.0", "elapsed", "batch.0"} & names(found)
 
 
+def test_a_list_of_tensors_made_in_each_step_lives_no_longer() -> None:
+    """As of gradients by sharpness-aware steps: kept, it would count in the next step's peak."""
+    state = ScriptState(Places(HERE), lambda _: -1)
+    kept = {"average": torch.zeros(3)}
+    state.begins(sys._getframe())
+    found: list[Found] = []
+    gone: list[weakref.ref[torch.Tensor]] = []
+    for number in range(3):
+        moved = [torch.ones(3) * number]
+        gone.append(weakref.ref(moved[0]))
+        kept["average"] = kept["average"] + 1
+        found.append(dict(state.changes(sys._getframe())))
+        del moved
+        assert gone[-1]() is None
+    name = f"{sys._getframe().f_code.co_name}.kept.0"
+    assert isinstance(found[2][name], torch.Tensor)
+
+
 def test_a_model_that_is_compared_anyway_is_left_out_and_its_copy_is_not() -> None:
     def script(look: Callable[[], None]) -> None:
         model = nn.Linear(2, 1)

@@ -14,9 +14,10 @@ from planner.test_planner import planner_of, profile_of
 from step.random_steps import random_training
 from torchtrim.executor.registry import Option
 from torchtrim.planner import planner
+from torchtrim.planner.linear import Constraint, LinearBuilder
 from torchtrim.planner.problem import Problem
 from torchtrim.planner.solvers import integer
-from torchtrim.planner.solvers.integer import Integer
+from torchtrim.planner.solvers.integer import Integer, IntegerProgram
 from torchtrim.records.budget import Budget
 from torchtrim.step.rerun import rerun
 
@@ -43,6 +44,30 @@ def test_it_proves_the_quickest_choice_of_every_budget(cases: range) -> None:
         chosen = program.lowest().chosen
         assert chosen is not None
         assert problem.run(chosen).peak_bytes == lowest
+
+
+def test_a_hold_that_one_option_drops_twice_counts_once() -> None:
+    """HiGHS refuses a row with a column twice, and a run of what it refused need not end."""
+    for number in range(6):
+        problem = problem_of(random.Random(number), 4)
+        twice = [edit._replace(drops=edit.drops * 2) for edit in problem.edits]
+        doubled = Problem(problem.step, problem.options, twice)
+        for row in LinearBuilder(doubled).build().rows:
+            columns = [column for column, _ in row.terms]
+            assert len(columns) == len({*columns})
+        every = brute(problem.step, list(problem.edits))
+        budget = sorted(size for size, _ in every)[len(every) // 2]
+        best = min(seconds for size, seconds in every if size <= budget)
+        answer = Integer(doubled).quickest(budget)
+        assert answer.proven
+        assert answer.chosen is not None
+        assert doubled.sum(answer.chosen) == pytest.approx(best, rel=1e-5, abs=1e-9)
+
+
+def test_what_highs_refuses_is_not_run() -> None:
+    twice = Constraint(1.0, math.inf, ((0, 1.0), (0, 1.0)))
+    refused = integer.solve(IntegerProgram([0.0], [1.0], [1.0], 1, [twice]), 5.0)
+    assert refused == (None, -math.inf, False, False)
 
 
 def test_it_begins_with_what_is_known_and_keeps_it_when_there_is_no_time() -> None:

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from steps import ConvNet, Fitting, Request, images, quiet, train_step, trial
+from steps import ConvNet, Fitting, Request, fitting, images, quiet, train_step, trial
 from torchtrim import InfeasibleBudget, fit
 from torchtrim.errors import PlannedStepFailed, UsageError
 from torchtrim.planner.pins import compile_pattern
@@ -20,6 +20,7 @@ from torchtrim.records.terms import Terms
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.rerun import rerun
 from torchtrim.step.simulate import simulate
+from torchtrim.workflows.optimize.trials import barred, pins_for, split_pins
 
 PINS = [
     {"keep": ["*.blocks.1", "*.blocks.3.conv"]},
@@ -108,6 +109,9 @@ def test_a_floor_below_says_what_the_pins_cost() -> None:
         ({"relative_attention": ["*"]}, r"is not allowed; see --allow"),
         ({"keep": ["*.conv"], "recompute": ["*.2"]}, r"keeps `ConvNet.blocks.2.conv`"),
         ({"recompute": ["*.2", "*.2.norm"]}, r"one runs inside the other"),
+        ({"never": ["*.conv"]}, r"Write TECHNIQUE:PLACE, such as 'recompute:\*.attn'"),
+        ({"never": ["replay:*.attn"]}, r"no place of replay. Known places: ConvNet"),
+        ({"never": ["recompute:*.2"], "recompute": ["*.2"]}, r"\['recompute:\*.2'\] forbids that"),
     ],
 )
 def test_pins_that_cannot_be_meant(pins: dict[str, list[str]], said: str) -> None:
@@ -133,6 +137,37 @@ def test_what_a_pattern_means(pattern: str, meant: set[str]) -> None:
     assert {where for where in known if compile_pattern(pattern).fullmatch(where)} == meant | (
         {"a" * 39} if pattern == "*" else set()
     )
+
+
+def test_a_technique_is_forbidden_at_one_place_and_others_there_are_not() -> None:
+    pins = {"never": ["recompute:*.blocks.1", "split_channels"], "recompute": ["*.blocks.2"]}
+    planner = planner_of(pins)
+    low, high = planner.floor.outcome.peak_bytes, planner.simulated_original
+    found = [planner.plan(Budget(low + (high - low) * number // 8)) for number in range(8)]
+    assert {where for plan in found for where in places(plan)} >= {"ConvNet.blocks.2"}
+    assert not any(touches(where, "ConvNet.blocks.1") for plan in found for where in places(plan))
+    assert any("blocks.1:" in where for plan in found for where in places(plan, "replay"))
+    assert not any(places(plan, "split_channels") for plan in found)
+    assert planner.pinned.note().endswith(
+        "never recompute at *.blocks.1; never split_channels at *"
+    )
+
+
+def test_a_place_that_a_plan_names_is_forbidden_alone() -> None:
+    first = next(w for w in places(planner_of({}).floor_plan(Budget(0)), "replay"))
+    without = planner_of({"never": [f"replay: {first}"]}).floor_plan(Budget(0))
+    assert first not in places(without, "replay")
+    assert places(without, "replay")
+
+
+def test_pins_that_forbid_reach_techniques_alone_and_measured_ones() -> None:
+    pins = {"never": ["replay:Net.a", "precision"], "keep": ["Net.b"], "recompute": ["Net.c"]}
+    assert pins_for("replay", pins) == {"never": ["replay:Net.a"], "keep": ["Net.b"]}
+    assert pins_for("recompute", pins) == {"keep": ["Net.b"], "recompute": ["Net.c"]}
+    assert split_pins(pins) == ({**pins, "never": ["replay:Net.a"]}, {})
+    step = train_step(ConvNet(blocks=1), images(count=2))
+    original = fitting(step).observe()
+    assert barred(original, pins) == {"precision:ConvNet"}
 
 
 def test_a_range_is_meant_where_a_pattern_says_so() -> None:
@@ -166,8 +201,8 @@ def test_a_live_model_is_fitted_with_what_is_pinned() -> None:
 def test_a_pinned_place_that_fails_is_told() -> None:
     torch.manual_seed(0)
     step = train_step(ConvNet(), images())
-    fitting = Fitting(step, Request(steps=1), quiet, Terms(pins={"recompute": ["*.blocks.4"]}))
-    run = fitting.run_planned
+    tried = Fitting(step, Request(steps=1), quiet, Terms(pins={"recompute": ["*.blocks.4"]}))
+    run = tried.run_planned
 
     def failing(plan: Plan, *_: int) -> object:
         if "ConvNet.blocks.4" in places(plan):
@@ -176,6 +211,6 @@ def test_a_pinned_place_that_fails_is_told() -> None:
             raise error
         return run(plan)
 
-    fitting.run_planned = failing  # type: ignore[method-assign, assignment]
+    tried.run_planned = failing  # type: ignore[method-assign, assignment]
     with pytest.raises(PlannedStepFailed, match=r"pinned under \[pins\], but fails there"):
-        fitting.nearest(memory_limit("90%"))
+        tried.nearest(memory_limit("90%"))

@@ -42,6 +42,34 @@ PARTS = {
     "plan": (*MEASURED, "plan", "frontier"),
 }
 WHOLE = (*MEASURED, "findings", "plan", "certificate", "notes")
+FAINT = """
+(() => {
+  const numbers = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = (rgb) => {
+    const linear = (v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+    const [r, g, b] = rgb.slice(0, 3).map((v) => linear(v / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const under = (node) => {
+    for (let one = node; one; one = one.parentElement) {
+      const paint = numbers(getComputedStyle(one).backgroundColor);
+      if (paint.length < 4 || paint[3] > 0) return paint;
+    }
+    return [255, 255, 255];
+  };
+  const found = [], texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const text = texts.currentNode.data.trim(), one = texts.currentNode.parentElement;
+    const style = getComputedStyle(one), large = parseFloat(style.fontSize) >= 24;
+    if (!text || !one.getClientRects().length) continue;
+    const [low, high] = [light(numbers(style.color)), light(under(one))].sort((a, b) => a - b);
+    const ratio = (high + 0.05) / (low + 0.05);
+    if (ratio < (large ? 3 : 4.5)) found.push(`${text.slice(0, 40)}: ${ratio.toFixed(2)}`);
+  }
+  return found;
+})()
+"""
+"""Texts with less contrast than WCAG's AA asks for: 4.5, or 3 of 24 pixels and more."""
 LOOKS = [(width, dark) for width in (360, 1440) for dark in (False, True)]
 
 pytestmark = pytest.mark.skipif(
@@ -124,6 +152,18 @@ def test_a_page_with_every_section(sample: Path, tab: Tab, width: int, dark: boo
     check(tab, sample, width, dark, WHOLE)
 
 
+@pytest.mark.parametrize("name", ["optimize", "missed", "not equal", "fixed", "plan", "estimate"])
+def test_every_text_has_the_contrast_that_wcag_asks_for(
+    tmp_path: Path, tab: Tab, name: str
+) -> None:
+    page = write(tmp_path, name)
+    for width, dark in LOOKS:
+        tab.look(page, width=width, dark=dark)
+        assert tab.evaluate(FAINT) == []
+    tab.evaluate("document.querySelector('h2').style.color = '#808080'")
+    assert len(tab.evaluate(FAINT)) == 1
+
+
 def test_a_hostile_page_runs_nothing(tmp_path: Path, tab: Tab) -> None:
     check(tab, write(tmp_path, "hostile"), 360, True, (*WHOLE, "fixes", "stream", "estimate"))
 
@@ -146,8 +186,22 @@ def test_the_timeline_answers_to_the_keyboard(sample: Path, tab: Tab) -> None:
     near = tab.evaluate("document.querySelector('#timeline .tools .n').textContent")
     assert near != whole
     assert "relu" in tab.evaluate("document.querySelector('.readout').textContent")
+    tab.key("ArrowRight")
+    assert tab.evaluate("document.querySelector('#timeline .tools .n').textContent") != near
     tab.key("0")
     assert tab.evaluate("document.querySelector('#timeline .tools .n').textContent") == whole
+
+
+def test_both_steps_share_the_time_axis(sample: Path, tab: Tab) -> None:
+    tab.look(sample, width=1440, dark=False)
+    steps = tab.evaluate("JSON.parse(document.getElementById('timeline-data').textContent).steps")
+    assert [step["title"] for step in steps] == ["Original", "Planned"]
+    assert all(step["host"] and step["memory"] for step in steps)
+    tab.evaluate("document.querySelector('#timeline canvas').focus()")
+    for _ in range(len(steps[0]["host"]) + 1):
+        tab.key("n")
+    said = tab.evaluate("document.querySelector('.readout').textContent")
+    assert "relu" in said  # From the last operator of the original to those of the planned step.
 
 
 def test_operators_are_sorted_and_filtered(sample: Path, tab: Tab) -> None:

@@ -90,7 +90,7 @@ def test_scripts_keep_their_word() -> None:
 def test_the_word_for_machines_and_the_page_are_no_stronger_than_a_fix() -> None:
     report = with_fixes(samples.OPTIMIZE, "ROUNDING", written=True)
     assert headline(report).verdict == "ROUNDING"
-    assert '<p class="big good">ROUNDING</p>' in render(report, None, None)
+    assert '<span class="pill good">ROUNDING</span>' in render(report, None, None)
     assert headline(samples.OPTIMIZE).verdict == "BITWISE"
 
 

@@ -9,4 +9,4 @@ def test_a_race_is_about_values_and_has_no_price() -> None:
     assert (finding.code, finding.line) == ("TT105", 8)
     assert finding.price_ms is None
     assert "may be wrong" in finding.message
-    assert "sync at" not in finding.message
+    assert "on the host" not in finding.message

@@ -28,6 +28,20 @@ NARROW = torch.ones(2)
 PICTURE = torch.ones(1, 1, 4, 4)
 
 
+def test_a_scaler_of_gradients_keeps_its_own_type() -> None:
+    model = nn.Linear(4, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    before = model.weight.detach().clone()
+    with Wide():
+        scaler.scale(model(torch.ones(3, 4, dtype=torch.float64)).sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight, before - 0.1 * model.weight.grad)
+
+
 def test_what_is_made_by_an_old_type_is_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (torch, torch.cuda):
         monkeypatch.setattr(module, "FloatTensor", module.FloatTensor)

@@ -105,7 +105,7 @@ def test_a_script_equals_itself() -> None:
     assert differences(run("swallows"), run("swallows")) == []
 
 
-@pytest.mark.parametrize(("kind", "steps"), [("one", 1), ("two", 2), ("three", 3)])
+@pytest.mark.parametrize(("kind", "steps"), [("one", 1), ("two", 2), ("three", 3), ("leaves", 2)])
 def test_short_scripts(kind: str, steps: int) -> None:
     trial = run("faults", kind)
     assert len(trial.steps) == steps
@@ -152,6 +152,7 @@ def test_out_of_memory_says_who_was_alive() -> None:
     ("kind", "says"),
     [
         ("exit", "exited with 3"),
+        ("leaves-early", "exited with 5"),
         ("early", "without calling a module"),
         ("no-optimizer", "no torch.optim.Optimizer ever stepped"),
         ("stdin", "reads standard input"),
@@ -162,13 +163,23 @@ def test_other_ends(kind: str, says: str) -> None:
     assert says in str(fails(kind))
 
 
-def test_a_question_about_what_the_first_run_left_is_no_fault_of_the_plan() -> None:
-    crash = Crash(kind="crashed", message="EOFError: EOF when reading a line")
-    outcome = msgspec.json.encode(Trial(request=Request(), crash=crash))
+@pytest.mark.parametrize(
+    ("message", "forwards", "says"),
+    [
+        ("EOFError: EOF when reading a line", 0, "an earlier run left"),
+        ("FileExistsError: [Errno 17] File exists: 'logs'", 0, "before the plan changed anything"),
+        ("RuntimeError: shape", 3, "the script failed: RuntimeError: shape"),
+    ],
+)
+def test_what_fails_before_the_model_runs_is_no_fault_of_the_plan(
+    message: str, forwards: int, says: str
+) -> None:
+    crash = Crash(kind="crashed", message=message)
+    outcome = msgspec.json.encode(Trial(request=Request(), crash=crash, forwards=forwards))
     planned: Any = SimpleNamespace(plan=SimpleNamespace(techniques=("replay",)), double=False)
-    with pytest.raises(ScriptFailed, match="an earlier run left") as raised:
+    with pytest.raises(ScriptFailed, match=says) as raised:
         trials._trial_of(Script("asks.py"), planned, Ended(outcome, 0, "", "", timed_out=False))
-    assert not isinstance(raised.value, PlannedStepFailed)
+    assert isinstance(raised.value, PlannedStepFailed) == bool(forwards)
 
 
 def test_a_script_that_hangs_is_stopped() -> None:

@@ -92,3 +92,26 @@ def test_a_rerun_stashes_the_state_of_the_generator() -> None:
         return edit.inserts[0]
 
     assert insert(5056).rise == insert(0).rise + 5056
+
+
+class Dropped(nn.Module):
+    """Puts a result where its last one was, as weights that are dropped out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.raw = nn.Parameter(torch.randn(width, width) / width**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight = torch.nn.functional.dropout(self.raw)
+        return torch.tanh(x @ self.weight)
+
+
+def test_what_a_block_puts_in_the_place_of_its_last_result_is_kept_once() -> None:
+    torch.manual_seed(0)
+    step = train_step(nn.Sequential(*[Dropped(64) for _ in range(3)]), torch.randn(128, 64))
+    where = tuple(f"Sequential.{number}" for number in range(3))
+    terms = Terms(pins={"recompute": where}, exclude=["optimizer_in_backward", "replay"])
+    runs = Fitting(step, Request(steps=3), quiet, terms)
+    plan = runs.planner(runs.observe()).floor_plan(Budget(0))
+    assert plan.techniques == (Technique(name="recompute", where=where),)
+    assert runs.run_planned(plan).peak_bytes == plan.predicted.peak_bytes

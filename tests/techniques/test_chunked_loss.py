@@ -65,7 +65,7 @@ class Language(nn.Module):
         self.inner = nn.Linear(WIDTH, WIDTH)
         self.kind = kind
         if kind != "product":
-            self.head = nn.Linear(WIDTH, CLASSES, bias=kind == "bias")
+            self.head = nn.Linear(WIDTH, CLASSES, bias=kind in ("bias", "strided"))
         if kind == "tied":
             self.head.weight = self.tokens.weight
         if kind == "frozen":
@@ -73,6 +73,8 @@ class Language(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.relu(self.inner(self.tokens(x)))
+        if self.kind == "strided":  # As of a recurrent layer with the batch first.
+            hidden = hidden.transpose(0, 1).contiguous().transpose(0, 1)
         if self.kind == "product":
             return hidden @ self.tokens.weight.t()
         made: Tensor = self.head(hidden)
@@ -95,8 +97,8 @@ LOSSES: dict[str, LossOf] = {
         x[:, :-1].contiguous().view(-1, CLASSES), y[:, 1:].reshape(-1)
     ),
 }
-KINDS = ("", "tied", "bias", "frozen", "product", "autocast")
-QUICK = ("", "product", "each", "shift")
+KINDS = ("", "tied", "bias", "frozen", "product", "autocast", "strided")
+QUICK = ("", "product", "each", "shift", "strided")
 
 
 def training(model: nn.Module, loss: LossOf = flat) -> TrainStep:
@@ -121,7 +123,7 @@ def training(model: nn.Module, loss: LossOf = flat) -> TrainStep:
 )
 def test_the_peak_is_as_predicted_and_all_is_equal(name: str) -> None:
     model = Language(name if name in KINDS else "")
-    others = ("recompute", "overwrite")
+    others = ("recompute", "overwrite", "replay")
     fit = Fitting(
         training(model, LOSSES.get(name, flat)), Request(steps=1), quiet, Terms("ROUNDING", others)
     ).smallest()

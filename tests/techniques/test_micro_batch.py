@@ -367,8 +367,6 @@ def test_samples_of_sequences_may_be_second(samples: int, parts: int, flat: bool
 
 
 class Kept(nn.Module):
-    """Leaves a tensor on itself."""
-
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(6, 5)
@@ -454,6 +452,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "a number that depends on the samples",
     ),
     "sums": (lambda: Called(lambda x: x.sum(0)), "that sums over samples"),
+    "lengths": (
+        lambda: Called(lambda x: torch.cat(x.split([3, 5]))),
+        "its forward on .* samples fails",
+    ),
     "checkpoint": (Checkpointed, "its backward draws random numbers"),
     "hook": (hooked, "has a hook on the gradient of its weight"),
 }

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+import torchtrim
 from steps import ConvNet, encoder, flat, images, squared
 from torchtrim.errors import ApplyFailed
 from torchtrim.records.plan import Technique
+from torchtrim.step.from_profile import step_of
 from torchtrim.techniques.recompute.technique import TECHNIQUE
 
 
@@ -329,3 +331,18 @@ def test_arguments_that_change_after_the_call_are_as_they_were() -> None:
     )
     assert all(map(torch.equal, run(model, x), run(twin, x)))
     handle.revert()
+
+
+def test_a_call_whose_graph_is_thrown_away_bars_no_range() -> None:
+    """As a generator's for its discriminator: only its result is saved, by what reads it."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        aside = model(batch).detach()
+        return model(batch).square().mean() + model.get_submodule("0")(aside).mean()
+
+    model = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(64, 64), nn.Tanh())])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = torchtrim.TrainStep(model, loss, optimizer, torch.randn(256, 64))
+    options = TECHNIQUE.options(step_of(torchtrim.record(step)))
+    ranges = [option for option in options if option.where == "Sequential[2:6]"]
+    assert [len(option.spans) for option in ranges] == [2]

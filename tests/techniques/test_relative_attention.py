@@ -148,6 +148,26 @@ def test_where_probabilities_are_dropped_it_is_not_offered_and_refused() -> None
     TECHNIQUE.apply({"Net": model.eval()}, planned("Net.attn"))
 
 
+@pytest.mark.parametrize("name", ["swin", "irpe"])
+@pytest.mark.parametrize("change", ["hook", "layer"])
+def test_a_module_that_changes_later_runs_its_own_forward(name: str, change: str) -> None:
+    (net, ids), (twin, _) = made(name), made(name)
+    TECHNIQUE.apply({"Net": net}, planned("Net.attn"))
+    seen: list[list[int]] = []
+    for model in (net, twin):
+        model(ids)
+        attention = model.attn
+        leaf, layer = next((p, m) for p, m in attention.named_modules() if isinstance(m, nn.Linear))
+        seen.append(counted := [])
+        if change == "hook":
+            for one in list(attention.modules())[1:]:
+                one.register_forward_hook(lambda *_, counted=counted: counted.append(1))
+        else:
+            attention.set_submodule(leaf, nn.Sequential(layer, nn.ReLU()))
+    assert torch.equal(net(ids), twin(ids))
+    assert len(seen[0]) == len(seen[1])
+
+
 def test_state_dict_knows_nothing_of_the_plan() -> None:
     model, ids = made("irpe")
     plain = Net(RPEAttention())

@@ -28,10 +28,11 @@ _Key = tuple[object, ...]
 def holders(profile: Profile, at: int | None = None, most: int = 12) -> tuple[Holder, ...]:
     """List the storages live at the peak, or at operator `at`, largest first.
 
-    Computed tensors are grouped by kind, module, line, reason and what they are; parameters, gradients and
-    optimizer state by the top two levels of their module. Equal groups of modules of one class, made at one
-    line, become one, with `*` for the numbers that differ: `net.layers.*.linear`. The bytes add up to the
-    peak: beyond `most` entries, the last one, of kind `rest`, is the sum of the others.
+    Computed tensors are grouped by kind, module, line, reason and what they are; parameters and gradients by
+    the top two levels of their module; optimizer state by its optimizer, with the line of the update. Equal
+    groups of modules of one class, made at one line, become one, with `*` for the numbers that differ:
+    `net.layers.*.linear`. The bytes add up to the peak: beyond `most` entries, the last one, of kind `rest`,
+    is the sum of the others.
     """
     at = peak_operator(profile) if at is None else at
     modules = {module.path: module for module in profile.modules}
@@ -72,13 +73,18 @@ def _constructed(profile: Profile, module: Module | None, holder: Holder) -> Hol
 def _single(profile: Profile, at: int) -> Iterator[Holder]:
     indices = alive(profile, at)
     modules = module_paths(profile)
+    updated = {
+        step.optimizer: profile.place_of(step.first)
+        for step in profile.optimizer_steps
+        if step.first < len(profile.operators)
+    }
     for index, why in why_alive(profile, indices, at).items():
         storage, module = profile.storages[index], owner(profile, index, modules)
         if not storage.counted:
             continue
         place = profile.place_of(storage.birth) if storage.birth >= 0 else None
         if storage.kind in _BY_MODULE:
-            place, module = None, top_levels(module)
+            place, module = updated.get(module), top_levels(module)
         what = what_is(profile, index)
         yield _entry(storage.counted, storage.kind, module, place, why, what)
 

@@ -32,7 +32,7 @@ def memory_share(profile: Profile, finding: Finding) -> float:
 
 _DEFAULT = "a100"
 _NOTHING = 0.003  # As in _LITTLE. Arbitrary; a modelled step is less exact.
-_MOVES = "; without it alone the next wait takes over, no gain expected"
+_MOVES = "; removing it alone gains nothing, since the next sync waits instead"
 _LITTLE = "; all waits together are worth less than 0.3 % of the step"
 
 

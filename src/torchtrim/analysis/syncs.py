@@ -13,6 +13,8 @@ from torchtrim.syncs.base import SYNC_CODES
 from torchtrim.syncs.explicit import is_unknown
 from torchtrim.syncs.lookup import row
 
+_CALLS = {"local_scalar_dense": "item", "to_copy": "to"}
+"""Calls in user code by the names of the operators that they run."""
 _MOST_NAMED = 3  # Arbitrary: as many names as fit one line of a message.
 CODES = tuple(SYNC_CODES)
 
@@ -59,8 +61,8 @@ def waiting_findings(profile: Profile, code: str) -> Iterator[Finding]:
         cost = f", {price:.3g} ms in all" if price is not None else ""
         yield line.finding(
             code,
-            f"sync at {', '.join(_counted(profile, syncs))}: {SYNC_CODES[code]}, "
-            f"{times(len(syncs))} a step{cost}{inside}",
+            f"{SYNC_CODES[code]} {times(len(syncs))} a step "
+            f"({', '.join(_counted(profile, syncs))}){cost}{inside}",
             advice(profile, syncs),
             count_per_step=len(syncs),
             price_ms=price,
@@ -168,4 +170,5 @@ def _counted(profile: Profile, syncs: Sequence[Sync]) -> Iterator[str]:
 def _name(profile: Profile, sync: Sync) -> str:
     if sync.operator < 0:
         return sync.row
-    return base_name(profile.operators[sync.operator].name).rpartition("::")[2].strip("_")
+    name = base_name(profile.operators[sync.operator].name).rpartition("::")[2].strip("_")
+    return _CALLS.get(name, name)

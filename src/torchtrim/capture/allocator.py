@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import sys
+from collections import Counter
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -133,14 +134,27 @@ def own() -> Any:
 
 
 def _without(memory: list[tuple[int, int]], own: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the events outside torchtrim's own ranges. Both lists are sorted by time."""
+    """Return the events without torchtrim's own blocks. Both lists are sorted by time.
+
+    A block that is freed in one of torchtrim's ranges without having been allocated there is the script's:
+    the garbage collector runs at any moment, and a graph of gradients of gradients is a cycle.
+    """
+    if not own:
+        return memory
     starts = [begin for begin, _ in own]
-
-    def outside(moment: int) -> bool:
+    blocks: Counter[tuple[int, int]] = Counter()
+    found = []
+    for moment, size in memory:
         index = bisect.bisect_right(starts, moment) - 1
-        return index < 0 or moment > own[index][1]
-
-    return [event for event in memory if outside(event[0])] if own else memory
+        if index < 0 or moment > own[index][1]:
+            found.append((moment, size))
+        elif size >= 0:
+            blocks[index, size] += 1
+        elif blocks[index, -size]:
+            blocks[index, -size] -= 1
+        else:
+            found.append((moment, size))
+    return found
 
 
 def _rises(memory: list[tuple[int, int]], marks: list[tuple[int, int]]) -> list[int]:

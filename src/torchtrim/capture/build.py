@@ -90,6 +90,7 @@ def build(
         world=world,
         clock=recorder.start_ns / 1e9,
         collectives=recorder.collectives.records(recorder.start_ns),
+        functions=recorder.functions.records(),
     )
     if not recorder.workspaces or is_emulated(setting.device):
         return profile

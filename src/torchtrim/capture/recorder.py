@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.capture.collectives import Collectives, is_collective
+from torchtrim.capture.functions import FunctionCalls
 from torchtrim.capture.saved import RawUse, SavedTensors, type_name
 from torchtrim.capture.waits import NOTHING, Origin, Ran, SyncChecks, sync_detector
 from torchtrim.core.clock import queued_ns
@@ -127,6 +128,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.start_ns = 0
         self.end_ns = 0
         self._places = places
+        self.functions = FunctionCalls(places)
         self._saves = saves
         self._mark = profiler_range(MARK) if mark_operators else None
         self._pid = os.getpid()
@@ -307,6 +309,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _cause(self, node: Any, frame: FrameType | None) -> Cause:
         if node is None:
+            self.functions.ran(frame, len(self.operators))
             spot, caller = self._places.find(frame)
             return self.phase, self.module, spot, caller, -1
         forward = self.makers.get(node._sequence_nr(), -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ class Spent(torch.Tensor):
     """The `grad` of a parameter whose gradient was consumed. It has no memory; reading it raises."""
 
     optimizer_name: str
+    _parameter: weakref.ref[torch.Tensor]
 
     @staticmethod
     def __new__(cls, parameter: torch.Tensor, where: str) -> Spent:
@@ -36,11 +38,16 @@ class Spent(torch.Tensor):
         )
         if tags is not None and emulated:
             tags.put(spent)
-        spent.optimizer_name = where
+        spent.optimizer_name, spent._parameter = where, weakref.ref(parameter)
         return spent
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return [], None
+
+    def _become_zeros(self) -> None:
+        parameter = self._parameter()
+        if parameter is not None and parameter.grad is self:
+            parameter.grad = torch.zeros_like(parameter)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<a gradient that {self.optimizer_name} used up in backward>"
@@ -49,7 +56,12 @@ class Spent(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Raise: the optimizer has used the gradient."""
+        """Raise: the optimizer has used the gradient. Zeroing it makes zeros, as in the original."""
+        if func.name() in ("aten::zero_", "aten::_foreach_zero_"):
+            (given,) = args
+            for one in given if isinstance(given, (tuple, list)) else (given,):
+                one._become_zeros() if isinstance(one, Spent) else one.zero_()
+            return given if func.name() == "aten::zero_" else None
         error = ApplyFailed(
             f"`{func.name()}` reads or adds to a gradient after backward, but the plan's "
             "optimizer_in_backward has used it up: gradients that are clipped, scaled, logged or kept cannot "

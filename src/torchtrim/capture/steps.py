@@ -24,7 +24,7 @@ class Steps:
         self.expected = optimizers
         self._segment: list[int] = []
         self._history: list[tuple[int, ...]] = []
-        self._seen: set[int] = set()
+        self.seen: set[int] = set()
         self._period = 0
         self._since = 0
         self._evidence = 0
@@ -37,7 +37,7 @@ class Steps:
     def stepped(self, optimizer: int) -> None:
         """Record a step of an optimizer, given by number."""
         self._segment.append(optimizer)
-        self._seen.add(optimizer)
+        self.seen.add(optimizer)
 
     def forward(self) -> bool:
         """Record a top-level forward; return True if it begins a new step."""
@@ -62,10 +62,12 @@ class Steps:
         return over
 
     def _learned(self) -> int:
-        """Return the shortest period of all segments once it repeats, or 0."""
+        """Return the shortest period of all segments, or of the last 16, once it repeats, or 0."""
         count = len(self._history)
-        waited = count >= _PATIENCE
-        expected = len(self._seen) if waited else max(self.expected, len(self._seen))
+        expected = max(self.expected, len(self.seen))
+        if count >= _PATIENCE:
+            count = _PATIENCE
+            expected = len({one for segment in self._history[-count:] for one in segment})
         for period in range(1, count + 1):
             begun = period < count or period == 1
             if begun and self._covers(period, expected) and self._repeats(period, count):
@@ -77,7 +79,7 @@ class Steps:
         for period in range(1, len(self._history) // 2 + 1):
             length = period * max(2, -(-self._evidence // period))
             is_long = length <= len(self._history) and self._repeats(period, length)
-            if is_long and self._covers(period, len(self._seen)):
+            if is_long and self._covers(period, len(self.seen)):
                 self._since = 0
                 return period
         return 0

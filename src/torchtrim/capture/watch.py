@@ -135,6 +135,7 @@ class Watcher:
         self._created: list[ref[torch.optim.Optimizer]] = []
         self._announced = 0
         self._steps: Steps | None = None
+        self._before: set[int] = set()
         self._watches = False
         self._depth = 0
         self._loading = False
@@ -311,6 +312,8 @@ class Watcher:
     def _root_starts(self, module: nn.Module) -> None:
         trains = not self._trains or torch.is_grad_enabled()
         if trains:
+            if self.forwards == 0:
+                self._forget_steps()
             self._segment_begins()
         if not any(module is root for root in self.roots):
             self.roots.append(module)
@@ -325,6 +328,11 @@ class Watcher:
             self._evaluations += 1
             if self._evaluations % EVALUATED == _EVALUATES:
                 self._listener.step_idles()
+
+    def _forget_steps(self) -> None:
+        """Steps before the first forward are not the loop's: a plot of learning rates makes thousands."""
+        if self._steps is not None and self._steps.dirty:
+            self._before, self._steps = self._steps.seen, None
 
     def _watched_backward(self, original: Any) -> Any:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -409,7 +417,7 @@ class Watcher:
             return
         number = self._number(optimizer)
         if self._steps is None:
-            self._steps = Steps(_living_optimizers())
+            self._steps = Steps(_living_optimizers() - len(self._before - {number}))
         self._steps.stepped(number)
         self._listener.optimizer_ends(optimizer)
 

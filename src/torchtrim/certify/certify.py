@@ -15,7 +15,9 @@ import msgspec
 from torchtrim.certify import compare
 from torchtrim.certify.compare import GENERATOR, Parting, differences, largest_difference
 from torchtrim.errors import ApplyFailed, ScriptFailed
+from torchtrim.executor.registry import unseen_by
 from torchtrim.records.certificate import Certificate, Difference, Verdict
+from torchtrim.records.plan import Plan
 from torchtrim.records.trial import Request, Trial
 from torchtrim.runner.ranks import folder_of
 from torchtrim.runner.script import Script, working_folder
@@ -95,7 +97,13 @@ def certify(contest: Contest, original: Trial, planned: Trial, progress: Progres
         steps=len(original.steps),
         reason=reason,
         coverage=compare.coverage_of(original),
+        assumes=_unseen(plan),
     )
+
+
+def _unseen(plan: Plan | None) -> tuple[str, ...]:
+    techniques = plan.techniques if plan is not None else ()
+    return tuple(dict.fromkeys(said for one in techniques for said in unseen_by(one)))
 
 
 def failed(original: Trial, error: Exception) -> Certificate:

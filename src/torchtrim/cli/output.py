@@ -95,6 +95,13 @@ def write_files(result: Result, folder: Path, plan: Path | None = None) -> dict[
     return {**_write_report(result, folder, source, prefix), **paths}
 
 
+def followed(result: Result, command: str | None) -> Result:
+    """Return the result with the next command in its report."""
+    from msgspec.structs import replace
+
+    return result._replace(report=replace(result.report, next=command or ""))
+
+
 def _ignore(folder: Path) -> None:
     """Keep torchtrim's own folder out of git, as other tools do with theirs."""
     from torchtrim.records.files import write_atomically

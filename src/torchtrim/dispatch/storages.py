@@ -84,6 +84,9 @@ def _counts_tell() -> bool:
         return while_kept and saver.requires_grad and not is_kept(reference)
 
 
+counts_tell()  # Tried here, before hooks on saved tensors of the user's can see its tensors.
+
+
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 """Classes whose attributes are torch's own."""
 

@@ -20,6 +20,7 @@ from torchtrim.dispatch.threads import enter_in_threads
 from torchtrim.emulator.autocast import Autocast
 from torchtrim.emulator.composites import Composites
 from torchtrim.emulator.construction import Construction
+from torchtrim.emulator.devices import patch_device
 from torchtrim.emulator.mode import Accelerator
 from torchtrim.emulator.moves import DeviceMover, is_cuda
 from torchtrim.emulator.orders import Orders, StreamOrder
@@ -136,6 +137,7 @@ class Emulation:
         patch_subclasses(patches)
         patch_tensors(patches, self.accelerator, mover)
         Construction(patches, mover).install()
+        patch_device(patches)
         Autocast(patches, tags).install()
         Composites(patches, self.accelerator).install()
         enter_in_threads(patches, lambda: self.accelerator, ours=True)

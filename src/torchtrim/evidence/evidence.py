@@ -159,6 +159,8 @@ class Evidence(Listener):
 
     def begins(self, name: str, root: nn.Module) -> None:
         """Add a root's parameters and buffers before its first call."""
+        if self._script is not None:
+            self._script.begins(sys._getframe())
         for path, tensor in (*root.named_parameters(), *root.named_buffers()):
             if not is_lazy(tensor):
                 self._see(f"initial state:{name}.{path}", tensor)

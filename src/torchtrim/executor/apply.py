@@ -96,7 +96,7 @@ def apply_plan(plan: Plan, roots: Mapping[str, Root], *, by_hand: bool = False) 
     """
     applied = Handles()
     try:
-        for chosen in plan.techniques:
+        for chosen in sorted(plan.techniques, key=_has_no_range):
             where = tuple(w for w in chosen.where if root_of(w) in roots)
             if where:
                 applied.add(_applied(replace(chosen, where=where), roots, by_hand))
@@ -104,6 +104,11 @@ def apply_plan(plan: Plan, roots: Mapping[str, Root], *, by_hand: bool = False) 
         applied.revert()
         raise
     return applied
+
+
+def _has_no_range(technique: Technique) -> bool:
+    """Return the order of a technique: ranges replace a Sequential's forward, which others then wrap."""
+    return not any(where.endswith("]") for where in technique.where)
 
 
 def _applied(one: Technique, roots: Mapping[str, Root], by_hand: bool) -> Handle:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from torchtrim.errors import ApplyFailed
+
 
 def casting(device: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """Return a function that makes contexts with the device's current autocast state."""
@@ -16,14 +18,18 @@ def casting(device: str) -> Callable[[], contextlib.AbstractContextManager[Any]]
     return functools.partial(torch.autocast, device, dtype=dtype, enabled=enabled)
 
 
+class NotTwice(ApplyFailed, RuntimeError):
+    """A backward of a plan's own function cannot be differentiated again."""
+
+
 def only_once(name: str) -> None:
-    """Raise `RuntimeError` inside a backward that will be differentiated again.
+    """Raise `NotTwice` inside a backward that will be differentiated again.
 
     `torch.autograd.function.once_differentiable` raises only if the incoming gradient requires a gradient.
     Otherwise, as after a sum, a double backward would silently omit a term.
     """
     if torch.is_grad_enabled():
-        raise RuntimeError(
+        raise NotTwice(
             f"{name} cannot be differentiated twice, and a backward with `create_graph=True` reached it. "
             "Remove it from the plan or the program."
         )

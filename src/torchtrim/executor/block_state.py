@@ -20,7 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 
 from torchtrim.capture.code.side_effects import SideEffects, changed, hooks_of
 from torchtrim.capture.snapshot import OF_TORCH, set_state
@@ -43,14 +48,20 @@ class Key(NamedTuple):
 
 
 class BlockState:
-    """The state of a block: some modules and all their submodules.
+    """The state of a block: some modules and all their submodules, or functions.
 
     Raises `ApplyFailed` if its code writes something that cannot be restored, such as a list.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], where: str) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        where: str,
+        functions: Sequence[types.FunctionType] = (),
+    ) -> None:
         self.where = where
         self._outer = tuple(modules)
+        self._functions = tuple(functions)
         self.written: dict[tuple[bool, ...], set[Key]] = {}
         self._look()
         if self._effects.writes:
@@ -71,8 +82,7 @@ class BlockState:
         """
         if self._shape() != self._known or changed(self._effects.references):
             self._look()
-        everywhere = (*_global_forward_hooks.values(), *_global_forward_pre_hooks.values())
-        if not all(map(is_ours, everywhere)):
+        if are_all_hooked():
             return "all modules have hooks, which would be called twice"
         if any(not is_ours(hook) for module in self._hooked for hook in hooks_of(module)):
             return "it has hooks, which would be called twice"
@@ -91,7 +101,7 @@ class BlockState:
 
     def _look(self) -> None:
         inner = dict.fromkeys(one for module in self._outer for one in module.modules())
-        self._effects = SideEffects(inner)
+        self._effects = SideEffects(inner, self._functions)
         self.modules: Sequence[nn.Module] = self._effects.modules
         self.generators = _drawn_from(self._effects)
         self.reads, self.reads_all = self._effects.reads, self._effects.is_unread
@@ -172,8 +182,11 @@ class Before:
                     key: tensor.clone() if key in written else _copy_on_write(tensor)
                     for key, tensor in now.items()
                 }
+        self._names = frozenset(now)
         self._held = list(state.parameters())
+        self._storages: list[int] = []
         self._new: list[Key] = []
+        self._replaced: dict[Key, torch.Tensor] = {}
         self._objects = [vars(module).copy() for module in self._modules]
         self._versions = {key: (tensor, version_of(tensor)) for key, tensor in now.items()}
         self._generators = [(one, _state_of(one)) for one in state.generators]
@@ -196,27 +209,34 @@ class Before:
         drawn: list[Any] = []
         if self.tensors or self._generators:
             with _not_counted():
-                wrote = {key for key in self.tensors if self._is_written(key, now.get(key))}
+                wrote = {key for key in self.tensors if self._is_written(key)}
                 drawn = [
                     one for one in self._generators if not _same_state(one[1], _state_of(one[0]))
                 ]
         state.written.setdefault(self._mode, set()).update(wrote)
         self._held += [
-            Held(self._table(key), key.name, now[key], version_of(now[key]))
+            Held(self._table(key), key.name, *self._versions[key])
             for key in self.tensors.keys() - wrote
         ]
+        others = {key for key, (then, _) in self._versions.items() if now.get(key) is not then}
+        self._replaced = {key: self._versions[key][0] for key in others - wrote}
+        self._storages = [_storage_of(one.tensor) for one in self._held]
         self._new = [key for key in now.keys() - self.tensors.keys() if key.table == "_buffers"]
         self.tensors = {key: self._copied(key) for key in wrote}
         self._generators, self._versions = drawn, {}
         self._forget_attributes()
-        return sorted({key.name for key in wrote}), [one for one, _ in drawn]
+        return sorted({key.name for key in wrote | others}), [one for one, _ in drawn]
 
     def restore(self) -> None:
         """Restore the state before the first run."""
+        for key in [key for key, _ in self._state.tensors() if key not in self._names]:
+            del self._table(key)[key.name]
         with _not_counted():
             for key, value in self.tensors.items():
                 self._table(key)[key.name] = self._put_back(key, value)
         _put_attributes(self._modules, self._objects)
+        for key, tensor in self._replaced.items():
+            self._table(key)[key.name] = tensor
         for one, was in self._generators:
             set_state(one, was)
 
@@ -226,7 +246,7 @@ class Before:
 
         Raises `ApplyFailed` if a tensor that the block reads was written in between.
         """
-        if written := _written_among(self._held):
+        if written := _written_among(self._held) or self._moved():
             raise self._stop(f"its `{written}` was written to between its forward and its backward")
         attributes = [vars(module).copy() for module in self._modules]
         tensors = {key: self._table(key).get(key.name) for key in (*self.tensors, *self._new)}
@@ -254,10 +274,15 @@ class Before:
                 self._table(key)[key.name] = tensor
             _put_attributes(self._modules, attributes)
 
-    def _is_written(self, key: Key, now: torch.Tensor | None) -> bool:
+    def _moved(self) -> str:
+        """Return the name of a tensor whose memory was replaced, as by `.data = ...`, which counts as no
+        write."""
+        pairs = zip(self._held, self._storages, strict=False)
+        return next((one.name for one, then in pairs if _storage_of(one.tensor) != then), "")
+
+    def _is_written(self, key: Key) -> bool:
         then, version = self._versions[key]
-        known = now is not then or key in self._state.written.get(self._mode, ())
-        if known or version_of(then) != version:
+        if key in self._state.written.get(self._mode, ()) or version_of(then) != version:
             return True
         return not (_shares(then) or _are_equal(then, self.tensors[key]))
 
@@ -338,12 +363,28 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+_WITH_STORAGE = frozenset((torch.Tensor, nn.Parameter, nn.Buffer))
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """Return a number that identifies a tensor's storage; a subclass may have none."""
+    stored = type(tensor) in _WITH_STORAGE and tensor.layout is torch.strided
+    return tensor.untyped_storage()._cdata if stored else 0
+
+
 def _copy_on_write(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy-on-write clone, or a plain one if the allocator does not own the memory."""
     if type(tensor) in (torch.Tensor, nn.Buffer):
         with contextlib.suppress(RuntimeError), _raw():
             return torch._lazy_clone(tensor.detach())
     return tensor.clone()
+
+
+def are_all_hooked() -> bool:
+    """Return True if the program has hooks on all modules."""
+    tables = _global_forward_hooks, _global_forward_pre_hooks
+    others = _global_backward_hooks, _global_backward_pre_hooks
+    return any(not is_ours(hook) for table in (*tables, *others) for hook in table.values())
 
 
 def is_ours(hook: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +113,7 @@ class _HalfView:
 class _SavedTensors:
     """Saved tensors of one call of a forward. `exempt`: storages that stay in memory anyway."""
 
-    def __init__(self, dtype: torch.dtype, exempt: set[int]) -> None:
+    def __init__(self, dtype: torch.dtype, exempt: Exempt) -> None:
         self._dtype = dtype
         self._exempt = exempt
         self._known: dict[int, _HalfStorage] = {}
@@ -168,7 +168,7 @@ def narrow_by_hand(module: nn.Module, dtype: str) -> Handle:
     """Store each tensor saved by `model.forward` separately in half precision, ignoring shared storages."""
     forward, half = module.forward, getattr(torch, dtype)
 
-    def narrow(exempt: set[int], tensor: torch.Tensor) -> torch.Tensor:
+    def narrow(exempt: Exempt, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(half) if _may_narrow(tensor, exempt) else tensor
 
     def widen(tensor: torch.Tensor) -> torch.Tensor:
@@ -185,7 +185,11 @@ def narrow_by_hand(module: nn.Module, dtype: str) -> Handle:
     return ForwardByHand(module, run)
 
 
-def _may_narrow(tensor: torch.Tensor, exempt: set[int]) -> bool:
+Exempt = Mapping[int, StorageWeakRef]
+"""Storages by their numbers, which the references keep from being reused by others."""
+
+
+def _may_narrow(tensor: torch.Tensor, exempt: Exempt) -> bool:
     """Return True for a plain strided float32 tensor whose storage is not exempt."""
     return (
         (tensor.dtype, type(tensor), tensor.layout) == (torch.float32, torch.Tensor, torch.strided)
@@ -194,13 +198,14 @@ def _may_narrow(tensor: torch.Tensor, exempt: set[int]) -> bool:
     )
 
 
-def _storages_of(module: nn.Module, *given: Any) -> set[int]:
+def _storages_of(module: nn.Module, *given: Any) -> Exempt:
     tensors = [*module.parameters(), *module.buffers(), *tree_leaves(given)]
-    return {
-        t.untyped_storage()._cdata
+    storages = [
+        t.untyped_storage()
         for t in tensors
         if isinstance(t, torch.Tensor) and t.layout is torch.strided
-    }
+    ]
+    return {one._cdata: _weak(one) for one in storages}
 
 
 def _device_of(module: nn.Module) -> str:

@@ -102,7 +102,8 @@ class TechniqueUnit(Protocol):
 
     `does` says what it does to a place, as an imperative.
     A technique that accepts options in a plan lists their names in `takes`, and one that
-    checks each step of a planned run the conditions in `assumes`. It may also have
+    checks each step of a planned run the conditions in `assumes`; those that nothing can check are in
+    `unseen`. It may also have
     `to_files(step)`, which returns options with a memory-mapped file instead of host memory, each of which
     excludes the same option in host memory; `settled(step, technique)`, which adjusts its settings once all
     its places in a plan are known; and `refusals(step)`, which returns a sentence for each place where it
@@ -202,6 +203,12 @@ def assumed_by(one: Technique) -> tuple[str, ...]:
     return (*one.assumes, *unit)
 
 
+def unseen_by(one: Technique) -> tuple[str, ...]:
+    """Return the conditions that a technique relies on and cannot check."""
+    unseen: tuple[str, ...] = getattr(technique(one.name), "unseen", ())
+    return unseen
+
+
 def _unit(name: str) -> TechniqueUnit:
     home = importlib.import_module(f"{_HOME}.{name}")
     if hasattr(home, "__path__"):
@@ -261,7 +268,12 @@ def page(name: str) -> str:
     """Return a technique's documentation in Markdown. Raises `UsageError` for an unknown name."""
     unit = technique(name)
     text = inspect.getdoc(importlib.import_module(type(unit).__module__)) or ""
-    return f"# {name}\n\nEquivalence: {unit.equivalence}\n\n{text}\n"
+    lists = {
+        "Checked in each step": getattr(unit, "assumes", ()),
+        "Assumed of later steps, and seen by no check": getattr(unit, "unseen", ()),
+    }
+    said = "".join(f"\n{what}: {'; '.join(each)}.\n" for what, each in lists.items() if each)
+    return f"# {name}\n\nEquivalence: {unit.equivalence}\n\n{text}\n{said}"
 
 
 def names() -> list[str]:

@@ -14,6 +14,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torchtrim.capture.optimizers import parameters_of
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.block_state import is_ours
+from torchtrim.executor.notices import say_once
 from torchtrim.step.optimizers import ONE_BY_ONE
 
 Around = Callable[[torch.optim.Optimizer], contextlib.AbstractContextManager[None]]
@@ -50,10 +51,19 @@ class _ReplacedStep:
 class Stepping(_ReplacedStep):
     """Runs each step of an optimizer inside a context, except steps with a closure, which computes gradients.
 
-    A scheduler may wrap `step` before or after.
+    `closures`: those too. `whole`: the optimizer steps without the context once it has step hooks, which
+    would see another state. A scheduler may wrap `step` before or after.
     """
 
-    def __init__(self, where: str, optimizer: torch.optim.Optimizer, around: Around) -> None:
+    def __init__(
+        self,
+        where: str,
+        optimizer: torch.optim.Optimizer,
+        around: Around,
+        *,
+        whole: bool = False,
+        closures: bool = False,
+    ) -> None:
         refuse(where, optimizer)
         inner = optimizer.step
         function: Any = getattr(inner, "__func__", inner)
@@ -61,7 +71,11 @@ class Stepping(_ReplacedStep):
         @functools.wraps(function)
         def step(self_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             run = inner if function is inner else functools.partial(function, self_)
-            if self._run is None or any(map(callable, (*args, *kwargs.values()))):
+            closed = not closures and any(map(callable, (*args, *kwargs.values())))
+            if self._run is None or closed:
+                return run(*args, **kwargs)
+            if whole and has_step_hooks(self_):
+                say_once(where, _HOOKED)
                 return run(*args, **kwargs)
             with self._run(self_):
                 return run(*args, **kwargs)
@@ -70,20 +84,30 @@ class Stepping(_ReplacedStep):
 
 
 class OwnStep(_ReplacedStep):
-    """Replaces the step of an optimizer by `run(original_step)`.
+    """Replaces the step of an optimizer by `run(original_step)`, which may call it once for each part.
 
-    A closure runs first, so the original step is called without it.
+    A closure runs first, so the original step is called without it. Inside `whole()` the step is the
+    program's own, for all parameters at once: the optimizer steps so once it has step hooks.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], Any]], None]
+        self,
+        where: str,
+        optimizer: torch.optim.Optimizer,
+        run: Callable[[Callable[[], Any]], None],
+        whole: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
         inner: Any = optimizer.step
 
         @functools.wraps(getattr(inner, "__func__", inner))
         def step(_: torch.optim.Optimizer, closure: Any = None) -> Any:
+            given = () if closure is None else (closure,)
             if self._run is None:
-                return inner(closure) if closure is not None else inner()
+                return inner(*given)
+            if has_step_hooks(optimizer):
+                say_once(where, _HOOKED)
+                with whole():
+                    return inner(*given)
             loss = None
             if closure is not None:
                 with torch.enable_grad():
@@ -92,6 +116,12 @@ class OwnStep(_ReplacedStep):
             return loss
 
         super().__init__(optimizer, run, step)
+
+
+_HOOKED = (
+    "it has step hooks now, which would see some parameters at a time, so it steps without the plan, and the "
+    "plan's saving there is lost."
+)
 
 
 def run_in_chunks(most: int) -> Around:
@@ -126,6 +156,10 @@ def run_fused(where: str, optimizer: torch.optim.Optimizer) -> Around:
         )
 
     def around(optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
+        grads = (parameter.grad for parameter in parameters_of(optimizer))
+        if any(grad is not None and grad.layout is not torch.strided for grad in grads):
+            say_once(where, "it has sparse gradients now, which the fused kernel cannot take.")
+            return contextlib.nullcontext()
         # A fused kernel reads step counts on the device.
         for parameter in parameters_of(optimizer):
             count = optimizer.state.get(parameter, {}).get("step")
@@ -146,6 +180,13 @@ def _with_settings(
         group.update(change)
     try:
         yield
+        for group, change in changes:
+            if changed := [name for name in change if group[name] is not change[name]]:
+                raise ApplyFailed(
+                    f"a step hook changed `{changed[0]}` of a {type(optimizer).__name__} while the plan had "
+                    "another value there, so the hook's change would be lost. Remove the hook, or leave this "
+                    "optimizer out of the plan."
+                )
     finally:
         for group, change in before:
             group.update(change)

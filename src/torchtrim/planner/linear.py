@@ -110,7 +110,9 @@ class LinearBuilder:
         sure = tensor.end(drops)
         reasons: defaultdict[int, list[Constraint]] = defaultdict(list)
         for hold, options in drops.items():
-            terms = tuple((option, 1.0) for option in options)
+            terms = tuple(
+                (option, 1.0) for option in dict.fromkeys(options)
+            )  # one may drop it twice
             reasons[tensor.holds[hold].until].append(Constraint(1.0, math.inf, terms))
         for option, until in tie.needs:
             reasons[until].append(Constraint(0.0, math.inf, ((option, -1.0),)))

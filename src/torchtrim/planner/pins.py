@@ -1,4 +1,4 @@
-"""Pins of a plan: places that must stay unchanged, and places that must use a technique.
+"""Pins of a plan: places that must stay unchanged, that must use a technique, or that must not use one.
 
 A pattern is a place in a plan's notation, with `*` for any text and `?` for one character. Neither matches a
 bracket, so a pattern selects ranges of a Sequential only if it contains brackets.
@@ -17,8 +17,8 @@ from torchtrim.executor.registry import Option, Settings, names
 from torchtrim.step.edits import Edit
 from torchtrim.step.step import Span, Step
 
-KEEP = "keep"
-Patterns = Mapping[str, Sequence[str]]  # Patterns by their pin: `keep`, or the name of a technique.
+KEEP, NEVER, EVERYWHERE = "keep", "never", "*"
+Patterns = Mapping[str, Sequence[str]]  # By their pin: `keep`, `never`, or the name of a technique.
 Spans = tuple[Span, ...]
 _SHOWN = 6  # Arbitrary; the number of places that a message lists.
 _ONE = r"[^\[\]]"
@@ -28,6 +28,23 @@ class _KeepPin(NamedTuple):
     where: str
     pattern: str
     spans: Spans
+
+
+class _NeverPin(NamedTuple):
+    """A technique that must not change the places of a pattern, nor run any task of modules it matches."""
+
+    technique: str
+    text: str
+    spans: Spans
+
+    def bars(self, option: Option, edit: Edit) -> bool:
+        """Return True if an option of the technique changes one of the places, or part of it."""
+        if option.technique != self.technique:
+            return False
+        if self.text == EVERYWHERE or compile_pattern(self.text).fullmatch(option.where):
+            return True
+        overwritten = (Span(task, task + 1) for task in edit.overwrites)
+        return overlap((*edit.claims, *overwritten) or option.spans, self.spans)
 
 
 class Pins:
@@ -42,6 +59,7 @@ class Pins:
         self._step = step
         self._options = options
         self._kept = [one for text in patterns.get(KEEP, ()) for one in self._matching(text)]
+        self._never = [self._barred(text) for text in patterns.get(NEVER, ())]
         self._settings: dict[tuple[str, str], Settings] = {}
         for option, _ in options:
             self._settings.setdefault(_key(option), option.settings)
@@ -49,9 +67,10 @@ class Pins:
         self.forced = self._forced(patterns)
         self._refuse_contradictions()
 
-    def may(self, option: Option) -> bool:
-        """Return True if an option changes no place pinned by `keep`."""
-        return not any(overlap(option.spans, kept.spans) for kept in self._kept)
+    def may(self, option: Option, edit: Edit) -> bool:
+        """Return True if `keep` and `never` permit an option."""
+        kept = any(overlap(option.spans, pin.spans) for pin in self._kept)
+        return not kept and not any(pin.bars(option, edit) for pin in self._never)
 
     def demands(self, option: Option) -> bool:
         """Return True if an option must be in every plan: the first of several for one place."""
@@ -68,6 +87,8 @@ class Pins:
         places: defaultdict[str, list[str]] = defaultdict(list)
         for name, where in (*(("unchanged", kept.where) for kept in self._kept), *self.forced):
             places[name].append(where)
+        for pin in self._never:
+            places[f"never {pin.technique}"].append(pin.text)
         text = "; ".join(f"{name} at {listed(where, _SHOWN)}" for name, where in places.items())
         return f"pinned: {text}" if text else ""
 
@@ -87,15 +108,30 @@ class Pins:
             )
         return [_KeepPin(where, text, tuple(spans)) for where, spans in matches]
 
+    def _barred(self, text: str) -> _NeverPin:
+        name, where = never_of(text)
+        pattern = compile_pattern(where)
+        modules = self._step.modules
+        spans = tuple(c.span for c in self._step.calls if pattern.fullmatch(modules[c.module].path))
+        places = [option.where for option, _ in self._options if option.technique == name]
+        if not spans and not any(map(pattern.fullmatch, places)) and where != EVERYWHERE:
+            known = _most_similar(where, places or [module.path for module in modules])
+            raise UsageError(
+                f"{NEVER} = [{text!r}] under [pins] matches no module that the step calls, and no place "
+                f"of {name}. Known places: {known}."
+            )
+        return _NeverPin(name, where, spans)
+
     def _forced(self, patterns: Patterns) -> dict[tuple[str, str], str]:
         forced: dict[tuple[str, str], str] = {}
         for name, texts in patterns.items():
-            if name == KEEP:
+            if name in (KEEP, NEVER):
                 continue
             if name not in names():
                 raise UsageError(
                     f"[pins] has {name!r}, which is not a technique. Use {KEEP} for places that must not "
-                    f"change, or one of {', '.join(names())}."
+                    f"change, {NEVER} for techniques that must not be used at a place, or one of "
+                    f"{', '.join(names())}."
                 )
             offered = [option for option, _ in self._options if option.technique == name]
             for text in texts:
@@ -148,6 +184,12 @@ class Pins:
                         f"{pin} under [pins] changes `{option.where}`, and {KEEP} = [{kept.pattern!r}] "
                         f"keeps `{kept.where}`, which runs inside or around it. Remove one of them."
                     )
+            for barred in self._never:
+                if barred.bars(option, edit):
+                    raise UsageError(
+                        f"{pin} under [pins] changes `{option.where}`, where {NEVER} = "
+                        f"['{barred.technique}:{barred.text}'] forbids that. Remove one of them."
+                    )
             for other, more in demanded[:number]:
                 if overlap(edit.claims, more.claims):
                     raise UsageError(
@@ -155,6 +197,17 @@ class Pins:
                         f"[{self.forced[_key(other)]!r}] changes `{other.where}`: one runs inside the "
                         "other, and a plan changes a place only once. Remove one of them."
                     )
+
+
+def never_of(text: str) -> tuple[str, str]:
+    """Return the technique and the pattern of places of `TECHNIQUE:PLACE`, or of `TECHNIQUE` everywhere."""
+    name, _, where = text.partition(":")
+    if name.strip() not in names():
+        raise UsageError(
+            f"{NEVER} = [{text!r}] under [pins] names no technique. Write TECHNIQUE:PLACE, such as "
+            f"'recompute:*.attn', or a technique alone for all places. Techniques: {', '.join(names())}."
+        )
+    return name.strip(), where.strip() or EVERYWHERE
 
 
 def _key(option: Option) -> tuple[str, str]:

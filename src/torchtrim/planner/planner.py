@@ -244,7 +244,7 @@ class Planner:
     def _free(self) -> tuple[Option, ...]:
         """The options that cost nothing, since they only overwrite."""
         pairs = self._edits(self._priced)
-        free = tuple(o for o, edit in pairs if edit.overwrites and self.pinned.may(o))
+        free = tuple(o for o, edit in pairs if edit.overwrites and self.pinned.may(o, edit))
         if not self.pinned.forced:
             return free
         left = [option for option, _ in self._edits(self._overwritten(self._priced, free))]
@@ -262,7 +262,7 @@ class Planner:
             (option, edit)
             for option, edit in pairs
             if edit.seconds > _LEAST_SECONDS
-            and self.pinned.may(option)
+            and self.pinned.may(option, edit)
             and not overlap(edit.claims, claimed)
         ]
         return Problem(step, [o for o, _ in costly], [e for _, e in costly], forced)
@@ -283,7 +283,7 @@ class Planner:
         forced = [
             (option, edit)
             for option, edit in self._overwriting[1]
-            if self.pinned.demands(option) or (edit.seconds < 0 and self.pinned.may(option))
+            if self.pinned.demands(option) or (edit.seconds < 0 and self.pinned.may(option, edit))
         ]
         if missing := self.pinned.missing((*self._free, *(option for option, _ in forced))):
             raise UsageError(

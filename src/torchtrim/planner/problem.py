@@ -10,14 +10,13 @@ highest one over all tasks.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from torchtrim.executor.registry import Option
 from torchtrim.step.edits import Edit
-from torchtrim.step.incremental import Simulation
+from torchtrim.step.incremental import Simulation, ties_of
 from torchtrim.step.links import added_seconds
 from torchtrim.step.simulate import Outcome, timeline
 from torchtrim.step.step import DEVICE, Step
@@ -143,25 +142,26 @@ def cliques(edits: Sequence[Edit]) -> list[frozenset[int]]:
 
 
 def _effect(step: Step, edit: Edit) -> Effect:
-    dropped: defaultdict[int, set[int]] = defaultdict(set)
-    for drop in edit.drops:
-        dropped[drop.tensor].add(drop.hold)
-    needed = {need.tensor: need.until for need in edit.needs}
-    frees, most = [], []
-    for number, holds in dropped.items():
+    frees, takes, most = (
+        [],
+        [(b.first, b.last, b.bytes) for b in edit.blocks if b.pool == DEVICE],
+        [],
+    )
+    for number, tie in ties_of(step, (edit,)).items():
         tensor = step.tensors[number]
-        if tensor.pool != DEVICE or not tensor.bytes:
-            continue
-        first = tensor.end(holds, (needed.get(number, 0),))
-        if first < tensor.death:
-            frees.append((first, tensor.death, tensor.bytes))
-        saved = {place for place, hold in enumerate(tensor.holds) if hold.saver >= 0}
-        most.append((tensor.end(holds | saved), tensor.death, tensor.bytes))
+        dropped = {hold for _, hold in tie.drops}
+        end = tensor.end(dropped, (until for _, until in tie.needs))
+        if end < tensor.death:
+            frees.append((end, tensor.death, tensor.bytes))
+        elif end > tensor.death:
+            takes.append((tensor.death, end, tensor.bytes))
+        if dropped:
+            saved = {place for place, hold in enumerate(tensor.holds) if hold.saver >= 0}
+            most.append((tensor.end(dropped | saved), tensor.death, tensor.bytes))
     for rise in edit.rises:
         freed = rise.task, rise.task + 1, step.tasks[rise.task].transient - rise.bytes
         frees.append(freed)
         most.append(freed)
-    takes = [(b.first, b.last, b.bytes) for b in edit.blocks if b.pool == DEVICE]
     runs = tuple(insert.at for insert in edit.inserts)
     return Effect(tuple(frees), tuple(takes), runs, tuple(most))
 

@@ -75,7 +75,8 @@ class Certificate(Struct, frozen=True, kw_only=True):
     relative to the largest magnitude of the quantity that differs most; None if not measured, 0 if all bits
     agree. `noise` is the same figure for the original against itself. `seeds` names who seeded the random
     numbers. `reason` explains the verdict in a sentence. `coverage`: shapes, types, modes and steps the
-    verdict was shown for; None in certificates older than the field. `asked`: the replacement, for the
+    verdict was shown for; None in certificates older than the field. `assumes`: what the plan relies on in
+    later steps and no check sees. `asked`: the replacement, for the
     verdict AS ASKED; the figures then compare with the original with the replacement made by hand.
     """
 
@@ -88,6 +89,7 @@ class Certificate(Struct, frozen=True, kw_only=True):
     steps: int
     reason: str = ""
     coverage: Coverage | None = None
+    assumes: tuple[str, ...] = ()
     asked: SemanticChange | None = None
 
 

@@ -89,11 +89,11 @@ class Plan(Struct, frozen=True, kw_only=True):
     script's bytes and of its code without comments, joined by a dot.
     Entries that are missing are not checked. `status` is "optimal" if the simulator knows no faster choice
     that fits; `bound_seconds` is a lower bound of the step time within the budget, None if unknown. `pins`
-    are written by the user: patterns of places that must not change, under `keep`, or that must have a
-    technique, under its name. `pipeline`: the model in stages, in several processes;
-    such a plan has no techniques. `sizes`: the input sizes the plan is valid for; if empty, the recorded
-    ones. `graphs`: a digest of each compiled graph that a place refers to. `certified`: the verdict on the
-    plan, None for a plan that was not tried.
+    are written by the user: patterns of places that must not change, under `keep`, that must have a
+    technique, under its name, or that must not have one, under `never`. `pipeline`: the model in stages, in
+    several processes; such a plan has no techniques. `sizes`: the input sizes the plan is valid for; if
+    empty, the recorded ones. `graphs`: a digest of each compiled graph that a place refers to. `certified`:
+    the verdict on the plan, None for a plan that was not tried.
 
     Places of schema 1 name kernels, those of schema 2 roles (`records.operator_names`); both can be read.
     """

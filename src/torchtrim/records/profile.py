@@ -168,6 +168,27 @@ class Call(Struct, frozen=True, array_like=True, gc=False):
     held: tuple[Count, ...] = ()
 
 
+class FunctionCall(Struct, frozen=True, array_like=True, gc=False):
+    """A call of a function: operators `first <= i < last`. `graded`: gradients were enabled."""
+
+    first: Count
+    last: Count
+    graded: bool
+
+
+class Function(Struct, frozen=True, array_like=True, gc=False):
+    """A function at the top level of a module of the user's source: `name` is `module.function`.
+
+    `path` and `line` are where it is defined. `writes`: the state that its code writes, as of a `Module`.
+    """
+
+    name: Text
+    path: Text
+    line: Count
+    calls: tuple[FunctionCall, ...]
+    writes: Text = ""
+
+
 class Update(Struct, frozen=True, array_like=True, gc=False):
     """A parameter that an optimizer updated: the storages of the parameter, its gradient and its states.
 
@@ -335,6 +356,7 @@ class Profile(Struct, frozen=True, kw_only=True, weakref=True):
     replicas: list[Replica] = []
     loader: LoaderCost | None = None
     overheads: Overheads | None = None
+    functions: list[Function] = []
 
     def place_of(self, operator: int) -> Place | None:
         """Return the call site of the operator: the line of user code if there is one, else the library's."""
@@ -416,6 +438,10 @@ def _range_errors(profile: Profile) -> Iterator[str]:
     for i, call in enumerate(profile.calls):
         if not call.first <= call.last <= count:
             yield f"`calls[{i}]` spans {call.first} to {call.last} of {count} operators"
+    for i, function in enumerate(profile.functions):
+        for one in function.calls:
+            if not one.first <= one.last <= count:
+                yield f"`functions[{i}]` spans {one.first} to {one.last} of {count} operators"
     for i, module in enumerate(profile.modules):
         if not -1 <= module.parent < i:
             yield f"`modules[{i}].parent` is {module.parent}; a parent must precede its children"

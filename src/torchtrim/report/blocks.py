@@ -160,5 +160,6 @@ def escape(text: str) -> str:
 
 def _harmless(match: re.Match[str]) -> str:
     """Replace a mark by its entity, and break a reference with a zero-width space so it is not linked."""
-    reference = match.lastgroup == "reference"
-    return f"{match[0]}&#8203;" if reference else f"&#{ord(match[0])};"
+    if match.lastgroup != "reference":
+        return f"&#{ord(match[0])};"
+    return f"&#8203;{match[0]}" if match[0] == "." else f"{match[0]}&#8203;"

@@ -222,9 +222,10 @@ def _row(profile: Profile, key: _Key, one: _OperatorSum, whole: float) -> Operat
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleNode:
-    """A module: its name in its parent, its bytes, its share in percent, and its children."""
+    """A module: its name in its parent, its class, its bytes, its share in percent, and its children."""
 
     name: str
+    type: str
     bytes: int
     share: float
     children: Sequence[ModuleNode]
@@ -233,6 +234,7 @@ class ModuleNode:
 def tree(profile: Profile) -> Sequence[ModuleNode]:
     """Return the roots, largest first. Modules below half a percent are summed as `others`."""
     modules = module_paths(profile)
+    types = {module.path: module.type for module in profile.modules}
     total: dict[str, int] = defaultdict(int)  # Bytes of each path, including its children.
     inside: dict[str, list[str]] = defaultdict(list)
     for index in alive(profile, peak_operator(profile)):
@@ -247,11 +249,15 @@ def tree(profile: Profile) -> Sequence[ModuleNode]:
             total[here] += size
             above = here
     whole = sum(total[root] for root in inside[""])
-    return list(_nodes(total, inside, "", whole)) if whole else []
+    return list(_nodes(total, inside, "", whole, types)) if whole else []
 
 
 def _nodes(
-    total: Mapping[str, int], inside: Mapping[str, list[str]], path: str, whole: int
+    total: Mapping[str, int],
+    inside: Mapping[str, list[str]],
+    path: str,
+    whole: int,
+    types: Mapping[str, str],
 ) -> Iterator[ModuleNode]:
     ordered = sorted(inside.get(path, ()), key=lambda one: (-total[one], one))
     large = [one for one in ordered if total[one] >= _SMALL * whole][:_MOST_CHILDREN]
@@ -259,9 +265,13 @@ def _nodes(
     if rest := ordered[len(large) :]:
         sizes.append(("", counted(len(rest), "other"), sum(total[one] for one in rest)))
     for one, name, size in sizes:
-        children = list(_nodes(total, inside, one, whole)) if one else ()
-        shown, share = keep_right(clean(name), 40), 100 * size / whole
-        yield ModuleNode(name=shown, bytes=size, share=share, children=children)
+        yield ModuleNode(
+            name=keep_right(clean(name), 40),
+            type="" if types.get(one) == name else keep_right(types.get(one, ""), 40),
+            bytes=size,
+            share=100 * size / whole,
+            children=list(_nodes(total, inside, one, whole, types)) if one else (),
+        )
 
 
 def count(nodes: Sequence[ModuleNode]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from markupsafe import Markup
 
@@ -15,9 +15,10 @@ from torchtrim.records import Profile
 from torchtrim.records.report import FrontierPoint
 from torchtrim.report.safe import clean, keep_right
 
+T = TypeVar("T")
+
+NOTHING = Markup()
 _SIZE = 1000  # Arbitrary; whole numbers on this square are as fine as pixels.
-_LABELLED = 0.13  # Share of the width that the longest name of a phase needs.
-_LONGEST = len("communication")
 _CROWDED = 0.12  # Share of the height at which the labels of peak and budget would overlap.
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _STEPS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
@@ -32,6 +33,12 @@ ORDER = (
     "temporary",
     "workspace",
 )
+_OUTSIDE = {
+    "optimizer": "in the optimizer",
+    "other": "outside modules",
+    "loader": "in the loader",
+    "recompute": "in the recomputed forward",
+}
 _COLUMNS = 400  # Arbitrary; about one column for every two pixels of the page.
 _NOTICEABLE = 200  # A difference of one 200th, half a percent, is too small to see.
 _MARGIN = 1.06  # Arbitrary; keeps the outermost points off the edge.
@@ -52,6 +59,7 @@ class Picture:
     """Memory over a step: layers from the bottom up, the phase of each column, and the peak."""
 
     layers: Sequence[Layer]
+    operators: Sequence[int]
     phases: Sequence[str]
     peak_column: int
     peak_bytes: int
@@ -60,15 +68,30 @@ class Picture:
     summary: str
     axis: str
 
+    @property
+    def totals(self) -> list[int]:
+        """The bytes of all layers in each column."""
+        return [sum(values) for values in zip(*(one.values for one in self.layers), strict=True)]
 
-def stacked(picture: Picture, top: float, budget: int | None = None) -> Markup:
-    """Draw the picture on a scale from 0 to `top` bytes, with its peak and the budget marked."""
+
+def stacked(
+    picture: Picture,
+    top: float,
+    budget: int | None = None,
+    *,
+    areas: Markup = NOTHING,
+    more: Markup = NOTHING,
+) -> Markup:
+    """Draw the picture on a scale from 0 to `top` bytes, with its peak and the budget marked.
+
+    `areas` and `more` are drawn over its areas and over its marks.
+    """
     marks = [grid_line(tick, top) for tick in ticks(top)]
     if budget is not None:
         marks.append(_budget(budget, top, _across(picture)))
-    marks.append(_peak(picture, top, budget))
+    marks += [_peak(picture, top, budget), more]
     return Markup('<div class="chart"><div class="plot">{svg}{marks}</div>{phases}</div>').format(
-        svg=_svg(picture, top), marks=Markup().join(marks), phases=_phases(picture.phases)
+        svg=_svg(picture, top, areas), marks=Markup().join(marks), phases=_phases(picture.phases)
     )
 
 
@@ -88,7 +111,7 @@ def grid_line(value: int, top: float) -> Markup:
     )
 
 
-def _svg(picture: Picture, top: float) -> Markup:
+def _svg(picture: Picture, top: float, more: Markup) -> Markup:
     areas = [
         Markup('<path class="k k-{}" d="{}"/>').format(layer.kind, path)
         for layer, path in layer_paths(picture, top)
@@ -97,7 +120,7 @@ def _svg(picture: Picture, top: float) -> Markup:
     return Markup(
         '<svg viewBox="0 0 {size} {size}" preserveAspectRatio="none" role="img"'
         ' aria-label="{label}">{areas}</svg>'
-    ).format(size=_SIZE, label=picture.summary, areas=Markup().join(reversed(areas)))
+    ).format(size=_SIZE, label=picture.summary, areas=Markup().join([*reversed(areas), more]))
 
 
 def layer_paths(picture: Picture, top: float) -> Iterator[tuple[Layer, str]]:
@@ -108,13 +131,19 @@ def layer_paths(picture: Picture, top: float) -> Iterator[tuple[Layer, str]]:
     heights = [0] * len(picture.phases)
     for layer in picture.layers:
         heights = [a + b for a, b in zip(heights, layer.values, strict=True)]
-        points, last = [f"M0 {_SIZE}"], None
-        for column, height in enumerate(heights):
-            y = round(_SIZE * (1 - height / top))
-            if y != last:
-                points.append(f"H{round(_SIZE * column / len(heights))}V{y}")
-                last = y
-        yield layer, "".join(points) + f"H{_SIZE}V{_SIZE}Z"
+        yield layer, f"M0 {_SIZE}V{stairs(heights, top)}V{_SIZE}Z"
+
+
+def stairs(heights: Sequence[int], top: float, *, back: bool = False) -> str:
+    """Return the path along the tops of columns, from the left end's height or `back` from the right end."""
+    levels = [round(_SIZE * (1 - height / top)) for height in heights]
+    edges = [
+        (y, round(_SIZE * start / len(heights)), round(_SIZE * end / len(heights)))
+        for y, start, end in column_runs(levels)
+    ]
+    if back:
+        return "".join(f"V{y}H{start}" for y, start, _ in reversed(edges))
+    return "V".join(f"{y}H{end}" for y, _, end in edges)
 
 
 def _peak(picture: Picture, top: float, budget: int | None) -> Markup:
@@ -150,17 +179,18 @@ def _budget(budget: int, top: float, peak: float) -> Markup:
 
 
 def _phases(phases: Sequence[str]) -> Markup:
+    """Draw the strip of phases. A name that does not fit wraps onto a second line, which is hidden."""
     shares = ((phase, (end - start) / len(phases)) for phase, start, end in column_runs(phases))
     strips = Markup().join(
-        Markup('<span class="p-{}" style="width:{:.2f}%">{}</span>').format(
-            phase, 100 * share, phase if share > _LABELLED * len(phase) / _LONGEST else ""
+        Markup('<span class="p-{}" style="width:{:.2f}%"><i></i><b>{}</b></span>').format(
+            phase, 100 * share, phase
         )
         for phase, share in shares
     )
     return Markup('<div class="phases" aria-hidden="true">{}</div>').format(strips)
 
 
-def column_runs(columns: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+def column_runs(columns: Sequence[T]) -> Iterator[tuple[T, int, int]]:
     """Yield each run of equal columns: its value, its first column and the column after its last."""
     end = 0
     for value, run in groupby(columns):
@@ -183,19 +213,25 @@ def picture(profile: Profile, title: str, seconds: Sequence[float] = ()) -> Pict
     layers = [Layer(kind=kind, values=[s.by_kind[kind] for s in samples]) for kind in kinds]
     operator = samples[column].operator
     module, phase = profile.module_of(operator), profile.operators[operator].phase
-    where = f"in {keep_right(clean(module), 60)}, {phase}" if module else f"in {phase}"
+    where = during(phase, module)
     return Picture(
         layers=layers,
+        operators=[sample.operator for sample in samples],
         phases=[profile.operators[sample.operator].phase for sample in samples],
         peak_column=column,
         peak_bytes=totals[column],
         peak_name="peak" if _peak_is_drawn(profile, totals[column]) else "tracked peak",
         where=where,
         summary=f"{title}: memory by kind over the step, {format_bytes(totals[column])} {where}",
-        axis=f"{format_seconds(sum(seconds))}, without the loader"
-        if timed
-        else "the step in order",
+        axis=format_seconds(sum(seconds)) if timed else "the step in order",
     )
+
+
+def during(phase: str, module: str) -> str:
+    """Return `"in backward of Net.head"`, or `"in the optimizer"` outside modules."""
+    if module:
+        return f"in {phase} of {keep_right(clean(module), 60)}"
+    return _OUTSIDE.get(phase, f"in {phase}")
 
 
 def _peak_is_drawn(profile: Profile, drawn: int) -> bool:

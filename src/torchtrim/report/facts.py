@@ -152,6 +152,12 @@ def peak_after(report: Report) -> int | None:
     return limited_bytes(report.planned, report.memory_kind)
 
 
+def is_idle(report: Report) -> bool:
+    """Return True for a plan that changes nothing."""
+    plan = report.plan
+    return plan is not None and not (plan.techniques or report.pipeline or report.planned)
+
+
 def over_budget(report: Report) -> int:
     """Return the bytes over the budget; 0 or less if it is met or there is none."""
     after = peak_after(report)
@@ -224,24 +230,22 @@ def waiting_lines(report: Report) -> list[str]:
         f"{f', {bound}' if bound else ''}"
     )
     lines = [f"{waiting.source}, {waiting.device.upper()}: {figures}"]
-    near = [one for one in waiting.sets if one.saves_ms >= _NEARLY * waiting.all_saves_ms]
-    best = min(near, key=lambda one: len(one.findings), default=None)
-    if best is not None and waiting.all_saves_ms:
-        sites = ", ".join(_site(report.findings[number]) for number in best.findings)
-        lines.append(f"{format_seconds(best.saves_ms / 1e3)} of it from {sites}")
+    if worst := worst_waits(report):
+        lines.append("{} of it from {}".format(*worst))
     return lines
 
 
-def gain_of(report: Report) -> str:
-    """Return the gain from the largest finding or from all waits, whichever is the larger share of the
-    step."""
-    waiting, peak = report.waiting, peak_before(report) or 0
-    size = max((finding.price_bytes or 0 for finding in report.findings), default=0)
-    wait = waiting.all_saves_ms if waiting is not None else 0.0
-    step = waiting.step_ms if waiting is not None else 0.0
-    if size and size * step >= wait * peak:
-        return f"up to {format_bytes(size)} less"
-    return f"{format_seconds(wait / 1e3)} a step less" if wait else ""
+def worst_waits(report: Report) -> tuple[str, str] | None:
+    """Return the time and the places of the few findings that account for nearly all waits."""
+    waiting = report.waiting
+    if waiting is None or not waiting.all_saves_ms:
+        return None
+    near = [one for one in waiting.sets if one.saves_ms >= _NEARLY * waiting.all_saves_ms]
+    if not near:
+        return None
+    best = min(near, key=lambda one: len(one.findings))
+    sites = ", ".join(_site(report.findings[number]) for number in best.findings)
+    return format_seconds(best.saves_ms / 1e3), sites
 
 
 def waits_of(report: Report) -> str:
@@ -368,6 +372,10 @@ def certificate_lines(certificate: Certificate) -> list[str]:
     lines = [proof_sentence(certificate)]
     if certificate.coverage is not None:
         lines.append(coverage_sentence(certificate.coverage))
+    if certificate.assumes:
+        lines.append(
+            f"Assumed of later steps, and seen by no check: {'; '.join(certificate.assumes)}"
+        )
     lines.append(
         f"compared {', '.join(certificate.compared) or 'nothing'}: "
         f"largest difference {difference_figure(certificate.largest_difference)}, "

@@ -15,29 +15,30 @@ from markupsafe import Markup
 
 from torchtrim.core.isolation import isolated
 from torchtrim.core.units import format_bytes, format_seconds
-from torchtrim.records import Finding, Profile, Report
+from torchtrim.records import Figures, Finding, Profile, Report
 from torchtrim.records.files import without_collection
-from torchtrim.records.report import Holder
-from torchtrim.report import facts, plan_words, sections, stages
+from torchtrim.report import facts, frontier, plan_words, sections, stages
+from torchtrim.report.answers import answers, fixes_verdict
 from torchtrim.report.breakdown import ModuleNode, TimeSplit, count, operator_table, splits, tree
-from torchtrim.report.charts import Picture, hidden_bytes, picture, stacked, trade_off
+from torchtrim.report.charts import trade_off
+from torchtrim.report.folds import folded
 from torchtrim.report.formats import json
 from torchtrim.report.headline import headline
 from torchtrim.report.lanes import CopyLanes, Lanes, copies_of, lanes
 from torchtrim.report.located import excerpt
+from torchtrim.report.memory_charts import NO_CHARTS, MemoryCharts, memory_charts
 from torchtrim.report.page_title import page_title, unwritten
+from torchtrim.report.peak_lines import peak_lines
 from torchtrim.report.safe import at_most, clean, keep_right, without_source
 from torchtrim.report.sections import figure_rows
-from torchtrim.report.timeline import copies_view, timeline_view
+from torchtrim.report.timeline import TimedStep, copies_view, timeline_view
 
 _HERE = Path(__file__).parent
 _PROFILE = "profile.json"
 _MOST_BYTES = 450_000  # Arbitrary; a page that opens at once and can be sent by mail.
 _MOST_CHARACTERS = 2000  # Arbitrary; no sentence of ours is as long, only names from outside.
 _CODE = re.compile(r"`([^`]+)`")
-_HEADROOM = 1.18  # Arbitrary; room for the labels above the peak.
-_WIDEST_LINE = 160  # Arbitrary; longer lines of diffs are cut.
-_FAR = 2  # A budget above twice the peak would squeeze the chart into its lower half.
+_WIDEST_LINE = 600  # Arbitrary; longer lines of diffs are cut, as generated code has.
 _FINDING_BYTES = 200  # The least bytes of a finding in JSON: spares encoding what cannot fit.
 
 T = TypeVar("T")
@@ -90,6 +91,7 @@ def environment() -> Environment:
         script=Markup(script),
         policy=Markup(f"'sha256-{digest}'"),
         facts=facts,
+        frontier=frontier,
         plan_words=plan_words,
         sections=sections,
         stages=stages,
@@ -153,12 +155,13 @@ class CappedList(Generic[T]):
 class _Drawings:
     """Drawings that are slow for a large profile and do not depend on the limits of the page."""
 
-    profile: Profile | None
-    lanes: Lanes | None
-    copies: CopyLanes | None
-    charts: Sequence[_TemplateItem]
     splits: Sequence[TimeSplit]
-    tree: Sequence[ModuleNode]
+    profile: Profile | None = None
+    lanes: Lanes | None = None
+    steps: Sequence[TimedStep] = ()
+    copies: CopyLanes | None = None
+    memory: MemoryCharts = NO_CHARTS
+    tree: Sequence[ModuleNode] = ()
 
 
 _TemplateItem = dict[str, object]
@@ -166,15 +169,26 @@ _TemplateItem = dict[str, object]
 
 
 def _drawings(report: Report, before: Profile | None, after: Profile | None) -> _Drawings:
-    profile = before if before is not None and before.operators else None
+    if before is None or not before.operators:
+        return _Drawings(splits=splits(report, before))
+    drawn = lanes(report.waiting, before)
+    steps = [("Original", before, folded(before, drawn, _timed(report.original)))]
+    if after is not None and after.operators:
+        planned = folded(after, lanes(report.waiting, after), _timed(report.planned))
+        steps.append(("Planned" if report.plan else "With the fixes", after, planned))
     return _Drawings(
-        profile=profile,
-        charts=_charts(report, before, after),
+        profile=before,
+        lanes=drawn,
+        steps=[TimedStep(title, profile, one.lanes) for title, profile, one in steps],
+        copies=copies_of(before, report.plan.techniques) if report.plan else None,
+        memory=memory_charts(report, steps),
         splits=splits(report, before),
-        tree=tree(profile) if profile is not None else (),
-        lanes=lanes(report.waiting, profile) if profile is not None else None,
-        copies=copies_of(profile, report.plan.techniques) if profile and report.plan else None,
+        tree=tree(before),
     )
+
+
+def _timed(figures: Figures | None) -> float:
+    return figures.step_seconds if figures is not None else 0.0
 
 
 def _view(report: Report, drawings: _Drawings, caps: _PageLimits, source: bool) -> _TemplateItem:
@@ -184,24 +198,26 @@ def _view(report: Report, drawings: _Drawings, caps: _PageLimits, source: bool) 
     project = [Path(profile.project)] if profile and profile.project else []
     folders = [*project, Path(report.script).parent]
     findings = _cap(report.findings, caps.findings)
-    holders = _cap(report.holders, caps.rows)
     kinds = [row for row in rows if row.kind][: caps.rows]
     return {
         "script": report.script.replace("\\", "/").rpartition("/")[2],
         "headline": headline(report),
         "title": page_title(report),
+        "answers": answers(report),
+        "idle": facts.is_idle(report),
+        "fixes_verdict": fixes_verdict(report),
         "unwritten": unwritten(report),
         "heads": heads,
         "figures": [row for row in rows if not row.kind],
         "kinds": kinds,
         "longest": max((max(row.bar) for row in kinds), default=0) or 1,
-        "charts": drawings.charts,
+        "memory": drawings.memory,
         "findings": CappedList(
             [_finding(report, f, folders, caps) for f in findings.shown], findings.dropped
         ),
         "diff": _diff(report.fixes.diff if report.fixes else "", caps),
-        "holders": CappedList(
-            [_holder(report, h, folders) for h in holders.shown], holders.dropped
+        "lines": CappedList(
+            peak_lines(report, caps.rows, folders), max(len(report.holders) - caps.rows, 0)
         ),
         "techniques": _cap(report.plan.techniques if report.plan else (), caps.rows),
         "frontier": _cap(report.frontier, caps.rows),
@@ -220,12 +236,13 @@ def _step(drawings: _Drawings, caps: _PageLimits, source: bool) -> _TemplateItem
     if profile is None or lanes is None:
         names = ("timeline", "copies", "operators", "scripted")
         return {**dict.fromkeys(names), "phases": frozenset()}
-    phases: set[str] = {op.phase for op in profile.operators}
+    phases: set[str] = {op.phase for step in drawings.steps for op in step.profile.operators}
+    waits = any(step.lanes.waits for step in drawings.steps)
     return {
-        "timeline": timeline_view(profile, lanes, caps.spans, source=source),
+        "timeline": timeline_view(drawings.steps, caps.spans, source=source),
         "copies": None if copies is None else copies_view(profile, copies),
         "operators": operator_table(profile, lanes, caps.operators, source=source),
-        "phases": phases | ({"waiting"} if lanes.waits else set()),
+        "phases": phases - {"loader"} | ({"waiting"} if waits else set()),
         "scripted": True,
     }
 
@@ -245,27 +262,21 @@ def _finding(
     return {
         "finding": finding,
         "place": _place(report, finding.path, finding.line),
+        "answered": report.plan is not None and _is_of_plans(finding),
         "source": excerpt(finding.path, finding.line, finding.end_line, folders),
         "diff": _diff(diff, caps),
     }
 
 
+def _is_of_plans(finding: Finding) -> bool:
+    """Return True for advice to plan, which a report with a plan has followed."""
+    fix = finding.fix
+    return fix is not None and fix.kind == "advice" and "torchtrim optimize" in fix.reason
+
+
 def _diff(diff: str, caps: _PageLimits) -> CappedList[str]:
     lines = [line.expandtabs(4)[:_WIDEST_LINE] for line in diff.splitlines()]
     return _cap(lines, caps.diff_lines)
-
-
-def _holder(report: Report, holder: Holder, folders: list[Path]) -> _TemplateItem:
-    largest = max(h.bytes for h in report.holders)
-    lines = excerpt(holder.path, holder.line, holder.line, folders)
-    return {
-        "holder": holder,
-        "place": _place(report, holder.path, holder.line),
-        "made": _place(report, holder.made_path, holder.made_line),
-        "why": "" if holder.why == holder.kind.replace("_", " ") else holder.why,
-        "share": 100 * holder.bytes / max(facts.peak_before(report) or 0, largest, 1),
-        "code": next((line.text.strip() for line in lines if line.hot), ""),
-    }
 
 
 def _modules(report: Report, most: int) -> CappedList[_TemplateItem]:
@@ -281,57 +292,6 @@ def _modules(report: Report, most: int) -> CappedList[_TemplateItem]:
         for one in ordered.shown
     ]
     return CappedList(shown, ordered.dropped)
-
-
-def _charts(
-    report: Report, before: Profile | None, after: Profile | None
-) -> Sequence[_TemplateItem]:
-    profiles = [("Original", before), ("Planned", after)]
-    drawn = [
-        (title, profile, found)
-        for title, profile in profiles
-        if profile and (found := picture(profile, title, _seconds(report, profile)))
-    ]
-    highest = max((found.peak_bytes for _, _, found in drawn), default=0)
-    budget = report.budget_bytes
-    near = budget if budget is not None and budget <= _FAR * highest else None
-    top = _HEADROOM * max(highest, near or 0, 1)
-    return [
-        {
-            "title": title,
-            "markup": stacked(found, top, near),
-            "caption": _caption(profile, found, budget if near is None else None),
-        }
-        for title, profile, found in drawn
-    ]
-
-
-def _seconds(report: Report, profile: Profile) -> list[float]:
-    """Return how long each operator takes of the chart's width: until the next starts, the loader's none."""
-    if not profile.operators:
-        return []
-    drawn = lanes(report.waiting, profile)
-    starts = [span.start for span in drawn.host]
-    ends = [*starts[1:], drawn.seconds]
-    return [
-        0.0 if op.phase == "loader" else max(end - start, 0.0)
-        for op, start, end in zip(profile.operators, starts, ends, strict=True)
-    ]
-
-
-def _caption(profile: Profile, drawn: Picture, far_budget: int | None) -> str:
-    count = len(profile.operators)
-    words = [f"{count} operators over {drawn.axis}; highest {drawn.where}."]
-    if "recompute" in drawn.phases:
-        words.append("Blue below the chart: recomputed forward.")
-    if hidden := hidden_bytes(profile, drawn):
-        words.append(
-            f"The allocator's own peak is {format_bytes(profile.peak_bytes)}: "
-            f"{format_bytes(hidden)} more, allocated inside kernels, where the recorder cannot see it."
-        )
-    if far_budget is not None:
-        words.append(f"The budget of {format_bytes(far_budget)} is above the chart.")
-    return " ".join(words)
 
 
 def _download(report: Report, most: int) -> Markup:

@@ -216,11 +216,12 @@ class CopyLanes:
         """Return a sentence on the copies and the share that compute hides."""
         copied = sum(span.seconds for span in (*self.out, *self.home))
         waited = sum(span.seconds for span in self.awaited)
-        hidden = 100 * (1 - min(waited / copied, 1.0)) if copied else 100.0
+        hidden = f"{100 * (1 - min(waited / copied, 1.0)):.0f} % of that" if waited else "all of it"
+        waits = f" and waits {format_seconds(waited)}" if waited else ""
         return (
             f"Modelled for an {self.device_name.upper()}: {len(self.out)} activations of "
             f"{format_bytes(self.bytes)} go to the host and come back in {format_seconds(copied)}; "
-            f"compute hides {hidden:.0f} % of that and waits {format_seconds(waited)}."
+            f"compute hides {hidden}{waits}."
         )
 
 

@@ -1,6 +1,6 @@
 (() => {
 "use strict";
-const LEVEL = 17, MEMORY = 64, STRIP = 28, WAITS = 14, GAP = 5, LABEL = 58, UNIT = 1e7;
+const LEVEL = 17, MEMORY = 64, STRIP = 28, WAITS = 14, TITLE = 20, GAP = 5, LABEL = 58, UNIT = 1e7;
 const make = (name, more = {}, ...inside) => {
   const node = Object.assign(document.createElement(name), more);
   node.append(...inside);
@@ -24,14 +24,19 @@ function timeline(box, data) {
   said.setAttribute("aria-live", "polite");
   paper.setAttribute("role", "img");
   paper.setAttribute("aria-label", "Timeline of the step. Arrow keys move, plus and minus zoom, n and p step through operators, 0 shows all.");
-  let from = 0, to = data.end, chosen = -1, drag = null;
-  const lanes = [{ name: "memory", height: MEMORY }];
-  data.modules.forEach((spans, i) => lanes.push({ name: i ? "" : "modules", height: LEVEL, spans, level: i }));
-  lanes.push({ name: "host", height: STRIP, spans: data.host, kind: "host" });
-  if (data.device.length) lanes.push({ name: "device", height: STRIP, spans: data.device, kind: "device" });
-  if (data.waits.length) lanes.push({ name: "waits", height: WAITS, spans: data.waits, kind: "waits" });
+  let from = 0, to = data.end, chosen = null, drag = null;
+  const lanes = [];
+  for (const step of data.steps) {
+    if (data.steps.length > 1) lanes.push({ name: "", title: step.title, height: TITLE });
+    lanes.push({ name: "memory", height: MEMORY, points: step.memory });
+    step.modules.forEach((spans, i) => lanes.push({ name: i ? "" : "modules", height: LEVEL, spans, level: i, last: i === step.modules.length - 1 }));
+    lanes.push({ name: "host", height: STRIP, spans: step.host, kind: "host" });
+    if (step.device.length) lanes.push({ name: "device", height: STRIP, spans: step.device, kind: "device" });
+    if (step.waits.length) lanes.push({ name: "waits", height: WAITS, spans: step.waits, kind: "waits" });
+  }
+  const operators = data.steps.flatMap((step) => step.host);
   let bottom = 0;
-  for (const lane of lanes) { lane.y = bottom; bottom += lane.height + (lane.level < data.modules.length - 1 ? 1 : GAP); }
+  for (const lane of lanes) { lane.y = bottom; bottom += lane.height + (lane.level !== undefined && !lane.last ? 1 : GAP); }
   const colour = (name) => getComputedStyle(box).getPropertyValue(name).trim();
   const wide = () => Math.max(paper.clientWidth - LABEL, 1);
   const place = (t) => LABEL + (t - from) / (to - from) * wide();
@@ -58,31 +63,37 @@ function timeline(box, data) {
     const ink = colour("--ink"), dim = colour("--dim"), sunk = colour("--sunk");
     for (const lane of lanes) {
       g.fillStyle = sunk;
-      g.fillRect(LABEL, lane.y, wide(), lane.height);
+      if (!lane.title) g.fillRect(LABEL, lane.y, wide(), lane.height);
+      if (lane.points) memory(g, lane);
+      if (lane.spans) strip(g, lane, ink);
     }
-    memory(g, lanes[0]);
-    for (const lane of lanes) if (lane.spans) strip(g, lane, ink);
     g.fillStyle = colour("--paper");
     g.fillRect(0, 0, LABEL, bottom);
     g.fillStyle = dim;
-    for (const lane of lanes) g.fillText(lane.name, 0, lane.y + lane.height / 2);
-    g.fillText(data.top[1], LABEL + 4, 9);
+    for (const lane of lanes) {
+      g.fillText(lane.name, 0, lane.y + lane.height / 2);
+      if (lane.points) g.fillText(data.top[1], LABEL + 4, lane.y + 9);
+    }
+    g.fillStyle = ink;
+    g.font = "600 13px system-ui, sans-serif";
+    for (const lane of lanes) if (lane.title) g.fillText(lane.title, 0, lane.y + lane.height / 2);
     range.textContent = `${time(from)} to ${time(to)} of ${time(data.end)}`;
   }
   function memory(g, lane) {
-    const points = data.memory;
+    const points = lane.points;
     g.fillStyle = colour("--k-area");
     g.beginPath();
-    let y = lane.y + lane.height;
-    g.moveTo(LABEL, y);
+    let x = LABEL, y = lane.y + lane.height;
+    g.moveTo(x, y);
     for (let i = first(points, from); i < points.length && points[i][0] <= to; i += 1) {
-      const x = Math.max(place(points[i][0]), LABEL);
+      x = Math.max(place(points[i][0]), LABEL);
       g.lineTo(x, y);
       y = lane.y + lane.height * (1 - points[i][1] / (data.top[0] || 1) * 0.94);
       g.lineTo(x, y);
     }
-    g.lineTo(LABEL + wide(), y);
-    g.lineTo(LABEL + wide(), lane.y + lane.height);
+    if (points.length && points[points.length - 1][0] > to) x = LABEL + wide();
+    g.lineTo(x, y);
+    g.lineTo(x, lane.y + lane.height);
     g.fill();
   }
   function strip(g, lane, ink) {
@@ -97,12 +108,13 @@ function timeline(box, data) {
       g.fillStyle = fill(lane, span);
       g.fillRect(x, lane.y, size > 3 ? size - 0.5 : size, lane.height);
       drawn = x + size;
-      if (size > 34) {
+      if (size > 16) {
         g.fillStyle = lane.kind ? "#fff" : ink;
-        const text = words[span[2]].split(".").slice(lane.kind ? 0 : -2).join(".");
-        g.fillText(text.slice(0, Math.floor((size - 6) / 6.2)), x + 3, lane.y + lane.height / 2);
+        const name = words[span[2]], parts = lane.kind ? [] : name.split(".");
+        const text = [name, parts.slice(-2).join("."), parts[parts.length - 1]].find((one) => /[a-z]/i.test(one) && g.measureText(one).width < size - 6);
+        if (text) g.fillText(text, x + 3, lane.y + lane.height / 2);
       }
-      if (lane.kind === "host" && i === chosen) {
+      if (lane.kind === "host" && span === chosen) {
         g.strokeStyle = ink;
         g.lineWidth = 2;
         g.strokeRect(x + 1, lane.y + 1, Math.max(size - 2, 2), lane.height - 2);
@@ -133,14 +145,14 @@ function timeline(box, data) {
     if (!lane || x < LABEL) return null;
     const slack = 2 * (to - from) / wide(), t = from + (x - LABEL) / wide() * (to - from);
     const at = lane.spans.findIndex((s) => s[0] - slack <= t && t <= s[0] + s[1] + slack);
-    return at < 0 ? null : [lane, lane.spans[at], at];
+    return at < 0 ? null : [lane, lane.spans[at]];
   }
   function step(by) {
-    const start = chosen < 0 ? first(data.host, from) - (by > 0 ? 0 : -1) : chosen;
-    chosen = Math.min(Math.max(start + by, 0), data.host.length - 1);
-    const op = data.host[chosen], size = to - from;
-    if (op[0] < from || op[0] + op[1] > to) { from = op[0] - size / 2; to = from + size; limit(); }
-    tell({ kind: "host" }, op);
+    const at = chosen ? operators.indexOf(chosen) + by : first(data.steps[0].host, from) + (by > 0 ? by : 0);
+    chosen = operators[Math.min(Math.max(at, 0), operators.length - 1)];
+    const size = to - from;
+    if (chosen[0] < from || chosen[0] + chosen[1] > to) { from = chosen[0] - size / 2; to = from + size; limit(); }
+    tell({ kind: "host" }, chosen);
     draw();
   }
   const keys = {
@@ -168,7 +180,7 @@ function timeline(box, data) {
   paper.addEventListener("pointerup", (event) => {
     const found = under(event);
     if (drag && Math.abs(event.clientX - drag[0]) < 4 && found) {
-      chosen = found[0].kind === "host" ? found[2] : -1;
+      chosen = found[0].kind === "host" ? found[1] : null;
       tell(found[0], found[1]);
       draw();
     }

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torchtrim.core.units import counted, format_bytes
 from torchtrim.records import Report
+from torchtrim.records.fix import Fixes
 from torchtrim.report import facts
 from torchtrim.report.headline import headline
 
@@ -35,10 +36,20 @@ def page_title(report: Report) -> PageTitle:
         parts = (f"{lead}: {sizes(before, after)}", equal)
         first = ", ".join(part for part in parts if part)
     elif report.floor_bytes is not None:
-        first, _, smallest = first.partition(": ")
-        others = [smallest, *others] if smallest else others
+        least = format_bytes(report.floor_bytes)
+        first = f"{first.partition(': ')[0]}: the least is {least}"
+    elif facts.is_idle(report) and before is not None:
+        first = f"Fits already: {format_bytes(before)}"
+    elif report.fixes is not None and report.fixes.diff and report.budget_bytes is None:
+        first = _syncs(report.fixes)
     waiting = unwritten(report)
     return PageTitle(first, (*others, *([waiting] if waiting else [])))
+
+
+def _syncs(fixes: Fixes) -> str:
+    count = counted(sum(one.state == "applied" for one in fixes.places), "fix", "fixes")
+    state = f"{count} written" if fixes.written else f"{count} to write"
+    return f"Syncs {fixes.syncs_before} -> {fixes.syncs_after} a step: {state}"
 
 
 def sizes(before: int, after: int) -> str:

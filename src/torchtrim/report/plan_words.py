@@ -64,8 +64,9 @@ def sure_lines(plan: PlanSummary) -> list[str]:
     if plan.gap is None:
         return []
     if plan.gap < _PROVEN:
-        return ["predicted: no plan that fits is faster"]
-    return [f"predicted: a plan that fits is faster by at most {plan.gap:.1%} of a step"]
+        return ["by prediction, no plan that fits is faster"]
+    by = f"{100 * plan.gap:.1f} %"
+    return [f"by prediction, no plan that fits is faster by more than {by} of a step"]
 
 
 def technique_line(technique: Technique) -> str:
@@ -110,7 +111,7 @@ def _run_of(item: tuple[int, re.Match[str] | str]) -> tuple[str, ...]:
 def words_of(chosen: Technique, types: Mapping[str, str]) -> str:
     """Return what a technique does and where: `"write results over inputs (overwrite, 7 ReLU)"`."""
     equivalence = "" if chosen.equivalence == "BITWISE" else chosen.equivalence
-    options = (f"{key} {value}" for key, value in chosen.options.items())
+    options = (f"{k} {v}" for k, v in chosen.options.items() if not k.endswith("_bytes"))
     labels = (chosen.name, equivalence, *options, _places_of(chosen.where, types))
     does = getattr(unit(chosen.name), "does", "")
     return f"{does} ({', '.join(filter(None, labels))})".strip()

@@ -195,7 +195,7 @@ def figure_rows(report: Report) -> tuple[tuple[str, ...], tuple[FigureRow, ...]]
     """Return the heads of the known columns, and the rows: peak, step, and the kinds at the peak."""
     known = {
         "original": report.original is not None,
-        "predicted": report.plan is not None,
+        "predicted": report.plan is not None and not facts.is_idle(report),
         "planned": report.planned is not None,
     }
     heads = tuple(head for head, has in known.items() if has)

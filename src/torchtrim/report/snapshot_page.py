@@ -61,6 +61,7 @@ def chart(curve: Curve) -> Markup:
             Layer(kind=colour, values=curve.kinds.get(kind, (0,) * count))
             for kind, colour in KINDS.items()
         ],
+        operators=(),
         phases=[""] * count,
         peak_column=0,
         peak_bytes=0,

@@ -6,7 +6,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import msgspec
 from markupsafe import Markup
@@ -36,30 +36,54 @@ class Strip:
     markup: Markup
 
 
+class TimedStep(NamedTuple):
+    """A step to draw, with its title."""
+
+    title: str
+    profile: Profile
+    lanes: Lanes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepStrips:
+    """The lanes of one step, with its title and its end."""
+
+    title: str
+    strips: Sequence[Strip]
+    ends: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class TimelineView:
-    """The timeline with its captions. `data` is JSON for the script, empty if the page has no room."""
+    """The steps on one time axis. `data` is JSON for the script, empty if the page has no room."""
 
-    lanes: Sequence[Strip]
+    steps: Sequence[StepStrips]
     data: Markup
     ends: str
     caption: str
     dropped: str
 
 
-def timeline_view(
-    profile: Profile, lanes: Lanes, most: int, *, source: bool
-) -> TimelineView | None:
-    """Return the timeline with at most `most` operators for the script, or None if the step took no time."""
-    if not lanes.seconds:
+def timeline_view(steps: Sequence[TimedStep], most: int, *, source: bool) -> TimelineView | None:
+    """Return the timelines with at most `most` operators for the script, or None if no step took time."""
+    whole = max((step.lanes.seconds for step in steps), default=0.0)
+    if not whole:
         return None
-    shown = _longest(lanes.host, most)
+    top = max((size for step in steps for _, size, _ in step.lanes.memory), default=0) or 1
+    shown = [_longest(step.lanes.host, most // len(steps)) for step in steps]
     return TimelineView(
-        lanes=_lanes(profile, lanes),
-        data=_data(profile, lanes, shown, source) if shown else Markup(),
-        ends=format_seconds(lanes.seconds),
-        caption=_caption(lanes),
-        dropped=_dropped(lanes.host, shown),
+        steps=[
+            StepStrips(
+                title=step.title if len(steps) > 1 else "",
+                strips=_strips(step, whole, top),
+                ends=format_seconds(step.lanes.seconds),
+            )
+            for step in steps
+        ],
+        data=_data(steps, shown, source=source) if all(shown) else Markup(),
+        ends=format_seconds(whole),
+        caption=_caption(steps),
+        dropped=_dropped(steps, shown),
     )
 
 
@@ -98,30 +122,34 @@ def _longest(spans: Sequence[LaneSpan], most: int) -> list[LaneSpan]:
     )
 
 
-def _caption(lanes: Lanes) -> str:
+def _caption(steps: Sequence[TimedStep]) -> str:
+    lanes = steps[0].lanes
+    axis = "Both on one time axis, without" if len(steps) > 1 else "Without"
     if lanes.source == "measured":
-        return "Measured with the recorder, which lengthens the gaps between operators."
+        return f"Measured with the recorder. {axis} the loader and the recorder's own work."
     return (
         f"Modelled: lower bounds for the host and an {lanes.device_name.upper()}, "
-        "from the operators' work and bytes."
+        f"from the operators' work and bytes. {axis} the loader."
     )
 
 
-def _dropped(spans: Sequence[LaneSpan], shown: Sequence[LaneSpan]) -> str:
-    if not shown:
+def _dropped(steps: Sequence[TimedStep], shown: Sequence[Sequence[LaneSpan]]) -> str:
+    if not all(shown):
         return "No zooming, to keep this page small; `torchtrim export` writes the full timeline."
-    if len(shown) == len(spans):
+    every = [span.seconds for step in steps for span in step.lanes.host]
+    kept = [span.seconds for spans in shown for span in spans]
+    if len(kept) == len(every):
         return ""
-    whole = sum(span.seconds for span in spans) or 1.0
-    share = 100 * sum(span.seconds for span in shown) / whole
+    share = 100 * sum(kept) / (sum(every) or 1.0)
     return (
-        f"Zoomed in, the timeline shows the {len(shown)} longest of {len(spans)} operators, "
+        f"Zoomed in, the timeline shows the {len(kept)} longest of {len(every)} operators, "
         f"{share:.1f} % of their time; profile.json has all."
     )
 
 
-def _lanes(profile: Profile, lanes: Lanes) -> list[Strip]:
-    operators, styles = profile.operators, {phase: f"p-{phase}" for phase in get_args(Phase)}
+def _strips(step: TimedStep, whole: float, top: int) -> list[Strip]:
+    lanes, operators = step.lanes, step.profile.operators
+    styles = {phase: f"p-{phase}" for phase in get_args(Phase)}
 
     def phase(span: LaneSpan) -> str:
         return styles[operators[span.index].phase]
@@ -134,11 +162,8 @@ def _lanes(profile: Profile, lanes: Lanes) -> list[Strip]:
     strips += [("device", lanes.device, phase)] if lanes.device else []
     strips += [("waits", lanes.waits, lambda _: "p-waiting")] if lanes.waits else []
     return [
-        Strip(name="memory", markup=_area(lanes)),
-        *(
-            Strip(name=name, markup=_strip(spans, lanes.seconds, style))
-            for name, spans, style in strips
-        ),
+        Strip(name="memory", markup=_area(lanes, whole, top)),
+        *(Strip(name=name, markup=_strip(spans, whole, style)) for name, spans, style in strips),
     ]
 
 
@@ -165,13 +190,12 @@ def _strip(spans: Iterable[LaneSpan], whole: float, style: Callable[[LaneSpan], 
     return _svg(Markup().join(shapes))
 
 
-def _area(lanes: Lanes) -> Markup:
-    top = max((size for _, size, _ in lanes.memory), default=0) or 1
+def _area(lanes: Lanes, whole: float, top: int) -> Markup:
     points = [f"M0 {_HEIGHT}"]
     for time, size, _ in lanes.memory:
-        x, y = round(_WIDTH * time / lanes.seconds), round(_HEIGHT * (1 - size / top))
+        x, y = round(_WIDTH * time / whole), round(_HEIGHT * (1 - size / top))
         points.append(f"H{x}V{y}")
-    path = "".join([*points, f"H{_WIDTH}V{_HEIGHT}Z"])
+    path = "".join([*points, f"H{round(_WIDTH * lanes.seconds / whole)}V{_HEIGHT}Z"])
     return _svg(Markup('<path class="area" d="{}"/>').format(path))
 
 
@@ -194,8 +218,25 @@ class _StringTable:
         return found
 
 
-def _data(profile: Profile, lanes: Lanes, shown: Sequence[LaneSpan], source: bool) -> Markup:
+def _data(
+    steps: Sequence[TimedStep], shown: Sequence[Sequence[LaneSpan]], *, source: bool
+) -> Markup:
     words = _StringTable()
+    largest = max((size for step in steps for _, size, _ in step.lanes.memory), default=0)
+    data = {
+        "end": _us(max(step.lanes.seconds for step in steps)),
+        "steps": [_step(*one, words, source) for one in zip(steps, shown, strict=True)],
+        "top": [largest, format_bytes(largest)],
+    }
+    data["words"] = list(words.known)
+    encoded = msgspec.json.encode(data).decode().replace("<", "\\u003c").replace("&", "\\u0026")
+    return Markup(encoded)
+
+
+def _step(
+    step: TimedStep, shown: Sequence[LaneSpan], words: _StringTable, source: bool
+) -> dict[str, object]:
+    profile, lanes = step.profile, step.lanes
     allocated: Counter[int] = Counter()
     for storage in profile.storages:
         allocated[storage.birth] += storage.counted
@@ -213,9 +254,8 @@ def _data(profile: Profile, lanes: Lanes, shown: Sequence[LaneSpan], source: boo
         return words.number(profile.module_of(span.index)), words.number(where)
 
     most, indices = len(shown), {span.index for span in shown}
-    largest = max((size for _, size, _ in lanes.memory), default=0)
-    data: dict[str, object] = {
-        "end": _us(lanes.seconds),
+    return {
+        "title": step.title,
         "host": [
             (*times(s), *name_and_phase(s), *module_and_place(s), allocated[s.index]) for s in shown
         ],
@@ -226,11 +266,7 @@ def _data(profile: Profile, lanes: Lanes, shown: Sequence[LaneSpan], source: boo
         ],
         "waits": [(*times(s), words.number(s.name)) for s in _longest(lanes.waits, most)],
         "memory": [(_us(time), size) for time, size, _ in lanes.memory],
-        "top": [largest, format_bytes(largest)],
     }
-    data["words"] = list(words.known)
-    encoded = msgspec.json.encode(data).decode().replace("<", "\\u003c").replace("&", "\\u0026")
-    return Markup(encoded)
 
 
 def _us(seconds: float) -> int:

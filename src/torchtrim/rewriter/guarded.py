@@ -291,7 +291,7 @@ def names_tested(
 
 def _kind_of(facts: Facts, part: str, text: str) -> tuple[int, str] | None:
     if (rank := _common(facts, part, f"the rank of `{text}`", _rank)) is None:
-        facts.leave_open(f"the type of `{text}`")
+        facts.leave_open(f"`{text}` always has the same type")
     shown = (getattr(values, part) for values in facts.executions if values.has(part))
     if any(seen.kind in ("dict", "list", "defaultdict", "OrderedDict") for seen in shown):
         raise FixRefused(

@@ -26,6 +26,7 @@ from torchtrim.dispatch.patches import Patches
 from torchtrim.dispatch.threads import await_others, end_main, listen_to_errors
 from torchtrim.errors import ApplyFailed, TorchtrimError, UsageError
 from torchtrim.executor.apply import apply_plan, fingerprint_of, is_unchanged
+from torchtrim.executor.autograd import NotTwice
 from torchtrim.executor.places import root_of
 from torchtrim.executor.registry import Handles, check_known
 from torchtrim.records.commands import from_here, plan_again
@@ -165,10 +166,12 @@ def run_planned(
     listen_to_errors(patches, _ends_script)
     try:
         with applier.watcher, checked_saves(applier.check_settled):
-            _as_python(script, applier.ended)
+            _as_python(script, applier.ended, passed=(ApplyFailed, NotTwice))
     except EndOfScript as end:
         applier.error = end.error
         raise end.error from None
+    except (ApplyFailed, NotTwice) as error:
+        raise ApplyFailed(str(error)) from None
     finally:
         eagerly.remove()
         patches.undo()

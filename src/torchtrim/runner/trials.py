@@ -108,8 +108,15 @@ def _trial_of(script: Script, request: Request, ended: Ended) -> Trial:
     trial = msgspec.json.decode(ended.outcome, type=Trial)
     if trial.crash is not None:
         error = crash_error(trial, trial.crash, ended.output)
-        ours = _is_planned(request, error) and not _asks(trial.crash)
-        raise _of_plan(error, trial.crash.place) if ours else error
+        if not _is_planned(request, error):
+            raise error
+        if trial.forwards or trial.crash.kind == "refused":
+            raise _of_plan(error, trial.crash.place)
+        raise ScriptFailed(
+            f"{_BEFORE_THE_PLAN} {error}",
+            learnt=getattr(error, "learnt", ""),
+            traceback=getattr(error, "traceback", ""),
+        )
     return trial
 
 
@@ -242,6 +249,10 @@ def _upcast_states(optimizers: Iterable[torch.optim.Optimizer], dtype: torch.dty
                     state[key] = value.to(dtype)
 
 
+_BEFORE_THE_PLAN = (
+    "in a later run the script failed before its model ran, so before the plan changed anything, and not in "
+    "its first run: it may have found what that left, such as a folder."
+)
 _WANTS_RANKS = ("environment variable RANK", "variable WORLD_SIZE", "'LOCAL_RANK'", "'RANK'")
 
 
@@ -258,7 +269,7 @@ def crash_error(trial: Trial, crash: Crash, output: str) -> Exception:
         kind = NothingTrains if trial.fingerprint and not trains else ScriptFailed
         return kind(_no_step(trial), learnt=learnt, traceback=output)
     message = f"the script failed: {crash.message}"
-    if _asks(crash):
+    if "EOFError" in crash.message:
         message = (
             "the script reads standard input, which torchtrim closes, since it runs the script several "
             "times. If it asks about what an earlier run left, such as a folder of logs, have it write to "
@@ -272,10 +283,6 @@ def crash_error(trial: Trial, crash: Crash, output: str) -> Exception:
     elif crash.kind == "out of memory":
         message = f"the script ran out of memory: {crash.message}"
     return ScriptFailed(message, learnt=learnt, traceback=trace)
-
-
-def _asks(crash: Crash) -> bool:
-    return "EOFError" in crash.message
 
 
 def _no_step(trial: Trial) -> str:

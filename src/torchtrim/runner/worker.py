@@ -121,13 +121,12 @@ class _Runner:
             self._eagerly.install()
             settings.fill_uninitialized()
             self._count_processes()
+            self._settle_exits()
             if world > 1:
                 register_stack_dump(self._folder)
             self._joining.install()
             self._say("the script starts")
-            self._write(self._run_watched())
-        if self._session.complete:
-            self._linger()
+            self._run_watched()
 
     def _say(self, text: str) -> None:
         (self._folder / STATUS).write_text(text)
@@ -145,6 +144,19 @@ class _Runner:
         counting: Any = start
         BaseProcess.start = counting  # type: ignore[method-assign]
 
+    def _settle_exits(self) -> None:
+        """Leave the outcome before the script ends this process with `os._exit`, which raises nothing."""
+        original, own = os._exit, os.getpid()
+
+        @functools.wraps(original)
+        def leave(status: int) -> NoReturn:
+            if os.getpid() == own and not self._written:
+                failed = Crash(kind="exited", message=f"the script exited with {status!r}")
+                self._end(failed if status else None)
+            original(status)
+
+        os._exit = leave
+
     def _linger(self) -> None:
         """Stay until the parent ends all ranks: other ranks may still read from this one's buffers."""
         if self._task.world > 1:
@@ -153,7 +165,7 @@ class _Runner:
             while True:
                 time.sleep(_IDLE_SECONDS)
 
-    def _run_watched(self) -> Crash | None:
+    def _run_watched(self) -> None:
         patches, watcher = Patches(), self._session.watcher
         errors: list[BaseException] = []
 
@@ -171,10 +183,16 @@ class _Runner:
             crash = run_to_crash(self._task.target, sources=self._sources)
             if crash is None and errors:
                 crash = crash_of(errors[0])
-            if self._session.stepped and not self._written and crash is None:
-                with contextlib.suppress(Stop):
-                    self._session.step_ends()
-        return crash
+            self._end(crash)
+
+    def _end(self, crash: Crash | None) -> None:
+        """Close the script's last step and leave the outcome."""
+        if self._session.stepped and not self._written and crash is None:
+            with contextlib.suppress(Stop):
+                self._session.step_ends()
+        self._write(crash)
+        if self._session.complete:
+            self._linger()
 
     def _emulate(self) -> None:
         """Emulate a device: a requested one at once, else when the script first uses one.

@@ -88,12 +88,13 @@ def _unused(step: Step, span: Span, saved: Sequence[tuple[Drop, Hold]]) -> Edit:
 
 
 def _inputs(step: Step, span: Span) -> list[int]:
-    """Return tensors from before the span that it reads or receives: the rerun keeps them alive."""
+    """Return tensors from before the span that it reads, receives or replaces: the rerun keeps them alive."""
     tasks = step.tasks[span.first : span.last]
     reads = (number for task in tasks for number in task.reads)
+    replaced = (number for number, death in step.replaced if span.first < death <= span.last)
     return [
         number
-        for number in dict.fromkeys((*reads, *step.given.get(span, ())))
+        for number in dict.fromkeys((*reads, *step.given.get(span, ()), *replaced))
         if step.tensors[number].birth < span.first
         and step.tensors[number].kind not in STATE
         and step.tensors[number].pool == DEVICE

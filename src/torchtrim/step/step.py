@@ -178,6 +178,18 @@ class Step:
         return tuple(map(tuple, found))
 
     @cached_property
+    def replaced(self) -> tuple[tuple[int, int], ...]:
+        """Tensors from before the step that end while it runs, with the task before which each ends.
+
+        A module's attribute from the last step, for which forward puts another, is one.
+        """
+        return tuple(
+            (number, tensor.death)
+            for number, tensor in enumerate(self.tensors)
+            if tensor.birth < 0 and tensor.death < len(self.tasks) and tensor.pool == DEVICE
+        )
+
+    @cached_property
     def given(self) -> dict[Span, tuple[int, ...]]:
         """The inputs of module calls by span, including tensors inside objects among the arguments."""
         inputs: dict[Span, tuple[int, ...]] = {}

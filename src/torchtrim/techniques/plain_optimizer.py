@@ -47,6 +47,7 @@ class PlainOptimizer(TechniqueUnit):
     does = "update parameters with fewer temporaries"
     takes = ("style", "chunk_bytes")
     equivalence = "BITWISE"
+    assumes = ("the optimizer has no step hooks",)
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return chunks of several sizes, and the fused kernel, for every optimizer whose step allocates."""
@@ -77,9 +78,9 @@ class PlainOptimizer(TechniqueUnit):
         def plain(where: str) -> Stepping:
             optimizer = optimizer_at(roots, where)
             if style == "chunks":
-                return Stepping(where, optimizer, run_in_chunks(most))
+                return Stepping(where, optimizer, run_in_chunks(most), whole=True)
             if style == "fused":
-                return Stepping(where, optimizer, run_fused(where, optimizer))
+                return Stepping(where, optimizer, run_fused(where, optimizer), whole=True)
             raise ApplyFailed(
                 f"`{where}`: the plan has the style {style!r}, but plain_optimizer supports only "
                 "`chunks` and `fused`. Plan again, or use one of these."

@@ -7,6 +7,7 @@ backward. The module's contents, and so its `state_dict`, stay.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ class ReplaceRelativeAttention(TechniqueUnit):
     name = "relative_attention"
     does = "compute position terms inside the attention kernel"
     equivalence = "ROUNDING"
+    assumes = ("the module keeps its code and its layers, and these have no hooks",)
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every supported module that materializes positions, except with dropout of probabilities.
@@ -96,9 +98,46 @@ def _forward_of(path: str, module: nn.Module) -> Callable[[Forward], Forward]:
             "0, or call torchtrim.attention.relative_attention in its forward."
         )
     try:
-        return replacement(module).wrap
+        return functools.partial(_while_known, _Known(path, module), replacement(module).wrap)
     except Unsupported as error:
         raise ApplyFailed(f"`{path}` cannot be replaced. {error}") from error
+
+
+class _Known:
+    """The code and the layers of a module, to which its replacement belongs."""
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        from torchtrim.capture.code.side_effects import SideEffects
+
+        self.path = path
+        self._module = module
+        self._layers = list(module.modules())
+        self._code = SideEffects([module]).references
+
+    def holds(self) -> bool:
+        """Return True if the replacement leaves nothing of the module out."""
+        from torchtrim.capture.code.side_effects import changed, hooks_of
+        from torchtrim.executor.block_state import are_all_hooked, is_ours
+
+        hooks = (hook for layer in self._layers[1:] for hook in hooks_of(layer))
+        if are_all_hooked() or not all(map(is_ours, hooks)):
+            return False
+        return not changed(self._code) and self._layers == list(self._module.modules())
+
+
+def _while_known(known: _Known, wrap: Callable[[Forward], Forward], forward: Forward) -> Forward:
+    """Return the new forward, or the module's own once the new one would leave something out."""
+    import torch
+
+    from torchtrim.executor.notices import say_once
+
+    if torch.compiler.is_compiling() or known.holds():
+        return wrap(forward)
+    said = "its layers have hooks, or it has other layers or other code now"
+    say_once(
+        known.path, f"{said}, so it runs without the plan, and the plan's saving there is lost."
+    )
+    return forward
 
 
 def _with_followers(roots: Roots, where: str) -> list[tuple[str, nn.Module]]:

@@ -38,6 +38,7 @@ class ScaleLr(MeasuredTechnique):
     does = "scale the learning rate with the batch"
     takes = ("from_batch", "to_batch", "rule", "warmup")
     equivalence = "SEMANTIC"
+    assumes = ("no step hook changes the learning rate",)
     ways = 0
 
     def options(self, step: Step) -> Sequence[Option]:
@@ -49,10 +50,12 @@ class ScaleLr(MeasuredTechnique):
         from torchtrim.executor.stepping import Stepping, run_scaled
 
         factor, warmup = settings_of(technique)
-        return all_or_none(
-            technique.where,
-            lambda where: Stepping(where, optimizer_at(roots, where), run_scaled(factor, warmup)),
-        )
+
+        def scaled(where: str) -> Stepping:
+            around = run_scaled(factor, warmup)
+            return Stepping(where, optimizer_at(roots, where), around, closures=True)
+
+        return all_or_none(technique.where, scaled)
 
     def by_hand(self, roots: Roots, technique: Technique) -> Handle:
         """Register hooks before and after `step` that multiply the rate and restore it."""

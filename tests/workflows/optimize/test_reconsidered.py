@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from steps import squared
+from steps import squared, train_step
 from torchtrim import TrainStep, techniques
 from torchtrim.executor.registry import technique
 from torchtrim.planner.plans import build_plan
@@ -21,6 +21,7 @@ from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
 from torchtrim.workflows.optimize import fitting
 from torchtrim.workflows.optimize.fitting import Fit, Fitting
+from torchtrim.workflows.optimize.levers import out_of_reach
 from torchtrim.workflows.optimize.trials import PlanOutcome, suspects
 
 
@@ -113,3 +114,18 @@ def test_who_is_to_blame() -> None:
     assert suspects([held, missed]) == [{"overwrite"}]
     assert suspects([missed]) == [{"overwrite"}, {"recompute"}, {"overwrite", "recompute"}]
     assert suspects([held, missed, both])[-1] == {"overwrite", "replay"}
+
+
+def test_a_budget_below_what_stays_is_said_after_the_first_run_and_tried_once() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 64)) for _ in range(3)])
+    told: list[str] = []
+    tried = Fitting(train_step(net, torch.randn(2048, 64)), Request(steps=1), told.append)
+    fit = tried.nearest(memory_limit("300KB"))
+    assert fit.missed is not None
+    said = next(line for line in told if "stay at the peak in any plan" in line)
+    assert "inputs 512 KiB" in said
+    assert told.index(said) < next(n for n, line in enumerate(told) if "planned" in line)
+    assert len(tried._tried) == 1
+    assert any("looking for the smallest peak" in note for note in fit.notes)
+    assert not out_of_reach(fit.original, memory_limit("600KB").budget(fit.original.peak_bytes))

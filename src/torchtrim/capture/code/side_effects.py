@@ -16,7 +16,7 @@ import itertools
 import random
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,13 +65,16 @@ Reference = tuple[Mapping[str, Any], str, Any]
 
 
 class SideEffects:
-    """Side effects of some modules' code, random generators it may use, and other modules it calls.
+    """Side effects of the code of modules and functions, random generators it may use, and other modules it
+    calls.
 
     `reads` are the names of the attributes that it reads; `is_unread`: some code has no source. `references`
     are the names that lead to code and state, with their values: the result is stale once one changes.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(
+        self, modules: Iterable[nn.Module], functions: Iterable[types.FunctionType] = ()
+    ) -> None:
         self.writes: list[Write] = []
         self.generators: list[Any] = []
         self.modules: list[nn.Module] = []
@@ -83,14 +86,20 @@ class SideEffects:
         self._referred: set[tuple[int, str]] = set()
         for module in modules:
             self._add(module)
+        for function in functions:
+            self._try(lambda one: self._call(one, 0), function, function.__module__)
         for module in self.modules:
-            try:
-                self._look_at(module)
-            except Exception as error:
-                if debugging():
-                    raise
-                path = getattr(sys.modules.get(type(module).__module__), "__file__", None) or ""
-                self.writes.append(Write(f"cannot be read ({said_of(error)})", path, 0))
+            self._try(self._look_at, module, type(module).__module__)
+
+    def _try(self, look: Callable[[Any], None], thing: Any, module: str) -> None:
+        """Read code; code that cannot be read counts as a write."""
+        try:
+            look(thing)
+        except Exception as error:
+            if debugging():
+                raise
+            path = getattr(sys.modules.get(module), "__file__", None) or ""
+            self.writes.append(Write(f"cannot be read ({said_of(error)})", path, 0))
 
     def _add(self, module: nn.Module) -> None:
         if id(module) not in self._known:

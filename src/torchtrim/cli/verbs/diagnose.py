@@ -19,7 +19,7 @@ from torchtrim.cli.options import (
     script_of,
     writes,
 )
-from torchtrim.cli.output import command_for, folder_for, gate_text, show, write_files
+from torchtrim.cli.output import command_for, folder_for, followed, gate_text, show, write_files
 from torchtrim.cli.progress import progress
 from torchtrim.core.isolation import failures
 from torchtrim.core.units import format_bytes, parse_bytes
@@ -230,9 +230,11 @@ def command(**options: Any) -> None:
             script, request_of(options), capture=options["capture"], progress=tell
         )
     judged = gate.judge(result)
-    paths = write_files(judged.result, folder)
+    following = _next(options, judged)
+    shown = followed(judged.result, following)
+    paths = write_files(shown, folder)
     click.echo(judged.text, nl=False, err=options["form"] != "text")
-    show(judged.result, form=options["form"], next_command=_next(options, judged), paths=paths)
+    show(shown, form=options["form"], next_command=following, paths=paths)
     blocked = any(one.code == _CAPTURE for one in result.report.findings)
     unknown = options["capture"] and any(one.name == _CAPTURE for one in failures("rule"))
     raise click.exceptions.Exit(0 if judged.passes and not blocked and not unknown else 1)

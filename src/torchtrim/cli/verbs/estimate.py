@@ -16,7 +16,7 @@ from torchtrim.cli.options import (
     shards,
     writes,
 )
-from torchtrim.cli.output import command_for, folder_for, is_over, show, write_files
+from torchtrim.cli.output import command_for, folder_for, followed, is_over, show, write_files
 from torchtrim.cli.progress import progress
 
 
@@ -56,9 +56,10 @@ def command(**options: Any) -> None:
             memory_kind=options["memory_kind"],
             progress=tell,
         )
-    paths = write_files(result, folder)
     budget = options["fits"] or "60%"
     alone = not options["ranks"]
     following = command_for(options, "plan", "--memory", budget) if alone else None
+    result = followed(result, following)
+    paths = write_files(result, folder)
     show(result, form=options["form"], next_command=following, paths=paths)
     raise click.exceptions.Exit(1 if is_over(result.report) else 0)

@@ -13,6 +13,8 @@ from torchtrim.cli.options import Verb, fits, pins, request_of, runs_script, scr
 from torchtrim.cli.output import (
     command_for,
     folder_for,
+    followed,
+    plan_path,
     show,
     write_files,
 )
@@ -70,8 +72,10 @@ def command(**options: Any) -> None:
     with progress(*phases) as tell:
         plans = _pipelined if options["stages"] else _planned
         result = plans(options, plan, tell)
+    written = plan_path(result.report, folder, plan)
+    following = command_for(options, "verify", "--plan", str(written))
+    result = followed(result, following)
     paths = write_files(result, folder, plan)
-    following = command_for(options, "verify", "--plan", str(paths["plan"]))
     show(result, form=options["form"], next_command=following, paths=paths)
 
 
@@ -91,7 +95,6 @@ def _find_batch(options: dict[str, Any], folder: Path) -> None:
             allow=options["allow"],
             progress=tell,
         )
-    paths = write_files(result, folder)
     assert result.report.estimated is not None
     fits = result.report.estimated.growth[0].largest
     following = (
@@ -99,6 +102,8 @@ def _find_batch(options: dict[str, Any], folder: Path) -> None:
         if fits
         else command_for(options, "diagnose")
     )
+    result = followed(result, following)
+    paths = write_files(result, folder)
     show(result, form=options["form"], next_command=following, paths=paths)
     raise click.exceptions.Exit(0 if fits else 1)
 

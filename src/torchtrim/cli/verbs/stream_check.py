@@ -10,6 +10,7 @@ from torchtrim.cli.options import Verb, amount, counts_frames, runs_stream, scri
 from torchtrim.cli.output import (
     command_for,
     folder_for,
+    followed,
     show,
     write_files,
 )
@@ -45,11 +46,13 @@ def command(**options: Any) -> None:
 
         request = StreamRequest(options["frames"], options["frames_of"])
         result = check_report(script_of(options), request, most, tell)
-    paths = write_files(result, folder)
     stream = result.report.stream
     assert stream is not None
     grows = stream.growth_bytes > most
-    show(result, form=options["form"], next_command=_next(options, result, grows), paths=paths)
+    following = _next(options, result, grows)
+    result = followed(result, following)
+    paths = write_files(result, folder)
+    show(result, form=options["form"], next_command=following, paths=paths)
     raise click.exceptions.Exit(1 if grows else 0)
 
 

@@ -17,7 +17,7 @@ from torchtrim.cli.options import (
     script_of,
     writes,
 )
-from torchtrim.cli.output import command_for, folder_for, remember_call, show, write_files
+from torchtrim.cli.output import command_for, folder_for, followed, remember_call, show, write_files
 from torchtrim.cli.plans import advising, certify_file, check_plan, loaded_plan
 from torchtrim.cli.progress import progress
 from torchtrim.errors import UsageError
@@ -81,6 +81,7 @@ def command(**options: Any) -> None:
             report=replace(result.report, notes=(*notes, *result.report.notes))
         )
         following = command_for(options, "run", "--plan", str(options["plan_path"]))
+    result = followed(result, following)
     paths = write_files(result._replace(plan=None), folder)  # it stays in its own file
     show(result, form=options["form"], next_command=following, paths=paths)
     raise click.exceptions.Exit(0 if holds else 1)

@@ -72,7 +72,10 @@ def solve(
         ("mip_abs_gap", _GAP),
     ):
         solver.setOptionValue(name, value)
-    solver.passModel(_highs_model(highspy, program))
+    if solver.passModel(_highs_model(highspy, program)) == highspy.HighsStatus.kError:
+        return ProgramAnswer(
+            None, -math.inf, infeasible=False, proven=False
+        )  # `run` might never end
     if start is not None and program.integers:
         values = numpy.zeros(program.integers)
         values[list(start)] = 1.0

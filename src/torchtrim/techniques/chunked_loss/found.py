@@ -104,10 +104,19 @@ class _HeadFinder:
                 return -1, family, copies
             if base_name(op.name) in _PRODUCTS:
                 return maker, family, copies
-            if base_name(op.name) not in _COPIES or len(op.inputs) != 1:
+            is_copy = base_name(op.name) in _COPIES and len(op.inputs) == 1
+            if not is_copy and not self._adds_bias(op):
                 return -1, family, copies
             copies.append(maker)
             family.append(op.inputs[0].storage)
+
+    def _adds_bias(self, op: Operator) -> bool:
+        """Return True for the bias of a Linear whose input is not contiguous, which torch adds afterwards."""
+        if base_name(op.name) != "aten::add" or len(op.inputs) != 2:
+            return False
+        bias, made = op.inputs[1], op.outputs[0]
+        is_parameter = self._profile.storages[bias.storage].kind == "parameter"
+        return is_parameter and bias.shape == made.shape[-1:]
 
     def _is_known(self, index: int, family: list[int], logs: int) -> bool:
         """Return True if a reader of the logits or `logs` is part of the loss, or only moves elements."""
@@ -134,7 +143,7 @@ class _HeadFinder:
             number=prod(lost.inputs[1].shape),
             classes=op.outputs[0].shape[1],
             width=hidden.shape[1],
-            biased=len(op.inputs) > 2,
+            biased=len(op.inputs) > 2 or any(self._adds_bias(self._operators[i]) for i in copies),
             each=bool(lost.outputs[0].shape),
             copied=copies,
         )

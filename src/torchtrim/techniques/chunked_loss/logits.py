@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.failing import note
+from torchtrim.executor.saved_tensors import storage_number
 from torchtrim.techniques.chunked_loss.moves import MOVES, MovedHidden
 from torchtrim.techniques.chunked_loss.ops import chunked_cross_entropy, linear_cross_entropy
 
@@ -26,8 +27,8 @@ from torchtrim.techniques.chunked_loss.ops import chunked_cross_entropy, linear_
 class Head(NamedTuple):
     """Source of logits: `hidden`, with its width at dimension `moved.dim`, and the weights.
 
-    `autocast`: dtype the head ran in, or None. `versions`: version counters of the three tensors. `where` and
-    `rows` are from the plan.
+    `autocast`: dtype the head ran in, or None. `versions`: versions and storages of the three tensors.
+    `where` and `rows` are from the plan.
     """
 
     moved: MovedHidden
@@ -46,7 +47,7 @@ class Head(NamedTuple):
 
     def check(self) -> None:
         """Raise if hidden states or weights have changed."""
-        if tuple(one._version for one in self.tensors) != self.versions:
+        if _states_of(self.tensors) != self.versions:
             raise _refused(
                 f"the logits of `{self.where}` are read after its weights or its input changed, so "
                 "chunked_loss can no longer compute them. Read them before the optimizer steps, or "
@@ -136,13 +137,19 @@ class Logits(Tensor):
             self.value()
 
 
+def _states_of(tensors: Iterable[Tensor | None]) -> tuple[int, ...]:
+    """Return what changes with a tensor's values: its version, and its memory, which `.data` replaces."""
+    known = (one for one in tensors if one is not None)
+    return tuple(number for one in known for number in (one._version, storage_number(one)))
+
+
 def head_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, where: str, rows: int) -> Logits:
     """Return the stand-in for `hidden @ weight.T + bias`."""
     device = hidden.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     dtype = hidden.dtype if autocast is None or hidden.dtype is torch.float64 else autocast
     moved = MovedHidden(hidden, weight, hidden.dim() - 1)
-    versions = tuple(one._version for one in (hidden, weight, bias) if one is not None)
+    versions = _states_of((hidden, weight, bias))
     return Logits.of(Head(moved, bias, dtype, autocast, versions, where, rows))
 
 
@@ -207,8 +214,7 @@ def _apply_move(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     versions = mine.head.versions
     if mine.there is None:
         mine.head.check()
-        every = (moved.hidden, moved.weight, bias)
-        versions = tuple(one._version for one in every if one is not None)
+        versions = _states_of((moved.hidden, moved.weight, bias))
     head = mine.head._replace(moved=moved._replace(classes=None), bias=bias, versions=versions)
     return Logits.of(head, real, mine.log_probabilities, mine._family)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks
 from torch.overrides import TorchFunctionMode
 
 from torchtrim.errors import ApplyFailed
+from torchtrim.executor.notices import say_once
 from torchtrim.executor.swap import Swapped
 from torchtrim.techniques.chunked_loss.logits import Logits, head_of
 
@@ -17,24 +20,50 @@ Forward = Callable[..., Any]
 _PRODUCTS = ("matmul", "mm", "__matmul__")
 
 
-def replaced(module: nn.Module, where: str, rows: int, classes: int) -> Swapped:
-    """Make a module return a stand-in, or its matrix products with `classes` columns."""
+def replaced(root: nn.Module, path: str, where: str, rows: int, classes: int) -> Swapped:
+    """Make the module at a path return a stand-in, or its matrix products with `classes` columns.
+
+    Backward hooks, on the module or on one around it, need a result of autograd: it is computed then.
+    """
+    names = path.split(".") if path else []
+    around = [root.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1)]
+    module = around[-1]
+
+    def lazily(lazy: Forward) -> Callable[[Forward], Forward]:
+        return lambda forward: functools.partial(_unless_hooked, where, around, lazy, forward)
+
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        return Swapped(module, lambda forward: _of_linear(module, forward, where, rows))
+        return Swapped(module, lazily(functools.partial(_of_linear, module, where, rows)))
     if not classes:
         raise ApplyFailed(
             f"`{where}` is a {type(module).__name__}, not an nn.Linear, so chunked_loss cannot tell which of "
             "its products are logits. Give the option classes, the number of classes."
         )
-    return Swapped(module, lambda forward: _of_products(module, forward, where, rows, classes))
+    return Swapped(module, lazily(functools.partial(_of_products, module, where, rows, classes)))
 
 
-def _of_linear(module: nn.Linear, forward: Forward, where: str, rows: int) -> Forward:
-    def call(input: Any) -> Any:
-        made = _lazy_product(input, module.weight, module.bias, where, rows)
-        return forward(input) if made is None else made
+def _unless_hooked(
+    where: str,
+    around: Sequence[nn.Module],
+    lazy: Forward,
+    forward: Forward,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    hooked = any(one._backward_hooks or one._backward_pre_hooks for one in around)
+    if hooked or _global_backward_hooks or _global_backward_pre_hooks:
+        say_once(
+            where,
+            "it or a module around it has backward hooks now, which need its logits, so they are computed, "
+            "and chunked_loss saves nothing there.",
+        )
+        return forward(*args, **kwargs)
+    return lazy(forward, *args, **kwargs)
 
-    return call
+
+def _of_linear(module: nn.Linear, where: str, rows: int, forward: Forward, input: Any) -> Any:
+    made = _lazy_product(input, module.weight, module.bias, where, rows)
+    return forward(input) if made is None else made
 
 
 def _lazy_product(hidden: Any, weight: Any, bias: Any, where: str, rows: int) -> Logits | None:
@@ -48,15 +77,18 @@ def _lazy_product(hidden: Any, weight: Any, bias: Any, where: str, rows: int) ->
 
 
 def _of_products(
-    module: nn.Module, forward: Forward, where: str, rows: int, classes: int
-) -> Forward:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        with _Products(module, where, rows, classes):
-            return forward(*args, **kwargs)
-
-    return call
+    module: nn.Module,
+    where: str,
+    rows: int,
+    classes: int,
+    forward: Forward,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    with _Products(module, where, rows, classes):
+        return forward(*args, **kwargs)
 
 
 class _Products(TorchFunctionMode):

@@ -40,6 +40,11 @@ class ChunkedLoss(TechniqueUnit):
     does = "compute logits and loss in chunks of rows"
     takes = _OPTIONS
     equivalence = "ROUNDING"
+    assumes = (
+        "no backward hooks around the head",
+        "weights stay the same until the loss reads the logits",
+    )
+    unseen = ("nothing writes through `.data` between forward and backward",)
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every module whose logits only cross entropy reads."""
@@ -63,9 +68,13 @@ class ChunkedLoss(TechniqueUnit):
         rows, classes = (technique.options.get(name, 0) for name in _OPTIONS)
         if type(rows) is not int or type(classes) is not int or min(rows, classes) < 0:
             raise wrong_options(technique, "the options `rows` and `classes`, 0 or more")
-        return all_or_none(
-            technique.where, lambda where: replaced(module_at(roots, where), where, rows, classes)
-        )
+
+        def change(where: str) -> Handle:
+            module_at(roots, where)
+            name, _, path = where.partition(".")
+            return replaced(roots[name], path, where, rows, classes)
+
+        return all_or_none(technique.where, change)
 
 
 TECHNIQUE = ChunkedLoss()
@@ -156,7 +165,9 @@ class _ChunkEdit:
             *(Drop(*pair) for pair in saved if pair[0] not in self._vanish),
             *drops_of(step, before),
         )
-        needs = (Need(self._hidden, max(until, self._stood_for())), *self._read(until))
+        stood = max(until, self._stood_for())
+        given = (Need(number, stood) for number in (self._hidden, *self._copied_from()))
+        needs = (*given, *self._read(until))
         claims = tuple(Span(task, task + 1) for task in head.readers)
         ends = [step.tensors[number].death for number in before]
         copies = (*self._shifted(), *(Block(self._of_hidden, 0, end) for end in ends))
@@ -189,6 +200,14 @@ class _ChunkEdit:
         inputs = self._step.operators[self._head.product].inputs
         place = list(dict.fromkeys(use.storage for use in inputs)).index(self._head.hidden.storage)
         return self._step.tasks[self._head.product].reads[place]
+
+    def _copied_from(self) -> tuple[int, ...]:
+        """Return the input that the head itself copies, which the stand-in keeps: one not contiguous."""
+        step, maker = self._step, self._step.tensors[self._hidden].birth
+        if maker < 0 or base_name(step.tasks[maker].name) != "aten::clone":
+            return ()
+        own = step.operators[maker].module == step.operators[self._head.product].module
+        return step.tasks[maker].reads if own else ()
 
     def _read(self, until: int) -> tuple[Need, ...]:
         tasks = self._step.tasks

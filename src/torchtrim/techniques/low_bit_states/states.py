@@ -184,7 +184,7 @@ class NarrowStates:
             parameter: _on_host({key: value for key, value in state.items() if form.fits(value)})
             for parameter, state in optimizer.state.items()
         }
-        self._own = OwnStep(optimizer, self._run)
+        self._own = OwnStep(where, optimizer, self._run, self._whole)
         self._saved = _StateDictHooks(optimizer, form)
         _narrow_all(optimizer, form, _seeds(optimizer))
 
@@ -197,6 +197,14 @@ class NarrowStates:
             for key, value in state.items():
                 self._optimizer.state[parameter][key] = value.to(parameter.device)
         self._before.clear()
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        self._before.clear()
+        seeds = _seeds(self._optimizer)
+        _widen_all(self._optimizer, self._form)
+        yield
+        _narrow_all(self._optimizer, self._form, seeds)
 
     def _run(self, step: Callable[[], Any]) -> None:
         optimizer, form = self._optimizer, self._form

@@ -50,6 +50,7 @@ class LowBitStates(MeasuredTechnique):
     does = "keep Adam's moments in fewer bits"
     takes = ("states",)
     equivalence = "SEMANTIC"
+    assumes = ("the optimizer has no step hooks",)
     ways = 2
 
     def options(self, step: Step) -> Sequence[Option]:

@@ -56,6 +56,14 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._rows = rows
         self._count = 0
 
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
+        if kind is None and self._count != len(self._along):
+            raise ApplyFailed(
+                f"{self._count} operators draw random numbers, {len(self._along)} in the first batch, so a "
+                "part cannot get its own. Take micro_batch out of the plan."
+            )
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not can_be_split(func._schema.name):

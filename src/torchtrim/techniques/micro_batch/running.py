@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torchtrim.errors import ApplyFailed
 from torchtrim.executor.block_state import BlockState
 from torchtrim.executor.chains import Range, Ranges
 from torchtrim.executor.failing import note
-from torchtrim.executor.ordinals import passed, unnumbered
+from torchtrim.executor.ordinals import Counting, passed, unnumbered
 from torchtrim.executor.places import part_at
 from torchtrim.executor.registry import Handle
 from torchtrim.executor.swap import Swapped
@@ -36,6 +37,7 @@ from torchtrim.techniques.micro_batch.study import SAME, SUM, Study, StudyResult
 Forward = Callable[..., Any]
 Tensors = Sequence[torch.Tensor]
 Gradients = list[torch.Tensor | None]
+_Kind = tuple[Any, ...]
 
 
 class InParts:
@@ -46,7 +48,8 @@ class InParts:
         self._module = module
         self._parts = parts
         self._state = BlockState([module], where)
-        self._known: dict[tuple[Any, ...], StudyResult] = {}
+        self._known: dict[_Kind, _Studies] = {}
+        self._whole: dict[_Kind, str] = {}
 
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the whole batch."""
@@ -56,43 +59,60 @@ class InParts:
         why = self._state.why_once()
         if not why and self._known and any(map(has_gradient_hooks, self._module.parameters())):
             why = "its parameters have gradient hooks, which would see the gradients of each part"
-        if not why:
+        kind = self._kind(given)
+        if not (why := why or self._whole.get(kind, "")):
             try:
-                return self._result(forward, given)
-            except _UnsafeWrite as wrote:
-                why = str(wrote)
+                return self._result(forward, given, kind)
+            except _NotInParts as found:
+                why = self._whole[kind] = str(found)
             except Exception as error:
                 note(error, self._where)
                 raise
         self._state.says_once(why)
         return forward(*args, **kwargs)
 
-    def _result(self, forward: Forward, given: CallArguments) -> Any:
-        """Return the whole batch's result from parts. If it raises `_UnsafeWrite`, state is restored."""
+    def _result(self, forward: Forward, given: CallArguments, kind: _Kind) -> Any:
+        """Return the whole batch's result from parts. If it raises `_NotInParts`, state is restored."""
         with unnumbered():
-            facts = self._facts(forward, given)
-            if facts.second:
-                given = given.transposed
-            run = _PartedRun(self._state, forward, given, facts, self._parts)
-            tensors = [given.leaves[n] for n in given.tensors]
-            hook = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
-            result = run.result(_PartsFunction.apply(run, self._where, hook, *tensors))  # type: ignore[no-untyped-call]
-        passed(facts.operators)
+            if kind not in self._known:
+                study = self._studied_late if self._known else self._studied
+                self._known[kind] = _Studies(study(forward, given))
+            studies = self._known[kind]
+            try:
+                result = self._run(forward, given, studies)
+            except _OtherOperators as found:
+                studies.choose(found.operators, lambda: self._studied_late(forward, given))
+                result = self._run(forward, given, studies)
+        passed(studies.facts.operators)
         return result
+
+    def _run(self, forward: Forward, given: CallArguments, studies: _Studies) -> Any:
+        if studies.facts.second:
+            given = given.transposed
+        run = _PartedRun(self._state, forward, given, studies, self._parts)
+        tensors = [given.leaves[n] for n in given.tensors]
+        hook = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
+        return run.result(_PartsFunction.apply(run, self._where, hook, *tensors))  # type: ignore[no-untyped-call]
 
     def _is_graded(self, given: CallArguments) -> bool:
         return any(p.requires_grad for p in self._module.parameters()) or any(
             given.leaves[n].requires_grad for n in given.tensors
         )
 
-    def _facts(self, forward: Forward, given: CallArguments) -> StudyResult:
+    def _kind(self, given: CallArguments) -> _Kind:
+        """Return what decides how a call runs in parts, apart from the operators that it runs."""
         training = tuple(inner.training for inner in self._module.modules())
         trained = tuple(p.requires_grad for p in self._module.parameters())
         device = next((given.leaves[n].device.type for n in given.tensors), "cpu")
-        key = hash((training, trained)), given.signature, torch.is_autocast_enabled(device)
-        if key not in self._known:
-            self._known[key] = self._studied(forward, given)
-        return self._known[key]
+        return hash((training, trained)), given.signature, torch.is_autocast_enabled(device)
+
+    def _studied_late(self, forward: Forward, given: CallArguments) -> StudyResult:
+        """Study a call unlike the planned ones; if it may not run in parts, it runs as a whole."""
+        try:
+            return self._studied(forward, given)
+        except ApplyFailed as error:
+            why = str(error).partition("of the batch: ")[2].partition(". ")[0]
+            raise _NotInParts(why.rstrip(".")) from error
 
     def _studied(self, forward: Forward, given: CallArguments) -> StudyResult:
         def study(call: CallArguments) -> StudyResult:
@@ -104,13 +124,44 @@ class InParts:
         except ApplyFailed:
             given = given.transposed
             if given.size >= 2:
-                with contextlib.suppress(ApplyFailed):
+                # The model's own code may raise anything on a batch in a dimension that is none.
+                with contextlib.suppress(Exception):
                     return study(given)
             raise
 
 
-class _UnsafeWrite(Exception):
-    """The first part changed state or drew numbers that each further part would change or draw again."""
+class _NotInParts(Exception):
+    """A call that has to run as a whole, since parts would compute something else."""
+
+
+class _OtherOperators(_NotInParts):
+    """The first part ran other operators than when the module was studied, so it may mix samples now."""
+
+    def __init__(self, operators: Counter[str]) -> None:
+        super().__init__("its operators change from call to call")
+        self.operators = operators
+
+
+class _Studies:
+    """What running one kind of call in parts requires, by the operators of its first part."""
+
+    def __init__(self, facts: StudyResult) -> None:
+        self.facts = facts
+        self._known: list[tuple[Counter[str], StudyResult]] = []
+        self._operators: Counter[str] | None = None
+
+    def check(self, operators: Counter[str]) -> None:
+        """Note the operators of the first part, or raise `_OtherOperators`."""
+        if self._operators is None:
+            self._operators = operators
+            self._known.append((operators, self.facts))
+        elif operators != self._operators:
+            raise _OtherOperators(operators)
+
+    def choose(self, operators: Counter[str], study: Callable[[], StudyResult]) -> None:
+        """Use the facts that were found for these operators, or study them now."""
+        known = [one for one in self._known if one[0] == operators]
+        self._operators, self.facts = known[0] if known else (None, study())
 
 
 class _PartedRun:
@@ -121,11 +172,12 @@ class _PartedRun:
         state: BlockState,
         forward: Forward,
         given: CallArguments,
-        facts: StudyResult,
+        studies: _Studies,
         parts: int,
     ) -> None:
         self._forward = forward
-        self.facts = facts
+        self._studies = studies
+        self.facts = studies.facts
         self._parts = tuple(parts_of(given.size, parts))
         tensors = [given.leaves[n] for n in given.tensors]
         self._ambient = Ambient(tensors)
@@ -154,6 +206,15 @@ class _PartedRun:
         return joined
 
     def _pass(self, tensors: Tensors) -> list[torch.Tensor]:
+        """Run all parts. If one runs unlike the module that was studied, restore state and raise."""
+        try:
+            return self._joined(tensors)
+        except (ApplyFailed, _NotInParts) as error:
+            self._before.restore()
+            self._ambient.rewind()
+            raise error if isinstance(error, _NotInParts) else _NotInParts(str(error)) from error
+
+    def _joined(self, tensors: Tensors) -> list[torch.Tensor]:
         joined: list[torch.Tensor] = []
         counts: list[list[torch.Tensor]] = []
         first_time = self._result is None
@@ -163,14 +224,16 @@ class _PartedRun:
                 self._part(again=not plain) as losses,
                 self._ambient.again(graded=False),
                 self._drawing(rows),
+                Counting() if plain else contextlib.nullcontext() as counted,
             ):
                 args, kwargs = self._given.arguments(self._given.part(rows, tensors))
                 tree = self._forward(*args, **kwargs)
             counts.append(losses.counts)
             made = [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
             self._join(joined, made, rows)
-            if plain:
+            if counted is not None:
                 self._check_left()
+                self._studies.check(counted.counts)
                 # Leaves in a variable would keep this part's result alive during all other parts.
                 self._result = filled(tree, list(map(_without_tensor, leaves_of(tree))))
         if self._totals is None:
@@ -178,18 +241,18 @@ class _PartedRun:
         return joined
 
     def _check_left(self) -> None:
-        """Raise `_UnsafeWrite`, with state restored, if parts would repeat the first one's effects."""
+        """Raise `_NotInParts` if parts would repeat the first one's effects."""
         written, drawn = self._before.has_run()
         why = f"it writes to `{written[0]}`, which each part would repeat" if written else ""
         # Every part may draw from `random`, as layer drop does.
         if not why and any(not isinstance(one, random.Random) for one in drawn):
             why = "it draws from its own generator, once for all samples"
         if why:
-            self._before.restore()
-            self._ambient.rewind()
-            raise _UnsafeWrite(why)
+            raise _NotInParts(why)
 
     def _join(self, joined: list[torch.Tensor], made: Tensors, rows: SampleRows) -> None:
+        if len(made) != len(self.facts.outputs):
+            raise _NotInParts("it returns another number of tensors now")
         for number, (dim, tensor) in enumerate(zip(self.facts.outputs, made, strict=True)):
             if rows.first == 0:
                 along = SampleLayout(dim, self.facts.orders[number])
@@ -321,4 +384,4 @@ def in_parts(roots: Mapping[str, nn.Module], where: str, parts: int) -> Handle:
         return Swapped(part.module, functools.partial(functools.partial, run))
     first, last = part.span
     inner = nn.Sequential(*list(part.chain)[first:last])
-    return Ranges(part.chain, [Range(first, last, InParts(where, inner, parts))])
+    return Ranges(part.chain, [Range(first, last, InParts(where, inner, parts), where)])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -103,6 +103,14 @@ class Study:
 
     def facts(self) -> StudyResult:
         """Return what running the module in parts requires."""
+        try:
+            return self._found()
+        except ApplyFailed:
+            raise
+        except Exception as error:  # of the module's own code, which may count its samples
+            raise self._failing(2 * self._half, error) from error
+
+    def _found(self) -> StudyResult:
         self._check_modules()
         whole = self._watched()
         self._check_apart(whole)
@@ -151,19 +159,30 @@ class Study:
                     )
 
     def _watched(self) -> StudyRun:
-        before = {key: value.clone() for key, value in self._buffers()}
+        before = {key: (value, value.clone()) for key, value in self._buffers()}
         versions = [t._version for t in self._tensors]
         run = self._run(self._rows(0, 2 * self._half))
         for key, value in self._buffers():
-            if not torch.equal(value, before[key]):
-                for other, now in self._buffers():
-                    now.copy_(before[other])
+            if key not in before or not torch.equal(value, before[key][1]):
+                self._restore(before)
                 raise self._refused(
                     f"its buffer {key} changes in forward, and would change with each part."
                 )
         if versions != [t._version for t in self._tensors]:
             raise self._refused("it changes its input in place, which a rerun would repeat.")
         return run
+
+    def _restore(self, before: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Restore the buffers, which a run may have written, replaced or registered."""
+        (_, root), *_ = self._modules
+        for path, _ in [*self._buffers()]:
+            owner, _, name = path.rpartition(".")
+            buffers = root.get_submodule(owner)._buffers
+            if path in before:
+                value, then = before[path]
+                buffers[name] = value.copy_(then)
+            else:
+                del buffers[name]
 
     def _check_kept(self, whole: StudyRun, halves: Sequence[StudyRun]) -> None:
         """Require that tensors held by modules after forward, such as masks, are the same for any samples."""
@@ -378,9 +397,11 @@ class Study:
             with Draws(facts.draws, rows) if facts.draws else contextlib.nullcontext():
                 return self._run(leaves, losses=Losses(facts.losses, totals))
         except Exception as error:
-            raise self._refused(
-                f"its forward on {rows.number} samples fails: {type(error).__name__}: {error}"
-            ) from error
+            raise self._failing(rows.number, error) from error
+
+    def _failing(self, number: int, error: Exception) -> ApplyFailed:
+        said = f"{type(error).__name__}: {error}"
+        return self._refused(f"its forward on {number} samples fails: {said}")
 
     def _rows(self, first: int, last: int) -> list[Any]:
         return self._given.part(SampleRows(first, last, self._given.size), self._tensors)

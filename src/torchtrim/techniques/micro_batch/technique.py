@@ -46,6 +46,10 @@ class MicroBatch(TechniqueUnit):
     takes = ("parts",)
     equivalence = "ROUNDING"
     assumes = ("rerun blocks have no hooks, and write only state that can be restored",)
+    unseen = (
+        "code that reruns writes no file, environment variable or extension state out of its source's sight",
+        "nothing writes through `.data` between forward and backward",
+    )
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every module with a batch that holds much for backward, in 2, 4, 8 parts and so on."""

@@ -55,6 +55,7 @@ class OffloadActivations(TechniqueUnit):
     takes = (SLAB_BYTES, FILE_BYTES)
     equivalence = "BITWISE"
     assumes = ("no hooks on saved tensors",)
+    unseen = ("nothing writes through `.data` between forward and backward",)
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return each large tensor with enough time for its copies, in the order of backward."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -64,7 +65,7 @@ class HostState:
         self._busy = False
         self._written: Any = None
         self._hosts: defaultdict[Parameter, dict[str, torch.Tensor]] = defaultdict(dict)
-        self._own = OwnStep(optimizer, self._steps)
+        self._own = OwnStep(where, optimizer, self._steps, self._whole)
         self._load = optimizer.register_load_state_dict_post_hook(self._offload_state)
         self._offload_state(optimizer)
 
@@ -89,6 +90,16 @@ class HostState:
             self._run(step)
         else:
             self._run_on_cpu(step)
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Have all of the state on the device for a step, as the original does."""
+        self._wait_for_copies()
+        for parameter, key, host in [*self._offloaded(list(dict.keys(self._optimizer.state)))]:
+            if parameter.is_cuda:
+                self._optimizer.state[parameter][key] = host.to(parameter.device)
+        yield
+        self._offload_state(self._optimizer)
 
     def _run(self, step: Callable[[], Any]) -> None:
         """Step chunk by chunk, fetching each while the one before it is updated."""

@@ -48,6 +48,7 @@ class OffloadOptimizer(TechniqueUnit):
     does = "keep optimizer state on the host, and fetch it in chunks"
     takes = ("chunk_bytes", "file")
     equivalence = "BITWISE"
+    assumes = ("the optimizer has no step hooks",)
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return several chunk sizes for every optimizer with state on a device."""

@@ -40,6 +40,7 @@ class EarlyUpdates:
         self._step: Any = getattr(type(optimizer).step, "__wrapped__")  # noqa: B009
         self._backward = -1
         self._late = False
+        self._retains: bool | None = None
         self._placeholders: list[torch.Tensor] = []
         self._saved = optimizer.register_state_dict_pre_hook(lambda _: self.check_settled())
         self._marks: dict[int, Spent] = {}
@@ -98,6 +99,10 @@ class EarlyUpdates:
         return not self._late
 
     def _why_late(self) -> str:
+        retains = torch._C._autograd._get_current_graph_task_keep_graph()
+        self._retains = retains if self._retains is None else self._retains
+        if retains and not self._retains:
+            return "it keeps its graph for another backward, which needs the weights as they are"
         if has_step_hooks(self._optimizer):
             return "the optimizer has step hooks, which would see no gradients"
         follows = step_follows(self._optimizer)

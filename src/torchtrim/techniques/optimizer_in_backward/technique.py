@@ -60,6 +60,7 @@ class OptimizerInBackward(TechniqueUnit):
         "`step` follows each backward",
         "nothing reads gradients in between",
     )
+    unseen = ("no other thread reads gradients or weights between backward and `step`",)
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every optimizer whose final gradients were read only by its own step."""

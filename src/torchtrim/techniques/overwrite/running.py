@@ -110,7 +110,7 @@ def _writing(
 
 
 def _in_place(module: Any, forward: Callable[..., Any], input: torch.Tensor) -> Any:
-    """Run an activation with `inplace` set for this call only: copies and exports of it have their own."""
+    """Run the forward in place. Copies and files of the module keep the program's own setting."""
     before, module.inplace = module.inplace, True
     try:
         return forward(input)

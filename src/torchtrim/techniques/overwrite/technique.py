@@ -36,6 +36,7 @@ class Overwrite(TechniqueUnit):
     does = "write results over inputs"
     equivalence = "BITWISE"
     assumes = ("nothing else holds overwritten inputs",)
+    unseen = ("no extension reads an overwritten input by its address",)
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every activation module whose input is dead after each of its calls."""

@@ -13,6 +13,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -44,8 +45,9 @@ def rerun_places(
             handles.add(Swapped(module, _whole(Rerun(at, [module], telling))))
         for at, chain, spans in ranges:
             blocks = [Rerun(f"{at}[{a}:{b}]", list(chain)[a:b], telling) for a, b in spans]
-            runs = [functools.partial(_run, block) for block in blocks]
-            own = [Range(*span, run) for span, run in zip(spans, runs, strict=True)]
+            runs = [functools.partial(run_again, block) for block in blocks]
+            named = zip(spans, runs, blocks, strict=True)
+            own = [Range(*span, run, block.where) for span, run, block in named]
             handles.add(Ranges(chain, own))
     except BaseException as error:
         telling(at, error)
@@ -55,7 +57,7 @@ def rerun_places(
 
 
 def _whole(block: Rerun) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return lambda forward: functools.partial(_run, block, forward)
+    return lambda forward: functools.partial(run_again, block, forward)
 
 
 def _by_path(
@@ -74,7 +76,8 @@ def _by_path(
     return whole, list(ranges.values())
 
 
-def _run(block: Rerun, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def run_again(block: Rerun, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Run a block's function so that it reruns in backward, if gradients are on and it may run twice."""
     if not torch.is_grad_enabled() or block.is_off():
         return function(*args, **kwargs)
     return checkpoint(
@@ -135,10 +138,16 @@ class _ReusableContext(contextlib.AbstractContextManager[None]):
 class Rerun:
     """A block that reruns, and its state."""
 
-    def __init__(self, where: str, modules: Sequence[nn.Module], telling: Telling) -> None:
+    def __init__(
+        self,
+        where: str,
+        modules: Sequence[nn.Module],
+        telling: Telling,
+        functions: Sequence[FunctionType] = (),
+    ) -> None:
         self.where = where
         self.telling = telling
-        self._state = BlockState(modules, where)
+        self._state = BlockState(modules, where, functions)
 
     def is_off(self) -> bool:
         """Return True if the block may no longer rerun; warn the first time."""

@@ -29,6 +29,10 @@ class Recompute(TechniqueUnit):
         "rerun blocks have no hooks, and write only state that can be restored",
         "weights stay the same between forward and backward",
     )
+    unseen = (
+        "code that reruns writes no file, environment variable or extension state out of its source's sight",
+        "nothing writes through `.data` between forward and backward",
+    )
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every block and every range of a chain that saves something for backward."""
@@ -136,15 +140,20 @@ class _BlockFinder:
                     yield ModuleBlock(where, spans, cut)
 
     def _may_cut(self, steps: Sequence[Sequence[StepCall]], index: int) -> bool:
-        """Return True at the ends of a chain, and if backward needs the value there anyway."""
+        """Return True at the ends of a chain, and if backward needs the value there anyway.
+
+        A call whose graph is thrown away, such as a generator's for its discriminator, has no backward.
+        """
         tensors = self._step.tensors
         return index in (0, len(steps[0])) or all(
-            any(tensors[n].kind == "activation" for n in step[index - 1].outputs) for step in steps
+            any(tensors[n].kind == "activation" for n in step[index - 1].outputs)
+            for step in steps
+            if self._ends(joined_span(tuple(step))) >= 0
         )
 
     def _may_repeat(self, call: StepCall, span: Span) -> bool:
         """Return True if the call's inputs are unchanged when the span's backward starts."""
-        ends = max(self._backward[span.first : span.last])
+        ends = self._ends(span)
         return not any(
             span.first <= write < ends
             for tensor in call.inputs
@@ -154,6 +163,10 @@ class _BlockFinder:
 
     def _worth(self, spans: tuple[Span, ...]) -> bool:
         return sum(self._saved[s.last] - self._saved[s.first] for s in spans) >= self._least
+
+    def _ends(self, span: Span) -> int:
+        """Return the last task of the span's backward, or -1 if it has none."""
+        return max(self._backward[span.first : span.last])
 
 
 def _thin(cuts: list[int]) -> list[int]:

@@ -38,6 +38,7 @@ class Replay(TechniqueUnit):
     does = "rerun single operators in backward instead of keeping their results"
     equivalence = "BITWISE"
     assumes = ("no hooks on saved tensors",)
+    unseen = ("nothing writes through `.data` between forward and backward",)
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return each tensor worth dropping, alone and with its inputs."""

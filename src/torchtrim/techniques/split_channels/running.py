@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,7 +16,9 @@ from torch.nn import functional
 from torchtrim.capture.modules import HOOKS
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.autograd import casting, only_once
+from torchtrim.executor.block_state import BlockState
 from torchtrim.executor.chains import Range, Ranges, Run, one_by_one
+from torchtrim.executor.notices import say_once
 from torchtrim.executor.ordinals import unnumbered
 from torchtrim.executor.places import ModulePart
 from torchtrim.executor.registry import Handle
@@ -34,14 +38,29 @@ def split(where: str, part: ModulePart, parts: int, *, overwrites: bool) -> Hand
             f"`{where}` does not begin with a BatchNorm, so split_channels cannot run it in parts of its "
             "channels. Plan again."
         )
+    state = BlockState(modules, where)
     if any(getattr(one, name) for top in modules for one in top.modules() for name in HOOKS):
         raise ApplyFailed(
             f"`{where}` has hooks, which would see some channels at a time. Remove it from the plan."
         )
-    channels = _Channels(norm, tuple(modules[1:]), parts, overwrites)
+    channels = _Channels(norm, tuple(modules[1:]), parts, overwrites, state, _Holders())
     if part.span is None:
         return Swapped(norm, channels.wrapped)
-    return Ranges(part.chain, [Range(*part.span, channels.run)])
+    return Ranges(part.chain, [Range(*part.span, channels.run, where)])
+
+
+class _Holders:
+    """Counts what holds an input in backward: others of the program would see it overwritten."""
+
+    def __init__(self) -> None:
+        self._fewest: tuple[int, ...] = ()
+
+    def are_more(self, given: Tensor, references: int) -> bool:
+        """Return True if more hold the input, or its storage, than the fewest seen so far."""
+        storage = torch._C._storage_Use_Count(given.untyped_storage()._cdata)
+        now = references, given._use_count(), storage  # type: ignore[attr-defined]
+        self._fewest = tuple(map(min, self._fewest or now, now))
+        return any(map(operator.gt, now, self._fewest))
 
 
 class _Channels(NamedTuple):
@@ -51,6 +70,8 @@ class _Channels(NamedTuple):
     others: tuple[nn.Module, ...]
     parts: int
     overwrites: bool
+    state: BlockState
+    holders: _Holders
 
     def wrapped(self, forward: Run) -> Run:
         return forward if is_of_another(forward, self.norm) else partial(self.run, forward)
@@ -60,6 +81,9 @@ class _Channels(NamedTuple):
             return forward(given)
         weight, bias = self.norm.weight, self.norm.bias
         if not any(one is not None and one.requires_grad for one in (given, weight, bias)):
+            return forward(given)
+        if self.others and (why := self.state.why_once()):
+            self.state.says_once(why)
             return forward(given)
         return _ChannelParts.apply(self, forward, given, weight, bias)  # type: ignore[no-untyped-call]
 
@@ -139,7 +163,12 @@ class _ChannelParts(torch.autograd.Function):
         only_once("split_channels")
         channels: _Channels = ctx.channels
         given, *owned = ctx.saved_tensors
-        over, given = channels.overwrites and not given.is_leaf, given.detach()
+        over = channels.overwrites and not given.is_leaf
+        over = over and not torch._C._autograd._get_current_graph_task_keep_graph()
+        if over and channels.holders.are_more(given, sys.getrefcount(given)):
+            over = False
+            say_once(channels.state.where, _HELD)
+        given = given.detach()
         of_given, *of_owned = ctx.needs_input_grad[2:]
         found = [(given if over else torch.empty_like(given)) if of_given else None]
         for one, want in zip(owned, of_owned, strict=True):
@@ -157,6 +186,9 @@ class _ChannelParts(torch.autograd.Function):
                     some = whole[slice(*span)] if place else whole[:, slice(*span)]
                     some.copy_(made.pop(0))
         return None, None, *found
+
+
+_HELD = "its input is also referenced by a hook, a variable or another operator, so it is not overwritten."
 
 
 def _gradients(

@@ -41,6 +41,11 @@ class SplitChannels(TechniqueUnit):
     does = "run some channels at a time"
     takes = _SETTINGS
     equivalence = "BITWISE"
+    assumes = (
+        "no hooks in a range that runs some channels at a time",
+        "nothing else holds overwritten inputs",
+    )
+    unseen = ("nothing writes through `.data` between forward and backward",)
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return the places with independent channels that would keep or allocate less."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -14,67 +16,118 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.autograd import casting, only_once
+from torchtrim.executor.block_state import Before, BlockState
 from torchtrim.executor.failing import note
-from torchtrim.executor.ordinals import unnumbered
+from torchtrim.executor.ordinals import Counting, unnumbered
 from torchtrim.executor.swap import Swapped, is_of_another
+from torchtrim.techniques.micro_batch.inputs import Ambient
 
 Forward = Callable[..., Any]
 
 
 def split(where: str, module: nn.Module, parts: int) -> Swapped:
     """Give a module a forward in parts. Raises `ApplyFailed` for a module whose rows may interact."""
-    for path, inner in module.named_modules():
-        place = f"{where}.{path}".rstrip(".")
-        if isinstance(inner, (_NormBase, nn.MultiheadAttention)):
-            raise _refused(place, f"is a {type(inner).__name__}, whose rows interact")
-        if isinstance(inner, _DropoutNd) and inner.training and inner.p > 0:
-            raise _refused(place, "draws random numbers, which would differ in parts")
-        if inner._forward_hooks or inner._forward_pre_hooks:
-            raise _refused(place, "has hooks, which would see a part at a time")
-    return Swapped(module, lambda forward: _in_parts(where, module, forward, parts))
+    rows = _InRows(where, module, parts)
+    if why := rows.why_whole():
+        raise ApplyFailed(f"`{where}` cannot run in parts of its rows: {why}. Plan again.")
+    return Swapped(module, rows.wrapped)
 
 
-def _refused(where: str, why: str) -> ApplyFailed:
-    return ApplyFailed(f"`{where}` {why}, so split_matmul cannot run it in parts. Plan again.")
+class _NotInRows(Exception):
+    """A call that has to run as a whole, since parts would compute something else."""
 
 
-def _in_parts(where: str, module: nn.Module, forward: Forward, parts: int) -> Forward:
-    if is_of_another(forward, module):
-        return forward
+class _InRows:
+    """Runs a module's forward in parts of the rows if gradients are needed."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def __init__(self, where: str, module: nn.Module, parts: int) -> None:
+        self._where = where
+        self._module = module
+        self.parts = parts
+        self.state = BlockState([module], where)
+        self._operators: dict[tuple[Any, ...], Counter[str]] = {}
+        self._why = ""
+
+    def wrapped(self, forward: Forward) -> Forward:
+        """Return a forward in parts, or the given one for a copy with other parameters."""
+        if is_of_another(forward, self._module):
+            return forward
+        return functools.partial(self._run, forward)
+
+    def why_whole(self) -> str:
+        """Return why the rows may interact now, or an empty string."""
+        if why := self._why or self.state.why_once():
+            return why
+        for inner in self.state.modules:
+            if isinstance(inner, (_NormBase, nn.MultiheadAttention)):
+                return f"it has a {type(inner).__name__}, whose rows interact"
+            if isinstance(inner, _DropoutNd) and inner.training and inner.p > 0:
+                return "it draws random numbers, which would differ in parts"
+        return ""
+
+    def first(self, forward: Forward, part: Tensor, before: Before) -> Any:
+        """Run the first part. Raise `_NotInRows` if it ran unlike the first call's, or changed state."""
+        ambient = Ambient([part])
+        with Counting() as counting:
+            made = forward(part)
+        kind = part.dim(), part.dtype, torch.is_autocast_enabled(part.device.type), *self.state.mode
+        written, drawn = before.has_run()
+        why = ""
+        if written:
+            why = f"it writes to `{written[0]}`, which each part would repeat"
+        elif drawn:
+            why = "it draws from its own generator, once for all rows"
+        elif self._operators.setdefault(kind, counting.counts) != counting.counts:
+            why = "it runs other operators than before, and its rows may interact"
+        if why:
+            before.restore()
+            ambient.rewind()
+            raise _NotInRows(why)
+        return made
+
+    def _run(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         given = args[0] if len(args) == 1 and not kwargs else None
         graded = torch.is_grad_enabled()
         if not graded or not isinstance(given, Tensor) or given.dim() < 2:
             return forward(*args, **kwargs)
-        owned = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if prod(given.shape[:-1]) < parts or not (given.requires_grad or owned):
+        owned = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        if prod(given.shape[:-1]) < self.parts or not (given.requires_grad or owned):
             return forward(given)
-        try:
-            return _RowParts.apply(forward, parts, given, *owned)  # type: ignore[no-untyped-call]
-        except ApplyFailed as error:
-            note(error, where)
-            raise
-
-    return call
+        if not (why := self.why_whole()):
+            try:
+                return _RowParts.apply(self, forward, given, *owned)  # type: ignore[no-untyped-call]
+            except _NotInRows as found:
+                why = self._why = str(found)
+            except ApplyFailed as error:
+                note(error, self._where)
+                raise
+        self.state.says_once(why)
+        return forward(given)
 
 
 class _RowParts(torch.autograd.Function):
     """A module's forward, one part of the rows at a time; only its input is saved."""
 
     @staticmethod
-    def forward(ctx: Any, forward: Forward, parts: int, given: Tensor, *owned: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows_of: _InRows, forward: Forward, given: Tensor, *owned: Tensor
+    ) -> Tensor:
         ctx.again, ctx.cast = forward, casting(given.device.type)
+        ctx.before = before = rows_of.state.begin()
         count = prod(given.shape[:-1])
-        size = -(-count // parts)
+        size = -(-count // rows_of.parts)
         ctx.spans = [(at, min(at + size, count)) for at in range(0, count, size)]
         ctx.save_for_backward(given, *owned)
         with unnumbered() as as_before:
             rows, whole = _rows(given), None
             for first, last in ctx.spans:
                 part = rows[..., first:last, :]
-                with as_before(first == 0):
-                    made = forward(part)
+                if first == 0:
+                    with as_before(True):
+                        made = rows_of.first(forward, part, before)
+                else:
+                    with before.again():
+                        made = forward(part)
                 del part
                 if whole is None:
                     whole = _empty_result(made, rows, last - first)
@@ -93,8 +146,10 @@ class _RowParts(torch.autograd.Function):
         sums: list[Tensor | None] = [None] * len(owned)
         for first, last in ctx.spans:
             part = rows[..., first:last, :].requires_grad_(wanted)
-            with torch.enable_grad(), ctx.cast():
+            with ctx.before.again(), torch.enable_grad(), ctx.cast():
                 made = ctx.again(part)
+            if first == 0:
+                _check_owned(made, [part, *owned])
             edge, comes_here = get_gradient_edge(made), comes[first:last].view(made.shape)
             del made
             inputs = [part, *owned] if wanted else owned
@@ -107,6 +162,26 @@ class _RowParts(torch.autograd.Function):
             _add(sums, found)
         whole = of_given.view(given.shape) if of_given is not None else None
         return None, None, whole, *sums
+
+
+def _check_owned(made: Tensor, inputs: Sequence[Tensor]) -> None:
+    """Raise `ApplyFailed` if a result depends on tensors with gradients apart from these."""
+    known = set(map(id, inputs))
+    nodes = [made.grad_fn]
+    seen: set[Any] = set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            raise ApplyFailed(
+                "a module that split_matmul runs in parts uses a tensor from outside that needs a gradient, "
+                "which would be lost. Make it a parameter or an input of the module, or remove split_matmul "
+                "from the plan."
+            )
+        nodes += [one for one, _ in node.next_functions]
 
 
 def _add(sums: list[Tensor | None], found: list[Tensor | None]) -> None:

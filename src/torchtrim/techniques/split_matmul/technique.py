@@ -41,6 +41,14 @@ class SplitMatmul(TechniqueUnit):
     does = "run some rows at a time"
     takes = ("parts",)
     equivalence = "ROUNDING"
+    assumes = (
+        "rerun rows have no hooks, draw no numbers and write no state",
+        "each call runs the operators of the first, so that rows stay independent",
+    )
+    unseen = (
+        "code that reruns writes no file, environment variable or extension state out of its source's sight",
+        "nothing writes through `.data` between forward and backward",
+    )
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return the modules with independent rows that are wider inside than outside."""

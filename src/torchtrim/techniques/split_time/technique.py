@@ -38,6 +38,8 @@ class SplitTime(TechniqueUnit):
     name = "split_time"
     does = "run a few time steps at a time"
     equivalence = "ROUNDING"
+    assumes = ("the layer keeps its forward, and drops nothing between layers",)
+    unseen = ("nothing writes through `.data` between forward and backward",)
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return the recurrent layers that take one tensor and draw no random numbers."""

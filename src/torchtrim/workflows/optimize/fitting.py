@@ -17,7 +17,6 @@ from torchtrim.errors import ApplyFailed, InfeasibleBudget, PlannedStepFailed, U
 from torchtrim.executor.apply import digest_of
 from torchtrim.executor.export import exported
 from torchtrim.executor.registry import exportable, names, technique
-from torchtrim.planner.pins import KEEP
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.plans import adding_up
 from torchtrim.planner.variants import Planners, Variant
@@ -36,6 +35,7 @@ from torchtrim.workflows.optimize.levers import (
     SHARD,
     levers_of,
     may_shard,
+    out_of_reach,
     reached,
     refusals,
     with_shard,
@@ -171,7 +171,8 @@ class Fitting:
         """Yield a planner of the step recorded with each of these techniques applied."""
         allowed = EVERYTHING if only else self._allowed
         named = self._to_measure(only)
-        wanted = [pinned] if pinned else trials.choices(original, named, self._dropped, allowed)
+        barred = self._dropped | trials.barred(original, self._terms.pins)
+        wanted = [pinned] if pinned else trials.choices(original, named, barred, allowed)
         whole = original.peak_bytes - first.simulated_original
         plain = first.unchanged(Budget(original.peak_bytes))
         run = partial(self._with, plain, lever=bool(only))
@@ -215,9 +216,7 @@ class Fitting:
             exclude=(*self._exclude, *self._dropped, *others, *barred),
             allow=allow,
             host_bytes=self._request.host_memory,
-            pins={
-                what: one for what, one in self._pins.items() if only in ("", what) or what == KEEP
-            },
+            pins=trials.pins_for(only, self._pins),
         )
 
     def fit(self, limit: MemoryLimit) -> Fit:
@@ -358,10 +357,13 @@ class Fitting:
         tried = [] if planner.forced else [MeasuredPlan(None, None, whole)]
         outcomes: list[PlanOutcome] = []
         notes: list[str] = []
-        for number in range(_ROUNDS + 1):
-            self._progress(f"planning: for {format_bytes(budget.bytes)}")
+        if hopeless := out_of_reach(original, budget):
+            self._note(hopeless)
+        rounds = 0 if hopeless else _ROUNDS
+        for number in range(rounds + 1):
+            self._progress(f"planning: {hopeless or 'for ' + format_bytes(budget.bytes)}")
             try:
-                plan = planner.plan(budget.biased(bias)) if number < _ROUNDS else None
+                plan = planner.plan(budget.biased(bias)) if number < rounds else None
             except InfeasibleBudget:
                 plan = None
             if plan is None and any(one.used <= budget.bytes for one in tried):

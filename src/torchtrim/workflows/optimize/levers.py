@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from torchtrim.core.isolation import isolated
+from torchtrim.core.units import format_bytes
 from torchtrim.errors import TorchtrimError
 from torchtrim.executor.registry import MeasuredTechnique, names, refusals_of, technique
 from torchtrim.planner.planner import Planner
@@ -22,6 +23,8 @@ from torchtrim.records.trial import Request, Trial
 from torchtrim.runner.script import Script
 from torchtrim.runner.trials import Workload
 from torchtrim.step.from_profile import step_of
+from torchtrim.step.simulate import simulate
+from torchtrim.step.step import DEVICE
 from torchtrim.workflows.estimate import Estimate
 from torchtrim.workflows.optimize.trials import choices
 
@@ -30,6 +33,32 @@ _RANK = EQUIVALENCES.index
 
 
 SHARD = "shard"
+
+
+_STAYS = ("parameter", "buffer", "input")
+
+
+def out_of_reach(original: Trial, budget: Budget) -> str:
+    """Return why no plan for one process meets a budget, from what a step holds at its peak; or nothing."""
+    if original.profile is None or original.ranks or budget.kind != "allocated":
+        return ""
+    step, held = step_of(original.profile, original.seconds), dict.fromkeys(_STAYS, 0)
+    peak = simulate(step).task
+    for tensor in step.tensors:
+        saved = {place for place, hold in enumerate(tensor.holds) if hold.saver >= 0}
+        if (
+            tensor.kind in held
+            and tensor.pool == DEVICE
+            and tensor.birth < peak < tensor.end(saved)
+        ):
+            held[tensor.kind] += tensor.bytes
+    if (total := sum(held.values())) <= budget.bytes:
+        return ""
+    parts = ", ".join(f"{kind}s {format_bytes(size)}" for kind, size in held.items() if size)
+    return (
+        f"no plan meets {format_bytes(budget.bytes)}, since {format_bytes(total)} stay at the peak in any "
+        f"plan ({parts}); looking for the smallest peak instead"
+    )
 
 
 def reached(techniques: Sequence[Technique], used: int, seconds: float) -> Lever:

@@ -34,7 +34,7 @@ from torchtrim.executor.registry import (
     technique,
     units,
 )
-from torchtrim.planner.pins import Patterns, compile_pattern
+from torchtrim.planner.pins import EVERYWHERE, KEEP, NEVER, Patterns, compile_pattern, never_of
 from torchtrim.planner.planner import Planner
 from torchtrim.planner.plans import techniques_of
 from torchtrim.planner.variants import Planners
@@ -253,10 +253,33 @@ def check_named(allowed: Allowance) -> None:
 def split_pins(pins: Patterns) -> tuple[Patterns, Patterns]:
     """Split pins into those of simulated and those of measured techniques."""
     known = {*measured_names()}
-    return (
-        {what: texts for what, texts in pins.items() if what not in known},
-        {what: texts for what, texts in pins.items() if what in known},
-    )
+    simulated = {what: texts for what, texts in pins.items() if what not in known}
+    if NEVER in pins:
+        simulated[NEVER] = [one for one in pins[NEVER] if never_of(one)[0] not in known]
+    return simulated, {what: texts for what, texts in pins.items() if what in known}
+
+
+def pins_for(only: str, pins: Patterns) -> Patterns:
+    """Return the pins that apply to plans of one technique alone, or to all plans for the empty name."""
+    if not only:
+        return pins
+    found = {what: texts for what, texts in pins.items() if what in (only, KEEP)}
+    never = [text for text in pins.get(NEVER, ()) if never_of(text)[0] == only]
+    return {**found, NEVER: never} if never else found
+
+
+def barred(original: Trial, pins: Patterns) -> set[str]:
+    """Return the places, as `TECHNIQUE:PLACE`, where pins forbid techniques whose saving is measured."""
+    found = set[str]()
+    for text in pins.get(NEVER, ()):
+        name, where = never_of(text)
+        if name in measured_names():
+            pattern = compile_pattern(where)
+            places = [option.where for option in _options(original, name)]
+            found |= {
+                f"{name}:{one}" for one in places if where == EVERYWHERE or pattern.fullmatch(one)
+            }
+    return found
 
 
 def pinned_choice(original: Trial, pins: Patterns, allowed: Allowance) -> Choice:

@@ -1,0 +1,136 @@
+"""Scripts drawn from what people do to their training loops, plain and under torchtrim.
+
+    python -m bench.habits [SCRIPTS [SEED]] [--verbs] [--again SEED] [--smaller SEED]
+
+Each script has one habit of each kind of `bench/habits/`: its block, what its modules take and return,
+where batches come from, the loop, what stands around it, the optimizer, the step, its end and its start; and
+some of the settings and additions of `customs.py`. It runs plain and under a verb that plans, each in a fork
+of one process that has imported torch, and then under `run` with the plan. One script in four goes through
+`diagnose` and `optimize` too, whose peaks are compared with those of torch's allocator, and whose floors with
+the peaks of checkpointed blocks. With `--verbs`: every verb, four budgets. Faults are other output, another
+exit code, a script that fails only under torchtrim, a traceback, a wrong peak, a certificate that does not
+hold, and a refusal above what a person reaches. `--again` prints the script and the faults of one seed,
+`--smaller` the fewest habits that still have a fault of that kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from bench.habits.judging import Fault, faults, faults_of_verbs
+from bench.habits.running import prepare
+from bench.habits.script import Habits, drawn, simpler, text_of
+from bench.machine import save
+
+Judge = Callable[[Habits, Path, int], list[Fault]]
+
+
+def _cheap(habits: Habits, folder: Path, seed: int) -> list[Fault]:
+    return list(faults(habits, folder, random.Random(seed)))
+
+
+def _whole(habits: Habits, folder: Path, seed: int) -> list[Fault]:
+    return list(faults_of_verbs(habits, folder))
+
+
+def judged(seeds: Iterable[int], judge: Judge, root: Path) -> Iterator[tuple[int, list[Fault]]]:
+    """Yield each seed with the faults of its script."""
+    for seed in seeds:
+        folder = root / str(seed)
+        yield seed, judge(drawn(seed), folder, seed)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def smaller(seed: int, judge: Judge, root: Path) -> tuple[Habits, list[Fault]]:
+    """Return the fewest habits that still have a fault of the same kind as the seed's first."""
+    habits = drawn(seed)
+    found = judge(habits, root / "0", seed)
+    tries = 0
+    while found:
+        for fewer in simpler(habits):
+            tries += 1
+            same = [
+                one for one in judge(fewer, root / str(tries), seed) if one.kind == found[0].kind
+            ]
+            if same:
+                habits, found = fewer, same
+                break
+        else:
+            break
+    return habits, found
+
+
+def main() -> None:
+    """The scripts, or one of them."""
+    parser = argparse.ArgumentParser(prog="python -m bench.habits")
+    parser.add_argument("scripts", type=int, nargs="?", default=3_000)
+    parser.add_argument("seed", type=int, nargs="?", default=random.SystemRandom().randrange(2**31))
+    parser.add_argument("--verbs", action="store_true")
+    parser.add_argument("--again", type=int)
+    parser.add_argument("--smaller", type=int)
+    parser.add_argument("--no-save", action="store_true")
+    chosen = parser.parse_args()
+    judge = _whole if chosen.verbs else _cheap
+    root = Path(
+        tempfile.mkdtemp()
+    )  # not one that cleans itself up, which each fork would do as it ends
+    try:
+        prepare(root)
+        _chosen(chosen, judge, root)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _chosen(chosen: argparse.Namespace, judge: Judge, root: Path) -> None:
+    if chosen.again is not None:
+        habits = drawn(chosen.again)
+        found = judge(habits, root / "again", chosen.again)
+    elif chosen.smaller is not None:
+        habits, found = smaller(chosen.smaller, judge, root)
+    else:
+        _all(chosen, judge, root)
+        return
+    print(text_of(habits), *(f"{each.kind}: {each.shown}" for each in found), sep="\n")
+
+
+def _all(chosen: argparse.Namespace, judge: Judge, root: Path) -> None:
+    kinds: Counter[str] = Counter()
+    faulty = {}
+    done = 0
+    unsound = []  # scripts that torch itself does not run
+    try:
+        for seed, found in judged(range(chosen.seed, chosen.seed + chosen.scripts), judge, root):
+            if any(one.kind == "plain" for one in found):
+                unsound.append(seed)
+                continue
+            done += 1
+            kinds.update({one.kind for one in found})
+            for one in found:
+                print(f"seed {seed} ({drawn(seed)})\n  {one.kind}: {one.shown}", flush=True)
+            if found:
+                faulty[str(seed)] = {
+                    "habits": str(drawn(seed)),
+                    "faults": [one.kind for one in found],
+                }
+    except KeyboardInterrupt:
+        pass
+    print(f"{done} scripts from seed {chosen.seed}, {len(faulty)} with faults: {dict(kinds)}")
+    if not chosen.no_save:
+        name = "habits_verbs" if chosen.verbs else "habits"
+        summary = {
+            "scripts": done,
+            "seed": chosen.seed,
+            "faulty": len(faulty),
+            "kinds": dict(kinds),
+        }
+        save(name, {"summary": summary, "faults": faulty})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""What is wrong with torchtrim on one script: each verb beside the plain run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.habits.customs import ENDS
+from bench.habits.loops import SOURCES
+from bench.habits.running import Ended, plain, verb
+from bench.habits.script import Habits, text_of
+from bench.habits.truth import allocated
+
+_FRAME = re.compile(r'File ".*/torchtrim/')
+_NEEDED = re.compile(r"--memory (\d+) or more")
+_REFUSED = re.compile(r"^error: .*(cannot|was made for|supports)", re.MULTILINE)
+_TRUTH = 1e-3
+"""Share of a peak that the allocator's may differ by: allocations of other threads at the moment."""
+_TOTAL = 3
+"""Steps that `--steps 1` needs."""
+_NUMBER = re.compile(r"-?\d+\.\d+")
+_UNKNOWN = (2,)
+"""A dry run has no numbers, so a script that branches on them is refused."""
+_ESTIMATE = 0.01
+_PEAK = 0.005
+"""Share of a peak by which a prediction may be off."""
+
+
+class Fault(NamedTuple):
+    """A kind of fault, and what shows it."""
+
+    kind: str
+    shown: str
+
+
+class Case:
+    """A script in a folder of its own, and what its plain run did."""
+
+    def __init__(self, habits: Habits, folder: Path, checkpointed: int = 0) -> None:
+        self.habits = habits
+        self.folder = folder
+        self.script = folder / "train.py"
+        folder.mkdir(parents=True)
+        self.script.write_text(text_of(habits, checkpointed))
+        (folder / "helper.py").write_text('NAME = "helper"\n')
+        self._runs = 0
+
+    def plain(self) -> Ended:
+        return plain(self.script, self.fresh())
+
+    def verb(self, name: str, *words: str, exits: bool = False) -> Ended:
+        return verb(self.fresh(), name, str(self.script), *words, exits=exits)
+
+    def fresh(self) -> Path:
+        self._runs += 1
+        made = self.folder / f"run-{self._runs}"
+        made.mkdir()
+        return made
+
+
+def report_of(ended: Ended) -> dict[str, Any]:
+    """The report that a verb printed as JSON, empty if it printed none."""
+    try:
+        found: dict[str, Any] = json.loads(ended.output)
+    except ValueError:
+        return {}
+    return found
+
+
+def may_fail(habits: Habits) -> bool:
+    """Return True if the script rightly ends before torchtrim has seen its steps."""
+    if habits.one["around"] == "a thread":
+        return True
+    end = ENDS[habits.one["end"]]
+    return end.code != 0 and bool(end.after) and habits.last < _TOTAL
+
+
+def ill(name: str, ended: Ended, good: tuple[int, ...]) -> Iterator[Fault]:
+    """Yield what is wrong with the end of a verb, whatever it found."""
+    if ended.code not in good:
+        yield Fault(f"{name} exits with {ended.code}", _tail(ended.errors))
+    elif _FRAME.search(ended.errors):
+        yield Fault(f"{name} shows a traceback of torchtrim", _tail(ended.errors))
+
+
+def _tail(text: str) -> str:
+    return "\n".join(text.strip().splitlines()[-12:])
+
+
+def faults(habits: Habits, folder: Path, rng: random.Random) -> Iterator[Fault]:
+    """Yield what is wrong under `diagnose`, under `plan` or `optimize`, and under `run` of that plan."""
+    case = Case(habits, folder)
+    original = case.plain()
+    expected = ENDS[habits.one["end"]].code
+    if original.code != expected:
+        yield Fault("plain", _tail(original.errors))
+        return
+    good = (0, 3) if may_fail(habits) else (0,)
+    allow = rng.choice(("bitwise", "rounding"))
+    budget = rng.choice(("60%", "80%"))
+    words = (
+        "--memory",
+        budget,
+        "--allow",
+        allow,
+        "--steps",
+        "1",
+        "--json",
+        "--out",
+        str(folder / "o"),
+    )
+    name = rng.choice(("plan", "plan", "plan", "optimize"))
+    fitted = case.verb(name, *words)
+    if name == "plan" and fitted.code == 1 and (needed := _NEEDED.search(fitted.errors)):
+        fitted = case.verb(name, "--memory", needed[1], *words[2:])
+    yield from ill(name, fitted, (*good, 1))
+    report = report_of(fitted)
+    if name == "optimize":
+        diagnosed = case.verb("diagnose", "--steps", "1", "--json", "--out", str(folder / "d"))
+        yield from ill("diagnose", diagnosed, good)
+        yield from _of_report(report)
+        yield from _of_truth(case, report_of(diagnosed), report)
+        yield from _by_hand(habits, folder, original, report)
+    plan = folder / "o" / "plan.toml"
+    if plan.exists():
+        ran = case.verb("run", "--plan", str(plan), exits=True)
+        if name == "plan" and ran.code == 2 and _REFUSED.search(ran.errors):
+            return  # a plan that nobody has run may turn out not to fit, and says so
+        yield from _of_run(original, ran, report)
+
+
+def _of_truth(case: Case, diagnosed: dict[str, Any], fitted: dict[str, Any]) -> Iterator[Fault]:
+    """Compare peaks with the allocator's: the highest after the first step, and that of the longest.
+
+    Not of scripts that profile themselves, or whose worker processes have batches ready or not.
+    """
+    one = case.habits.one
+    if "profiler" in one["around"] or SOURCES[one["source"]].workers:
+        return
+    highest, longest = (each.get("original", {}).get("peak_bytes") for each in (diagnosed, fitted))
+    peaks = allocated(case.script, case.fresh())
+    if len(peaks) < 2 or not highest or not longest:
+        return
+    shown = f"{highest} diagnosed, {longest} optimized, {peaks} by torch's allocator"
+    if abs(highest / max(peaks[1:_TOTAL]) - 1) > _TRUTH:
+        yield Fault("wrong peak", shown)
+    elif min(abs(longest / peak - 1) for peak in peaks[1:]) > _TRUTH:
+        yield Fault("wrong peak of the longest step", shown)
+
+
+def _by_hand(
+    habits: Habits, folder: Path, original: Ended, report: dict[str, Any]
+) -> Iterator[Fault]:
+    """Compare a refusal's floor with the peaks of checkpointed blocks, where these compute the same."""
+    floor = report.get("floor_bytes")
+    if not floor:
+        return
+    for every in (1, 2):
+        case = Case(habits, folder / f"by-hand-{every}", every)
+        if case.plain().output != original.output:
+            continue
+        words = ("--steps", "1", "--json", "--out", str(case.folder / "d"))
+        found = report_of(case.verb("diagnose", *words)).get("original")
+        if found and found["peak_bytes"] < floor * (1 - _PEAK):
+            shown = f"{floor} refused, {found['peak_bytes']} with every {every} checkpointed"
+            yield Fault("floor above a person's plan", shown)
+
+
+def faults_of_verbs(habits: Habits, folder: Path) -> Iterator[Fault]:
+    """Yield what is wrong under every verb that takes a script."""
+    case = Case(habits, folder)
+    original = case.plain()
+    if original.code != ENDS[habits.one["end"]].code:
+        yield Fault("plain", _tail(original.errors))
+        return
+    good = (0, 3) if may_fail(habits) else (0,)
+    own, path = ("--steps", "1", "--json"), str(case.script)
+    diagnosed = case.verb("diagnose", *own, "--out", str(folder / "d"))
+    yield from ill("diagnose", diagnosed, good)
+    estimated = case.verb("estimate", "--json", "--out", str(folder / "e"))
+    yield from ill("estimate", estimated, (*good, *_UNKNOWN))
+    yield from _of_estimate(report_of(diagnosed), report_of(estimated))
+    yield from ill("verify A A", case.verb("verify", path, *own, "--out", str(folder / "v")), good)
+    yield from ill("lint", case.verb("lint", "--format", "json"), (0, 1))
+    if SOURCES[habits.one["source"]].loader:
+        words = ("--find-batch", "--memory", "80%", *own, "--out", str(folder / "b"))
+        yield from ill("find-batch", case.verb("plan", *words), (*good, 1, *_UNKNOWN))
+    for budget, allow in (
+        ("60%", "bitwise"),
+        ("80%", "bitwise"),
+        ("60%", "rounding"),
+        ("80%", "rounding"),
+    ):
+        out = folder / f"{budget}-{allow}"
+        words = ("--memory", budget, "--allow", allow, *own, "--out", str(out))
+        fitted = case.verb("optimize", *words)
+        name = f"optimize {budget} {allow}"
+        yield from ill(name, fitted, (*good, 1))
+        report = report_of(fitted)
+        yield from _of_report(report)
+        if budget == "60%" and allow == "bitwise":
+            yield from _of_truth(case, report_of(diagnosed), report)
+            yield from _by_hand(habits, folder, original, report)
+        if (plan := out / "plan.toml").exists():
+            ran = case.verb("run", "--plan", str(plan), exits=True)
+            yield from _of_run(original, ran, report)
+            words = ("--plan", str(plan), *own, "--out", str(out / "v"))
+            yield from ill("verify --plan", case.verb("verify", *words), good)
+
+
+def _of_estimate(diagnosed: dict[str, Any], estimated: dict[str, Any]) -> Iterator[Fault]:
+    measured = (diagnosed.get("original") or {}).get("peak_bytes")
+    predicted = (estimated.get("original") or {}).get("peak_bytes")
+    if measured and predicted and abs(predicted / measured - 1) > _ESTIMATE:
+        yield Fault("estimate", f"{predicted} estimated, {measured} measured")
+
+
+def _of_report(report: dict[str, Any]) -> Iterator[Fault]:
+    certificate = report.get("certificate") or {}
+    if certificate.get("verdict") in ("NOT EQUAL", "UNDECIDED"):
+        yield Fault(certificate["verdict"], str(certificate.get("reason"))[:600])
+    planned = report.get("planned")
+    if planned and (plan := report.get("plan")):
+        predicted = plan.get("predicted_peak_bytes") or planned["peak_bytes"]
+        off = planned["peak_bytes"] / predicted - 1
+        if abs(off) > _PEAK:
+            yield Fault("prediction", f"{predicted} predicted, {planned['peak_bytes']} measured")
+
+
+def _of_run(original: Ended, ran: Ended, report: dict[str, Any]) -> Iterator[Fault]:
+    if ran.code != original.code:
+        yield Fault(f"run exits with {ran.code} for {original.code}", _tail(ran.errors))
+    elif _FRAME.search(ran.errors):
+        yield Fault("run shows a traceback of torchtrim", _tail(ran.errors))
+    elif not _same(original.output, ran.output, report):
+        lines = itertools.zip_longest(original.output.split("\n"), ran.output.split("\n"))
+        first = next(pair for pair in lines if pair[0] != pair[1])
+        yield Fault("run prints something else", f"{first[0]!r} and {first[1]!r}")
+
+
+def _same(one: str, other: str, report: dict[str, Any]) -> bool:
+    if one == other:
+        return True
+    certificate = report.get("certificate") or {}
+    if certificate.get("verdict") == "BITWISE" or _NUMBER.sub("#", one) != _NUMBER.sub("#", other):
+        return False
+    pairs = zip(_NUMBER.findall(one), _NUMBER.findall(other), strict=True)
+    return all(abs(float(a) - float(b)) <= 1e-2 * max(1.0, abs(float(a))) for a, b in pairs)

@@ -1,0 +1,29 @@
+"""Plans on live modules: techniques that share a module all act, whatever their order in the plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import nn
+
+from steps import fitting, train_step
+from torchtrim.records.budget import Budget
+from torchtrim.records.plan import Technique
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_range_of_a_sequential_leaves_what_watches_the_whole_of_it(order: int) -> None:
+    torch.manual_seed(0)
+    blocks = [m for _ in range(2) for m in (nn.Conv1d(8, 8, 1), nn.BatchNorm1d(8), nn.SiLU())]
+    tried = fitting(train_step(nn.Sequential(*blocks), torch.randn(16, 8, 512)), 1)
+    original = tried.observe()
+    plain = tried.planner(original).unchanged(Budget(original.peak_bytes))
+    whole = Technique(name="replay", where=("Sequential:batch_norm.0",))
+    part = Technique(name="recompute", where=("Sequential[3:6]",))
+
+    def peak(*techniques: Technique) -> int:
+        return tried.run_planned(replace(plain, techniques=techniques)).peak_bytes
+
+    # The last of the blocks is the first that runs again, so what it saves is not at the peak.
+    assert peak(*(whole, part)[::order]) < peak(part) <= original.peak_bytes
