@@ -56,10 +56,9 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """Memory over a step: layers from the bottom up, the phase of each column, and the peak."""
+    """Memory over a step: layers from the bottom up, each column's phase and operator, and the peak."""
 
     layers: Sequence[Layer]
-    operators: Sequence[int]
     phases: Sequence[str]
     peak_column: int
     peak_bytes: int
@@ -67,6 +66,7 @@ class Picture:
     where: str
     summary: str
     axis: str
+    operators: Sequence[int] = ()
 
     @property
     def totals(self) -> list[int]:
