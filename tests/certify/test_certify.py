@@ -127,7 +127,7 @@ def loses_buffer(buffers: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
 def test_faults_are_caught(
     step: TrainStep, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any], quantity: str
 ) -> None:
-    monkeypatch.setattr(rerun, "_run", fault)
+    monkeypatch.setattr(rerun, "run_again", fault)
     given = certificate(step, *BLOCKS)
     assert given.verdict == "NOT EQUAL"
     assert given.first_difference is not None
@@ -141,7 +141,7 @@ def test_an_extra_random_number_is_caught(step: TrainStep, monkeypatch: pytest.M
         torch.rand(1)
         return output
 
-    monkeypatch.setattr(rerun, "_run", draws)
+    monkeypatch.setattr(rerun, "run_again", draws)
     assert certificate(step, BLOCKS[1]).verdict == "NOT EQUAL"
 
 
@@ -152,7 +152,7 @@ def test_rounding_is_told_from_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
 
     torch.manual_seed(0)
     net = encoder(16, 2)
-    monkeypatch.setattr(rerun, "_run", thirds)
+    monkeypatch.setattr(rerun, "run_again", thirds)
     given = certificate(
         train_step(net, torch.randn(4, 8, 16), "SGD"), "TransformerEncoder.layers.0"
     )
@@ -166,7 +166,7 @@ def test_a_small_bug_is_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
         return function(*args, **kwargs) * (1 + 1e-6)
 
     torch.manual_seed(0)
-    monkeypatch.setattr(rerun, "_run", nearly)
+    monkeypatch.setattr(rerun, "run_again", nearly)
     step = train_step(encoder(16, 2), torch.randn(4, 8, 16), "SGD")
     given = certificate(step, "TransformerEncoder.layers.0")
     assert given.verdict == "NOT EQUAL"
@@ -214,7 +214,7 @@ def test_a_generator_of_random_numbers_has_no_rounding(
         random.random()
         return function(*args, **kwargs)
 
-    monkeypatch.setattr(rerun, "_run", draws)
+    monkeypatch.setattr(rerun, "run_again", draws)
     given = certificate(step, BLOCKS[1])
     assert given.verdict == "NOT EQUAL"
     assert "random state:python" in given.reason
@@ -227,7 +227,7 @@ def test_a_plan_with_a_fingerprint_is_judged_in_float64(monkeypatch: pytest.Monk
 
     torch.manual_seed(0)
     step = train_step(encoder(16, 2), torch.randn(4, 8, 16), "SGD")
-    monkeypatch.setattr(rerun, "_run", thirds)
+    monkeypatch.setattr(rerun, "run_again", thirds)
     found = fitting(step, steps=3)
     original = found.observe()
     plan = plan_for("TransformerEncoder.layers.0")

@@ -274,6 +274,7 @@ def test_run_shows_an_exception_as_python_does(
 ) -> None:
     # A process group of an earlier test leaves a hook that prints "[rank0]" before each line.
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.delenv("TORCHTRIM_DEBUG")
     script = tmp_path / "ends.py"
     script.write_text(f"def work():\n    raise {error}\n\n\nwork()\n")
     python = subprocess.run([sys.executable, str(script)], capture_output=True, check=False)

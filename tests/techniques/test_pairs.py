@@ -37,13 +37,14 @@ ELSEWHERE = {
     "compress_gradients",
     "data_parallel",
     "in_place",
+    "recompute_function",
     "relative_attention",
     "release",
     "shard",
     "split_batch",
     "split_time",
 }
-"""Those for inference, streams, several processes or a kind of model of their own."""
+"""Those for inference, streams, several processes, scripts or a kind of model of their own."""
 if importlib.util.find_spec("torchao") is None:
     ELSEWHERE.add("low_bit_states")
 SCALED = {"from_batch": 8, "to_batch": 16, "rule": "sqrt", "warmup": 0}
