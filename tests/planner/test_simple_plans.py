@@ -10,6 +10,7 @@ from steps import fitting
 from torchtrim.records.finding import Equivalence
 
 
+@pytest.mark.slow
 def test_no_simple_plan_is_lower_or_quicker_and_no_option_superfluous() -> None:
     tried = fitting(Trained.of(MODELS["nerf"]).work, 1)
     original = tried.observe()

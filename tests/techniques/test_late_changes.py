@@ -38,6 +38,7 @@ ON_CPU = (
 """Techniques that have a place in each model of the bench, on a CPU."""
 
 
+@pytest.mark.slow
 def test_drawn_changes_are_right_or_stopped_with_their_cause() -> None:
     """Thirty changes of one model, each under one technique; bench.late_changes makes the whole table."""
     rng = random.Random(draws.seed())
