@@ -87,12 +87,22 @@ def listen_to_errors(patches: Patches, heard: Callable[[BaseException], bool]) -
     fail = patches.replace(Future, "set_exception", failed)
 
 
+_timers: list[threading.Timer] = []
+
+
+def main_has_ended() -> None:
+    """Call off what `end_main` would still do: the main thread has left the program."""
+    while _timers:
+        _timers.pop().cancel()
+
+
 def end_main(kind: type[BaseException], seconds: float, otherwise: Callable[[], None]) -> None:
     """Raise an exception in the main thread at its next line of Python.
 
-    `otherwise`: called if that has not ended the process after so many seconds.
+    `otherwise`: called after so many seconds, unless `main_has_ended` calls it off.
     """
     timer = threading.Timer(seconds, otherwise)
+    _timers.append(timer)
     timer.daemon, timer.name = True, OURS
     timer.start()
     main = ctypes.c_ulong(threading.main_thread().ident or 0)

@@ -23,7 +23,7 @@ from torchtrim.capture.optimizers import names_of
 from torchtrim.capture.watch import Listener, Watcher
 from torchtrim.core.isolation import debugging
 from torchtrim.dispatch.patches import Patches
-from torchtrim.dispatch.threads import await_others, end_main, listen_to_errors
+from torchtrim.dispatch.threads import await_others, end_main, listen_to_errors, main_has_ended
 from torchtrim.errors import ApplyFailed, TorchtrimError, UsageError
 from torchtrim.executor.apply import apply_plan, fingerprint_of, is_unchanged
 from torchtrim.executor.autograd import NotTwice
@@ -173,6 +173,7 @@ def run_planned(
     except (ApplyFailed, NotTwice) as error:
         raise ApplyFailed(str(error)) from None
     finally:
+        main_has_ended()
         eagerly.remove()
         patches.undo()
         flush_files()
