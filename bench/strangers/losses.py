@@ -22,7 +22,7 @@ def main() -> None:
     """Run it; the process ends at the last backward, or when the script does."""
     count, file, plan, script = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]
     arguments = sys.argv[5:]
-    _seed()
+    _seed_where_the_script_begins()
     _note_losses(count, file)
     if plan == "-":
         sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
@@ -30,6 +30,17 @@ def main() -> None:
     else:
         sys.argv = ["torchtrim", "run", script, "--plan", plan, "--", *arguments]
         runpy.run_module("torchtrim", run_name="__main__", alter_sys=True)
+
+
+def _seed_where_the_script_begins() -> None:
+    """Seed after all that torchtrim imports, some of which draws numbers."""
+    original = runpy.run_path
+
+    def run_path(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        _seed()
+        return original(*args, **kwargs)
+
+    runpy.run_path = run_path
 
 
 def _seed() -> None:
