@@ -1,19 +1,12 @@
-"""Scripts drawn from people's habits run under torchtrim as they run plain."""
+"""Scripts drawn from people's habits; `bench.habits` runs them under torchtrim and plain."""
 
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
-from pathlib import Path
 
-import pytest
 from bench.habits.script import PLAIN, Habits, drawn, simpler, text_of
 
 import draws
-
-ROOT = Path(__file__).parents[1]
-SCRIPTS = 40
 
 
 def seeds(count: int) -> range:
@@ -41,11 +34,3 @@ def test_simpler_scripts_have_one_habit_less() -> None:
     fewer = list(simpler(habits))
     assert len(fewer) >= special
     assert habits not in fewer
-
-
-@pytest.mark.slow
-def test_scripts_behave_as_they_do_without_torchtrim() -> None:
-    """Forks of a process of its own run them: this one has run operators, whose threads no fork has."""
-    words = [sys.executable, "-m", "bench.habits", str(SCRIPTS), str(seeds(1)[0]), "--no-save"]
-    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ", 0 with faults" in ended.stdout, f"{ended.stdout}\n{ended.stderr[-2000:]}"
