@@ -54,17 +54,6 @@ def test_drawn_changes_are_right_or_stopped_with_their_cause() -> None:
         assert not verdict.startswith(FAULTS), (name, case.name, verdict)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
-def test_changes_under_every_technique(shape: str) -> None:
-    plans = Planner(shape, "Adam", draws.seed()).plans()
-    cases = drawn(draws.seed())
-    for _ in range(draws.count(40)):
-        case = next(cases)._replace(shape=shape, optimizer="Adam")
-        for name, verdict in judged(case, plans).items():
-            assert not verdict.startswith(FAULTS), (name, case.name, verdict)
-
-
 def test_the_judge_finds_what_is_silent() -> None:
     """A technique that lies: it scales the learning rate, and claims that every bit agrees."""
     honest = Planner("mlp", "SGD").plan("scale_lr")

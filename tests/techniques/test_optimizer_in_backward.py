@@ -91,6 +91,27 @@ class ClippedRun(Run):
         self.handle = applied(self.optimizer, backwards) if early else None
 
 
+def test_groups_that_change_later_hold_from_then_on() -> None:
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        handle = applied(optimizer) if planned else None
+        for step in range(8):
+            if step == 4:
+                (group,) = optimizer.param_groups
+                slow = {**group, "params": group["params"][:2], "lr": 0.001}
+                optimizer.param_groups = [slow, {**group, "params": group["params"][2:]}]
+            optimizer.zero_grad()
+            model(torch.randn(3, 4)).square().sum().backward()
+            optimizer.step()
+        if handle is not None:
+            handle.revert()
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 def test_clipping_each_parameter_by_itself_goes_with_it() -> None:
     original, planned, free = ClippedRun("AdamW", 2), ClippedRun("AdamW", 2, True), Run("AdamW", 2)
     for run in (original, planned, free):

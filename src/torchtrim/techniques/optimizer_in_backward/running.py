@@ -44,14 +44,12 @@ class EarlyUpdates:
         self._placeholders: list[torch.Tensor] = []
         self._saved = optimizer.register_state_dict_pre_hook(lambda _: self.check_settled())
         self._marks: dict[int, Spent] = {}
-        numbers = {
-            parameter: number
-            for number, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-            if parameter.requires_grad and parameter.is_leaf
-        }
-        self._groups = {id(parameter): number for parameter, number in numbers.items()}
-        self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in numbers]
+        self._lists: list[list[torch.Tensor]] = []
+        self._groups: dict[int, int] = {}
+        trained: list[Any] = [
+            one for one in parameters_of(optimizer) if one.requires_grad and one.is_leaf
+        ]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in trained]
 
     def revert(self) -> None:
         """Restore the optimizer, and remove the placeholders of used gradients."""
@@ -108,9 +106,21 @@ class EarlyUpdates:
         follows = step_follows(self._optimizer)
         return "" if follows.sure else f"a `step` may not follow: {follows.why_not}"
 
+    def _group_of(self, parameter: torch.Tensor) -> int | None:
+        """Return the number of the parameter's group, or None if the program has taken it out of all."""
+        lists = [group["params"] for group in self._optimizer.param_groups]
+        known = zip(self._lists, lists, strict=False)
+        same = len(lists) == len(self._lists) and all(one is other for one, other in known)
+        if not same or sum(map(len, lists)) != len(self._groups):
+            self._lists = lists
+            self._groups = {id(one): number for number, held in enumerate(lists) for one in held}
+        return self._groups.get(id(parameter))
+
     def _update(self, parameter: torch.Tensor) -> None:
+        optimizer, number = self._optimizer, self._group_of(parameter)
+        if number is None:
+            return
         self._keep_order()
-        optimizer, number = self._optimizer, self._groups[id(parameter)]
         whole = optimizer.param_groups
         group = whole[number]
         if number not in self._settings:
