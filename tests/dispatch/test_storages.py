@@ -47,9 +47,8 @@ def test_views_of_an_array_that_a_step_takes_are_no_memory_of_torch() -> None:
     for sample in samples:
         storages.see(sample, 3)
     assert storages.live_bytes == 0
-    whole, shared = torch.as_tensor(table), torch.ones(10).share_memory_()
-    storages.see(whole, -1)
-    storages.see(shared, 4)
+    storages.see(torch.as_tensor(table), -1)
+    storages.see(torch.ones(10).share_memory_(), 4)
     assert storages.live_bytes == table.nbytes + 40
 
 
