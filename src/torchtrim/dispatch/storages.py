@@ -234,9 +234,7 @@ class Storages:
         number = len(self.lives)
         device = FILE if storage.filename else self._device(storage.device)
         watched = self._watch(storage, key, number)
-        borrows = birth >= 0 and device == "cpu" and _is_borrowed(storage)
-        size = 0 if borrows else allocated_bytes(watched.bytes, device)
-        life = StorageLife(size, birth, device, kind)
+        life = StorageLife(allocated_bytes(watched.bytes, device), birth, device, kind)
         self.lives.append(life)
         if self.counts(life):
             self.live_bytes += life.bytes
@@ -266,14 +264,6 @@ class Storages:
             del self._living[watched.key]
             if watched.number >= 0:
                 self._end(watched.number)
-
-
-def _is_borrowed(storage: Any) -> bool:
-    """Return True for memory of another library, such as a numpy array of which each sample is a view.
-
-    What a loader's workers share has been allocated for torch.
-    """
-    return not (storage.resizable() or storage.is_shared())
 
 
 def allocated_bytes(size: int, device: str) -> int:
