@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 from bench.by_hand import Trained
-from bench.simple_plans import MODELS, SHARES, measure, redundant, simple_plans
+from bench.simple_plans import MODELS, SHARES, redundant, simple_plans
 
 from steps import fitting
-from torchtrim.records.finding import Equivalence
 
 
 @pytest.mark.slow
@@ -27,10 +26,3 @@ def test_no_simple_plan_is_lower_or_quicker_and_no_option_superfluous() -> None:
             assert choice.outcome.added_seconds <= min(fitting_too, default=float("inf")) + 1e-7
             assert redundant(planner, choice, budget) == []
     assert found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("allow", ["BITWISE", "ROUNDING"])
-@pytest.mark.parametrize("name", ["mlp", "points", "gan", "u-net", "gpt", "gpt in bfloat16"])
-def test_what_is_measured_agrees(name: str, allow: Equivalence) -> None:
-    assert measure(MODELS[name], allow)["faults"] == []
