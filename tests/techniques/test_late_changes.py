@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from bench.late.changes import SHAPES, Case, drawn
+from bench.late.changes import Case
 from bench.late.running import Planner, judged
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-import draws
 from torchtrim.emulator import emulate
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor import notices
@@ -36,22 +34,6 @@ ON_CPU = (
     *("recompute", "replay"),
 )
 """Techniques that have a place in each model of the bench, on a CPU."""
-
-
-@pytest.mark.slow
-def test_drawn_changes_are_right_or_stopped_with_their_cause() -> None:
-    """Thirty changes of one model, each under one technique; bench.late_changes makes the whole table."""
-    rng = random.Random(draws.seed())
-    shape = rng.choice(sorted(SHAPES))
-    planner = Planner(shape, "AdamW", draws.seed())
-    every = {name: planner.plan(name) for name in rng.sample(ON_CPU, 4)}
-    plans = {name: plan for name, plan in every.items() if plan is not None}
-    cases = drawn(draws.seed())
-    for _ in range(30):
-        case = next(cases)._replace(shape=shape, optimizer="AdamW", late=8, steps=12)
-        name = rng.choice(sorted(plans))
-        (verdict,) = judged(case, {name: plans[name]}).values()
-        assert not verdict.startswith(FAULTS), (name, case.name, verdict)
 
 
 def test_the_judge_finds_what_is_silent() -> None:
