@@ -112,6 +112,14 @@ class Recording:
         return live
 
     @cached_property
+    def live_bytes(self) -> dict[int, int]:
+        """The bytes that each block in use before the first event takes, by address."""
+        return {
+            address: self.settings.rounded(each.size) if each.requested else each.size
+            for address, each in self.live.items()
+        }
+
+    @cached_property
     def reserved(self) -> list[int]:
         """The bytes held after each event."""
         now = sum(each.size for each in self.start)

@@ -166,8 +166,7 @@ class Replay:
         at = held.address
         for address in self._addresses_in(held):
             self._gap(found, at, address, least)
-            live = recording.live[address]
-            size = recording.settings.rounded(live.size) if live.requested else live.size
+            size = recording.live_bytes[address]
             found.append((address, size, True))
             at = address + size
         self._gap(found, at, held.end, least)

@@ -146,8 +146,7 @@ def _live_at(recording: Recording, index: int) -> list[_Live]:
     rounded = recording.settings.rounded
     blocks = {block.address: block for segment in recording.segments for block in segment.blocks}
     live = {
-        address: _Live(rounded(each.size) if each.requested else each.size, blocks.get(address))
-        for address, each in recording.live.items()
+        address: _Live(size, blocks.get(address)) for address, size in recording.live_bytes.items()
     }
     for event in recording.events[: index + 1]:
         if event.action == "alloc":
@@ -223,10 +222,7 @@ def _curve(recording: Recording, watch: _Watch) -> Curve:
 def _kinds_at(recording: Recording, indices: list[int]) -> dict[Kind, list[int]]:
     """Return the bytes of each kind after each of the ascending events."""
     rounded = recording.settings.rounded
-    before = {
-        address: rounded(each.size) if each.requested else each.size
-        for address, each in recording.live.items()
-    }
+    before = recording.live_bytes
     now: dict[Kind, int] = {"held before": sum(before.values())}
     live: dict[int, tuple[Kind, int]] = {
         address: ("held before", size) for address, size in before.items()
@@ -251,10 +247,7 @@ def _kinds_at(recording: Recording, indices: list[int]) -> dict[Kind, list[int]]
 def _arena(recording: Recording) -> int | None:
     """Return the height of one arena that holds all requests at fixed places."""
     rounded = recording.settings.rounded
-    begun = {
-        address: (0, rounded(each.size) if each.requested else each.size)
-        for address, each in recording.live.items()
-    }
+    begun = {address: (0, size) for address, size in recording.live_bytes.items()}
     buffers: list[Buffer] = []
     last = len(recording.events) + 1
     for index, event in enumerate(recording.events, 1):
