@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gzip
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from tests.snapshots import Writer, leave_holes
 
 from docs.blocks import Block, blocks
 
@@ -26,6 +28,7 @@ WHY_NOT = {
     "make demo": "sets up an environment of its own",
     "def test_a_step_waits_for_nothing": "a fragment; docs/gate.md has a whole one",
     "from torch.profiler import ProfilerActivity": "needs a GPU",
+    "import torch\n\ntorch.cuda.memory._record_memory_history": "needs a GPU",
     "torchtrim optimize examples/charlm.py --memory 100MiB": "slow",
 }
 FRAGMENTS = {"streams.md": "they need a model of transformers"}
@@ -48,6 +51,10 @@ def folder(path: Path, document: Path) -> None:
     traces = sorted((ROOT / "tests/data/traces").glob("*.json.gz"))
     if document.name == "gate.md":
         (path / "train.py").write_text(WAITS)
+    if document.name == "snapshots.md":
+        writer = Writer()
+        leave_holes(writer)
+        (path / "snapshot.pickle").write_bytes(pickle.dumps(writer.dumped()))
     if document.name == "traces.md":
         (path / "log").mkdir()
         (path / "src").mkdir()

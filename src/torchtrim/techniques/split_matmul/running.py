@@ -166,7 +166,8 @@ class _RowParts(torch.autograd.Function):
 
 def _check_owned(made: Tensor, inputs: Sequence[Tensor]) -> None:
     """Raise `ApplyFailed` if a result depends on tensors with gradients apart from these."""
-    known = set(map(id, inputs))
+    # By node, since a saved tensor that went through hooks comes back as another object on the same node.
+    known = {get_gradient_edge(one).node for one in inputs if one.requires_grad}
     nodes = [made.grad_fn]
     seen: set[Any] = set()
     while nodes:
@@ -174,8 +175,7 @@ def _check_owned(made: Tensor, inputs: Sequence[Tensor]) -> None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known:
+        if getattr(node, "variable", None) is not None and node not in known:
             raise ApplyFailed(
                 "a module that split_matmul runs in parts uses a tensor from outside that needs a gradient, "
                 "which would be lost. Make it a parameter or an input of the module, or remove split_matmul "
