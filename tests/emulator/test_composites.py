@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torchtrim.capture.recording import record_call
-from torchtrim.emulator import composites, emulate
+from torchtrim.emulator import emulate
 
 
 def rows(function: Any) -> list[str]:
@@ -73,47 +72,6 @@ def test_one_hot_gives_the_cpus_values(labels: list[int], classes: int) -> None:
         found = F.one_hot(host.cuda(), classes)
         assert found.is_cuda
         assert torch.equal(found.cpu(), F.one_hot(host, classes))
-
-
-def plain_attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, kept: Tensor
-) -> Tensor:
-    """Attention as in the books; `kept` is what dropout multiplies the weights by."""
-    scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(later, -math.inf)
-    if bias is not None:
-        scores = scores + bias
-    return (scores.softmax(-1) * kept) @ value
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("p", [0.1, 0.5])
-def test_fused_attention_is_plain_math(causal: bool, biased: bool, p: float) -> None:
-    torch.manual_seed(0)
-    kinds = {"dtype": torch.float64, "requires_grad": True}
-    query, key, value = (torch.randn(2, 3, n, 4, **kinds) for n in (5, 6, 6))
-    bias = torch.randn(2, 3, 5, 6, dtype=torch.float64) if biased else None
-    with torch.no_grad():
-        made = composites.fused_attention(query, key, value, bias, True, p, causal)
-    out, sums, seed, offset = made
-    again = torch.Generator()
-    again.set_state(composites._STATES[int(seed)])
-    kept = composites._weights(query, key, bias, p, causal, None, again)[1].detach()
-    expected = plain_attention(query, key, value, bias, causal, kept)
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    assert set(kept.unique().tolist()) <= {0.0, 1 / (1 - p)}
-    gradient = torch.randn_like(expected)
-    wanted = torch.autograd.grad(expected, (query, key, value), gradient)
-    with torch.no_grad():
-        found = composites.fused_attention_backward(
-            *(gradient, query, key, value, bias, out, sums, seed, offset, p),
-            *([True, True, True, False], causal),
-        )
-    for got, want in zip(found, wanted, strict=False):
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.usefixtures("device")

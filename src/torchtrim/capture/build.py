@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import sys
 from collections.abc import Sequence
@@ -149,16 +148,8 @@ def _operator(op: RawOperator, places: _PlaceTable, transient: int, start_ns: in
         start=max(op.start_ns - start_ns, 0) / 1e9,
         seconds=(op.end_ns - op.start_ns) / 1e9,
         transient_bytes=transient,
-        random=_is_random(op.func),
+        random=op.random,
     )
-
-
-@functools.cache
-def _is_random(func: Any) -> bool:
-    """Return True for an operator tagged as random, or one that takes a generator."""
-    arguments = getattr(getattr(func, "_schema", None), "arguments", ())
-    is_tagged = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-    return is_tagged or any("Generator" in str(argument.type) for argument in arguments)
 
 
 def rank_and_world() -> tuple[int, int]:

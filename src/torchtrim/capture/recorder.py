@@ -25,12 +25,15 @@ from torchtrim.capture.saved import RawUse, SavedTensors, type_name
 from torchtrim.capture.waits import NOTHING, Origin, Ran, SyncChecks, sync_detector
 from torchtrim.core.clock import queued_ns
 from torchtrim.dispatch.modes import (
+    DROPOUT,
     call_operator,
     enter_below,
     fake_mode,
     has_own_dispatch,
     is_composite,
+    is_random,
     leave,
+    position_of,
     run_parts,
     written_arguments,
     written_tensors,
@@ -63,6 +66,7 @@ class RawOperator(NamedTuple):
     mutates: tuple[int, ...]
     start_ns: int
     end_ns: int
+    random: bool
 
 
 class RawSync(NamedTuple):
@@ -87,7 +91,10 @@ class FailedOperator(NamedTuple):
 
 
 class _RecordedSchema(NamedTuple):
-    """Facts about an operator from its schema. `parts` runs a composite operator in parts."""
+    """Facts about an operator from its schema. `parts` runs a composite operator in parts.
+
+    `random`: it may draw random numbers. `dropout`: the position of its dropout probability, or -1.
+    """
 
     written: tuple[tuple[int, str], ...]
     is_label: bool
@@ -95,6 +102,15 @@ class _RecordedSchema(NamedTuple):
     checks: SyncChecks
     parts: Any
     exchanges: bool
+    random: bool
+    dropout: int
+
+    def draws(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Return True if a call draws random numbers: one with a dropout of zero does not."""
+        if not self.random or self.dropout < 0:
+            return self.random
+        given = len(args) > self.dropout
+        return bool(args[self.dropout] if given else kwargs.get(DROPOUT, 0.0))
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -278,7 +294,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.workspaces.append(scratch if self._emulation is None else 0)
             label = self._open_labels[-1] if self._open_labels else -1
             self.operators.append(
-                RawOperator(func, *cause, label, inputs, outputs, mutates, begin, end)
+                RawOperator(
+                    *(func, *cause, label, inputs, outputs, mutates, begin, end),
+                    known.draws(args, kwargs),
+                )
             )
             self._own_nodes(index)
             if known.exchanges:
@@ -390,6 +409,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._detector.checks(func) if self._detector is not None else NOTHING,
             self._parts_of(func),
             is_collective(func),
+            is_random(func),
+            position_of(func, DROPOUT),
         )
         return known
 

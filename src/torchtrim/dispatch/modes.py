@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
+DROPOUT = "dropout_p"
+"""The name of a dropout probability in the schemas of attention."""
 COMPOSITE = "CompositeImplicitAutograd"
 CUSTOM = torch._C.DispatchKey.CompositeExplicitAutograd
 _TORCHS_OWN = ("aten", "prim", "prims", "_c10d_functional", "c10d")
@@ -74,6 +76,24 @@ def written_tensors(
 ) -> Iterator[torch.Tensor]:
     """Yield the tensors passed for these arguments (see `written_arguments`)."""
     return tensors_among(args[at] if at < len(args) else kwargs.get(name) for at, name in written)
+
+
+def is_random(func: Any) -> bool:
+    """Return True for an operator tagged as random, or one that takes a generator."""
+    arguments = getattr(getattr(func, "_schema", None), "arguments", ())
+    is_tagged = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+    return is_tagged or any("Generator" in str(argument.type) for argument in arguments)
+
+
+def position_of(func: Any, name: str) -> int:
+    """Return the position of an operator's argument, or -1 if it has none of that name."""
+    arguments = getattr(getattr(func, "_schema", None), "arguments", ())
+    return next((at for at, one in enumerate(arguments) if one.name == name), -1)
+
+
+def is_dry() -> bool:
+    """Return True if a mode below all others replaces the operators, as a dry run does."""
+    return any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
 
 
 def has_own_dispatch(kind: type) -> bool:

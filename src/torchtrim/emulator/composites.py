@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import warnings
-import weakref
 from typing import Any
 
 import torch
 
 from torchtrim.dispatch.calls import tell_synchronized
 from torchtrim.dispatch.patches import Patches
+from torchtrim.emulator.attention import KERNELS, attend
+from torchtrim.emulator.kernels import AttentionCall, Target, attention_kernel
 from torchtrim.emulator.mode import Accelerator
 from torchtrim.emulator.streams import current_stream
 
 _KEYS = ("AutogradCPU", "CPU")
-_FUSED = "_scaled_dot_product_efficient_attention"
 _MEAN = 1  # `at::Reduction::Mean`.
-_NUMBERS = itertools.count()
-_STATES: dict[int, torch.Tensor] = {}  # Random states that backward passes draw from again.
 _aten: Any = torch.ops.aten
 
 
 class Composites:
-    """Registers the GPU's versions of `dropout`, `one_hot`, attention and others."""
+    """Registers the GPU's versions of `dropout`, `one_hot`, attention and others.
 
-    def __init__(self, patches: Patches, accelerator: Accelerator) -> None:
+    `target`: the device whose kernels run, or None for those of the CPU.
+    """
+
+    def __init__(self, patches: Patches, accelerator: Accelerator, target: Target | None) -> None:
         self._patches = patches
+        self._target = target
         self._accelerator = accelerator
         self._tags = accelerator.tags
 
@@ -46,8 +46,7 @@ class Composites:
             ("scaled_dot_product_attention", self._attention, _KEYS),
             ("native_dropout", fused_dropout, ("CPU",)),
             ("native_dropout_backward", fused_dropout_backward, ("CPU",)),
-            (_FUSED, fused_attention, ("CPU",)),
-            (f"{_FUSED}_backward", fused_attention_backward, ("CPU",)),
+            *((name, kernel, ("CPU",)) for name, kernel in KERNELS.items()),
         ):
             if len(keys) > 1:
                 self._accelerator.composites[overload_named(name)] = kernel
@@ -125,28 +124,16 @@ class Composites:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
-        fused = (
-            dropout_p > 0
-            and query.dim() == 4
-            and not enable_gqa
-            and (attn_mask is None or not attn_mask.requires_grad)
-            and self._tags.on_device(query)
-        )
-        if not fused:
-            return _as_on_cpu(
-                _aten.scaled_dot_product_attention.default,
-                *(query, key, value, attn_mask, dropout_p, is_causal),
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
-        bias = attn_mask
-        if bias is not None and bias.dtype == torch.bool:
-            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(~bias, -math.inf)
-        if bias is not None:
-            bias = bias.expand(*query.shape[:-1], key.shape[-2])
-        return _aten._scaled_dot_product_efficient_attention(
-            *(query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal), scale=scale
-        )[0]
+        arguments = (query, key, value, attn_mask, dropout_p, is_causal)
+        if self._target is not None and self._tags.on_device(query) and not query.is_nested:
+            call = AttentionCall(*arguments, enable_gqa)
+            kernel = attention_kernel(call, self._target)
+            choose = torch._fused_sdp_choice
+            fused = kernel != "math" or choose(*arguments, scale=scale, enable_gqa=enable_gqa)
+            if fused:
+                return attend(kernel, call, scale)
+        func = _aten.scaled_dot_product_attention.default
+        return _as_on_cpu(func, *arguments, scale=scale, enable_gqa=enable_gqa)
 
 
 def _as_on_cpu(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -175,92 +162,3 @@ def overload_named(name: str) -> Any:
     """Return the operator `packet.overload` or `packet` of `torch.ops.aten`."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(_aten, packet), overload or "default")
-
-
-def fused_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_bias: torch.Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """Attention with dropout by the CPU's plain kernels, without keeping the `Lq x Lk` matrices.
-
-    Returns the output, a GPU's log-sum-exp of each row, and a placeholder for the random numbers.
-    """
-    number, generator = next(_NUMBERS), torch.default_generator
-    seed = torch.tensor(number, device="cpu")
-    _STATES[number] = generator.get_state()
-    weakref.finalize(seed.untyped_storage(), _STATES.pop, number, None)
-    weights, kept = _weights(query, key, attn_bias, dropout_p, is_causal, scale, generator)
-    rows = -(-query.shape[-2] // 32) * 32 if compute_log_sumexp else 0
-    sums = query.new_zeros((*query.shape[:-2], rows), dtype=torch.float32)
-    return (weights * kept) @ value, sums, seed, torch.zeros((), dtype=torch.int64, device="cpu")
-
-
-def fused_attention_backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_bias: torch.Tensor | None,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    philox_seed: torch.Tensor,
-    philox_offset: torch.Tensor,
-    dropout_p: float,
-    grad_input_mask: list[bool],
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of `fused_attention`, computed in the order of the CPU's autograd."""
-    generator = torch._C.Generator("cpu")
-    generator.set_state(_STATES[int(philox_seed)])
-    weights, kept = _weights(query, key, attn_bias, dropout_p, is_causal, scale, generator)
-    factor = _root_of_scale(query, scale)
-    queries, keys = _flat(query * factor), _flat(key.transpose(-2, -1) * factor)
-    dropped, by_out = _flat(weights * kept), _flat(grad_out)
-    by_weights = (by_out @ _flat(value).mT).view(weights.shape) * kept
-    by_scores = _flat(_aten._softmax_backward_data(by_weights, weights, -1, weights.dtype))
-    return (
-        (by_scores @ keys.mT).view(query.shape) * factor,
-        ((queries.mT @ by_scores).view(key.mT.shape) * factor).mT,
-        (dropped.mT @ by_out).view(value.shape),
-        None,
-    )
-
-
-def _flat(matrices: torch.Tensor) -> torch.Tensor:
-    return matrices.reshape(-1, *matrices.shape[-2:])
-
-
-def _weights(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    bias: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    generator: torch.Generator,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention's weights before dropout, and the dropout factors."""
-    factor = _root_of_scale(query, scale)
-    scores = (query * factor) @ (key.transpose(-2, -1) * factor)
-    if is_causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores.masked_fill_(later, -math.inf)
-    if bias is not None:
-        scores = scores + bias
-    masked = is_causal or bias is not None
-    weights = _aten._safe_softmax(scores, -1) if masked else scores.softmax(-1)
-    kept = torch.empty_like(weights).bernoulli_(1 - dropout_p, generator=generator)
-    return weights, kept.div_(1 - dropout_p)
-
-
-def _root_of_scale(query: torch.Tensor, scale: float | None) -> float:
-    return math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)

@@ -124,6 +124,7 @@ class Emulation:
         self.notes: set[str] = set()
         self.device = f"emulated {model.short}" if model.short else "emulated"
         self._patches = Patches()
+        self._target = model.target()
         self._runtime = Runtime(self._patches, self.tags, model)
         self.counters = self._runtime.counters
 
@@ -139,7 +140,7 @@ class Emulation:
         Construction(patches, mover).install()
         patch_device(patches)
         Autocast(patches, tags).install()
-        Composites(patches, self.accelerator).install()
+        Composites(patches, self.accelerator, self._target).install()
         enter_in_threads(patches, lambda: self.accelerator, ours=True)
         patch_grouping(patches, tags)
         patch_parallel(patches, mover)

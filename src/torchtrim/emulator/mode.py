@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +47,12 @@ _MEETS_HOST = (
 _FILLS = _aten("index_fill_", "masked_fill_")
 if not holds(row("host-index-fill"), str(torch.__version__)):
     _FILLS = frozenset()
+# How many of the first results are on the device. Others are host tensors: batch sizes, or the seed
+# and offset of dropout (`transformers/cuda/attention.cu`, `_efficient_attention_forward`).
+_KEPT_ON_DEVICE: dict[str, Callable[[Any], int]] = {
+    "aten::_pack_padded_sequence": lambda args: 1,
+    "aten::_scaled_dot_product_efficient_attention": lambda args: 2 if any(args[5:6]) else 4,
+}
 _TAKE_INTEGERS = (torch.ops.aten.histc.default,)  # On a GPU; the CPU takes only floating point.
 
 
@@ -59,7 +65,7 @@ class _OperatorTraits(NamedTuple):
     takes_numbers: bool
     indexes: bool
     fills: bool
-    counts_on_host: bool
+    kept_on_device: Callable[[Any], int] | None
     takes_lists: bool
     parts: Any
 
@@ -145,7 +151,8 @@ class Accelerator(TorchDispatchMode):
             result = self._run(func, args, kwargs)
         if on:
             if not known.own_target:
-                for made in tensors_among(result[:1] if known.counts_on_host else (result,)):
+                kept = known.kept_on_device
+                for made in tensors_among(result[: kept(args)] if kept else (result,)):
                     self.tags.put(made)
         elif self.tags.any_open() and any(map(self.tags.is_open, tensors_among(args))):
             for made in tensors_among((result,)):
@@ -249,7 +256,7 @@ class Accelerator(TorchDispatchMode):
             name in _TAKES_NUMBERS,
             name in _INDEXES,
             name in _FILLS,
-            name == "aten::_pack_padded_sequence",
+            _KEPT_ON_DEVICE.get(name),
             name.startswith(("aten::_foreach_", "aten::_fused_")),
             self.parts_of(func),
         )

@@ -15,12 +15,14 @@ import torch
 from torchtrim.dispatch.calls import tell_synchronized
 from torchtrim.dispatch.patches import Patches
 from torchtrim.emulator import streams
+from torchtrim.emulator.kernels import Target
 from torchtrim.emulator.moves import check_index, devices
 from torchtrim.emulator.tags import Tags
 from torchtrim.errors import Unsupported
 from torchtrim.memory.caching import CachingAllocator
 
 _GIB = 2**30
+_CUDNN = 91900  # The version of cuDNN that wheels of torch for CUDA 13 come with.
 
 
 class DeviceModel(NamedTuple):
@@ -32,6 +34,12 @@ class DeviceModel(NamedTuple):
     minor: int
     processors: int
     short: str = ""
+
+    def target(self) -> Target | None:
+        """Return the device whose kernels run, or None for one by AMD, whose table is missing."""
+        version = torch.__version__.split(".")
+        numbers = (int(version[0]), int(version[1]))
+        return None if "AMD" in self.name else Target((self.major, self.minor), numbers, _CUDNN)
 
     def properties(self) -> SimpleNamespace:
         """Return the result of `get_device_properties`."""
@@ -198,7 +206,7 @@ class Runtime:
         yield torch.accelerator.memory, self._memory()
         yield torch._C, {"_get_accelerator": lambda check=None: torch.device("cuda")}
         yield torch.backends.cuda, {"is_built": _true}
-        cudnn = {"is_available": _true, "is_acceptable": _false, "version": lambda: 91900}
+        cudnn = {"is_available": _true, "is_acceptable": _false, "version": lambda: _CUDNN}
         yield torch.backends.cudnn, cudnn
         yield torch.version, {"cuda": "13.0"}
         yield torch.distributed, {"is_nccl_available": _false}

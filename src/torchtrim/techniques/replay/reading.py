@@ -145,6 +145,8 @@ class RemakeReader:
         makes = self.step.tasks[first].makes
         if self.names[first] not in MAKERS or makes[:1] != (number,):
             return False
+        if self._profile.operators[first].random:
+            return False
         if any(self.step.tasks[task].phase != "forward" for task in tasks):
             return False
         return all(self.names[w] in WRITERS and self._writes_all(w, first) for w in rest)

@@ -32,7 +32,8 @@ _SHAPED = frozenset(
 _PRODUCTS = frozenset(
     (
         *("addmm", "mm", "bmm", "baddbmm", "convolution", "mkldnn_convolution"),
-        "_scaled_dot_product_flash_attention_for_cpu",
+        *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"),
+        *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
     )
 )
 MAKERS = NORMS | _POINTWISE | _SHAPED | _PRODUCTS
