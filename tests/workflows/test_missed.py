@@ -288,3 +288,14 @@ def test_equal_steps_are_run_once(tmp_path: Path) -> None:
     assert runs.observe_longest() is first
     assert runs.notes == []
     assert isinstance(first.steps[0], TrialStep)
+
+
+def test_techniques_that_only_together_meet_a_budget_are_a_lever() -> None:
+    runs = Fitting(mixed(), Request(steps=1), lambda _: None, Terms(allow="rounding"))
+    smallest = runs.smallest().planned
+    assert smallest is not None
+    budget = int(1.2 * smallest.peak_bytes)
+    with pytest.raises(InfeasibleBudget) as caught:
+        torchtrim.fit(mixed(), budget, steps=1)
+    meeting = [one for one in caught.value.levers if one.peak_bytes <= budget]
+    assert [(one.needs, " + " in one.technique) for one in meeting] == [("--allow rounding", True)]

@@ -68,14 +68,14 @@ class Places:
         direct = True
         while frame is not None:
             direct &= frame.f_code is not ENGINE
-            if (self._owners.get(id(frame.f_code)) or self._judge(frame.f_code)) == "user":
+            if self._owner_of(frame.f_code) == "user":
                 return frame.f_code.co_filename, frame.f_lineno, direct
             frame = frame.f_back
         return "", 0, False
 
     def is_users(self, spot: CallSite) -> bool:
         """Return True if a call site is in the user's own source."""
-        return self._judge(spot[0]) == "user"
+        return self._owner_of(spot[0]) == "user"
 
     def is_users_file(self, path: str) -> bool:
         """Return True if a file is the user's own source."""
@@ -83,7 +83,10 @@ class Places:
 
     def is_of_a_library(self, spot: CallSite) -> bool:
         """Return True if a call site is in an installed package other than torch."""
-        return self._judge(spot[0]) == "library"
+        return self._owner_of(spot[0]) == "library"
+
+    def _owner_of(self, code: CodeType) -> CodeOwner:
+        return self._owners.get(id(code)) or self._judge(code)
 
     def _judge(self, code: CodeType) -> CodeOwner:
         owner = self._owners[id(code)] = _owner(code.co_filename, self._project)

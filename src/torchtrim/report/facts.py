@@ -15,6 +15,7 @@ from torchtrim.records import Certificate, Figures, Finding, Profile, Report
 from torchtrim.records.certificate import Coverage
 from torchtrim.records.comparison import Side
 from torchtrim.records.figures import Lever
+from torchtrim.records.finding import EQUIVALENCES
 from torchtrim.records.fix import Fixes, FixRecord, State
 from torchtrim.records.profile import is_emulated
 
@@ -74,8 +75,10 @@ def part_lines(report: Report) -> list[str]:
 
 
 def fitting_lines(report: Report) -> list[str]:
-    """Return a line for each technique that would meet the missed budget, fastest first."""
-    return [_lever_line(lever, report) for lever in report.levers if _meets(lever, report)]
+    """Return a line for each lever that would meet the missed budget: least change first, then fastest."""
+    meeting = [lever for lever in report.levers if _meets(lever, report)]
+    meeting.sort(key=lambda lever: EQUIVALENCES.index(lever.equivalence))
+    return [_lever_line(lever, report) for lever in meeting]
 
 
 def lever_lines(report: Report) -> list[str]:

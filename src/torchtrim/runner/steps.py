@@ -100,7 +100,7 @@ class StepMeasure:
             self._idled, self._alive = False, reachable_bytes()
         ours = self._ours()
         self._ours_bytes = storage_bytes(ours, counted_device(self._setting.device))
-        if number <= request.warmup or number == request.traced:
+        if (request.measured and number <= request.warmup) or number == request.traced:
             watching = self._watching if request.measured else None
             self.recording = Recording(self._modules, self._places, self._setting, watching)
             scan = request.measured and number == request.warmup
@@ -147,9 +147,6 @@ class StepMeasure:
         if number == trial.request.traced:
             trial.profile = recording.end(optimizers)
             trial.digests, trial.lines = tuple(self._digests), tuple(self._lines)
-            return
-        if not trial.request.measured:
-            recording.abandon()
             return
         profile = recording.end(optimizers)
         if number < trial.request.warmup:

@@ -23,7 +23,7 @@ from torchtrim.planner.variants import Planners, Variant
 from torchtrim.records.budget import Budget, MemoryKind, MemoryLimit
 from torchtrim.records.certificate import Certificate, with_proof
 from torchtrim.records.figures import Lever
-from torchtrim.records.finding import EQUIVALENCES
+from torchtrim.records.finding import EQUIVALENCES, Equivalence
 from torchtrim.records.plan import Plan
 from torchtrim.records.terms import BITWISE, EVERYTHING, Terms, allowance
 from torchtrim.records.trial import Request, Trial
@@ -31,6 +31,7 @@ from torchtrim.runner.script import Script, working_folder
 from torchtrim.runner.trials import Progress, Workload, run_once
 from torchtrim.workflows.optimize import trials
 from torchtrim.workflows.optimize.levers import (
+    BITWISE_ONLY,
     LEAST_SAVING,
     SHARD,
     levers_of,
@@ -38,6 +39,7 @@ from torchtrim.workflows.optimize.levers import (
     out_of_reach,
     reached,
     refusals,
+    rounded,
     with_shard,
 )
 from torchtrim.workflows.optimize.trials import (
@@ -198,7 +200,13 @@ class Fitting:
         if text not in self.notes:
             self.notes.append(text)
 
-    def _new_planner(self, original: Trial, only: str, barred: Collection[str] = ()) -> Planner:
+    def _new_planner(
+        self,
+        original: Trial,
+        only: str,
+        barred: Collection[str] = (),
+        least: Equivalence = "BITWISE",
+    ) -> Planner:
         if original.profile is None:
             raise Unsupported(
                 f"the script ran only {len(original.steps)} steps, and the planner needs one after "
@@ -207,7 +215,8 @@ class Fitting:
         path = self.workload.path if isinstance(self.workload, Script) else None
         used = (only, *trials.helped_by(only)) if only else ()
         others = ({*names()} - {*used} if only else set()) | (_ALONE if original.ranks else set())
-        allow = max((self._allowed.least, *(technique(one).equivalence for one in used)), key=_RANK)
+        needed = (technique(one).equivalence for one in used)
+        allow = max((self._allowed.least, least, *needed), key=_RANK)
         return Planner(
             trials.without_places(original.profile, self._dropped),
             step_seconds=original.seconds,
@@ -483,6 +492,10 @@ class Fitting:
             self._allowed,
             lambda plan: self._known.get((repr(plan.techniques), budget.kind)),
         )
+        if self._allowed == BITWISE_ONLY:
+            together = self._new_planner(original, "", least="ROUNDING")
+            bias = whole - together.simulated_original
+            levers += rounded(together, budget.biased(bias), levers)
         levers = with_shard(levers, self.workload, original, whole)
         missed = self.planner(original).infeasible(budget.bytes, tried.used)
         if not fit.plan.techniques:

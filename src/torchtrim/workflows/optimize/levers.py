@@ -30,6 +30,7 @@ from torchtrim.workflows.optimize.trials import choices
 
 LEAST_SAVING = 0.005  # of the peak; a smaller saving is within the noise of an allocator
 _RANK = EQUIVALENCES.index
+BITWISE_ONLY = Allowance("BITWISE")
 
 
 SHARD = "shard"
@@ -100,6 +101,18 @@ def levers_of(
     return tuple(sorted(found, key=lambda lever: lever.step_seconds))
 
 
+def rounded(planner: Planner, budget: Budget, known: Collection[Lever]) -> tuple[Lever, ...]:
+    """Return the lever of all techniques that may round, together, if only they meet a budget.
+
+    `budget`: with the planner's bias.
+    """
+    if any(one.equivalence == "ROUNDING" and one.peak_bytes <= budget.bytes for one in known):
+        return ()
+    with isolated("technique", "rounding together"), suppress(TorchtrimError):
+        return (_lever("", planner.plan(budget), BITWISE_ONLY, None),)
+    return ()
+
+
 def refusals(original: Trial, exclude: Collection[str]) -> tuple[str, ...]:
     """Return the techniques' reasons for places they would save at but cannot."""
     assert original.profile is not None
@@ -111,10 +124,10 @@ def refusals(original: Trial, exclude: Collection[str]) -> tuple[str, ...]:
 def _lever(name: str, plan: Plan, allow: Allowance, measured: int | None) -> Lever:
     equivalence = _least([one.equivalence for one in plan.techniques])
     used = tuple(dict.fromkeys(one.name for one in plan.techniques))
-    several = len(used) > 1
-    ran = measured is not None or (isinstance(technique(name), MeasuredTechnique) and not several)
+    alone = technique(used[0]) if len(used) == 1 else None
+    ran = measured is not None or isinstance(alone, MeasuredTechnique)
     return Lever(
-        technique=" + ".join(used) if several else name,
+        technique=" + ".join(used) or name,
         equivalence=equivalence,
         needs="" if allow.holds(equivalence, name) else words_for(equivalence, name),
         peak_bytes=plan.predicted.peak_bytes if measured is None else measured,
