@@ -1,11 +1,11 @@
 """What becomes of a planned run when the script does something new after the steps that were certified.
 
-python -m bench.late_changes [--only PATTERN] [--technique NAME] [--drawn COUNT] [--few COUNT] [--seed N]
-    [--hooks] [--json]
+python -m bench.late_changes [--only PATTERN] [--technique NAME] [--shape NAME] [--drawn COUNT]
+    [--few COUNT] [--seed N] [--hooks] [--json]
 
 Each entry of `bench/late/attacks.toml` changes `bench/late/loop.py` from its fifth step on: a buffer that a
 block begins to write, a hook, another batch size, a skipped step. `--drawn` draws changes, hooks of all kinds
-among them, and makes them to one of five models with one of three optimizers, from step 8, 20 or 50 on. Plans
+among them, and makes them to one of six models with one of three optimizers, from step 8, 20 or 50 on. Plans
 of each technique that has a place there are made of the loop as it is, and the changed loop runs with them
 and without. What it prints (losses, digests of weights, buffers and optimizer states, counters, random
 numbers drawn last) must be the same, to the bit where the technique says so and else by the rule of the
@@ -26,7 +26,7 @@ from collections.abc import Iterator
 
 import torch
 
-from bench.late.changes import Case, drawn, hooked, written
+from bench.late.changes import SHAPES, Case, drawn, hooked, written
 from bench.late.running import Planner, judged
 from bench.machine import save
 from torchtrim.executor.registry import names
@@ -48,7 +48,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
         return
     for change in (*written(), *(hooked() if options.hooks else ())):
         if fnmatch.fnmatch(change.name, options.only):
-            yield Case((change,))
+            yield Case((change,), options.shape)
 
 
 def main() -> None:
@@ -56,6 +56,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="*")
     parser.add_argument("--technique", choices=names())
+    parser.add_argument(
+        "--shape", choices=SHAPES, default="mlp", help="the model of changes that are not drawn"
+    )
     parser.add_argument("--drawn", type=int, default=0)
     parser.add_argument("--hooks", action="store_true", help="hooks of all kinds beside the file's")
     parser.add_argument("--seed", type=int, default=0)

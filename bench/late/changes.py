@@ -26,13 +26,14 @@ class Change(NamedTuple):
     """Code in the slots of the loop.
 
     `cause`: a pattern of what a run that stops has to name. `unseen`: what torch cannot see of it, in the
-    words of techniques.
+    words of techniques. `single`: it leaves double precision, so what rounds is judged in single precision.
     """
 
     name: str
     slots: dict[str, str]
     cause: str = ""
     unseen: str = ""
+    single: bool = False
 
 
 class Case(NamedTuple):
@@ -55,6 +56,11 @@ class Case(NamedTuple):
     def unseen(self) -> tuple[str, ...]:
         """What torch cannot see of it."""
         return tuple(one.unseen for one in self.changes if one.unseen)
+
+    @property
+    def is_double(self) -> bool:
+        """True if it computes in double precision throughout."""
+        return not any(one.single for one in self.changes)
 
     @property
     def causes(self) -> str:
@@ -113,12 +119,14 @@ def written() -> Iterator[Change]:
         for name, entry in entries.items():
             slots = dict(entry)
             cause, unseen = slots.pop("cause", _CAUSES.get(group, "")), slots.pop("unseen", "")
-            yield Change(f"{group}.{name}", slots, cause, unseen)
+            single = bool(slots.pop("single", ""))
+            yield Change(f"{group}.{name}", slots, cause, unseen, single)
 
 
 _CAUSES = {
     "state": "a rerun would repeat that|draws random numbers|while it runs|changes in forward",
-    "model": "forward and its backward|changes in forward|weights or its input changed|statistics",
+    "model": "a gradient|forward and its backward|changes in forward|weights or its input changed|statistics",
+    **dict.fromkeys(("settings", "loading", "optimizers"), "a gradient"),
     "data": "a gradient|in place while other variables alias|after its weights|supports `backward",
     "gradients": "a gradient|differentiated twice|supports `backward|gradients|`step`|step hook|settings",
 }

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from bench.late.changes import Case
+from bench.late.changes import SHAPES, Case, drawn
 from bench.late.running import Planner, judged
 from msgspec.structs import replace
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+import draws
 from torchtrim.emulator import emulate
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor import notices
@@ -34,6 +37,22 @@ ON_CPU = (
     *("recompute", "replay"),
 )
 """Techniques that have a place in each model of the bench, on a CPU."""
+
+
+def test_drawn_changes_are_right_or_stopped_with_their_cause() -> None:
+    """Changes of one model under few techniques; bench.late_changes makes the whole table."""
+    rng = random.Random(draws.seed())
+    shape = rng.choice(sorted(SHAPES))
+    planner = Planner(shape, "AdamW", draws.seed())
+    few = rng.sample(ON_CPU, 4 if draws.is_full() else 1)
+    plans = [(name, planner.plan(name)) for name in few]
+    cases = drawn(draws.seed())
+    for _ in range(48 if draws.is_full() else 4):
+        case = next(cases)._replace(shape=shape, optimizer="AdamW", late=4, steps=7)
+        name, plan = rng.choice(plans)
+        assert plan is not None
+        (verdict,) = judged(case, {name: plan}).values()
+        assert not verdict.startswith(FAULTS), (name, case.name, verdict)
 
 
 def test_the_judge_finds_what_is_silent() -> None:
@@ -300,6 +319,24 @@ def test_step_hooks_that_come_late_see_whole_steps(name: str, hook: str) -> None
         assert torch.equal(value, found[1][0][key])
 
 
+def test_states_of_frozen_parameters_stay_as_they_are() -> None:
+    pytest.importorskip("torchao")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    opt = torch.optim.Adam(net.parameters(), 1e-2)
+    applied("low_bit_states", "Adam", opt, states="8bit")
+    before: dict[str, Tensor] = {}
+    for step in range(6):
+        if step == 3:
+            net[1].requires_grad_(False)
+            HOOKS["counts"](opt)
+            before = {key: value.clone() for key, value in opt.state[net[1].weight].items()}
+        opt.zero_grad()
+        net(torch.randn(4, 64)).square().mean().backward()
+        opt.step()
+    assert all(torch.equal(opt.state[net[1].weight][key], value) for key, value in before.items())
+
+
 def test_a_fused_step_gives_way_to_sparse_gradients() -> None:
     left = []
     for planned in (True, False):
@@ -371,6 +408,95 @@ def test_the_number_of_a_freed_buffer_names_no_other_storage() -> None:
     exempt = _storages_of(module)
     del module
     assert not any(torch.zeros(64, 64).untyped_storage()._cdata in exempt for _ in range(64))
+
+
+@pytest.mark.parametrize("of", ["saved", "compute"])
+def test_a_deep_copy_keeps_its_precision(of: str) -> None:
+    planned, by_hand = Net(Mlp()), Net(Mlp())
+    applied("precision", "Net", planned, of=of, dtype="bfloat16")
+    unit: Any = technique("precision")
+    plan = Technique(name="precision", where=("Net",), options={"of": of, "dtype": "bfloat16"})
+    unit.by_hand(named_roots([by_hand]), plan)
+    x = torch.randn(8, 8)
+    copies = [copy.deepcopy(copy.deepcopy(one)) for one in (planned, by_hand)]
+    with torch.no_grad():
+        for one in (planned, by_hand):
+            one.inner[0].weight.zero_()
+    rounded, expected = (gradients(one, x) for one in copies)
+    assert all(map(torch.equal, rounded, expected))
+    exact = Net(Mlp())
+    assert not all(map(torch.equal, rounded, gradients(exact, x)))
+    assert copies[0].inner[0].weight is not planned.inner[0].weight
+    assert isinstance(torch.jit.script(copies[0].inner[0]), torch.jit.ScriptModule)
+
+
+def test_a_parameter_that_trains_later_joins_a_fused_step() -> None:
+    left = []
+    for planned in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).requires_grad_(False)
+        net[0].requires_grad_()
+        opt = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        if planned:
+            applied("plain_optimizer", "SGD", opt, style="fused")
+        for step in range(6):
+            net[1].requires_grad_(step >= 3)
+            net(torch.ones(2, 8)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        left.append(net.state_dict())
+    assert all(torch.allclose(left[0][key], left[1][key]) for key in left[0])
+
+
+CALLS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "with computed parameters": lambda net, x: torch.func.functional_call(
+        net, {name: one * 1.01 for name, one in net.named_parameters()}, x
+    ),
+    "in a checkpoint": lambda net, x: checkpoint(net, x, use_reentrant=False),
+    "with own hooks": lambda net, x: _counting(net, x),
+}
+
+
+def _counting(net: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, lambda kept: kept):
+        made: Tensor = net(x)
+    return made
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", ["micro_batch", "recompute", "replay"])
+def test_modules_that_are_called_otherwise_later_compute_the_same(name: str, call: str) -> None:
+    class Called(Net):
+        how: Callable[[nn.Module, Tensor], Tensor] = staticmethod(lambda net, x: net(x))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.how(self.inner, x)
+
+    net, x = Called(Mlp()), torch.randn(8, 8)
+    twin = copy.deepcopy(net)
+    where = "Called.inner:addmm.0,relu.0" if name == "replay" else "Called.inner"
+    applied(name, where, net, **({"parts": 4} if name == "micro_batch" else {}))
+    for how in (Called.how, CALLS[call], CALLS[call]):
+        Called.how = staticmethod(how)
+        assert_near(net, twin, x)
+
+
+def test_what_a_replay_reads_again_may_not_be_written_in_between() -> None:
+    class Shifted(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.register_buffer("mean", torch.zeros(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1 + self.mean)
+
+    net, x = Shifted(), torch.randn(4, 8)
+    applied("replay", "Shifted:add.0", net)
+    gradients(net, x)
+    made = net(x).sum()
+    net.mean.add_(1)
+    with pytest.raises(ApplyFailed, match="between a forward and its backward"):
+        made.backward()
 
 
 def test_what_no_check_sees_is_named() -> None:

@@ -63,6 +63,18 @@ def rendered(model: nn.Module, batch: Tensor) -> Tensor:
     return composite(raw).square().mean() + composite(again).mean() + counted(raw).mean()
 
 
+def remembered(field: nn.Module, x: Tensor, store: Any = None) -> Tensor:
+    made = field(embedded(x))
+    if store is not None:
+        store["last"] = made.detach()
+    return made * (1 + 0.1 * getattr(field, "factor", 0))
+
+
+def noted(field: Any, x: Tensor) -> Tensor:
+    field.calls.append(1)
+    return field(embedded(x)) * len(field.calls)
+
+
 traced = pytest.mark.skipif(sys.gettrace() is not None, reason="frames are not marked")
 
 
@@ -159,6 +171,21 @@ def test_it_runs_as_it_is_under_a_transform_of_torch_func(planned: Callable[[str
     x = torch.randn(4, 3)
     made = torch.func.vmap(torch.func.jacrev(embedded))(x)
     assert made.shape == (4, 39, 3)
+
+
+def test_what_a_function_writes_through_its_arguments_is_not_written_twice(
+    planned: Callable[[str], Any],
+) -> None:
+    field, x = Field(), torch.randn(4, 3)
+    planned("remembered")
+    remembered(field, x, None).sum().backward()
+    seen: dict[str, Tensor] = {}
+    remembered(field, x, seen).sum().backward()
+    assert seen["last"].shape == (4, 4)
+    planned("noted")
+    vars(field)["calls"] = []
+    with pytest.raises(ApplyFailed, match=r"calls `field.calls.append`"):
+        noted(field, x)
 
 
 def test_what_cannot_be_planned_is_refused_by_name(planned: Callable[[str], Any]) -> None:

@@ -27,7 +27,7 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
-from torchtrim.capture.code.side_effects import SideEffects, changed, hooks_of
+from torchtrim.capture.code.side_effects import CalledFunction, SideEffects, changed, hooks_of
 from torchtrim.capture.snapshot import OF_TORCH, set_state
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.notices import say_once
@@ -57,7 +57,7 @@ class BlockState:
         self,
         modules: Sequence[nn.Module],
         where: str,
-        functions: Sequence[types.FunctionType] = (),
+        functions: Sequence[CalledFunction] = (),
     ) -> None:
         self.where = where
         self._outer = tuple(modules)

@@ -23,13 +23,20 @@ def lowered(module: nn.Module, lowering: Forward) -> Handle:
     """Run the module's forward through `lowering` when gradients are enabled."""
 
     def wrap(forward: Forward) -> Forward:
-        return lambda *args, **kwargs: (
-            lowering(forward, *args, **kwargs)
-            if torch.is_grad_enabled()
-            else forward(*args, **kwargs)
-        )
+        return functools.partial(_if_graded, lowering, forward)
 
-    return Swapped(module, wrap)
+    return Swapped(module, wrap, copied=functools.partial(_of_copy, lowering, module))
+
+
+def _if_graded(lowering: Forward, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    return (
+        lowering(forward, *args, **kwargs) if torch.is_grad_enabled() else forward(*args, **kwargs)
+    )
+
+
+def _of_copy(lowering: Forward, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    forward = functools.partial(type(module).forward, module)
+    return _if_graded(lowering, forward, *args, **kwargs)
 
 
 class AutocastForward:
@@ -135,12 +142,12 @@ class _SavedTensors:
 
 
 class ForwardByHand:
-    """Sets `forward` on a module instance. `revert` undoes it."""
+    """Sets `forward` on a module instance and its copies. `revert` undoes it."""
 
     def __init__(self, module: nn.Module, forward: Forward) -> None:
         self._module = module
         self._own = module.__dict__.get("forward")
-        module.__dict__["forward"] = forward
+        module.__dict__["forward"] = functools.partial(forward, module)
 
     def revert(self) -> None:
         """Restore the module's forward."""
@@ -149,16 +156,24 @@ class ForwardByHand:
             self._module.__dict__["forward"] = self._own
 
 
+def _unbound(module: nn.Module) -> Forward:
+    """Return the module's forward, which takes a module first: its copies too."""
+    own = module.__dict__.get("forward")
+    if own is None:
+        return type(module).forward
+    return functools.wraps(own)(lambda _, *args, **kwargs: own(*args, **kwargs))
+
+
 def autocast_by_hand(module: nn.Module, dtype: str) -> Handle:
     """Run `model.forward` under `torch.autocast` and cast results to float32, like Accelerate."""
-    forward, device, half = module.forward, _device_of(module), getattr(torch, dtype)
+    forward, device, half = _unbound(module), _device_of(module), getattr(torch, dtype)
 
     @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
+            return forward(self, *args, **kwargs)
         with torch.autocast(device, dtype=half):
-            result = forward(*args, **kwargs)
+            result = forward(self, *args, **kwargs)
         return tree_map(lambda x: x.float() if getattr(x, "dtype", None) is half else x, result)
 
     return ForwardByHand(module, run)
@@ -166,7 +181,7 @@ def autocast_by_hand(module: nn.Module, dtype: str) -> Handle:
 
 def narrow_by_hand(module: nn.Module, dtype: str) -> Handle:
     """Store each tensor saved by `model.forward` separately in half precision, ignoring shared storages."""
-    forward, half = module.forward, getattr(torch, dtype)
+    forward, half = _unbound(module), getattr(torch, dtype)
 
     def narrow(exempt: Exempt, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(half) if _may_narrow(tensor, exempt) else tensor
@@ -175,12 +190,12 @@ def narrow_by_hand(module: nn.Module, dtype: str) -> Handle:
         return tensor.float() if tensor.dtype is half else tensor
 
     @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        pack = functools.partial(narrow, _storages_of(module, args, kwargs))
+            return forward(self, *args, **kwargs)
+        pack = functools.partial(narrow, _storages_of(self, args, kwargs))
         with torch.autograd.graph.saved_tensors_hooks(pack, widen):
-            return forward(*args, **kwargs)
+            return forward(self, *args, **kwargs)
 
     return ForwardByHand(module, run)
 

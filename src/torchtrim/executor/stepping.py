@@ -160,6 +160,8 @@ def run_fused(where: str, optimizer: torch.optim.Optimizer) -> Around:
         if any(grad is not None and grad.layout is not torch.strided for grad in grads):
             say_once(where, "it has sparse gradients now, which the fused kernel cannot take.")
             return contextlib.nullcontext()
+        if any(_gains_momentum(optimizer, group) for group in optimizer.param_groups):
+            return contextlib.nullcontext()
         # A fused kernel reads step counts on the device.
         for parameter in parameters_of(optimizer):
             count = optimizer.state.get(parameter, {}).get("step")
@@ -168,6 +170,15 @@ def run_fused(where: str, optimizer: torch.optim.Optimizer) -> Around:
         return _with_settings(optimizer, lambda _: {"fused": True, "foreach": False})
 
     return around
+
+
+def _gains_momentum(optimizer: torch.optim.Optimizer, group: Group) -> bool:
+    """Return True for a step in which some parameters get their first momentum, and others have one: the
+    fused kernel of SGD takes all of one kind.
+    """
+    graded = [one for one in group["params"] if one.grad is not None]
+    first = {optimizer.state.get(one, {}).get("momentum_buffer") is None for one in graded}
+    return bool(group.get("momentum")) and len(first) > 1
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import functools
 import inspect
@@ -17,6 +18,7 @@ from torchtrim.errors import ApplyFailed
 
 Forward = Callable[..., Any]
 _SWAPPED = "_torchtrim_swapped"
+_PROTOCOL = 4  # The one that `copy` uses.
 _KEYS = torch._C._TorchDispatchModeKey
 
 
@@ -32,6 +34,11 @@ def is_traced() -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_dispatch_mode(_KEYS.PROXY) is not None
     )
+
+
+def never() -> bool:
+    """Return False: the replacement is used wherever the module is called."""
+    return False
 
 
 def does_not_train() -> bool:
@@ -52,7 +59,8 @@ class Swapped:
     A copy or pickle of it has the original class and runs without the plan. Several replacements on a module
     can be reverted in any order: one below others is inactive from then on, and is removed with them.
     `original_if`: when calls run the original forward, by default where it does not train. `copied`: the
-    forward of copies and pickles, if it computes another function; TorchScript does not support that.
+    forward of deep copies, if it computes another function or other gradients. If `original_if` is `never`,
+    pickles have it too, and TorchScript does not support the module.
     """
 
     def __init__(
@@ -104,10 +112,10 @@ class _Switch:
 
     def __init__(self, original_if: Callable[[], bool]) -> None:
         self.is_on = True
-        self._original_if = original_if
+        self.original_if = original_if
 
     def is_used(self) -> bool:
-        return self.is_on and not self._original_if()
+        return self.is_on and not self.original_if()
 
 
 def _over(own: Forward, wrap: Callable[[Forward], Forward], switch: _Switch) -> Forward:
@@ -149,6 +157,8 @@ def _subclass(
     switch: _Switch,
     copied: Forward | None,
 ) -> type[nn.Module]:
+    always = copied is not None and switch.original_if is never
+
     def call(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run: Forward = functools.partial(original.forward, self)
         return (wrap(run) if switch.is_used() else run)(*args, **kwargs)
@@ -161,9 +171,18 @@ def _subclass(
         if isinstance(reduced, str) or _SWAPPED in original.__dict__:
             return reduced
         state, *rest = reduced[2:]
-        if copied is not None and switch.is_on:
+        if always and switch.is_on:
             state = {**state, "forward": copied}
         return copyreg._reconstructor, (original, object, None), state, *rest  # type: ignore[attr-defined]
+
+    def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        make, given, state, *_ = reduce_ex(self, _PROTOCOL)
+        made: Any = make(*given)
+        memo[id(self)] = made
+        own = {"forward": copied} if switch.is_on else {}
+        made.__setstate__(copy.deepcopy({**state, **own}, memo))
+        copied_module: nn.Module = made
+        return copied_module
 
     def refuse_script(self: nn.Module) -> nn.Module:
         if not switch.is_on:
@@ -182,7 +201,9 @@ def _subclass(
         "forward": _for_scripts(forward, original.forward),
         _SWAPPED: switch,
     }
-    if copied is not None:
+    if copied is not None and not hasattr(original, "__deepcopy__"):
+        namespace["__deepcopy__"] = deepcopy
+    if always:
         namespace["__prepare_scriptable__"] = refuse_script
     of_class: Any = type(original)
     kind: type[nn.Module] = _alike(of_class)(original.__name__, (original,), namespace)

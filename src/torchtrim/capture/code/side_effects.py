@@ -61,6 +61,8 @@ class Write(NamedTuple):
         return f"it {self.does} at {self.path.rpartition('/')[2]}:{self.line}"
 
 
+CalledFunction = types.FunctionType | functools.partial[Any]
+"""A function, with the arguments of its call where they are known: `UNKNOWN` for what outlives the call."""
 Reference = tuple[Mapping[str, Any], str, Any]
 
 
@@ -73,7 +75,7 @@ class SideEffects:
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], functions: Iterable[types.FunctionType] = ()
+        self, modules: Iterable[nn.Module], functions: Iterable[CalledFunction] = ()
     ) -> None:
         self.writes: list[Write] = []
         self.generators: list[Any] = []
@@ -87,7 +89,8 @@ class SideEffects:
         for module in modules:
             self._add(module)
         for function in functions:
-            self._try(lambda one: self._call(one, 0), function, function.__module__)
+            home = getattr(function, "func", function).__module__
+            self._try(lambda one: self._call(one, 0), function, home)
         for module in self.modules:
             self._try(self._look_at, module, type(module).__module__)
 

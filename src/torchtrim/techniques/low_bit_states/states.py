@@ -21,6 +21,8 @@ from torchtrim.techniques.low_bit_states import BLOCK, LEAST
 State = dict[str, Any]
 Seeds = Mapping[torch.Tensor, int]
 Tensors = Sequence[torch.Tensor]
+AllKept = Mapping[torch.Tensor, Mapping[str, Tensors]]
+"""The narrow tensors of each parameter's states."""
 
 _UNSIGNED = ("exp_avg_sq", "max_exp_avg_sq")
 _PIECE = {
@@ -186,7 +188,7 @@ class NarrowStates:
         }
         self._own = OwnStep(where, optimizer, self._run, self._whole)
         self._saved = _StateDictHooks(optimizer, form)
-        _narrow_all(optimizer, form, _seeds(optimizer))
+        _narrow_all(optimizer, form, _seeds(optimizer), {})
 
     def revert(self) -> None:
         """Restore the optimizer. If it has not stepped, its states are restored bit for bit."""
@@ -202,9 +204,9 @@ class NarrowStates:
     def _whole(self) -> Iterator[None]:
         self._before.clear()
         seeds = _seeds(self._optimizer)
-        _widen_all(self._optimizer, self._form)
+        kept = _widen_all(self._optimizer, self._form)
         yield
-        _narrow_all(self._optimizer, self._form, seeds)
+        _narrow_all(self._optimizer, self._form, seeds, kept)
 
     def _run(self, step: Callable[[], Any]) -> None:
         optimizer, form = self._optimizer, self._form
@@ -228,13 +230,15 @@ class NarrowedByHand:
 
     def __init__(self, where: str, optimizer: torch.optim.Optimizer, form: StateFormat) -> None:
         seeds = dict(_seeds(optimizer))
+        kept: dict[torch.Tensor, Mapping[str, Tensors]] = {}
 
         def before(*_: Any) -> None:
             seeds.update(_seeds(optimizer))
-            _widen_all(optimizer, form)
+            kept.update(_widen_all(optimizer, form))
 
         def after(*_: Any) -> None:
-            _narrow_all(optimizer, form, seeds)
+            _narrow_all(optimizer, form, seeds, kept)
+            kept.clear()
 
         after()
         self._hooks = Hooked(
@@ -330,14 +334,17 @@ def _narrow(form: StateFormat, state: State, kept: Mapping[str, Tensors], seed: 
         state.update(_by_state_name(form, key, narrow))
 
 
-def _widen_all(optimizer: torch.optim.Optimizer, form: StateFormat) -> None:
-    for parameter, state in optimizer.state.items():
-        _widen(form, state, parameter)
+def _widen_all(optimizer: torch.optim.Optimizer, form: StateFormat) -> AllKept:
+    return {one: _widen(form, state, one) for one, state in optimizer.state.items()}
 
 
-def _narrow_all(optimizer: torch.optim.Optimizer, form: StateFormat, seeds: Seeds) -> None:
+def _narrow_all(
+    optimizer: torch.optim.Optimizer, form: StateFormat, seeds: Seeds, kept: AllKept
+) -> None:
+    """Narrow all states; those that a step left alone, such as of frozen parameters, are as before."""
     for parameter, state in optimizer.state.items():
-        _narrow(form, state, {}, seeds[parameter])
+        _restore_narrow(form, state, kept.get(parameter, {}), parameter)
+        _narrow(form, state, {}, seeds.get(parameter, 0))
 
 
 def _on_host(state: Mapping[str, Any]) -> State:

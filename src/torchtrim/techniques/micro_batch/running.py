@@ -56,9 +56,7 @@ class InParts:
         given = CallArguments.of(args, kwargs)
         if not torch.is_grad_enabled() or given.size < 2 or not self._is_graded(given):
             return forward(*args, **kwargs)
-        why = self._state.why_once()
-        if not why and self._known and any(map(has_gradient_hooks, self._module.parameters())):
-            why = "its parameters have gradient hooks, which would see the gradients of each part"
+        why = self._state.why_once() or self._why_whole()
         kind = self._kind(given)
         if not (why := why or self._whole.get(kind, "")):
             try:
@@ -93,6 +91,14 @@ class InParts:
         tensors = [given.leaves[n] for n in given.tensors]
         hook = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
         return run.result(_PartsFunction.apply(run, self._where, hook, *tensors))  # type: ignore[no-untyped-call]
+
+    def _why_whole(self) -> str:
+        parameters = list(self._module.parameters())
+        if not all(one.is_leaf for one in parameters):
+            return "its parameters are computed outside of it, once for all parts"
+        if self._known and any(map(has_gradient_hooks, parameters)):
+            return "its parameters have gradient hooks, which would see the gradients of each part"
+        return ""
 
     def _is_graded(self, given: CallArguments) -> bool:
         return any(p.requires_grad for p in self._module.parameters()) or any(

@@ -420,7 +420,12 @@ class Study:
         args, kwargs = self._given.arguments(leaves)
         python = self._state.begin(tensors=False)
         losses = losses or Losses()
-        with self._ambient.aside(), python.again(), self._ambient.again(graded=graded):
+        with (
+            self._ambient.aside(),
+            python.again(),
+            self._ambient.again(graded=graded),
+            _without_hooks() if graded else contextlib.nullcontext(),
+        ):
             self._ambient.rewind()
             with DrawRecorder() as drawn, Counting() as counting, losses:
                 found = leaves_of(self._forward(*args, **kwargs))
@@ -437,6 +442,11 @@ class Study:
             for key, value in vars(inner).items()
             if not key.startswith(("_parameters", "_buffers", "_modules"))
         }
+
+
+def _without_hooks() -> contextlib.AbstractContextManager[Any]:
+    """Hide saved tensors from hooks that the program has set, such as those of a checkpoint."""
+    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda kept: kept)
 
 
 def _shared(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:

@@ -13,13 +13,13 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from torchtrim.capture.code.side_effects import CalledFunction
 from torchtrim.capture.recording import COPIED_DEPTH, SHARED, tensors_in
 from torchtrim.executor.block_state import Before, BlockState
 from torchtrim.executor.chains import Range, Ranges
@@ -143,7 +143,7 @@ class Rerun:
         where: str,
         modules: Sequence[nn.Module],
         telling: Telling,
-        functions: Sequence[FunctionType] = (),
+        functions: Sequence[CalledFunction] = (),
     ) -> None:
         self.where = where
         self.telling = telling

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from types import FunctionType
@@ -12,10 +13,15 @@ from torch import nn
 from torch.fx import _symbolic_trace
 from torch.utils._pytree import tree_leaves
 
+from torchtrim.capture.code.live import UNKNOWN
 from torchtrim.capture.functions import function_at
 from torchtrim.errors import ApplyFailed
+from torchtrim.executor.notices import say_once
 from torchtrim.executor.registry import Handle, all_or_none
 from torchtrim.techniques.recompute.rerun import Rerun, Telling, run_again
+
+_Kind = tuple[tuple[int, ...], tuple[type, ...], tuple[str, ...]]
+"""The modules among the arguments of a call, the types of all, and the names of some."""
 
 
 def rerun_functions(where: Sequence[str], telling: Telling) -> Handle:
@@ -52,8 +58,8 @@ class PlannedFunction:
         self._own.__kwdefaults__ = self._keywords
         self._own.__module__ = function.__module__
         self._where, self._telling = where, telling
-        self._blocks: dict[tuple[int, ...], Rerun] = {}
-        self._block(())
+        self._blocks: dict[_Kind, Rerun | None] = {}
+        Rerun(where, (), telling, [self._own])
         self._signature = vars(function).get("__signature__")
         vars(function).setdefault("__signature__", inspect.signature(function))
         function.__kwdefaults__ = {"_torchtrim_run": self._run}
@@ -69,15 +75,40 @@ class PlannedFunction:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if _is_transformed():
             return self._own(*args, **kwargs)
-        modules = [one for one in tree_leaves((args, kwargs)) if isinstance(one, nn.Module)]
-        return run_again(self._block(modules), self._own, *args, **kwargs)
+        block = self._block(args, kwargs)
+        if block is None:
+            return self._own(*args, **kwargs)
+        return run_again(block, self._own, *args, **kwargs)
 
-    def _block(self, modules: Sequence[nn.Module]) -> Rerun:
-        """Return the block of the function and the modules among its arguments."""
-        key = tuple(map(id, modules))
+    def _block(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rerun | None:
+        """Return the block of the function and the modules among its arguments, or None if only calls
+        unlike this one may run twice.
+        """
+        modules = [one for one in tree_leaves((args, kwargs)) if isinstance(one, nn.Module)]
+        names = tuple(kwargs)
+        key = tuple(map(id, modules)), tuple(map(type, (*args, *kwargs.values()))), names
         if key not in self._blocks:
-            self._blocks[key] = Rerun(self._where, modules, self._telling, [self._own])
+            known = [_known(one) for one in args]
+            named = {name: _known(one) for name, one in kwargs.items()}
+            called = functools.partial(self._own, *known, **named)
+            try:
+                self._blocks[key] = Rerun(self._where, modules, self._telling, [called])
+            except ApplyFailed as error:
+                if not any(self._blocks.values()):
+                    raise
+                say_once(self._where, f"{error} It runs once from now on.")
+                self._blocks[key] = None
         return self._blocks[key]
+
+
+def _known(argument: Any) -> Any:
+    """Return an argument whose value decides what the function writes to, without keeping a tensor alive."""
+    if isinstance(argument, torch.Tensor):
+        return _ANY_TENSOR
+    return argument if isinstance(argument, (nn.Module, bool, int, float, str)) else UNKNOWN
+
+
+_ANY_TENSOR = torch.empty(0, device="meta")
 
 
 def _is_transformed() -> bool:

@@ -38,6 +38,10 @@ class RecomputeFunction(TechniqueUnit):
         "rerun blocks have no hooks, and write only state that can be restored",
         "weights stay the same between forward and backward",
     )
+    unseen = (
+        "code that reruns writes no file, environment variable or extension state out of its source's sight",
+        "nothing writes through `.data` between forward and backward",
+    )
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return every function that saves something for backward, and may run twice."""

@@ -16,7 +16,7 @@ from torchtrim.errors import ApplyFailed
 from torchtrim.executor.failing import note
 from torchtrim.executor.half_precision import ForwardByHand
 from torchtrim.executor.registry import Handle, all_or_none
-from torchtrim.executor.swap import Swapped
+from torchtrim.executor.swap import Swapped, never
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -28,7 +28,7 @@ def replaced(where: str, module: nn.Module, to: str, groups: int) -> Handle:
         norm = module.get_submodule(path)
         full = f"{where}.{path}".rstrip(".")
         own = _own_norm(full, norm, to, groups)
-        swapped = Swapped(norm, lambda _: own, lambda: False, own)
+        swapped = Swapped(norm, lambda _: own, never, own)
         type(norm).keeps_samples_apart = True  # type: ignore[attr-defined]
         return swapped
 
@@ -36,7 +36,7 @@ def replaced(where: str, module: nn.Module, to: str, groups: int) -> Handle:
 
 
 def replaced_by_hand(module: nn.Module, to: str, groups: int) -> Handle:
-    """Call modules of `nn` that share the weights in place of each BatchNorm."""
+    """Call another norm with the weights of each BatchNorm."""
 
     def change(path: str) -> Handle:
         norm = module.get_submodule(path)
@@ -94,13 +94,11 @@ def _frozen(norm: Any, x: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _written(norm: Any, to: str, groups: int) -> Forward:
-    """Return the module's forward as a person would replace it."""
+def _written(norm: Any, to: str, groups: int) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    """Return the forward of the module's class as a person would replace it."""
     if to == "frozen":
-        return lambda x: functional.batch_norm(
+        return lambda norm, x: functional.batch_norm(
             x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps
         )
     count = groups_of(norm.num_features, to, groups)
-    plain = nn.GroupNorm(count, norm.num_features, norm.eps, affine=norm.affine)
-    plain.weight, plain.bias = norm.weight, norm.bias
-    return plain.forward
+    return lambda norm, x: functional.group_norm(x, count, norm.weight, norm.bias, norm.eps)

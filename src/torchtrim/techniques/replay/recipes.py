@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from torchtrim.errors import ApplyFailed
+from torchtrim.executor.block_state import version_of
 from torchtrim.executor.failing import note
 from torchtrim.executor.ordinals import unnumbered
-from torchtrim.executor.saved_tensors import detached, geometry_of, when_asked
+from torchtrim.executor.saved_tensors import detached, geometry_of, storage_number, when_asked
 from torchtrim.techniques.replay.table import TYPES, is_dense
 
 _NINTHS = -0x7FBFDFEFF7FBFDFF
@@ -44,16 +47,16 @@ SELF = object()
 class KeptTensor:
     """A kept tensor and its version."""
 
-    __slots__ = ("_version", "tensor")
+    __slots__ = ("__weakref__", "_version", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self._version = 0 if tensor.is_inference() else tensor._version
+        self._version = version_of(tensor)
 
     def get(self) -> torch.Tensor:
-        """Return the tensor. Raises `RuntimeError` if it was written to since."""
+        """Return the tensor. Raises `RuntimeError`, as autograd does, if it was written to since."""
         tensor = self.tensor
-        if tensor.is_inference() or tensor._version == self._version:
+        if version_of(tensor) == self._version:
             return tensor
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
@@ -61,10 +64,26 @@ class KeptTensor:
             f"expected version {self._version} instead."
         )
 
+    def read(self) -> torch.Tensor:
+        """Return the tensor for a rerun. Raises `ApplyFailed` if it was written to and autograd would not."""
+        tensor = self.tensor
+        if version_of(tensor) == self._version or storage_number(tensor) in _SAVED:
+            return self.get()
+        raise ApplyFailed(
+            f"a tensor of shape {list(tensor.shape)} was written to between a forward and its backward, and "
+            "`replay` computes from it again, which the script alone does not. The run stops before that. "
+            "Remove this place from the plan, or plan again."
+        )
+
     @classmethod
     def detached(cls, tensor: torch.Tensor) -> KeptTensor:
-        """Keep a saved tensor without its graph."""
-        return cls(detached(tensor))
+        """Keep a tensor that autograd saves, without its graph."""
+        kept = _SAVED[storage_number(tensor)] = cls(detached(tensor))
+        return kept
+
+
+_SAVED: weakref.WeakValueDictionary[int, KeptTensor] = weakref.WeakValueDictionary()
+"""What autograd saved itself, by storage: it raises if that was written to, with or without a plan."""
 
 
 class RecipeView(NamedTuple):
@@ -254,7 +273,9 @@ def filled(value: Any, itself: torch.Tensor | None = None) -> Any:
     """Substitute the tensors in recorded arguments."""
     if value is SELF:
         return itself
-    if isinstance(value, (KeptTensor, RecipeView)):
+    if isinstance(value, KeptTensor):
+        return value.read()
+    if isinstance(value, RecipeView):
         return value.get()
     if type(value) in (list, tuple):
         return type(value)(filled(one, itself) for one in value)
