@@ -105,9 +105,10 @@ def _known(argument: Any) -> Any:
     """Return an argument whose value decides what the function writes to, without keeping a tensor alive."""
     if isinstance(argument, torch.Tensor):
         return _ANY_TENSOR
-    return argument if isinstance(argument, (nn.Module, bool, int, float, str)) else UNKNOWN
+    return argument if isinstance(argument, _PLAIN) else UNKNOWN
 
 
+_PLAIN = (nn.Module, bool, int, float, str, type(None))
 _ANY_TENSOR = torch.empty(0, device="meta")
 
 
