@@ -319,24 +319,6 @@ def test_step_hooks_that_come_late_see_whole_steps(name: str, hook: str) -> None
         assert torch.equal(value, found[1][0][key])
 
 
-def test_states_of_frozen_parameters_stay_as_they_are() -> None:
-    pytest.importorskip("torchao")
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    opt = torch.optim.Adam(net.parameters(), 1e-2)
-    applied("low_bit_states", "Adam", opt, states="8bit")
-    before: dict[str, Tensor] = {}
-    for step in range(6):
-        if step == 3:
-            net[1].requires_grad_(False)
-            HOOKS["counts"](opt)
-            before = {key: value.clone() for key, value in opt.state[net[1].weight].items()}
-        opt.zero_grad()
-        net(torch.randn(4, 64)).square().mean().backward()
-        opt.step()
-    assert all(torch.equal(opt.state[net[1].weight][key], value) for key, value in before.items())
-
-
 def test_a_fused_step_gives_way_to_sparse_gradients() -> None:
     left = []
     for planned in (True, False):

@@ -288,3 +288,18 @@ def test_it_is_offered_for_an_adam_whose_states_would_be_smaller(kind: str) -> N
     found = TECHNIQUE.options(step_of(trial.profile, 0.01))
     ways = [dict(one.settings)["states"] for one in found]
     assert ways == (["8bit", "bf16"] if kind == "AdamW" else [])
+
+
+@needs_torchao
+@pytest.mark.parametrize("change", ["apply", "by_hand"])
+def test_states_of_frozen_parameters_stay_as_they_are(change: str) -> None:
+    run = Run(change)
+    run.train(0, 3)
+    run.net[0].requires_grad_(False)
+    # Step hooks that come later see whole steps.
+    run.optimizer.register_step_post_hook(lambda *_: None)
+    state = run.optimizer.state[run.net[0].weight]
+    before = {key: value.clone() for key, value in state.items()}
+    run.train(3, 6)
+    assert before.keys() == state.keys()
+    assert all(torch.equal(state[key], value) for key, value in before.items())
