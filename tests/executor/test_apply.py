@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from msgspec.structs import replace
 from torch import nn
 
 from steps import fitting, train_step
+from torchtrim.emulator import emulate
+from torchtrim.executor.apply import apply_plan
 from torchtrim.records.budget import Budget
-from torchtrim.records.plan import Technique
+from torchtrim.records.plan import Plan, Prediction, Technique
+from torchtrim.techniques.offload_activations.moving import MovedStorage
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -27,3 +32,35 @@ def test_a_range_of_a_sequential_leaves_what_watches_the_whole_of_it(order: int)
 
     # The last of the blocks is the first that runs again, so what it saves is not at the peak.
     assert peak(*(whole, part)[::order]) < peak(part) <= original.peak_bytes
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_activations_are_offloaded_around_what_reruns_in_the_same_module(
+    order: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[MovedStorage] = []
+    init = MovedStorage.__init__
+
+    def noted(self: MovedStorage, *args: Any) -> None:
+        moved.append(self)
+        init(self, *args)
+
+    monkeypatch.setattr(MovedStorage, "__init__", noted)
+    place = "Sequential:gelu.0 until addmm.1 from addmm.1"
+    several = (
+        Technique(name="offload_activations", where=(place,)),
+        Technique(name="replay", where=("Sequential:addmm.0",)),
+    )
+    plan = Plan(
+        torchtrim="0.1.0",
+        script="",
+        fingerprint={},
+        budget_bytes=1,
+        techniques=several[::order],
+        predicted=Prediction(peak_bytes=1, step_seconds=1.0),
+    )
+    with emulate():
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 9)).cuda()
+        apply_plan(plan, {"Sequential": model})
+        model(torch.randn(64, 64, device="cuda")).sum().backward()
+    assert len(moved) == 1

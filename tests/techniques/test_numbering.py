@@ -28,7 +28,7 @@ def operators(function: Callable[[], object]) -> Counter[str]:
     """How many of each name run with a number; not what hooks detach."""
     with Counting() as counting:
         function()
-    del counting.counts["detach"]
+    del counting.counts["aten::detach"]
     return counting.counts
 
 

@@ -20,6 +20,7 @@ from steps import Rereading, squared
 from torchtrim.analysis.prices import device_of
 from torchtrim.capture.workload import TrainStep
 from torchtrim.emulator import emulate
+from torchtrim.executor.roles import OperatorOrdinal
 from torchtrim.records.plan import Technique
 from torchtrim.step.from_profile import on_device, step_of
 from torchtrim.step.simulate import simulate
@@ -28,7 +29,6 @@ from torchtrim.techniques.offload_activations.technique import TECHNIQUE
 from torchtrim.techniques.offload_activations.watching import OffloadWatcher
 from torchtrim.techniques.offload_activations.windows import edit_of
 from torchtrim.techniques.offload_optimizer.technique import TECHNIQUE as OF_OPTIMIZER
-from torchtrim.techniques.replay.places import OperatorOrdinal
 
 
 def tower(layers: int = 4) -> nn.Sequential:

@@ -42,7 +42,7 @@ def _secondary(role: str, operator: str) -> str:
     """Name an operator's second or later output."""
     if role in _NORMS:
         return f"statistics of {word_of(operator)}"
-    return "dropout mask" if role == "native_dropout" else ""
+    return "dropout mask" if role == "dropout" else ""
 
 
 def _of_reads(profile: Profile, storage: int, role: str) -> str:
@@ -50,7 +50,7 @@ def _of_reads(profile: Profile, storage: int, role: str) -> str:
     if _reaches(profile, storage, _OF_LOGITS, _COPIES):
         return "logits"
     if role == "softmax":
-        read = _reaches(profile, storage, _MATMULS, _COPIES | {"native_dropout"})
+        read = _reaches(profile, storage, _MATMULS, _COPIES | {"dropout"})
         return "attention weights" if read else "probabilities"
     if role in _MATMULS | _SCALES and _reaches(profile, storage, {"softmax"}, _SCALES):
         return "attention scores"

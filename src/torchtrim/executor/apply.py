@@ -18,7 +18,7 @@ from torchtrim.core.isolation import TO_REPORT, said_of, trace_of
 from torchtrim.errors import ApplyFailed, TorchtrimError, UsageError, is_out_of_memory
 from torchtrim.executor.failing import defect, note
 from torchtrim.executor.places import root_of
-from torchtrim.executor.registry import Handle, Handles, Replaces, check_known, technique
+from torchtrim.executor.registry import Handle, Handles, Replaces, check_known, names, technique
 from torchtrim.records.plan import Plan, Technique
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def apply_plan(plan: Plan, roots: Mapping[str, Root], *, by_hand: bool = False) 
     """
     applied = Handles()
     try:
-        for chosen in sorted(plan.techniques, key=_has_no_range):
+        for chosen in sorted(plan.techniques, key=_order):
             where = tuple(w for w in chosen.where if root_of(w) in roots)
             if where:
                 applied.add(_applied(replace(chosen, where=where), roots, by_hand))
@@ -106,9 +106,14 @@ def apply_plan(plan: Plan, roots: Mapping[str, Root], *, by_hand: bool = False) 
     return applied
 
 
-def _has_no_range(technique: Technique) -> bool:
-    """Return the order of a technique: ranges replace a Sequential's forward, which others then wrap."""
-    return not any(where.endswith("]") for where in technique.where)
+def _order(one: Technique) -> tuple[bool, bool]:
+    """Return the order of a technique: ranges replace a Sequential's forward, which others then wrap.
+
+    Last come those that save nothing under the hooks of others.
+    """
+    has_range = any(where.endswith("]") for where in one.where)
+    is_known = one.name in names()
+    return not has_range, is_known and getattr(technique(one.name), "goes_around", False)
 
 
 def _applied(one: Technique, roots: Mapping[str, Root], by_hand: bool) -> Handle:

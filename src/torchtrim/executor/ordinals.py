@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtrim.records.operator_names import role_of
+from torchtrim.dispatch.modes import tensors_among
+from torchtrim.executor.roles import OperatorRoles
 
 AsBefore = Callable[[bool], contextlib.AbstractContextManager[None]]
 Skip = Callable[[Counter[str]], None]
@@ -72,13 +74,56 @@ def passed(counts: Counter[str]) -> None:
             skip(counts)
 
 
+class CallRoles:
+    """Names the operators that a dispatch mode sees. A weak reference keeps a marked storage's address."""
+
+    def __init__(self) -> None:
+        self._roles = OperatorRoles()
+        self._held: dict[int, StorageWeakRef] = {}
+
+    def role(self, func: Any, args: Any) -> str:
+        """Return the role of the program's operator that runs next."""
+        namespace, _, name = func.name().partition("::")
+        name, _, overload = name.partition(".")
+        of_torch = name if namespace == "aten" else ""
+        return self._roles.role(of_torch, overload, lambda: [*map(_key, tensors_among(args))])
+
+    @property
+    def joined(self) -> tuple[str, ...]:
+        """Roles that operators before it were counted by, though they belong to its group."""
+        return self._roles.joined
+
+    def made(self, result: Any) -> None:
+        """Note what the operator returned."""
+        if not self._roles.asks:
+            return
+        tensor = next(tensors_among([result]), None)
+        if tensor is not None and (key := _key(tensor)):
+            self._held.setdefault(key, StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
+            self._roles.made(key)
+
+    def clear(self) -> None:
+        """Forget all storages, at the end of a call."""
+        self._held.clear()
+        self._roles.clear()
+
+
+def _key(tensor: torch.Tensor) -> int:
+    """Return a number that identifies a live storage, 0 for a tensor without one."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the program's own forward operators by role."""
+    """Counts the program's own forward operators by role, those without one by name."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
         self._depth = _thread.depth
+        self._roles = CallRoles()
 
     def __enter__(self) -> Counting:
         self._counting = counting(self.counts.update)
@@ -91,6 +136,10 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._counting.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _thread.depth == self._depth and torch._C._current_autograd_node() is None:
-            self.counts[role_of(func._schema.name.removeprefix("aten::"))] += 1
-        return func(*args, **(kwargs or {}))
+        if _thread.depth != self._depth or torch._C._current_autograd_node() is not None:
+            return func(*args, **(kwargs or {}))
+        self.counts[self._roles.role(func, args) or func.name()] += 1
+        self.counts.subtract(self._roles.joined)
+        result = func(*args, **(kwargs or {}))
+        self._roles.made(result)
+        return result

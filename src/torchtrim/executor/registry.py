@@ -106,7 +106,8 @@ class TechniqueUnit(Protocol):
     `unseen`. It may also have
     `to_files(step)`, which returns options with a memory-mapped file instead of host memory, each of which
     excludes the same option in host memory; `settled(step, technique)`, which adjusts its settings once all
-    its places in a plan are known; and `refusals(step)`, which returns a sentence for each place where it
+    its places in a plan are known; `goes_around`, if it must be applied after all that set hooks on saved
+    tensors; and `refusals(step)`, which returns a sentence for each place where it
     could save but is not used: why, and at what cost.
     """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -17,17 +17,30 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtrim.core.units import counted
+from torchtrim.core.words import listed
 from torchtrim.dispatch.modes import has_own_dispatch, written_arguments
 from torchtrim.executor.failing import note
 from torchtrim.executor.notices import say
-from torchtrim.executor.ordinals import counting
+from torchtrim.executor.ordinals import CallRoles, counting, is_numbered
 from torchtrim.executor.registry import Handle
+from torchtrim.executor.roles import OperatorOrdinal
 from torchtrim.executor.swap import Swapped
-from torchtrim.records.operator_names import role_of
 
 PLAIN = (torch.Tensor, nn.Parameter)
 """Types of tensors that watchers may substitute."""
-CallT = TypeVar("CallT")
+
+
+class CountedCall(Protocol):
+    """A watched call."""
+
+    @property
+    def counts(self) -> MutableMapping[str, int]:
+        """How often operators of each role have run in it."""
+
+
+CallT = TypeVar("CallT", bound=CountedCall)
+_SHOWN = 4  # Arbitrary; the number of operators that a message lists.
 
 
 class Saved(Protocol):
@@ -49,7 +62,7 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class OperatorKind(NamedTuple):
-    """An operator: its name, its role if plans use it, and the arguments it writes."""
+    """An operator: its name, its role if the plan counts it here, and the arguments it writes."""
 
     name: str
     role: str
@@ -79,6 +92,9 @@ class SavedTensorWatcher(TorchDispatchMode, Generic[CallT]):  # type: ignore[no-
         self._has_warned = False
         self._hooks = self.pack, _unpack
         self.keep = self._kept = kept
+        self._named = CallRoles()
+        self._missed: dict[str, str] = {}
+        self._told: set[str] = set()
         self.calls: list[CallT] = []
 
     @classmethod
@@ -101,6 +117,10 @@ class SavedTensorWatcher(TorchDispatchMode, Generic[CallT]):  # type: ignore[no-
     @abstractmethod
     def skip(self, counts: Counter[str]) -> None:
         """Advance the ordinals for operators that were substituted."""
+
+    @abstractmethod
+    def planned(self, call: CallT) -> Mapping[str, Collection[OperatorOrdinal]]:
+        """Return the operators that a call must run, by their places in the plan."""
 
     @abstractmethod
     def end(self, call: CallT) -> None:
@@ -132,6 +152,30 @@ class SavedTensorWatcher(TorchDispatchMode, Generic[CallT]):  # type: ignore[no-
             )
         return True
 
+    def miss(self, place: str, why: str) -> None:
+        """Note why a place keeps what it names on this device; the first reason counts."""
+        self._missed.setdefault(place, why)
+
+    def _tell_missed(self, where: str, call: CallT) -> None:
+        """Say, after the first call of a module, which of its places the program lacks here."""
+        if where in self._told:
+            return
+        self._told.add(where)
+        planned = self.planned(call)
+        for place, operators in planned.items():
+            for name, ordinal in operators:
+                if ordinal >= call.counts.get(name, 0):
+                    self.miss(place, f"no {name}.{ordinal}")
+        missed = {place: self._missed[place] for place in planned if place in self._missed}
+        if missed:
+            say(
+                where,
+                f"{self._technique} leaves {len(missed)} of {counted(len(planned), 'place')} as they are "
+                f"here ({listed(sorted({*missed.values()}), _SHOWN)}): the plan is from a device with "
+                "other kernels or memory, or the program has changed. All else applies and the results "
+                "are the same; the peak may exceed the plan's. Plan again on this device.",
+            )
+
     def _run(self, where: str, new_call: Callable[[], CallT], forward: Callable[[], Any]) -> Any:
         is_inner = bool(self.calls)
         if not torch.is_grad_enabled() or (is_inner and not self._nests):
@@ -142,31 +186,47 @@ class SavedTensorWatcher(TorchDispatchMode, Generic[CallT]):  # type: ignore[no-
         self.calls.append(call := new_call())
         try:
             if is_inner:
-                return forward()
-            self.keep = self._kept if top is None else top[0]
-            with torch.autograd.graph.saved_tensors_hooks(*self._hooks), counting(self.skip), self:
-                return forward()
+                result = forward()
+            else:
+                self.keep = self._kept if top is None else top[0]
+                hooks = torch.autograd.graph.saved_tensors_hooks(*self._hooks)
+                with hooks, counting(self.skip), self:
+                    result = forward()
+            self._tell_missed(where, call)
+            return result
         except Exception as error:
             note(error, where)
             raise
         finally:
             self.calls.pop()
             self.end(call)
+            if not is_inner:
+                self._named.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(has_own_dispatch, types)):
             return NotImplemented
         kind = self._kinds.get(func) or self._know(func)
-        return self.operator(kind, func, args, kwargs or {})
+        if torch._C._current_autograd_node() is not None or not is_numbered():
+            return self.operator(kind, func, args, kwargs or {})
+        role = self._named.role(func, args)
+        for joined in self._named.joined:
+            self._take_back(joined)
+        if self._roles is None or role in self._roles:
+            kind = kind._replace(role=role)
+        result = self.operator(kind, func, args, kwargs or {})
+        self._named.made(result)
+        return result
+
+    def _take_back(self, role: str) -> None:
+        for call in self.calls:
+            if role in call.counts:
+                call.counts[role] -= 1
 
     def _know(self, func: Any) -> OperatorKind:
         namespace, _, name = str(func).partition(".")
         name = name.partition(".")[0] if namespace == "aten" else ""
-        role = role_of(name)
-        is_counted = self._roles is None or role in self._roles
-        kind = self._kinds[func] = OperatorKind(
-            name, role if is_counted else "", written_arguments(func)
-        )
+        kind = self._kinds[func] = OperatorKind(name, "", written_arguments(func))
         return kind
 
 

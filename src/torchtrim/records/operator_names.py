@@ -56,13 +56,20 @@ _KERNELS = {
         "_scaled_dot_product_fused_attention_overrideable",
     ),
     "convolution": ("mkldnn_convolution", "cudnn_convolution", "miopen_convolution"),
-    "batch_norm": ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),
+    "batch_norm": (
+        *("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),
+        *("_native_batch_norm_legit", "_batch_norm_with_update", "batch_norm_with_update"),
+    ),
     "layer_norm": ("native_layer_norm",),
     "group_norm": ("native_group_norm",),
     "rms_norm": ("_fused_rms_norm",),
     "rnn": ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"),
     "softmax": ("_softmax", "_safe_softmax"),
     "log_softmax": ("_log_softmax",),
+    "dropout": ("native_dropout",),
+    "ctc_loss": ("_ctc_loss", "_cudnn_ctc_loss"),
+    "grid_sampler": ("grid_sampler_2d", "grid_sampler_3d", "cudnn_grid_sampler"),
+    "affine_grid": ("affine_grid_generator", "cudnn_affine_grid_generator"),
 }
 _ROLES = {kernel: role for role, kernels in _KERNELS.items() for kernel in kernels}
 _NAMED = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, _ROLES))})(?!\w)")
@@ -74,6 +81,11 @@ def role_of(operator: str) -> str:
     The role of `"native_batch_norm"` and `"cudnn_batch_norm"` is `"batch_norm"`.
     """
     return _ROLES.get(operator, operator)
+
+
+def kernels_of(role: str) -> frozenset[str]:
+    """Return the ATen operators of a role that has several."""
+    return frozenset(_KERNELS[role])
 
 
 def with_roles(place: str) -> str:

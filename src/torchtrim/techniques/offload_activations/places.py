@@ -6,15 +6,14 @@ import re
 from typing import NamedTuple
 
 from torchtrim.errors import ApplyFailed
-from torchtrim.techniques.replay.places import OperatorOrdinal, run_of
+from torchtrim.executor.roles import OperatorOrdinal
+from torchtrim.techniques.replay.places import run_of
 
-_RUN = r"\w+(?:\.\d+)?"
+_RUN = r"[\w-]+(?:\.\d+)?"
 _WHERE = re.compile(
     rf"(?P<root>[^:]+):(?P<made>{_RUN})(?:/(?P<result>\d+))? until (?P<until>{_RUN}) from (?P<trigger>{_RUN})"
     r"(?P<file> in file)?(?: at (?P<offsets>\d+(?:,\d+)*))?"
 )
-UNSEEN = frozenset(("", "detach", "alias", "lift_fresh"))
-"""Operators that do not measure progress in a call: not the program's, or not torch's own."""
 END = OperatorOrdinal("end", 0)
 """Stands for the end of the root's call."""
 

@@ -7,7 +7,7 @@ backward. Values are only copied, so results are bitwise equal.
 `where` states all of this: `Net:gelu.3 until addmm.9 from addmm.12` is the result of the fourth gelu in a
 call of `Net`; it is freed when the tenth addmm starts (`until end`: at the end of the call), and fetched when
 backward reads what the thirteenth addmm saved. Ordinals count over the whole call of the root, child modules
-included; `native_dropout.0/1` is the second result of an operator.
+included; `dropout.0/1` is the second result of an operator.
 
 A storage moves once, however many views of it are saved. Parameters never move, since no operator of the step
 creates them. Copies run on two separate streams. The device memory is freed at the planned operator,
@@ -54,6 +54,7 @@ class OffloadActivations(TechniqueUnit):
     does = "keep saved tensors on the host until backward"
     takes = (SLAB_BYTES, FILE_BYTES)
     equivalence = "BITWISE"
+    goes_around = True
     assumes = ("no hooks on saved tensors",)
     unseen = ("nothing writes through `.data` between forward and backward",)
 

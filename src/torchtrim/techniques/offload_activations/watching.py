@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -12,9 +12,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchtrim.dispatch.modes import tensors_among
-from torchtrim.executor.ordinals import is_numbered, unnumbered
+from torchtrim.executor.ordinals import unnumbered
 from torchtrim.executor.places import module_at
 from torchtrim.executor.registry import Handle, all_or_none
+from torchtrim.executor.roles import OperatorOrdinal
 from torchtrim.executor.saved_tensors import (
     PLAIN,
     OperatorKind,
@@ -24,8 +25,7 @@ from torchtrim.executor.saved_tensors import (
     storage_number,
 )
 from torchtrim.techniques.offload_activations.moving import MovedStorage, StorageMover, View
-from torchtrim.techniques.offload_activations.places import UNSEEN, OffloadPlace, Room, placed
-from torchtrim.techniques.replay.places import OperatorOrdinal
+from torchtrim.techniques.offload_activations.places import OffloadPlace, Room, placed
 
 Rooms = dict[OffloadPlace, Room]
 
@@ -128,6 +128,10 @@ class OffloadWatcher(SavedTensorWatcher[_RootCall]):
         for name in counts.elements():
             self.calls[-1].runs(name)
 
+    def planned(self, call: _RootCall) -> Mapping[str, Collection[OperatorOrdinal]]:
+        """Return the operators that a call must run, by their places in the plan."""
+        return {str(place): (place.made,) for place in self._rooms}
+
     def end(self, call: _RootCall) -> None:
         """Free the storages that leave at the end of a call."""
         for several in call.leaving.values():
@@ -141,13 +145,12 @@ class OffloadWatcher(SavedTensorWatcher[_RootCall]):
         if torch._C._current_autograd_node() is not None:
             return func(*args, **kwargs)
         call = self.calls[-1]
-        run = call.runs(kind.role) if kind.role and is_numbered() else None
+        run = call.runs(kind.role) if kind.role else None
         if kind.writes:
             self._settle(call, kind.written(args, kwargs))
         result = func(*args, **kwargs)
         if run is not None:
-            if run.name not in UNSEEN:
-                call.last = run
+            call.last = run
             for place in self._made.get(run, ()) if torch.is_grad_enabled() else ():
                 self._note(call, place, result)
         return result
@@ -184,6 +187,8 @@ class OffloadWatcher(SavedTensorWatcher[_RootCall]):
     def _moves(self, place: OffloadPlace, tensor: torch.Tensor) -> bool:
         """Return True if moving gains memory: on a CPU only to a file."""
         elsewhere = tensor.is_cuda or (tensor.device.type == "cpu" and self._rooms[place].in_file)
+        if not elsewhere:
+            self.miss(str(place), f"{tensor.device.type} memory is not offloaded")
         return elsewhere and not tensor.is_conj() and not tensor.is_neg()
 
     def _moved(self, call: _RootCall, place: OffloadPlace, tensor: torch.Tensor) -> MovedStorage:

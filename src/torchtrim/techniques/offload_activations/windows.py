@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from torchtrim.analysis.prices import device_of
+from torchtrim.executor.roles import UNNAMED, OperatorOrdinal
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import STATE, Profile
 from torchtrim.records.remembered import remembered
@@ -31,13 +32,11 @@ from torchtrim.step.simulate import simulate
 from torchtrim.step.step import DEVICE, Span, Step, StepCall
 from torchtrim.techniques.offload_activations.places import (
     END,
-    UNSEEN,
     OffloadPlace,
     Room,
     placed,
     written,
 )
-from torchtrim.techniques.replay.places import OperatorOrdinal
 from torchtrim.techniques.replay.reading import RemakeReader
 
 _KEPT = STATE | {"input"}
@@ -166,8 +165,8 @@ class _Reading:
         tensor = self._step.tensors[number]
         if tensor.bytes < self._least or tensor.pool != DEVICE or tensor.kind in _KEPT:
             return None
-        inside, names = range(*call.span), self._reader.names
-        if tensor.birth not in inside or names[tensor.birth] in UNSEEN:
+        inside, roles = range(*call.span), self._reader.roles
+        if tensor.birth not in inside or roles[tensor.birth] == UNNAMED:
             return None
         holds = {place: hold for place, hold in enumerate(tensor.holds) if hold.saver >= 0}
         asked = [hold.asked for hold in holds.values() if hold.asked >= 0]
@@ -184,13 +183,13 @@ class _Reading:
 
         That is the first task that a plan can name, or the end of the call.
         """
-        free, until, last, names = 0.0, {}, call.span.last, self._reader.names
+        free, until, last, roles = 0.0, {}, call.span.last, self._reader.roles
         for one in candidates:
             tensor = self._step.tensors[one.tensor]
             free = max(free, self._clock[one.packed + 1]) + tensor.bytes / self._link
             used = max((hold.until for hold in tensor.holds if hold.saver < 0), default=0)
             done = max(bisect_left(self._clock, free), one.packed + 2, min(used, last))
-            named = (i for i in range(done, last) if names[i] not in UNSEEN)
+            named = (i for i in range(done, last) if roles[i] != UNNAMED)
             until[one.tensor] = next(named, last)
         return until
 
@@ -218,11 +217,11 @@ class _Reading:
         """By call, for tasks that autograd saved tensors for: when backward first reads these."""
         asked: dict[Span, dict[int, int]] = {}
         spans = [c.span for c in self._step.calls if self._step.modules[c.module].parent < 0]
-        names = self._reader.names
+        roles = self._reader.roles
         for saved in self._profile.saved:
             for span in spans if saved.saver >= 0 else ():
                 packed = saved.packed
-                while packed >= span.first and names[packed] in UNSEEN:
+                while packed >= span.first and roles[packed] == UNNAMED:
                     packed -= 1
                 if span.first <= packed and saved.saver < span.last and saved.unpacked >= 0:
                     moments = asked.setdefault(span, {})

@@ -10,16 +10,10 @@ import re
 from typing import NamedTuple
 
 from torchtrim.errors import ApplyFailed
+from torchtrim.executor.roles import OperatorOrdinal
 from torchtrim.records.operator_names import role_of
 
-_WHERE = re.compile(r"(?P<path>[^:]+):(?P<runs>\w+(\.\d+)?(,\w+(\.\d+)?)*)")
-
-
-class OperatorOrdinal(NamedTuple):
-    """One operator inside a module call: its role, and its ordinal among operators of that role."""
-
-    name: str
-    ordinal: int
+_WHERE = re.compile(r"(?P<path>[^:]+):(?P<runs>[\w-]+(\.\d+)?(,[\w-]+(\.\d+)?)*)")
 
 
 class ReplayPlace(NamedTuple):

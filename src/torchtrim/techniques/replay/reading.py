@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, partial
 from typing import NamedTuple
 
+from torchtrim.executor.roles import UNNAMED, OperatorOrdinal, OperatorRoles
 from torchtrim.records.operator_names import role_of
-from torchtrim.records.profile import STATE, Profile
+from torchtrim.records.profile import STATE, Operator, Profile
 from torchtrim.step.index import index_of
 from torchtrim.step.step import DEVICE, Hold, Step
-from torchtrim.techniques.replay.places import OperatorOrdinal
 from torchtrim.techniques.replay.table import (
     BATCH_NORMS,
     DRAW,
@@ -75,8 +76,8 @@ class RemakeReader:
 
     @cached_property
     def roles(self) -> list[str]:
-        """Operator roles as in plans; empty for operators that are not torch's own."""
-        return [role_of(name) for name in self.names]
+        """Operator roles as in plans; empty for operators that no place names."""
+        return roles_of(self.step, self._profile, self.names)
 
     @cached_property
     def forward_tasks(self) -> dict[str, list[int]]:
@@ -147,6 +148,8 @@ class RemakeReader:
             return False
         if self._profile.operators[first].random:
             return False
+        if any(self.roles[task] == UNNAMED for task in tasks):
+            return False
         if any(self.step.tasks[task].phase != "forward" for task in tasks):
             return False
         return all(self.names[w] in WRITERS and self._writes_all(w, first) for w in rest)
@@ -170,3 +173,26 @@ class RemakeReader:
             for write in self._writers.get(tensor, ())
             if self.names[write] not in BATCH_NORMS
         )
+
+
+def roles_of(step: Step, profile: Profile, names: Sequence[str]) -> list[str]:
+    """Return the role of each task; those of forward depend on what runs before them."""
+    naming, roles = OperatorRoles(), [*map(role_of, names)]
+    for index, operator in enumerate(profile.operators):
+        if step.tasks[index].phase != "forward":
+            continue
+        overload = operator.name.partition(".")[2]
+        roles[index] = naming.role(names[index], overload, partial(_storages_read, operator))
+        if naming.asks and operator.outputs:
+            naming.made(operator.outputs[0].storage)
+        for joined in naming.joined:
+            roles[_last(roles, joined, index)] = UNNAMED
+    return roles
+
+
+def _storages_read(operator: Operator) -> list[int]:
+    return [use.storage for use in operator.inputs]
+
+
+def _last(roles: Sequence[str], role: str, before: int) -> int:
+    return next(index for index in reversed(range(before)) if roles[index] == role)

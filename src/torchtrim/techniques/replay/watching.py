@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,9 +12,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchtrim.dispatch.modes import tensors_among
-from torchtrim.executor.ordinals import is_numbered, unnumbered
+from torchtrim.executor.ordinals import unnumbered
 from torchtrim.executor.places import module_at
 from torchtrim.executor.registry import Handle, all_or_none
+from torchtrim.executor.roles import OperatorOrdinal
 from torchtrim.executor.saved_tensors import (
     PLAIN,
     OperatorKind,
@@ -37,7 +38,7 @@ from torchtrim.techniques.replay.recipes import (
     with_statistics,
     without_writes,
 )
-from torchtrim.techniques.replay.table import BATCH_NORMS, DRAW, NOISE
+from torchtrim.techniques.replay.table import BATCH_NORMS, DRAW, NOISE, may_rerun
 
 
 def watch(roots: Mapping[str, nn.Module], where: Sequence[str]) -> Handle:
@@ -111,6 +112,14 @@ class ReplayWatcher(SavedTensorWatcher[_WatchedCall]):
             for name in call.counts:
                 call.counts[name] += counts[name]
 
+    def planned(self, call: _WatchedCall) -> Mapping[str, Collection[OperatorOrdinal]]:
+        """Return the operators that a call must run, by their places in the plan."""
+        places: defaultdict[str, list[OperatorOrdinal]] = defaultdict(list)
+        for name, ordinals in call.named.items():
+            for ordinal, place in ordinals.items():
+                places[place].append(OperatorOrdinal(name, ordinal))
+        return places
+
     def end(self, call: _WatchedCall) -> None:
         """Drop the records of a call that has ended."""
         for storage in call.noted:
@@ -121,6 +130,9 @@ class ReplayWatcher(SavedTensorWatcher[_WatchedCall]):
     def operator(self, kind: OperatorKind, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator, and record how it computes the results that the plan names."""
         found = self._count(kind.role) if kind.role else None
+        if found is not None and not may_rerun(kind.name, func, args):
+            self.miss(found.place, f"{kind.name} may not rerun")
+            found = None
         if kind.writes:
             return self._write(func, args, kwargs, kind, found)
         if found is None:
@@ -139,8 +151,6 @@ class ReplayWatcher(SavedTensorWatcher[_WatchedCall]):
 
     def _count(self, role: str) -> _PlannedOperator | None:
         """Count an operator of a role. Return its entry in the plan, if any."""
-        if torch._C._current_autograd_node() is not None or not is_numbered():
-            return None
         found = None
         for call in self.calls:
             if role in call.counts:

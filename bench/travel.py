@@ -1,0 +1,67 @@
+"""Plans that travel: made on each device, applied on every other, and held against the unplanned run there.
+
+    python -m bench.travel [MODEL ...]
+
+Plans have the smallest peak that bits allow, of all techniques. A place is left where the other device runs
+other kernels, which the run says; everything else applies. `unlike` must be 0: runs whose losses, parameters
+or buffers after two steps differ from the unplanned run by a bit; `refused` too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from bench.machine import save, saved
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from torchtrim.errors import TorchtrimError
+from travelling import DEVICES, MODELS, left, planned, run
+
+
+def measure(name: str) -> dict[str, Any]:
+    """One model on all pairs of devices."""
+    make = MODELS[name]
+    plain = {device: run(device, make).digest for device in DEVICES}
+    plans = {device: planned(device, make) for device in DEVICES}
+    found: Counter[str] = Counter()
+    rows: dict[str, Any] = {}
+    for here, there in itertools.permutations(DEVICES, 2):
+        places = sum(len(one.where) for one in plans[here].techniques)
+        found += Counter(runs=1, places=places)
+        try:
+            travelled = run(there, make, plans[here])
+        except TorchtrimError as error:
+            found["refused"] += 1
+            rows[f"{here} to {there}"] = str(error)
+            continue
+        found += Counter(unlike=travelled.digest != plain[there], left=left(travelled))
+        rows[f"{here} to {there}"] = {"places": places, "left": left(travelled)}
+    return {**found, "refused": found["refused"], "unlike": found["unlike"], "pairs": rows}
+
+
+def summary(models: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """The sums over all models."""
+    names = ("runs", "refused", "unlike", "places", "left")
+    return {"models": len(models)} | {
+        name: sum(one.get(name, 0) for one in models.values()) for name in names
+    }
+
+
+def main() -> None:
+    """The named models, or all; keeps the results of the others."""
+    models = saved("travel").get("models", {})
+    for name in sys.argv[1:] or MODELS:
+        models[name] = measure(name)
+        print(name, models[name], flush=True)
+        save("travel", {"summary": summary(models), "models": models})
+    print(json.dumps(summary(models), indent=1))
+
+
+if __name__ == "__main__":
+    main()
