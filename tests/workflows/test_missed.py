@@ -15,11 +15,13 @@ from steps import Block, fitting, images, squared, train_step
 from torchtrim import InfeasibleBudget, Script, TrainStep
 from torchtrim.api import optimize_report
 from torchtrim.errors import PlannedStepFailed
+from torchtrim.planner.planner import Planner
 from torchtrim.records.budget import Budget, memory_limit
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request, Trial, TrialStep
 from torchtrim.runner import trials
 from torchtrim.workflows.optimize.fitting import Fitting
+from torchtrim.workflows.optimize.levers import rounded
 
 CATCHES = """
 import sys
@@ -292,10 +294,11 @@ def test_equal_steps_are_run_once(tmp_path: Path) -> None:
 
 def test_techniques_that_only_together_meet_a_budget_are_a_lever() -> None:
     runs = Fitting(mixed(), Request(steps=1), lambda _: None, Terms(allow="rounding"))
-    smallest = runs.smallest().planned
-    assert smallest is not None
-    budget = int(1.2 * smallest.peak_bytes)
-    with pytest.raises(InfeasibleBudget) as caught:
-        torchtrim.fit(mixed(), budget, steps=1)
-    meeting = [one for one in caught.value.levers if one.peak_bytes <= budget]
-    assert [(one.needs, " + " in one.technique) for one in meeting] == [("--allow rounding", True)]
+    planner = runs.planner(runs.observe())
+    assert isinstance(planner, Planner)
+    floor = Budget(planner.floor_plan(Budget(0)).predicted.peak_bytes)
+    (lever,) = rounded(planner, floor, ())
+    assert (lever.needs, " + " in lever.technique) == ("--allow rounding", True)
+    assert lever.peak_bytes <= floor.bytes
+    assert rounded(planner, floor, [lever]) == ()
+    assert rounded(planner, floor._replace(bytes=floor.bytes // 2), ()) == ()
