@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtrim.core.units import check_bytes, format_bytes, format_seconds, parse_bytes
+from torchtrim.core.units import (
+    check_bytes,
+    format_apart,
+    format_bytes,
+    format_seconds,
+    parse_bytes,
+)
 from torchtrim.errors import UsageError
 
 
@@ -60,3 +66,9 @@ def test_formats() -> None:
     assert format_seconds(0.0123) == "12.3 ms"
     assert format_seconds(2) == "2.00 s"
     assert format_seconds(3e-6) == "3.00 us"
+
+
+def test_amounts_that_differ_look_different() -> None:
+    assert format_apart(2**20, 2**20 + 1) == ("1048576 B", "1048577 B")
+    assert format_apart(2**20, 2**21) == ("1.00 MiB", "2.00 MiB")
+    assert format_apart(2**20, 2**20) == ("1.00 MiB", "1.00 MiB")

@@ -113,6 +113,14 @@ def format_bytes(amount: int | float) -> str:
     return f"{_three_digits(size)} {unit}"
 
 
+def format_apart(one: int, other: int) -> tuple[str, str]:
+    """Format two amounts, in whole bytes if they would look alike although they differ."""
+    texts = format_bytes(one), format_bytes(other)
+    if one != other and texts[0] == texts[1]:
+        return f"{one} B", f"{other} B"
+    return texts
+
+
 def format_seconds(seconds: float) -> str:
     """Format `0.0123` as `"12.3 ms"`."""
     if abs(seconds) >= 1:

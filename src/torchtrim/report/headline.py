@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torchtrim.core.units import counted, format_bytes, format_seconds
+from torchtrim.core.units import counted, format_apart, format_bytes, format_seconds
 from torchtrim.records import Report
 from torchtrim.records.finding import EQUIVALENCES, Equivalence
 from torchtrim.records.report import StreamReport
@@ -94,12 +94,11 @@ def _main(report: Report) -> str:
 
 def _of_memory(report: Report, peaks: str) -> str:
     results, is_over = _results(report), over_budget(report) > 0
-    missed = f"Does not fit {format_bytes(report.budget_bytes or 0)}"
     if report.floor_bytes is not None and is_over:
-        missed += f": {_smallest(report.floor_bytes, report)}"
+        missed = _missed(report.floor_bytes, report)
         return f"{missed}, {results}" if results else missed
     if is_over:
-        lead = missed
+        lead = f"Does not fit {format_bytes(report.budget_bytes or 0)}"
     elif _fits_already(report):
         return f"Fits already: {peaks.partition(' -> ')[0]}{emulated_name(report)}, nothing to plan"
     elif report.budget_bytes is not None and peaks:
@@ -121,9 +120,10 @@ def _fits_already(report: Report) -> bool:
     )
 
 
-def _smallest(floor_bytes: int, report: Report) -> str:
-    """Return the smallest feasible budget, and the largest part of that peak."""
-    text = f"the smallest budget is {format_bytes(floor_bytes)}"
+def _missed(floor_bytes: int, report: Report) -> str:
+    """Return the missed budget, the smallest feasible one, and the largest part of that peak."""
+    budget, smallest = format_apart(report.budget_bytes or 0, floor_bytes)
+    text = f"Does not fit {budget}: the smallest budget is {smallest}"
     before = peak_before(report)
     text += bracketed(f"{100 * floor_bytes / before:.0f} %") if before else ""
     if report.peak_parts:
