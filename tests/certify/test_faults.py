@@ -95,10 +95,10 @@ class Net(nn.Module):
 
 
 class OtherEps(Net):
-    """Another number in the norm, by a hundred-thousandth of it."""
+    """Another number in the norm, by a fiftieth of it: less goes under in float32 on some processors."""
 
     def normed(self, x: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
-        return super().normed(x, 1.0001e-5)
+        return super().normed(x, 1.02e-5)
 
 
 class WithoutTail(Net):
