@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from torchtrim.dispatch.modes import tensors_among
 from torchtrim.dryrun.oracle import Geometry, is_small
+from torchtrim.emulator.recurrent import MODES, reserve_bytes
 
 if TYPE_CHECKING:
     from torchtrim.dryrun.mode import Dry
@@ -196,6 +197,25 @@ def _recurrent(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
     return tuple(results)
 
 
+def _cudnn_recurrent(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
+    """cuDNN's reserve, which fake tensors leave out."""
+    out, hidden, cell, *_ = dry.general(func, args, kwargs, False)
+    mode, size, layers, trains, both = args[6], args[7], args[9], args[12], args[13]
+    directions = layers * (1 + both)
+    kept = reserve_bytes(MODES[mode], out, size, directions) if trains else 0
+    empty = _dense(dry, (0,), out.dtype)
+    return out, hidden, cell, _dense(dry, (kept,), torch.uint8), empty
+
+
+def _cudnn_recurrent_backward(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
+    tensor, weights, hidden, cell = args[0], args[1], args[4], args[5]
+    made = [
+        None if one is None else _dense(dry, tuple(one.shape), one.dtype)
+        for one in (tensor, hidden, cell, *weights)
+    ]
+    return *made[:3], made[3:]
+
+
 def _lstm_bytes(args: Any) -> int:
     """Return the bytes an LSTM saves for backward; 0 if gradients are off.
 
@@ -307,6 +327,8 @@ BOUNDS: dict[str, Bound] = {
     "aten::bincount": _bincount,
     "aten::_pack_padded_sequence": _pack,
     "aten::mkldnn_rnn_layer": _recurrent,
+    "aten::_cudnn_rnn": _cudnn_recurrent,
+    "aten::_cudnn_rnn_backward": _cudnn_recurrent_backward,
     "aten::resize_": _resize,
     **dict.fromkeys(("aten::mse_loss", "aten::smooth_l1_loss"), _reduced_loss),
     **dict.fromkeys(("aten::soft_margin_loss", "aten::binary_cross_entropy"), _reduced_loss),

@@ -92,7 +92,7 @@ class _Arguments(NamedTuple):
 
     def _rerun(self, grad_out: torch.Tensor, number: int) -> list[torch.Tensor | None]:
         """Run the forward pass again with its random numbers, and the CPU's autograd."""
-        with plain_kernels(grad=True), _drawing_again(number):
+        with plain_kernels(grad=True), drawing_again(number):
             query, key, value = inputs = [
                 one.detach().requires_grad_() for one in (self.query, self.key, self.value)
             ]
@@ -103,7 +103,7 @@ class _Arguments(NamedTuple):
 
 
 @contextlib.contextmanager
-def _drawing_again(number: int) -> Iterator[None]:
+def drawing_again(number: int) -> Iterator[None]:
     """Draw from the default generator what the numbered forward pass drew."""
     if number not in _STATES:
         yield
@@ -116,7 +116,7 @@ def _drawing_again(number: int) -> Iterator[None]:
         torch.default_generator.set_state(now)
 
 
-def _numbered(dropout: float) -> int:
+def numbered(dropout: float) -> int:
     """Return a number for the random state, which is kept if the kernel draws; else 0."""
     if not dropout:
         return 0
@@ -125,7 +125,7 @@ def _numbered(dropout: float) -> int:
     return number
 
 
-def _kept_with(seed: torch.Tensor, number: int) -> torch.Tensor:
+def kept_with(seed: torch.Tensor, number: int) -> torch.Tensor:
     """Return the seed, whose storage keeps the numbered random state."""
     if number:
         weakref.finalize(seed.untyped_storage(), _STATES.pop, number, None)
@@ -164,7 +164,7 @@ def flash(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """FlashAttention, with the state of its random numbers on the device."""
-    number = _numbered(dropout_p)
+    number = numbered(dropout_p)
     out, sums = _Arguments(query, key, value, None, dropout_p, is_causal, scale).run()
     state = torch.tensor([number, 0], dtype=torch.uint64, device="cpu")
     unused = torch.zeros((), dtype=torch.uint64, device="cpu")
@@ -172,7 +172,7 @@ def flash(
         _in_layout(out, torch.empty_like(query)),
         _logsumexp("flash", query, sums),
         *(None, None, query.shape[-2], key.shape[-2]),
-        *(_kept_with(state, number), unused, query.new_empty(0)),
+        *(kept_with(state, number), unused, query.new_empty(0)),
     )
 
 
@@ -222,7 +222,7 @@ def cudnn(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """Attention of cuDNN, with seed and offset on the device."""
-    number = _numbered(dropout_p)
+    number = numbered(dropout_p)
     out, sums = _Arguments(query, key, value, attn_bias, dropout_p, is_causal, scale).run()
     seed = torch.tensor(number, dtype=torch.int64, device="cpu")
     in_order = sorted(range(4), key=query.stride, reverse=True)
@@ -231,7 +231,7 @@ def cudnn(
         _in_layout(out, like),
         _logsumexp("cudnn", query, sums) if compute_log_sumexp else None,
         *(None, None, query.shape[-2], key.shape[-2]),
-        *(_kept_with(seed, number), torch.zeros((), dtype=torch.int64, device="cpu"), None),
+        *(kept_with(seed, number), torch.zeros((), dtype=torch.int64, device="cpu"), None),
     )
 
 
@@ -272,14 +272,14 @@ def efficient(
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Memory-efficient attention."""
-    number = _numbered(dropout_p)
+    number = numbered(dropout_p)
     out, sums = _Arguments(query, key, value, attn_bias, dropout_p, is_causal, scale).run()
     seed = torch.tensor(number, dtype=torch.int64, device="cpu")
     rows = _logsumexp("efficient", query, sums) if compute_log_sumexp else None
     return (
         _in_layout(out, _empty_in_rows(out)),
         query.new_empty((*query.shape[:-2], 0), dtype=torch.float32) if rows is None else rows,
-        _kept_with(seed, number),
+        kept_with(seed, number),
         torch.zeros((), dtype=torch.int64, device="cpu"),
     )
 

@@ -9,13 +9,15 @@ import torch
 
 from torchtrim.dispatch.calls import tell_synchronized
 from torchtrim.dispatch.patches import Patches
-from torchtrim.emulator.attention import KERNELS, attend
+from torchtrim.emulator import attention, norms, recurrent
 from torchtrim.emulator.kernels import AttentionCall, Target, attention_kernel
 from torchtrim.emulator.mode import Accelerator
+from torchtrim.emulator.recurrent import MODES
 from torchtrim.emulator.streams import current_stream
 
 _KEYS = ("AutogradCPU", "CPU")
 _MEAN = 1  # `at::Reduction::Mean`.
+_KERNELS: dict[str, Any] = attention.KERNELS | norms.KERNELS | recurrent.KERNELS
 _aten: Any = torch.ops.aten
 
 
@@ -46,7 +48,10 @@ class Composites:
             ("scaled_dot_product_attention", self._attention, _KEYS),
             ("native_dropout", fused_dropout, ("CPU",)),
             ("native_dropout_backward", fused_dropout_backward, ("CPU",)),
-            *((name, kernel, ("CPU",)) for name, kernel in KERNELS.items()),
+            ("batch_norm", self._batch_norm, _KEYS),
+            *((f"{name}.input", self._recurrent(name, packed=False), _KEYS) for name in MODES),
+            *((f"{name}.data", self._recurrent(name, packed=True), _KEYS) for name in MODES),
+            *((name, kernel, ("CPU",)) for name, kernel in _KERNELS.items()),
         ):
             if len(keys) > 1:
                 self._accelerator.composites[overload_named(name)] = kernel
@@ -112,6 +117,43 @@ class Composites:
         each = _as_on_cpu(plain, *arguments, 0, zero_infinity)
         return (each / torch.as_tensor(target_lengths, device=each.device).clamp_min(1)).mean()
 
+    def _batch_norm(
+        self,
+        tensor: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        cudnn_enabled: bool,
+    ) -> Any:
+        running = running_mean, running_var
+        chosen = self._target is not None and self._tags.on_device(tensor)
+        if chosen and norms.is_cudnn_batch_norm(tensor, weight, bias, running, training):
+            assert weight is not None
+            assert bias is not None
+            return norms.batch_norm(tensor, weight, bias, running, training, momentum, eps)
+        arguments = (tensor, weight, bias, *running, training, momentum, eps, cudnn_enabled)
+        return _as_on_cpu(_aten.batch_norm.default, *arguments)
+
+    def _recurrent(self, name: str, *, packed: bool) -> Any:
+        """Return the GPU's version of a recurrent operator, for packed sequences or others."""
+        packet = getattr(_aten, name)
+        func = packet.data if packed else packet.input
+
+        def run(tensor: torch.Tensor, *args: Any) -> Any:
+            chosen = self._target is not None and self._tags.on_device(tensor)
+            if not (chosen and recurrent.is_cudnn_layer(tensor)):
+                return _as_on_cpu(func, tensor, *args)
+            sizes, (states, *rest) = (args[0].tolist(), args[1:]) if packed else (None, args)
+            states = list(states) if name == "lstm" else [states]
+            options = (*rest, False) if packed else tuple(rest)
+            return recurrent.cudnn_layer(name, tensor, states, *options, sizes=sizes)
+
+        return run
+
     def _attention(
         self,
         query: torch.Tensor,
@@ -131,7 +173,7 @@ class Composites:
             choose = torch._fused_sdp_choice
             fused = kernel != "math" or choose(*arguments, scale=scale, enable_gqa=enable_gqa)
             if fused:
-                return attend(kernel, call, scale)
+                return attention.attend(kernel, call, scale)
         func = _aten.scaled_dot_product_attention.default
         return _as_on_cpu(func, *arguments, scale=scale, enable_gqa=enable_gqa)
 
