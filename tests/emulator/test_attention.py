@@ -86,6 +86,8 @@ CASES = (
         mask="bool",
         torch=NEW,
     ),
+    Case("cpp 398: one key head", "math", A100, BRAIN, heads=1),
+    Case("sdp2.14 1150: one key head", "flash", A100, BRAIN, heads=1, torch=NEW),
     Case("sdp 498: more than one key", "flash", H100, BRAIN, keys=1),
     Case("cpp 496: no empty sequence", "math", A100, BRAIN, keys=0),
 )
