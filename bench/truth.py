@@ -18,14 +18,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -77,7 +80,7 @@ long counted_now(void) { return in_use; }
 
 def by_events(run: Callable[[], None]) -> int:
     """The highest sum of the memory events of torch's profiler, after the first steps."""
-    with torch.autograd.profiler.profile(profile_memory=True) as seen:
+    with in_one_thread(), torch.autograd.profiler.profile(profile_memory=True) as seen:
         run()
     results: Any = seen.kineto_results
     memory, marks = [], []
@@ -93,6 +96,24 @@ def by_events(run: Callable[[], None]) -> int:
         if moment > first:
             highest = max(highest, level)
     return highest
+
+
+@contextlib.contextmanager
+def in_one_thread() -> Iterator[None]:
+    """Run the script's own threads where it starts them: torch sees the events of one thread alone."""
+    thread = threading.Thread
+    start, join = thread.start, thread.join
+
+    def run_here(self: Any) -> None:
+        own = getattr(self._target, "__module__", "") == "__main__"
+        (self.run if own else functools.partial(start, self))()
+
+    def joined(self: Any, timeout: float | None = None) -> None:
+        if self.ident is not None:
+            join(self, timeout)
+
+    with patch.multiple(thread, start=run_here, join=joined):
+        yield
 
 
 def by_malloc(run: Callable[[], None]) -> int:

@@ -1,4 +1,4 @@
-"""A DataLoader with two workers."""
+"""A DataLoader with a worker: of two, one may be ahead."""
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ opt = torch.optim.Adam(net.parameters())
 
 
 if __name__ == "__main__":
-    for x, y in torch.utils.data.DataLoader(Data(), 64, shuffle=True, num_workers=2):
+    for x, y in torch.utils.data.DataLoader(Data(), 64, shuffle=True, num_workers=1):
         opt.zero_grad()
         loss = F.cross_entropy(net(x), y)
         loss.backward()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -36,6 +37,21 @@ def test_a_storage_is_seen_once_and_dies_once() -> None:
     storages.clock = 12
     del view
     assert (storages.lives[0].death, storages.live_bytes) == (12, 0)
+
+
+def test_views_of_an_array_are_no_memory_of_torch() -> None:
+    """Samples of a column-major table, as pandas gives them, each span nearly all of it."""
+    table = numpy.zeros((7, 100)).T
+    samples = [torch.as_tensor(table[start : start + 5]) for start in range(20)]
+    storages, host = Storages(), Storages("cuda")
+    for sample in samples:
+        storages.see(sample, 3)
+        host.see(sample, 3)
+    assert storages.live_bytes == 0
+    assert all(life.bytes > 0 for life in host.lives)
+    shared = torch.ones(10).share_memory_()
+    storages.see(shared, 4)
+    assert storages.live_bytes == 40
 
 
 def test_storages_die_in_the_order_in_which_they_are_let_go() -> None:

@@ -40,6 +40,15 @@ def test_a_bound_is_never_less(name: str) -> None:
     assert name == "boolean assignment" or dry.guesses.notes()[0].startswith("tests")
 
 
+def test_one_number_behind_a_mask_needs_no_indices() -> None:
+    with dry_run(".", owned_only=True) as dry:
+        x = torch.randn(40, 30)
+        for value, scratch in ((torch.tensor(1.0), 0), (torch.randn(30), 2 * 40 * 30 * 8)):
+            dry.take_workspace()
+            x[x > 0] = value if value.dim() == 0 else torch.randn(40 * 30)
+            assert dry.take_workspace() == scratch
+
+
 def test_what_depends_on_them_goes_on() -> None:
     with dry_run(".", owned_only=True):
         x = torch.randn(64, 100, requires_grad=True)

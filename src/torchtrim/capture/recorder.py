@@ -39,7 +39,8 @@ from torchtrim.dispatch.modes import (
     written_tensors,
 )
 from torchtrim.dispatch.places import ENGINE, CallSite, Places, is_in_function, line_of
-from torchtrim.dispatch.storages import PLAIN, Storages, parts_of, reachable_tensors
+from torchtrim.dispatch.storages import PLAIN, Storages, is_lent, parts_of, reachable_tensors
+from torchtrim.dryrun.meta_tensors import blanks
 from torchtrim.dryrun.run import current as current_dry
 from torchtrim.emulator.device import current
 from torchtrim.records.profile import Call, Phase
@@ -132,7 +133,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._emulation = current()
         self._fake = fake_mode()
-        self.storages = Storages(device, self._is_pinned)
+        self.storages = Storages(device, self._is_pinned, self._is_lent)
         self.operators: list[RawOperator] = []
         self.calls: list[Call] = []
         self.labels: list[str] = []
@@ -215,6 +216,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._emulation.tags.is_pinned(tensor)
         with torch._C._DisableTorchDispatch():
             return tensor.is_pinned()
+
+    def _is_lent(self, storage: Any) -> bool:
+        return is_lent(storage) and not blanks().holds(storage.data_ptr())
 
     def _watch_engine(self) -> None:
         """Read autograd's saved tensors when backward begins."""

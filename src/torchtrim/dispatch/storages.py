@@ -131,11 +131,15 @@ class Storages:
     """All storages seen: `lives` by number, live ones by the address of their C++ storage.
 
     `clock` is the number of the next operator. `live_bytes` and `peak_bytes` count the bytes on `device`, by
-    default on all devices. `is_pinned` tests a host tensor.
+    default on all devices. `is_pinned` tests a host tensor, `lends` a storage on
+    the host.
     """
 
     def __init__(
-        self, device: str = "", is_pinned: Callable[[Any], bool] = lambda _: False
+        self,
+        device: str = "",
+        is_pinned: Callable[[Any], bool] = lambda _: False,
+        lends: Callable[[Any], bool] | None = None,
     ) -> None:
         self.lives: list[StorageLife] = []
         self.clock = 0
@@ -143,6 +147,7 @@ class Storages:
         self.peak_bytes = 0
         self._counted = device
         self._is_pinned = is_pinned
+        self._lends = lends or is_lent
         self._living: dict[int, _StorageReference] = {}
         self._python = PythonReferences(self._released) if counts_tell() else None
         self._on_death = self._died
@@ -237,6 +242,8 @@ class Storages:
         life = StorageLife(allocated_bytes(watched.bytes, device), birth, device, kind)
         self.lives.append(life)
         if self.counts(life):
+            if device == "cpu" and self._lends(storage):
+                life.bytes = 0
             self.live_bytes += life.bytes
         return number
 
@@ -264,6 +271,14 @@ class Storages:
             del self._living[watched.key]
             if watched.number >= 0:
                 self._end(watched.number)
+
+
+def is_lent(storage: Any) -> bool:
+    """Return True for memory of another library, such as a numpy array, of which each sample is a view.
+
+    What a loader's workers share has been allocated for torch.
+    """
+    return not (storage.resizable() or storage.is_shared())
 
 
 def allocated_bytes(size: int, device: str) -> int:
@@ -326,6 +341,6 @@ def reachable_tensors() -> Iterator[torch.Tensor]:
 
 
 def reachable_bytes() -> int:
-    """Return the bytes of all storages on the host that Python can reach, without memory-mapped files."""
+    """Return the bytes of all storages on the host that Python can reach, without files and lent memory."""
     storages = storages_in(reachable_tensors()).values()
-    return storage_bytes((one for one in storages if not one.filename), "cpu")
+    return storage_bytes((one for one in storages if not (one.filename or is_lent(one))), "cpu")

@@ -107,8 +107,15 @@ def _index(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
 
 
 def _index_put(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
-    _plain(dry, args[1])
+    if not _fills(*args):
+        _plain(dry, args[1])
     return dry.general(func, args, kwargs, known)
+
+
+def _fills(_: Any, indices: Any, value: Any, accumulate: bool = False, *rest: Any) -> bool:
+    """Return True if torch fills the elements of one mask in place (`canDispatchToMaskedFill`)."""
+    given = [index for index in indices if index is not None]
+    return not accumulate and value.numel() == 1 and len(given) == 1 and _is_mask(given[0])
 
 
 def _plain(dry: Dry, indices: Any) -> list[Any]:

@@ -267,8 +267,8 @@ class Runtime:
             **dict.fromkeys(("manual_seed", "manual_seed_all"), _seed),
             **dict.fromkeys(("seed", "seed_all"), torch.seed),
             "initial_seed": torch.initial_seed,
-            "get_rng_state": lambda device=None: torch.get_rng_state(),
-            "get_rng_state_all": lambda: [torch.get_rng_state()],
+            "get_rng_state": _random_state,
+            "get_rng_state_all": lambda: [_random_state()],
             "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
             "set_rng_state_all": lambda states: torch.set_rng_state(states[0]),
             "default_generators": (torch.default_generator,),
@@ -352,6 +352,12 @@ class DeviceGuard:
 
 def _seed(seed: int) -> None:
     torch.default_generator.manual_seed(int(seed))
+
+
+def _random_state(device: Any = None) -> torch.Tensor:
+    """Return the state of the one generator, in memory that is not torch's: a GPU's has 16 bytes."""
+    state = bytearray(torch.get_rng_state().tolist())
+    return torch.frombuffer(state, dtype=torch.uint8)
 
 
 def _refuses(name: str) -> Callable[..., Any]:
