@@ -27,6 +27,7 @@ import torch._dynamo  # noqa: F401
 
 import torchtrim
 from torchtrim.cli import main as command_line
+from torchtrim.core.isolation import DEBUG
 from torchtrim.runner import warm
 
 SECONDS = 300.0
@@ -114,6 +115,8 @@ def verb(folder: Path, *words: str, exits: bool = False) -> Ended:
     """Run `torchtrim` with these words. `exits`: the script runs in that very process, as under `run`."""
 
     def body() -> None:
+        if exits:
+            os.environ.pop(DEBUG, None)  # which shows torchtrim's frames in the script's tracebacks
         if not exits and warm._warm is not None:
             # The worker is no child of the fork, and serves one fork after the other.
             warm._warm.made_by, warm._warm.process.poll = os.getpid(), lambda: None

@@ -12,7 +12,8 @@ import itertools
 import os
 import sys
 from collections import Counter
-from types import ModuleType
+from collections.abc import Mapping
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,7 @@ class Watched(NamedTuple):
     before: int | None = None
 
 
+NO_SUMS: Mapping[int, int] = MappingProxyType({})
 NOTHING = Watched(0, 0, [], None)
 
 
@@ -57,8 +59,8 @@ class Allocator:
     def start(self) -> None:
         """Begin to watch."""
 
-    def stop(self) -> Watched:
-        """End, and return the bytes."""
+    def stop(self, in_place: Mapping[int, int] = NO_SUMS) -> Watched:
+        """End, and return the bytes. `in_place`: bytes that a marked operator needs only under a mode."""
         return NOTHING
 
 
@@ -109,7 +111,7 @@ class CpuAllocator(Allocator):
             end_open_ranges()
         return _disable_profiler().events() if runs else None
 
-    def stop(self) -> Watched:
+    def stop(self, in_place: Mapping[int, int] = NO_SUMS) -> Watched:
         """End; return zeros if there was a reason not to begin."""
         events = self._end()
         if events is None:
@@ -124,8 +126,10 @@ class CpuAllocator(Allocator):
                 memory.append((event.start_ns(), event.nbytes()))
         memory.sort(key=lambda pair: pair[0])
         memory = _without(memory, sorted(ranges[_OWN]))
+        marks = sorted(ranges[MARK])
+        memory = _in_place(memory, [(marks[number], size) for number, size in in_place.items()])
         running = [0, *itertools.accumulate(size for _, size in memory)]
-        return Watched(max(running), running[-1], _rises(memory, sorted(ranges[MARK])), None)
+        return Watched(max(running), running[-1], _rises(memory, marks), None)
 
 
 def own() -> Any:
@@ -157,6 +161,20 @@ def _without(memory: list[tuple[int, int]], own: list[tuple[int, int]]) -> list[
     return found
 
 
+def _in_place(
+    memory: list[tuple[int, int]], sums: list[tuple[tuple[int, int], int]]
+) -> list[tuple[int, int]]:
+    """Return the events without the result of each range in `sums`, and without the next free of its size."""
+    moments = [moment for moment, _ in memory]
+    dropped = set()
+    for (begin, _), size in sums:
+        for wanted in (size, -size):
+            places = range(bisect.bisect_left(moments, begin), len(memory))
+            found = next((n for n in places if n not in dropped and memory[n][1] == wanted), None)
+            dropped |= {found}
+    return [event for number, event in enumerate(memory) if number not in dropped]
+
+
 def _rises(memory: list[tuple[int, int]], marks: list[tuple[int, int]]) -> list[int]:
     """Return the rise of memory inside each marked range. Both lists are sorted by time."""
     rises = []
@@ -186,7 +204,7 @@ class CudaAllocator(Allocator):
         torch.cuda.reset_peak_memory_stats(self._device)
         self._before = torch.cuda.memory_allocated(self._device)
 
-    def stop(self) -> Watched:
+    def stop(self, in_place: Mapping[int, int] = NO_SUMS) -> Watched:
         """Read the peaks."""
         self._settle()
         return Watched(

@@ -114,6 +114,53 @@ class _RecordedSchema(NamedTuple):
         return bool(args[self.dropout] if given else kwargs.get(DROPOUT, 0.0))
 
 
+class GradientSums:
+    """The sums of gradients that autograd would take in place, were there no dispatch mode.
+
+    The engine adds a further gradient of a tensor to the first one's memory if nobody else has it
+    (`InputBuffer::accumulate`), but under a dispatch mode it makes a third tensor. `found` has the bytes of
+    each such sum by its profiler range.
+    """
+
+    def __init__(self, storages: Storages) -> None:
+        self.found: dict[int, int] = {}
+        self._storages = storages
+        self._node: tuple[int, int] = (-1, 0)
+        self._open: tuple[int, int, int, int] | None = None
+
+    def runs(self, node: Any, index: int) -> None:
+        """Note the first operator of each node."""
+        number = node._sequence_nr()
+        if number != self._node[0]:
+            self._node = number, index
+
+    def opens(self, index: int, mark: int, inputs: list[RawUse], outputs: list[RawUse]) -> bool:
+        """Return True if a sum of the engine may be in place, which the first gradient's death decides."""
+        if len(inputs) != 2 or len(outputs) != 1 or torch.is_grad_enabled():
+            return False
+        lives = self._storages.lives
+        first, made = inputs[0][0], outputs[0][0]
+        if not 0 <= lives[first].birth < self._node[1] or lives[made].birth != index:
+            return False
+        if lives[first].bytes != lives[made].bytes:
+            return False
+        self._open = index, mark, first, self._storages.live_bytes
+        return True
+
+    def settle(self) -> None:
+        """Decide about the last sum: the engine has let the first gradient go, or somebody has it."""
+        if self._open is None:
+            return
+        index, mark, first, level = self._open
+        self._open = None
+        life = self._storages.lives[first]
+        if life.death == index + 1:
+            self.found[mark] = life.bytes
+            life.death = index  # as the result begins, which is in its place
+        else:
+            self._storages.peak_bytes = max(self._storages.peak_bytes, level)
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The dispatch mode that records between `start` and `stop`; callers set `phase` and `module`.
 
@@ -155,6 +202,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.makers: dict[int, int] = {}
         self.saved = SavedTensors(self.storages)
         self._open_labels: list[int] = []
+        self.sums = GradientSums(self.storages)
         self._known: dict[int, _RecordedSchema] = {}
         self._undo = contextlib.ExitStack()
         self.syncs: list[RawSync] = []
@@ -196,6 +244,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._emulation is not None:
             enter_below(self._emulation.accelerator)
         self._undo.close()
+        self.sums.settle()
         self.end_ns = time.perf_counter_ns()
         self.storages.end()
 
@@ -277,12 +326,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 return known.parts(*args, **kwargs)
         before = len(self.operators) - 1
+        self.sums.settle()
         self.storages.sweep()
         inputs = self._uses(args, before + known.lifts, "" if known.lifts else "input")
         if kwargs:
             inputs += self._uses(kwargs.values(), before, "input")
         node: Any = _current_autograd_node()
-        cause = self._cause(node, sys._getframe().f_back)
+        frame = sys._getframe().f_back
+        cause = self._cause(node, frame)
+        sums = node is not None and self._sums_gradients(func, node, frame)
         result, begin, end = self._run(func, args, kwargs)
         with self._lock:
             index = len(self.operators)
@@ -291,7 +343,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             outputs = self._uses((result,), index)
             if node is None:
                 self.storages.keep(result)
-            self.storages.note_peak()
+            if not (sums and self.sums.opens(index, index + len(self.raised), inputs, outputs)):
+                self.storages.note_peak()
             if self._dry is not None:
                 scratch = self._dry.take_workspace()
                 # An emulated device has other kernels, whose scratch is unknown.
@@ -315,6 +368,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ran = Ran(index, func, args, kwargs, result, known.written)
             detector.ran(ran, checks, node, self._origin)
         return result
+
+    def _sums_gradients(self, func: Any, node: Any, frame: FrameType | None) -> bool:
+        """Return True for a sum that the engine itself takes, on the CPU and its threads."""
+        self.sums.runs(node, len(self.operators))
+        by_engine = frame is not None and frame.f_code is ENGINE and self._emulation is None
+        return by_engine and func is torch.ops.aten.add.Tensor
 
     def _origin(self, index: int, tensor: torch.Tensor) -> Origin:
         """Return how a tensor that an operator reads was created."""

@@ -104,7 +104,7 @@ class Recording(Listener):
             self._optimizer_steps.stop()
             self.recorder.stop()
             if self._allocator is not None:
-                self._watched = self._allocator.stop()
+                self._watched = self._allocator.stop(self.recorder.sums.found)
 
     def abandon(self) -> None:
         """Stop without a profile."""
