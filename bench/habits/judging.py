@@ -18,7 +18,7 @@ from bench.habits.truth import allocated
 
 _FRAME = re.compile(r'File ".*/torchtrim/')
 _NEEDED = re.compile(r"--memory (\d+) or more")
-_REFUSED = re.compile(r"^error: .*(cannot|was made for|supports)", re.MULTILINE)
+_REFUSED = re.compile(r"^error: .*(cannot|was made for|supports|from the plan)", re.MULTILINE)
 _TRUTH = 1e-3
 """Share of a peak that the allocator's may differ by: allocations of other threads at the moment."""
 _TOTAL = 3

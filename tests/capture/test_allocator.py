@@ -28,7 +28,9 @@ from torchtrim.capture.allocator import (
     allocator_for,
     rss_bytes,
 )
+from torchtrim.capture.recording import record_call
 from torchtrim.dispatch.profilers import open_ranges
+from torchtrim.dryrun.run import dry_run
 
 
 def memory_profiler() -> Any:
@@ -318,3 +320,23 @@ def test_a_range_that_runs_across_a_watch_is_ended_with_it() -> None:
             torch.ones(1000)
         assert not open_ranges()
         assert watching.stop().peak >= 4000
+
+
+def test_a_sum_of_gradients_is_in_place_as_without_a_recorder() -> None:
+    """Branches whose gradients meet: those of `y` are nobody else's, one of `z` is another's as well."""
+    x = torch.randn(10_000, requires_grad=True)
+
+    def step() -> None:
+        y = x * 2
+        z = y.exp() * y.cos() + y.sin()
+        (z + z.cos()).sum().backward()
+        x.grad = None
+
+    allocator = CpuAllocator()
+    allocator.start()
+    step()
+    rise = allocator.stop().peak
+    for dry in (False, True):
+        with dry_run(".", owned_only=True) if dry else contextlib.nullcontext():
+            profile = record_call(step, device="cpu")
+        assert profile.peak_bytes == pytest.approx(x.nbytes + rise, abs=0 if not dry else 64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -89,8 +90,9 @@ class InParts:
             given = given.transposed
         run = _PartedRun(self._state, forward, given, studies, self._parts)
         tensors = [given.leaves[n] for n in given.tensors]
-        hook = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
-        return run.result(_PartsFunction.apply(run, self._where, hook, *tensors))  # type: ignore[no-untyped-call]
+        # With the parameters, so that torch.autograd.grad reaches them, and is refused.
+        trained = [p for p in self._module.parameters() if p.requires_grad]
+        return run.result(_PartsFunction.apply(run, self._where, *tensors, *trained))  # type: ignore[no-untyped-call]
 
     def _why_whole(self) -> str:
         parameters = list(self._module.parameters())
@@ -188,6 +190,7 @@ class _PartedRun:
         tensors = [given.leaves[n] for n in given.tensors]
         self._ambient = Ambient(tensors)
         self._graded = [t.requires_grad for t in tensors]
+        self.inputs = len(tensors)
         self._given = given.without_tensors
         self._before = state.begin()
         self._totals: list[torch.Tensor] | None = None
@@ -355,9 +358,10 @@ class _PartsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: _PartedRun, where: str, _: torch.Tensor, *tensors: torch.Tensor
+        ctx: Any, run: _PartedRun, where: str, *given: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.run, ctx.where = run, where
+        tensors = given[: run.inputs]
+        ctx.run, ctx.where, ctx.parameters = run, where, len(given) - run.inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         made = run.forward(tensors)
@@ -376,7 +380,8 @@ class _PartsFunction(torch.autograd.Function):
                     "`inputs` and `create_graph`, but not torch.autograd.grad. Take micro_batch out of "
                     "the plan."
                 )
-            return None, None, None, *ctx.run.backward(ctx.saved_tensors, grads)
+            of_inputs = ctx.run.backward(ctx.saved_tensors, grads)
+            return None, None, *of_inputs, *itertools.repeat(None, ctx.parameters)
         except Exception as error:
             note(error, ctx.where)
             raise
