@@ -25,6 +25,21 @@ def test_a_loss_of_any_value_travels(loss: float | str, told: float | None) -> N
     assert list(step.digests) == ["loss:loss"]
 
 
+def test_gradients_of_a_second_model_have_its_names_in_updates() -> None:
+    modules = Modules()
+    evidence = Evidence(modules)
+    for _ in range(2):
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        evidence.begins(modules.add_root(model), model)
+        model(torch.ones(1, 2)).sum().backward()
+        for parameter in model.parameters():
+            evidence.update_starts(optimizer, parameter)
+    names = [name for name in evidence.step.digests if name.startswith("gradient:")]
+    parameters = [f"gradient:{root}.{name}" for root in modules.roots for name in ("weight", "bias")]
+    assert names == parameters
+
+
 class Cached(torch.nn.Linear):
     """Keeps something that it works out of its weight when that is loaded."""
 

@@ -159,6 +159,7 @@ class Evidence(Listener):
 
     def begins(self, name: str, root: nn.Module) -> None:
         """Add a root's parameters and buffers before its first call."""
+        self._known_names = None
         if self._script is not None:
             self._script.begins(sys._getframe())
         for path, tensor in (*root.named_parameters(), *root.named_buffers()):
