@@ -226,7 +226,7 @@ def _of_report(report: dict[str, Any]) -> Iterator[Fault]:
         yield Fault(certificate["verdict"], str(certificate.get("reason"))[:600])
     planned = report.get("planned")
     if planned and (plan := report.get("plan")):
-        predicted = plan.get("predicted_peak_bytes") or planned["peak_bytes"]
+        predicted = (plan.get("predicted") or {}).get("peak_bytes") or planned["peak_bytes"]
         off = planned["peak_bytes"] / predicted - 1
         if abs(off) > _PEAK:
             yield Fault("prediction", f"{predicted} predicted, {planned['peak_bytes']} measured")

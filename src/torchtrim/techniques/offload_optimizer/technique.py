@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torchtrim.analysis.prices import device_of
 from torchtrim.executor.places import optimizer_at, wrong_options
@@ -105,20 +106,23 @@ def _edit(step: Step, seen: OptimizerCall, most: int, in_file: bool) -> Edit:
     parts = [sum(step.tensors[n].bytes for n in _of(step, seen, chunk)) for chunk in chunks]
     states = _states(step, seen)
     total = sum(step.tensors[number].bytes for number in states)
-    highest = max((rise(step, seen, chunk) for chunk in chunks), default=0)
-    two = max((a + b for a, b in zip(parts, [*parts[1:], 0], strict=True)), default=0)
+    # A chunk is updated while the state of the next one arrives.
+    present = [0] * len(parts) if on_cpu else [*map(sum, pairwise([*parts, 0]))]
+    highest = max(
+        (rise(step, seen, c) + more for c, more in zip(chunks, present, strict=True)), default=0
+    )
     link = min(device_of(step.profile).link, DISK if in_file else math.inf)
     own = sum(step.tasks[task].seconds for task in range(*seen.span))
     shares = (sum(sizes[update] for update in chunk) / max(sum(sizes), 1) for chunk in chunks)
     seconds = stall_in_parts([part / link for part in parts], [own * share for share in shares])
     seconds += launches_seconds(step, seen, len(chunks))
     if on_cpu:
-        two, seconds = 0, 2 * total / link + launches_seconds(step, seen, len(chunks))
+        seconds = 2 * total / link + launches_seconds(step, seen, len(chunks))
     edit = without_temporaries(step, seen)
     return edit._replace(
         drops=(*edit.drops, *drops_of(step, states)),
         blocks=(Block(total, 0, len(step.tasks), FILE if in_file else PINNED),),
-        inserts=(Insert(seen.span.first, seconds, highest + two),),
+        inserts=(Insert(seen.span.first, seconds, highest),),
     )
 
 
