@@ -36,7 +36,9 @@ def test_gradients_of_a_second_model_have_its_names_in_updates() -> None:
         for parameter in model.parameters():
             evidence.update_starts(optimizer, parameter)
     names = [name for name in evidence.step.digests if name.startswith("gradient:")]
-    parameters = [f"gradient:{root}.{name}" for root in modules.roots for name in ("weight", "bias")]
+    parameters = [
+        f"gradient:{root}.{name}" for root in modules.roots for name in ("weight", "bias")
+    ]
     assert names == parameters
 
 

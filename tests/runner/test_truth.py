@@ -18,6 +18,7 @@ QUICK = "accumulation", "average", "sparse"
 OPEN = ("loader",)
 """The recorded step counts 8 bytes of a Python number twice: `bench.truth` shows them."""
 
+
 @pytest.mark.parametrize(
     "name",
     [
