@@ -25,6 +25,7 @@ from torchtrim.capture.allocator import (
     CudaAllocator,
     _rises,
     _without,
+    _without_numbers,
     allocator_for,
     rss_bytes,
 )
@@ -320,6 +321,16 @@ def test_a_range_that_runs_across_a_watch_is_ended_with_it() -> None:
             torch.ones(1000)
         assert not open_ranges()
         assert watching.stop().peak >= 4000
+
+
+def test_a_number_that_becomes_a_tensor_counts_once() -> None:
+    """Events as (moment, size); the operator's own range lasts from 10 to 20."""
+    twice = [(9, 8), (11, 8), (12, 400), (13, -8), (21, -8)]
+    assert _without_numbers(twice, [(10, 20)]) == twice[1:-1]
+    result_before = [(4, 8), (11, 8), (12, 400), (13, -8), (21, -8)]
+    assert _without_numbers(result_before, [(3, 5), (10, 20)]) == result_before
+    read = [(9, 8), (12, 400), (21, -8)]
+    assert _without_numbers(read, [(10, 20)]) == read
 
 
 def test_a_sum_of_gradients_is_in_place_as_without_a_recorder() -> None:

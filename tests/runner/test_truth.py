@@ -15,8 +15,6 @@ from torchtrim.workflows.optimize.fitting import Fitting
 
 PROGRAMS = Path(__file__).parents[2] / "bench" / "truth"
 QUICK = "accumulation", "average", "sparse"
-OPEN = ("loader",)
-"""The recorded step counts 8 bytes of a Python number twice: `bench.truth` shows them."""
 
 
 @pytest.mark.parametrize(
@@ -24,7 +22,6 @@ OPEN = ("loader",)
     [
         path.stem if path.stem in QUICK else pytest.param(path.stem, marks=pytest.mark.slow)
         for path in sorted(PROGRAMS.glob("*.py"))
-        if path.stem not in OPEN
     ],
 )
 def test_peaks_are_those_of_allocator_events(name: str) -> None:

@@ -29,6 +29,8 @@ from torchtrim.emulator.device import current as current_emulation
 from torchtrim.records.profile import is_emulated
 
 _OWN = "torchtrim::own"
+_NUMBER = 8
+"""Bytes of a tensor of a Python number."""
 
 
 class Watched(NamedTuple):
@@ -127,6 +129,7 @@ class CpuAllocator(Allocator):
         memory.sort(key=lambda pair: pair[0])
         memory = _without(memory, sorted(ranges[_OWN]))
         marks = sorted(ranges[MARK])
+        memory = _without_numbers(memory, marks)
         memory = _in_place(memory, [(marks[number], size) for number, size in in_place.items()])
         running = [0, *itertools.accumulate(size for _, size in memory)]
         return Watched(max(running), running[-1], _rises(memory, marks), None)
@@ -159,6 +162,25 @@ def _without(memory: list[tuple[int, int]], own: list[tuple[int, int]]) -> list[
         else:
             found.append((moment, size))
     return found
+
+
+def _without_numbers(
+    memory: list[tuple[int, int]], marks: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Return the events without the Python numbers that torch makes tensors before a mode sees the operator.
+
+    The mode is given the number, so the operator makes its tensor again, as it alone does without a mode.
+    """
+    moments = [moment for moment, _ in memory]
+    dropped, before = set(), 0
+    for begin, end in marks:
+        first, last = bisect.bisect_left(moments, begin), bisect.bisect_right(moments, end)
+        around = memory[first - 1 : first] + memory[last : last + 1]
+        outside = [size for _, size in around] == [_NUMBER, -_NUMBER] and around[0][0] > before
+        if outside and any(size == _NUMBER for _, size in memory[first:last]):
+            dropped |= {first - 1, last}
+        before = end
+    return [event for number, event in enumerate(memory) if number not in dropped]
 
 
 def _in_place(
