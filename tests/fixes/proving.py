@@ -29,11 +29,14 @@ from torchtrim.rewriter.edits import patch
 from torchtrim.rewriter.fix import Fix, Match, Rewrite
 from torchtrim.source.facts import Facts, FixRefused, StaticValue
 from torchtrim.source.source import SourceFile
+from torchtrim.workflows.fix_writing import Observation, kinds_of, probes_of, written
 
 DRAWS = 4
 LONGEST = 1.5
 """Seconds for cases of every rank and type in one proof; a fix has several."""
 STRANGERS = 3
+MOST_PLAIN = 2
+"""Structures whose fix is also tried without tests of ranks and types, on inputs of any kind."""
 FOREIGN, FEW_FOREIGN, PATIENCE = 8, 8, 30
 """Cases of every rank and type for each structure, or in a proof of few draws; how many are tried for one."""
 Run = tuple[Any, Inputs, Any]
@@ -47,13 +50,14 @@ class Proof:
 
     `agreed`: the original returned a result, and the fix the same; `raised`: both raised alike, which proves
     nothing; `strange`: cases of another structure than the evidence that agreed; `foreign`: inputs of any
-    rank or type that the original accepts.
+    rank or type that the original accepts; `plain`: such inputs of code without tests of ranks and types.
     """
 
     agreed: int = 0
     raised: int = 0
     strange: int = 0
     foreign: int = 0
+    plain: int = 0
     all_drawn: bool = True
     refused: Counter[str] = field(default_factory=Counter)
     unsafe: Counter[str] = field(default_factory=Counter)
@@ -87,7 +91,7 @@ def prove(
     few = draws.count(structures)
     proof = Proof(all_drawn=few == structures)
     others: deque[Inputs] = deque(maxlen=STRANGERS)
-    written: list[tuple[Rewrite, str, Inputs]] = []
+    done: list[tuple[Rewrite, str, Inputs]] = []
     start = f"{seed}" if proof.all_drawn else f"{seed}/{draws.seed()}"
     for number in range(2 * structures):
         if number >= few + math.ceil(proof.raised / DRAWS) and (proof.all_drawn or proof.agreed):
@@ -108,10 +112,26 @@ def prove(
             proof.raised += not accepted
         proof.strange += sum(agree_if_accepted(rewrite, code, after, cases[0], o) for o in others)
         others.append(cases[-1])
-        written.append((rewrite, after, cases[0]))
-    if written:
-        proof.foreign = _foreign_that_agree(code, written, structures)
+        done.append((rewrite, after, cases[0]))
+    if done:
+        proof.foreign = _foreign_that_agree(code, done, structures)
+    plain = [_plain(fix, code, evidence) for _, _, evidence in done[:MOST_PLAIN]]
+    if shown := [one for one in plain if one is not None]:
+        proof.plain = _foreign_that_agree(code, shown, MOST_PLAIN)
     return proof
+
+
+def _plain(fix: Fix, code: str, evidence: Inputs) -> tuple[Rewrite, str, Inputs] | None:
+    """Return the fix without tests of kinds, if the function as a whole agrees on all kinds tried."""
+    try:
+        (match,) = matches(fix, code)
+        seen = _observed(match, code, evidence)
+        rewrite = fix.rewrite(match, Facts(seen.parts, plain=True))
+        tried = kinds_of(rewrite, seen.inputs)
+    except FixRefused:
+        return None
+    whole = tried is not None and not tried.differs
+    return (rewrite, text_of(rewrite), evidence) if whole else None
 
 
 def writings(
@@ -215,14 +235,25 @@ def text_of(rewrite: Rewrite) -> str:
 def fixed(fix: Fix, code: str, inputs: Inputs) -> Rewrite:
     """Return the fix of the only matching place in the code, by the evidence of one run."""
     (match,) = matches(fix, code)
-    probes = Probes([match.probe(0)])
+    return fix.rewrite(match, Facts(_observed(match, code, inputs).parts))
+
+
+def as_written(fix: Fix, code: str, inputs: Inputs) -> str:
+    """Return the code after the fix of each of its places, as `optimize --fix` writes it."""
+    while found := matches(fix, code):
+        code = text_of(written(found[0], _observed(found[0], code, inputs)).rewrite)
+    return code
+
+
+def _observed(match: Match, code: str, inputs: Inputs) -> Observation:
+    probes = Probes(probes_of(match, 0))
     probes.install()
     try:
         tree = probes.instrument("case.py", ast.parse(code))
         run(compile(tree, "case.py", "exec"), inputs)
     finally:
         probes.remove()
-    return fix.rewrite(match, Facts(*probes.observed()))
+    return Observation(*probes.observed())
 
 
 @cache

@@ -231,3 +231,44 @@ def test_appended_read_is_refused(body: str, reason: str) -> None:
 def test_appended_read_waits_once() -> None:
     inputs = {"x": torch.randn(5, 2), "n": 1}
     assert proving.syncs_go(APPENDED_READ, HEAD + APPENDED_BODIES["losses"], inputs) == (5, 1)
+
+
+LOOP = """
+def function(batches, every):
+    total = 0.0
+    correct = 0
+    seen = []
+    for it, x in enumerate(batches):
+        loss = x.square().mean()
+        total += loss.item()
+        correct += (x > 0).sum().item()
+        if it % every == every - 1:
+            seen.append((it, total / (it + 1), f"{total:.4f}", correct))
+    return seen, total / len(batches)
+"""
+AS_WRITTEN = """
+def function(batches, every):
+    total = 0.0
+    correct = 0
+    seen = []
+    for it, x in enumerate(batches):
+        loss = x.square().mean()
+        total += loss.detach().double()
+        correct += (x > 0).sum()
+        if it % every == every - 1:
+            seen.append((it, total.item() / (it + 1), f"{total.item():.4f}", correct.item()))
+    return seen, float(total) / len(batches)
+"""
+
+
+def test_a_counter_of_a_training_loop_is_written_as_by_hand() -> None:
+    batches = [torch.randn(3, 4, requires_grad=True) for _ in range(7)]
+    inputs = {"batches": batches, "every": 3}
+    assert proving.as_written(ACCUMULATED_READ, LOOP, inputs) == AS_WRITTEN
+    runs = [proving.run(proving.compiled(text), inputs)[0] for text in (LOOP, AS_WRITTEN)]
+    assert runs[0] == runs[1]
+
+
+def test_an_empty_loop_still_gives_a_number() -> None:
+    text = AS_WRITTEN.replace("len(batches)", "1")
+    assert proving.run(proving.compiled(text), {"batches": [], "every": 3})[0] == ([], 0.0)

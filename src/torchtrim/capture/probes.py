@@ -172,6 +172,13 @@ def _share(tensor: torch.Tensor) -> float | None:
     return round(float(tensor.sum()) / tensor.numel(), 2)
 
 
+def run_alone(module: ast.Module, names: Mapping[str, object]) -> dict[str, object]:
+    """Run functions of the script as a module of their own, with some names given; return all its names."""
+    space = dict(names)
+    exec(compile(module, "<alone>", "exec"), space)
+    return space
+
+
 class Sources:
     """Replaced texts of files, by absolute path, and the probes of a run."""
 

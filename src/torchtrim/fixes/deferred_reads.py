@@ -24,7 +24,7 @@ from torchtrim.rewriter.replace import (
 from torchtrim.source.facts import Facts, FixRefused, of_part
 from torchtrim.source.names import assigned_to, literal_stores, loads, only_reads, stores
 from torchtrim.source.nodes import function_of
-from torchtrim.source.source import Loop, SourceFile
+from torchtrim.source.source import Loop, SourceFile, within
 from torchtrim.source.transfers import has_own_text
 
 
@@ -96,22 +96,65 @@ def _sum_edits(
     if plain:
         read, imports = f"{'int' if integral else 'float'}({name})", ()
     text = on_device(source, node.value, computed, facts, ".long()" if integral else ".double()")
+    sign = "+" if isinstance(node.op, ast.Add) else "-"
+    if facts.plain and plain and _are_flat(facts, computed):
+        return (
+            TextEdit.of(source, node, f"{name} {sign}= {text}"),
+            *_plain_reads(source, node, loop, read),
+        )
     if test:
         text = f"({text} if {test} else {source.segment(node.value)})"
     elif not isinstance(node.value, ast.Call):
         text = f"({text})"
-    sign = "+" if isinstance(node.op, ast.Add) else "-"
     edits = [TextEdit.of(source, node, f"{name} = {name} {sign} {text}"), *imports]
     inner, every = loads(loop, name), loads(source.function(node), name)
     for use in inner:
-        if not has_own_text(source, use):
-            raise FixRefused(
-                f"`{name}` is inside an f-string in line {use.lineno}. Assign it to a name first"
-            )
+        _need_own_text(source, use)
         edits.append(TextEdit.of(source, use, read if plain else f"({read})"))
     if len(inner) < len(every) or isinstance(source.function(node), ast.Module):
         edits.append(insert_after(source, loop, f"{name} = {read}"))
     return tuple(edits)
+
+
+def _are_flat(facts: Facts, computed: Computed) -> bool:
+    """Return True if all tensors read have zero dimensions, so that a sum of them can grow in place."""
+    parts = [f"L{n}" for n in range(len(computed.reads))]
+    return facts.holds(lambda v: not any(getattr(v, part).shape for part in parts))
+
+
+_FEW = 2
+"""Reads after a loop that are written in place. Arbitrary: one more line is shorter than three."""
+
+
+def _plain_reads(
+    source: SourceFile, node: ast.AugAssign, loop: Loop, read: str
+) -> Iterator[TextEdit]:
+    """Yield the edits that read the sum where its number is used: in the loop, and after it."""
+    assert isinstance(node.target, ast.Name)
+    name, function = node.target.id, source.function(node)
+    inner = loads(loop, name)
+    outer = [use for use in loads(function, name) if use not in inner]
+    alone = isinstance(function, ast.Module)
+    if alone or len(outer) > _FEW or not all(has_own_text(source, use) for use in outer):
+        yield insert_after(source, loop, f"{name} = {read}")
+        outer = []
+    for use in (*inner, *outer):
+        _need_own_text(source, use)
+        summed = len(stores(loop, name)) == 1 and _follows(source, use, node)
+        yield TextEdit.of(source, use, f"{name}.item()" if summed else read)
+
+
+def _follows(source: SourceFile, use: ast.AST, node: ast.AugAssign) -> bool:
+    """Return True if a use runs only after a statement of its block, or in a later statement's body."""
+    block = source.block(node)
+    return any(within(use, later) for later in block[block.index(node) + 1 :])
+
+
+def _need_own_text(source: SourceFile, use: ast.Name) -> None:
+    if not has_own_text(source, use):
+        raise FixRefused(
+            f"`{use.id}` is inside an f-string in line {use.lineno}. Assign it to a name first"
+        )
 
 
 ACCUMULATED_READ: Fix = Fix(
@@ -119,8 +162,8 @@ ACCUMULATED_READ: Fix = Fix(
     doc="""`total += loss.item()` in a loop adds on the device, and reads once when the loop ends.
 
     Each `.item()` waits until the device has computed the loss. The device keeps the sum in 64 bits, as
-    Python does, so it is the same number: `total = total + loss.detach().double()`. Counts stay integers.
-    After the loop `total` becomes a Python number again; where the loop itself uses it, it is read there.
+    Python does, so it is the same number: `total += loss.detach().double()`. Counts stay integers. The sum is
+    read where its number is used: `print(total.item())` in the loop, `float(total)` after it.
 
     The replacement tests for the observed types, which needs no sync; others are read as before. Also applies
     to sums of products, `total += loss.item() * n`. Refused if other code may see `total` in the meantime: an

@@ -94,7 +94,7 @@ def _write(match: Match, facts: Facts) -> Writing:
         _need_alike(plan)
     edits = tuple(_edits(plan))
     check_comments(match.source, edits)
-    if plan.known:
+    if plan.known and not facts.plain:
         edits = _guarded(plan, edits)
     exact = not plan.then_safe and not plan.other_safe
     return Writing(edits, plan.risk, "BITWISE" if exact else "ROUNDING")

@@ -119,7 +119,7 @@ def _dense(match: Match, facts: Facts, found: _Assignment) -> Writing:
     edit = TextEdit.of(source, found.node, f"{target}.copy_({dense.kept(value, target)})")
     edits = (*before, *dense.edits, *imports, edit)
     check_comments(source, edits)
-    parts = found.tree.parts()
+    parts = {} if facts.plain else found.tree.parts()
     others = {part: of_same_rank(source, parts[part]) for part in parts if part not in "XM"}
     if test := kinds_tested(match, facts, {"X": target, "M": dense.mask} | others, torch):
         (kept,) = guarded(source, (edit,), (found.node, found.node), test)
@@ -167,7 +167,7 @@ def _packed(match: Match, facts: Facts, found: _Assignment) -> Writing:
     index = f"{torch}.nonzero_static({match.text('M')}, size=len({rows})).unbind(1)"
     text = f"{atom(source, found.target)}[{index}] {found.sign}= {rows}"
     edit = TextEdit.of(source, found.node, text)
-    names = {"X": found.target, "M": found.mask}
+    names = {} if facts.plain else {"X": found.target, "M": found.mask}
     texts = {part: of_same_rank(source, node) for part, node in names.items()} | {"V": rows}
     if test := kinds_tested(match, facts, texts, torch):
         kept = [TextEdit.of(source, found.value, rows)] if before else []
@@ -257,7 +257,7 @@ def _write_masked_fill(match: Match, facts: Facts) -> Writing:
 
 def _where_it_fits(match: Match, facts: Facts, text: str) -> tuple[TextEdit, ...]:
     """Guard the assignment by the mask's shape, except without evidence: the fix is only suggested then."""
-    if not facts.seen:
+    if facts.plain or not facts.seen:
         return replace(match, text)
     test = "M.dim() and M.shape == X.shape[: M.dim()]"
     return replace_if(match, test, text, names={"X": "target", "M": "mask"}, apart="C")

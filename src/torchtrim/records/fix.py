@@ -16,7 +16,8 @@ class FixRecord(Struct, frozen=True, kw_only=True):
     """One fix at one place. `line` refers to the original file; `diff` is relative to the previous round.
 
     `syncs_before` and `syncs_after` count the syncs per step at the rewritten place; the second is null if
-    the fix was not run. `reason` says why the fix was not applied, and is empty if it was.
+    the fix was not run. `reason` says why the fix was not applied, and is empty if it was. `kinds` says for
+    which kinds of input an applied fix holds, besides those of the run.
     """
 
     name: str
@@ -28,6 +29,7 @@ class FixRecord(Struct, frozen=True, kw_only=True):
     syncs_after: Annotated[int, Meta(ge=0)] | None = None
     diff: str = ""
     reason: str = ""
+    kinds: str = ""
 
 
 class Fixes(Struct, frozen=True, kw_only=True):

@@ -321,7 +321,7 @@ def _fix_line(fix: FixRecord, states: Mapping[State, str], folder: str) -> str:
     left = "" if fix.syncs_after is None else f" -> {fix.syncs_after}"
     what = f"{fix.name} at {place(fix.path, fix.line, folder)}"
     text = f"{states[fix.state]}: {what}, {fix.equivalence}, syncs {fix.syncs_before}{left}"
-    return f"{text}: {fix.reason}" if fix.reason else text
+    return f"{text}: {fix.reason or fix.kinds}" if fix.reason or fix.kinds else text
 
 
 def diff_lines(report: Report) -> list[str]:

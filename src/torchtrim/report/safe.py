@@ -178,6 +178,7 @@ def _bare_fixes(fixes: Fixes, known: list[str]) -> Fixes:
             line=0,
             diff="",
             reason=_QUOTED.sub(_ELLIPSIS, _scrub(fix.reason, known)),
+            kinds=_QUOTED.sub(_ELLIPSIS, _scrub(fix.kinds, known)),
         )
         for fix in fixes.places
     )

@@ -36,6 +36,8 @@ def kinds_tested(match: Match, facts: Facts, texts: Mapping[str, str], torch: st
     """
     ranks: dict[str, str] = {}
     types: list[str] = []
+    if facts.plain:
+        return ""
     for part, text in texts.items():
         rank = _common(facts, part, f"the rank of `{text}`", _rank)
         if rank is None or rank < 0:
@@ -66,6 +68,8 @@ def for_kinds_seen(match: Match, facts: Facts, edits: Sequence[TextEdit]) -> tup
     """
     source = match.source
     check_comments(source, edits)
+    if facts.plain:
+        return tuple(edits)
     tensors = [
         part
         for part, node in match.parts.items()
@@ -266,6 +270,8 @@ def names_tested(
     The test is empty without an observation.
     """
     source = match.source
+    if facts.plain:
+        return "", (), []
     deciding = [part for part in of or match.parts if not part.startswith(NAMED)]
     if any(not is_pure(match.parts[part], source) for part in deciding):
         raise FixRefused(

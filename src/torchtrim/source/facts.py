@@ -72,11 +72,19 @@ class _StaticValues(Values):
 
 
 class Facts:
-    """The evidence for one match, from runs and, as `static`, from the source; `missing` lists the gaps."""
+    """The evidence for one match, from runs and, as `static`, from the source; `missing` lists the gaps.
+
+    `plain`: the fix is to be written without tests for the observed kinds of input.
+    """
 
     def __init__(
-        self, observed: ProbeResult | None = None, static: Mapping[str, StaticValue] | None = None
+        self,
+        observed: ProbeResult | None = None,
+        static: Mapping[str, StaticValue] | None = None,
+        *,
+        plain: bool = False,
     ) -> None:
+        self.plain = plain
         known = observed.executions if observed is not None and not observed.capped else ()
         self.executions = tuple(Values(run.values, grad=run.grad) for run in known)
         self._static = _StaticValues(static or {})

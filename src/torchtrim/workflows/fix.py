@@ -14,7 +14,6 @@ from torchtrim.errors import UnreadableInput
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.fix import Fixes, FixRecord, State
-from torchtrim.records.probes import ProbeResult
 from torchtrim.records.profile import Profile
 from torchtrim.records.report import Report, Result
 from torchtrim.records.trial import Request, Trial
@@ -24,7 +23,7 @@ from torchtrim.rewriter.files import write_sources
 from torchtrim.rewriter.fix import Match, Rewrite, matches
 from torchtrim.runner.script import Script
 from torchtrim.runner.trials import Progress, run_once
-from torchtrim.source.facts import Facts, FixRefused
+from torchtrim.source.facts import FixRefused
 from torchtrim.source.source import SourceFile, read_source
 from torchtrim.workflows.findings import report_of
 from torchtrim.workflows.fix_attempt import (
@@ -37,6 +36,7 @@ from torchtrim.workflows.fix_attempt import (
     waiting_lines,
     waits_of,
 )
+from torchtrim.workflows.fix_writing import Observation, probes_of, written
 from torchtrim.workflows.lint import settle
 
 _RANK = {"applied": 0, "suggested": 1, "refused": 2, "reverted": 3}
@@ -167,7 +167,8 @@ class Fixing:
         self._done: set[Key] = set()
         self._left_out: set[Key] = set()
         self._too_slow: list[FixRecord] = []
-        self._looked: dict[Place, ProbeResult] = {}
+        self._looked: dict[Place, Observation] = {}
+        self._kinds: dict[Key, str] = {}
         self._step_by_step = False
 
     def fix(self, original: Trial | None = None) -> Fixed:
@@ -235,9 +236,9 @@ class Fixing:
             if (rewrite := self._judge(fixed, match, seen, waits)) is not None
         )
 
-    def _judge(self, fixed: Fixed, match: Match, seen: ProbeResult, waits: Waits) -> Rewrite | None:
+    def _judge(self, fixed: Fixed, match: Match, seen: Observation, waits: Waits) -> Rewrite | None:
         try:
-            rewrite = match.fix.rewrite(match, Facts(seen))
+            rewrite, self._kinds[self._key(match)] = written(match, seen)
             if rewrite.safe or self._unsafe:
                 return rewrite
             diff = self._diff(match.source, rewrite)
@@ -256,7 +257,7 @@ class Fixing:
         except UnreadableInput:
             return []
 
-    def _observe(self, fixed: Fixed, found: Sequence[Match]) -> tuple[ProbeResult, ...]:
+    def _observe(self, fixed: Fixed, found: Sequence[Match]) -> tuple[Observation, ...]:
         """Return the observed values of the matches' expressions, remembered for the original."""
         if fixed.texts:
             return self._look(fixed, found)
@@ -265,10 +266,12 @@ class Fixing:
             self._looked |= zip(map(self._place, new), self._look(fixed, new), strict=True)
         return tuple(self._looked[self._place(match)] for match in found)
 
-    def _look(self, fixed: Fixed, found: Sequence[Match]) -> tuple[ProbeResult, ...]:
-        probes = tuple(match.probe(number) for number, match in enumerate(found))
+    def _look(self, fixed: Fixed, found: Sequence[Match]) -> tuple[Observation, ...]:
+        pairs = (probes_of(match, 2 * number) for number, match in enumerate(found))
+        probes = tuple(probe for pair in pairs for probe in pair)
         request = replace(self._request, texts=fixed.texts, probes=probes, measured=False)
-        return run_once(self._script, request, "looking at values", self._progress).observed
+        seen = run_once(self._script, request, "looking at values", self._progress).observed
+        return tuple(map(Observation, seen[::2], seen[1::2]))
 
     def _settle(
         self, fixed: Fixed, trial: Trial, rewrites: Sequence[Rewrite], what: str
@@ -348,6 +351,7 @@ class Fixing:
                 syncs_after=left,
                 diff=diff,
                 reason=reason,
+                kinds=self._kinds.get(self._key(match), "") if state == "applied" else "",
             )
         )
 
