@@ -5,7 +5,9 @@
 `commits.json` names commits whose purpose, or part of it, was to take out syncs, and the removed lines that
 are syncs, each judged by hand from the commit. It has no source: `DIR/OWNER+NAME/repo` is a git folder of
 each project. A line is found if a finding is on it; a commit is quiet afterwards if no finding is on a line
-that it added. A line has a fix if `lint` writes one there with which the finding is gone.
+that it added. A line has a fix if `lint` writes one there with which the finding is gone. `short`: it adds at
+most as many lines as the commit did where it removed that line. `tests of kinds`: it adds a test of a rank,
+type, shape or of being a tensor, in any spelling.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ from torchtrim.records.finding import Finding
 from torchtrim.source.source import read_source
 
 LABELS = Path(__file__).parent / "commits.json"
-_HUNK = re.compile(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@")
+_HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
+_KIND = re.compile(
+    r"is_tensor|isinstance|type\(|(\.(dtype|shape|ndim)|\.(dim|size|numel)\([^()]*\))\s*\)?\s*[=!<>]=?"
+    r"|is_floating_point|is_complex|[=!]=\s*\(?torch\.(float|int|bool|bfloat)"
+)
 
 
 class Seen(NamedTuple):
@@ -38,6 +44,8 @@ class Seen(NamedTuple):
     missed: tuple[str, ...]
     fixed: int
     after: tuple[str, ...]
+    short: int
+    tested: tuple[str, ...]
 
 
 def seen(row: dict[str, Any], repository: Path) -> Seen:
@@ -48,7 +56,21 @@ def seen(row: dict[str, Any], repository: Path) -> Seen:
     labelled = [(path, line) for path, lines in row["lines"].items() for line in lines]
     at = {one: [f for f in before[one[0]] if f.line <= one[1] <= f.end_line] for one in labelled}
     added = {path: _added(repository, commit, path) for path in row["lines"]}
+    diffs = {
+        one: found.fix.diff
+        for one, every in at.items()
+        for found in every
+        if found.fix and found.fix.kind == "code" and found.fix.diff
+    }
+    theirs = {path: _replaced(repository, commit, path) for path in row["lines"]}
     return Seen(
+        short=sum(
+            len(_changed(diff, "+")) <= theirs[path].get(line, 0)
+            for (path, line), diff in diffs.items()
+        ),
+        tested=tuple(
+            f"{path}:{line}" for (path, line), diff in diffs.items() if _adds_test_of_kinds(diff)
+        ),
         lines=len(labelled),
         missed=tuple(f"{path}:{line}" for (path, line), found in at.items() if not found),
         fixed=sum(any(f.fix and f.fix.kind == "code" for f in found) for found in at.values()),
@@ -59,6 +81,16 @@ def seen(row: dict[str, Any], repository: Path) -> Seen:
             if added[path].intersection(range(f.line, f.end_line + 1))
         ),
     )
+
+
+def _adds_test_of_kinds(diff: str) -> bool:
+    new, old = (len(_KIND.findall("\n".join(_changed(diff, sign)))) for sign in "+-")
+    return new > old
+
+
+def _changed(diff: str, sign: str) -> list[str]:
+    lines = diff.splitlines()
+    return [line[1:] for line in lines if line.startswith(sign) and not line.startswith(sign * 3)]
 
 
 def _findings(repository: Path, tree: str, paths: list[str]) -> dict[str, list[Finding]]:
@@ -82,13 +114,22 @@ def _of_file(path: Path) -> list[Finding]:
 
 
 def _added(repository: Path, commit: str, path: str) -> set[int]:
+    return {line for _, added in _hunks(repository, commit, path) for line in added}
+
+
+def _replaced(repository: Path, commit: str, path: str) -> dict[int, int]:
+    """Map each line that a commit removed to the number of lines added in its place."""
+    return {
+        line: len(added) for removed, added in _hunks(repository, commit, path) for line in removed
+    }
+
+
+def _hunks(repository: Path, commit: str, path: str) -> Iterator[tuple[range, range]]:
+    """Yield the removed and the added lines of each hunk."""
     diff = _git(repository, "show", "--format=", "-U0", commit, "--", path).decode(errors="replace")
-    return {line for match in _HUNK.finditer(diff) for line in _lines(match)}
-
-
-def _lines(match: re.Match[str]) -> Iterator[int]:
-    start = int(match[1])
-    yield from range(start, start + int(match[2] or 1))
+    for match in _HUNK.finditer(diff):
+        old, removed, new, added = (int(one or 1) for one in match.groups())
+        yield range(old, old + removed), range(new, new + added)
 
 
 def _git(repository: Path, *words: str) -> bytes:
@@ -109,6 +150,7 @@ def measure(mirrors: Path) -> tuple[dict[str, Any], list[str]]:
         name = f"{row['repository']} {row['commit'][:10]}"
         told += [f"missed {name} {line}" for line in one.missed]
         told += [f"after  {name} {line}" for line in one.after]
+        told += [f"tests  {name} {line}" for line in one.tested]
     lines = sum(one.lines for one in results)
     found = lines - sum(len(one.missed) for one in results)
     return {
@@ -122,6 +164,8 @@ def measure(mirrors: Path) -> tuple[dict[str, Any], list[str]]:
         "findings_on_added_lines": sum(len(one.after) for one in results),
         "lines_with_a_fix": sum(one.fixed for one in results),
         "commits_with_a_fix": sum(one.fixed > 0 for one in results),
+        "fixes_no_longer_than_theirs": sum(one.short for one in results),
+        "fixes_with_tests_of_kinds": sum(len(one.tested) for one in results),
     }, told
 
 

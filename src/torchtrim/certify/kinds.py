@@ -145,6 +145,9 @@ def _around(
         for one, other in itertools.combinations(names, 2):
             for changes in itertools.product(_RANKS, _RANKS):
                 yield from _changed(base, dict(zip((one, other), changes, strict=True)))
+        for name, rank, size in itertools.product(names, _RANKS, (_none, _short)):
+            for others in _changed(base, dict.fromkeys(names, rank)):
+                yield from _changed(others, {name: size})
         for name, number in itertools.product(names, _NO_TENSORS):
             yield base | {name: number}
         yield from _at_random(base, names)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torchtrim.rewriter.fix import Rewrite, TextEdit
+from torchtrim.rewriter.layout import laid_out, width_of
 from torchtrim.source.facts import FixRefused
 from torchtrim.source.source import SourceFile
 
@@ -50,11 +51,17 @@ def patch(source: SourceFile, rewrites: Sequence[Rewrite]) -> Patched:
         _parse(source, new, edits)
     except (SyntaxError, ValueError) as error:
         raise FixRefused(f"the code it would write is not valid Python: {error}") from None
+    spans = {edit: _lines_of(new, start, end) for edit, start, end in moved}
+    changed = (line for first, last in spans.values() for line in range(first, last + 1))
+    text, at_line = laid_out(new, changed, width_of(source.text), source.newline)
     regions = (
-        tuple(_lines_of(new, start, end) for edit, start, end in moved if edit in rewrite.edits)
+        tuple(
+            (at_line[first - 1] + 1, at_line[last])
+            for first, last in (spans[edit] for edit, *_ in moved if edit in rewrite.edits)
+        )
         for rewrite in rewrites
     )
-    return Patched(new, tuple(regions))
+    return Patched(text, tuple(regions))
 
 
 def _parse(source: SourceFile, new: str, edits: Sequence[TextEdit]) -> None:
