@@ -39,6 +39,8 @@ LONGEST = 1.5
 STRANGERS = 3
 MOST_PLAIN = 2
 """Structures whose fix is also tried without tests of ranks and types, on inputs of any kind."""
+PLAIN_SHARE = 1 / 8
+"""Proofs that do so if few cases are wanted: it takes seconds."""
 FEW_REDRAWN, MANY_REDRAWN = 3, 30
 """Draws of values that show which lines run on a kind of input, and on the kinds of the evidence."""
 FOREIGN, FEW_FOREIGN, PATIENCE = 8, 8, 30
@@ -119,7 +121,8 @@ def prove(
         done.append((rewrite, after, cases[0]))
     if done:
         proof.foreign = _foreign_that_agree(code, done, structures)
-    plain = [_plain(fix, code, evidence) for _, _, evidence in done[:MOST_PLAIN]]
+    tried = draws.is_full() or random.Random(start).random() < PLAIN_SHARE
+    plain = [_plain(fix, code, evidence) for _, _, evidence in done[: MOST_PLAIN * tried]]
     if shown := [one for one in plain if one is not None]:
         proof.plain = _foreign_that_agree(code, shown, MOST_PLAIN, whole=True)
     return proof

@@ -53,7 +53,13 @@ def test_one_part_stands_in_a_line() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["short = f(x)", "x = f(aaaaaaaaaaaaaaaaaaaaaa, b)  # why", "if f(aaaaaaaaaaaaaaaaaaa, b):"],
+    [
+        "short = f(x)",
+        "x = f(aaaaaaaaaaaaaaaaaaaaaa, b)  # why",
+        "if f(aaaaaaaaaaaaaaaaaaa, b):",
+        "x = call(aaaaaaaaaaaaaaaaaaa,",
+        "x = '''aaaaaaaaaaaaaaaaaaaa",
+    ],
 )
 def test_other_lines_stay(line: str) -> None:
     assert wrapped(line, 20) == [line]

@@ -27,8 +27,8 @@ from torchtrim.capture.probes import run_alone
 from torchtrim.records.probes import ObservedValue
 from torchtrim.source.alone import AloneFunction
 
-_LONGEST = 3.0
-"""Seconds for the kinds of one fix. Arbitrary: about as long as a run of a small script."""
+_LONGEST = 10.0
+"""Seconds for the kinds of one fix. Arbitrary: about as long as two runs of a small script."""
 _RANDOM_KINDS = 400
 _MOST_BASES = 3
 _STYLES = 4
@@ -145,6 +145,9 @@ def _around(
         for one, other in itertools.combinations(names, 2):
             for changes in itertools.product(_RANKS, _RANKS):
                 yield from _changed(base, dict(zip((one, other), changes, strict=True)))
+            for rank, dtype, name in itertools.product(_RANKS, _TYPES, (one, other)):
+                for ranked in _changed(base, dict.fromkeys((one, other), rank)):
+                    yield from _changed(ranked, {name: dtype})
         for name, rank, size in itertools.product(names, _RANKS, (_none, _short)):
             for others in _changed(base, dict.fromkeys(names, rank)):
                 yield from _changed(others, {name: size})
@@ -226,7 +229,8 @@ def _cast(dtype: torch.dtype) -> Change:
 
 
 _RANKS = (_more_rows, _more_columns, _one_column, _one_row, _first, _last, _single)
-_CHANGES = (*_RANKS, _none, _short, _narrow, _longer, *map(_cast, _DTYPES))
+_TYPES = tuple(map(_cast, _DTYPES))
+_CHANGES = (*_RANKS, _none, _short, _narrow, _longer, *_TYPES)
 
 
 def _base(function: AloneFunction, seen: Mapping[str, ObservedValue]) -> Kinds | None:

@@ -36,10 +36,10 @@ def laid_out(text: str, lines: Iterable[int], width: int, newline: str) -> tuple
 def wrapped(line: str, width: int) -> list[str]:
     """Return a statement of one line as lines within a width, as far as its brackets allow."""
     blanks = line[: len(line) - len(line.lstrip())]
-    if len(line) <= width or "#" in line or "\n" in line:
+    if len(line) <= width or "#" in line or not (meaning := _meaning(line)):
         return [line]
     lines = _wrapped(line.strip(), blanks, width)
-    return lines if _meaning(line) and _meaning("\n".join(lines)) == _meaning(line) else [line]
+    return lines if _meaning("\n".join(lines)) == meaning else [line]
 
 
 def _meaning(text: str) -> str:
