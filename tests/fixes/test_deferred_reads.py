@@ -10,6 +10,7 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.deferred_reads import ACCUMULATED_READ, APPENDED_READ
+from torchtrim.source.facts import StaticValue
 
 pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -231,6 +232,25 @@ def test_appended_read_is_refused(body: str, reason: str) -> None:
 def test_appended_read_waits_once() -> None:
     inputs = {"x": torch.randn(5, 2), "n": 1}
     assert proving.syncs_go(APPENDED_READ, HEAD + APPENDED_BODIES["losses"], inputs) == (5, 1)
+
+
+UNSEEN = """
+import torch
+
+def function(batches, labels):
+    correct = seen = 0
+    loss = 0.0
+    for x, y in zip(batches, labels):
+        correct += int((x == y).sum())
+        seen += len(y)
+    return correct / seen
+"""
+
+
+def test_without_a_run_a_count_is_written_the_same() -> None:
+    text = proving.text_of(proving.unseen(ACCUMULATED_READ, UNSEEN, L0=StaticValue(kind="tensor")))
+    assert "        correct += (x == y).sum()\n" in text
+    assert "    return int(correct) / seen\n" in text
 
 
 LOOP = """

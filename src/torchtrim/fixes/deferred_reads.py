@@ -97,7 +97,7 @@ def _sum_edits(
         read, imports = f"{'int' if integral else 'float'}({name})", ()
     text = on_device(source, node.value, computed, facts, ".long()" if integral else ".double()")
     sign = "+" if isinstance(node.op, ast.Add) else "-"
-    if facts.plain and plain and _are_flat(facts, computed):
+    if plain and (not facts.seen or (facts.plain and _are_flat(facts, computed))):
         return (
             TextEdit.of(source, node, f"{name} {sign}= {text}"),
             *_plain_reads(source, node, loop, read),

@@ -142,7 +142,10 @@ def _is_truth(node: ast.expr) -> bool:
 
 
 def gives_int(facts: Facts, computed: Computed) -> bool:
-    """Return True if the computed value is an `int` on the host."""
+    """Return True if the computed value is an `int` on the host; without a run, by casts and counts."""
+    if not facts.seen:
+        whole = all(read.cast == "int" or _is_plain_count(read) for read in computed.reads)
+        return whole and not computed.numbers
     whole = all(facts.holds(of_part(f"L{n}", is_integral)) for n in range(len(computed.reads)))
     whole &= all(
         facts.holds(of_part(f"K{n}", lambda seen: seen.kind == "int"))
@@ -151,12 +154,16 @@ def gives_int(facts: Facts, computed: Computed) -> bool:
     return whole and computed.exact and all(read.cast != "float" for read in computed.reads)
 
 
+def _is_plain_count(read: Read) -> bool:
+    return read.cast != "float" and is_count(read.tensor)
+
+
 def on_device(
     source: SourceFile, node: ast.expr, computed: Computed, facts: Facts, cast: str
 ) -> str:
     """Return the expression's text with cast, detached tensors in place of their reads."""
     edits = [
-        TextEdit.of(source, read.node, atom(source, read.tensor) + _casts(facts, f"L{n}", cast))
+        TextEdit.of(source, read.node, atom(source, read.tensor) + _casts(facts, n, read, cast))
         for n, read in enumerate(computed.reads)
     ]
     for part in computed.divisions:
@@ -167,7 +174,10 @@ def on_device(
     return applied(source.text, edits, source.start(node), source.end(node))
 
 
-def _casts(facts: Facts, part: str, cast: str) -> str:
+def _casts(facts: Facts, number: int, read: Read, cast: str) -> str:
+    if not facts.seen and cast == ".long()" and is_count(read.tensor):
+        return ""
+    part = f"L{number}"
     graded = "" if facts.holds(lambda v: is_integral(getattr(v, part))) else ".detach()"
     kept = cast == ".long()" and facts.holds(lambda v: getattr(v, part).dtype == "int64")
     return graded + ("" if kept else cast)
