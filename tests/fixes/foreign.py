@@ -1,9 +1,12 @@
-"""Inputs of any rank and type, derived from a case's inputs."""
+"""Inputs of any rank and type, derived from a case's inputs, and the lines that run on them."""
 
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -95,3 +98,49 @@ _CHANGES = (_more_rows, _more_columns, _one_of, _first, _none, _cast, _same, _od
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 _COMPLEX = (torch.complex64, torch.complex128)
+
+
+FEW_REDRAWN, MANY_REDRAWN = 3, 30
+"""Draws of values that show which lines run on a kind of input, and on the kinds of the evidence."""
+
+
+def lines_of(
+    raises: Callable[[Inputs], bool], rng: random.Random, inputs: Inputs, times: int
+) -> set[int]:
+    """Return the lines of the code that run without an error on inputs or on other values of their kinds."""
+    reached: set[int] = set()
+    for _ in range(times):
+        ran, failed = _lines_run("case.py", partial(raises, inputs))
+        reached |= set() if failed else ran
+        inputs = {name: _redrawn(rng, value) for name, value in inputs.items()}
+    return reached
+
+
+def _redrawn(rng: random.Random, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    if value.dtype == torch.bool:
+        return torch.rand(value.shape, generator=generator) < rng.choice((0.0, 0.5, 1.0))
+    if value.is_floating_point() or value.is_complex():
+        drawn = torch.randn(value.shape, generator=generator).to(value.dtype)
+        return drawn.requires_grad_(value.requires_grad)
+    return torch.randint(0, 3, value.shape, generator=generator).to(value.dtype)
+
+
+def _lines_run(path: str, call: Callable[[], bool]) -> tuple[set[int], bool]:
+    ran: set[int] = set()
+    before = sys.gettrace()
+    sys.settrace(partial(_note_line, path, ran))
+    try:
+        return ran, call()
+    finally:
+        sys.settrace(before)
+
+
+def _note_line(path: str, ran: set[int], frame: FrameType, event: str, _: object) -> Any:
+    if frame.f_code.co_filename != path:
+        return None
+    if event == "line":
+        ran.add(frame.f_lineno)
+    return partial(_note_line, path, ran)

@@ -11,13 +11,11 @@ import ast
 import copy
 import math
 import random
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -25,7 +23,7 @@ import torch
 
 import draws
 import torchtrim
-from fixes.foreign import Inputs, foreign
+from fixes.foreign import FEW_REDRAWN, MANY_REDRAWN, Inputs, foreign, lines_of
 from torchtrim.capture.probes import Probes
 from torchtrim.rewriter.edits import patch
 from torchtrim.rewriter.fix import Fix, Match, Rewrite
@@ -41,8 +39,6 @@ MOST_PLAIN = 2
 """Structures whose fix is also tried without tests of ranks and types, on inputs of any kind."""
 PLAIN_SHARE = 1 / 8
 """Proofs that do so if few cases are wanted: it takes seconds."""
-FEW_REDRAWN, MANY_REDRAWN = 3, 30
-"""Draws of values that show which lines run on a kind of input, and on the kinds of the evidence."""
 FOREIGN, FEW_FOREIGN, PATIENCE = 8, 8, 30
 """Cases of every rank and type for each structure, or in a proof of few draws; how many are tried for one."""
 Run = tuple[Any, Inputs, Any]
@@ -168,7 +164,7 @@ def _foreign_that_agree(
     """
     rng = random.Random(f"{draws.seed()}/{code}")
     wanted = FOREIGN * structures if draws.is_full() else FEW_FOREIGN
-    lines = [lines_of(code, rng, one[2], MANY_REDRAWN) for one in written if whole]
+    lines = [lines_of(partial(raises, code), rng, one[2], MANY_REDRAWN) for one in written if whole]
     found, until = 0, time.monotonic() + LONGEST
     for _ in range(PATIENCE * wanted):
         if found >= wanted or time.monotonic() > until:
@@ -176,45 +172,11 @@ def _foreign_that_agree(
         number = rng.randrange(len(written))
         rewrite, after, evidence = written[number]
         stranger = foreign(rng, evidence)
-        if not whole or lines[number] <= lines_of(code, rng, stranger, FEW_REDRAWN):
+        if not whole or lines[number] <= lines_of(
+            partial(raises, code), rng, stranger, FEW_REDRAWN
+        ):
             found += agree_if_accepted(rewrite, code, after, evidence, stranger)
     return found
-
-
-def lines_of(code: str, rng: random.Random, inputs: Inputs, times: int) -> set[int]:
-    """Return the lines of the code that run without an error on inputs or on other values of their kinds."""
-    reached: set[int] = set()
-    for _ in range(times):
-        ran: set[int] = set()
-        before = sys.gettrace()
-        sys.settrace(partial(_note_line, ran))
-        try:
-            failed = is_error(run(compiled(code), inputs)[0])
-        finally:
-            sys.settrace(before)
-        reached |= set() if failed else ran
-        inputs = {name: _redrawn(rng, value) for name, value in inputs.items()}
-    return reached
-
-
-def _note_line(ran: set[int], frame: FrameType, event: str, _: object) -> Any:
-    if frame.f_code.co_filename != "case.py":
-        return None
-    if event == "line":
-        ran.add(frame.f_lineno)
-    return partial(_note_line, ran)
-
-
-def _redrawn(rng: random.Random, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    generator = _generator(rng)
-    if value.dtype == torch.bool:
-        return torch.rand(value.shape, generator=generator) < rng.choice((0.0, 0.5, 1.0))
-    if value.is_floating_point() or value.is_complex():
-        drawn = torch.randn(value.shape, generator=generator).to(value.dtype)
-        return drawn.requires_grad_(value.requires_grad)
-    return torch.randint(0, 3, value.shape, generator=generator).to(value.dtype)
 
 
 def agree_if_accepted(

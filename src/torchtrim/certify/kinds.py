@@ -32,6 +32,7 @@ _LONGEST = 10.0
 _RANDOM_KINDS = 400
 _MOST_BASES = 3
 _STYLES = 4
+_MOST_RANK = 5
 _MOST_ELEMENTS = 4096
 _DTYPES = (
     torch.float32,
@@ -66,6 +67,7 @@ Kinds = dict[str, TensorKind | Plain]
 Value = torch.Tensor | Plain
 Inputs = dict[str, Value]
 Change = Callable[[TensorKind], TensorKind | None]
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +150,7 @@ def _around(
             for rank, dtype, name in itertools.product(_RANKS, _TYPES, (one, other)):
                 for ranked in _changed(base, dict.fromkeys((one, other), rank)):
                     yield from _changed(ranked, {name: dtype})
-        for name, rank, size in itertools.product(names, _RANKS, (_none, _short)):
+        for name, rank, size in itertools.product(names, _RANKS, (_NONE, _SHORT)):
             for others in _changed(base, dict.fromkeys(names, rank)):
                 yield from _changed(others, {name: size})
         for name, number in itertools.product(names, _NO_TENSORS):
@@ -180,57 +182,33 @@ def _changed(base: Kinds, changes: Mapping[str, Change]) -> Iterator[Kinds]:
         yield new
 
 
-def _more_rows(kind: TensorKind) -> TensorKind | None:
-    return kind._replace(shape=(2, *kind.shape)) if len(kind.shape) < 5 else None
+def _shaped(change: Callable[[Shape], Shape]) -> Change:
+    def changed(kind: TensorKind) -> TensorKind | None:
+        shape = change(kind.shape)
+        return kind._replace(shape=shape) if len(shape) <= _MOST_RANK else None
 
-
-def _more_columns(kind: TensorKind) -> TensorKind | None:
-    return kind._replace(shape=(*kind.shape, 2)) if len(kind.shape) < 5 else None
-
-
-def _one_column(kind: TensorKind) -> TensorKind | None:
-    return kind._replace(shape=(*kind.shape, 1)) if len(kind.shape) < 5 else None
-
-
-def _one_row(kind: TensorKind) -> TensorKind | None:
-    return kind._replace(shape=(1, *kind.shape)) if len(kind.shape) < 5 else None
-
-
-def _first(kind: TensorKind) -> TensorKind | None:
-    return kind._replace(shape=kind.shape[1:]) if kind.shape else None
-
-
-def _last(kind: TensorKind) -> TensorKind | None:
-    return kind._replace(shape=kind.shape[:-1]) if kind.shape else None
-
-
-def _single(kind: TensorKind) -> TensorKind | None:
-    return kind._replace(shape=())
-
-
-def _none(kind: TensorKind) -> TensorKind | None:
-    return kind._replace(shape=(0, *kind.shape[1:])) if kind.shape else None
-
-
-def _short(kind: TensorKind) -> TensorKind | None:
-    return kind._replace(shape=(1, *kind.shape[1:])) if kind.shape else None
-
-
-def _narrow(kind: TensorKind) -> TensorKind | None:
-    return kind._replace(shape=(*kind.shape[:-1], 1)) if kind.shape else None
-
-
-def _longer(kind: TensorKind) -> TensorKind | None:
-    return kind._replace(shape=(kind.shape[0] + 1, *kind.shape[1:])) if kind.shape else None
+    return changed
 
 
 def _cast(dtype: torch.dtype) -> Change:
     return lambda kind: kind._replace(dtype=dtype)
 
 
-_RANKS = (_more_rows, _more_columns, _one_column, _one_row, _first, _last, _single)
+_NONE = _shaped(lambda shape: (0, *shape[1:]) if shape else shape)
+_SHORT = _shaped(lambda shape: (1, *shape[1:]) if shape else shape)
+_NARROW = _shaped(lambda shape: (*shape[:-1], 1) if shape else shape)
+_LONGER = _shaped(lambda shape: (shape[0] + 1, *shape[1:]) if shape else shape)
+_RANKS = (
+    _shaped(lambda shape: (2, *shape)),
+    _shaped(lambda shape: (*shape, 2)),
+    _shaped(lambda shape: (*shape, 1)),
+    _shaped(lambda shape: (1, *shape)),
+    _shaped(lambda shape: shape[1:]),
+    _shaped(lambda shape: shape[:-1]),
+    _shaped(lambda shape: ()),
+)
 _TYPES = tuple(map(_cast, _DTYPES))
-_CHANGES = (*_RANKS, _none, _short, _narrow, _longer, *_TYPES)
+_CHANGES = (*_RANKS, _NONE, _SHORT, _NARROW, _LONGER, *_TYPES)
 
 
 def _base(function: AloneFunction, seen: Mapping[str, ObservedValue]) -> Kinds | None:
