@@ -8,17 +8,20 @@ other techniques it contains.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.dispatch.modes import tensors_among
-from torchtrim.executor.roles import OperatorRoles
+from torchtrim.executor.roles import RECURRENT, OperatorRoles
 
 AsBefore = Callable[[bool], contextlib.AbstractContextManager[None]]
 Skip = Callable[[Counter[str]], None]
@@ -86,7 +89,12 @@ class CallRoles:
         namespace, _, name = func.name().partition("::")
         name, _, overload = name.partition(".")
         of_torch = name if namespace == "aten" else ""
-        return self._roles.role(of_torch, overload, lambda: [*map(_key, tensors_among(args))])
+        return self._roles.role(
+            of_torch,
+            overload,
+            lambda: [*map(_key, tensors_among(args))],
+            recurs=_recurs(sys._getframe(1)),
+        )
 
     @property
     def joined(self) -> tuple[str, ...]:
@@ -106,6 +114,21 @@ class CallRoles:
         """Forget all storages, at the end of a call."""
         self._held.clear()
         self._roles.clear()
+
+
+_RECURRENT = frozenset(getattr(nn, name).forward.__code__ for name in RECURRENT)
+_FRAMES = (
+    8  # A mode is called by the module's own forward; others in between take a few frames each.
+)
+
+
+def _recurs(frame: FrameType | None) -> bool:
+    """Return True if the forward of a recurrent module runs."""
+    for _ in range(_FRAMES):
+        if frame is None or frame.f_code in _RECURRENT:
+            return frame is not None
+        frame = frame.f_back
+    return False
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from torchtrim.records.operator_names import role_of
+from torchtrim.records.operator_names import kernels_of, role_of
 
 ATTENTION, DROPOUT, RMS_NORM = "scaled_dot_product_attention", "dropout", "rms_norm"
+RECURRENT = frozenset(("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell"))
+"""Modules that one kernel computes on a GPU, and one for each layer or for each moment on a CPU."""
 UNNAMED = ""
 """The role of operators that no place names: views, and those that are not torch's own."""
 _VIEWS = frozenset(
@@ -57,6 +59,7 @@ _STEPS = {
     ("_to_copy", "cast result"): (f"{RMS_NORM}-_to_copy", ""),
 }
 """By role and mark of the first storage that it reads: the role in its group, and the mark of its result."""
+_WHOLE = kernels_of("rnn") - {"mkldnn_rnn_layer"}
 _EARLIER = {"mean": ("mean", "pow"), "cast mean": ("mean", "pow", "_to_copy")}
 """Operators of RMSNorm that nothing tells from the program's own until its epsilon is added."""
 
@@ -86,12 +89,19 @@ class OperatorRoles:
         self._marks.clear()
         self._attends = False
 
-    def role(self, name: str, overload: str, read: Callable[[], Sequence[Hashable]]) -> str:
-        """Return the role of the operator that runs next; `read` returns the storages that it reads."""
+    def role(
+        self, name: str, overload: str, read: Callable[[], Sequence[Hashable]], *, recurs: bool
+    ) -> str:
+        """Return the role of the operator that runs next; `read` returns the storages that it reads.
+
+        `recurs`: a recurrent module runs it.
+        """
         role, self._mark, self.joined = role_of(name), "", ()
-        self._is_read = role in _READ
+        self._is_read = role in _READ and not recurs
         if role in _VIEWS:
             return UNNAMED
+        if recurs:
+            return role if name in _WHOLE else f"rnn-{role}"
         if not self._is_read:
             self._attends = False
             return role

@@ -63,7 +63,10 @@ _KERNELS = {
     "layer_norm": ("native_layer_norm",),
     "group_norm": ("native_group_norm",),
     "rms_norm": ("_fused_rms_norm",),
-    "rnn": ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"),
+    "rnn": (
+        *("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"),
+        *("_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"),
+    ),
     "softmax": ("_softmax", "_safe_softmax"),
     "log_softmax": ("_log_softmax",),
     "dropout": ("native_dropout",),

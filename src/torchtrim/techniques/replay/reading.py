@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import NamedTuple
 
-from torchtrim.executor.roles import UNNAMED, OperatorOrdinal, OperatorRoles
+from torchtrim.executor.roles import RECURRENT, UNNAMED, OperatorOrdinal, OperatorRoles
 from torchtrim.records.operator_names import role_of
 from torchtrim.records.profile import STATE, Operator, Profile
 from torchtrim.step.index import index_of
@@ -182,7 +182,9 @@ def roles_of(step: Step, profile: Profile, names: Sequence[str]) -> list[str]:
         if step.tasks[index].phase != "forward":
             continue
         overload = operator.name.partition(".")[2]
-        roles[index] = naming.role(names[index], overload, partial(_storages_read, operator))
+        recurs = operator.module >= 0 and profile.modules[operator.module].type in RECURRENT
+        read = partial(_storages_read, operator)
+        roles[index] = naming.role(names[index], overload, read, recurs=recurs)
         if naming.asks and operator.outputs:
             naming.made(operator.outputs[0].storage)
         for joined in naming.joined:
