@@ -111,6 +111,23 @@ def test_calls_without_gradients_are_no_steps(loop: Loop) -> None:
     assert (loop.watch.steps, loop.told) == (2, [])
 
 
+def test_the_first_peak_is_told_beside_a_prediction_for_another_device() -> None:
+    class Known(PeakMeter):
+        def ends(self, step: int) -> bool:
+            self.bytes = 50 * MIB if step > 1 else None
+            return False
+
+    predicted = Prediction(peak_bytes=40 * MIB, step_seconds=0.2, device="emulated a100")
+    for plans, lines in ((plan(OVERWRITE, predicted=predicted), 1), (plan(OVERWRITE), 0)):
+        made = Loop(plans)
+        made.watch.peak = Known("")
+        for _ in range(4):
+            made.step(4)
+        made.watch.end()
+        told = "step 2 on cpu: peak 50.0 MiB, +25.0% against the 40.0 MiB predicted on emulated a100"
+        assert made.told == [told][:lines]
+
+
 def test_another_batch_is_told_once_and_counted(loop: Loop) -> None:
     for batch in (4, 2, 4, 2, 3):
         loop.step(batch)

@@ -21,6 +21,7 @@ from torchtrim.capture.recording import tensors_in
 from torchtrim.capture.steps import Steps
 from torchtrim.core.clock import now
 from torchtrim.core.isolation import isolated
+from torchtrim.core.units import format_bytes
 from torchtrim.core.words import listed
 from torchtrim.errors import ApplyFailed
 from torchtrim.evidence.evidence import autocast_now, kind_of
@@ -47,7 +48,8 @@ class Notice(NamedTuple):
 class RunWatch:
     """Watch of a planned run, by the calls of its roots and the steps of its optimizers.
 
-    A plan of calls has calls for steps. `told` gets a line when inputs first differ from the certified ones.
+    A plan of calls has calls for steps. `told` gets a line when inputs first differ from the certified ones,
+    and one for the first peak of a plan for another device.
     """
 
     def __init__(self, plan: Plan, told: Callable[[str], None]) -> None:
@@ -57,12 +59,13 @@ class RunWatch:
         self.notices: list[Notice] = []
         self.peak = PeakMeter("not measured: the plan's models never ran")
         self._plan = plan
+        self._told = told
         self._seconds: deque[float] = deque(maxlen=_KEPT)
         self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._cycle: Steps | None = None
         self._began: float | None = None
         self._stepped = 0.0
-        self._inside = self._is_over = self._has_optimizer = False
+        self._inside = self._is_over = self._has_optimizer = self._has_compared = False
         self._here = os.getpid(), threading.get_ident()
         self._undo = contextlib.ExitStack()
 
@@ -153,8 +156,22 @@ class RunWatch:
     def _step_ends(self, took: float) -> None:
         self.steps += 1
         measured = self.peak.ends(self.steps)
+        self._compare_peak()
         if self.steps > 1 and not measured:
             self._seconds.append(took)
+
+    def _compare_peak(self) -> None:
+        """Tell the first measured peak beside the prediction, if that is for another device."""
+        predicted, peak = self._plan.predicted, self.peak.bytes
+        is_here = predicted.device.partition(":")[0] in ("", self.device.partition(":")[0])
+        if self._has_compared or peak is None or is_here or not predicted.peak_bytes:
+            return
+        self._has_compared = True
+        off = peak / predicted.peak_bytes - 1
+        self._told(
+            f"step {self.steps} on {self.device}: peak {format_bytes(peak)}, {off:+.1%} against the "
+            f"{format_bytes(predicted.peak_bytes)} predicted on {predicted.device}"
+        )
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._is_here() and self._cycle is not None:
