@@ -255,12 +255,12 @@ class Travelled(NamedTuple):
     said: tuple[str, ...]
 
 
-_LEAVES = re.compile(r"leaves (\d+) of (\d+) places?")
+_LEFT = re.compile(r"(\d+) of \d+ places? of \w+ apply in part")
 
 
 def left(found: Travelled) -> int:
-    """How many places of a plan were left as they are."""
-    return sum(int(said[1]) for text in found.said if (said := _LEAVES.search(text)))
+    """How many places of a plan a run lacked, in part or whole."""
+    return sum(int(said[1]) for text in found.said if (said := _LEFT.search(text)))
 
 
 @contextlib.contextmanager

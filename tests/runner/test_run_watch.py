@@ -124,7 +124,9 @@ def test_the_first_peak_is_told_beside_a_prediction_for_another_device() -> None
         for _ in range(4):
             made.step(4)
         made.watch.end()
-        told = "step 2 on cpu: peak 50.0 MiB, +25.0% against the 40.0 MiB predicted on emulated a100"
+        told = (
+            "step 2 on cpu: peak 50.0 MiB, +25.0% against the 40.0 MiB predicted on emulated a100"
+        )
         assert made.told == [told][:lines]
 
 

@@ -181,7 +181,7 @@ def test_places_name_calls_of_functions_and_of_modules() -> None:
         "Language.blocks.0:gelu.0",
         "Language.blocks.1:layer_norm.1",
         "Language.blocks.0:addmm.2,gelu.0",
-        "Language.blocks.0:empty_like.1,bernoulli_.1,dropout-div_.1",
+        "Language.blocks.0:empty_like.1,dropout-bernoulli_.1,dropout-div_.1",
         "Language:layer_norm.4",
     } <= places
     model, batch = case("functions")

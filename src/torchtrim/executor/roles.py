@@ -42,8 +42,8 @@ _READ = _OF_SCORES | {ATTENTION, "pow", "mean", "rsqrt", "scalar_tensor"}
 """Roles that depend on what the operator reads, or that others depend on."""
 
 _STEPS = {
-    ("clone", "scaled"): ("scaled-clone", "scaled"),
-    ("clone", "attended"): ("attended-clone", "attended"),
+    ("clone", "scaled"): ("attention-clone", "scaled"),
+    ("clone", "attended"): ("attention-clone", "attended"),
     ("div_", "noise"): (f"{DROPOUT}-div_", "noise"),
     ("mul_", "noise"): (f"{DROPOUT}-mul_", "noise"),
     ("scalar_tensor", ""): ("scalar_tensor", "scalar"),
@@ -69,6 +69,11 @@ class OperatorOrdinal(NamedTuple):
 
     name: str
     ordinal: int
+
+
+def is_inside(role: str) -> bool:
+    """Return True if an operator is part of what one kernel computes on other devices."""
+    return "-" in role or role == "empty_like"
 
 
 class OperatorRoles:
@@ -107,7 +112,7 @@ class OperatorRoles:
             return role
         storages = read()
         marks = [self._marks.get(storage, "") for storage in storages] or [""]
-        if role == "bernoulli_" and storages:
+        if role == "bernoulli_":
             self._mark = "noise"
         if self._attends and role in _OF_SCORES:
             return self._of_attention(role, marks)
@@ -130,7 +135,7 @@ class OperatorRoles:
         """Return the role of an operator that its overload or its second tensor tells, else nothing."""
         if (role, overload) == ("mul", "Scalar"):
             self._mark = "scaled"
-            return "scale"
+            return "attention-scale"
         if role == "bmm" and marks == ["scaled", "scaled"]:
             self._attends, self._mark = True, "scores"
             return "attention-bmm"
@@ -149,6 +154,8 @@ class OperatorRoles:
         return ""
 
     def _of_first(self, role: str, mark: str) -> str:
+        if role == "bernoulli_":
+            return f"{DROPOUT}-bernoulli_"
         named, made = _STEPS.get((role, mark), (role, ""))
         self._mark = self._mark or made
         return named

@@ -24,7 +24,7 @@ from torchtrim.executor.failing import note
 from torchtrim.executor.notices import say
 from torchtrim.executor.ordinals import CallRoles, counting, is_numbered
 from torchtrim.executor.registry import Handle
-from torchtrim.executor.roles import OperatorOrdinal
+from torchtrim.executor.roles import OperatorOrdinal, is_inside
 from torchtrim.executor.swap import Swapped
 
 PLAIN = (torch.Tensor, nn.Parameter)
@@ -163,17 +163,18 @@ class SavedTensorWatcher(TorchDispatchMode, Generic[CallT]):  # type: ignore[no-
         self._told.add(where)
         planned = self.planned(call)
         for place, operators in planned.items():
-            for name, ordinal in operators:
-                if ordinal >= call.counts.get(name, 0):
-                    self.miss(place, f"no {name}.{ordinal}")
+            lacks = [one for one in operators if one.ordinal >= call.counts.get(one.name, 0)]
+            # What runs inside another kernel leaves nothing there to drop.
+            if lacks and (len(lacks) == len(operators) or not all(map(_is_inside, lacks))):
+                self.miss(place, f"no {lacks[0].name}.{lacks[0].ordinal}")
         missed = {place: self._missed[place] for place in planned if place in self._missed}
         if missed:
             say(
                 where,
-                f"{self._technique} leaves {len(missed)} of {counted(len(planned), 'place')} as they are "
-                f"here ({listed(sorted({*missed.values()}), _SHOWN)}): the plan is from a device with "
-                "other kernels or memory, or the program has changed. All else applies and the results "
-                "are the same; the peak may exceed the plan's. Plan again on this device.",
+                f"{len(missed)} of {counted(len(planned), 'place')} of {self._technique} apply in part "
+                f"or not at all here ({listed(sorted({*missed.values()}), _SHOWN)}): the plan is from a "
+                "device with other kernels or memory, or the program has changed. All else applies and "
+                "the results are the same; the peak may exceed the plan's. Plan again on this device.",
             )
 
     def _run(self, where: str, new_call: Callable[[], CallT], forward: Callable[[], Any]) -> Any:
@@ -228,6 +229,10 @@ class SavedTensorWatcher(TorchDispatchMode, Generic[CallT]):  # type: ignore[no-
         name = name.partition(".")[0] if namespace == "aten" else ""
         kind = self._kinds[func] = OperatorKind(name, "", written_arguments(func))
         return kind
+
+
+def _is_inside(operator: OperatorOrdinal) -> bool:
+    return is_inside(operator.name)
 
 
 def _unpack(saved: Saved | torch.Tensor) -> torch.Tensor:
