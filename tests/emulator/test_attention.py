@@ -301,3 +301,12 @@ def test_the_cpus_own_choice_is_known(
     )
     call = _Arguments(query, key, value, mask, dropout, False, None)
     assert call.is_flash_on_cpu() == (choice == int(SDPBackend.FLASH_ATTENTION.value))
+
+
+def test_a_device_by_amd_runs_the_kernels_of_the_cpu() -> None:
+    model = model_named("mi300x")
+    assert model.target() is None
+    with emulate(model):
+        query = torch.randn(1, 2, 8, 8, device="cuda", requires_grad=True)
+        out: Any = F.scaled_dot_product_attention(query, query, query)
+        assert out.grad_fn.name() == "ScaledDotProductFlashAttentionForCpuBackward0"
