@@ -56,13 +56,24 @@ def test_one_part_stands_in_a_line() -> None:
     [
         "short = f(x)",
         "x = f(aaaaaaaaaaaaaaaaaaaaaa, b)  # why",
-        "if f(aaaaaaaaaaaaaaaaaaa, b):",
+        "elif f(aaaaaaaaaaaaaaaaaa, b):",
         "x = call(aaaaaaaaaaaaaaaaaaa,",
         "x = '''aaaaaaaaaaaaaaaaaaaa",
     ],
 )
 def test_other_lines_stay(line: str) -> None:
     assert wrapped(line, 20) == [line]
+
+
+def test_the_head_of_a_block_is_wrapped() -> None:
+    line = "    if (first_value + second_value - third_value) < LIMIT:"
+    assert wrapped(line, 40) == [
+        "    if (",
+        "        first_value",
+        "        + second_value",
+        "        - third_value",
+        "    ) < LIMIT:",
+    ]
 
 
 def test_the_width_is_that_of_the_longest_line_within_limits() -> None:

@@ -428,7 +428,12 @@ def _with(source: SourceFile, node: ast.AST, names: Mapping[str, str]) -> str:
 
 
 def _joined(text: str) -> str:
-    return f"({text})" if "\n" in text else text
+    """Return an expression, in parentheses if a line of it ends outside brackets."""
+    try:
+        whole = len(ast.parse(f"_ = {text}").body) == 1
+    except SyntaxError:
+        whole = False
+    return text if whole else f"({text})"
 
 
 # -- names ----------------------------------------------------------------------------------------

@@ -43,8 +43,10 @@ def wrapped(line: str, width: int) -> list[str]:
 
 
 def _meaning(text: str) -> str:
+    """Return the tree of a statement, or of the head of a compound one, as text; `""` for other lines."""
+    whole = textwrap.dedent(text)
     try:
-        return ast.dump(ast.parse(textwrap.dedent(text)))
+        return ast.dump(ast.parse(f"{whole} pass" if whole.endswith(":") else whole))
     except SyntaxError:
         return ""
 
