@@ -393,14 +393,14 @@ def test_the_number_of_a_freed_buffer_names_no_other_storage() -> None:
 
 
 @pytest.mark.parametrize("of", ["saved", "compute"])
-def test_a_deep_copy_keeps_its_precision(of: str) -> None:
+def test_a_copy_keeps_its_precision(of: str) -> None:
     planned, by_hand = Net(Mlp()), Net(Mlp())
     applied("precision", "Net", planned, of=of, dtype="bfloat16")
     unit: Any = technique("precision")
     plan = Technique(name="precision", where=("Net",), options={"of": of, "dtype": "bfloat16"})
     unit.by_hand(named_roots([by_hand]), plan)
     x = torch.randn(8, 8)
-    copies = [copy.deepcopy(copy.deepcopy(one)) for one in (planned, by_hand)]
+    copies = [copy.deepcopy(copy.deepcopy(copy.copy(one))) for one in (planned, by_hand)]
     with torch.no_grad():
         for one in (planned, by_hand):
             one.inner[0].weight.zero_()

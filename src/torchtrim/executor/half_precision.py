@@ -19,13 +19,14 @@ from torchtrim.executor.swap import Swapped
 Forward = Callable[..., Any]
 
 
-def lowered(module: nn.Module, lowering: Forward) -> Handle:
-    """Run the module's forward through `lowering` when gradients are enabled."""
-
-    def wrap(forward: Forward) -> Forward:
-        return functools.partial(_if_graded, lowering, forward)
-
-    return Swapped(module, wrap, copied=functools.partial(_of_copy, lowering, module))
+def lowered(module: nn.Module, kind: type[AutocastForward | NarrowSaved], dtype: str) -> Handle:
+    """Run the module's forward, and that of its copies, in half precision when gradients are enabled."""
+    lowering = kind(module, dtype)
+    return Swapped(
+        module,
+        lambda forward: functools.partial(_if_graded, lowering, forward),
+        copied=lambda one: functools.partial(_of_copy, kind(one, dtype), one),
+    )
 
 
 def _if_graded(lowering: Forward, forward: Forward, *args: Any, **kwargs: Any) -> Any:

@@ -58,8 +58,8 @@ class Swapped:
     The instance gets a subclass of its own class, so parameters, buffers, hooks, names and `state_dict` stay.
     A copy or pickle of it has the original class and runs without the plan. Several replacements on a module
     can be reverted in any order: one below others is inactive from then on, and is removed with them.
-    `original_if`: when calls run the original forward, by default where it does not train. `copied`: the
-    forward of deep copies, if it computes another function or other gradients. If `original_if` is `never`,
+    `original_if`: when calls run the original forward, by default where it does not train. `copied`: makes
+    the forward of copies, if it computes another function or other gradients. If `original_if` is `never`,
     pickles have it too, and TorchScript does not support the module.
     """
 
@@ -68,7 +68,7 @@ class Swapped:
         module: nn.Module,
         wrap: Callable[[Forward], Forward],
         original_if: Callable[[], bool] = does_not_train,
-        copied: Forward | None = None,
+        copied: Callable[[nn.Module], Forward] | None = None,
     ) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             raise ApplyFailed(
@@ -155,7 +155,7 @@ def _subclass(
     original: type[nn.Module],
     wrap: Callable[[Forward], Forward],
     switch: _Switch,
-    copied: Forward | None,
+    copied: Callable[[nn.Module], Forward] | None,
 ) -> type[nn.Module]:
     always = copied is not None and switch.original_if is never
 
@@ -171,18 +171,21 @@ def _subclass(
         if isinstance(reduced, str) or _SWAPPED in original.__dict__:
             return reduced
         state, *rest = reduced[2:]
-        if always and switch.is_on:
-            state = {**state, "forward": copied}
+        if copied is not None and always and switch.is_on:
+            state = {**state, "forward": copied(self)}
         return copyreg._reconstructor, (original, object, None), state, *rest  # type: ignore[attr-defined]
 
-    def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    def copy_of(self: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
         make, given, state, *_ = reduce_ex(self, _PROTOCOL)
         made: Any = make(*given)
-        memo[id(self)] = made
-        own = {"forward": copied} if switch.is_on else {}
-        made.__setstate__(copy.deepcopy({**state, **own}, memo))
-        copied_module: nn.Module = made
-        return copied_module
+        if memo is not None:
+            memo[id(self)] = made
+            state = copy.deepcopy(state, memo)
+        made.__setstate__(state)
+        if copied is not None and switch.is_on:
+            vars(made)["forward"] = copied(made)
+        module: nn.Module = made
+        return module
 
     def refuse_script(self: nn.Module) -> nn.Module:
         if not switch.is_on:
@@ -202,7 +205,7 @@ def _subclass(
         _SWAPPED: switch,
     }
     if copied is not None and not hasattr(original, "__deepcopy__"):
-        namespace["__deepcopy__"] = deepcopy
+        namespace["__copy__"] = namespace["__deepcopy__"] = copy_of
     if always:
         namespace["__prepare_scriptable__"] = refuse_script
     of_class: Any = type(original)

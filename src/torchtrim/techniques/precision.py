@@ -15,7 +15,8 @@ With `dtype = "float16"`, for GPUs before Ampere, a script must scale its loss (
 small gradients vanish. It is never planned, but may be written into a plan or pinned if the script scales.
 Calls without gradients, such as evaluation, run unchanged. The step computes a different function: the
 certificate says AS ASKED if everything else equals the program with this change made by hand, and shows the
-losses of both. `where` names roots.
+losses of both. Copies of a root compute as it does; a pickle of it has the original's precision, so that it
+loads anywhere. `where` names roots.
 """
 
 from __future__ import annotations
@@ -59,9 +60,7 @@ class Precision(MeasuredTechnique):
         from torchtrim.executor.half_precision import AutocastForward, NarrowSaved, lowered
 
         chosen = AutocastForward if _scope(technique) == "compute" else NarrowSaved
-        return _changed(
-            roots, technique, lambda module, dtype: lowered(module, chosen(module, dtype))
-        )
+        return _changed(roots, technique, lambda module, dtype: lowered(module, chosen, dtype))
 
     def by_hand(self, roots: Roots, technique: Technique) -> Handle:
         """Write `with torch.autocast(...)` around the call, or plain hooks on saved tensors."""
