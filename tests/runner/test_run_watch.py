@@ -206,9 +206,12 @@ def test_a_technique_that_tells_has_not_held(loop: Loop, capfd: pytest.CaptureFi
     loop.watch.end()
     planned = plan(OVERWRITE, REPLAY)
     held, failed = assumption_lines(planned, loop.watch, verbose=False)
-    assert held.endswith("Net as planned; inputs as certified; no hooks on saved tensors")
+    assert held.endswith(
+        "Net as planned; inputs as certified; no hooks on saved tensors; "
+        "what is computed from again stays the same until backward"
+    )
     assert failed == "did not hold: `Net.1` and 1 more, from step 2: its input is kept"
-    assert len([*assumption_lines(planned, loop.watch, verbose=True)]) == 4
+    assert len([*assumption_lines(planned, loop.watch, verbose=True)]) == 5
 
 
 def test_a_defect_of_the_watch_ends_it_and_not_the_script(

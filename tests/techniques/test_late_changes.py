@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import random
@@ -412,24 +413,6 @@ def test_a_copy_keeps_its_precision(of: str) -> None:
     assert isinstance(torch.jit.script(copies[0].inner[0]), torch.jit.ScriptModule)
 
 
-def test_a_parameter_that_trains_later_joins_a_fused_step() -> None:
-    left = []
-    for planned in (True, False):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).requires_grad_(False)
-        net[0].requires_grad_()
-        opt = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
-        if planned:
-            applied("plain_optimizer", "SGD", opt, style="fused")
-        for step in range(6):
-            net[1].requires_grad_(step >= 3)
-            net(torch.ones(2, 8)).square().mean().backward()
-            opt.step()
-            opt.zero_grad()
-        left.append(net.state_dict())
-    assert all(torch.allclose(left[0][key], left[1][key]) for key in left[0])
-
-
 CALLS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "with computed parameters": lambda net, x: torch.func.functional_call(
         net, {name: one * 1.01 for name, one in net.named_parameters()}, x
@@ -446,7 +429,7 @@ def _counting(net: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("name", ["micro_batch", "recompute", "replay"])
+@pytest.mark.parametrize("name", ["micro_batch", "recompute", "replay", "split_matmul"])
 def test_modules_that_are_called_otherwise_later_compute_the_same(name: str, call: str) -> None:
     class Called(Net):
         how: Callable[[nn.Module, Tensor], Tensor] = staticmethod(lambda net, x: net(x))
@@ -457,10 +440,35 @@ def test_modules_that_are_called_otherwise_later_compute_the_same(name: str, cal
     net, x = Called(Mlp()), torch.randn(8, 8)
     twin = copy.deepcopy(net)
     where = "Called.inner:addmm.0,relu.0" if name == "replay" else "Called.inner"
-    applied(name, where, net, **({"parts": 4} if name == "micro_batch" else {}))
+    applied(name, where, net, **({"parts": 4} if name in ("micro_batch", "split_matmul") else {}))
     for how in (Called.how, CALLS[call], CALLS[call]):
         Called.how = staticmethod(how)
         assert_near(net, twin, x)
+
+
+@pytest.mark.parametrize("name", ["micro_batch", "split_matmul"])
+@pytest.mark.parametrize("late", [False, True])
+def test_hooks_on_a_parameter_see_its_whole_gradient_once(name: str, late: bool) -> None:
+    seen: list[list[Tensor]] = []
+    for planned in (False, True):
+        net, got = Net(Mlp()), []
+        if planned:
+            applied(name, "Net.inner", net, parts=4)
+        gradients(net, X)
+        net.zero_grad()
+        made = net(X) if late else None
+        weight: Any = net.inner[0].weight
+        weight.register_hook(lambda grad, got=got: (got.append(grad), grad * 0.5)[1])
+        stops = planned and late and name == "micro_batch"
+        said = pytest.raises(ApplyFailed, match="came to have gradient hooks")
+        with said if stops else contextlib.nullcontext():
+            (net(X) if made is None else made).square().mean().backward()
+        seen.append([] if stops else [*got, weight.grad])
+    assert len(seen[0]) == 2
+    assert not seen[1] or all(map(torch.allclose, *seen))
+
+
+X = torch.linspace(-1, 1, 64).view(8, 8)
 
 
 def test_what_a_replay_reads_again_may_not_be_written_in_between() -> None:

@@ -263,3 +263,22 @@ def test_options_exist_only_where_an_optimizer_allocates() -> None:
         )
         chosen = planner.floor_plan(Budget(0)).techniques
         assert [one.options["style"] for one in chosen] == styles
+
+
+def test_a_parameter_that_trains_later_joins_a_fused_step() -> None:
+    left = []
+    for planned in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).requires_grad_(False)
+        net[0].requires_grad_()
+        opt = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        if planned:
+            plan = Technique(name="plain_optimizer", where=("SGD",), options={"style": "fused"})
+            TECHNIQUE.apply({"SGD": opt}, plan)
+        for step in range(6):
+            net[1].requires_grad_(step >= 3)
+            net(torch.ones(2, 8)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        left.append(net.state_dict())
+    assert all(torch.allclose(left[0][key], left[1][key]) for key in left[0])

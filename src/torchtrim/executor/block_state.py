@@ -367,9 +367,13 @@ _WITH_STORAGE = frozenset((torch.Tensor, nn.Parameter, nn.Buffer))
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
-    """Return a number that identifies a tensor's storage; a subclass may have none."""
-    stored = type(tensor) in _WITH_STORAGE and tensor.layout is torch.strided
-    return tensor.untyped_storage()._cdata if stored else 0
+    """Return a number that identifies a tensor's storage; a subclass may have none, or one of torch.func that
+    outlived its transform.
+    """
+    if type(tensor) in _WITH_STORAGE and tensor.layout is torch.strided:
+        with contextlib.suppress(NotImplementedError):
+            return int(tensor.untyped_storage()._cdata)
+    return 0
 
 
 def _copy_on_write(tensor: torch.Tensor) -> torch.Tensor:

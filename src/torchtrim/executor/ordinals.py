@@ -147,6 +147,8 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
         self._depth = _thread.depth
         self._roles = CallRoles()
+        # A checkpoint reruns forward inside of a backward.
+        self._is_rerun = torch._C._current_autograd_node() is not None
 
     def __enter__(self) -> Counting:
         self._counting = counting(self.counts.update)
@@ -159,7 +161,8 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._counting.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _thread.depth != self._depth or torch._C._current_autograd_node() is not None:
+        is_forward = self._is_rerun or torch._C._current_autograd_node() is None
+        if _thread.depth != self._depth or not is_forward:
             return func(*args, **(kwargs or {}))
         self.counts[self._roles.role(func, args) or func.name()] += 1
         self.counts.subtract(self._roles.joined)

@@ -192,6 +192,7 @@ class _PartedRun:
         self._graded = [t.requires_grad for t in tensors]
         self.inputs = len(tensors)
         self._given = given.without_tensors
+        self._state = state
         self._before = state.begin()
         self._totals: list[torch.Tensor] | None = None
         self._result: Any = None
@@ -274,6 +275,12 @@ class _PartedRun:
     def backward(self, tensors: Tensors, grads: Sequence[Any]) -> list[torch.Tensor | None]:
         """Rerun each part with gradients, followed by its backward. Return the gradients of the inputs."""
         of_inputs: Gradients = [None for _ in tensors]
+        if any(has_gradient_hooks(one.tensor) for one in self._state.parameters()):
+            raise ApplyFailed(
+                "a parameter came to have gradient hooks between its forward and its backward, which would "
+                "see the gradients of each part of the batch. Register them before forward, or take "
+                "micro_batch out of the plan."
+            )
         with self._ambient.aside():
             for rows in self._parts:
                 self._part_backward(rows, tensors, grads, of_inputs)

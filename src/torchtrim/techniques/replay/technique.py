@@ -37,7 +37,10 @@ class Replay(TechniqueUnit):
     name = "replay"
     does = "rerun single operators in backward instead of keeping their results"
     equivalence = "BITWISE"
-    assumes = ("no hooks on saved tensors",)
+    assumes = (
+        "no hooks on saved tensors",
+        "what is computed from again stays the same until backward",
+    )
     unseen = ("nothing writes through `.data` between forward and backward",)
 
     def options(self, step: Step) -> Sequence[Option]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -93,7 +94,10 @@ class _InRows:
         owned = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         if prod(given.shape[:-1]) < self.parts or not (given.requires_grad or owned):
             return forward(given)
-        if not (why := self.why_whole()):
+        why = self.why_whole()
+        if not all(one.is_leaf for one in owned):
+            why = why or "its parameters are computed outside of it"
+        if not why:
             try:
                 return _RowParts.apply(self, forward, given, *owned)  # type: ignore[no-untyped-call]
             except _NotInRows as found:
@@ -117,7 +121,9 @@ class _RowParts(torch.autograd.Function):
         count = prod(given.shape[:-1])
         size = -(-count // rows_of.parts)
         ctx.spans = [(at, min(at + size, count)) for at in range(0, count, size)]
-        ctx.save_for_backward(given, *owned)
+        # What is written to the parameters in between, the state before the first run knows.
+        ctx.owned = owned
+        ctx.save_for_backward(given)
         with unnumbered() as as_before:
             rows, whole = _rows(given), None
             for first, last in ctx.spans:
@@ -139,7 +145,7 @@ class _RowParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         only_once("split_matmul")
-        given, *owned = ctx.saved_tensors
+        (given,), owned = ctx.saved_tensors, ctx.owned
         rows, comes = _rows(given.detach()), gradient.reshape(-1, gradient.shape[-1])
         wanted = ctx.needs_input_grad[2]
         of_given = torch.zeros_like(rows) if wanted else None
@@ -153,15 +159,30 @@ class _RowParts(torch.autograd.Function):
             edge, comes_here = get_gradient_edge(made), comes[first:last].view(made.shape)
             del made
             inputs = [part, *owned] if wanted else owned
-            found: list[Tensor | None] = [
-                *torch.autograd.grad(edge, inputs, comes_here, allow_unused=True)
-            ]
+            with _without_hooks(owned):
+                found: list[Tensor | None] = [
+                    *torch.autograd.grad(edge, inputs, comes_here, allow_unused=True)
+                ]
             if of_given is not None and found[0] is not None:
                 of_given[..., first:last, :].copy_(found[0])
             del found[: len(found) - len(owned)]
             _add(sums, found)
         whole = of_given.view(given.shape) if of_given is not None else None
         return None, None, whole, *sums
+
+
+@contextlib.contextmanager
+def _without_hooks(owned: Sequence[Tensor]) -> Iterator[None]:
+    """Keep hooks on the gradients of parameters from seeing those of a part."""
+    tables: list[Any] = [one._backward_hooks for one in owned if one._backward_hooks]
+    hooks = [(table, dict(table)) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, known in hooks:
+            table.update(known)
 
 
 def _check_owned(made: Tensor, inputs: Sequence[Tensor]) -> None:
