@@ -140,8 +140,8 @@ def test_what_is_computed_is_computed_once() -> None:
     assert proving.text_of(rewrite).removeprefix(HEAD) == (
         "    if (x.dim(), x.dtype) == (1, torch.int64):\n"
         "        values = x.abs() + 1\n"
-        "        return (values.flatten().sort().values.diff() != 0).sum() + (values.numel() > 0)"
-        " - (values == c).any().long()\n"
+        "        return (\n            (values.flatten().sort().values.diff() != 0).sum()\n"
+        "            + (values.numel() > 0)\n            - (values == c).any().long()\n        )\n"
         "    return (torch.unique(x.abs() + 1) != c).sum()\n"
     )
 

@@ -126,8 +126,9 @@ def fixed(body: str, inputs: proving.Inputs) -> str:
 
 def test_what_is_written_reads_like_its_surroundings() -> None:
     assert fixed("x[mask] = v  # the token", ROWS) == (
-        "    if (x.dim(), mask.dim(), v.dim()) == (2, 1, 1) and x.dtype == torch.float32 "
-        "and mask.dtype == torch.bool and v.dtype == torch.float32:\n"
+        "    if (\n        (x.dim(), mask.dim(), v.dim()) == (2, 1, 1)\n"
+        "        and x.dtype == torch.float32\n        and mask.dtype == torch.bool\n"
+        "        and v.dtype == torch.float32\n    ):\n"
         "        x.copy_(torch.where(mask[..., None], v, x))\n"
         "    else:\n"
         "        x[mask] = v  # the token\n"

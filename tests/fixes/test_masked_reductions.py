@@ -126,8 +126,8 @@ def test_what_is_written_reads_like_its_surroundings() -> None:
     graded = {**ROW, "x": torch.ones(3, requires_grad=True)}
     body = "p = x[mask > 0]\nt = y[mask > 0]  # wanted\nreturn 1 - F.mse_loss(p, t)"
     assert fixed(body, graded) == (
-        "    if (x.dim(), y.dim(), mask.dim()) == (1, 1, 1) and x.dtype == torch.float32 and "
-        "y.dtype == torch.float32:\n"
+        "    if (\n        (x.dim(), y.dim(), mask.dim()) == (1, 1, 1)\n"
+        "        and x.dtype == torch.float32\n        and y.dtype == torch.float32\n    ):\n"
         "        kept = mask > 0\n        p = torch.where(kept, x, 1)\n"
         "        t = torch.where(kept, y, 1)  # wanted\n"
         "        return 1 - "
@@ -320,8 +320,8 @@ def test_masked_cross_entropy_what_is_written_keeps_names_and_comments() -> None
     body = "s = scores[mask > 0]\nt = labels[mask > 0]  # wanted\nreturn F.cross_entropy(s, t)"
     rewrite = proving.fixed(MASKED_CROSS_ENTROPY, cross_entropy_code(body), inputs())
     assert proving.text_of(rewrite).removeprefix(CROSS_ENTROPY_HEAD) == (
-        "    if (scores.dim(), labels.dim(), mask.dim()) == (2, 1, 1) "
-        "and scores.dtype == torch.float32 and labels.dtype == torch.int64:\n"
+        "    if (\n        (scores.dim(), labels.dim(), mask.dim()) == (2, 1, 1)\n"
+        "        and scores.dtype == torch.float32\n        and labels.dtype == torch.int64\n    ):\n"
         "        kept = mask > 0\n        s = scores.masked_fill(~kept.unsqueeze(-1), 0)\n"
         "        t = torch.where(kept, labels, -100)\n    else:\n"
         "        s = scores[mask > 0]\n        t = labels[mask > 0]  # wanted\n"

@@ -67,8 +67,8 @@ def inputs(**others: object) -> proving.Inputs:
 def test_what_is_written() -> None:
     rewrite = proving.fixed(FIX, code_of(BODIES[1]), inputs())
     assert proving.text_of(rewrite).removeprefix(HEAD) == (
-        "    if (mask.dim(), lengths.dim()) == (2, 1) and mask.dtype == torch.bool "
-        "and lengths.dtype == torch.int64:\n"
+        "    if (\n        (mask.dim(), lengths.dim()) == (2, 1)\n"
+        "        and mask.dtype == torch.bool\n        and lengths.dtype == torch.int64\n    ):\n"
         "        positions = torch.arange(mask.shape[1], device=mask.device)\n"
         "        ends = torch.where(lengths < 0, lengths + mask.shape[1], lengths)\n"
         "        mask[:len(lengths)].masked_fill_(positions < ends[:, None], True)\n"

@@ -76,6 +76,22 @@ def test_the_head_of_a_block_is_wrapped() -> None:
     ]
 
 
+def test_conditions_and_sums_are_put_in_brackets() -> None:
+    assert wrapped("if (x.dim(), y.dim()) == (2, 1) and x.dtype == torch.float32:", 40) == [
+        "if (",
+        "    (x.dim(), y.dim()) == (2, 1)",
+        "    and x.dtype == torch.float32",
+        "):",
+    ]
+    assert wrapped("    total = first.sum() + (second != third).any() - LEAST", 40) == [
+        "    total = (",
+        "        first.sum()",
+        "        + (second != third).any()",
+        "        - LEAST",
+        "    )",
+    ]
+
+
 def test_the_width_is_that_of_the_longest_line_within_limits() -> None:
     assert width_of("x = 1\n") == 100
     assert width_of(f"x = '{'a' * 100}'\n# {'b' * 115}\n") == 106

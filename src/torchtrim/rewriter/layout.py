@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import itertools
+import re
 import textwrap
 import tokenize
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +14,9 @@ _LEAST, _MOST = 100, 120
 """Columns. Arbitrary: below the first no line is worth wrapping, and few projects allow the second."""
 _STEP = "    "
 _OPEN, _CLOSE = "([{", ")]}"
+_LOGIC, _SUM = ("and", "or"), ("+", "-")
+_EXPRESSION = re.compile(r"((?:if|while|return) |[^=]*[^=!<>:]= )(.+?)(:?)")
+"""A head of a block, a return or an assignment: what is before an expression, it, and what is after it."""
 Cut = tuple[int, int]
 
 
@@ -54,6 +58,10 @@ def _meaning(text: str) -> str:
 def _wrapped(text: str, blanks: str, width: int) -> list[str]:
     if len(blanks) + len(text) <= width:
         return [blanks + text]
+    match = _EXPRESSION.fullmatch(text)
+    if match and len(terms := _terms(match[2])) > 1:
+        lines = [line for term in terms for line in _wrapped(term, blanks + _STEP, width)]
+        return [f"{blanks}{match[1]}(", *lines, f"{blanks}){match[3]}"]
     if (pair := _last_pair(text)) is None:
         return [blanks + text]
     start, end = pair
@@ -69,10 +77,14 @@ def _inside(text: str, blanks: str, width: int) -> list[str]:
     if len(parts) > 1:
         lines = [_wrapped(f"{part.strip()},", blanks, width) for part in parts]
         return [line for every in lines for line in every]
-    parts = _parts(text, ["+", "-"], before=True)
-    if len(parts) > 1:
-        return [line for part in parts for line in _wrapped(part.strip(), blanks, width)]
-    return _wrapped(text, blanks, width)
+    return [line for term in _terms(text) for line in _wrapped(term, blanks, width)]
+
+
+def _terms(text: str) -> list[str]:
+    """Return the operands of a condition or else of a sum, all but the first with the operator before it."""
+    parts = _parts(text, _LOGIC, before=True)
+    parts = parts if len(parts) > 1 else _parts(text, _SUM, before=True)
+    return [part.strip() for part in parts]
 
 
 def _parts(text: str, marks: Sequence[str], *, before: bool = False) -> list[str]:
