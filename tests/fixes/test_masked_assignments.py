@@ -142,8 +142,9 @@ def test_what_is_written_reads_like_its_surroundings() -> None:
     )
     assert fixed("x[mask == 1] = F.relu(v)", {**ROWS, "v": torch.zeros(2, 2)}) == (
         "    rows = F.relu(v)\n"
-        "    if (x.dim(), mask.dim(), rows.dim()) == (2, 1, 2) and x.dtype == torch.float32 "
-        "and rows.dtype == torch.float32 and rows.shape[0] != 1:\n"
+        "    if (\n        (x.dim(), mask.dim(), rows.dim()) == (2, 1, 2)\n"
+        "        and x.dtype == torch.float32\n        and rows.dtype == torch.float32\n"
+        "        and rows.shape[0] != 1\n    ):\n"
         "        x[torch.nonzero_static(mask == 1, size=len(rows)).unbind(1)] = rows\n"
         "    else:\n"
         "        x[mask == 1] = rows\n"
