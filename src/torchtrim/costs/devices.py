@@ -58,26 +58,25 @@ _AMPERE = 8.0e-6, 6.0e-6, 3.0e-6, f"{_TRACES}/trace_diff/control"
 _HOPPER = 6.8e-6, 3.3e-6, 2.2e-6, f"{_LENS}/h100"
 _BLACKWELL = 10.1e-6, 6.9e-6, 2.8e-6, f"{_LENS}/b200"
 _CDNA = 24.0e-6, 4.2e-6, 4.5e-6, f"{_LENS}/mi300"
-_NVIDIA = "https://www.nvidia.com/en-us/data-center"
-_ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
 _A10G = "https://www.baseten.co/blog/nvidia-a10-vs-a10g-for-ml-model-inference/"
-_V100 = "https://www.nvidia.com/en-gb/data-center/tesla-v100/"
-_B200 = "https://glennklockwood.com/garden/processors/B200"
-_MI300X = "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html"
+_VOLTA_TURING = "https://hmc-tech.com/gpu/nvidia-t4-vs-nvidia-v100-sxm"
+_L4 = "https://fpsbench.com/compare/gpu/nvidia-l4-vs-nvidia-tesla-m40"  # its tensor cores: 2 and 4 times FP32
+_L40S = "https://www.mullet.se/product.html?product_id=355414"
+_RTX4090 = "https://calwoo.github.io/notes/concepts/deep-learning-engineering/nvidia-gpu-hardware/index.html"
+_GARDEN = "https://glennklockwood.com/garden/processors"  # it cites NVIDIA's datasheets
+_MI300X = "https://github.com/alpharomercoma/MI300X-vs-H200/blob/6077fdc7/METHODOLOGY.md"
 
 _ALL = (
-    DeviceSpec(
-        "t4", _flops(65, 8.1, 0.25, brain=False), 300e9, _GEN3, f"{_NVIDIA}/tesla-t4/", *_VOLTA
-    ),
-    DeviceSpec("v100", _flops(125, 15.7, 7.8, brain=False), 900e9, _GEN3, _V100, *_VOLTA),
+    DeviceSpec("t4", _flops(65, 8.1, 0.25, brain=False), 320e9, _GEN3, _VOLTA_TURING, *_VOLTA),
+    DeviceSpec("v100", _flops(125, 15.7, 7.8, brain=False), 900e9, _GEN3, _VOLTA_TURING, *_VOLTA),
     DeviceSpec("a10g", _flops(70, 35, 0.55, 35), 600e9, _GEN4, _A10G, *_AMPERE),
-    DeviceSpec("a100", _flops(312, 19.5, 9.7, 156), 2039e9, _GEN4, f"{_NVIDIA}/a100/", *_AMPERE),
-    DeviceSpec("l4", _flops(121, 30.3, 0.47, 60), 300e9, _GEN4, f"{_NVIDIA}/l4/", *_HOPPER),
-    DeviceSpec("l40s", _flops(362, 91.6, 1.4, 183), 864e9, _GEN4, f"{_NVIDIA}/l40s/", *_HOPPER),
-    DeviceSpec("rtx4090", _flops(165.2, 82.6, 1.3, 82.6), 1008e9, _GEN4, _ADA, *_HOPPER),
-    DeviceSpec("h100", _flops(989, 67, 34, 494), 3350e9, _GEN5, f"{_NVIDIA}/h100/", *_HOPPER),
-    DeviceSpec("h200", _flops(989, 67, 34, 494), 4800e9, _GEN5, f"{_NVIDIA}/h200/", *_HOPPER),
-    DeviceSpec("b200", _flops(2250, 80, 40, 1100), 8000e9, _GEN5, _B200, *_BLACKWELL),
+    DeviceSpec("a100", _flops(312, 19.5, 9.7, 156), 2039e9, _GEN4, f"{_GARDEN}/A100", *_AMPERE),
+    DeviceSpec("l4", _flops(121, 30.3, 0.47, 60), 300e9, _GEN4, _L4, *_HOPPER),
+    DeviceSpec("l40s", _flops(362, 91.6, 1.4, 183), 864e9, _GEN4, _L40S, *_HOPPER),
+    DeviceSpec("rtx4090", _flops(165.2, 82.6, 1.3, 82.6), 1008e9, _GEN4, _RTX4090, *_HOPPER),
+    DeviceSpec("h100", _flops(989, 67, 34, 494), 3350e9, _GEN5, f"{_GARDEN}/h100", *_HOPPER),
+    DeviceSpec("h200", _flops(989, 67, 34, 494), 4800e9, _GEN5, f"{_GARDEN}/h100", *_HOPPER),
+    DeviceSpec("b200", _flops(2250, 80, 40, 1100), 8000e9, _GEN5, f"{_GARDEN}/B200", *_BLACKWELL),
     DeviceSpec("mi300x", _flops(1307.4, 163.4, 81.7, 653.7), 5300e9, _GEN5, _MI300X, *_CDNA),
 )
 DEVICES: dict[str, DeviceSpec] = {device.name: device for device in _ALL}
