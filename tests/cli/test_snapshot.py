@@ -6,10 +6,9 @@ import json
 import pickle
 from pathlib import Path
 
-import msgspec
 import pytest
 from click.testing import CliRunner
-from tests.traces.test_snapshots import Writer, step
+from tests.snapshots import Writer, leave_holes
 
 from torchtrim.cli.verbs.snapshot import command
 
@@ -17,9 +16,9 @@ from torchtrim.cli.verbs.snapshot import command
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     writer = Writer()
-    step(writer)
+    leave_holes(writer)
     path = tmp_path / "snapshot.pickle"
-    path.write_bytes(pickle.dumps(msgspec.to_builtins(writer.snapshot())))
+    path.write_bytes(pickle.dumps(writer.dumped()))
     return path
 
 
