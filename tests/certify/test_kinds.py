@@ -7,6 +7,7 @@ import ast
 import pytest
 import torch
 
+from torchtrim.certify import kinds
 from torchtrim.certify.kinds import KindsTried, try_kinds
 from torchtrim.records.probes import ObservedValue
 from torchtrim.source.alone import AloneFunction, alone
@@ -101,3 +102,8 @@ def test_the_global_random_stream_is_left_alone() -> None:
     before = torch.get_rng_state()
     _tried("return x + torch.rand(1)", "return x + torch.rand(1)", x=_X)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_kinds_that_the_time_is_too_short_for_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kinds, "_LONGEST", 0.0)
+    assert not _tried("return x + 1", "return 1 + x", x=_X).complete

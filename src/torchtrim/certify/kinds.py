@@ -72,16 +72,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class KindsTried:
-    """The kinds of input tried, those that the original accepts, and the first on which the fix differs."""
+    """The kinds of input tried, those that the original accepts, and the first on which the fix differs.
+
+    `complete`: the time sufficed for all.
+    """
 
     tried: int = 0
     accepted: int = 0
     differs: str = ""
-
-    @property
-    def decided(self) -> bool:
-        """True if the function could run alone at all."""
-        return self.accepted > 0
+    complete: bool = True
 
 
 def try_kinds(
@@ -104,7 +103,7 @@ def try_kinds(
             if len(done) == 1:
                 pair.begin(kinds)
             if time.monotonic() > until:
-                break
+                return KindsTried(tried=len(done), accepted=accepted, complete=False)
             if not pair.accepts(kinds):
                 continue
             accepted += 1

@@ -53,8 +53,11 @@ def written(match: Match, seen: Observation) -> WrittenFix:
         return WrittenFix(match.fix.rewrite(match, Facts(seen.parts)), "")
     if tried is None:
         return WrittenFix(plain, "holds for the kinds of input of the run")
-    if tried.differs:
-        return WrittenFix(match.fix.rewrite(match, Facts(seen.parts)), f"not for {tried.differs}")
+    if tried.differs or not tried.complete:
+        why = (
+            f"not for {tried.differs}" if tried.differs else "not all kinds of input could be tried"
+        )
+        return WrittenFix(match.fix.rewrite(match, Facts(seen.parts)), why)
     accepted = f"{tried.accepted} of {counted(tried.tried, 'kind')} of input"
     return WrittenFix(plain, f"equal on {accepted}, all that the original accepts")
 
