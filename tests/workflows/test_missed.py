@@ -17,7 +17,7 @@ from torchtrim.api import optimize_report
 from torchtrim.errors import PlannedStepFailed
 from torchtrim.planner.planner import Planner
 from torchtrim.records.budget import Budget, memory_limit
-from torchtrim.records.terms import Terms
+from torchtrim.records.terms import Allowance, Terms
 from torchtrim.records.trial import Request, Trial, TrialStep
 from torchtrim.runner import trials
 from torchtrim.workflows.optimize.fitting import Fitting
@@ -296,9 +296,10 @@ def test_techniques_that_only_together_meet_a_budget_are_a_lever() -> None:
     runs = Fitting(mixed(), Request(steps=1), lambda _: None, Terms(allow="rounding"))
     planner = runs.planner(runs.observe())
     assert isinstance(planner, Planner)
+    bits = Allowance("BITWISE")
     floor = Budget(planner.floor_plan(Budget(0)).predicted.peak_bytes)
-    (lever,) = rounded(planner, floor, ())
+    (lever,) = rounded(planner, floor, (), bits)
     assert (lever.needs, " + " in lever.technique) == ("--allow rounding", True)
     assert lever.peak_bytes <= floor.bytes
-    assert rounded(planner, floor, [lever]) == ()
-    assert rounded(planner, floor._replace(bytes=floor.bytes // 2), ()) == ()
+    assert rounded(planner, floor, [lever], bits) == ()
+    assert rounded(planner, floor._replace(bytes=floor.bytes // 2), (), bits) == ()

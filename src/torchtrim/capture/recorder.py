@@ -27,6 +27,7 @@ from torchtrim.core.clock import queued_ns
 from torchtrim.dispatch.modes import (
     DROPOUT,
     call_operator,
+    dropout_of,
     enter_below,
     fake_mode,
     has_own_dispatch,
@@ -110,8 +111,7 @@ class _RecordedSchema(NamedTuple):
         """Return True if a call draws random numbers: one with a dropout of zero does not."""
         if not self.random or self.dropout < 0:
             return self.random
-        given = len(args) > self.dropout
-        return bool(args[self.dropout] if given else kwargs.get(DROPOUT, 0.0))
+        return bool(dropout_of(self.dropout, args, kwargs))
 
 
 class GradientSums:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from torchtrim.capture.probes import run_alone
+from torchtrim.capture.recording import tensors_in
 from torchtrim.records.probes import ObservedValue
 from torchtrim.source.alone import AloneFunction
 
@@ -407,7 +408,9 @@ def _run(function: Callable[[Inputs], object], inputs: Inputs) -> _Run | None:
         # Leaves that require gradients cannot be written to in place, and in a network they are no leaves.
         used = {name: _inner(value) for name, value in own.items()}
         result = function(used)
-        losses = [one for one in _leaves(result) if one.requires_grad and one.is_floating_point()]
+        losses = [
+            one for one in tensors_in(result) if one.requires_grad and one.is_floating_point()
+        ]
         if losses:
             total = torch.stack([(one.double() * _weight(one)).sum() for one in losses]).sum()
             torch.autograd.backward(total)
@@ -439,16 +442,6 @@ def _weight(tensor: torch.Tensor) -> torch.Tensor:
     """Return a weight for each element, so that gradients tell elements apart."""
     steps = torch.arange(tensor.numel(), dtype=torch.float64, device="cpu").view(tensor.shape)
     return 0.5 + steps / max(tensor.numel(), 1)
-
-
-def _leaves(result: object) -> Iterator[torch.Tensor]:
-    if isinstance(result, torch.Tensor):
-        yield result
-    elif isinstance(result, list | tuple):
-        for one in result:
-            yield from _leaves(one)
-    elif isinstance(result, dict):
-        yield from _leaves(list(result.values()))
 
 
 def _same(one: object, other: object, *, exact: bool) -> bool:

@@ -7,7 +7,7 @@ end of such a block would pop it in place of the script's own.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -89,6 +89,14 @@ def position_of(func: Any, name: str) -> int:
     """Return the position of an operator's argument, or -1 if it has none of that name."""
     arguments = getattr(getattr(func, "_schema", None), "arguments", ())
     return next((at for at, one in enumerate(arguments) if one.name == name), -1)
+
+
+def dropout_of(position: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """Return a call's probability of dropout, an argument at this position; 0 if it has none (-1)."""
+    if position < 0:
+        return 0.0
+    found: float = args[position] if len(args) > position else kwargs.get(DROPOUT, 0.0)
+    return found
 
 
 def is_dry() -> bool:

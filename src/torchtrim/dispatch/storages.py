@@ -131,8 +131,7 @@ class Storages:
     """All storages seen: `lives` by number, live ones by the address of their C++ storage.
 
     `clock` is the number of the next operator. `live_bytes` and `peak_bytes` count the bytes on `device`, by
-    default on all devices. `is_pinned` tests a host tensor, `lends` a storage on
-    the host.
+    default on all devices. `is_pinned` tests a host tensor, `lends` a storage on the host.
     """
 
     def __init__(

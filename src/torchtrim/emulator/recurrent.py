@@ -42,30 +42,37 @@ SOURCES = (
 """Lines that decide which layers run in cuDNN and what they save."""
 
 
-class _Layer(NamedTuple):
-    """A call of `_cudnn_rnn`, for the CPU's composite operator."""
+class _Call(NamedTuple):
+    """A call of `_cudnn_rnn`, in the order of its schema."""
 
-    name: str
     tensor: torch.Tensor
-    weights: list[torch.Tensor]
-    states: list[torch.Tensor]
-    biased: bool
-    layers: int
+    weight: list[torch.Tensor]
+    weight_stride0: int
+    weight_buf: torch.Tensor | None
+    hx: torch.Tensor
+    cx: torch.Tensor | None
+    mode: int
+    hidden_size: int
+    proj_size: int
+    num_layers: int
+    batch_first: bool
     dropout: float
-    trains: bool
-    both: bool
-    first: bool
-    sizes: list[int]
+    train: bool
+    bidirectional: bool
+    batch_sizes: list[int]
+    dropout_state: torch.Tensor | None
 
     def on_cpu(self) -> tuple[torch.Tensor, ...]:
-        """Run the CPU's operators, and return output and states."""
-        states: Any = self.states if self.name == "lstm" else self.states[0]
-        rest = (self.weights, self.biased, self.layers, self.dropout, self.trains, self.both)
-        packet = getattr(_aten, self.name)
-        if self.sizes:
-            sizes = torch.tensor(self.sizes, device="cpu")
+        """Run the CPU's composite operator, and return output and states."""
+        states: Any = self.hx if self.cx is None else [self.hx, self.cx]
+        biased = self.weight_stride0 - bool(self.proj_size) == 4
+        options = (self.num_layers, self.dropout, self.train, self.bidirectional)
+        rest = (list(self.weight), biased, *options)
+        packet = getattr(_aten, MODES[self.mode])
+        if self.batch_sizes:
+            sizes = torch.tensor(self.batch_sizes, device="cpu")
             return _plain(packet.data, self.tensor, sizes, states, *rest)
-        return _plain(packet.input, self.tensor, states, *rest, self.first)
+        return _plain(packet.input, self.tensor, states, *rest, self.batch_first)
 
 
 def reserve_bytes(name: str, out: torch.Tensor, hidden: int, directions: int) -> int:
@@ -113,99 +120,37 @@ def cudnn_layer(
     return tuple(found[:3] if name == "lstm" else found[:2])
 
 
-def _layer(
-    tensor: torch.Tensor,
-    weight: list[torch.Tensor],
-    weight_stride0: int,
-    hx: torch.Tensor,
-    cx: torch.Tensor | None,
-    mode: int,
-    proj_size: int,
-    num_layers: int,
-    batch_first: bool,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_sizes: list[int],
-) -> _Layer:
-    biased = weight_stride0 - bool(proj_size) == 4
-    states = [hx] if cx is None else [hx, cx]
-    rest = (num_layers, dropout, train, bidirectional, batch_first, list(batch_sizes))
-    return _Layer(MODES[mode], tensor, list(weight), states, biased, *rest)
-
-
-def cudnn_rnn(
-    tensor: torch.Tensor,
-    weight: list[torch.Tensor],
-    weight_stride0: int,
-    weight_buf: torch.Tensor | None,
-    hx: torch.Tensor,
-    cx: torch.Tensor | None,
-    mode: int,
-    hidden_size: int,
-    proj_size: int,
-    num_layers: int,
-    batch_first: bool,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_sizes: list[int],
-    dropout_state: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:
+def cudnn_rnn(*given: Any) -> tuple[torch.Tensor, ...]:
     """All layers at once. The weight buffer is the parameters themselves, so the one returned is empty."""
-    layer = _layer(
-        *(tensor, weight, weight_stride0, hx, cx, mode, proj_size, num_layers, batch_first),
-        *(dropout, train, bidirectional, batch_sizes),
-    )
-    number = numbered(dropout if train else 0.0)
+    call = _Call(*given)
+    number = numbered(call.dropout if call.train else 0.0)
     with plain_kernels():
-        out, *states = layer.on_cpu()
-    size = reserve_bytes(layer.name, out, hidden_size, num_layers * (1 + bidirectional))
-    reserve = tensor.new_zeros(size if train else 0, dtype=torch.uint8)
-    if train:
+        out, *states = call.on_cpu()
+    directions = call.num_layers * (1 + call.bidirectional)
+    size = reserve_bytes(MODES[call.mode], out, call.hidden_size, directions) if call.train else 0
+    reserve = call.tensor.new_zeros(size, dtype=torch.uint8)
+    if call.train:
         reserve[:_NUMBER_BYTES].view(torch.int64).fill_(number)
-    cell = states[1] if cx is not None else tensor.new_empty(0)
-    return out, states[0], cell, kept_with(reserve, number), tensor.new_empty(0)
+    cell = states[1] if call.cx is not None else call.tensor.new_empty(0)
+    return out, states[0], cell, kept_with(reserve, number), call.tensor.new_empty(0)
 
 
-def cudnn_rnn_backward(
-    tensor: torch.Tensor,
-    weight: list[torch.Tensor],
-    weight_stride0: int,
-    weight_buf: torch.Tensor,
-    hx: torch.Tensor,
-    cx: torch.Tensor | None,
-    output: torch.Tensor,
-    grad_output: torch.Tensor | None,
-    grad_hy: torch.Tensor | None,
-    grad_cy: torch.Tensor | None,
-    mode: int,
-    hidden_size: int,
-    proj_size: int,
-    num_layers: int,
-    batch_first: bool,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_sizes: list[int],
-    dropout_state: torch.Tensor | None,
-    reserve: torch.Tensor,
-    output_mask: list[bool],
-) -> tuple[Any, ...]:
+def cudnn_rnn_backward(*given: Any) -> tuple[Any, ...]:
     """The gradients of `cudnn_rnn`, by the CPU's autograd on a second forward pass."""
-    if not train:
+    # The forward pass' arguments, with its output and three gradients after the states.
+    call, gradients, reserve = _Call(*given[:6], *given[10:20]), given[7:10], given[20]
+    if not call.train:
         raise RuntimeError("cudnn RNN backward can only be called in training mode")
     number = int(reserve[:_NUMBER_BYTES].view(torch.int64)[0])
     with plain_kernels(grad=True), drawing_again(number):
         source, first, *rest = inputs = [
-            one.detach().requires_grad_() for one in (tensor, hx, *([] if cx is None else [cx]))
+            one.detach().requires_grad_()
+            for one in (call.tensor, call.hx, call.cx)
+            if one is not None
         ]
-        weights = [one.detach().requires_grad_() for one in weight]
-        layer = _layer(
-            *(source, weights, weight_stride0, first, rest[0] if rest else None, mode, proj_size),
-            *(num_layers, batch_first, dropout, train, bidirectional, batch_sizes),
-        )
-        found = _gradients(layer.on_cpu(), (grad_output, grad_hy, grad_cy), [*inputs, *weights])
+        weights = [one.detach().requires_grad_() for one in call.weight]
+        again = call._replace(tensor=source, weight=weights, hx=first, cx=[*rest, None][0])
+        found = _gradients(again.on_cpu(), gradients, [*inputs, *weights])
     of_states = [*found[1 : len(inputs)], None][:2]
     return found[0], *of_states, found[len(inputs) :]
 

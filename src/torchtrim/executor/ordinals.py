@@ -117,9 +117,8 @@ class CallRoles:
 
 
 _RECURRENT = frozenset(getattr(nn, name).forward.__code__ for name in RECURRENT)
-_FRAMES = (
-    8  # A mode is called by the module's own forward; others in between take a few frames each.
-)
+_FRAMES = 8
+"""Frames from a mode up to the module's own forward: other modes in between take a few each."""
 
 
 def _recurs(frame: FrameType | None) -> bool:

@@ -20,16 +20,8 @@ UNNAMED = ""
 """The role of operators that no place names: views, and those that are not torch's own."""
 _VIEWS = frozenset(
     (
-        *(
-            "view",
-            "_unsafe_view",
-            "reshape",
-            "_reshape_alias",
-            "expand",
-            "transpose",
-            "t",
-            "permute",
-        ),
+        *("view", "_unsafe_view", "reshape", "_reshape_alias", "expand"),
+        *("transpose", "t", "permute"),
         *("slice", "select", "split", "split_with_sizes", "unbind", "squeeze", "unsqueeze"),
         *("as_strided", "diagonal", "unfold", "detach", "alias", "lift_fresh"),
     )

@@ -165,7 +165,9 @@ class SavedTensorWatcher(TorchDispatchMode, Generic[CallT]):  # type: ignore[no-
         for place, operators in planned.items():
             lacks = [one for one in operators if one.ordinal >= call.counts.get(one.name, 0)]
             # What runs inside another kernel leaves nothing there to drop.
-            if lacks and (len(lacks) == len(operators) or not all(map(_is_inside, lacks))):
+            if lacks and (
+                len(lacks) == len(operators) or not all(is_inside(one.name) for one in lacks)
+            ):
                 self.miss(place, f"no {lacks[0].name}.{lacks[0].ordinal}")
         missed = {place: self._missed[place] for place in planned if place in self._missed}
         if missed:
@@ -229,10 +231,6 @@ class SavedTensorWatcher(TorchDispatchMode, Generic[CallT]):  # type: ignore[no-
         name = name.partition(".")[0] if namespace == "aten" else ""
         kind = self._kinds[func] = OperatorKind(name, "", written_arguments(func))
         return kind
-
-
-def _is_inside(operator: OperatorOrdinal) -> bool:
-    return is_inside(operator.name)
 
 
 def _unpack(saved: Saved | torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchtrim.source.names import stores
-from torchtrim.source.nodes import name_set
+from torchtrim.source.nodes import name_set, names_bound
 from torchtrim.source.source import SourceFile
 
 _Function = ast.FunctionDef
@@ -261,13 +261,10 @@ def node_above(source: SourceFile, node: ast.expr) -> ast.expr:
 
 
 def _binds(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement of the module binds."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {statement.name}
-    return {
-        one.id
-        for one in ast.walk(statement)
-        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
-    }
+    return names_bound(statement)
 
 
 class _Bare(ast.NodeTransformer):

@@ -33,9 +33,9 @@ def probes_of(match: Match, number: int) -> tuple[Probe, Probe]:
     function = alone(match.source, match.node)
     inputs = function.inputs if function else {}
     places = {
-        f"{name} {number}": spot(node)
+        f"{name} {use}": spot(node)
         for name, nodes in inputs.items()
-        for number, node in enumerate(nodes)
+        for use, node in enumerate(nodes)
     }
     return match.probe(number), Probe(number=number + 1, path=match.source.path, parts=places)
 
@@ -50,16 +50,20 @@ def written(match: Match, seen: Observation) -> WrittenFix:
         plain = match.fix.rewrite(match, Facts(seen.parts, plain=True))
         tried = kinds_of(plain, seen.inputs)
     except FixRefused:
-        return WrittenFix(match.fix.rewrite(match, Facts(seen.parts)), "")
+        return _tested(match, seen, "")
     if tried is None:
         return WrittenFix(plain, "holds for the kinds of input of the run")
-    if tried.differs or not tried.complete:
-        why = (
-            f"not for {tried.differs}" if tried.differs else "not all kinds of input could be tried"
-        )
-        return WrittenFix(match.fix.rewrite(match, Facts(seen.parts)), why)
+    if tried.differs:
+        return _tested(match, seen, f"not for {tried.differs}")
+    if not tried.complete:
+        return _tested(match, seen, "not all kinds of input could be tried")
     accepted = f"{tried.accepted} of {counted(tried.tried, 'kind')} of input"
     return WrittenFix(plain, f"equal on {accepted}, all that the original accepts")
+
+
+def _tested(match: Match, seen: Observation, why: str) -> WrittenFix:
+    """Return the rewrite that tests for the kinds seen, and why it does."""
+    return WrittenFix(match.fix.rewrite(match, Facts(seen.parts)), why)
 
 
 def kinds_of(rewrite: Rewrite, inputs: ProbeResult) -> KindsTried | None:

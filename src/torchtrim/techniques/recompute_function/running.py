@@ -59,7 +59,7 @@ class PlannedFunction:
         self._own.__module__ = function.__module__
         self._where, self._telling = where, telling
         self._blocks: dict[_Kind, Rerun | None] = {}
-        Rerun(where, (), telling, [self._own])
+        Rerun(where, (), telling, [self._own])  # raises for a function that no call may run twice
         self._signature = vars(function).get("__signature__")
         vars(function).setdefault("__signature__", inspect.signature(function))
         function.__kwdefaults__ = {"_torchtrim_run": self._run}

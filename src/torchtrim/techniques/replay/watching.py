@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchtrim.dispatch.modes import tensors_among
+from torchtrim.dispatch.modes import DROPOUT, dropout_of, position_of, tensors_among
 from torchtrim.executor.ordinals import unnumbered
 from torchtrim.executor.places import module_at
 from torchtrim.executor.registry import Handle, all_or_none
@@ -130,9 +130,11 @@ class ReplayWatcher(SavedTensorWatcher[_WatchedCall]):
     def operator(self, kind: OperatorKind, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator, and record how it computes the results that the plan names."""
         found = self._count(kind.role) if kind.role else None
-        if found is not None and not may_rerun(kind.name, func, args):
-            self.miss(found.place, f"{kind.name} may not rerun")
-            found = None
+        if found is not None:
+            dropout = dropout_of(position_of(func, DROPOUT), args, kwargs)
+            if not may_rerun(kind.name, dropout):
+                self.miss(found.place, f"{kind.name} may not rerun")
+                found = None
         if kind.writes:
             return self._write(func, args, kwargs, kind, found)
         if found is None:

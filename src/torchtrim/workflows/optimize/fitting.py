@@ -31,7 +31,6 @@ from torchtrim.runner.script import Script, working_folder
 from torchtrim.runner.trials import Progress, Workload, run_once
 from torchtrim.workflows.optimize import trials
 from torchtrim.workflows.optimize.levers import (
-    BITWISE_ONLY,
     LEAST_SAVING,
     SHARD,
     levers_of,
@@ -492,10 +491,10 @@ class Fitting:
             self._allowed,
             lambda plan: self._known.get((repr(plan.techniques), budget.kind)),
         )
-        if self._allowed == BITWISE_ONLY:
+        if self._allowed.least == "BITWISE":
             together = self._new_planner(original, "", least="ROUNDING")
             bias = whole - together.simulated_original
-            levers += rounded(together, budget.biased(bias), levers)
+            levers += rounded(together, budget.biased(bias), levers, self._allowed)
         levers = with_shard(levers, self.workload, original, whole)
         missed = self.planner(original).infeasible(budget.bytes, tried.used)
         if not fit.plan.techniques:

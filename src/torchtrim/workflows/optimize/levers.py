@@ -30,7 +30,6 @@ from torchtrim.workflows.optimize.trials import choices
 
 LEAST_SAVING = 0.005  # of the peak; a smaller saving is within the noise of an allocator
 _RANK = EQUIVALENCES.index
-BITWISE_ONLY = Allowance("BITWISE")
 
 
 SHARD = "shard"
@@ -101,7 +100,9 @@ def levers_of(
     return tuple(sorted(found, key=lambda lever: lever.step_seconds))
 
 
-def rounded(planner: Planner, budget: Budget, known: Collection[Lever]) -> tuple[Lever, ...]:
+def rounded(
+    planner: Planner, budget: Budget, known: Collection[Lever], allow: Allowance
+) -> tuple[Lever, ...]:
     """Return the lever of all techniques that may round, together, if only they meet a budget.
 
     `budget`: with the planner's bias.
@@ -109,7 +110,7 @@ def rounded(planner: Planner, budget: Budget, known: Collection[Lever]) -> tuple
     if any(one.equivalence == "ROUNDING" and one.peak_bytes <= budget.bytes for one in known):
         return ()
     with isolated("technique", "rounding together"), suppress(TorchtrimError):
-        return (_lever("", planner.plan(budget), BITWISE_ONLY, None),)
+        return (_lever("", planner.plan(budget), allow, None),)
     return ()
 
 
