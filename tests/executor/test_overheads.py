@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.test_planner import profile_of
 from torchtrim.executor import overheads
@@ -17,6 +20,16 @@ from torchtrim.step.step import Span
 
 NONE = Overheads(part=0.0, operator=0.0, tensor=0.0, watched=0.0)
 DEAR = Overheads(part=1.0, operator=0.25, tensor=0.5, watched=0.125)
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operators it sees."""
+
+    operators = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators += 1
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -57,16 +70,22 @@ def test_a_step_takes_them_from_its_profile() -> None:
     assert dear.overhead.random_state == step_of(profile).overhead.random_state
 
 
-def test_neither_modes_nor_hooks_nor_defaults_of_the_caller_matter(kept: Path) -> None:
-    """What cannot be measured is None, and nothing is kept; what can is measured as if nothing were on."""
-    threads = torch.get_num_threads()
-    with torch.inference_mode(), torch.device("meta"):
-        found = overheads.overheads()
-    assert found is not None
-    assert torch.get_num_threads() == threads
-    plain = overheads.measured()
-    assert plain is not None
-    assert found.part < 30 * plain.part
+def test_neither_modes_nor_defaults_of_the_caller_matter(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is measured runs on the CPU, with gradients, and no mode of the caller sees it."""
+    own, threads, results = overheads._seconds, torch.get_num_threads(), []
+
+    def seconds(model: nn.Module) -> float:
+        results.append(model(torch.ones(2, 2, requires_grad=True)))
+        return own(model)
+
+    monkeypatch.setattr(overheads, "_seconds", seconds)
+    with Counting() as seen, torch.inference_mode(), torch.device("meta"):
+        overheads.overheads()
+    assert (torch.get_num_threads(), seen.operators) == (threads, 0)
+    assert results
+    assert all(one.is_cpu and one.requires_grad for one in results)
 
 
 def test_what_makes_no_sense_is_not_kept(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:

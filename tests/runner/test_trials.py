@@ -88,6 +88,16 @@ def test_a_script_that_ends_closes_its_last_step() -> None:
     assert len(trial.steps) == 4
 
 
+def test_a_device_by_its_number_is_emulated(tmp_path: Path) -> None:
+    script = tmp_path / "number.py"
+    text = (SCRIPTS / "swallows.py").read_text()
+    script.write_text(f"import torch\ndevice = torch.device(0)\n{text}")
+    trial = run_trial(Script(str(script), timeout=120), Request(steps=1), tmp_path)
+    assert trial.device.startswith("emulated")
+    with pytest.raises(ScriptFailed, match="Cannot access accelerator device"):
+        run_trial(Script(str(script), device="cpu", timeout=120), Request(steps=1), tmp_path)
+
+
 def test_two_optimizers_are_one_step() -> None:
     trial = run("gan")
     assert [len(step.losses) for step in trial.steps] == [4, 0, 2, 2, 2]

@@ -124,14 +124,15 @@ class Phases:
 
     @property
     def left(self) -> float | None:
-        """Expected seconds until the end, None as long as no step was timed."""
+        """Expected seconds until the end, None before a step is timed and once a phase takes longer."""
         before = self._runs[-1] if self._runs else None
         run = self._current.length(before)
         if run is None:
             return None
         search = _SEARCH * (self._unit or 0.0)
         others = [search if one == PLANNING else run + search for one in self._expected]
-        return max(self._end_of_current(run, search) - self._clock(), 0.0) + sum(others)
+        here = self._end_of_current(run, search) - self._clock()
+        return here + sum(others) if here >= 0 else None
 
     def _end_of_current(self, run: float, search: float) -> float:
         current = self._current
@@ -217,7 +218,7 @@ class Log(_Threaded):
     def __init__(self, phases: Phases, *, every: bool = False) -> None:
         super().__init__(phases)
         self._every = every
-        self._said = phases.began
+        self._said = phases.elapsed
         self._pending = True
 
     def tell(self, text: str) -> None:
@@ -228,10 +229,11 @@ class Log(_Threaded):
             self._look()
 
     def _look(self) -> None:
-        silent = time.monotonic() - self._said >= self.most_silent_seconds
-        if (self._pending or silent) and (self._every or self.phases.elapsed >= self.quiet_seconds):
+        elapsed = self.phases.elapsed
+        silent = elapsed - self._said >= self.most_silent_seconds
+        if (self._pending or silent) and (self._every or elapsed >= self.quiet_seconds):
             self._pending = False
-            self._said = time.monotonic()
+            self._said = elapsed
             self._write(f"{time.strftime('%H:%M:%S')}  {self.phases.line()}\n")
 
 

@@ -78,6 +78,16 @@ def _run_script(script: Script, request: Request, folder: Path, progress: Progre
             )
     if script.processes > 1:
         return _run_ranks(script, request, folder, progress)
+    try:
+        return _run_alone(script, request, folder, progress)
+    except ScriptFailed as error:
+        if script.device is not None or _BY_NUMBER not in str(error):
+            raise
+    # Numbers are read in C++, where no patch starts an emulation: it runs from the start.
+    return _run_alone(script._replace(device="emulated"), request, folder, progress)
+
+
+def _run_alone(script: Script, request: Request, folder: Path, progress: Progress) -> Trial:
     ended = run_script(
         script,
         msgspec.json.encode(_task(script, request)),
@@ -253,6 +263,8 @@ _BEFORE_THE_PLAN = (
     "in a later run the script failed before its model ran, so before the plan changed anything, and not in "
     "its first run: it may have found what that left, such as a folder."
 )
+_BY_NUMBER = "Cannot access accelerator device when none is available"
+"""What torch says to `torch.device(0)` and `.to(0)`."""
 _WANTS_RANKS = ("environment variable RANK", "variable WORLD_SIZE", "'LOCAL_RANK'", "'RANK'")
 
 
