@@ -30,7 +30,8 @@ class Request(Struct, frozen=True, kw_only=True):
     `double`: run in float64. `nudged`: start from parameters perturbed by one rounding.
     `dry`: compute nothing, and model the memory it would need.
     `batch_size`: batch size of the script's loaders, None for their own.
-    `infers`: the script only runs inference; a step is a call of its first model.
+    `infers`: the script only runs inference; a step is a call of its first model. With `dry` the
+    recorded call is the one with the highest peak, of all until that no longer rises.
     `texts`: source to run in place of files, by absolute path. `probes`: expressions to observe.
     `measured`: measure figures, not only evidence. `exported`: a Python file whose `apply` replaces the
     plan's. `traced`: the index of a step to record with a digest of each operator's output, or -1.
@@ -66,6 +67,11 @@ class Request(Struct, frozen=True, kw_only=True):
     round_trip: bool = False
     ranks: int = 0
     sharding: Sharding | None = None
+
+    @property
+    def searches(self) -> bool:
+        """True if the call with the highest peak is looked for."""
+        return self.infers and self.dry
 
     @property
     def total(self) -> int:

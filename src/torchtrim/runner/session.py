@@ -189,6 +189,8 @@ class Session(Listener):
     @property
     def complete(self) -> bool:
         """True after the last compared step; more steps may follow, for their times."""
+        if (highest := self._measure.highest) is not None:
+            return highest.over
         return len(self.trial.steps) >= self.trial.request.total
 
     @property
@@ -230,6 +232,8 @@ class Session(Listener):
                 self.trial.profile = self._growth.into(profile)
             if not self.complete:
                 self._note_counts()
+            if self._measure.highest is not None and self.trial.steps:
+                self.trial.notes += (self._measure.highest.note(),)
         return self.trial
 
     def _note_counts(self) -> None:

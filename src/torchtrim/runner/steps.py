@@ -49,6 +49,51 @@ class StepClock:
         self._own += now() - begin
 
 
+_PATIENCE = 64
+"""Calls without a higher peak. Arbitrary: several times the batches that a loop keeps for later."""
+_MOST_CALLS = 1024
+"""Arbitrary: a long answer of a language model; each call costs about as long as it has operators."""
+
+
+class HighestCall:
+    """A search for the call with the highest peak, of a script that only runs its models."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._peaks = [0]
+        self._at = 0
+
+    def takes(self, peak: int) -> bool:
+        """Return True if the next call's peak is the highest so far."""
+        self._calls += 1
+        if peak <= self._peaks[-1]:
+            return False
+        self._peaks.append(peak)
+        self._at = self._calls
+        return True
+
+    @property
+    def over(self) -> bool:
+        """True if a higher peak is no longer looked for."""
+        return self._calls >= min(self._at + _PATIENCE, _MOST_CALLS)
+
+    def note(self) -> str:
+        """Return what was searched: the first calls, or all of the script."""
+        calls = "1 call" if self._calls == 1 else f"{self._calls} calls"
+        said = f"a step is a call of its model: of {calls}, number {self._at} has the highest peak"
+        if not self.over:
+            return said
+        if self._at < self._calls:
+            return (
+                f"{said}, and the script was stopped then: longer inputs after that are not counted"
+            )
+        rise = self._peaks[-1] - self._peaks[-2]
+        return (
+            f"{said}, and the script was stopped then, with the peak still rising by {rise} bytes a call: "
+            "estimate a shorter run, or free what each call leaves"
+        )
+
+
 class StepMeasure:
     """Measure of a trial's steps, one after another: a recording, or the peak alone.
 
@@ -79,6 +124,7 @@ class StepMeasure:
         self._between: Allocator = Allocator()
         self._digests: list[str] = []
         self._lines: list[tuple[str, int, bool]] = []
+        self.highest = HighestCall() if trial.request.searches else None
 
     def settle(self, setting: Setting) -> None:
         """Measure on a device that was unknown until now."""
@@ -100,10 +146,11 @@ class StepMeasure:
             self._idled, self._alive = False, reachable_bytes()
         ours = self._ours()
         self._ours_bytes = storage_bytes(ours, counted_device(self._setting.device))
-        if (request.measured and number <= request.warmup) or number == request.traced:
+        records = request.searches or (request.measured and number <= request.warmup)
+        if records or number == request.traced:
             watching = self._watching if request.measured else None
             self.recording = Recording(self._modules, self._places, self._setting, watching)
-            scan = request.measured and number == request.warmup
+            scan = request.searches or (request.measured and number == request.warmup)
             if number == request.traced:
                 self._digests, self._lines = [], []
                 self.recording.recorder.look = self._look
@@ -149,6 +196,8 @@ class StepMeasure:
             trial.digests, trial.lines = tuple(self._digests), tuple(self._lines)
             return
         profile = recording.end(optimizers)
+        if self.highest is not None and not self.highest.takes(profile.peak_bytes):
+            return
         if number < trial.request.warmup:
             self.fallback = profile
             return

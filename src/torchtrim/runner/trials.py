@@ -276,8 +276,11 @@ def crash_error(trial: Trial, crash: Crash, output: str) -> Exception:
         return refused
     learnt = _learnt(trial, crash)
     trace = crash.traceback or output
+    trains = trial.backwards or trial.processes or trial.request.infers
+    only_runs = trial.request.dry and trial.fingerprint and not (trains or trial.forwards)
+    if crash.kind == "crashed" and only_runs:
+        return NothingTrains(f"the script failed: {crash.message}", learnt=learnt, traceback=trace)
     if crash.kind == "no step":
-        trains = trial.backwards or trial.processes or trial.request.infers
         kind = NothingTrains if trial.fingerprint and not trains else ScriptFailed
         return kind(_no_step(trial), learnt=learnt, traceback=output)
     message = f"the script failed: {crash.message}"

@@ -57,6 +57,12 @@ _HELPERS = ("multiprocessing.", "concurrent.", "torch.utils.data", "torch._induc
 """Modules whose processes read data or serve, and never train."""
 
 
+_AFTER_CALLS = (
+    "after these calls the script failed, as it may where numbers are unknown because nothing is computed: "
+    "{crash}"
+)
+
+
 class ScriptTask(msgspec.Struct, frozen=True, kw_only=True):
     """The parent's order: the script, and how to run it."""
 
@@ -187,9 +193,13 @@ class _Runner:
 
     def _end(self, crash: Crash | None) -> None:
         """Close the script's last step and leave the outcome."""
-        if self._session.stepped and not self._written and crash is None:
+        searches = self._request.searches
+        if self._session.stepped and not self._written and (crash is None or searches):
             with contextlib.suppress(Stop):
                 self._session.step_ends()
+        if crash is not None and searches and self._session.trial.steps:
+            self._session.trial.notes += (_AFTER_CALLS.format(crash=crash.message),)
+            crash = None
         self._write(crash)
         if self._session.complete:
             self._linger()
@@ -197,10 +207,10 @@ class _Runner:
     def _emulate(self) -> None:
         """Emulate a device: a requested one at once, else when the script first uses one.
 
-        Not for inference: its calls are planned on graphs of the real device.
+        Not when the script first uses one if its calls are to be planned, on graphs of the real device.
         """
-        device = self._request.device
-        if self._request.infers:
+        device, request = self._request.device, self._request
+        if request.infers and not request.dry and device is None:
             return
         if device is None and not torch.cuda.is_available():
             OnDemand(self._emulation, self._task.project).arm()

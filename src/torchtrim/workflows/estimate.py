@@ -24,7 +24,7 @@ from torchtrim.costs.roofline import estimate
 from torchtrim.dryrun.run import dry_run
 from torchtrim.emulator.device import emulate
 from torchtrim.emulator.runtime import model_named
-from torchtrim.errors import ScriptFailed, Unsupported, UsageError
+from torchtrim.errors import NothingTrains, ScriptFailed, Unsupported, UsageError
 from torchtrim.planner.estimate import estimate_of, has_samples, largest_length, unused_bytes
 from torchtrim.planner.stages.chain import ChainReader
 from torchtrim.planner.stages.spread import FABRIC, Fabric, RankLayout, SimulatedLayout, spread
@@ -81,7 +81,11 @@ class Estimate:
         self._make = _maker(workload, self._request)
         self.workload, self._made_notes = _built(workload)
         self.device = _checked(self.workload, device)
-        self.trial = self._run(self.workload)
+        try:
+            self.trial = self._run(self.workload)
+        except NothingTrains:
+            self._request = replace(self._request, infers=True, warmup=0)
+            self.trial = self._run(self.workload)
         assert self.trial.profile is not None
         self.profile: Profile = self.trial.profile
         if memory_kind == "reserved" and not self.reserved_bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,6 +18,9 @@ from torchtrim.cli.options import (
 )
 from torchtrim.cli.output import command_for, folder_for, followed, is_over, show, write_files
 from torchtrim.cli.progress import progress
+
+if TYPE_CHECKING:
+    from torchtrim.records.profile import Profile
 
 
 @click.command(cls=Verb)
@@ -40,7 +43,8 @@ from torchtrim.cli.progress import progress
 def command(**options: Any) -> None:
     """Estimate the memory that a step of SCRIPT needs, without computing it and without a GPU.
 
-    Runs the script without computing its operators: their results have shapes but no memory. With --device
+    Runs the script without computing its operators: their results have shapes but no memory. Of a script that
+    only runs a model, a step is the call with the highest peak, of all that it makes. With --device
     h100, estimates for that GPU, and what its caching allocator reserves. With --ranks 8, estimates one
     process of eight; with --fsdp, shards the model over them.
     """
@@ -56,10 +60,20 @@ def command(**options: Any) -> None:
             memory_kind=options["memory_kind"],
             progress=tell,
         )
-    budget = options["fits"] or "60%"
-    alone = not options["ranks"]
-    following = command_for(options, "plan", "--memory", budget) if alone else None
+    following = _following(result.before, options)
     result = followed(result, following)
     paths = write_files(result, folder)
     show(result, form=options["form"], next_command=following, paths=paths)
     raise click.exceptions.Exit(1 if is_over(result.report) else 0)
+
+
+def _following(profile: Profile | None, options: dict[str, Any]) -> str | None:
+    """Return the next command: a plan of the step, or of the calls of a script that only runs its models."""
+    memory = ("--memory", options["fits"] or "60%")
+    if options["ranks"]:
+        return None
+    if profile is None or any(op.phase == "backward" for op in profile.operators):
+        return command_for(options, "plan", *memory)
+    if options["device"] in (None, "cpu"):
+        return command_for(options, "optimize", "--mode", "inference", *memory)
+    return None
