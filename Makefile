@@ -1,5 +1,5 @@
-# `make demo` shows what torchtrim does, `make test` checks it in minutes, `make test-all` with all that
-# it has: CI runs both. They set up .venv when it is missing or out of date, and need Python 3.11+ and make.
+# `make demo` shows what torchtrim does, `make test` checks it in minutes, `make test-all`, which CI runs, with
+# all that there is. They set up .venv when it is missing or out of date, and need Python 3.11+ and make.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +15,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all bench clean help
+.PHONY: demo test test-all test-rest coverage bench clean help
 .DEFAULT_GOAL := help
 
 $(INSTALLED): constraints.txt pyproject.toml
@@ -42,9 +42,9 @@ demo: $(INSTALLED)
 	@echo "To have torchtrim on your path: source $(BIN)/activate"
 
 # One thread each: two test processes share the cores. They keep what they compile of Python.
-test test-all: export OMP_NUM_THREADS := 1
-test test-all: export PYTHONDONTWRITEBYTECODE :=
-test test-all: export TORCHTRIM_TEST_SEED := $(or $(TORCHTRIM_TEST_SEED),$(strip $(shell od -An -N4 -tu4 /dev/urandom)))
+test test-all test-rest coverage: export OMP_NUM_THREADS := 1
+test test-all test-rest coverage: export PYTHONDONTWRITEBYTECODE :=
+test test-all test-rest coverage: export TORCHTRIM_TEST_SEED := $(or $(TORCHTRIM_TEST_SEED),$(strip $(shell od -An -N4 -tu4 /dev/urandom)))
 # No test takes fifteen minutes: one that does hangs.
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal --durations 10 --timeout 900
 # What failed runs once more with the same draws and nothing beside it. What passes then depends on the moment or on
@@ -59,8 +59,14 @@ test: $(READY)
 	$(BIN)/lint-imports --no-logo
 	$(PYTEST) || { $(AGAIN) && $(FLAKY); }
 
-test-all: $(READY) $(TRAINERS)
-	$(PYTEST) --full --cov || { $(AGAIN) --full && $(FLAKY); }
+test-all: test test-rest
+
+# What `make test` leaves out: slow tests, and those that draw, with all their cases.
+test-rest: $(READY) $(TRAINERS)
+	$(PYTEST) --full --rest || { $(AGAIN) --full && $(FLAKY); }
+
+coverage: $(READY)
+	$(PYTEST) --cov
 
 # Every file of bench/ that can be run is a benchmark; one alone: python -m bench.recorder
 bench: $(READY)
@@ -75,6 +81,7 @@ clean:
 help:
 	@echo "make demo      fit two example scripts into 60% of their memory"
 	@echo "make test      lint, types, import contracts, and tests that take minutes"
-	@echo "make test-all  every test, with all its random draws, and coverage"
+	@echo "make test-all  every test, with all its random draws"
+	@echo "make coverage  lines that the tests of make test run, at least 90 %"
 	@echo "make bench     the benchmarks of bench/"
 	@echo "make clean     remove .venv and all that was made"

@@ -20,6 +20,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full", action="store_true", help="slow tests too, and all that others draw at random"
     )
+    parser.addoption(
+        "--rest", action="store_true", help="with --full: only what a run without it leaves out"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -36,11 +39,21 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--full"):
+    if config.getoption("--full") and not config.getoption("--rest"):
         return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    chosen = draws_or_is_slow if config.getoption("--full") else is_quick
+    config.hook.pytest_deselected(items=[item for item in items if not chosen(item)])
+    items[:] = [item for item in items if chosen(item)]
+
+
+def is_quick(item: pytest.Item) -> bool:
+    """Whether `make test` runs it."""
+    return item.get_closest_marker("slow") is None
+
+
+def draws_or_is_slow(item: pytest.Item) -> bool:
+    """Whether it is slow, or its file names what draws: then more cases are tried with `--full`."""
+    return not is_quick(item) or draws.are_named_in(item.path)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final, TypeVar
 
 from hypothesis import HealthCheck, settings
@@ -17,6 +19,8 @@ T = TypeVar("T")
 SEED_NAME: Final = "TORCHTRIM_TEST_SEED"
 FULL_NAME: Final = "TORCHTRIM_TEST_FULL"
 FEWER: Final = 16
+DRAWING: Final = ("draws", "hypothesis", "proving")
+"""Modules that draw, or whose functions do."""
 
 
 def begin(*, full: bool) -> None:
@@ -56,3 +60,10 @@ def orders(every: int) -> tuple[str, ...]:
     """Orders of streams, as `--streams` takes them: early, late, and one random one, or all of so many."""
     seeds = range(every) if is_full() else random.Random(seed()).sample(range(every), 1)
     return ("early", "late", *(f"random:{number}" for number in seeds))
+
+
+@functools.cache
+def are_named_in(file: Path) -> bool:
+    """Whether a file of tests names a module that draws."""
+    text = file.read_text(encoding="utf-8")
+    return any(name in text for name in DRAWING)
