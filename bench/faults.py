@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.machine import RESULTS, save, slug
-from torchtrim.certify.certify import Contest, certify, failed
+from torchtrim.certify.certify import certify, failed
+from torchtrim.certify.contest import Contest
 from torchtrim.errors import ScriptFailed
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.trial import Request, Trial

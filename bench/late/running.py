@@ -23,7 +23,7 @@ import torch
 
 import torchtrim
 from bench.late.changes import SHAPES, Case
-from torchtrim.certify.certify import NOISE_FACTOR, SHRINKS_BY
+from torchtrim.certify.certify import NOISE_FACTOR
 from torchtrim.costs.devices import device_named
 from torchtrim.emulator import emulate
 from torchtrim.errors import TorchtrimError
@@ -38,6 +38,7 @@ from torchtrim.step.from_profile import on_device, step_of
 from torchtrim.step.step import Step
 
 SECONDS = 60
+_SHRINKS_BY = 1e4  # well below 2**29, by which rounding shrinks from float32 to float64
 _IN_FILES = ("offload_activations", "offload_optimizer")
 _ON_DEVICES = (*_IN_FILES, "plain_optimizer")
 _SCALED = {"from_batch": 8, "to_batch": 16, "rule": "sqrt", "warmup": 0}
@@ -263,7 +264,7 @@ class Judge:
         if not double:
             return False
         coarse = ran(self._case.text(double=False), plan)
-        return apart * SHRINKS_BY <= _apart(self.plain(double=False), coarse)
+        return apart * _SHRINKS_BY <= _apart(self.plain(double=False), coarse)
 
     def _stopped(self, plain: Ran, planned: Ran, plan: Plan) -> str:
         said = planned.said.strip().splitlines()[-1:] or [""]
@@ -283,7 +284,7 @@ class Judge:
         if plan.techniques[0].equivalence != "ROUNDING":
             return False
         first = plain._replace(lines=plain.lines[: len(planned.lines)])
-        return _apart(first, planned) <= 1 / SHRINKS_BY
+        return _apart(first, planned) <= 1 / _SHRINKS_BY
 
 
 def _apart(one: Ran, other: Ran) -> float:

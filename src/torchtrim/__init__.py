@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torchtrim.capture.growth.records import measure_growth as measure_growth
     from torchtrim.capture.workload import Inference as Inference
     from torchtrim.capture.workload import TrainStep as TrainStep
+    from torchtrim.certify.functions import same_as as same_as
     from torchtrim.emulator import emulate as emulate
     from torchtrim.errors import ApplyFailed as ApplyFailed
     from torchtrim.errors import InfeasibleBudget as InfeasibleBudget
@@ -76,6 +77,7 @@ _HOMES = {
         "record",
         "verify",
     ),
+    "torchtrim.certify.functions": ("same_as",),
     "torchtrim.workflows.estimate": ("Estimate", "spread_over"),
     "torchtrim.errors": (
         "ApplyFailed",

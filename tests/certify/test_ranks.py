@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from torchtrim.certify import variants
-from torchtrim.certify.certify import Contest
+from torchtrim.certify.contest import Contest
 from torchtrim.certify.variants import certify_ranks
 from torchtrim.records.certificate import Certificate, Verdict
 from torchtrim.records.trial import Request, RootCall, Trial, TrialStep

@@ -308,7 +308,8 @@ def syncs_go(fix: Fix, code: str, inputs: Inputs) -> tuple[int, int]:
 
 
 def run(code: Any, inputs: Inputs) -> Run:
-    """Return the result of `function`, its inputs afterwards with their gradients, and the random stream."""
+    """Return the result of `function`, its inputs afterwards with their gradients, and the random stream
+    with the type of an error in backward."""
     space: dict[str, Any] = {}
     exec(code, space)
     own = copied(inputs)
@@ -316,12 +317,21 @@ def run(code: Any, inputs: Inputs) -> Run:
     random.seed(5)
     try:
         result = space["function"](**own)
-        losses = [one for one in leaves(result) if one.requires_grad and one.is_floating_point()]
+    except Exception as error:
+        return type(error), own, None
+    failed = _backward_fails(result)
+    return result, own, (torch.get_rng_state(), (random.getstate(), failed))
+
+
+def _backward_fails(result: Any) -> type[Exception] | None:
+    """Run backward from a result; return the type of its error, which is none of the function itself."""
+    losses = [one for one in leaves(result) if one.requires_grad and one.is_floating_point()]
+    try:
         if losses:
             sum((one.double() * weight_of(one)).sum() for one in losses).backward()
     except Exception as error:
-        return type(error), own, None
-    return result, own, (torch.get_rng_state(), random.getstate())
+        return type(error)
+    return None
 
 
 def weight_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -370,7 +380,7 @@ def _difference(rewrite: Rewrite, one: Run, after: str, inputs: Inputs, terms: f
             return f"gradient of {name}: {grads}\n{what}"
     if one[2] is not None:
         alike = torch.equal(one[2][0], other[2][0]) and one[2][1] == other[2][1]
-        return "" if alike else f"random stream: {what}"
+        return "" if alike else f"random stream, or an error in backward: {what}"
     return ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -21,16 +21,11 @@ _SINGULAR_PLURAL = {
     "checkpoint": ("tensor saved and loaded", "tensors saved and loaded"),
 }
 _MOST_LEFT = 4096  # bytes; arbitrary, above scalars such as counters and below any activation
-_WITHIN = 10.0  # arbitrary: room for sums in another order, whose rounding varies
-_ROUNDINGS = 1000.0
-"""A sum of n products in another order differs by 0.45 sqrt(n) roundings of the largest value: 300 were
-measured in a convolution's gradient of 462,400 terms. The perturbed original sums in its own order, so it
-does not show that. This is the difference for 5 million terms; as a share, 2.2e-13."""
-_WITHIN_UPDATED = (
-    1e4  # arbitrary, since Adam's first update follows the sign of the smallest gradient
-)
 _MEASURED = 2  # steps that must keep more, since a buffer made in one step is no leak
 GENERATOR = "script generator:"
+KEPT_BY_PYTHON = ("attribute:", "script state:", GENERATOR)
+_COUNTED = ("random state:", "step:", "hyperparameter:", "call:", "exception:", "memory:")
+_MOST_KEPT = 48  # arbitrary, enough of each quantity and few enough to write quickly
 
 
 def differences(one: Trial, other: Trial) -> list[str]:
@@ -68,6 +63,26 @@ def _states(step: TrialStep) -> dict[str, str]:
     return {name: value for name, value in step.digests.items() if name.startswith(GENERATOR)}
 
 
+def built_otherwise(found: list[str], one: Trial, other: Trial) -> tuple[list[str], list[str]]:
+    """Split differences into those of results, and those of how a program is built.
+
+    As an attribute of a module that the other program lacks, or the number of a module's calls without hooks.
+    """
+    built = [label for label in found if _is_built(label, one, other)]
+    return [label for label in found if label not in set(built)], built
+
+
+def _is_built(label: str, one: Trial, other: Trial) -> bool:
+    number, _, name = label.partition("/")
+    sides = [trial.steps[int(number)].digests.get(name) for trial in (one, other)]
+    if name.startswith("attribute:"):
+        return None in sides
+    # Calls, pre-hooks and hooks: a hook may do anything.
+    return name.startswith("call:") and all(
+        text is None or text.endswith("0, 0]") for text in sides
+    )
+
+
 def left_behind(one: Trial, other: Trial) -> list[str]:
     """Return a difference if the other keeps more memory live after each of the last measured steps."""
     pairs = list(zip(one.steps, other.steps, strict=False))
@@ -93,7 +108,7 @@ def compared(one: Trial) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _load_kept(folder: Path, number: int) -> torch.Tensor | None:
+def load_kept(folder: Path, number: int) -> torch.Tensor | None:
     """Return a kept value in float64, None if the run did not compute it."""
     path = folder / f"kept-{number}"
     if not path.exists():
@@ -116,47 +131,45 @@ def largest_difference(one: Path, other: Path, names: Sequence[str]) -> float:
     scales: dict[str, float] = {}
     gaps: dict[str, float] = {}
     for number, name in enumerate(names):
-        gap, scale = _gap(_load_kept(one, number), _load_kept(other, number))
-        group = _group(name)
+        gap, scale = difference(load_kept(one, number), load_kept(other, number))
+        group = group_of(name)
         scales[group] = max(scales.get(group, 0.0), scale)
         gaps[group] = max(gaps.get(group, 0.0), gap)
     return max((gap / scales[g] if gap else 0.0 for g, gap in gaps.items()), default=0.0)
 
 
-class Beyond(NamedTuple):
-    """Quantity that differs by more than rounding explains, relative to the largest of its group.
+def group_of(name: str) -> str:
+    """Return the quantities that a value is near zero among.
 
-    `own`: change of the original when parameters and inputs are perturbed by one rounding.
+    As `"1/optimizer state exp_avg.0"` for `"1/optimizer state:0.net.weight.exp_avg.0"`, and `"1/gradient"`
+    for all gradients of a step.
     """
+    quantity, _, rest = name.partition(":")
+    if quantity.endswith("optimizer state"):
+        return f"{quantity} {'.'.join(rest.split('.')[-2:])}"
+    return quantity if quantity.endswith(("gradient", "parameter")) else f"{quantity} {rest}"
 
-    name: str
-    difference: float
-    own: float
 
+def difference(one: torch.Tensor | None, other: torch.Tensor | None) -> tuple[float, float]:
+    """Return the largest difference of two values in float64, and their largest finite magnitude.
 
-def beyond_rounding(
-    one: Path, other: Path, nudged: Path, names: Sequence[str], wanted: Sequence[str]
-) -> Beyond | None:
-    """Return the first of the wanted values, kept in float64, that differs by more than rounding explains.
-
-    Rounding explains ten times the change of the perturbed original, and `_ROUNDINGS` roundings of the
-    largest value in the group: a gradient that is zero up to rounding is a sum of parts as large as others.
-    Updates enlarge differences.
+    It is inf if shapes or presence differ, or one of two numbers is not finite; equal NaNs are equal.
     """
-    gaps: dict[str, tuple[float, float]] = {}
-    scales: dict[str, float] = {}
-    for number, name in enumerate(names):
-        value = _load_kept(one, number) if name in wanted else None
-        if value is not None:
-            gap, scale = _gap(value, _load_kept(other, number))
-            gaps[name] = gap, _gap(value, _load_kept(nudged, number))[0]
-            scales[_group(name)] = max(scales.get(_group(name), 0.0), scale)
-    for name, (gap, own) in gaps.items():
-        scale = scales[_group(name)]
-        factor = _WITHIN_UPDATED if is_updated(name) else _WITHIN
-        if gap > max(factor * own, _ROUNDINGS * torch.finfo(torch.float64).eps * scale):
-            return Beyond(name, gap / scale, own / scale)
-    return None
+    if one is None or other is None or one.shape != other.shape:
+        return math.inf, 1.0
+    finite = one.isfinite() & other.isfinite()
+    if not bool(finite.all()):
+        strange = ~finite
+        if not torch.equal(
+            one[strange].nan_to_num(), other[strange].nan_to_num()
+        ) or not torch.equal(one.isnan(), other.isnan()):
+            return math.inf, 1.0
+        one, other = one[finite], other[finite]
+    if one.numel() == 0:
+        return 0.0, 0.0
+    scale = max(float(one.abs().max()), float(other.abs().max()))
+    gap = float((one - other).abs().max())
+    return (gap, scale) if math.isfinite(gap) else (math.inf, scale)
 
 
 def is_updated(label: str) -> bool:
@@ -164,24 +177,53 @@ def is_updated(label: str) -> bool:
     return label.partition("/")[2].startswith(("parameter:", "optimizer state:"))
 
 
-def _group(name: str) -> str:
-    """Return `"1/optimizer state exp_avg.0"` for `"1/optimizer state:0.net.weight.exp_avg.0"`."""
-    quantity, _, rest = name.partition(":")
-    if quantity.endswith("optimizer state"):
-        return f"{quantity} {'.'.join(rest.split('.')[-2:])}"
-    return f"{quantity} {rest}" if quantity.endswith(("buffer", "output", "loss")) else quantity
+def name_of(label: str) -> str:
+    return label.partition("/")[2]
 
 
-def _gap(one: torch.Tensor | None, other: torch.Tensor | None) -> tuple[float, float]:
-    if one is None or other is None or one.shape != other.shape:
-        return float("inf"), 1.0
-    if one.numel() == 0:
-        return 0.0, 0.0
-    scale = max(float(one.abs().max()), float(other.abs().max()))
-    if torch.equal(one, other):
-        return 0.0, scale
-    gap = float((one - other).abs().max())
-    return (gap, scale) if math.isfinite(gap) and scale else (float("inf"), 1.0)
+def before_update(labels: Sequence[str]) -> Iterator[str]:
+    """Yield the labels of the first step, up to the gradients of its first update."""
+    first = labels[0].partition("/")[0] if labels else ""
+    graded = False
+    for label in labels:
+        step, _, name = label.partition("/")
+        is_gradient = name.startswith("gradient:")
+        if step != first or (graded and not is_gradient):
+            return
+        graded = graded or is_gradient
+        yield label
+
+
+def first_quantities(trial: Trial) -> tuple[str, ...]:
+    """Return the labels of the first step up to its first update, then of its buffers, parameters and
+    optimizer states."""
+    computed = ("loss:", "output:", "gradient:")
+    steps = (
+        [f"{number}/{name}" for name in step.digests if not name.startswith("initial state:")]
+        for number, step in enumerate(trial.steps)
+        if any(name.startswith(computed) for name in step.digests)
+    )
+    labels = next(steps, [])
+    left = (one for one in labels if is_updated(one) or name_of(one).startswith("buffer:"))
+    return tuple(dict.fromkeys((*filter(has_values, before_update(labels)), *left)))
+
+
+def sample_of(names: list[str]) -> tuple[str, ...]:
+    """Return the first labels with values, and others spread over the rest."""
+    valued = [name for name in names if has_values(name)]
+    if len(valued) <= _MOST_KEPT:
+        return tuple(valued)
+    half = _MOST_KEPT // 2
+    stride = max((len(valued) - half) // half, 1)
+    return (*valued[:half], *valued[half::stride][:half])
+
+
+def has_values(name: str) -> bool:
+    if name_of(name).startswith((*_COUNTED, GENERATOR)):
+        return False
+    if name_of(name).startswith(KEPT_BY_PYTHON):
+        return name.rpartition(".")[2].isdigit()
+    return True
 
 
 class Spot(NamedTuple):
@@ -251,6 +293,25 @@ def _spot(trial: Trial, number: int) -> Spot:
     if place is not None and not direct:
         path, line = place.path, place.line
     return Spot(operator.name, profile.module_of(number), path, line, operator.phase)
+
+
+def amplifier(one: Trial, other: Trial, limit: float) -> Spot | None:
+    """Return the first operator of two traced runs in float64 whose results differ by more than a limit."""
+    for number, (a, b) in enumerate(zip(one.digests, other.digests, strict=False)):
+        if a != b and any(
+            _apart(*pair) > limit for pair in zip(a.split(","), b.split(","), strict=False)
+        ):
+            return _spot(one, number)
+    return None
+
+
+def _apart(one: str, other: str) -> float:
+    """Return the difference of two sketches, relative to the norm."""
+    try:
+        (sum_, norm), (others, _) = (map(float, text.split()) for text in (one, other))
+    except ValueError:
+        return 0.0
+    return abs(sum_ - others) / norm if norm else 0.0
 
 
 _MOST = 24  # lines of a certificate that a person still reads

@@ -9,14 +9,10 @@ from msgspec.structs import replace
 
 from torchtrim.certify.certify import (
     NOISE_FACTOR,
-    ROUNDING_LIMIT,
-    Contest,
-    Jobs,
-    before_update,
     certify,
-    sample_of,
 )
-from torchtrim.certify.compare import differences, largest_difference
+from torchtrim.certify.compare import before_update, differences, largest_difference, sample_of
+from torchtrim.certify.contest import Contest, Jobs
 from torchtrim.core.isolation import isolated
 from torchtrim.executor.registry import Replaces, technique
 from torchtrim.records.certificate import Certificate, Coverage, SemanticChange, Verdict
@@ -26,20 +22,12 @@ from torchtrim.runner.live import RunShadow, Shadow, ShadowTask, StepVerdict
 from torchtrim.runner.script import Script, working_folder
 from torchtrim.runner.trials import Progress, Workload
 
-_COARSE = ("precision", "low_bit_states", "compress_gradients")
-# bfloat16 and 8-bit states have 2**16 times fewer values than float32; runs in float64 decide below that.
-_COARSE_LIMIT = 0.5
+_ROUNDING_LIMIT = 1e-2  # of a live check, in float32: far above what sums in another order change
 
 
 def asked_of(plan: Plan) -> tuple[Technique, ...]:
     """Return the techniques of a plan that change the function."""
     return tuple(one for one in plan.techniques if one.equivalence == "SEMANTIC")
-
-
-def limit_of(plan: Plan) -> float:
-    """Return the largest difference that may be rounding, from the program with the change by hand."""
-    coarse = any(one.name in _COARSE for one in asked_of(plan))
-    return _COARSE_LIMIT if coarse else ROUNDING_LIMIT
 
 
 def by_hand(request: Request, plan: Plan) -> Request:
@@ -219,7 +207,7 @@ def _closer(run: RunShadow, one: Shadow, found: list[str], *, rounds: bool) -> S
         own = largest_difference(places[0], places[1], names) if noise else 0.0
         early = tuple(label.partition("/")[2] for label in before_update(labels))
         gap = largest_difference(places[0], places[2], early if rounds else names)
-    limit = max(NOISE_FACTOR * own, ROUNDING_LIMIT if rounds else 0.0)
+    limit = max(NOISE_FACTOR * own, _ROUNDING_LIMIT if rounds else 0.0)
     if gap <= limit:
         why = "as two runs of the original do" if noise else "as rounding does"
         return StepVerdict("equal", f"differs by {gap:.1e}, {why}")

@@ -183,11 +183,8 @@ class Evidence(Listener):
                         self.step.digests[name] = repr(value)
                     for place, tensor in enumerate(tensors_in(value)):
                         self._see(f"{name}.{place}", tensor)
-            for group, settings in enumerate(optimizer.param_groups):
-                for key, value in settings.items():
-                    if key not in _HOW and isinstance(value, (int, float, tuple, bool)):
-                        name = f"hyperparameter:{number}.group{group}.{key}"
-                        self.step.digests[name] = repr(value)
+            for key, text in _settings(optimizer, names):
+                self.step.digests[f"hyperparameter:{number}.{key}"] = text
         for name, known in self._inputs.items():
             if (leaf := known()) is not None and leaf.grad is not None:
                 self._see(f"input gradient:{name}", leaf.grad)
@@ -245,6 +242,35 @@ class Evidence(Listener):
                     self._keep(name, value)
 
 
+def _settings(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> Iterator[tuple[str, str]]:
+    """Yield each setting and its value, however parameters are grouped.
+
+    A setting with several values is named by the first parameter of each, and has the others in its text.
+    """
+    found: dict[str, dict[str, str]] = {}
+    numbers = {id(p): str(number) for number, p in enumerate(parameters_of(optimizer))}
+    for group in optimizer.param_groups:
+        owners = [names.get(id(p), numbers[id(p)]) for p in group["params"]]
+        for key, value in group.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value = value.item()
+            if key not in _HOW and isinstance(value, (int, float, tuple, bool)):
+                found.setdefault(key, {}).update(dict.fromkeys(owners, repr(value)))
+    for key, values in found.items():
+        owners_of: dict[str, list[str]] = {}
+        for owner, text in sorted(values.items()):
+            owners_of.setdefault(text, []).append(owner)
+        for text, owners in owners_of.items():
+            alone = len(owners_of) == 1
+            yield (
+                (key, text)
+                if alone
+                else (f"{key} of {owners[0]}", f"{text} of {', '.join(owners)}")
+            )
+
+
 def _own_hooks(hooks: Mapping[int, Any]) -> int:
     named = (getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks.values())
     return sum(not str(name).startswith("torchtrim.") for name in named)
@@ -285,6 +311,17 @@ def digest_of(tensor: torch.Tensor) -> str:
     digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), usedforsecurity=False)
     digest.update(bytes_of(tensor))
     return digest.hexdigest()[:_DIGITS]
+
+
+def sketch_of(tensor: torch.Tensor) -> str:
+    """Return a sum of a real tensor's elements under drawn signs, and their norm; its kind for another."""
+    if not tensor.is_floating_point():
+        return kind_of(tensor)
+    flat = tensor.detach().to(torch.float64).flatten()
+    signs = torch.randint(
+        2, flat.shape, generator=torch.Generator("cpu").manual_seed(1), device="cpu"
+    )
+    return f"{float((flat * (signs.to(flat) * 2 - 1)).sum())!r} {float(flat.norm())!r}"
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes | memoryview:

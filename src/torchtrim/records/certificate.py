@@ -77,7 +77,9 @@ class Certificate(Struct, frozen=True, kw_only=True):
     numbers. `reason` explains the verdict in a sentence. `coverage`: shapes, types, modes and steps the
     verdict was shown for; None in certificates older than the field. `assumes`: what the plan relies on in
     later steps and no check sees. `asked`: the replacement, for the
-    verdict AS ASKED; the figures then compare with the original with the replacement made by hand.
+    verdict AS ASKED; the figures then compare with the original with the replacement made by hand. `sees`: by
+    kind of quantity, such as `"loss"`, the smallest relative change before the first update that would
+    have been seen; empty if no rounding was to be told from a fault.
     """
 
     verdict: Verdict
@@ -91,6 +93,7 @@ class Certificate(Struct, frozen=True, kw_only=True):
     coverage: Coverage | None = None
     assumes: tuple[str, ...] = ()
     asked: SemanticChange | None = None
+    sees: dict[str, float] = {}
 
 
 def with_proof(plan: Plan, certificate: Certificate, args: tuple[str, ...] | None = None) -> Plan:

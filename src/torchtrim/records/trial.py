@@ -27,7 +27,8 @@ class Request(Struct, frozen=True, kw_only=True):
 
     `times`: number of further steps to record operator times for, if the workload runs that long.
     `keep`: evidence whose values to save in a folder, as `"step/quantity:name"`.
-    `double`: run in float64. `nudged`: start from parameters perturbed by one rounding.
+    `double`: run in float64. `nudged`: seed of a run whose numbers move by one unit in
+    the last place, 0 for none.
     `dry`: compute nothing, and model the memory it would need.
     `batch_size`: batch size of the script's loaders, None for their own.
     `infers`: the script only runs inference; a step is a call of its first model. With `dry` the
@@ -48,7 +49,7 @@ class Request(Struct, frozen=True, kw_only=True):
     warmup: int = 1
     keep: tuple[str, ...] = ()
     double: bool = False
-    nudged: bool = False
+    nudged: int = 0
     dry: bool = False
     infers: bool = False
     batch_size: int | None = None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,9 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
 from torchtrim.records.trial import Request
+from torchtrim.runner.perturbed import Perturbed, perturb
 
 NOTE = (
     "the script uses torch.compile: its compiled functions ran eagerly here, and all figures "
@@ -108,35 +109,18 @@ def prepare(root: nn.Module, request: Request) -> None:
     if request.double:
         root.double()
     if request.nudged:
-        with torch.no_grad():
-            for tensor in (*root.parameters(), *root.buffers()):
-                tensor.copy_(_perturbed(tensor))
-        _perturb_inputs(root, request.double)
+        perturb(root, request.nudged, _upcast if request.double else lambda value: value)
 
 
-def _perturb_inputs(root: nn.Module, double: bool) -> None:
-    def perturb(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return _perturbed(value.double() if double and _is_narrow(value) else value)
-        return value
-
-    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        handle.remove()
-        return tree_map(perturb, args), tree_map(perturb, kwargs)
-
-    handle = root.register_forward_pre_hook(before, with_kwargs=True)
-
-
-def _perturbed(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor perturbed by one rounding of each number, up or down at random but reproducibly.
-
-    Types narrower than float32 stay, since one of their roundings is a large change.
-    """
-    if value.dtype not in (torch.float32, torch.float64) or value.layout is not torch.strided:
-        return value
-    own = torch.Generator("cpu").manual_seed(value.numel())
-    bits = torch.randint(2, value.shape, generator=own, dtype=torch.int64, device="cpu").to(value)
-    return value * (1 + torch.finfo(value.dtype).eps * (bits * 2 - 1))
+@contextlib.contextmanager
+def precision(*, double: bool, nudged: int) -> Iterator[None]:
+    """Run in float64, and perturbed by a seed other than 0."""
+    with contextlib.ExitStack() as stack:
+        if double:
+            stack.enter_context(Wide())
+        if nudged:
+            stack.enter_context(Perturbed(nudged))
+        yield
 
 
 class Wide(TorchFunctionMode):

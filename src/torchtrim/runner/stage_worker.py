@@ -40,7 +40,7 @@ from torchtrim.runner.ranks import (
     run_ranks,
 )
 from torchtrim.runner.script import OUTCOME, STATUS, TASK, Script, Target, failure, run_script
-from torchtrim.runner.settings import Wide
+from torchtrim.runner.settings import precision
 from torchtrim.runner.worker import Stop, run_in_folder, run_to_crash, seed_all, seed_with
 
 Progress = Callable[[str], None]
@@ -97,8 +97,9 @@ class StageTask(msgspec.Struct, frozen=True, kw_only=True):
     """The parent's order: the script, and a way to run its steps.
 
     `how`: the unchanged script, one process in the schedule's order, several processes, or the actions of
-    each pipeline in `clocked` one by one. `still`: turn dropout off. `double`: run in float64. `method`: the
-    ranks' rendezvous, an `init_method` of `init_process_group`. `measured`: count bytes.
+    each pipeline in `clocked` one by one. `still`: turn dropout off. `double`: run in float64. `nudged`: the
+    seed of a perturbed run. `method`: the ranks' rendezvous, an `init_method` of `init_process_group`.
+    `measured`: count bytes.
     """
 
     target: Target
@@ -108,6 +109,7 @@ class StageTask(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     still: bool = False
     double: bool = False
+    nudged: int = 0
     measured: bool = False
     method: str = ""
     clocked: tuple[Pipeline, ...] = ()
@@ -220,7 +222,7 @@ class _StageRunner:
             if self.task.how == "pipeline":
                 stack.enter_context(among_ranks(self.pipeline, f"file://{self.task.method}"))
                 seed_all()
-            stack.enter_context(Wide() if self.task.double else contextlib.nullcontext())
+            stack.enter_context(precision(double=self.task.double, nudged=self.task.nudged))
             stack.enter_context(still)
             self.trial.crash = self._run_watched()
             self.trial.dropped = still.dropped

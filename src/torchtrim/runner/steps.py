@@ -18,7 +18,14 @@ from torchtrim.capture.watch import Listener
 from torchtrim.core.clock import now
 from torchtrim.dispatch.places import Places
 from torchtrim.dispatch.storages import reachable_bytes, storage_bytes
-from torchtrim.evidence.evidence import Evidence, digest_of, has_bits, keep_value, kind_of
+from torchtrim.evidence.evidence import (
+    Evidence,
+    digest_of,
+    has_bits,
+    keep_value,
+    kind_of,
+    sketch_of,
+)
 from torchtrim.evidence.script_state import ScriptState
 from torchtrim.executor.apply import shards
 from torchtrim.records.profile import Profile
@@ -215,9 +222,13 @@ class StepMeasure:
         self._between.stop()
 
     def _look(self, operator: Any, given: Any) -> None:
-        """Keep the user's line and a digest of an operator's outputs, the shape alone of empty tensors."""
+        """Keep the user's line and a digest of an operator's outputs, the shape alone of empty tensors.
+
+        In float64, the digest is a sketch, from which the size of a difference can be told.
+        """
         self._lines.append(self._places.users_line(sys._getframe(2)))
-        digest = kind_of if "empty" in str(operator) else digest_of
+        digest = sketch_of if self._trial.request.double else digest_of
+        digest = kind_of if "empty" in str(operator) else digest
         with torch._C._DisableTorchDispatch(), torch.no_grad(), own():
             digests = [digest(tensor) for tensor in tensors_in(given) if has_bits(tensor)]
         self._digests.append(",".join(digests))

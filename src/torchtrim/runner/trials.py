@@ -34,7 +34,7 @@ from torchtrim.runner.fake_process_group import fake_ranks
 from torchtrim.runner.ranks import first_failed, merged, on_rank, run_ranks
 from torchtrim.runner.script import Ended, Script, failure, run_script, working_folder
 from torchtrim.runner.session import Session
-from torchtrim.runner.settings import Wide
+from torchtrim.runner.settings import precision
 from torchtrim.runner.worker import ScriptTask
 
 Model = TrainStep | Inference
@@ -177,11 +177,10 @@ def _run_live(workload: Model, request: Request, folder: Path, progress: Progres
         if dtype is not None:
             _upcast_states(workload.optimizers, dtype)
         session.watcher.optimizers.extend(workload.optimizers)
-        wide = Wide() if dtype is not None else contextlib.nullcontext()
         with (
             session.watcher,
             running as mode,
-            wide,
+            precision(double=request.double, nudged=request.nudged),
             fake_ranks(request.ranks, sharded=request.sharding is not None),
             _finished_first(session),
         ):

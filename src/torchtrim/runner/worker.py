@@ -181,11 +181,10 @@ class _Runner:
             return False
 
         listen_to_errors(patches, heard)
-        wide: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if self._request.double:
-            wide = settings.Wide()
-            enter_in_threads(patches, settings.Wide)
-        with watcher, wide:
+        double, nudged = self._request.double, self._request.nudged
+        if double:
+            enter_in_threads(patches, lambda: settings.precision(double=True, nudged=nudged))
+        with watcher, settings.precision(double=double, nudged=nudged):
             crash = run_to_crash(self._task.target, sources=self._sources)
             if crash is None and errors:
                 crash = crash_of(errors[0])

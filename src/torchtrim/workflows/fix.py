@@ -9,7 +9,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from torchtrim.analysis.syncs import CODES
-from torchtrim.certify.certify import Contest, certify
+from torchtrim.certify.certify import certify
+from torchtrim.certify.contest import Contest
 from torchtrim.errors import UnreadableInput
 from torchtrim.records.certificate import Certificate
 from torchtrim.records.finding import Finding, Suggestion

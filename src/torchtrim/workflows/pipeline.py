@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from torchtrim import __version__
-from torchtrim.certify.certify import ROUNDING_LIMIT, SHRINKS_BY
+from torchtrim.certify import noise
 from torchtrim.costs.devices import DEVICES
 from torchtrim.costs.roofline import estimate
 from torchtrim.errors import TorchtrimError, UsageError
@@ -215,12 +215,20 @@ class Runs:
         )
 
     def run(
-        self, how: How, *, still: bool = False, double: bool = False, measured: bool = False
+        self,
+        how: How,
+        *,
+        still: bool = False,
+        double: bool = False,
+        measured: bool = False,
+        nudged: int = 0,
     ) -> StagedRun:
         """Run the script once."""
         ranks = self.pipeline.processes if how == "pipeline" else 1
-        task = replace(self._task(how, double=double), still=still, measured=measured)
-        said = f"{how}{', in float64' if double else ''}"
+        task = replace(
+            self._task(how, double=double), still=still, measured=measured, nudged=nudged
+        )
+        said = f"{how}{', in float64' if double else ''}{f' {nudged}' if nudged else ''}"
         folder = self._folder / said.replace(" ", "-").replace(",", "") / str(still)
         folder.mkdir(parents=True)
         tell = lambda text: self._tell(f"{said}: {text}")  # noqa: E731
@@ -288,10 +296,26 @@ def _sums(runs: Runs) -> tuple[Sums, StagedRun, StagedRun]:
     double = 0.0
     verdict: Verdict = "BITWISE"
     if difference:
-        double, _ = _largest(*(runs.run(how, still=True, double=True) for how in ways))
-        shrinks = double * SHRINKS_BY <= difference
-        verdict = "ROUNDING" if shrinks and difference <= ROUNDING_LIMIT else "NOT EQUAL"
+        plain, other = (runs.run(how, still=True, double=True) for how in ways)
+        double, _ = _largest(plain, other)
+        moved = {
+            seed: runs.run("whole", still=True, double=True, nudged=seed) for seed in noise.SEEDS
+        }
+        beyond = _beyond(plain, other, moved)
+        verdict, worst = ("NOT EQUAL", beyond) if beyond else ("ROUNDING", worst)
     return Sums(verdict, difference, double, worst), whole, ordered
+
+
+def _beyond(plain: StagedRun, other: StagedRun, moved: dict[int, StagedRun]) -> str:
+    """Return the first gradient that differs by more than rounding, in float64; empty if none does."""
+    apart = _apart(plain, other)
+    own = {seed: _apart(plain, run) for seed, run in moved.items()}
+    most = noise.factor(len(apart), noise.spreads((*moved,)))
+    for name, gap in apart.items():
+        gaps = {seed: found.get(name, math.inf) for seed, found in own.items()}
+        if gap > most * max(noise.spread(gaps), noise.SHARE):
+            return name
+    return ""
 
 
 def _certified(runs: Runs, steps: int) -> tuple[Certificate, bool]:
@@ -327,17 +351,23 @@ def _largest(one: StagedRun, other: StagedRun) -> tuple[float, str]:
     It is relative to the tensor's largest value, or that of all tensors for a tensor near zero; infinite if
     one run lacks a gradient.
     """
+    apart = _apart(one, other)
+    return max(((gap, name) for name, gap in apart.items()), default=(0.0, ""))
+
+
+def _apart(one: StagedRun, other: StagedRun) -> dict[str, float]:
+    """Return the difference of each gradient of the first step, as `_largest` measures it."""
     ours, theirs = one.gradients(), other.gradients()
     if ours.keys() != theirs.keys():
-        return math.inf, min(ours.keys() ^ theirs.keys())
+        return dict.fromkeys(ours.keys() ^ theirs.keys(), math.inf)
     tops = {name: max(map(abs, values), default=0.0) for name, values in ours.items()}
     floor = max(tops.values(), default=0.0) * _FLOOR
-    relative = [(0.0, "")]
+    relative = {}
     for name, values in ours.items():
         apart = max((abs(a - b) for a, b in zip(values, theirs[name], strict=True)), default=0.0)
         scale = max(tops[name], floor)
-        relative.append(((apart / scale if scale else 0.0) if apart == apart else math.inf, name))
-    return max(relative)
+        relative[name] = (apart / scale if scale else 0.0) if apart == apart else math.inf
+    return relative
 
 
 def first_difference(one: StagedRun, other: StagedRun) -> str:

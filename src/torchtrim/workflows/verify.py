@@ -18,7 +18,9 @@ from msgspec.structs import replace
 from torchtrim import __version__
 from torchtrim.capture.optimizers import names_of
 from torchtrim.capture.workload import TrainStep
-from torchtrim.certify.certify import KEPT_BY_PYTHON, Contest, failed
+from torchtrim.certify.certify import failed
+from torchtrim.certify.compare import KEPT_BY_PYTHON
+from torchtrim.certify.contest import Contest
 from torchtrim.certify.variants import certify_ranks, judge
 from torchtrim.errors import Diverged, ScriptFailed, UsageError
 from torchtrim.executor.apply import sha256_of

@@ -1,0 +1,88 @@
+"""A comparison of two workloads: the runs it asks for, of a job's ranks together."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from torchtrim.records.trial import Request, Trial
+from torchtrim.runner.ranks import folder_of
+from torchtrim.runner.script import Script, working_folder
+from torchtrim.runner.trials import Progress, Workload, run_trial
+
+
+class Contest(NamedTuple):
+    """Comparison of a workload with another workload and request that should give equal results.
+
+    `jobs`: the job's runs, if both workloads are ranks.
+    """
+
+    original: Workload
+    planned: Workload
+    request: Request
+    planned_request: Request
+    jobs: Jobs | None = None
+
+
+def keeping(request: Request, names: tuple[str, ...], *, double: bool = False) -> Request:
+    return msgspec.structs.replace(request, keep=names, double=double, measured=False)
+
+
+def attempt(
+    contest: Contest,
+    planned: bool,
+    request: Request,
+    folder: Path,
+    progress: Progress,
+    again: str = "",
+) -> Trial:
+    """Run a workload once more. `again` tells a repeated run from the run before."""
+    workload = contest.planned if planned else contest.original
+    what = "looking closer, in float64" if request.double else "looking closer"
+
+    def tell(text: str) -> None:
+        progress(f"{what}: {text}")
+
+    if contest.jobs is None or not isinstance(workload, Script):
+        return run_trial(workload, request, folder, tell)
+    return contest.jobs.run(workload, request, f"{planned} {again}", folder, tell)
+
+
+@contextmanager
+def folders(count: int) -> Iterator[tuple[Path, ...]]:
+    with ExitStack() as stack:
+        yield tuple(stack.enter_context(working_folder()) for _ in range(count))
+
+
+class Jobs:
+    """Cache of a job's runs, each with its own folder below `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: dict[tuple[Script, bytes, str], tuple[Path, Trial | Exception]] = {}
+
+    def run(
+        self, script: Script, request: Request, what: str, folder: Path, progress: Progress
+    ) -> Trial:
+        """Return the trial of the rank `script.only`, with its kept values in `folder`.
+
+        `what` distinguishes runs that repeat each other. Raises the error of the run for each rank.
+        """
+        key = script._replace(only=-1), msgspec.json.encode(request), what
+        if key not in self._known:
+            own = self._folder / str(len(self._known))
+            own.mkdir()
+            try:
+                self._known[key] = own, run_trial(key[0], request, own, progress)
+            except Exception as error:
+                self._known[key] = own, error
+        own, trial = self._known[key]
+        if isinstance(trial, Exception):
+            raise trial
+        shutil.copytree(folder_of(own, script.only), folder, dirs_exist_ok=True)
+        return trial.ranks[script.only]

@@ -1,0 +1,167 @@
+"""Verdict in float64: whether a change differs more than one unit in the last place moves the original."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from torchtrim.certify import compare, noise
+from torchtrim.certify.compare import before_update, first_quantities, name_of, sample_of
+from torchtrim.certify.contest import Contest, attempt, folders, keeping
+from torchtrim.certify.noise import Judged, Noise
+from torchtrim.errors import ApplyFailed, ScriptFailed
+from torchtrim.records.certificate import Verdict
+from torchtrim.records.trial import Trial
+from torchtrim.runner.trials import Progress
+
+_CHAOS = 1e-8
+"""Relative difference in float64, before any update, that is more than rounding in plain words: an original
+that varies as much multiplies one rounding by 5e7, and nothing can be said of a change."""
+
+
+class Judgement(NamedTuple):
+    """A verdict with its reason, and the smallest relative changes that would have been seen."""
+
+    verdict: Verdict
+    reason: str
+    sees: dict[str, float] = {}
+
+
+def judge_in_double(
+    contest: Contest, original: Trial, found: list[str], progress: Progress
+) -> Judgement:
+    """Decide by runs in float64 whether the change only rounds.
+
+    A change beyond the bound of one perturbed run of either program is no rounding; more runs decide on the
+    rest.
+    """
+    first = first_quantities(original)
+    names = _with_gradients(original, sample_of(found), first)
+    with folders(2 + 2 * len(noise.SEEDS)) as (plain, other, *free):
+        spread = _Spread(contest, names, plain, other, free, progress)
+        try:
+            judged = spread.judge()
+        except (ApplyFailed, ScriptFailed, RuntimeError):
+            reason = "it differs, and the run in float64 that would tell rounding from a bug failed"
+            return Judgement("NOT EQUAL", reason)
+    beyond = next((one for one in judged if one.beyond), None)
+    if beyond is not None:
+        step, _, name = beyond.name.partition("/")
+        return Judgement(
+            "NOT EQUAL",
+            f"in float64 {name} of step {int(step) + 1} still differs by {beyond.gap:.1e}, and rounding "
+            f"explains {beyond.bound:.1e}",
+        )
+    sees = noise.sizes(judged, first)
+    early = set(before_update(first))
+    wild = max((one for one in judged if one.name in early), key=lambda one: one.gap, default=None)
+    if wild is not None and wild.gap > _CHAOS:
+        operator = _amplifier(contest, original, wild.name, progress)
+        return Judgement(
+            "UNDECIDED",
+            f"in float64 {name_of(wild.name)} differs by {wild.gap:.1e}, and the original as much when its "
+            f"numbers move by one unit in the last place{operator}",
+            sees,
+        )
+    worst = max(judged, key=lambda one: one.gap)
+    return Judgement(
+        "ROUNDING",
+        f"in float64 all differences, at most {worst.gap:.1e}, are within what one unit in the last place "
+        f"changes the original{_said(sees)}",
+        sees,
+    )
+
+
+def _said(sees: dict[str, float]) -> str:
+    parts = [f"{size:.0e} of {kind}" for kind, size in sees.items()]
+    return f"; would have seen {', '.join(parts)}" if parts else ""
+
+
+class _Spread:
+    """The runs in float64 of a contest, and how far the perturbed ones lie apart."""
+
+    def __init__(
+        self,
+        contest: Contest,
+        names: tuple[str, ...],
+        plain: Path,
+        other: Path,
+        free: Sequence[Path],
+        progress: Progress,
+    ) -> None:
+        self._contest, self._names, self._progress = contest, names, progress
+        self._plain, self._other, self._free = plain, other, [*free]
+        self._moved: tuple[dict[int, Path], dict[int, Path]] = {}, {}
+
+    def judge(self) -> list[Judged]:
+        """Return the judgement of each quantity."""
+        self._run(False, self._plain)
+        self._run(True, self._other)
+        judged = self._tested(noise.FIRST)
+        if not any(one.beyond for one in judged):
+            judged = self._tested(noise.SEEDS)
+        return judged
+
+    def _tested(self, seeds: Sequence[int]) -> list[Judged]:
+        """Judge by the original's spread, and with the other's if that is not enough."""
+        judged: list[Judged] = []
+        for planned in (False, True):
+            for seed in seeds:
+                if seed not in self._moved[planned]:
+                    folder = self._moved[planned][seed] = self._free.pop()
+                    self._run(planned, folder, seed)
+            moved, others = self._moved[False], self._moved[True] if planned else {}
+            judged = Noise(self._names, self._plain, self._other, moved, others).judged()
+            if not any(one.beyond for one in judged):
+                break
+        return judged
+
+    def _run(self, planned: bool, folder: Path, seed: int = 0) -> None:
+        contest = self._contest
+        request = contest.planned_request if planned else contest.request
+        request = keeping(request, self._names, double=True)
+        if seed:
+            request = msgspec.structs.replace(request, nudged=seed)
+        attempt(contest, planned, request, folder, self._progress, again=f"nudged {seed}")
+
+
+def _with_gradients(
+    trial: Trial, found: tuple[str, ...], first: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return the names, and those of all gradients of parameters and states that are found in later steps."""
+    names = tuple(dict.fromkeys((*found, *first)))
+    updated = (name_of(name) for name in {*found} - {*first} if compare.is_updated(name))
+    owners = {noise.owner_of(name) for name in updated}
+    gradients = [
+        f"{number}/{name}"
+        for number, step in enumerate(trial.steps)
+        for name in step.digests
+        if name.startswith("gradient:") and noise.owner_of(name) in owners
+    ]
+    return tuple(dict.fromkeys((*names, *gradients)))
+
+
+def _amplifier(contest: Contest, original: Trial, name: str, progress: Progress) -> str:
+    """Return the first operator that one rounding changes visibly, as `", from aten::tan at a.py:3 on"`."""
+    step = int(name.partition("/")[0])
+    traced = msgspec.structs.replace(
+        keeping(contest.request, (), double=True),
+        traced=step,
+        steps=max(step - contest.request.warmup, 1),
+        round_trip=False,
+    )
+    moved = msgspec.structs.replace(traced, nudged=noise.SEEDS[0])
+    with folders(2) as (one, two):
+        try:
+            plain = attempt(contest, False, traced, one, progress)
+            other = attempt(contest, False, moved, two, progress)
+        except (ApplyFailed, ScriptFailed, RuntimeError):
+            return ""
+    spot = compare.amplifier(plain, other, _CHAOS)
+    if spot is None:
+        return ""
+    place = f" at {Path(spot.path).name}:{spot.line}" if spot.path else ""
+    return f", first visible after {spot.op}{place}"

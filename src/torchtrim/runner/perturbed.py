@@ -1,0 +1,184 @@
+"""A run of the original in which each number moves by one unit in the last place, as rounding moves it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+_POOL = 131_071
+"""Signs that are drawn once and used from random places. A prime, so that rows do not repeat them."""
+_TYPES = (torch.float32, torch.float64)
+_EXACT_NAMES = """
+    abs alias clamp clamp_max clamp_min clamp_tensor clone copy copy_ copysign detach fill fill_ floor fmax
+    fmin heaviside isnan lift_fresh masked_fill masked_fill_ maximum minimum nan_to_num neg neg_ positive
+    relu relu_ round ceil trunc sign sgn threshold threshold_backward where zero zero_ hardtanh hardtanh_
+    hardtanh_backward _foreach_abs _foreach_abs_ _foreach_neg _foreach_neg_ _foreach_sign _foreach_sign_
+    _foreach_copy _foreach_copy_ _foreach_zero_ _foreach_maximum _foreach_maximum_ _foreach_minimum
+    _foreach_minimum_ _foreach_clamp_min
+    _foreach_clamp_max
+"""
+_EXACT = frozenset(_EXACT_NAMES.split())
+_SUMS = re.compile(
+    r"mm|mv|dot|conv|linear|norm|sum|mean|var|std|softmax|attention|avg_pool|loss|dense_backward|embedding_bag|"
+    r"prod|lstm|gru|rnn|fft|linalg|dist|grid_sampler|upsample|scatter_add|scatter_reduce|index_add|_backward"
+)
+_MATRIX = re.compile(r"mm_?$|mm_dtype$")
+
+
+class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode that moves results of operators up or down at random by one unit in the last place.
+
+    A sum of n products in another order differs by up to about sqrt(n) units of its parts, so before an
+    operator that sums, its inputs move by that many. Results without rounding stay: copies, comparisons,
+    and whole numbers, such as counts and masks. `-seed` moves everything the other way.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator = torch.Generator("cpu").manual_seed(abs(seed))
+        bits = torch.randint(2, (_POOL,), generator=self._generator, device="cpu")
+        self._signs = (bits.to(torch.float64) * 2 - 1) * (1 if seed > 0 else -1)
+        self._pools: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+        self._kinds: dict[Any, str] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _kind(func)
+        if kind == "exact":
+            return func(*args, **kwargs)
+        if kind == "sum":
+            size = math.sqrt(_terms(func, args))
+            names = [argument.name for argument in func._schema.arguments]
+            args = tuple(
+                # `native_batch_norm` writes its running statistics without saying so.
+                one if name.startswith("running_") else tree_map(lambda v: self.moved(v, size), one)
+                for name, one in zip(names, args, strict=False)
+            )
+        result = func(*args, **kwargs)
+        for tensor in filter(_is_moved, _results(func, args, kwargs, result)):
+            factors = self._factors(tensor, 1.0)
+            with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+                tensor.mul_(factors)
+        return result
+
+    def moved(self, value: Any, size: float = 1.0) -> Any:
+        """Return a value moved by `size` units in the last place; anything but a wide tensor as it is."""
+        if not _is_moved(value):
+            return value
+        factors = self._factors(value, size)
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            return value * factors
+
+    def _factors(self, value: torch.Tensor, size: float) -> torch.Tensor:
+        step = torch.finfo(value.dtype).eps * size
+        guards = torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction()
+        with guards[0], guards[1], torch.no_grad():
+            moves = torch.where(value == value.round(), 0.0, step * self._drawn(value))
+            return moves.add_(1.0).to(value.dtype)
+
+    def _drawn(self, value: torch.Tensor) -> torch.Tensor:
+        key = value.device, value.dtype
+        if key not in self._pools:
+            self._pools[key] = self._signs.to(value)
+        pool, count = self._pools[key], value.numel()
+        begin = int(torch.randint(_POOL, (), generator=self._generator, device="cpu"))
+        end = begin + count
+        if end > _POOL:
+            pool = pool.repeat(-(-end // _POOL))
+        return pool[begin:end].view(value.shape)
+
+
+def _kind(func: Any) -> str:
+    """Return "exact", "sum" or "round" for what an operator does to its results."""
+    schema, tags = func._schema, func.tags
+    if func.namespace not in ("aten", "prims"):
+        return "exact" if "c10d" in func.namespace or schema.is_mutable else "sum"
+    name = schema.name.partition("::")[2]
+    if name in _EXACT or torch.Tag.nondeterministic_seeded in tags:
+        return "exact"
+    if torch.Tag.pointwise in tags or name.startswith(("_foreach_", "_fused_")):
+        return "round"
+    if torch.Tag.reduction not in tags and not _SUMS.search(name):
+        return "exact"
+    return "round" if schema.is_mutable else "sum"
+
+
+def _terms(func: Any, args: tuple[Any, ...]) -> int:
+    """Return about how many products or values an operator sums."""
+    tensors = [one for one in args if isinstance(one, torch.Tensor) and one.numel() > 1]
+    if not tensors:
+        return 1
+    name = func._schema.name.partition("::")[2]
+    if _MATRIX.search(name) and len(tensors) > 1:
+        return tensors[-2].shape[-1]
+    if name.endswith("convolution") and len(tensors) > 1:
+        return tensors[1].numel() // tensors[1].shape[0]
+    if name == "convolution_backward" and tensors[0].dim() > 1:
+        return tensors[0].numel() // tensors[0].shape[1]
+    sizes = [one.numel() for one in tensors]
+    return max(sizes) // (min(sizes) if len(sizes) > 1 else 1) or 1
+
+
+def _results(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an operator writes: its new results, or the arguments that it changes."""
+    schema = func._schema
+    if not schema.is_mutable:
+        fresh = all(one.alias_info is None for one in schema.returns)
+        yield from _tensors(result if fresh else ())
+        return
+    for number, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            yield from _tensors(value)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors(one)
+
+
+def _is_moved(value: Any) -> bool:
+    """Return True for plain tensors of the wider types: one rounding of a narrow type is a large change."""
+    return (
+        isinstance(value, torch.Tensor)
+        and type(value) in (torch.Tensor, nn.Parameter)
+        and value.dtype in _TYPES
+        and value.layout is torch.strided
+        and value.device.type != "meta"
+    )
+
+
+def perturb(root: nn.Module, seed: int, upcast: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Perturb parameters, buffers and the inputs of the first call by one unit in the last place.
+
+    Equal modules are perturbed alike. `upcast` is applied to inputs first.
+    """
+    mode = Perturbed(seed)
+    with torch.no_grad():
+        for tensor in (*root.parameters(), *root.buffers()):
+            tensor.copy_(mode.moved(tensor))
+
+    def of_input(value: Any) -> Any:
+        return mode.moved(upcast(value)) if isinstance(value, torch.Tensor) else value
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        handle.remove()
+        return tree_map(of_input, args), tree_map(of_input, kwargs)
+
+    handle = root.register_forward_pre_hook(before, with_kwargs=True)

@@ -1,0 +1,141 @@
+"""The test of rounding keeps its chance of error, sees what is a little larger, and tells chaos from both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import torchtrim
+from torchtrim import TrainStep
+from torchtrim.certify.noise import CHANCE, SEEDS, factor, spread, spreads
+from torchtrim.runner.perturbed import Perturbed, perturb
+
+QUANTITIES = 40
+VERDICTS = 10_000
+
+
+def false_alarms(chance: float, seed: int) -> int:
+    """Count verdicts on changes that only round, of so many quantities, each as far apart as runs are."""
+    draws = torch.Generator().manual_seed(seed)
+    sizes = torch.rand(QUANTITIES, generator=draws).mul(-30).exp()
+    runs = torch.randn(spreads(SEEDS) + 1, VERDICTS, QUANTITIES, generator=draws) * sizes
+    own = runs[1:].square().mean(0).sqrt()
+    most = factor(QUANTITIES, spreads(SEEDS), chance)
+    return int((runs[0].abs() > most * own).any(1).sum())
+
+
+def test_a_certificate_keeps_its_chance_of_error() -> None:
+    """At 1 in 10,000 there is little to count, so also at 4 in 100, of which half is the first run's."""
+    assert false_alarms(CHANCE, 1) <= 6
+    expected = 0.04 / 2 * VERDICTS
+    assert 0.5 * expected <= false_alarms(0.04, 2) <= expected + 4 * expected**0.5
+
+
+def test_the_tail_is_students() -> None:
+    """Against tables: two-sided t of 1 and 3 degrees of freedom at 1e-3 are 636.6 and 12.92."""
+    for runs, table in ((1, 636.6), (3, 12.92)):
+        assert factor(1, runs, 2e-3) == pytest.approx(table, rel=0.02)
+
+
+def test_a_run_and_its_opposite_count_once() -> None:
+    assert spread({1: 3.0, -1: 1.0, 2: 3.0}) == 3.0
+
+
+def test_results_move_by_one_unit_and_whole_numbers_stay() -> None:
+    values = torch.linspace(0.1, 0.9, 1000, dtype=torch.float64)
+    with Perturbed(1):
+        one, counts = values * 1.5, torch.ones(5, dtype=torch.float64) + 1
+    with Perturbed(-1):
+        other = values * 1.5
+    gaps = (one / (values * 1.5) - 1).abs()
+    assert float(gaps.min()) > 0
+    assert float(gaps.max()) <= 2**-51
+    assert torch.equal(counts, torch.full((5,), 2.0, dtype=torch.float64))
+    assert bool((torch.sign(one - values * 1.5) == -torch.sign(other - values * 1.5)).all())
+
+
+def test_inputs_of_sums_move_by_more_and_statistics_are_still_written() -> None:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(4).double()
+    values = torch.randn(64, 4, dtype=torch.float64)
+    with Perturbed(1):
+        summed = (values - values.mean()).sum()
+        norm(values)
+    assert abs(float(summed)) < 1e-10
+    assert norm.running_mean is not None
+    assert float(norm.running_mean.abs().max()) > 0
+
+
+def test_equal_modules_are_perturbed_alike() -> None:
+    nets = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    for net in nets:
+        perturb(net, 2, lambda value: value)
+    assert torch.equal(nets[0].weight, nets[1].weight)
+
+
+def model(
+    optimizer: str, loss: Callable[[torch.Tensor], torch.Tensor], late: float = 0.0
+) -> TrainStep:
+    """A model with a bias before a norm, whose gradient is rounding alone."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    kinds = {"AdamW": torch.optim.AdamW, "Rprop": torch.optim.Rprop}
+    options = {"weight_decay": 0.01 + late} if optimizer == "AdamW" else {}
+    made = kinds[optimizer](net.parameters(), 1e-2, **options)
+    return TrainStep(net, lambda net, x: loss(net(x)), made, torch.randn(32, 6))
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    return x.square().mean()
+
+
+def otherwise(x: torch.Tensor) -> torch.Tensor:
+    return x.pow(2).sum() / x.numel()
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Rprop"])
+def test_a_gradient_that_is_rounding_hides_no_fault(optimizer: str) -> None:
+    def wrong(x: torch.Tensor) -> torch.Tensor:
+        return otherwise(x) * (1 + 1e-7)
+
+    sound = torchtrim.verify(model(optimizer, plain), model(optimizer, otherwise))
+    assert sound.verdict in ("ROUNDING", "BITWISE"), sound.reason
+    found = torchtrim.verify(model(optimizer, plain), model(optimizer, wrong))
+    assert found.verdict == "NOT EQUAL"
+    if sound.sees:
+        assert max(sound.sees.values()) < 1e-9
+
+
+def test_an_update_is_compared_where_gradients_are_more_than_rounding() -> None:
+    found = torchtrim.verify(model("AdamW", plain), model("AdamW", otherwise, late=1e-4))
+    assert found.verdict == "NOT EQUAL"
+
+
+def test_a_chaotic_original_is_undecided_and_its_operator_named() -> None:
+    def step(update: Callable[[torch.Tensor], torch.Tensor]) -> TrainStep:
+        class Map(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(4, 4)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                x = torch.sigmoid(self.layer(x))
+                for _ in range(60):
+                    x = update(x)
+                return x
+
+        torch.manual_seed(0)
+        net = Map()
+        optimizer = torch.optim.SGD(net.parameters(), 0.0)
+        return TrainStep(net, lambda net, x: net(x).mean(), optimizer, torch.randn(4, 4))
+
+    found = torchtrim.verify(
+        step(lambda x: 3.99 * x * (1 - x)), step(lambda x: 3.99 * x - 3.99 * x * x)
+    )
+    assert found.verdict == "UNDECIDED"
+    assert "first visible after aten::mul" in found.reason
+    assert "test_noise.py" in found.reason
