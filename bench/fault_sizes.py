@@ -125,7 +125,7 @@ def step_of(name: str, seed: int, kind: str, size: float) -> TrainStep:
 def certificate(name: str, seed: int, kind: str, size: float) -> Certificate:
     """Compare a program with itself, with a fault of a size."""
     pair = (step_of(name, seed, kind, one) for one in (0.0, size))
-    found = verify_pair(*pair, STEPS).certificate
+    found = verify_pair(*pair, STEPS).report.certificate
     assert found is not None
     return found
 
