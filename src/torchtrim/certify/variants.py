@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import torch
 from msgspec.structs import replace
 
 from torchtrim.certify.certify import (
     NOISE_FACTOR,
     certify,
 )
-from torchtrim.certify.compare import before_update, differences, largest_difference, sample_of
+from torchtrim.certify.compare import (
+    before_update,
+    difference,
+    differences,
+    largest_difference,
+    sample_of,
+)
 from torchtrim.certify.contest import Contest, Jobs
 from torchtrim.core.isolation import isolated
 from torchtrim.executor.registry import Replaces, technique
@@ -19,6 +27,7 @@ from torchtrim.records.certificate import Certificate, Coverage, SemanticChange,
 from torchtrim.records.plan import Plan, Technique
 from torchtrim.records.trial import Request, Trial
 from torchtrim.runner.live import RunShadow, Shadow, ShadowTask, StepVerdict
+from torchtrim.runner.regions import RegionResult
 from torchtrim.runner.script import Script, working_folder
 from torchtrim.runner.trials import Progress, Workload
 
@@ -175,6 +184,37 @@ def judge(run: RunShadow, *, rounds: bool) -> StepVerdict:
         values = f"every bit of {len(one.step.digests)} values"
         verdict = StepVerdict("equal", f"equals the original, {values}")
     return verdict._replace(bytes=max(one.bytes, other.bytes, verdict.bytes))
+
+
+def judge_region(found: RegionResult, *, rounds: bool) -> StepVerdict:
+    """Compare a region of a planned step with the same call without the plan."""
+    values = [one for pair in found.pairs.values() for one in pair if isinstance(one, torch.Tensor)]
+    size = sum(one.numel() * one.element_size() for one in values)
+    most = 0.0
+    for name, (one, other) in found.pairs.items():
+        share = _share(one, other)
+        most = max(most, share)
+        exact = not rounds or name.startswith(("attribute", "random"))
+        if share > (0.0 if exact else _ROUNDING_LIMIT):
+            why = f"differs from the original in {found.name}, first in {name}, by {share:.1e}"
+            return StepVerdict("different", why, size)
+    if most:
+        why = f"{found.name} differs by {most:.1e}, as rounding does"
+        return StepVerdict("equal", why, size)
+    why = f"{found.name} equals the original, every bit of {len(found.pairs)} values"
+    return StepVerdict("equal", why, size)
+
+
+def _share(one: Any, other: Any) -> float:
+    """Return the difference, relative to the largest number; inf for what is not a number."""
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return 0.0 if one == other else math.inf
+    wide = (
+        value.to(torch.complex128 if value.is_complex() else torch.float64)
+        for value in (one, other)
+    )
+    gap, scale = difference(*wide)
+    return gap / scale if gap else 0.0
 
 
 def _failed(one: str, other: str) -> StepVerdict:

@@ -31,6 +31,7 @@ from torchtrim.evidence.evidence import Evidence, keep_value
 from torchtrim.records.plan import Plan
 from torchtrim.records.trial import TrialStep
 from torchtrim.runner.planned_script import Applier, EndOfScript
+from torchtrim.runner.regions import Region, RegionResult, Regions
 
 Found = Literal["equal", "different", "unchecked"]
 # A copy's limit: a minute for its digests, and 20 steps' time on one thread, since it runs single-threaded.
@@ -89,6 +90,7 @@ class Live(Applier, Listener):
         plan: Plan,
         every: int,
         judge: Callable[[RunShadow], StepVerdict],
+        judge_region: Callable[[RegionResult], StepVerdict],
         differs: Callable[[Live, int, StepVerdict], None],
     ) -> None:
         super().__init__(plan, stays=True)
@@ -96,6 +98,9 @@ class Live(Applier, Listener):
         self.seconds: list[float] = []
         self._every = every
         self._judge = judge
+        self._judge_region = judge_region
+        self._regions: Regions | None = None
+        self._region: Region | None = None
         self._differs = differs
         self._steps = 0
         self._began = self._step_began = time.perf_counter()
@@ -109,7 +114,8 @@ class Live(Applier, Listener):
         return self._copy is None
 
     def root_appears(self, root: nn.Module) -> None:
-        _check_copies(root)
+        if _stays_in_process(root) and self._regions is None:
+            self._regions = Regions(self._plan, self.modules.roots)
         super().root_appears(root)
 
     def training_begins(self) -> None:
@@ -119,6 +125,7 @@ class Live(Applier, Listener):
     def step_ends(self) -> None:
         if self._copy is not None:
             self._finish()
+        self._close_region(StepVerdict("unchecked", _NOT_REACHED))
         took = time.perf_counter() - self._step_began
         self._step_seconds = [*self._step_seconds[1 - _STEPS :], took]
         self._steps += 1
@@ -126,21 +133,43 @@ class Live(Applier, Listener):
 
     def _next(self) -> None:
         if (self._steps + 1) % self._every == 0 and self._applied:
+            if self._regions is not None:
+                self._region = self._regions.next()
+                return
             begin = time.perf_counter()
             try:
                 verdict = self._judge(self._ask)
             except _InCopy:
                 return
-            self.seconds.append(time.perf_counter() - begin)
-            self.checked.append((self._steps + 1, verdict))
-            share = sum(self.seconds) / max(time.perf_counter() - self._began, 1e-9)
-            tell(
-                f"step {self._steps + 1}: {verdict.reason} (checked in {self.seconds[-1]:.2f} s, {share:.1%} "
-                f"of the run so far, and at most {verdict.bytes / 2**20:.0f} MiB more)"
-            )
-            if verdict.found == "different":
-                self._differs(self, self._steps + 1, verdict)
+            self._note(verdict, time.perf_counter() - begin)
         self._step_began = time.perf_counter()
+
+    def _note(self, verdict: StepVerdict, seconds: float) -> None:
+        self.seconds.append(seconds)
+        self.checked.append((self._steps + 1, verdict))
+        share = sum(self.seconds) / max(time.perf_counter() - self._began, 1e-9)
+        tell(
+            f"step {self._steps + 1}: {verdict.reason} (checked in {seconds:.2f} s, {share:.1%} "
+            f"of the run so far, and at most {verdict.bytes / 2**20:.0f} MiB more)"
+        )
+        if verdict.found == "different":
+            self._differs(self, self._steps + 1, verdict)
+
+    def backward_ends(self) -> None:
+        """Judge the region of a step that is checked without a copy of the process."""
+        if self._region is not None and (found := self._region.result()) is not None:
+            self._close_region(self._judge_region(found))
+
+    def _close_region(self, verdict: StepVerdict) -> None:
+        region, self._region = self._region, None
+        if region is not None:
+            region.end()
+            self._note(verdict, region.seconds)
+
+    @property
+    def is_in_step(self) -> bool:
+        """True if steps are checked within themselves, so that a difference is found after backward."""
+        return self._regions is not None
 
     def _ask(self, task: ShadowTask) -> Shadow | None:
         usual = statistics.median(self._step_seconds or [1.0]) * torch.get_num_threads()
@@ -262,22 +291,19 @@ class _InCopy(Exception):
 
 
 _INSTEAD = "Leave it out, and compare some steps before: `torchtrim verify` with the same --plan."
+_NOT_REACHED = "not checked: no backward reached the region that was to be checked"
 
 
-def _check_copies(root: nn.Module) -> None:
-    tensors = [*root.parameters(), *root.buffers()]
-    elsewhere = [str(one.device) for one in tensors if one.device.type not in ("cpu", "meta")]
-    why = ""
-    if sys.platform != "linux" or not Path("/proc/self/fd").is_dir():
-        why = "which needs Linux"
-    elif elsewhere:
-        why = f"and the memory of {elsewhere[0]} cannot be copied with it"
-    elif torch.distributed.is_available() and torch.distributed.is_initialized():
-        why = "and a copy of a rank cannot talk with other ranks"
-    if why:
-        raise EndOfScript(
-            Unsupported(f"--verify-every runs a step in a copy of the process, {why}. {_INSTEAD}")
-        )
+def _stays_in_process(root: nn.Module) -> bool:
+    """Return True where a copy of the process would not have the root's tensors, or cannot be made.
+
+    Raises `EndOfScript` for a rank, which neither way can check: gradients are of all ranks.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise EndOfScript(Unsupported(f"--verify-every does not support several ranks. {_INSTEAD}"))
+    tensors = (*root.parameters(), *root.buffers())
+    on_device = any(one.device.type not in ("cpu", "meta") for one in tensors)
+    return on_device or sys.platform != "linux" or not Path("/proc/self/fd").is_dir()
 
 
 def tell(text: str) -> None:

@@ -21,7 +21,7 @@ from torchtrim.capture.workload import TrainStep
 from torchtrim.certify.certify import failed
 from torchtrim.certify.compare import KEPT_BY_PYTHON
 from torchtrim.certify.contest import Contest
-from torchtrim.certify.variants import certify_ranks, judge
+from torchtrim.certify.variants import certify_ranks, judge, judge_region
 from torchtrim.errors import Diverged, ScriptFailed, UsageError
 from torchtrim.executor.apply import sha256_of
 from torchtrim.records.certificate import (
@@ -249,7 +249,8 @@ def run_checked(
     differs: Callable[[Live, int, StepVerdict], None] = partial(_stop, name)
     if on_difference == "revert":
         differs = _revert
-    live = Live(plan, every, partial(judge, rounds=rounds), differs)
+    judges = partial(judge, rounds=rounds), partial(judge_region, rounds=rounds)
+    live = Live(plan, every, *judges, differs)
     try:
         run_planned(script, plan, live, report)
     finally:
@@ -259,16 +260,18 @@ def run_checked(
 
 def _revert(live: Live, number: int, _: StepVerdict) -> None:
     live.take_back()
-    tell(f"the plan was reverted before step {number}, and the run goes on without it")
+    when = f"after the backward of step {number}" if live.is_in_step else f"before step {number}"
+    tell(f"the plan was reverted {when}, and the run goes on without it")
 
 
 def _stop(name: str, live: Live, number: int, verdict: StepVerdict) -> None:
     path = Path.cwd() / f"{name}-before-step-{number}.pt"
     write_atomically(path, _saved(live, number - 1))
+    when = "its update, after its forward wrote buffers" if live.is_in_step else "it"
     raise EndOfScript(
         Diverged(
-            f"step {number} {verdict.reason}. The run was stopped before it: {path.name} has the state of "
-            f"its models, optimizers and random generators after step {number - 1}, for torch.load. "
+            f"step {number} {verdict.reason}. The run was stopped before {when}: {path.name} has the state "
+            f"of its models, optimizers and random generators after step {number - 1}, for torch.load. "
             "Continue from there without the plan, or with --on-difference revert."
         )
     )

@@ -50,7 +50,7 @@ class _Run(click.Command):
     "every",
     type=click.IntRange(1),
     metavar="N",
-    help="Before every N-th step, compare it with the original step in copies of the process.",
+    help="Compare every N-th step with the original: in copies of the process, on a GPU module by module.",
 )
 @click.option(
     "--on-difference",
