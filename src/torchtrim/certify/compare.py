@@ -66,7 +66,8 @@ def _states(step: TrialStep) -> dict[str, str]:
 def built_otherwise(found: list[str], one: Trial, other: Trial) -> tuple[list[str], list[str]]:
     """Split differences into those of results, and those of how a program is built.
 
-    As an attribute of a module that the other program lacks, or the number of a module's calls without hooks.
+    As an attribute of a module that the other program lacks, or how often a module without hooks is called. If
+    its children are called, and it is not, its `forward` was: that skips hooks, as those of wrappers.
     """
     built = [label for label in found if _is_built(label, one, other)]
     return [label for label in found if label not in set(built)], built
@@ -74,13 +75,14 @@ def built_otherwise(found: list[str], one: Trial, other: Trial) -> tuple[list[st
 
 def _is_built(label: str, one: Trial, other: Trial) -> bool:
     number, _, name = label.partition("/")
-    sides = [trial.steps[int(number)].digests.get(name) for trial in (one, other)]
+    steps = [trial.steps[int(number)].digests for trial in (one, other)]
+    sides = [digests.get(name) for digests in steps]
     if name.startswith("attribute:"):
         return None in sides
+    has_children = any(label.startswith(f"{name}.") for digests in steps for label in digests)
     # Calls, pre-hooks and hooks: a hook may do anything.
-    return name.startswith("call:") and all(
-        text is None or text.endswith("0, 0]") for text in sides
-    )
+    plain = all(text is None or text.endswith(" 0, 0]") for text in sides)
+    return name.startswith("call:") and plain and not has_children
 
 
 def left_behind(one: Trial, other: Trial) -> list[str]:
