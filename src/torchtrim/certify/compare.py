@@ -66,8 +66,8 @@ def _states(step: TrialStep) -> dict[str, str]:
 def built_otherwise(found: list[str], one: Trial, other: Trial) -> tuple[list[str], list[str]]:
     """Split differences into those of results, and those of how a program is built.
 
-    As an attribute of a module that the other program lacks, or how often a module without hooks is called. If
-    its children are called, and it is not, its `forward` was: that skips hooks, as those of wrappers.
+    As an attribute of a module that the other program lacks, or how often a module without hooks is called.
+    If only its children are called, its `forward` was called directly, which skips the hooks of wrappers.
     """
     built = [label for label in found if _is_built(label, one, other)]
     return [label for label in found if label not in set(built)], built
