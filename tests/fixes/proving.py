@@ -308,37 +308,30 @@ def syncs_go(fix: Fix, code: str, inputs: Inputs) -> tuple[int, int]:
 
 
 def run(code: Any, inputs: Inputs) -> Run:
-    """Return the result of `function`, its inputs afterwards with their gradients, and the random stream
-    with the type of an error in backward."""
+    """Return `function`'s result, its inputs with gradients, the random stream and backward's error."""
     space: dict[str, Any] = {}
     exec(code, space)
     own = copied(inputs)
     torch.manual_seed(5)
     random.seed(5)
+    failed = None
     try:
         result = space["function"](**own)
+        losses = [one for one in leaves(result) if one.requires_grad and one.is_floating_point()]
+        if losses:
+            try:
+                sum((one.double() * weight_of(one)).sum() for one in losses).backward()
+            except Exception as error:  # backward's, not the function's
+                failed = type(error)
     except Exception as error:
         return type(error), own, None
-    failed = _backward_fails(result)
     return result, own, (torch.get_rng_state(), (random.getstate(), failed))
-
-
-def _backward_fails(result: Any) -> type[Exception] | None:
-    """Run backward from a result; return the type of its error, which is none of the function itself."""
-    losses = [one for one in leaves(result) if one.requires_grad and one.is_floating_point()]
-    try:
-        if losses:
-            sum((one.double() * weight_of(one)).sum() for one in losses).backward()
-    except Exception as error:
-        return type(error)
-    return None
 
 
 def weight_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a weight for each element, so that gradients tell elements apart."""
-    return torch.linspace(0.5, 1.5, max(tensor.numel(), 1), dtype=torch.float64)[
-        : tensor.numel()
-    ].view(tensor.shape)
+    weights = torch.linspace(0.5, 1.5, max(tensor.numel(), 1), dtype=torch.float64)
+    return weights[: tensor.numel()].view(tensor.shape)
 
 
 def agree(rewrite: Rewrite, before: str, after: str, inputs: Inputs) -> bool:

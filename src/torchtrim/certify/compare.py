@@ -180,6 +180,7 @@ def is_updated(label: str) -> bool:
 
 
 def name_of(label: str) -> str:
+    """Return `"loss:loss"` for `"0/loss:loss"`."""
     return label.partition("/")[2]
 
 
@@ -221,6 +222,7 @@ def sample_of(names: list[str]) -> tuple[str, ...]:
 
 
 def has_values(name: str) -> bool:
+    """Return True for a label of numbers that may be rounded, not of a count or a digest alone."""
     if name_of(name).startswith((*_COUNTED, GENERATOR)):
         return False
     if name_of(name).startswith(KEPT_BY_PYTHON):

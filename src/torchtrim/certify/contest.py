@@ -30,6 +30,7 @@ class Contest(NamedTuple):
 
 
 def keeping(request: Request, names: tuple[str, ...], *, double: bool = False) -> Request:
+    """Return a request that keeps the values of these names."""
     return msgspec.structs.replace(request, keep=names, double=double, measured=False)
 
 
@@ -55,6 +56,7 @@ def attempt(
 
 @contextmanager
 def folders(count: int) -> Iterator[tuple[Path, ...]]:
+    """Make folders for the values of as many runs."""
     with ExitStack() as stack:
         yield tuple(stack.enter_context(working_folder()) for _ in range(count))
 

@@ -124,7 +124,9 @@ def _copied(value: Any, *, double: bool, seed: int) -> Any:
 
 def _tensors(result: Any) -> list[torch.Tensor]:
     return [
-        one if isinstance(one, torch.Tensor) else torch.tensor(one, dtype=torch.float64)
+        one
+        if isinstance(one, torch.Tensor)
+        else torch.tensor(one, dtype=torch.float64, device="cpu")
         for one in tree_leaves(result)
         if isinstance(one, torch.Tensor | bool | int | float)
     ]
@@ -132,8 +134,9 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 def _weights(tensor: torch.Tensor) -> torch.Tensor:
     """Return a weight for each element, so that gradients tell elements apart."""
-    weights = torch.linspace(0.5, 1.5, max(tensor.numel(), 1), dtype=torch.float64)
-    return weights[: tensor.numel()].view(tensor.shape).to(tensor.device)
+    count, device = tensor.numel(), tensor.device
+    weights = torch.linspace(0.5, 1.5, max(count, 1), dtype=torch.float64, device=device)
+    return weights[:count].view(tensor.shape)
 
 
 def _name(function: Callable[..., Any]) -> str:
