@@ -36,10 +36,13 @@ class Signs(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure() if closure else None
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     p.add_(p.grad.sign(), alpha=-group["lr"])
+        return loss
 """
 
 OPTIMIZERS: dict[str, Optimizer] = {

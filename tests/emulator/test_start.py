@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchtrim.capture.waits import sync_detector
 from torchtrim.emulator import Emulation, current
 from torchtrim.emulator.start import OnDemand
 
@@ -80,6 +81,16 @@ def test_a_librarys_question_does_not(sources: Sources) -> None:
 def test_a_librarys_question_on_the_users_behalf_does_not(sources: Sources) -> None:
     library = sources.librarys("torch.cuda.is_available()")
     assert not sources.users("args[0]()")(library)
+    assert current() is None
+
+
+def test_questions_of_torch_and_torchtrim_for_themselves_do_not(sources: Sources) -> None:
+    """A recorder that starts within a step asks for a device to wait for, each step of NAdam for a graph."""
+    assert sources.users("args[0](None, None)")(sync_detector) is None
+    weight = torch.ones(2, requires_grad=True)
+    weight.grad = torch.ones(2)
+    sources.users("args[0].step()")(torch.optim.NAdam([weight]))
+    sources.users("args[0].random.fork_rng().__enter__()")(torch)
     assert current() is None
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from profiles import training_step
 from steps import Fitting, fitting, quiet, train_step
+from torchtrim.capture.workload import TrainStep
 from torchtrim.records.budget import Budget
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
@@ -75,6 +76,25 @@ def test_what_arguments_had_is_kept_until_the_block_has_run_again() -> None:
     where = tuple(f"Decoder.blocks.{number}" for number in range(4))
     terms = Terms(pins={"recompute": where}, exclude=["optimizer_in_backward", "replay"])
     runs = Fitting(decoder_step(), Request(steps=1), quiet, terms)
+    plan = runs.planner(runs.observe()).floor_plan(Budget(0))
+    assert plan.techniques == (Technique(name="recompute", where=where),)
+    assert runs.run_planned(plan).peak_bytes == plan.predicted.peak_bytes
+
+
+def test_each_backward_of_a_retained_graph_runs_a_block_again() -> None:
+    """Predicted is what is measured: what the first backward makes again is gone before the second."""
+
+    def twice(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward(retain_graph=True)
+        return loss * 0.5
+
+    torch.manual_seed(0)
+    model = Decoder()
+    step = TrainStep(model, twice, torch.optim.SGD(model.parameters()), torch.randn(64, 32))
+    where = tuple(f"Decoder.blocks.{number}" for number in range(4))
+    terms = Terms(pins={"recompute": where}, exclude=["optimizer_in_backward", "replay"])
+    runs = Fitting(step, Request(steps=1), quiet, terms)
     plan = runs.planner(runs.observe()).floor_plan(Budget(0))
     assert plan.techniques == (Technique(name="recompute", where=where),)
     assert runs.run_planned(plan).peak_bytes == plan.predicted.peak_bytes

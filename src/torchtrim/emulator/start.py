@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -38,10 +39,10 @@ class OnDemand:
     def arm(self) -> None:
         """Patch the functions that test for or request a device."""
         cuda: Any = torch.cuda
-        for owner in (cuda, torch.accelerator):
-            for name in ("is_available", "device_count"):
-                self._ask(owner, name, self._tests)
-        self._ask(torch.accelerator, "current_accelerator", self._tests)
+        for name in ("is_available", "device_count"):
+            self._ask(cuda, name, self._tests)
+        for name in ("is_available", "device_count", "current_accelerator"):
+            self._ask(torch.accelerator, name, self._tests_accelerator)
         for name in _NEED_A_DEVICE:
             self._ask(cuda, name, lambda *_, **__: True)
         self._ask(torch.Tensor, "cuda", lambda *_, **__: True)
@@ -75,7 +76,16 @@ class OnDemand:
         self._patches.undo()
 
     def _tests(self, *args: Any, **kwargs: Any) -> bool:
-        spot, _ = self._places.find(sys._getframe(2))
+        return self._is_for_user(sys._getframe(2), "torchtrim.", "torch.random")
+
+    def _tests_accelerator(self, *args: Any, **kwargs: Any) -> bool:
+        """Return True for a test by the user's source, not by an optimizer or a loader of torch."""
+        return self._is_for_user(sys._getframe(2), "torchtrim.", "torch.")
+
+    def _is_for_user(self, frame: FrameType, *others: str) -> bool:
+        if frame.f_globals.get("__name__", "").startswith(others):
+            return False  # though the user's line calls it
+        spot, _ = self._places.find(frame)
         return spot is not None and self._places.is_users(spot)
 
     def _ask(self, owner: Any, name: str, concerns: Any) -> None:

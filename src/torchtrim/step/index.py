@@ -71,6 +71,14 @@ class StepIndex:
         return frozenset(n for call in hooked for n in (*call.inputs, *call.outputs))
 
     @cached_property
+    def passes(self) -> tuple[int, ...]:
+        """For each task, a number that is the same for all tasks of one pass of backward."""
+        found = [0]
+        for task in self._tasks:
+            found.append(found[-1] + (task.phase not in ("backward", "recompute")))
+        return tuple(found)
+
+    @cached_property
     def readers(self) -> dict[int, tuple[int, ...]]:
         """For each tensor, the tasks that read it."""
         return self._tasks_by_tensor(lambda task: task.reads)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.profile import STATE
 from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, joined
+from torchtrim.step.index import index_of
 from torchtrim.step.step import DEVICE, Hold, Span, Step
 
 
@@ -45,24 +46,26 @@ def _of_span(step: Step, span: Span, kept: frozenset[str], early_stop: bool) -> 
     ]
     if not saved:
         return None
-    unpacked = [hold for _, hold in saved if hold.asked >= 0]
-    if not unpacked:
+    passes = _passes(step, saved)
+    if not passes:
         return _unused(step, span, saved)
-    begins = min(hold.asked for hold in unpacked)
-    ends = max(hold.until for hold in unpacked)
     last = span.last
     if early_stop:
         last = max(max(hold.packed for _, hold in saved) + 1, span.first)
     born = {number for task in range(span.first, last) for number in step.made_by[task]}
-    made: defaultdict[int, int] = defaultdict(int)  # the end of each rerun tensor
-    for drop, hold in saved:
-        if drop.tensor in born:  # a tensor never unpacked lasts until backward leaves the span
-            made[drop.tensor] = max(made[drop.tensor], min(hold.until, ends))
-    blocks = [Block(step.tensors[number].bytes, begins, until) for number, until in made.items()]
-    makes = sum(block.bytes for block in blocks)
     again = [i for i in range(span.first, last) if i not in stays]
     own, overhead = sum(step.tasks[i].seconds for i in again), step.overhead
     seconds = own + len(again) * overhead.task + overhead.span
+    blocks, inserts = [], []
+    for (begins, ends), leaves in passes:
+        made: defaultdict[int, int] = defaultdict(int)  # the end of each rerun tensor
+        for drop, _ in saved:
+            if drop.tensor in born:  # a tensor never unpacked lasts until backward leaves the span
+                made[drop.tensor] = max(made[drop.tensor], leaves.get(drop, ends))
+        blocks += [Block(step.tensors[one].bytes, begins, until) for one, until in made.items()]
+        makes = sum(step.tensors[number].bytes for number in made)
+        inserts.append(Insert(begins, seconds, _rise(step, again, made), makes))
+    (begins, ends), _ = passes[-1]
     return Edit(
         drops=tuple(drop for drop, _ in saved),
         needs=(
@@ -70,9 +73,30 @@ def _of_span(step: Step, span: Span, kept: frozenset[str], early_stop: bool) -> 
             *(Need(number, begins) for number in results),
         ),
         blocks=(*blocks, Block(_kept_bytes(step, again), span.first, ends)),
-        inserts=(Insert(begins, seconds, _rise(step, again, made), makes),),
+        inserts=tuple(inserts),
         claims=(span,),
     )
+
+
+def _passes(step: Step, saved: Iterable[tuple[Drop, Hold]]) -> list[tuple[Span, dict[Drop, int]]]:
+    """Return the tasks of each backward through the saved tensors, and those that it leaves each before.
+
+    A retained graph has several, each of which reruns the span: nothing is held from one to the next.
+    """
+    numbers = index_of(step).passes
+    found: defaultdict[int, dict[Drop, Span]] = defaultdict(dict)
+    for drop, hold in saved:
+        for task in (hold.asked, *step.backward.get(hold.saver, ())) if hold.asked >= 0 else ():
+            first, last = found[numbers[task]].get(drop, (task, 0))
+            until = max(last, min(task + 1, hold.until))
+            found[numbers[task]][drop] = Span(min(first, task), until)
+    return [
+        (
+            Span(min(one.first for one in of.values()), max(one.last for one in of.values())),
+            {drop: one.last for drop, one in of.items()},
+        )
+        for _, of in sorted(found.items())
+    ]
 
 
 def _unused(step: Step, span: Span, saved: Sequence[tuple[Drop, Hold]]) -> Edit:
