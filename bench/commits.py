@@ -5,9 +5,10 @@
 `commits.json` names commits whose purpose, or part of it, was to take out syncs, and the removed lines that
 are syncs, each judged by hand from the commit. It has no source: `DIR/OWNER+NAME/repo` is a git folder of
 each project. A line is found if a finding is on it; a commit is quiet afterwards if no finding is on a line
-that it added. A line has a fix if `lint` writes one there with which the finding is gone. `short`: it adds at
-most as many lines as the commit did where it removed that line. `tests of kinds`: it adds a test of a rank,
-type, shape or of being a tensor, in any spelling.
+that it added. A line has a fix if `lint` writes one there with which the finding is gone, and a diff to copy
+if `lint` shows one that only a person can decide on. `short`: a fix adds at most as many lines as the commit
+did where it removed that line. `tests of kinds`: it adds a test of a rank, type, shape or of being a tensor,
+in any spelling.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Seen(NamedTuple):
     after: tuple[str, ...]
     short: int
     tested: tuple[str, ...]
+    shown: int
 
 
 def seen(row: dict[str, Any], repository: Path) -> Seen:
@@ -70,6 +72,10 @@ def seen(row: dict[str, Any], repository: Path) -> Seen:
         ),
         tested=tuple(
             f"{path}:{line}" for (path, line), diff in diffs.items() if _adds_test_of_kinds(diff)
+        ),
+        shown=sum(
+            any(f.fix and f.fix.kind != "code" and f.fix.diff for f in found)
+            for found in at.values()
         ),
         lines=len(labelled),
         missed=tuple(f"{path}:{line}" for (path, line), found in at.items() if not found),
@@ -164,6 +170,8 @@ def measure(mirrors: Path) -> tuple[dict[str, Any], list[str]]:
         "findings_on_added_lines": sum(len(one.after) for one in results),
         "lines_with_a_fix": sum(one.fixed for one in results),
         "commits_with_a_fix": sum(one.fixed > 0 for one in results),
+        "lines_with_a_diff_to_copy": sum(one.shown for one in results),
+        "commits_with_a_fix_or_a_diff": sum(one.fixed + one.shown > 0 for one in results),
         "fixes_no_longer_than_theirs": sum(one.short for one in results),
         "fixes_with_tests_of_kinds": sum(len(one.tested) for one in results),
     }, told

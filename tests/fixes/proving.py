@@ -12,7 +12,7 @@ import copy
 import math
 import random
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -29,15 +29,14 @@ from torchtrim.rewriter.edits import patch
 from torchtrim.rewriter.fix import Fix, Match, Rewrite
 from torchtrim.source.facts import Facts, FixRefused, StaticValue
 from torchtrim.source.source import SourceFile
-from torchtrim.workflows.fix_writing import Observation, kinds_of, probes_of, written
+from torchtrim.workflows.fix_writing import Observation, WrittenFix, kinds_of, probes_of, written
 
 DRAWS = 4
 LONGEST = 1.5
 """Seconds for cases of every rank and type in one proof; a fix has several."""
-STRANGERS = 3
-MOST_PLAIN = 2
-"""Structures whose fix is also tried without tests of ranks and types, on inputs of any kind."""
-PLAIN_SHARE = 1 / 8
+MOST_WHOLE = 2
+"""Texts of a proof that are also tried on inputs of any kind, if the function as a whole agrees on them."""
+WHOLE_SHARE = 1 / 8
 """Proofs that do so if few cases are wanted: it takes seconds."""
 FOREIGN, FEW_FOREIGN, PATIENCE = 8, 8, 30
 """Cases of every rank and type for each structure, or in a proof of few draws; how many are tried for one."""
@@ -51,15 +50,13 @@ class Proof:
     """The outcomes of the cases.
 
     `agreed`: the original returned a result, and the fix the same; `raised`: both raised alike, which proves
-    nothing; `strange`: cases of another structure than the evidence that agreed; `foreign`: inputs of any
-    rank or type that the original accepts; `plain`: such inputs of code without tests of ranks and types.
+    nothing; `foreign`: inputs of any rank or type that the original accepts, of fixes with which the function
+    as a whole agrees.
     """
 
     agreed: int = 0
     raised: int = 0
-    strange: int = 0
     foreign: int = 0
-    plain: int = 0
     all_drawn: bool = True
     refused: Counter[str] = field(default_factory=Counter)
     unsafe: Counter[str] = field(default_factory=Counter)
@@ -85,15 +82,14 @@ def prove(
     again. Raises `AssertionError` with the inputs if anything differs: results, gradients, in-place writes,
     the random stream.
 
-    Code written by the evidence of one structure has to agree on draws of others too, and on inputs of ranks
-    0 to 5 and of all types, if the original accepts them: 8 for each structure in `make test-all`, so that a
-    fix with 250 is tried on 2,000, from a new seed. `suggested` includes fixes that are not safe. Few
-    structures are drawn, with another seed, unless all are wanted, or all of the few are refused.
+    Code with which the whole function agrees on all kinds of input, by `kinds_of`, has to agree on inputs of
+    ranks 0 to 5 and of all types that the original accepts: 8 for each structure in `make test-all`, as
+    far as `LONGEST` allows, from a new seed. `suggested` includes fixes that are not safe. Few structures are
+    drawn, with another seed, unless all are wanted, or all of the few are refused.
     """
     few = draws.count(structures)
     proof = Proof(all_drawn=few == structures)
-    others: deque[Inputs] = deque(maxlen=STRANGERS)
-    done: list[tuple[Rewrite, str, Inputs]] = []
+    done: dict[str, Inputs] = {}
     start = f"{seed}" if proof.all_drawn else f"{seed}/{draws.seed()}"
     for number in range(2 * structures):
         if number >= few + math.ceil(proof.raised / DRAWS) and (proof.all_drawn or proof.agreed):
@@ -112,28 +108,21 @@ def prove(
             accepted = agree(rewrite, code, after, draw)
             proof.agreed += accepted
             proof.raised += not accepted
-        proof.strange += sum(agree_if_accepted(rewrite, code, after, cases[0], o) for o in others)
-        others.append(cases[-1])
-        done.append((rewrite, after, cases[0]))
-    if done:
-        proof.foreign = _foreign_that_agree(code, done, structures)
-    tried = draws.is_full() or random.Random(start).random() < PLAIN_SHARE
-    plain = [_plain(fix, code, evidence) for _, _, evidence in done[: MOST_PLAIN * tried]]
-    if shown := [one for one in plain if one is not None]:
-        proof.plain = _foreign_that_agree(code, shown, MOST_PLAIN, whole=True)
+        done.setdefault(after, cases[0])
+    if draws.is_full() or random.Random(start).random() < WHOLE_SHARE:
+        tried = [whole(fix, code, evidence) for evidence in [*done.values()][:MOST_WHOLE]]
+        shown = [one for one in tried if one is not None]
+        proof.foreign = _foreign_that_agree(code, shown, structures) if shown else 0
     return proof
 
 
-def _plain(fix: Fix, code: str, evidence: Inputs) -> tuple[Rewrite, str, Inputs] | None:
-    """Return the fix without tests of kinds, if the function as a whole agrees on all kinds tried."""
-    try:
-        (match,) = matches(fix, code)
-        seen = _observed(match, code, evidence)
-        rewrite = fix.rewrite(match, Facts(seen.parts, plain=True))
-        tried = kinds_of(rewrite, seen.inputs)
-    except FixRefused:
-        return None
-    whole = tried is not None and not tried.differs
+def whole(fix: Fix, code: str, evidence: Inputs) -> tuple[Rewrite, str, Inputs] | None:
+    """Return the fix by the evidence, if the function as a whole agrees on all kinds tried."""
+    (match,) = matches(fix, code)
+    seen = _observed(match, code, evidence)
+    rewrite = fix.rewrite(match, Facts(seen.parts))
+    tried = kinds_of(rewrite, seen.inputs)
+    whole = tried is not None and not tried.differs and tried.complete
     return (rewrite, text_of(rewrite), evidence) if whole else None
 
 
@@ -152,19 +141,15 @@ def writings(
 
 
 def _foreign_that_agree(
-    code: str,
-    written: list[tuple[Rewrite, str, Inputs]],
-    structures: int,
-    *,
-    whole: bool = False,
+    code: str, written: list[tuple[Rewrite, str, Inputs]], structures: int
 ) -> int:
     """Try the written code on inputs of ranks 0 to 5 and of all types, until the original accepted enough.
 
-    `whole`: only inputs that the function as a whole accepts, not an early return alone.
+    Only inputs count that the function as a whole accepts, not an early return alone.
     """
     rng = random.Random(f"{draws.seed()}/{code}")
     wanted = FOREIGN * structures if draws.is_full() else FEW_FOREIGN
-    lines = [lines_of(partial(raises, code), rng, one[2], MANY_REDRAWN) for one in written if whole]
+    lines = [lines_of(partial(raises, code), rng, one[2], MANY_REDRAWN) for one in written]
     found, until = 0, time.monotonic() + LONGEST
     for _ in range(PATIENCE * wanted):
         if found >= wanted or time.monotonic() > until:
@@ -172,9 +157,7 @@ def _foreign_that_agree(
         number = rng.randrange(len(written))
         rewrite, after, evidence = written[number]
         stranger = foreign(rng, evidence)
-        if not whole or lines[number] <= lines_of(
-            partial(raises, code), rng, stranger, FEW_REDRAWN
-        ):
+        if lines[number] <= lines_of(partial(raises, code), rng, stranger, FEW_REDRAWN):
             found += agree_if_accepted(rewrite, code, after, evidence, stranger)
     return found
 
@@ -254,10 +237,16 @@ def fixed(fix: Fix, code: str, inputs: Inputs) -> Rewrite:
     return fix.rewrite(match, Facts(_observed(match, code, inputs).parts))
 
 
+def written_by(fix: Fix, code: str, inputs: Inputs) -> WrittenFix:
+    """Return the fix of the first matching place in the code, as `optimize --fix` writes it."""
+    match = matches(fix, code)[0]
+    return written(match, _observed(match, code, inputs))
+
+
 def as_written(fix: Fix, code: str, inputs: Inputs) -> str:
-    """Return the code after the fix of each of its places, as `optimize --fix` writes it."""
-    while found := matches(fix, code):
-        code = text_of(written(found[0], _observed(found[0], code, inputs)).rewrite)
+    """Return the code after the fix of each of its places."""
+    while matches(fix, code):
+        code = text_of(written_by(fix, code, inputs).rewrite)
     return code
 
 

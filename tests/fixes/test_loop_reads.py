@@ -109,7 +109,7 @@ def test_what_may_be_written_to_is_not_safe(body: str) -> None:
     [
         ("for i in range(n):\n    work(x.tolist())", "list of lists"),
         ("for i in [slice(0, 2)]:\n    work(y[i].tolist())", "Python integer"),
-        ("while n and x.sum().item() < 0:\n    n -= 1", "decides whether and when"),
+        ("while n and x.sum().item() < 0:\n    n -= 1", "too often or too early"),
     ],
 )
 def test_invariant_read_is_refused(body: str, reason: str) -> None:

@@ -126,17 +126,12 @@ def test_what_is_written_reads_like_its_surroundings() -> None:
     graded = {**ROW, "x": torch.ones(3, requires_grad=True)}
     body = "p = x[mask > 0]\nt = y[mask > 0]  # wanted\nreturn 1 - F.mse_loss(p, t)"
     assert fixed(body, graded) == (
-        "    if (\n        (x.dim(), y.dim(), mask.dim()) == (1, 1, 1)\n"
-        "        and x.dtype == torch.float32\n        and y.dtype == torch.float32\n    ):\n"
-        "        kept = mask > 0\n        p = torch.where(kept, x, 1)\n"
-        "        t = torch.where(kept, y, 1)  # wanted\n"
-        "        return 1 - "
+        "    kept = mask > 0\n    p = torch.where(kept, x, 1)\n"
+        "    t = torch.where(kept, y, 1)  # wanted\n    return 1 - "
         '(torch.where(kept, F.mse_loss(p, t, reduction="none"), 0).sum() / kept.sum())\n'
-        "    p = x[mask > 0]\n    t = y[mask > 0]  # wanted\n    return 1 - F.mse_loss(p, t)\n"
     )
-    assert "        torch.where(mask, x == y, False).sum()\n        if (x.dim()" in fixed(
-        "return (x[mask] == y[mask]).sum()"
-    )
+    text = fixed("return (x[mask] == y[mask]).sum()")
+    assert text == "    return torch.where(mask, x == y, False).sum()\n"
 
 
 @pytest.mark.parametrize(
@@ -296,6 +291,8 @@ BODIES = [
     "s = scores[mask]\nwanted = labels[mask]  # by name\nreturn F.cross_entropy(s, wanted, reduction='sum')",
     "return F.nll_loss(scores[mask], labels[mask], weight=weight)",
     "picked = scores[mask]\nreturn F.cross_entropy(picked.double(), labels[mask].long(), ignore_index=0)",
+    "kept = labels != 77\nturned = scores.movedim(-1, 1)\n"
+    "return F.cross_entropy(turned.movedim(1, -1)[kept], labels[kept])",
 ]
 
 
@@ -320,14 +317,22 @@ def test_masked_cross_entropy_what_is_written_keeps_names_and_comments() -> None
     body = "s = scores[mask > 0]\nt = labels[mask > 0]  # wanted\nreturn F.cross_entropy(s, t)"
     rewrite = proving.fixed(MASKED_CROSS_ENTROPY, cross_entropy_code(body), inputs())
     assert proving.text_of(rewrite).removeprefix(CROSS_ENTROPY_HEAD) == (
-        "    if (\n        (scores.dim(), labels.dim(), mask.dim()) == (2, 1, 1)\n"
-        "        and scores.dtype == torch.float32\n        and labels.dtype == torch.int64\n    ):\n"
-        "        kept = mask > 0\n        s = scores.masked_fill(~kept.unsqueeze(-1), 0)\n"
-        "        t = torch.where(kept, labels, -100)\n    else:\n"
-        "        s = scores[mask > 0]\n        t = labels[mask > 0]  # wanted\n"
-        "    return F.cross_entropy(s, t)\n"
+        "    kept = mask > 0\n    s = scores.masked_fill(~kept.unsqueeze(-1), 0)\n"
+        "    t = torch.where(kept, labels.long(), -100)  # wanted\n    return F.cross_entropy(s, t)\n"
     )
     assert rewrite.match.lines == (4, 6)
+
+
+def test_long_scores_get_a_name() -> None:
+    body = "return F.cross_entropy(scores.permute(0, 2, 1)[mask], labels[mask], reduction='sum')"
+    images = {"labels": torch.ones(2, 3).long(), "mask": torch.ones(2, 3) > 0}
+    images["scores"] = torch.randn(2, CLASSES, 3, requires_grad=True)
+    rewrite = proving.fixed(MASKED_CROSS_ENTROPY, cross_entropy_code(body), inputs(**images))
+    assert proving.text_of(rewrite).removeprefix(CROSS_ENTROPY_HEAD) == (
+        "    rows = scores.permute(0, 2, 1).masked_fill(~mask.unsqueeze(-1), 0).flatten(0, -2)\n"
+        "    return F.cross_entropy("
+        "rows, torch.where(mask, labels.long(), -100).flatten(), reduction='sum')\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -67,14 +67,9 @@ def inputs(**others: object) -> proving.Inputs:
 def test_what_is_written() -> None:
     rewrite = proving.fixed(FIX, code_of(BODIES[1]), inputs())
     assert proving.text_of(rewrite).removeprefix(HEAD) == (
-        "    if (\n        (mask.dim(), lengths.dim()) == (2, 1)\n"
-        "        and mask.dtype == torch.bool\n        and lengths.dtype == torch.int64\n    ):\n"
-        "        positions = torch.arange(mask.shape[1], device=mask.device)\n"
-        "        ends = torch.where(lengths < 0, lengths + mask.shape[1], lengths)\n"
-        "        mask[:len(lengths)].masked_fill_(positions < ends[:, None], True)\n"
-        "    else:\n"
-        "        for row in range(len(lengths)):\n"
-        "            mask[row, : lengths[row].item()] = True  # real\n"
+        "    positions = torch.arange(mask.shape[1], device=mask.device)\n"
+        "    ends = torch.where(lengths < 0, lengths + mask.shape[1], lengths)\n"
+        "    mask[:len(lengths)].masked_fill_(positions < ends[:, None], True)  # real\n"
         "    return mask\n"
     )
 

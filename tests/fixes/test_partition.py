@@ -66,12 +66,7 @@ def inputs(**others: object) -> proving.Inputs:
 def test_what_is_written() -> None:
     rewrite = proving.fixed(FIX, code_of(BODIES[0]), inputs())
     assert proving.text_of(rewrite).removeprefix(HEAD) == (
-        "    return (\n"
-        "        x[torch.argsort((~mask).byte(), stable=True)]\n"
-        "        if (x.dim(), mask.dim()) == (2, 1) and x.dtype == torch.float32 "
-        "and mask.dtype == torch.bool\n"
-        "        else torch.cat([x[mask], x[~mask]])\n"
-        "    )\n"
+        "    return x[torch.argsort((~mask).byte(), stable=True)]\n"
     )
 
 

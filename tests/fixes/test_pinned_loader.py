@@ -50,6 +50,7 @@ BODIES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 def test_it_is_sound(body: str) -> None:
     assert proving.prove(FIX, HEAD + body, make, structures=84).reaches(336)

@@ -58,7 +58,7 @@ return mask"""
 @pytest.mark.parametrize(
     ("body", "others", "why"),
     [
-        (LOOP, {}, "all rows at once"),
+        (LOOP, {}, "the host reads each row"),
         (BODIES[0], {"lengths": [1, 2]}, "one-dimensional"),
         (BODIES[0].replace("True", "2"), {}, "not True and False"),
     ],
@@ -133,7 +133,7 @@ def test_an_argument_is_refused() -> None:
         KNOWN_REPEATS,
         code,
         {"x": torch.ones(2), "counts": torch.tensor([1, 2])},
-        "with n the sum of `counts`",
+        "the sum of `counts`",
     )
 
 

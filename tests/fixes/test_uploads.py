@@ -103,6 +103,8 @@ SOUND = (
             "torch.eye(\n        n,  # rows\n    ).to(d)",
             "torch.zeros(()).to(d) + n",
             "torch.zeros(*[n, m]).to(d)",
+            "torch.ones(n, m).to(device=d, dtype=t)",
+            "torch.zeros(n).view(-1, 1).to(d, t)",
         ),
     ),
     Sound(
@@ -197,6 +199,7 @@ def test_a_listed_range_without_a_type_is_never_safe(call: str) -> None:
         (MADE_ON_DEVICE, "torch.zeros(n, requires_grad=True).to(d)", "gradient before the move"),
         (MADE_ON_DEVICE, "torch.ones(n).exp().to(d)", "host computes with it"),
         (MADE_ON_DEVICE, "torch.zeros(n).to(torch.float16)", "is a device"),
+        (MADE_ON_DEVICE, "torch.arange(n).to(d, torch.float16)", "the move casts it"),
         (NEW_NUMBER, "x.new_tensor(c)", "small literal number"),
         (NEW_NUMBER, "x.new_tensor([1.0])", "small literal number"),
         (NEW_NUMBER, "x.new_tensor(1e30)", "small literal number"),

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from torchtrim.records.probes import ObservedValue
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, of_forms
-from torchtrim.rewriter.guarded import check_bound, names_tested, with_names
 from torchtrim.rewriter.reads import is_count
 from torchtrim.rewriter.replace import (
     atom,
@@ -213,9 +212,7 @@ def _edits(
             groups += same
         name = same[0].name
         edits.append(TextEdit.of(source, read.node, f"{read.cast}({name})" if read.cast else name))
-    test, _, nodes = names_tested(match, facts, [part for part, _ in reads])
-    check_bound(match, nodes, reads[0][1].node)
-    return (*edits, insert_before(source, reads[0][1].node, _lines(source, torch, groups, test)))
+    return (*edits, insert_before(source, reads[0][1].node, _lines(source, torch, groups)))
 
 
 class _Group(NamedTuple):
@@ -227,18 +224,14 @@ class _Group(NamedTuple):
     kind: str
 
 
-def _lines(source: SourceFile, torch: str, groups: Sequence[_Group], test: str) -> str:
-    """Return the combined read; if the test fails, each tensor is read separately."""
+def _lines(source: SourceFile, torch: str, groups: Sequence[_Group]) -> str:
+    """Return the combined read."""
     names = ", ".join(one.name for one in groups)
-    single = [f"{atom(source, one.tensor)}.item()" for one in groups]
     if len(groups) == 1:
-        return f"{names} = {single[0]}"
+        return f"{names} = {atom(source, groups[0].tensor)}.item()"
     together = f"{names} = {torch}.stack(({', '.join(one.text for one in groups)})).tolist()"
     made = [f"{one.name} = {one.kind}({one.name})" for one in groups if one.kind]
-    if not test:
-        return "\n".join([together, *made])
-    inside = [f"    {line}" for line in (together, *made)]
-    return "\n".join([f"if {test}:", *inside, "else:", f"    {names} = {', '.join(single)}"])
+    return "\n".join([together, *made])
 
 
 def _name(source: SourceFile, read: Read, taken: Sequence[str]) -> str:
@@ -273,13 +266,12 @@ COALESCED_READS: Fix = Fix(
     or in consecutive statements with no side effect in between. The numbers are the same, since a Python
     number holds each value exactly; floats are read together with counts in 64 bits.
 
-    The replacement tests for the observed types, which needs no sync; others are read one by one. The values
-    are assumed to be real numbers, as in the observed run. Refused if fewer than two are on one device with
-    compatible types.
+    The values are assumed to be real numbers, as in the observed run. Refused if fewer than two are on one
+    device with compatible types.
     """,
     codes=("TT101",),
     equivalence="BITWISE",
-    find=with_names(_find_runs),
+    find=_find_runs,
     write=_write_coalesced_reads,
 )
 

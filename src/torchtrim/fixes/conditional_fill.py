@@ -6,8 +6,7 @@ or a part of the tested one.
 
 Refused if `x` would become another tensor that may be written to afterwards, and if it is filled in place
 while autograd records it, since backward may need its old value. A mask that does not fit raises no error
-while it has no true element: so the replacement tests its type and shape, which needs no sync, and keeps the
-original test for others.
+while it has no true element; the replacement always raises one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import NamedTuple
 
 from torchtrim.records.probes import ObservedValue
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, comments
-from torchtrim.rewriter.replace import atom, instead, torch_of
 from torchtrim.source.facts import Facts, FixRefused, is_floating, is_number, is_tensor
 from torchtrim.source.forms import equal, match_form
 from torchtrim.source.names import is_fresh_name, is_private, loads, only_reads
@@ -126,31 +124,7 @@ def _write(match: Match, facts: Facts) -> Writing:
     _need(match, facts, found)
     if found.form not in _IN_PLACE:
         _check_copy(source, found)
-    test, before = ("", ()) if found.form in _CLEANED else _fits(match, facts, found)
-    return Writing((*before, *_edits(source, found, test)))
-
-
-def _fits(match: Match, facts: Facts, found: ConditionalFill) -> tuple[str, tuple[TextEdit, ...]]:
-    source, mask = match.source, found.parts["M"]
-    if not facts.seen:
-        return "", ()
-    known = [known_names(match.parts, values) for values in facts.executions]
-    target = source.segment(found.parts["X"])
-    filled = [seen for names in known if (seen := names.get(ast.unparse(found.parts["X"])))]
-    if not all(map(is_tensor, filled)):
-        raise FixRefused(f"`{target}` is not a tensor")
-    kinds = {seen.dtype for seen in filled}
-    if len(kinds) != 1:
-        raise FixRefused(f"the type of `{target}` differs between observed runs")
-    torch, imports = torch_of(source)
-    text = atom(source, mask)
-    types = f"({text}.dtype, {target}.dtype) == ({torch}.bool, {torch}.{kinds.pop()})"
-    if found.form == "X[M] = V":
-        fits = f"{text}.dim() and {text}.shape == {target}.shape[: {text}.dim()]"
-    else:
-        pairs = f"zip({text}.shape[::-1], {target}.shape[::-1])"
-        fits = f"{text}.dim() <= {target}.dim() and all(a in (1, b) for a, b in {pairs})"
-    return f"{types} and {fits}", imports
+    return Writing(_edits(source, found))
 
 
 def _need(match: Match, facts: Facts, found: ConditionalFill) -> None:
@@ -181,7 +155,9 @@ def _need_mask(
     mask = typed(found.parts["M"], source, known)
     number = known.get(ast.unparse(value))
     plain = isinstance(value, ast.Constant | ast.UnaryOp) or (number and is_number(number))
-    if not is_tensor(filled) or mask is None or mask.dtype != "bool":
+    if not is_tensor(filled):
+        raise FixRefused(f"`{source.segment(found.parts['X'])}` is not a tensor")
+    if mask is None or mask.dtype != "bool":
         facts.leave_open(_FACT)
     elif not _reaches(mask.shape, filled.shape, leading=found.form == "X[M] = V"):
         raise FixRefused("the mask has another shape than its target")
@@ -210,16 +186,13 @@ def _check_copy(source: SourceFile, found: ConditionalFill) -> None:
     if own and all(only_reads(source, use) for use in uses):
         return
     raise FixRefused(
-        f"`{target.id}` may be an alias of another tensor if no element is filled, and the fix would make a "
-        "copy: later in-place writes to it would be lost"
+        f"later in-place writes to `{target.id}` would be lost, which may be an alias. Clone it "
+        "first if a copy is right"
     )
 
 
-def _edits(source: SourceFile, found: ConditionalFill, test: str) -> tuple[TextEdit, ...]:
+def _edits(source: SourceFile, found: ConditionalFill) -> tuple[TextEdit, ...]:
     node, body = found.node, found.node.body[0]
-    if test:
-        text = f"{test} or {source.segment(found.question)}"
-        return (instead(source, found.question, f"({text})" if found.others else text),)
     if found.others:
         return (TextEdit(source.end(found.others[-1]), source.end(found.question), ""),)
     blanks = source.indentation(node)

@@ -6,14 +6,13 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, of_forms
-from torchtrim.rewriter.guarded import for_names_seen, with_names
 from torchtrim.rewriter.reads import (
     bounds_of,
     need_tensor_uses,
     need_wide_uses,
     with_companions,
 )
-from torchtrim.rewriter.replace import replace
+from torchtrim.rewriter.replace import atom, filled, fresh, insert_before, instead, replace
 from torchtrim.source.facts import Facts, FixRefused, is_integral, is_mask, is_number, is_tensor
 from torchtrim.source.selections import mask_of_index
 from torchtrim.source.source import SourceFile
@@ -52,8 +51,7 @@ def _masked(match: Match, facts: Facts) -> Writing:
     need_wide_uses(match, facts)
     edits = replace(match, text, {"X": "values", "M": "kept"})
     bounds = [_clamped(match.source, call) for call in bounds_of(match)]
-    deciding = [part for part in match.parts if part == "M" or part.startswith("WITH")]
-    return Writing(for_names_seen(match, facts, [*edits, *bounds], deciding))
+    return Writing((*edits, *bounds))
 
 
 def _clamped(source: SourceFile, call: ast.Call) -> TextEdit:
@@ -95,18 +93,17 @@ MASKED_COUNT: Fix = Fix(
     divides by a Python number through its reciprocal, so a quotient agrees up to rounding.
 
     Refused if the count is needed as a Python number: as a size, a bound or a condition, or if it leaves the
-    function. The replacement tests for the observed types and ranks, which needs no sync, and keeps the
-    original for others.
+    function.
     """,
     codes=("TT102",),
     equivalence="ROUNDING",
-    find=with_names(_once),
+    find=_once,
     write=_masked,
 )
 
 
 _DISTINCT = "(X.flatten().sort().values.diff() != 0).sum() + (X.numel() > 0)"
-_BUT_ONE = f"{_DISTINCT} - (X == C).any().long()"
+_BUT_ONE = "((V.diff(prepend=~V[:1]) != 0) & (V != C)).sum()"
 _UNIQUE_COUNTS = [
     text.format(one) for text in _LENGTHS for one in ("torch.unique(X)", "X.unique()")
 ]
@@ -121,8 +118,16 @@ def _distinct(match: Match, facts: Facts) -> Writing:
     else:
         need_tensor_uses(match, facts, "X")
         need_wide_uses(match, facts)
-    edits = replace(match, _BUT_ONE if but_one else _DISTINCT, {"X": "values"})
-    return Writing(for_names_seen(match, facts, edits))
+    edits = _but_one(match) if but_one else replace(match, _DISTINCT, {"X": "values"})
+    return Writing(edits)
+
+
+def _but_one(match: Match) -> tuple[TextEdit, ...]:
+    source, node = match.source, match.node_as(ast.Call)
+    flat = fresh(source, node, "flat")
+    before = f"{flat} = {atom(source, match.parts['X'])}.flatten().sort().values"
+    text, _ = filled(match, _BUT_ONE, {"V": flat})
+    return insert_before(source, node, before), instead(source, node, text)
 
 
 DISTINCT_COUNT: Fix = Fix(
@@ -138,9 +143,7 @@ DISTINCT_COUNT: Fix = Fix(
     """,
     codes=("TT102",),
     equivalence="BITWISE",
-    find=with_names(
-        with_companions(of_forms(lambda: DISTINCT_COUNT, *_UNIQUE_BUT_ONE, *_UNIQUE_COUNTS))
-    ),
+    find=with_companions(of_forms(lambda: DISTINCT_COUNT, *_UNIQUE_BUT_ONE, *_UNIQUE_COUNTS)),
     write=_distinct,
 )
 
@@ -163,13 +166,13 @@ _BINS = (
 def _counted(match: Match, facts: Facts) -> Writing:
     if match.form in _UNKNOWN:
         raise FixRefused(
-            "the data decides the length of the result. If the number of values is known, write "
-            "`torch.zeros(k, dtype=torch.int64, device=x.device).scatter_add_(0, x, torch.ones_like(x))`"
+            "the data decides its length. For k values: `torch.zeros(k).scatter_add_(0, x, "
+            "torch.ones_like(x))`"
         )
     if match.form in _WEIGHTED:
         raise FixRefused(
-            "it gives integers for an empty input, else the weights' type. If the number k of values "
-            "is known, write `torch.zeros(k, dtype=w.dtype, device=w.device).scatter_add_(0, x, w)`"
+            "it gives integers for an empty input, else floats. For k values: "
+            "`torch.zeros(k).scatter_add_(0, x, w)`"
         )
     facts.need(
         f"`{match.text('X')[:60]}` is a one-dimensional integer tensor",

@@ -6,7 +6,6 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.rewriter.fix import Equivalence, Fix, Match, TextEdit, Writing
-from torchtrim.rewriter.guarded import check_bound, names_tested, with_names
 from torchtrim.rewriter.reads import (
     Computed,
     computed_of,
@@ -89,22 +88,18 @@ def _sum_edits(
     assert isinstance(node.target, ast.Name)
     name = node.target.id
     torch, imports = torch_of(source)
-    test, _, nodes = names_tested(match, facts, [f"L{n}" for n in range(len(computed.reads))])
-    check_bound(match, nodes, node)
     read = f"{name}.item() if {torch}.is_tensor({name}) else {name}"
-    plain = not test and (integral or float_only)
+    plain = integral or float_only or _is_only_divided(source, node, loop)
     if plain:
         read, imports = f"{'int' if integral else 'float'}({name})", ()
     text = on_device(source, node.value, computed, facts, ".long()" if integral else ".double()")
     sign = "+" if isinstance(node.op, ast.Add) else "-"
-    if plain and (not facts.seen or (facts.plain and _are_flat(facts, computed))):
+    if plain and (not facts.seen or _are_flat(facts, computed)):
         return (
             TextEdit.of(source, node, f"{name} {sign}= {text}"),
             *_plain_reads(source, node, loop, read),
         )
-    if test:
-        text = f"({text} if {test} else {source.segment(node.value)})"
-    elif not isinstance(node.value, ast.Call):
+    if not isinstance(node.value, ast.Call):
         text = f"({text})"
     edits = [TextEdit.of(source, node, f"{name} = {name} {sign} {text}"), *imports]
     inner, every = loads(loop, name), loads(source.function(node), name)
@@ -126,6 +121,19 @@ _FEW = 2
 """Reads after a loop that are written in place. Arbitrary: one more line is shorter than three."""
 
 
+def _is_only_divided(source: SourceFile, node: ast.AugAssign, loop: Loop) -> bool:
+    """Return True if each use of the sum that may still be its initial integer divides it, to a float."""
+    assert isinstance(node.target, ast.Name)
+    name, function = node.target.id, source.function(node)
+    uses = [use for use in loads(function, name) if not _is_summed(source, use, node, loop)]
+    outer = [source.parents[use] for use in uses]
+    divided = (
+        isinstance(one, ast.BinOp) and isinstance(one.op, ast.Div) and one.left is use
+        for one, use in zip(outer, uses, strict=True)
+    )
+    return not isinstance(function, ast.Module) and len(outer) <= _FEW and all(divided)
+
+
 def _plain_reads(
     source: SourceFile, node: ast.AugAssign, loop: Loop, read: str
 ) -> Iterator[TextEdit]:
@@ -140,14 +148,19 @@ def _plain_reads(
         outer = []
     for use in (*inner, *outer):
         _need_own_text(source, use)
-        summed = len(stores(loop, name)) == 1 and _follows(source, use, node)
+        summed = _is_summed(source, use, node, loop)
         yield TextEdit.of(source, use, f"{name}.item()" if summed else read)
 
 
-def _follows(source: SourceFile, use: ast.AST, node: ast.AugAssign) -> bool:
-    """Return True if a use runs only after a statement of its block, or in a later statement's body."""
+def _is_summed(source: SourceFile, use: ast.Name, node: ast.AugAssign, loop: Loop) -> bool:
+    """Return True if a use runs only after the sum in the same iteration, with no other value in between."""
     block = source.block(node)
-    return any(within(use, later) for later in block[block.index(node) + 1 :])
+    if not any(within(use, later) for later in block[block.index(node) + 1 :]):
+        return False
+    others = [store for store in stores(loop, use.id) if source.parents[store] is not node]
+    repeated = source.loop(use) is not source.loop(node)
+    between = range(source.end(node), source.start(use))
+    return not any(repeated or source.start(store) in between for store in others)
 
 
 def _need_own_text(source: SourceFile, use: ast.Name) -> None:
@@ -165,14 +178,13 @@ ACCUMULATED_READ: Fix = Fix(
     Python does, so it is the same number: `total += loss.detach().double()`. Counts stay integers. The sum is
     read where its number is used: `print(total.item())` in the loop, `float(total)` after it.
 
-    The replacement tests for the observed types, which needs no sync; others are read as before. Also applies
-    to sums of products, `total += loss.item() * n`. Refused if other code may see `total` in the meantime: an
-    attribute, a name of an inner function, a `try` that continues. If the sum contains a division by a
-    number, the device may round differently.
+    Also applies to sums of products, `total += loss.item() * n`. Refused if other code may see `total` in the
+    meantime: an attribute, a name of an inner function, a `try` that continues. If the sum contains a
+    division by a number, the device may round differently.
     """,
     codes=("TT101",),
     equivalence="ROUNDING",
-    find=with_names(_sums),
+    find=_sums,
     write=_added,
 )
 

@@ -9,8 +9,7 @@ numbers whatever their inputs hold, and pass gradients to the same tensors. The 
 a gradient NaN: if its gradient depends on the tensors' values, zeros replace them first, since `where` after
 it would multiply an infinity by zero.
 
-The replacement tests for the observed shapes and types, which needs no sync; for others the host chooses as
-before. Without a run, the fix is written only if the source shows that both branches agree in type, shape and
+Without a run, the fix is written only if the source shows that both branches agree in type, shape and
 gradient and raise for the same inputs, as `x.exp()` and `x * 0.5` do.
 
 `and`, `or`, `not` and chained comparisons of tensors become `&`, `|` and `~`, and all operands are computed.
@@ -31,7 +30,7 @@ from itertools import takewhile
 from torchtrim.records.probes import ObservedValue
 from torchtrim.rewriter.dense import spliced
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, check_comments, comments
-from torchtrim.rewriter.guarded import guarded, kinds_seen
+from torchtrim.rewriter.layout import width_of
 from torchtrim.rewriter.replace import (
     SHARED_LINE,
     fresh,
@@ -43,20 +42,18 @@ from torchtrim.rewriter.truth import (
     as_tensor,
     need_operands,
     operand_parts,
-    operands,
     seen_operands,
-    used_as_tensors,
 )
 from torchtrim.source.branches import Assigns, Branch, branches, origins
 from torchtrim.source.facts import Facts, FixRefused, Values, is_tensor
+from torchtrim.source.forms import match_form
 from torchtrim.source.names import assigned_name, is_fresh_name, is_private, loads, only_reads
-from torchtrim.source.nodes import name_set, names_in
-from torchtrim.source.operations import is_fresh, is_total, labels_of
+from torchtrim.source.nodes import find_all, name_set, names_in
+from torchtrim.source.operations import VIEWS, is_fresh, is_total, labels_of
 from torchtrim.source.source import Function, SourceFile
 from torchtrim.source.typed import (
     TensorType,
     common_form,
-    holds,
     known_names,
     operands_in,
     typed,
@@ -94,9 +91,7 @@ def _write(match: Match, facts: Facts) -> Writing:
         _need_alike(plan)
     edits = tuple(_edits(plan))
     check_comments(match.source, edits)
-    if plan.known and not facts.plain:
-        edits = _guarded(plan, edits)
-    exact = not plan.then_safe and not plan.other_safe
+    exact = not (plan.then_safe or plan.other_safe or plan.masks)
     return Writing(edits, plan.risk, "BITWISE" if exact else "ROUNDING")
 
 
@@ -108,8 +103,8 @@ class _Plan:
     branch: Branch
     then_safe: set[str] = field(default_factory=set)
     other_safe: set[str] = field(default_factory=set)
-    known: list[Mapping[str, ObservedValue]] = field(default_factory=list)
     numeric: set[int] = field(default_factory=set)
+    masks: set[ast.Assign] = field(default_factory=set)
     risk: str = ""
 
     @property
@@ -125,8 +120,7 @@ def _check_names(plan: _Plan) -> None:
     function = source.function(branch.test)
     if any(isinstance(one, ast.Constant) for one in (branch.then, branch.other)):
         raise FixRefused(
-            "one branch gives a Python number and the other a tensor. Write a tensor for the number, "
-            "such as `torch.zeros_like(x)`, so that the device can choose"
+            "one branch gives a Python number. Write a tensor for it, such as `torch.zeros_like(x)`"
         )
     then, other = _bound(branch.then_before), _bound(branch.other_before)
     if then & _loaded(branch.other, *(assign.value for assign in branch.other_before)):
@@ -143,8 +137,8 @@ def _check_names(plan: _Plan) -> None:
     fresh_values = all(one is not None and is_fresh(one, source) for one in values)
     if not fresh_values and not _kept_apart(plan, function):
         raise FixRefused(
-            "one branch gives a tensor with another alias, and the fix would create a copy: later "
-            "in-place writes to it would be lost. Write `.clone()` there if a copy is right"
+            "later in-place writes to one branch's tensor would be lost. Write `.clone()` there "
+            "if a copy is right"
         )
 
 
@@ -169,14 +163,8 @@ def _look(plan: _Plan, values: Values, facts: Facts) -> None:
     """Compare both values in one execution: the observed one and the inferred one."""
     branch, source = plan.branch, plan.source
     known = known_names(plan.match.parts, values)
-    ways = (branch.then_before, branch.other_before)
-    own = _bound((*branch.then_before, *branch.other_before))
-    plan.known.append({name: seen for name, seen in known.items() if name not in own})
     device, numeric = seen_operands(plan.match, values, known)
     plan.numeric |= numeric
-    for guard in branch.guards:
-        if not any(holds(guard, source, known, before) for before in ways):
-            raise FixRefused("its value for the observed ranks is not the observed value")
     then = typed(branch.then, source, known, branch.then_before)
     other = _other(branch, source, known)
     if then is None or other is None:
@@ -194,21 +182,20 @@ def _need_alike(plan: _Plan) -> None:
     """Require the source to show that both values agree, since no run does."""
     branch, source = plan.branch, plan.source
     other = branch.other if branch.other is not None else ast.Name(branch.target or "", ast.Load())
-    assigned = branch.then_before or branch.other_before or branch.guards
+    assigned = branch.then_before or branch.other_before
     form = None if assigned else common_form(branch.then, other, source)
     if form is None:
         raise FixRefused(
-            "the source does not show that both branches give one type and shape, pass gradients to the same "
-            "tensors and raise for the same inputs. Run the script under `torchtrim optimize --fix`, "
-            "which observes it"
+            "the source does not show that both branches agree in type, shape and gradient. Run "
+            "`torchtrim optimize --fix`"
         )
     curved = [not _linear(one, source) for one in (branch.then, other)]
     names = {ast.unparse(one) for one in plan.match.parts.values() if isinstance(one, ast.Name)}
     one_name = len(form.operands) == 1 and form.operands <= names  # a safe copy can replace it
     if any(curved) and form.reached and not one_name:
         raise FixRefused(
-            "the branch not taken could make a gradient NaN, and the source does not show which of its "
-            "operands are tensors. Run the script under `torchtrim optimize --fix`, which observes it"
+            "the branch not taken could make a gradient NaN. Run `torchtrim optimize --fix`, "
+            "which observes its tensors"
         )
     plan.then_safe |= form.reached if curved[0] else set()
     plan.other_safe |= form.reached if curved[1] else set()
@@ -294,6 +281,39 @@ def _protect_labels(plan: _Plan, known: Mapping[str, ObservedValue]) -> None:
                     f"the class indices `{text}` are computed there, and may be out of range"
                 )
             safe.add(text)
+        for mask in before:
+            _protect_by_mask(plan, mask, safe, [node, *(assign.value for assign in before)])
+
+
+def _protect_by_mask(
+    plan: _Plan, mask: ast.Assign, safe: set[str], trees: Sequence[ast.expr | None]
+) -> None:
+    """Let a mask select nothing in the branch not taken, which protects what is filled outside it."""
+    name = assigned_name(mask)
+    if name is None or not isinstance(mask.value, ast.Compare):
+        return
+    others = [tree for tree in trees if tree is not None and tree is not mask.value]
+    uses = [use for tree in others for use in find_all(tree, ast.Name)]
+    for text in list(safe):
+        own = [use for use in uses if use.id == text]
+        if own and all(_is_filled(plan.source, use, name) for use in own):
+            safe.remove(text)
+            plan.masks.add(mask)
+
+
+def _is_filled(source: SourceFile, use: ast.Name, mask: str) -> bool:
+    """Return True for the tensor of `x.t().masked_fill(~mask, 0)` or `torch.where(mask, x, 0)`."""
+    forms = (
+        *(f"X.masked_fill(~{mask}, C)", f"X.masked_fill(~{mask}.unsqueeze(N), C)"),
+        f"torch.where({mask}, X, C)",
+    )
+    node: ast.AST = use
+    while isinstance(outer := source.parents[node], ast.Attribute) and outer.attr in VIEWS:
+        node = source.parents[outer]
+    found = (
+        match_form(form, one, source) for form in forms for one in (outer, source.parents[outer])
+    )
+    return any(one is not None and one.parts["X"] is node for one in found)
 
 
 def _linear(node: ast.expr, source: SourceFile) -> bool:
@@ -334,57 +354,42 @@ def _edits(plan: _Plan) -> Iterator[TextEdit]:
     safe_then = _safe(plan, plan.then_safe, "kept", kept, lines)
     safe_other = _safe(plan, plan.other_safe, "safe", zero, lines)
     then = _with(source, branch.then, safe_then)
-    lines += [_with(source, assign, safe_then) for assign in branch.then_before]
+    taken, left = (f"~{condition}", condition) if branch.negated else (condition, f"~{condition}")
+    lines += [_assignment(plan, assign, safe_then, taken) for assign in branch.then_before]
     if _bound(branch.other_before) & _loaded(branch.then):
-        early = fresh(source, branch.test, "taken")
+        early = fresh(source, branch.test, "other")
         lines.append(f"{early} = {_joined(then)}")
         then = early
     other = branch.target or "" if branch.other is None else _with(source, branch.other, safe_other)
-    pair = (other, then) if branch.negated else (then, other)
-    text = f"{torch}.where({condition}, {pair[0]}, {pair[1]})"
+
+    def choice(one: str, two: str) -> str:
+        pair = (two, one) if branch.negated else (one, two)
+        return f"{torch}.where({condition}, {pair[0]}, {pair[1]})"
+
     if isinstance(branch.whole, ast.IfExp):
         if lines:
             yield insert_before(source, branch.whole, "\n".join(lines))
-        yield TextEdit.of(source, branch.whole, text)
-    else:
-        yield from _statement(plan, lines, text, safe_other)
-
-
-def _guarded(plan: _Plan, edits: Sequence[TextEdit]) -> tuple[TextEdit, ...]:
-    """Guard the edits by the observed ranks, types and relations of shapes."""
-    source, branch = plan.source, plan.branch
-    torch, imports = torch_of(source)
-    tests = [f"{torch}.is_tensor({text})" for text in _perhaps_numbers(plan)]
-    test = " and ".join([*tests, *filter(None, [kinds_seen(plan.known, torch)])])
-    first = source.statement(branch.whole)
-    if hasattr(first, "body") and first is not branch.whole:
-        raise FixRefused("it is in the header of a compound statement. Assign it to a name first")
-    last = branch.last or first
-    returns = isinstance(branch.whole, ast.If) and branch.target is None
-    inner = [edit for edit in edits if edit not in imports]
-    return (*imports, *guarded(source, inner, (first, last), test, returns=returns))
-
-
-def _perhaps_numbers(plan: _Plan) -> list[str]:
-    """Return tensors, by their text, that may be numbers in another run: the original must run then."""
-    branch, source = plan.branch, plan.source
-    first = operands(branch.condition)[0]
-    ways = [used_as_tensors(one, source) for one in (branch.then, branch.other) if one is not None]
-    sure = used_as_tensors(first.node, source).union(set.intersection(*ways) if ways[1:] else ())
-    tensors = {text for known in plan.known for text, one in known.items() if is_tensor(one)}
-    return sorted(tensors - sure)
+        yield TextEdit.of(source, branch.whole, choice(then, other))
+        return
+    head = f"{branch.target} = " if branch.target else "return "
+    last = [f"{head}{choice(then, other)}"]
+    if branch.other is not None and _is_too_long(source, branch.whole, last[0]):
+        name = "loss" if labels_of(branch.other, source) else "other"
+        name = fresh(source, branch.test, name)
+        last = [f"{name} = {_joined(other)}", f"{head}{choice(then, name)}"]
+    others = [_assignment(plan, assign, safe_other, left) for assign in branch.other_before]
+    yield from _statement(plan, lines, last, others)
 
 
 def _statement(
-    plan: _Plan, lines: list[str], text: str, safe_other: Mapping[str, str]
+    plan: _Plan, lines: list[str], last: list[str], others: list[str]
 ) -> Iterator[TextEdit]:
     """Return the lines that replace the `if`, and the choice there or in place of the last return."""
     source, branch = plan.source, plan.branch
     assert isinstance(branch.whole, ast.If)
     blanks = need_indentation(source, branch.whole)
     if branch.last is None:
-        lines = [*lines, *(_with(source, assign, safe_other) for assign in branch.other_before)]
-        lines.append(f"{branch.target} = {text}" if branch.target else f"return {text}")
+        lines = [*lines, *others, *last]
     start, end = source.start(branch.whole), source.end(branch.whole)
     new = "\n".join(lines)
     kept = [comment for comment in comments(source.text[start:end]) if comment not in new]
@@ -397,11 +402,10 @@ def _statement(
     else:
         yield TextEdit(start, end, written)
     if branch.last is not None:
-        for assign in branch.other_before:
-            new = _with(source, assign, safe_other)
+        for assign, new in zip(branch.other_before, others, strict=True):
             if new != source.segment(assign):
                 yield TextEdit.of(source, assign, new)
-        yield TextEdit.of(source, branch.last, f"return {text}")
+        yield TextEdit.of(source, branch.last, f"{source.newline}{blanks}".join(last))
 
 
 def _safe(
@@ -413,6 +417,13 @@ def _safe(
         new[text] = fresh(plan.source, plan.branch.test, f"{prefix}_{text.replace('.', '_')}")
         lines.append(f"{new[text]} = {template.format(text)}")
     return new
+
+
+def _assignment(plan: _Plan, assign: ast.Assign, names: Mapping[str, str], taken: str) -> str:
+    """Return an assignment of a branch; `taken` is the text of whether the branch is taken."""
+    if assign not in plan.masks:
+        return _with(plan.source, assign, names)
+    return f"{assigned_name(assign)} = {taken} & ({_with(plan.source, assign.value, names)})"
 
 
 def _with(source: SourceFile, node: ast.AST, names: Mapping[str, str]) -> str:
@@ -434,6 +445,11 @@ def _joined(text: str) -> str:
     except SyntaxError:
         whole = False
     return text if whole else f"({text})"
+
+
+def _is_too_long(source: SourceFile, statement: ast.stmt, line: str) -> bool:
+    blanks = source.indentation(statement) or ""
+    return "\n" in line or len(blanks + line) > width_of(source.text)
 
 
 # -- names ----------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from torchtrim.rewriter.fix import Fix, Match, Writing, of_forms
-from torchtrim.rewriter.guarded import for_kinds_seen, for_names_seen, with_names
 from torchtrim.rewriter.replace import replace
 from torchtrim.source.facts import Facts, FixRefused, Values, is_floating, is_tensor
 from torchtrim.source.names import is_unshared
@@ -53,7 +52,7 @@ def _as_product(match: Match, facts: Facts) -> Writing:
     template = _ALPHAS[match.form]
     if _wants_gradient(facts, "P"):
         template = re.sub(r"\bP\b", "P.detach()", template)
-    return Writing(for_names_seen(match, facts, replace(match, template)))
+    return Writing(replace(match, template))
 
 
 def _keeps_type(values: Values) -> bool:
@@ -78,7 +77,7 @@ DEVICE_ALPHA: Fix = Fix(
     """,
     codes=("TT101",),
     equivalence="ROUNDING",
-    find=with_names(of_forms(lambda: DEVICE_ALPHA, *_ALPHAS)),
+    find=of_forms(lambda: DEVICE_ALPHA, *_ALPHAS),
     write=_as_product,
 )
 
@@ -125,9 +124,7 @@ def _as_argument(match: Match, facts: Facts) -> Writing:
     _need_stays(match, "N")
     given = "N.detach()" if _wants_gradient(facts, "N") else "N"
     read = "float(N)" if "float(N)" in match.form else "N.item()"
-    floats = " and N.is_floating_point()" if read == "float(N)" else ""
-    chosen = f"{given} if N.dtype == X.dtype{floats} and not N.dim() else {read}"
-    return Writing(replace(match, match.form.replace(read, chosen), {"X": "values", "N": "number"}))
+    return Writing(replace(match, match.form.replace(read, given)))
 
 
 DEVICE_ARGUMENT: Fix = Fix(
@@ -135,10 +132,9 @@ DEVICE_ARGUMENT: Fix = Fix(
     doc="""`x.clamp(max=t.item())`, `x.masked_fill(m, t.item())`, `x.mul(t.item())` take the tensor itself.
 
     Each of these functions accepts a tensor of zero dimensions for the number, and then reads nothing. The
-    tensor must have the type of `x`, so that the result keeps it, and be on its device: the replacement tests
-    its type and dimensions, which needs no sync, and reads others. It is detached, as the number was. A
-    device divides by a Python number as a multiplication by its reciprocal, so a quotient may differ in its
-    last bit.
+    tensor must have the type of `x`, so that the result keeps it, and be on its device. It is detached, as
+    the number was. A device divides by a Python number as a multiplication by its reciprocal, so a quotient
+    may differ in its last bit.
 
     Refused if the tensor may be written to afterwards, since backward would see that; and, from torch 2.14
     on, for a bound if `x` needs a gradient: where an element equals the bound, tensors and numbers have
@@ -180,8 +176,7 @@ def _copied(match: Match, facts: Facts) -> Writing:
     elif dtype and match.source.dotted(match.parts["T"]) not in _FLOATS:
         raise FixRefused("the requested type is not float32 or float64")
     dtype = dtype or "torch.get_default_dtype()"
-    edits = replace(match, f"X.detach().to(device=D, dtype={dtype}, copy=True)")
-    return Writing(for_kinds_seen(match, facts, edits))
+    return Writing(replace(match, f"X.detach().to(device=D, dtype={dtype}, copy=True)"))
 
 
 REMADE_TENSOR: Fix = Fix(
@@ -191,8 +186,7 @@ REMADE_TENSOR: Fix = Fix(
     The number is read, which waits, and copied back, which waits again. A copy on the device does neither.
 
     Needs a tensor of zero dimensions: of floats, whose copy has the default type or the given one, or of
-    64-bit integers. The replacement tests for the observed ranks and types, and keeps the original for
-    others.
+    64-bit integers.
     """,
     codes=("TT101", "TT103"),
     equivalence="BITWISE",

@@ -9,8 +9,7 @@ from dataclasses import replace as changed
 from torchtrim.records.probes import ObservedValue
 from torchtrim.rewriter.dense import hoisted
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, of_forms
-from torchtrim.rewriter.guarded import for_kinds_seen
-from torchtrim.rewriter.replace import atom, replace, torch_of
+from torchtrim.rewriter.replace import atom, replace
 from torchtrim.source.facts import (
     Facts,
     FixRefused,
@@ -21,7 +20,7 @@ from torchtrim.source.facts import (
     of_part,
 )
 from torchtrim.source.names import only_reads_at
-from torchtrim.source.nodes import constant_of, find_all, method_of
+from torchtrim.source.nodes import find_all, method_of
 from torchtrim.source.numbers import is_known_number
 from torchtrim.source.operations import is_pure
 from torchtrim.source.source import SourceFile
@@ -70,26 +69,14 @@ def _write_index_assignment(match: Match, facts: Facts) -> Writing:
     if not is_pure(tensor, source) or not is_pure(node.value, source):
         raise FixRefused("the expression may have a side effect. Assign it to a name first")
     target, before = hoisted(source, tensor, "target", at=node)
-    text, imports = _value(match, facts, target)
-    value = TextEdit.of(source, node.value, text)
+    value = TextEdit.of(source, node.value, f"{target}.new_full((), {match.text('V')})")
     renamed = [TextEdit.of(source, tensor, target)] if before else []
     indices = [edit for name in names for edit in _with_dimension(match, facts, name)]
-    return Writing((*before, *imports, *renamed, *indices, value))
-
-
-def _value(match: Match, facts: Facts, target: str) -> tuple[str, tuple[TextEdit, ...]]:
-    """Return the number as a tensor on the device, guarded by the target's type."""
-    text, value = f"{target}.new_full((), {match.text('V')})", match.parts["V"]
-    if constant_of(value) in range(128):
-        return text, ()
-    torch, imports = torch_of(match.source)
-    if kind := facts.only(f"the type of `{target}`", lambda v: v.X.dtype, ""):
-        text += f" if {target}.dtype == {torch}.{kind} else {match.text('V')}"
-    return text, imports
+    return Writing((*before, *renamed, *indices, value))
 
 
 def _with_dimension(match: Match, facts: Facts, name: str) -> Iterator[TextEdit]:
-    """Yield the edits that give an index a dimension, guarded by its type: other types may be masks."""
+    """Yield the edit that gives an index a dimension."""
     source, node = match.source, match.parts[name]
     if not facts.holds(of_part(name, _is_single)):
         text = f"`{match.text(name)}` has dimensions"
@@ -97,13 +84,10 @@ def _with_dimension(match: Match, facts: Facts, name: str) -> Iterator[TextEdit]
         return
     if not is_pure(node, source):
         raise FixRefused("the index may have a side effect. Assign it to a name first")
-    torch, imports = torch_of(source)
-    yield from imports
     text = atom(source, node)
     kind = facts.only(f"the type of `{text}`", lambda v: str(getattr(v, name).dtype), "int64")
     index = text if kind in _INDICES[:2] else f"{text}.long()"
-    new = f"{index}[None] if {text}.dtype == {torch}.{kind} else {source.segment(node)}"
-    yield TextEdit.of(source, node, new)
+    yield TextEdit.of(source, node, f"{index}[None]")
 
 
 def _is_single(value: ObservedValue) -> bool:
@@ -132,9 +116,8 @@ INDEX_ASSIGNMENT: Fix = Fix(
 
     An assignment of a Python number by indices on the device creates a tensor of the number on the host and
     uploads it, and the upload is a host-device sync. `new_full` creates it on the tensor's device, with the
-    tensor's type. The host would read an index of zero dimensions, so it gets one: `x[index[None]]`. If a
-    type decides what is right, the replacement tests for the observed one. The same memory is written, even
-    if an index is repeated.
+    tensor's type. The host would read an index of zero dimensions, so it gets one: `x[index[None]]`. The same
+    memory is written, even if an index is repeated.
 
     Refused for a boolean mask, which uploads nothing, and if the number would be truncated. Without a run,
     the source has to show that the value is a number and the target a tensor. From 2.15 on, torch does this
@@ -166,7 +149,7 @@ def _write_row_by_index(match: Match, facts: Facts) -> Writing:
     )
     if not only_reads_at(match.source, match.node):
         raise FixRefused("it may be written to, and is a view of the whole. Use `.clone()`")
-    return Writing(for_kinds_seen(match, facts, replace(match, "X[I.view(1)][0]")), risk=_RISK)
+    return Writing(replace(match, "X[I.view(1)][0]"), risk=_RISK)
 
 
 def _fits(values: Values) -> bool:
@@ -191,9 +174,8 @@ ROW_BY_INDEX: Fix = Fix(
 
     The values are the same; their memory layout may differ, which may change the rounding of a sum.
 
-    The replacement tests for the observed ranks and types, and keeps the original for others. Without a run,
-    the source has to show that the first is a tensor, and the second an integer tensor that has no
-    dimensions or is read here.
+    Without a run, the source has to show that the first is a tensor, and the second an integer tensor that
+    has no dimensions or is read here.
 
     Applied only with `--unsafe-fixes`: an index out of bounds becomes a device-side error, after which the
     process cannot use the device. Refused if the row may be written to: the original is a view, this is a

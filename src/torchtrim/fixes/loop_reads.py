@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from itertools import takewhile
 
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
-from torchtrim.rewriter.guarded import names_tested, with_names
 from torchtrim.rewriter.replace import above, atom, fresh, insert_before
 from torchtrim.source.facts import Facts, FixRefused, is_int, is_tensor
 from torchtrim.source.names import (
@@ -208,10 +207,8 @@ def _read_once(match: Match, facts: Facts) -> Writing:
             "it reads a list of lists, or a tensor of one element and several dimensions"
         )
     loop, risk = _widest(match)
-    test, imports, _ = names_tested(match, facts, ["X"]) if listed else ("", (), [])
-    copied = listed and left == 1
-    edits = _edits(match, loop, indices, copied=copied, test=test, scalar=not listed)
-    return Writing((*imports, *edits), risk)
+    edits = _edits(match, loop, indices, copied=listed and left == 1, scalar=not listed)
+    return Writing(edits, risk)
 
 
 def _widest(match: Match) -> tuple[Loop, str]:
@@ -224,12 +221,9 @@ def _widest(match: Match) -> tuple[Loop, str]:
 
 
 def _edits(
-    match: Match, loop: Loop, indices: list[str], *, copied: bool, test: str, scalar: bool
+    match: Match, loop: Loop, indices: list[str], *, copied: bool, scalar: bool
 ) -> tuple[TextEdit, ...]:
-    """Return the edits for the read and its value: if `copied`, a list; if `scalar`, a number.
-
-    If `test` fails, the tensor is read as before.
-    """
+    """Return the edits for the read and its value: if `copied`, a list; if `scalar`, a number."""
     source, node, tensor = match.source, match.node, match.parts["X"]
     if not has_own_text(source, node):
         raise FixRefused("it is inside an f-string. Assign it to a name first")
@@ -245,9 +239,6 @@ def _edits(
     read = read_of(node, source)
     if read is not None and read.cast:
         value = f"{read.cast}({value})"
-    if test:
-        whole = f"{value} if {test} else {source.segment(node)}"
-        value = whole if isinstance(outer, ast.Assign | ast.Return) else f"({whole})"
     text = " ".join(line.strip() for line in atom(source, tensor).splitlines())
     shaped = f".reshape({text}.shape[:{len(indices)}])" if scalar else ""
     once = f"if {name} is None:\n    {name} = {text}{shaped}.tolist()"
@@ -276,7 +267,7 @@ INVARIANT_READ: Fix = Fix(
     """,
     codes=("TT101",),
     equivalence="BITWISE",
-    find=with_names(_find),
+    find=_find,
     write=_read_once,
 )
 

@@ -6,10 +6,9 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torchtrim.rewriter.dense import Dense, hoisted, is_own
+from torchtrim.rewriter.dense import Dense, hoisted
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, check_comments, of_forms
-from torchtrim.rewriter.guarded import guarded, kinds_tested, of_same_rank
-from torchtrim.rewriter.replace import atom, replace, replace_if, torch_of
+from torchtrim.rewriter.replace import atom, replace, torch_of
 from torchtrim.source.facts import (
     Facts,
     FixRefused,
@@ -22,7 +21,6 @@ from torchtrim.source.facts import (
     of_part,
     without_grad,
 )
-from torchtrim.source.forms import equal
 from torchtrim.source.operations import is_pure
 from torchtrim.source.selections import (
     Selection,
@@ -119,11 +117,6 @@ def _dense(match: Match, facts: Facts, found: _Assignment) -> Writing:
     edit = TextEdit.of(source, found.node, f"{target}.copy_({dense.kept(value, target)})")
     edits = (*before, *dense.edits, *imports, edit)
     check_comments(source, edits)
-    parts = {} if facts.plain else found.tree.parts()
-    others = {part: of_same_rank(source, parts[part]) for part in parts if part not in "XM"}
-    if test := kinds_tested(match, facts, {"X": target, "M": dense.mask} | others, torch):
-        (kept,) = guarded(source, (edit,), (found.node, found.node), test)
-        edits = (*before, *dense.edits, *imports, kept)
     exact = not found.tree.rounded and facts.holds(lambda v: not _sums_gradients(v, found.tree))
     return Writing(edits, equivalence=None if exact else "ROUNDING")
 
@@ -167,12 +160,6 @@ def _packed(match: Match, facts: Facts, found: _Assignment) -> Writing:
     index = f"{torch}.nonzero_static({match.text('M')}, size=len({rows})).unbind(1)"
     text = f"{atom(source, found.target)}[{index}] {found.sign}= {rows}"
     edit = TextEdit.of(source, found.node, text)
-    names = {} if facts.plain else {"X": found.target, "M": found.mask}
-    texts = {part: of_same_rank(source, node) for part, node in names.items()} | {"V": rows}
-    if test := kinds_tested(match, facts, texts, torch):
-        kept = [TextEdit.of(source, found.value, rows)] if before else []
-        span = (found.node, found.node)
-        (edit,) = guarded(source, (edit,), span, f"{test} and {rows}.shape[0] != 1", kept=kept)
     return Writing((*before, *imports, edit))
 
 
@@ -190,8 +177,7 @@ def _has_type(values: Values, sign: str) -> bool:
 
 def _check_order(source: SourceFile, found: _Assignment) -> None:
     """Raise `FixRefused` if evaluating the value may change the target or its elements."""
-    named = is_own(source, found.target) and not found.sign
-    if not is_pure(found.target, source) or not (named or is_pure(found.value, source)):
+    if not (is_pure(found.target, source) and is_pure(found.value, source)):
         raise FixRefused(
             "the expression may have a side effect, and would run at another time. Assign "
             "the value to a name first"
@@ -211,10 +197,6 @@ MASKED_ASSIGNMENT: Fix = Fix(
     is summed in another order, and the last bit of functions such as `exp` may depend on an element's
     position. A value with a row for each selected element shows how many there are:
     `x[torch.nonzero_static(mask, size=len(v)).unbind(1)] = v`.
-
-    In `x[mask] = v`, `v` may be one row for all elements or have a row for each, and a mask may cover fewer
-    dimensions than `x` has; the replacement depends on that. So it tests for the observed ranks, which needs
-    no sync, and keeps the original assignment for others.
 
     Without a run, the source has to show that the mask has all dimensions of the tensor, as `x > 0` has those
     of `x`. Refused if the value has another type or device than the tensor; if it has a single row, which may
@@ -247,20 +229,8 @@ def _write_masked_fill(match: Match, facts: Facts) -> Writing:
     match.need(facts, "C", "is a Python number", is_number)
     if not isinstance(match.parts["M"], ast.Compare):
         match.need(facts, "M", "contains integers or booleans", is_integral)
-        return Writing(_where_it_fits(match, facts, "X[M != 0] = C"))
-    test = match.parts["M"]
-    constant = all(isinstance(one, ast.Constant) for one in test.comparators)
-    if constant and equal(test.left, match.parts["X"]):
-        return Writing(replace(match, "X[M] = C"))
-    return Writing(_where_it_fits(match, facts, "X[M] = C"))
-
-
-def _where_it_fits(match: Match, facts: Facts, text: str) -> tuple[TextEdit, ...]:
-    """Guard the assignment by the mask's shape, except without evidence: the fix is only suggested then."""
-    if facts.plain or not facts.seen:
-        return replace(match, text)
-    test = "M.dim() and M.shape == X.shape[: M.dim()]"
-    return replace_if(match, test, text, names={"X": "target", "M": "mask"}, apart="C")
+        return Writing(replace(match, "X[M != 0] = C"))
+    return Writing(replace(match, "X[M] = C"))
 
 
 MASKED_FILL: Fix = Fix(
@@ -271,9 +241,8 @@ MASKED_FILL: Fix = Fix(
     PyTorch dispatches an assignment of a Python number by one boolean mask to `masked_fill_`, which does not
     count. The same memory is written, so views and other names of the tensor see the change.
 
-    Indices are less strict than a mask: the mask may have fewer rows than the tensor. So the replacement
-    tests the shapes, which needs no sync, and keeps the original assignment for others. Refused if the shapes
-    did not fit in the run, and if the value is a tensor.
+    Refused if the shapes did not fit in the run, since indices are less strict than a mask, and if the value
+    is a tensor.
     """,
     codes=("TT102", "TT103"),
     equivalence="BITWISE",

@@ -6,11 +6,23 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torchtrim.rewriter.dense import Dense, named_mask, named_values, need_order, spliced
+from torchtrim.rewriter.dense import (
+    Dense,
+    named_mask,
+    named_values,
+    need_order,
+    spliced,
+)
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
-from torchtrim.rewriter.guarded import for_kinds_seen
-from torchtrim.rewriter.replace import atom, instead, torch_of
-from torchtrim.source.facts import Facts, FixRefused, is_floating, is_integral, is_mask
+from torchtrim.rewriter.replace import atom, fresh, insert_before, instead, torch_of
+from torchtrim.source.facts import (
+    Facts,
+    FixRefused,
+    is_floating,
+    is_integral,
+    is_mask,
+    without_grad,
+)
 from torchtrim.source.forms import equal
 from torchtrim.source.nodes import constant_of, keywords_of, receiver
 from torchtrim.source.operations import is_simple
@@ -69,7 +81,7 @@ def _write_masked_reduction(match: Match, facts: Facts) -> Writing:
     text = _reduced(dense, facts, found, torch, _inner(dense, found, source))
     edits.append(instead(source, node, text))
     return Writing(
-        for_kinds_seen(match, facts, edits),
+        tuple(edits),
         equivalence="BITWISE" if exact and not found.tree.rounded else None,
     )
 
@@ -159,8 +171,7 @@ MASKED_REDUCTION: Fix = Fix(
     Refused if the selection is combined with a tensor of its own length that is not a selection by the same
     mask, and if the index is not a mask.
 
-    The replacement tests for the observed ranks and types, which needs no sync, and keeps the original lines
-    for others. Without a run, the source has to show that the mask has all dimensions of each tensor, as `x >
+    Without a run, the source has to show that the mask has all dimensions of each tensor, as `x >
     0` has those of `x`.
     """,
     codes=("TT102",),
@@ -245,12 +256,23 @@ def _write_masked_cross_entropy(match: Match, facts: Facts) -> Writing:
     need_order(source, tree, hoisted=bool(before))
     ignored = words.get("ignore_index")
     label = "-100" if ignored is None else source.segment(ignored)
-    scores = f"{atom(source, found.scores.tensor)}.masked_fill(~{mask}.unsqueeze(-1), 0)"
-    labels = f"{torch}.where({mask}, {source.segment(found.labels.tensor)}, {label})"
+    scores = atom(source, found.scores.tensor)
+    if not facts.holds(lambda v: without_grad(v, v.X)):
+        scores += f".masked_fill(~{mask}.unsqueeze(-1), 0)"
+    labels = atom(source, found.labels.tensor).removesuffix(".long()")
+    labels = f"{torch}.where({mask}, {labels}.long(), {label})"  # of 8 bits, -100 is none
     if facts.only("the number of dimensions of the labels", lambda v: len(v.Y.shape), 0) != 1:
         scores, labels = f"{scores}.flatten(0, -2)", f"{labels}.flatten()"
     texts: dict[ast.AST, str] = {found.scores.node: scores, found.labels.node: labels}
-    return Writing(for_kinds_seen(match, facts, (*before, *imports, *_edits(source, found, texts))))
+    own = found.scores.node not in [one.value for one in found.assigned]
+    if own and len(scores) > _LONG:
+        name = texts[found.scores.node] = fresh(source, node, "rows")
+        before = (*before, insert_before(source, node, f"{name} = {scores}"))
+    return Writing((*before, *imports, *_edits(source, found, texts)))
+
+
+_LONG = 40
+"""Arbitrary: a longer argument gets a name, since a call with two of them takes several lines."""
 
 
 def _edits(source: SourceFile, found: _Loss, texts: dict[ast.AST, str]) -> Iterator[TextEdit]:
@@ -278,14 +300,11 @@ MASKED_CROSS_ENTROPY: Fix = Fix(
     A selection by a mask has as many rows as the mask has true elements, so the host waits to learn how many:
     once per selection, and once more in backward. Instead, unselected rows get the label that `cross_entropy`
     ignores, and score 0, so that a NaN or infinity in them reaches neither the loss nor a gradient. The sum
-    uses another order, so it agrees up to rounding. If no row is selected, both means are NaN. The
-    same holds for `nll_loss`, and for selections with names that are read only there.
+    uses another order, so it agrees up to rounding. If no row is selected, both means are NaN. The same holds
+    for `nll_loss`, and for selections with names that are read only there.
 
     Refused with `reduction="none"`, whose result has the length of the selection, and with labels that are
     probabilities.
-
-    The replacement tests for the observed ranks, which needs no sync, and keeps the original lines for
-    others.
     """,
     codes=("TT102",),
     equivalence="ROUNDING",

@@ -5,8 +5,6 @@ once. It writes to the same memory, and only where the loop wrote. A negative le
 in a slice.
 
 Refused if the loop does more, if its variables are read after it, and if the value cannot fill.
-
-The replacement tests for the observed ranks, which needs no sync, and keeps the original loop for others.
 Lengths are assumed to be real numbers, as in the observed run.
 """
 
@@ -18,7 +16,6 @@ from typing import NamedTuple
 
 from torchtrim.rewriter.dense import widened
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
-from torchtrim.rewriter.guarded import for_kinds_seen
 from torchtrim.rewriter.replace import fresh, need_indentation, torch_of
 from torchtrim.source.facts import (
     Facts,
@@ -111,7 +108,7 @@ def _write(match: Match, facts: Facts) -> Writing:
     torch, imports = torch_of(source)
     blanks = need_indentation(source, found.node)
     text = f"{source.newline}{blanks}".join(_lines(match, found, torch, rank))
-    return Writing(for_kinds_seen(match, facts, (*imports, TextEdit.of(source, found.node, text))))
+    return Writing((*imports, TextEdit.of(source, found.node, text)))
 
 
 def _lines(match: Match, found: _Loop, torch: str, rank: int) -> list[str]:

@@ -8,8 +8,6 @@ gradients are identical, bit for bit.
 
 Refused if the masks are not pairs of inverses, since the number of rows is unknown then, and if the tensors
 differ in type.
-
-The replacement tests for the observed ranks, which needs no sync, and keeps the original line for others.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from collections.abc import Iterator
 
 from torchtrim.rewriter.dense import hoisted, need_order, widened
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
-from torchtrim.rewriter.guarded import for_kinds_seen
 from torchtrim.rewriter.replace import atom, instead, torch_of
 from torchtrim.source.facts import Facts, Values, is_mask
 from torchtrim.source.forms import equal
@@ -86,7 +83,7 @@ def _write(match: Match, facts: Facts) -> Writing:
         edits = (*imports, instead(source, node, _of_many(source, chosen, torch)))
     else:
         edits = (*imports, *_of_two(match, facts, chosen, torch))
-    return Writing(for_kinds_seen(match, facts, edits))
+    return Writing(edits)
 
 
 def _of_two(

@@ -1,8 +1,8 @@
 """`batch.to(device)` of a `DataLoader`'s batch: pinned by the loader, and moved without waiting.
 
-A copy from pageable memory blocks until it is done. The loader gets `pin_memory=torch.cuda.is_available()`
-and the copy `non_blocking=True`, so that the host issues the next operators in the meantime. PyTorch keeps
-pinned memory until copies from it have finished.
+A copy from pageable memory blocks until it is done. The loader gets `pin_memory=True` and the copy
+`non_blocking=True`, so that the host issues the next operators in the meantime. PyTorch keeps pinned memory
+until copies from it have finished. Without a GPU it warns, and pins nothing.
 
 Refused if the batch on the host may be written to afterwards, while the copy might still read it, and if the
 loader's arguments are not visible.
@@ -14,7 +14,7 @@ import ast
 from collections.abc import Iterator
 
 from torchtrim.rewriter.fix import Fix, Match, Writing
-from torchtrim.rewriter.replace import added_keyword, torch_of
+from torchtrim.rewriter.replace import added_keyword
 from torchtrim.source.facts import Facts, FixRefused, is_tensor
 from torchtrim.source.names import is_private, loads, only_reads, stores
 from torchtrim.source.nodes import called, find_all, function_of, keywords_of, names_in
@@ -75,8 +75,7 @@ def _write(match: Match, facts: Facts) -> Writing:
         raise FixRefused(
             f"`{name.id}` is used after the move, and may be written to during the copy"
         )
-    torch, imports = torch_of(source)
-    edits = [added_keyword(source, node, "non_blocking=True"), *imports]
+    edits = [added_keyword(source, node, "non_blocking=True")]
     for loader in _its_loaders(source, match.parts["LOADER"]):
         words = keywords_of(loader)
         if None in words or any(isinstance(one, ast.Starred) for one in loader.args):
@@ -84,7 +83,7 @@ def _write(match: Match, facts: Facts) -> Writing:
                 "the arguments of its `DataLoader` are not visible here. Pass it `pin_memory=True`"
             )
         if "pin_memory" not in words:
-            edits.append(added_keyword(source, loader, f"pin_memory={torch}.cuda.is_available()"))
+            edits.append(added_keyword(source, loader, "pin_memory=True"))
     return Writing(tuple(edits))
 
 

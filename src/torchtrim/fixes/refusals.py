@@ -64,18 +64,15 @@ def _refusal(
 
 
 _NONZERO = (
-    "it returns as many indices as there are true elements, and later code works with them. If the host "
-    "knows a bound, use `torch.nonzero_static(mask, size=n)`; if the mask comes from host data, "
-    "create the indices there with `torch.arange`; else keep the mask and compute with all elements"
+    "it has as many indices as true elements. Keep the mask, or bound it: "
+    "`torch.nonzero_static(mask, size=n)`"
 )
 _UNIQUE = (
-    "it returns as many values as there are distinct ones, and later code works with them. If the "
-    "range is known (classes, batch indices), compute for all of it: `torch.arange(k)`, "
-    "`scatter_add_` into k places, or `one_hot(x, k)`"
+    "it has as many values as there are distinct ones. Compute for all k: `scatter_add_`, "
+    "`one_hot(x, k)`, `torch.arange(k)`"
 )
 _CLASSES = (
-    "the host reads the largest value to learn the number of classes. Pass it: "
-    "`one_hot(x, num_classes=k)`; a run cannot show the number"
+    "the host reads the largest value. Pass the number of classes: `one_hot(x, num_classes=k)`"
 )
 _SHAPES = {
     "X.nonzero(**REST)": _NONZERO,
@@ -90,12 +87,12 @@ _SHAPES = {
     "torch.nn.functional.one_hot(X)": _CLASSES,
 }
 _DRAWN = (
-    "the number of random draws depends on its length: any form of fixed size draws others. If "
-    "that is acceptable, `torch.rand(mask.shape).masked_fill(~mask, -1).topk(k).indices` draws k of them"
+    "a fixed size makes other random draws. If they may differ, "
+    "`torch.rand(m.shape).masked_fill(~m, -1).topk(k).indices` draws k"
 )
 _LOOPED = (
-    "the loop runs once per distinct value. Compute all values at once: sort by them, or "
-    "`scatter_add_` by them; or loop over the range, if the host knows it"
+    "the loop runs once per distinct value. Loop over the known range, or `scatter_add_` by the "
+    "values"
 )
 
 
@@ -162,9 +159,8 @@ _EXTREMES = name_set("max min amax amin aminmax")
 _ORDERED = name_set("sort argsort topk kthvalue median nanmedian quantile mode unique")
 _SPREADS = name_set("std var var_mean std_mean")
 _LISTED = (
-    "`x[mask]` would wait as well: a mask has as many indices as true elements, "
-    "in any form. Keep all rows and the mask, or `torch.nonzero_static(mask, size=n)` "
-    "where a bound n is known"
+    "`x[mask]` would wait as well. Keep all rows and the mask, or bound it: "
+    "`torch.nonzero_static(mask, size=n)`"
 )
 
 
@@ -251,25 +247,20 @@ _READING = name_set("""
     eq ne lt le gt ge
 """)
 _RAISES = (
-    "it raises, so the host must know immediately. Check every N steps, or let the device check with "
+    "it raises, so the host must know. Check every N steps, or write "
     "`torch._assert_async(condition)`, which fails later"
 )
-_LEAVES = (
-    "it decides whether the loop continues. Check every N steps, or keep the flag on the device, mask "
-    "finished elements, and read it once after the loop"
-)
+_LEAVES = "it decides whether the loop continues. Check every N steps, or mask finished elements"
 _REPEATS = (
-    "the number of iterations depends on the device. Run a number of iterations that the host knows, mask "
-    "finished elements, and check every N iterations"
+    "the number of iterations depends on the device. Iterate as often as the host knows, and mask "
+    "finished elements"
 )
 _COUNTED = (
-    "the host counts to a number on the device. Count to one that the host knows, such as a size or a count "
-    "stored when the data was created; if a chunk may be empty, to `max(1, ...)` of it"
+    "the host counts to a number on the device. Count to one that the host knows, such as a size"
 )
 _CALLS = (
-    "the code that it controls has a side effect, so the host must know. Test first what the host knows (`a "
-    "and b` stops at `a`), compute the flag once outside and pass it in, or add flags on the device and read "
-    "them once a step"
+    "what it controls has a side effect, so the host must know. Test first what the host knows, or "
+    "read them once a step"
 )
 
 
@@ -328,8 +319,7 @@ CONTROL_DEPENDENCE = _refusal(
 _SIZES = ("shape", "size", "len", "dim", "numel")
 _PLAIN_BOUNDS = "its bounds are Python numbers: another part of the line waits"
 _BOUND = (
-    "the host reads the bound, which decides the size of the slice. Keep all rows and a mask, "
-    "`torch.arange(len(x), device=x.device) < n`, or read the bounds of all slices at once with one "
+    "it decides the size of the slice. Keep all rows and a mask, or read all bounds with one "
     "`.tolist()` before"
 )
 
@@ -374,8 +364,7 @@ DEVICE_BOUND = _refusal(
 
 
 _COPIED = (
-    "the copy is read without a sync before, so its values may be stale. Record an event after it "
-    "(`e = torch.cuda.Event(); e.record()`) and call `e.synchronize()` before the first read, or drop "
+    "the copy may be read before it is done. Record an event after it and wait for that, or drop "
     "`non_blocking=True`"
 )
 

@@ -41,8 +41,8 @@ def _is_plain(words: list[ast.keyword], source: SourceFile) -> bool:
 def _write_repeated_list(match: Match, facts: Facts) -> Writing:
     if match.form == _ROW:
         raise FixRefused(
-            "the host reads the number of repeats for each row. To compute all rows at once, write "
-            "`torch.arange(size, device=lengths.device) >= lengths[:, None]`"
+            "the host reads each row. Write `torch.arange(size, device=lengths.device) >= "
+            "lengths[:, None]`"
         )
     kinds = [constant_of(match.parts[name]) for name in "AB"]
     if kinds not in ([False, True], [True, False]):
@@ -109,9 +109,8 @@ def _write_known_repeats(match: Match, facts: Facts) -> Writing:
     )
     if (numbers := _numbers(match)) is None:
         raise FixRefused(
-            "the code does not show that the host knows the result's length. If it does, write "
-            f"`output_size=n` in this call, with n the sum of `{match.text('R')[:60]}`: the length of a "
-            "tensor that the result is combined with, or the sum of the list behind the counts"
+            "the host may not know the length. If it does, write `output_size=n`, the sum of "
+            f"`{match.text('R')[:40]}`"
         )
     size = f"output_size=sum({numbers}) if len({numbers}) != 1 else None"
     return Writing((added_keyword(source, node, size),))

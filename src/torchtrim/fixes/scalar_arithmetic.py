@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from torchtrim.records.probes import ObservedValue
 from torchtrim.rewriter.fix import Fix, Match, Writing, of_forms
-from torchtrim.rewriter.guarded import for_kinds_seen, for_names_seen, with_names
 from torchtrim.rewriter.reads import WIDE, need_tensor_uses, with_companions
 from torchtrim.rewriter.replace import replace
 from torchtrim.source.facts import (
@@ -82,8 +81,7 @@ def _write_arithmetic_read(match: Match, facts: Facts) -> Writing:
         )
     graded = any(getattr(v, "N", None) and v.N.requires_grad for v in facts.executions)
     text = "N.detach()" if graded or not facts.seen else "N"
-    edits = replace(match, _bounded(match, facts, text) if bounded else text)
-    return Writing(for_names_seen(match, facts, edits))
+    return Writing(replace(match, _bounded(match, facts, text) if bounded else text))
 
 
 def _bounded(match: Match, facts: Facts, text: str) -> str:
@@ -124,12 +122,11 @@ ARITHMETIC_READ: Fix = Fix(
     divides by a Python number as a multiplication by its reciprocal, so a quotient may differ in its last
     bit.
 
-    Refused if the tensor may be written to after it was read. The replacement tests for the observed types
-    and ranks, which needs no sync; others are read as before.
+    Refused if the tensor may be written to after it was read.
     """,
     codes=("TT101",),
     equivalence="ROUNDING",
-    find=with_names(with_companions(_reads)),
+    find=with_companions(_reads),
     write=_write_arithmetic_read,
 )
 
@@ -158,7 +155,7 @@ def _write_compared_extreme(match: Match, facts: Facts) -> Writing:
         raise FixRefused(
             "the result is one of the two tensors, and may be written to. Use `torch.maximum`"
         )
-    return Writing(for_kinds_seen(match, facts, replace(match, _FORMS[match.form])))
+    return Writing(replace(match, _FORMS[match.form]))
 
 
 COMPARED_EXTREME: Fix = Fix(
@@ -166,7 +163,7 @@ COMPARED_EXTREME: Fix = Fix(
     doc="""Python's `max(a, b)` and `min(a, b)` of two tensors become `torch.where(b > a, b, a)`.
 
     Python compares them and reads the answer. The device can choose by the same comparison, with the same
-    result for NaN. The replacement tests for the observed ranks and types, and keeps the original for others.
+    result for NaN.
 
     Needs tensors of zero dimensions, of one type and device, without gradients: the tensor that is not chosen
     gets no gradient. Refused if the result, or either tensor, may be written to afterwards: Python returns

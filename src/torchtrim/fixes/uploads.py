@@ -29,6 +29,8 @@ _BETWEEN = name_set("""
     float double half bfloat16 long int short bool view reshape unsqueeze squeeze expand repeat
     t flatten permute transpose
 """)
+_EXACT = name_set("zeros ones eye")
+"""Their numbers are exact in each type."""
 _MADE = _SAME | _RANDOM | _FLOATING
 _CALLS = (
     "torch.tensor({}, dtype=T, device=D)",
@@ -55,7 +57,8 @@ _NEW = {
 
 
 def _of(match: Match, names: frozenset[str]) -> Upload:
-    return next(one for one in uploads(match.source, names) if one.whole is match.node)
+    every = uploads(match.source, names, cast=True)
+    return next(one for one in every if one.whole is match.node)
 
 
 def _match(fix: Fix, source: SourceFile, upload: Upload, parts: dict[str, ast.expr]) -> Match:
@@ -297,7 +300,7 @@ PINNED_UPLOAD: Fix = Fix(
 
 
 def _moved(source: SourceFile) -> Iterator[Match]:
-    for upload in uploads(source, _MADE):
+    for upload in uploads(source, _MADE, cast=True):
         if upload.whole is not upload.made:
             parts = {f"A{n}": one for n, one in enumerate(upload.made.args)}
             yield _match(MADE_ON_DEVICE, source, upload, parts)
@@ -316,7 +319,8 @@ def _made(match: Match, facts: Facts) -> Writing:
         match.need(facts, "A1", "is a Python number", is_number)
     last = upload.between[-1] if upload.between else upload.made
     move = TextEdit(source.end(last), source.end(upload.whole), "")
-    return Writing((added_keyword(source, upload.made, f"device={device}"), move))
+    cast = f"dtype={source.segment(upload.dtype)}, " if upload.dtype is not None else ""
+    return Writing((added_keyword(source, upload.made, f"{cast}device={device}"), move))
 
 
 def _check_making(upload: Upload, name: str) -> None:
@@ -329,6 +333,8 @@ def _check_making(upload: Upload, name: str) -> None:
         raise FixRefused("devices round its steps differently")
     if upload.words.keys() - {"dtype"}:
         raise FixRefused("its keywords set a device, or a gradient before the move")
+    if upload.dtype is not None and (name not in _EXACT or "dtype" in upload.words):
+        raise FixRefused("the move casts it. Give its constructor the type")
     if name == "full" and len(upload.made.args) != 2:
         raise FixRefused("its value is not a positional argument")
     if not _BETWEEN.issuperset(map(method_of, upload.between)):
@@ -343,9 +349,9 @@ MADE_ON_DEVICE: Fix = Fix(
 
     The tensor is created where it is used, and not copied. Applies to values that are the same on each
     device: zeros, ones, `full`, `eye`, and `arange` of integers, also if the tensor is cast or reshaped
-    before the move. Refused for random numbers, which would come from another device's generator, for ranges
-    of floats, which devices round differently, with `pin_memory`, and if a gradient is requested before the
-    move.
+    before the move; of zeros, ones and `eye` also if the move casts them. Refused for random numbers, which
+    would come from another device's generator, for ranges of floats, which devices round differently, with
+    `pin_memory`, and if a gradient is requested before the move.
     """,
     codes=("TT103",),
     equivalence="BITWISE",

@@ -22,7 +22,6 @@ from torchtrim.records.files import read_head
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.rewriter.edits import compatible, diff_of, patch
 from torchtrim.rewriter.fix import Match, Rewrite, matches
-from torchtrim.source.branches import is_fallback
 from torchtrim.source.facts import Facts, FixRefused, NoTensor, StaticValue
 from torchtrim.source.source import SourceFile, spot
 from torchtrim.syncs.base import SYNC_CODES
@@ -158,7 +157,7 @@ _NO_TENSORS = frozenset(
     ("plain", "array", "sequence", "device", "dtype", "mapping", "layer", "function")
 )
 _DTYPES = {"bool": "bool", "int": "int64"}
-_RANKS = ("safe", "unsafe", "refused")
+_RANKS = ("safe", "unsafe", "advice", "refused")
 Selected = Callable[[str], bool]
 
 
@@ -172,8 +171,10 @@ class Candidate(NamedTuple):
 
     @property
     def rank(self) -> str:
-        """`"safe"`, `"unsafe"` or `"refused"`."""
-        return "refused" if self.rewrite is None else "safe" if self.rewrite.safe else "unsafe"
+        """One of `_RANKS`."""
+        if self.rewrite is None:
+            return "refused"
+        return "advice" if self.rewrite.advice else "safe" if self.rewrite.safe else "unsafe"
 
 
 class LineSyncs(NamedTuple):
@@ -221,9 +222,6 @@ def lint_source(
     ]
     if not whole and found:
         source = source.only(line.lines[0] for line in found)
-        found = [
-            line for line in found if not all(is_fallback(source, sync.node) for sync in line.syncs)
-        ]
     if not found:
         return []
     later = [line._replace(looked=False) for line in found[_MOST_FIXED:]]
@@ -311,7 +309,7 @@ def _applicable(
     seen = set()
     for line in found:
         rewrite = line.candidate.rewrite if line.candidate is not None else None
-        if rewrite is None or not (rewrite.safe or unsafe):
+        if rewrite is None or rewrite.advice or not (rewrite.safe or unsafe):
             continue
         match = rewrite.match
         text = match.source.segment(match.node)
@@ -377,6 +375,8 @@ def _candidate(match: Match, kinds: Mapping[ast.AST, ValueKind]) -> Candidate:
         text = patch(match.source, [rewrite]).text
     except FixRefused as error:
         return Candidate(match, None, str(error))
+    if rewrite.advice:
+        return Candidate(match, rewrite, rewrite.advice, text)
     reasons = [rewrite.risk] if rewrite.risk else []
     if rewrite.open_needs:
         reasons.append(f"no run has shown that {' and that '.join(rewrite.open_needs)}")
@@ -408,8 +408,10 @@ def _suggestion(source: SourceFile, found: LineSyncs) -> Suggestion:
     name = candidate.match.fix.name
     if candidate.rewrite is None:
         return Suggestion(kind="refused", reason=f"{name}: {candidate.reason}")
-    reason = name if candidate.rewrite.safe else f"unsafe, {name}: {candidate.reason}"
     diff = diff_of(source.path, source.text, candidate.text)
+    if candidate.rewrite.advice:
+        return Suggestion(kind="advice", diff=diff, reason=candidate.reason)
+    reason = name if candidate.rewrite.safe else f"unsafe, {name}: {candidate.reason}"
     return Suggestion(
         kind="code", equivalence=candidate.rewrite.equivalence, diff=diff, reason=reason
     )

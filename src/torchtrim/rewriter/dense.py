@@ -153,8 +153,8 @@ def named_mask(source: SourceFile, mask: ast.expr, at: ast.AST) -> tuple[str, tu
     """Return a text that may be written any number of times for the mask, and the statement it needs."""
     if not is_pure(mask, source):
         raise FixRefused(
-            f"`{source.segment(mask)[:60]}` may have a side effect besides computing a mask, and would run "
-            "once instead of several times, or at another time. Assign its result to a name first"
+            f"`{source.segment(mask)[:60]}` may have a side effect, and would run once. Assign "
+            "its result to a name first"
         )
     return hoisted(source, mask, "kept", at=at)
 

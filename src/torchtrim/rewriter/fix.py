@@ -21,7 +21,6 @@ from typing import Literal, NamedTuple, TypeVar
 
 from torchtrim.core.isolation import Failure, collected, isolated, note
 from torchtrim.records.probes import ObservedValue, Probe
-from torchtrim.source.branches import is_fallback
 from torchtrim.source.facts import Facts, FixRefused, of_part
 from torchtrim.source.forms import places
 from torchtrim.source.source import SourceFile, spot
@@ -112,7 +111,8 @@ class Rewrite:
     """The edits of a fix at one match, ready to be applied.
 
     `equivalence` is the most that the certificate may claim. `open_needs` are assumptions that no run has
-    shown; `risk` says what may differ even if they hold. A rewrite is safe only without either.
+    shown; `risk` says what may differ even if they hold. A rewrite is safe only without either. With `advice`
+    it is never applied: only a person can decide what that says.
     """
 
     match: Match
@@ -120,19 +120,24 @@ class Rewrite:
     equivalence: Equivalence
     open_needs: tuple[str, ...] = ()
     risk: str = ""
+    advice: str = ""
 
     @property
     def safe(self) -> bool:
         """True if it may be applied without `--unsafe-fixes`."""
-        return not self.open_needs and not self.risk
+        return not (self.open_needs or self.risk or self.advice)
 
 
 class Writing(NamedTuple):
-    """The edits of a fix, and what may differ even if all its needs are met."""
+    """The edits of a fix, and what may differ even if all its needs are met.
+
+    `advice`: what a person has to decide before copying the edits, which are never applied then.
+    """
 
     edits: tuple[TextEdit, ...]
     risk: str = ""
     equivalence: Equivalence | None = None
+    advice: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,11 +165,11 @@ class Fix:
         object.__setattr__(self, "doc", inspect.cleandoc(doc))
 
     def places(self, source: SourceFile) -> tuple[Match, ...]:
-        """Return the matches in a source, except in code that a guard keeps unchanged; found only once."""
+        """Return the matches in a source, found only once."""
         if self.name not in source.memo:
             chosen: list[Match] = []
             with isolated("fix", self.name):
-                chosen += (one for one in self.find(source) if not is_fallback(source, one.node))
+                chosen += self.find(source)
             source.memo[self.name] = tuple(chosen)
         return source.memo[self.name]
 
@@ -187,6 +192,7 @@ class Fix:
             equivalence=written.equivalence or self.equivalence,
             open_needs=tuple(facts.missing),
             risk=written.risk,
+            advice=written.advice,
         )
 
 

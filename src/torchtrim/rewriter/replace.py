@@ -76,18 +76,6 @@ def replace(
     return edits
 
 
-def replace_if(
-    match: Match, test: str, template: str, *, names: Mapping[str, str], apart: str = ""
-) -> tuple[TextEdit, ...]:
-    """Return the edits that replace a matched statement by the template only if a test holds.
-
-    The test may use capitals too. `names` and `apart` are passed to `replace`.
-    """
-    blanks = need_indentation(match.source, match.source.statement(match.node))
-    lines = (f"if {test}:", f"    {template}", "else:", f"    {match.form}")
-    return replace(match, f"{match.source.newline}{blanks}".join(lines), names, apart)
-
-
 def filled(
     match: Match, template: str, given: Mapping[str, str] | None = None
 ) -> tuple[str, tuple[TextEdit, ...]]:
@@ -140,8 +128,8 @@ def insert_before(source: SourceFile, node: ast.AST, lines: str) -> TextEdit:
     statement = source.statement(node)
     if source.indentation(statement) is None or not runs_first(source, node):
         raise FixRefused(
-            "a part of it would have to be computed in a statement before, but the code around it "
-            "decides whether and when it runs. Assign that part to a name first"
+            "a part of it would be computed in a statement before, too often or too early. "
+            "Assign that part to a name first"
         )
     return above(source, statement, lines)
 

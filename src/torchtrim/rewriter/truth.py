@@ -10,8 +10,8 @@ from typing import NamedTuple
 from torchtrim.records.probes import ObservedValue
 from torchtrim.rewriter.fix import Match
 from torchtrim.rewriter.replace import atom
-from torchtrim.source.branches import is_guard
 from torchtrim.source.facts import Facts, FixRefused, Values, is_tensor
+from torchtrim.source.names import assigned_to, stores
 from torchtrim.source.nodes import find_all, function_of, negated
 from torchtrim.source.operations import is_total
 from torchtrim.source.source import SourceFile
@@ -90,7 +90,7 @@ def seen_operands(
             seen = known.get(text) or getattr(values, f"Q{number}A", None)
         if seen is not None and not is_tensor(seen):
             raise FixRefused(_no_tensor(operand.node, alone=len(every) == 1))
-        if not is_total(operand.node, match.source, is_guard):
+        if not is_total(operand.node, match.source) or _may_be_plain(operand.node, match.source):
             raise FixRefused(
                 f"`{text[:60]}` may have a side effect, or be a Python value in another run. "
                 "Assign it to a name first"
@@ -110,15 +110,12 @@ def seen_operands(
     return devices.pop(), numeric
 
 
-def used_as_tensors(node: ast.AST, source: SourceFile) -> set[str]:
-    """Return the names and attributes that must be tensors, by their methods or functions of torch."""
-    tensors: list[ast.expr] = []
-    for call in find_all(node, ast.Call):
-        if (source.dotted(call.func) or "").startswith("torch."):
-            tensors += call.args
-        elif isinstance(call.func, ast.Attribute):
-            tensors.append(call.func.value)
-    return set(map(ast.unparse, tensors))
+def _may_be_plain(node: ast.expr, source: SourceFile) -> bool:
+    """Return True for a name that `and`, `or` or `if` may have given a Python value."""
+    if not isinstance(node, ast.Name):
+        return False
+    values = (assigned_to(source, one) for one in stores(source.function(node), node.id))
+    return any(isinstance(one, ast.BoolOp | ast.IfExp | ast.Constant) for one in values)
 
 
 def _no_tensor(condition: ast.expr, *, alone: bool) -> str:

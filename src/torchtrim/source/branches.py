@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torchtrim.source.names import assigned_name, assignment_before, stores
-from torchtrim.source.nodes import find_all, function_of, method_of, names_in, negated
+from torchtrim.source.nodes import find_all, names_in, negated
 from torchtrim.source.operations import is_total
 from torchtrim.source.source import SourceFile
 
@@ -19,7 +19,7 @@ class Branch:
     """A choice: `then` if the test is true, else `other`, each after its own assignments.
 
     `target` is the assigned name, if any; without `other` it keeps its value. `whole` is the `if`, a
-    statement or an expression, `last` the return after it. `guards` are tests such as `x.dim() == 2`.
+    statement or an expression, `last` the return after it.
     """
 
     test: ast.expr
@@ -30,7 +30,6 @@ class Branch:
     target: str | None = None
     whole: ast.If | ast.IfExp
     last: ast.Return | None = None
-    guards: tuple[ast.expr, ...] = ()
 
     @property
     def condition(self) -> ast.expr:
@@ -52,61 +51,10 @@ class Branch:
 def branches(source: SourceFile) -> Iterator[Branch]:
     """Yield each choice in a source."""
     for node in source.at({(ast.If, ""), (ast.IfExp, "")}):
-        if isinstance(node, ast.IfExp) and not is_guard(node.test):
+        if isinstance(node, ast.IfExp):
             yield Branch(test=node.test, then=node.body, other=node.orelse, whole=node)
         elif isinstance(node, ast.If) and not is_elif(source, node):
             yield from filter(None, (_returns(source, node) or _assigns(node),))
-
-
-def is_guard(test: ast.expr) -> bool:
-    """Return True if a condition tests for the observed ranks, as the guards written by fixes do."""
-    if not isinstance(test, ast.Compare | ast.BoolOp):
-        return False
-    calls = {
-        f".{method_of(call)}" if isinstance(call.func, ast.Attribute) else function_of(call)
-        for call in find_all(test, ast.Call)
-    }
-    return ".dim" in calls and calls <= {".dim", ".is_tensor", "all", "zip"}
-
-
-def is_fallback(source: SourceFile, node: ast.AST) -> bool:
-    """Return True if a guard keeps the node for other ranks and types: no fix should change it again."""
-    chain = [node, *source.around(node)]
-    known = next((n for n, one in enumerate(chain) if one in source.fallback), len(chain))
-    found = source.fallback[chain[known]] if known < len(chain) else False
-    for inner in reversed(chain[:known]):
-        found = source.fallback[inner] = found or _is_kept(source, inner)
-    return found
-
-
-def _is_kept(source: SourceFile, inner: ast.AST) -> bool:
-    """Return True if the node is a guard's other branch, or follows a guard that returns."""
-    if isinstance(inner, ast.stmt) and _follows_guard(source, inner):
-        return True
-    outer = source.parents.get(inner)
-    if isinstance(outer, ast.If | ast.IfExp) and is_guard(outer.test):
-        return inner in (outer.orelse if isinstance(outer, ast.If) else [outer.orelse])
-    if isinstance(outer, ast.BoolOp) and isinstance(outer.op, ast.Or):
-        return inner is not outer.values[0] and is_guard(outer.values[0])
-    return False
-
-
-def _follows_guard(source: SourceFile, statement: ast.stmt) -> bool:
-    """Return True if a guard before the statement, in its block, returns for the observed values."""
-    if statement in source.parents and statement not in source.behind:
-        behind = False
-        for one in source.block(statement):
-            source.behind[one] = behind
-            if isinstance(one, ast.If) and is_guard(one.test):
-                behind = behind or isinstance(one.body[-1], ast.Return)
-    return source.behind.get(statement, False)
-
-
-def _for_seen(value: ast.expr) -> tuple[ast.expr, tuple[ast.expr, ...]]:
-    """Return the value for the observed ranks, and the guard that tests for them, if any."""
-    if isinstance(value, ast.IfExp) and is_guard(value.test):
-        return value.body, (value.test,)
-    return value, ()
 
 
 def origins(source: SourceFile, branch: Branch) -> Assigns:
@@ -137,16 +85,14 @@ def _returns(source: SourceFile, node: ast.If) -> Branch | None:
     other = _returned(node.orelse or block[block.index(node) + 1 :])
     if then is None or other is None:
         return None
-    (value, guard), (other_value, other_guard) = map(_for_seen, (then[1], other[1]))
     return Branch(
         test=node.test,
-        then=value,
-        other=other_value,
+        then=then[1],
+        other=other[1],
         then_before=then[0],
         other_before=other[0],
         whole=node,
         last=None if node.orelse else other[2],
-        guards=(*guard, *other_guard),
     )
 
 
@@ -169,11 +115,8 @@ def _assigns(node: ast.If) -> Branch | None:
     target = targets.pop()
     if target is None or targets:
         return None
-    (value, guard), *others = (_for_seen(assign.value) for assign in assigns)
-    branch = Branch(test=node.test, then=value, other=None, target=target, whole=node, guards=guard)
-    for other, other_guard in others:
-        branch = replace(branch, other=other, guards=(*guard, *other_guard))
-    return branch
+    then, other = assigns[0].value, assigns[1].value if len(assigns) > 1 else None
+    return Branch(test=node.test, then=then, other=other, target=target, whole=node)
 
 
 def is_elif(source: SourceFile, node: ast.stmt) -> bool:

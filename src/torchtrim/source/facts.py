@@ -72,19 +72,13 @@ class _StaticValues(Values):
 
 
 class Facts:
-    """The evidence for one match, from runs and, as `static`, from the source; `missing` lists the gaps.
-
-    `plain`: the fix is to be written without tests for the observed kinds of input.
-    """
+    """The evidence for one match, from runs and, as `static`, from the source; `missing` lists the gaps."""
 
     def __init__(
         self,
         observed: ProbeResult | None = None,
         static: Mapping[str, StaticValue] | None = None,
-        *,
-        plain: bool = False,
     ) -> None:
-        self.plain = plain
         known = observed.executions if observed is not None and not observed.capped else ()
         self.executions = tuple(Values(run.values, grad=run.grad) for run in known)
         self._static = _StaticValues(static or {})
@@ -119,8 +113,8 @@ class Facts:
             raise FixRefused(f"it requires that {text}, which the source contradicts")
         if static is not None and not self.holds_statically(static):
             raise FixRefused(
-                f"it requires that {text}, which the source does not show. Run the script under "
-                "`torchtrim optimize --fix`, which observes it"
+                f"it requires that {text}, which the source does not show. Run `torchtrim "
+                "optimize --fix`"
             )
         self.leave_open(text)
 

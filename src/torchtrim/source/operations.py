@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
 
 from torchtrim.source.nodes import compares_values, constant_of, find_all, keywords_of, name_set
 from torchtrim.source.source import SourceFile
@@ -110,17 +109,10 @@ _INERT = (ast.Name, ast.Attribute, ast.Constant, ast.Tuple, ast.List, ast.keywor
 _NODES = (*_INERT, ast.expr_context, ast.operator, ast.unaryop, ast.cmpop, ast.UnaryOp)
 
 
-def is_total(
-    node: ast.AST, source: SourceFile, is_guard: Callable[[ast.expr], bool] | None = None
-) -> bool:
-    """Return True if the expression may run anywhere: no random draw, sync, in-place write or error.
-
-    With `is_guard`, `a if test else b` counts by `a` alone if the test is a guard.
-    """
-    if is_guard is not None and isinstance(node, ast.IfExp) and is_guard(node.test):
-        return is_total(node.body, source, is_guard)
+def is_total(node: ast.AST, source: SourceFile) -> bool:
+    """Return True if the expression may run anywhere: no random draw, sync, in-place write or error."""
     parts = ast.iter_child_nodes(node)
-    return _total_itself(node, source) and all(is_total(one, source, is_guard) for one in parts)
+    return _total_itself(node, source) and all(is_total(one, source) for one in parts)
 
 
 def labels_of(node: ast.AST, source: SourceFile) -> list[ast.expr]:

@@ -52,8 +52,6 @@ class SourceFile:
         self._bound: dict[ast.AST, frozenset[str]] = {}
         self._has: dict[str, bool] = {}
         self.memo: dict[str, tuple[Any, ...]] = {}
-        self.fallback: dict[ast.AST, bool] = {}
-        self.behind: dict[ast.AST, bool] = {}
         self.private: dict[tuple[ast.AST, str], bool] = {}
         self.private_but: dict[ast.AST, frozenset[str]] = {}
 

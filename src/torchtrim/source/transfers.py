@@ -91,13 +91,15 @@ def has_own_text(source: SourceFile, node: ast.AST) -> bool:
 class Upload(NamedTuple):
     """A tensor created on the host and moved to a device: its constructor call, and all up to the move.
 
-    `device` is None for `.cuda()`. `between` are the calls between the constructor and the move.
+    `device` is None for `.cuda()`. `between` are the calls between the constructor and the move, and `dtype`
+    is the type to which the move casts, if any.
     """
 
     made: ast.Call
     whole: ast.expr
     device: ast.expr | None
     between: tuple[ast.Call, ...]
+    dtype: ast.expr | None = None
 
     @property
     def words(self) -> dict[str | None, ast.expr]:
@@ -105,11 +107,16 @@ class Upload(NamedTuple):
         return keywords_of(self.made)
 
 
-def uploads(source: SourceFile, names: frozenset[str]) -> Iterator[Upload]:
-    """Yield each call of these torch functions whose result is moved to a device, or created there."""
+def uploads(source: SourceFile, names: frozenset[str], *, cast: bool = False) -> Iterator[Upload]:
+    """Yield each call of these torch functions whose result is moved to a device, or created there.
+
+    `cast`: also if the move casts it to another type.
+    """
     for node in source.calls(*names):
         module, _, name = (source.dotted(node.func) or "").rpartition(".")
-        if module == "torch" and name in names and (upload := _upload(source, node)):
+        known = module == "torch" and name in names
+        upload = _upload(source, node) if known else None
+        if upload is not None and (cast or upload.dtype is None):
             yield upload
 
 
@@ -140,8 +147,11 @@ def _moved(made: ast.Call, move: ast.Call, between: tuple[ast.Call, ...]) -> Upl
     words = keywords_of(move)
     words.pop("non_blocking", None)
     targets = [*move.args, *([words.pop("device")] if "device" in words else [])]
+    dtype = words.pop("dtype", None)
+    if dtype is None and len(targets) == 2:
+        dtype = targets.pop()
     if words or len(targets) > 1 or any(isinstance(one, ast.Starred) for one in targets):
         return None
     if not targets:
         return Upload(made, move, None, between) if called(move.func) == "cuda" else None
-    return Upload(made, move, targets[0], between)
+    return Upload(made, move, targets[0], between, dtype)

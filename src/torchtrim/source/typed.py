@@ -98,43 +98,21 @@ def typed(
     return TensorType(dtype, tuple(result.shape), frozenset(reached))
 
 
-def holds(
-    test: ast.expr,
-    source: SourceFile,
-    known: Mapping[str, ObservedValue],
-    before: Iterable[ast.Assign] = (),
-) -> bool:
-    """Return True if a test of ranks and types is known to hold after the assignments."""
-    try:
-        space = _Namespace(source, {text: _value(seen) for text, seen in known.items()}, before)
-        return all(map(space.compares, test.values if isinstance(test, ast.BoolOp) else [test]))
-    except _MEANS_UNKNOWN:
-        return False
-
-
-def operands_in(node: ast.AST, source: SourceFile, *, items: bool = False) -> Iterator[ast.expr]:
-    """Yield the outermost names, attributes and, with `items`, constant items that a value depends on."""
+def operands_in(node: ast.AST, source: SourceFile) -> Iterator[ast.expr]:
+    """Yield the outermost names and attributes that a value depends on."""
     if isinstance(node, ast.Name | ast.Attribute) and _is_chain(node):
         if source.dotted(node) is None:
             yield node
         return
-    if items and isinstance(node, ast.Attribute | ast.Subscript) and _is_chain(node, items=True):
-        own = not any(source.dotted(part) for part in ast.walk(node))
-        if isinstance(node, ast.Subscript) and own:
-            yield node
-            return
-        items = isinstance(node, ast.Subscript)
     children: Iterable[ast.AST] = ast.iter_child_nodes(node)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         children = (node.func.value, *node.args, *node.keywords)
     for child in children:
-        yield from operands_in(child, source, items=items)
+        yield from operands_in(child, source)
 
 
-def _is_chain(node: ast.AST, *, items: bool = False) -> bool:
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        if isinstance(node, ast.Subscript) and not (items and isinstance(node.slice, ast.Constant)):
-            return False
+def _is_chain(node: ast.AST) -> bool:
+    while isinstance(node, ast.Attribute):
         node = node.value
     return isinstance(node, ast.Name)
 
@@ -182,15 +160,6 @@ class _Namespace:
         if isinstance(node, ast.Attribute):
             return self._attribute(node)
         raise _UnknownValue
-
-    def compares(self, test: ast.expr) -> bool:
-        """Return True if Python values are equal, or a call such as `torch.is_tensor(x)` is true."""
-        if isinstance(test, ast.Call):
-            return self.value(test) is True
-        if not isinstance(test, ast.Compare) or not all(isinstance(o, ast.Eq) for o in test.ops):
-            raise _UnknownValue
-        values = [self.value(one) for one in (test.left, *test.comparators)]
-        return all(one == values[0] for one in values)
 
     def _operated(self, function: Callable[[Any, Any], Any], left: ast.AST, right: ast.AST) -> Any:
         sides = self.value(left), self.value(right)

@@ -240,11 +240,14 @@ class Fixing:
     def _judge(self, fixed: Fixed, match: Match, seen: Observation, waits: Waits) -> Rewrite | None:
         try:
             rewrite, self._kinds[self._key(match)] = written(match, seen)
-            if rewrite.safe or self._unsafe:
+            if not rewrite.advice and (rewrite.safe or self._unsafe):
                 return rewrite
             diff = self._diff(match.source, rewrite)
         except FixRefused as error:
             self._note(fixed, match, "refused", waits, reason=str(error))
+            return None
+        if rewrite.advice:
+            self._note(fixed, match, "refused", waits, reason=rewrite.advice, diff=diff)
             return None
         reason = rewrite.risk or f"no run has shown that {' and that '.join(rewrite.open_needs)}"
         self._note(fixed, match, "suggested", waits, reason=reason, diff=diff)

@@ -1,7 +1,8 @@
-"""Writes a fix by what a run showed: plain if the whole function agrees, else tested for the kinds seen."""
+"""Writes a fix by what a run showed, and tries the whole function on the other kinds of input it accepts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from torchtrim.certify.kinds import KindsTried, try_kinds
@@ -10,7 +11,7 @@ from torchtrim.records.probes import ObservedValue, Probe, ProbeResult
 from torchtrim.rewriter.edits import patch
 from torchtrim.rewriter.fix import Match, Rewrite
 from torchtrim.source.alone import alone, named
-from torchtrim.source.facts import Facts, FixRefused
+from torchtrim.source.facts import Facts
 from torchtrim.source.source import SourceFile, spot
 
 
@@ -43,27 +44,22 @@ def probes_of(match: Match, number: int) -> tuple[Probe, Probe]:
 def written(match: Match, seen: Observation) -> WrittenFix:
     """Return the rewrite of a match. Raises `FixRefused`.
 
-    It has no test of ranks, types or shapes if the function that it is in agrees on all kinds of input that
-    the original accepts, or cannot run alone: then it holds for the kinds of the run.
+    It is not safe if the function that it is in differs on a kind of input that the original accepts. If
+    that function cannot run alone, it holds for the kinds of the run.
     """
-    try:
-        plain = match.fix.rewrite(match, Facts(seen.parts, plain=True))
-        tried = kinds_of(plain, seen.inputs)
-    except FixRefused:
-        return _tested(match, seen, "")
+    rewrite = match.fix.rewrite(match, Facts(seen.parts))
+    if rewrite.advice:
+        return WrittenFix(rewrite, "")
+    tried = kinds_of(rewrite, seen.inputs)
     if tried is None:
-        return WrittenFix(plain, "holds for the kinds of input of the run")
-    if tried.differs:
-        return _tested(match, seen, f"not for {tried.differs}")
-    if not tried.complete:
-        return _tested(match, seen, "not all kinds of input could be tried")
+        return WrittenFix(rewrite, "holds for the kinds of input of the run")
     accepted = f"{tried.accepted} of {counted(tried.tried, 'kind')} of input"
-    return WrittenFix(plain, f"equal on {accepted}, all that the original accepts")
-
-
-def _tested(match: Match, seen: Observation, why: str) -> WrittenFix:
-    """Return the rewrite that tests for the kinds seen, and why it does."""
-    return WrittenFix(match.fix.rewrite(match, Facts(seen.parts)), why)
+    if tried.differs:
+        risk = f"it changes the result for {tried.differs}: assert that this cannot be"
+        return WrittenFix(replace(rewrite, risk=rewrite.risk or risk), "")
+    if not tried.complete:
+        return WrittenFix(rewrite, f"equal on {accepted}; the time was too short for others")
+    return WrittenFix(rewrite, f"equal on {accepted}, all that the original accepts")
 
 
 def kinds_of(rewrite: Rewrite, inputs: ProbeResult) -> KindsTried | None:
