@@ -104,3 +104,17 @@ def test_a_scaler_finds_its_gradients_finite_and_steps() -> None:
         scaler.step(optimizer)
         scaler.update()
     assert steps == [1]
+
+
+@pytest.mark.parametrize(("rows", "samples"), [(100, 8), (200_000, 100_000), (1_000, 100_000)])
+def test_a_sparse_gradient_has_at_most_a_row_for_each_index(rows: int, samples: int) -> None:
+    """Few indices are known; many count as if they were distinct."""
+    with dry_run(".", owned_only=False) as dry:
+        table = nn.Embedding(rows, 4, sparse=True)
+        optimizer = torch.optim.SparseAdam(table.parameters())
+        given = torch.randint(rows, (samples,))
+        table(given).square().sum().backward()
+        optimizer.step()
+        merged = table.weight.grad.coalesce().values()
+        most = len(given.unique()) if dry.knows(given) else min(rows, samples)
+    assert merged.shape == (most, 4)

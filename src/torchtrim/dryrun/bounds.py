@@ -265,6 +265,17 @@ def _resize(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
     return tensor.set_(_dense(dry, size, tensor.dtype).untyped_storage(), 0, size, strides)
 
 
+def _sparse(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
+    """A sparse tensor, whose operators run for real: the rows that they merge depend on its indices."""
+    size, indices = (_argument(func, args, kwargs, name) for name in ("size", "indices"))
+    if dry.blanks.holds(indices.data_ptr()):
+        of = tuple(size[: indices.shape[0]])
+        count = _bounded(dry, "a sparse gradient", min(indices.shape[1], math.prod(of)))
+        rows = torch.arange(indices.shape[1]) % count
+        indices.copy_(torch.stack(torch.unravel_index(rows, of)))
+    return func(*args, **kwargs)
+
+
 def _bounded(dry: Dry, what: str, count: int, most: str = "the most there can be") -> int:
     dry.guesses.add(f"the size of {what} depends on computed values; counted as {most}, {count}")
     return count
@@ -337,6 +348,7 @@ BOUNDS: dict[str, Bound] = {
     "aten::_cudnn_rnn": _cudnn_recurrent,
     "aten::_cudnn_rnn_backward": _cudnn_recurrent_backward,
     "aten::resize_": _resize,
+    "aten::_sparse_coo_tensor_with_dims_and_tensors": _sparse,
     **dict.fromkeys(("aten::mse_loss", "aten::smooth_l1_loss"), _reduced_loss),
     **dict.fromkeys(("aten::soft_margin_loss", "aten::binary_cross_entropy"), _reduced_loss),
     "torchvision::nms": _nms,
