@@ -1,7 +1,7 @@
 """What becomes of a planned run when the script does something new after the steps that were certified.
 
 python -m bench.late_changes [--only PATTERN] [--technique NAME] [--shape NAME] [--drawn COUNT]
-    [--few COUNT] [--seed N] [--hooks] [--json]
+    [--few COUNT] [--seed N] [--hooks] [--skip COUNT] [--seconds N] [--json]
 
 Each entry of `bench/late/attacks.toml` changes `bench/late/loop.py` from its fifth step on: a buffer that a
 block begins to write, a hook, another batch size, a skipped step. `--drawn` draws changes, hooks of all kinds
@@ -10,7 +10,8 @@ of each technique that has a place there are made of the loop as it is, and the 
 and without. What it prints (losses, digests of weights, buffers and optimizer states, counters, random
 numbers drawn last) must be the same, to the bit where the technique says so and else by the rule of the
 certificate, or the run must stop before a number differs, and name the cause. SEMANTIC techniques are
-compared with the change made by hand. Anything else is a fault.
+compared with the change made by hand. Anything else is a fault. A run that `--seconds` ends says where
+`--skip` goes on, and its figures join those in the file.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ import functools
 import itertools
 import random
 import sys
+import time
 from collections.abc import Iterator
 
 import torch
 
 from bench.late.changes import SHAPES, Case, drawn, hooked, written
 from bench.late.running import Planner, judged
-from bench.machine import save
+from bench.machine import save, saved
 from torchtrim.executor.registry import names
 from torchtrim.records.plan import Plan
 
@@ -65,11 +67,19 @@ def main() -> None:
     parser.add_argument(
         "--few", type=int, default=0, help="so many techniques for each change, drawn"
     )
+    parser.add_argument("--skip", type=int, default=0, help="so many of the cases")
+    parser.add_argument("--seconds", type=float, default=1e9, help="end before a case after these")
     parser.add_argument("--json", action="store_true", help="keep the figures under bench/results")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, dict[str, str]] = collections.defaultdict(dict)
+    ends = time.monotonic() + options.seconds
     for number, case in enumerate(cases(options)):
+        if number < options.skip:
+            continue
+        if time.monotonic() > ends:
+            print(f"go on with --skip {number}", flush=True)
+            break
         if number % 10 == 0:
             print(f"{number} cases", file=sys.stderr, flush=True)
         plans = plans_for(case.shape, case.optimizer, options.seed)
@@ -87,9 +97,16 @@ def main() -> None:
         print(f"{name:22} {len(verdicts)} cases: {dict(counts)}")
     if options.json:
         which = "late_changes_drawn" if options.drawn else "late_changes"
-        save(which, {one: dict(sorted(verdicts.items())) for one, verdicts in found.items()})
+        _join(which, found, anew=not options.skip and options.only == "*")
     if any(one.startswith(FAULTS) for verdicts in found.values() for one in verdicts.values()):
         sys.exit(1)
+
+
+def _join(which: str, found: dict[str, dict[str, str]], *, anew: bool) -> None:
+    whole = {} if anew else saved(which)
+    for name, verdicts in found.items():
+        whole[name] = dict(sorted({**whole.get(name, {}), **verdicts}.items()))
+    save(which, {name: verdicts for name, verdicts in whole.items() if name != "machine"})
 
 
 if __name__ == "__main__":

@@ -271,7 +271,7 @@ def _sparse(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
     if dry.blanks.holds(indices.data_ptr()):
         of = tuple(size[: indices.shape[0]])
         count = _bounded(dry, "a sparse gradient", min(indices.shape[1], math.prod(of)))
-        rows = torch.arange(indices.shape[1]) % count
+        rows = torch.arange(indices.shape[1], dtype=_LONG, device="cpu") % count
         indices.copy_(torch.stack(torch.unravel_index(rows, of)))
     return func(*args, **kwargs)
 
