@@ -42,6 +42,7 @@ PLANS: dict[str, tuple[str, Options]] = {
     "recompute": ("Net.mlp", {}),
     "replay": ("Net:relu.0", {}),
     "overwrite": ("Net.mlp.1", {}),
+    "offload_activations": ("Net:relu.0 until end from relu.1", {}),
     "micro_batch": ("Net.mlp", {"parts": 2}),
     "split_channels": ("Net.conv[1:3]", {"parts": 2, "overwrites": False}),
     "split_matmul": ("Net.mlp", {"parts": 2}),
