@@ -257,3 +257,9 @@ def test_the_cpus_kernels_are_as_before() -> None:
             assert low().softmax(-1).dtype == FULL
         assert types() == before
     assert types() == before
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_parts_of_composite_operators_are_cast_too(mode: Callable[[], Any]) -> None:
+    with emulate(), mode(), torch.autocast("cuda", LOW):
+        assert torch.einsum("bij,kj->bik", x(2, 4, 4), x(4, 4)).dtype == LOW

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchtrim.emulator.device import emulate
 from torchtrim.emulator.tags import Tags
 
 
@@ -111,3 +112,16 @@ def test_a_storage_that_is_resized_is_another_allocation() -> None:
     assert tags.on_device(x)
     tags.resized(torch.zeros(2).untyped_storage())
     assert len(tags.events) == 5
+
+
+def test_gradients_are_summed_in_place_where_nothing_else_has_them() -> None:
+    with emulate() as emulation:
+        x = torch.ones(1000, device="cuda", requires_grad=True)
+        y = x * 1.0
+        loss = (y.sin() + y.cos()).sum() + y.reshape(10, 100).max(-1)[0].sum()
+        emulation.counters.settle()
+        before = emulation.counters.allocator.mallocs
+        loss.backward()
+        made = emulation.counters.settle().mallocs - before
+    # One for the loss, zeros for max, three of cos, two of sin, and one of x: none for the two sums.
+    assert made == 1 + 1 + 3 + 2 + 1

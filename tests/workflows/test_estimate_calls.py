@@ -92,7 +92,7 @@ def test_what_fails_after_the_calls_is_said(tmp_path: Path) -> None:
 def test_a_loop_over_batches_and_the_largest_one(tmp_path: Path) -> None:
     path = tmp_path / "loop.py"
     path.write_text(LOOPS)
-    result = estimated(path, fits="1MiB", max_batch="512KiB")
+    result = estimated(path, fits="9MiB", max_batch="9MiB")
     report = result.report
     assert report.original is not None
     assert report.estimated is not None
@@ -100,4 +100,4 @@ def test_a_loop_over_batches_and_the_largest_one(tmp_path: Path) -> None:
     (grown,) = report.estimated.growth
     assert grown.now == 32
     path.write_text(LOOPS.replace("batch_size=32", f"batch_size={grown.largest}"))
-    assert measured(path) == grown.peak_bytes <= 512 * 1024
+    assert measured(path) == grown.peak_bytes <= 9 * 2**20 - report.estimated.workspace_bytes

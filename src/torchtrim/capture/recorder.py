@@ -26,6 +26,7 @@ from torchtrim.capture.waits import NOTHING, Origin, Ran, SyncChecks, sync_detec
 from torchtrim.core.clock import queued_ns
 from torchtrim.dispatch.modes import (
     DROPOUT,
+    IN_PLACE,
     call_operator,
     dropout_of,
     enter_below,
@@ -115,11 +116,12 @@ class _RecordedSchema(NamedTuple):
 
 
 class GradientSums:
-    """The sums of gradients that autograd would take in place, were there no dispatch mode.
+    """The results that autograd would compute in place, were there no dispatch mode.
 
     The engine adds a further gradient of a tensor to the first one's memory if nobody else has it
-    (`InputBuffer::accumulate`), but under a dispatch mode it makes a third tensor. `found` has the bytes of
-    each such sum by its profiler range.
+    (`InputBuffer::accumulate`), and formulas write into zeros they made (`areAnyTensorSubclassLike` in
+    FunctionsManual.cpp), but under a dispatch mode both make a further tensor. `found` has the bytes of each
+    such result by its profiler range.
     """
 
     def __init__(self, storages: Storages) -> None:
@@ -134,13 +136,19 @@ class GradientSums:
         if number != self._node[0]:
             self._node = number, index
 
-    def opens(self, index: int, mark: int, inputs: list[RawUse], outputs: list[RawUse]) -> bool:
-        """Return True if a sum of the engine may be in place, which the first gradient's death decides."""
-        if len(inputs) != 2 or len(outputs) != 1 or torch.is_grad_enabled():
+    def opens(
+        self, own: bool, index: int, mark: int, inputs: list[RawUse], outputs: list[RawUse]
+    ) -> bool:
+        """Return True if a result may be in place of its first input, whose death decides.
+
+        `own`: that input is from the running node.
+        """
+        if len(inputs) < 2 or len(outputs) != 1 or torch.is_grad_enabled():
             return False
         lives = self._storages.lives
         first, made = inputs[0][0], outputs[0][0]
-        if not 0 <= lives[first].birth < self._node[1] or lives[made].birth != index:
+        birth = lives[first].birth
+        if birth < 0 or own is not (birth >= self._node[1]) or lives[made].birth != index:
             return False
         if lives[first].bytes != lives[made].bytes:
             return False
@@ -343,7 +351,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             outputs = self._uses((result,), index)
             if node is None:
                 self.storages.keep(result)
-            if not (sums and self.sums.opens(index, index + len(self.raised), inputs, outputs)):
+            mark = index + len(self.raised)
+            if not (sums and self.sums.opens(IN_PLACE[func], index, mark, inputs, outputs)):
                 self.storages.note_peak()
             if self._dry is not None:
                 scratch = self._dry.take_workspace()
@@ -370,10 +379,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _sums_gradients(self, func: Any, node: Any, frame: FrameType | None) -> bool:
-        """Return True for a sum that the engine itself takes, on the CPU and its threads."""
+        """Return True for a result of the engine or a formula of C++ that may be in place."""
         self.sums.runs(node, len(self.operators))
-        by_engine = frame is not None and frame.f_code is ENGINE and self._emulation is None
-        return by_engine and func is torch.ops.aten.add.Tensor
+        return func in IN_PLACE and frame is not None and frame.f_code is ENGINE
 
     def _origin(self, index: int, tensor: torch.Tensor) -> Origin:
         """Return how a tensor that an operator reads was created."""

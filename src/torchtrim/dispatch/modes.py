@@ -45,6 +45,18 @@ def full_name(func: Any) -> str:
     return name if "." in name else f"{name}.default"
 
 
+_ATEN = torch.ops.aten
+IN_PLACE: dict[Any, bool] = {
+    _ATEN.add.Tensor: False,
+    **dict.fromkeys((_ATEN.scatter.src, _ATEN.scatter_add.default, _ATEN.index_put.default), True),
+}
+"""Operators of backward whose result is in the place of their first argument where no dispatch mode runs.
+
+False: the engine's sums of gradients (`InputBuffer::accumulate`), of which the first is from an earlier node.
+True: writes into zeros that the node itself made (`areAnyTensorSubclassLike` in FunctionsManual.cpp).
+"""
+
+
 def is_composite(func: Any) -> bool:
     """Return True for a composite operator, which inference mode does not decompose."""
     return isinstance(func, OpOverload) and _has_only(func, COMPOSITE)
@@ -118,12 +130,17 @@ def call_operator(func: Any, args: Any, kwargs: Any) -> Any:
 def run_parts(func: Any, args: Any, kwargs: Any, nested: Callable[..., Any] = call_operator) -> Any:
     """Run the parts of a composite operator by its C++ kernel, not by a Python decomposition.
 
-    `nested` runs the kernels that composite operators have for nested tensors.
+    `nested` runs the kernels that composite operators have for nested tensors. In inference mode the parts
+    run under the caller's autocast, which is off inside a dispatch mode.
     """
     if any(tensor.is_nested for tensor in tensors_among(args)):
         with torch._C._DisableTorchDispatch():
             return nested(func, args, kwargs)
-    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+    caller: Any = contextlib.nullcontext
+    if torch.is_inference_mode_enabled():
+        caller = torch._C._RestorePythonTLSSnapshot  # type: ignore[attr-defined]
+    with caller():
+        return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def tensors_among(values: Iterable[Any]) -> Iterator[torch.Tensor]:

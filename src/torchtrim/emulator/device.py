@@ -28,6 +28,7 @@ from torchtrim.emulator.runtime import DEFAULT, DeviceModel, Runtime
 from torchtrim.emulator.streams import current_stream
 from torchtrim.emulator.tags import DEVICE, Tags
 from torchtrim.emulator.tensors import patch_tensors
+from torchtrim.emulator.workspaces import Workspaces
 from torchtrim.errors import UsageError
 
 _BEFORE_CPU = 5  # Below 10, the priority of torch's own restore function of CPU tensors.
@@ -116,7 +117,8 @@ class Emulation:
     """
 
     def __init__(self, model: DeviceModel = DEFAULT, order: StreamOrder | None = None) -> None:
-        self.accelerator = Accelerator()
+        self.workspaces = Workspaces(model.capability())
+        self.accelerator = Accelerator(self.workspaces)
         self.tags = self.accelerator.tags
         self.orders = None if order is None else Orders(order, self.tags)
         self.accelerator.orders = self.orders

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.dispatch.modes import (
     CUSTOM,
+    IN_PLACE,
     fake_mode,
     has_own_dispatch,
     is_composite,
@@ -21,11 +24,15 @@ from torchtrim.dispatch.modes import (
     run_parts,
     tensors_among,
 )
+from torchtrim.dispatch.places import ENGINE
 from torchtrim.dispatch.storages import PLAIN
 from torchtrim.emulator.orders import Orders
 from torchtrim.emulator.tags import HOST, Tags
+from torchtrim.emulator.workspaces import PRODUCTS, Workspaces
 from torchtrim.errors import Unsupported
 from torchtrim.syncs.lookup import holds, row
+
+_OURS = str(Path(__file__).parent.parent)
 
 
 def _aten(*names: str) -> frozenset[str]:
@@ -66,6 +73,7 @@ class _OperatorTraits(NamedTuple):
     indexes: bool
     fills: bool
     kept_on_device: Callable[[Any], int] | None
+    multiplies: bool
     takes_lists: bool
     parts: Any
 
@@ -80,12 +88,13 @@ class Accelerator(TorchDispatchMode):
     An operator runs on the device if its arguments name the device or include a tensor on it.
     `moving.target`: the destination of the current copy: the device, the host, or its source (None).
     `adopts`: host tensors used together with device tensors count as on the device. `composites`:
-    replacements of composite operators. `orders`: the order of stream work, or None to run it at once.
+    replacements of composite operators. `workspaces`: those of cuBLAS. `orders`: the order of stream work, or
+    None to run it at once.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, workspaces: Workspaces) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tags = Tags()
         self.moving = _CopyTarget()
@@ -95,7 +104,9 @@ class Accelerator(TorchDispatchMode):
         self.adopts = False
         self.orders: Orders | None = None
         self.composites: dict[Any, Any] = {}
+        self.workspaces = workspaces
         self._numbers: set[int] = set()
+        self._node: tuple[int, int] = (-1, 0)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -132,6 +143,7 @@ class Accelerator(TorchDispatchMode):
         if os.getpid() != self._pid:
             return func(*args, **kwargs)
         known = self._known.get(id(func)) or self._know(func)
+        self._see_node()
         host: list[torch.Tensor] = []
         on = self._met(known, args, host)
         if kwargs:
@@ -154,11 +166,33 @@ class Accelerator(TorchDispatchMode):
                 kept = known.kept_on_device
                 for made in tensors_among(result[: kept(args)] if kept else (result,)):
                     self.tags.put(made)
+            if known.multiplies:
+                self.workspaces.product(args[0])
+            if func in IN_PLACE and self._is_of_node(IN_PLACE[func], args[0]):
+                self.tags.may_replace(result, args[0])
         elif self.tags.any_open() and any(map(self.tags.is_open, tensors_among(args))):
             for made in tensors_among((result,)):
                 self.tags.leave_open(made)
         self._was_on = on
         return result
+
+    def _see_node(self) -> None:
+        """Note the allocations until the running backward node began."""
+        node = _current_autograd_node()
+        number = -1 if node is None else node._sequence_nr()
+        if number != self._node[0]:
+            self._node = number, self.tags.made
+
+    def _is_of_node(self, own: bool, first: torch.Tensor) -> bool:
+        """Return True if C++ code of backward runs on a tensor of its running node, or not `own`."""
+        number, began = self._node
+        if number < 0 or torch.is_grad_enabled():
+            return False
+        frame: Any = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+            frame = frame.f_back
+        by_engine = frame is not None and frame.f_code is ENGINE
+        return by_engine and own is (self.tags.number(first) >= began)
 
     def _is_number_on_device(self, args: Any) -> bool:
         value = args[2] if len(args) > 2 else None
@@ -257,6 +291,7 @@ class Accelerator(TorchDispatchMode):
             name in _INDEXES,
             name in _FILLS,
             _KEPT_ON_DEVICE.get(name),
+            name in PRODUCTS,
             name.startswith(("aten::_foreach_", "aten::_fused_")),
             self.parts_of(func),
         )

@@ -35,11 +35,16 @@ class DeviceModel(NamedTuple):
     processors: int
     short: str = ""
 
+    def capability(self) -> tuple[int, int] | None:
+        """Return the compute capability, or None for a device by AMD."""
+        return None if "AMD" in self.name else (self.major, self.minor)
+
     def target(self) -> Target | None:
         """Return the device whose kernels run, or None for one by AMD, whose table is missing."""
         version = torch.__version__.split(".")
         numbers = (int(version[0]), int(version[1]))
-        return None if "AMD" in self.name else Target((self.major, self.minor), numbers, _CUDNN)
+        capability = self.capability()
+        return None if capability is None else Target(capability, numbers, _CUDNN)
 
     def properties(self) -> SimpleNamespace:
         """Return the result of `get_device_properties`."""

@@ -27,7 +27,8 @@ class _Tag(weakref.ref[Any]):
 class Tags:
     """Tags by the address of the C++ storage.
 
-    `events`: numbers of allocations on the device with their bytes, or -1 at their end. Readers may clear it.
+    `made`: how many allocations there were. `events`: numbers of allocations on the device with their bytes,
+    or -1 at their end. Readers may clear it.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,8 @@ class Tags:
         self._device: dict[int, _Tag] = {}
         self._pinned: dict[int, _Tag] = {}
         self._undecided: dict[int, _Tag] = {}
-        self._made = 0
+        self.made = 0
+        self._heir: tuple[_Tag, _Tag] | None = None
         self._on_free = self._freed
 
     def on_device(self, tensor: torch.Tensor) -> bool:
@@ -93,9 +95,24 @@ class Tags:
             self._allocated(tag, storage.nbytes())
 
     def _allocated(self, tag: _Tag, size: int) -> None:
-        tag.number, tag.bytes = self._made, size
-        self._made += 1
+        tag.number, tag.bytes = self.made, size
+        self.made += 1
         self.events.append((tag.number, size))
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Return the number of the tensor's allocation, or -1 for one on the host."""
+        tag = self._device.get(tensor.untyped_storage()._cdata)
+        return -1 if tag is None else tag.number
+
+    def may_replace(self, made: torch.Tensor, first: Any) -> None:
+        """Note that on a device `made` is in the place of `first`, if that has no other owner.
+
+        It has none if it is freed next. Under a dispatch mode autograd makes another tensor.
+        """
+        heir = self._device.get(made.untyped_storage()._cdata)
+        known = self._device.get(first.untyped_storage()._cdata)
+        if heir is not None and known is not None and heir.bytes == known.bytes:
+            self._heir = heir, known
 
     def take(self, tensor: torch.Tensor) -> None:
         """Remove the tag of the tensor's storage: it is on the host."""
@@ -123,8 +140,14 @@ class Tags:
         return _marked(self._undecided, tensor)
 
     def _freed(self, tag: _Tag) -> None:
-        if self._device.get(tag.key) is tag:
-            del self._device[tag.key]
+        if self._device.get(tag.key) is not tag:
+            return
+        del self._device[tag.key]
+        heir, first = self._heir or (tag, None)
+        if first is tag and self.events[-1:] == [(heir.number, heir.bytes)]:
+            self.events.pop()
+            heir.number = tag.number
+        else:
             self.events.append((tag.number, -1))
 
 

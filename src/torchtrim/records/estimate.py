@@ -60,7 +60,8 @@ class EstimateReport(Struct, frozen=True, kw_only=True):
 
     `recomputed_bytes` is the smallest peak that recomputation is predicted to reach, `recomputed` the places
     to recompute; null and empty if it would not help. `sharded`: the ranks and the sharding; null for a
-    program that runs in one process.
+    program that runs in one process. `workspace_bytes`: bytes that PyTorch keeps for cuBLAS beside the peak,
+    0 on the CPU.
     """
 
     parameter_bytes: Bytes
@@ -72,6 +73,7 @@ class EstimateReport(Struct, frozen=True, kw_only=True):
     growth: tuple[GrowthLimit, ...] = ()
     unused_bytes: Bytes = 0
     sharded: ShardedModel | None = None
+    workspace_bytes: Bytes = 0
 
 
 class MemoryTable(Struct, frozen=True, kw_only=True):

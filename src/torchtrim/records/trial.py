@@ -134,8 +134,9 @@ class Trial(Struct, kw_only=True):
     of the models, None if a part has none. `processes`: processes the script started itself, excluding
     loader workers. `digests`: of each operator's output, in a traced step; `lines`: the line of user code
     behind each operator, and True if it called the operator itself, not through `backward`. `ranks`: the
-    trial of each rank of a job; this trial is then the one with the highest peak. `loader`: the cost of the
-    loader; `tuning`: the result of tuning it. `sharded`: the modules that were sharded one by one.
+    trial of each rank of a job; this trial is then the one with the highest peak. `workspace_bytes`: bytes
+    that an emulated device holds for cuBLAS beside its peak. `loader`: the cost of the loader; `tuning`: the
+    result of tuning it. `sharded`: the modules that were sharded one by one.
     """
 
     request: Request
@@ -162,6 +163,7 @@ class Trial(Struct, kw_only=True):
     loader: LoaderCost | None = None
     tuning: Tuning | None = None
     sharded: tuple[str, ...] = ()
+    workspace_bytes: int = 0
 
     @property
     def timed(self) -> list[TrialStep]:

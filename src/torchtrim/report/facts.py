@@ -165,6 +165,8 @@ def over_budget(report: Report) -> int:
     """Return the bytes over the budget; 0 or less if it is met or there is none."""
     after = peak_after(report)
     known = peak_before(report) if after is None else after
+    if known is not None and report.estimated is not None:
+        known += report.estimated.workspace_bytes
     return 0 if known is None or report.budget_bytes is None else known - report.budget_bytes
 
 

@@ -75,6 +75,11 @@ def estimate_lines(report: Report) -> list[str]:
     lines = [", ".join(f"{name} {format_bytes(size)}" for name, size in exact if size)]
     if estimate.sharded is not None:
         lines.insert(0, _sharded_line(estimate.sharded))
+    if estimate.workspace_bytes:
+        lines.append(
+            f"beside the peak {format_bytes(estimate.workspace_bytes)} of workspaces for cuBLAS, which a "
+            "budget counts too; those of cuDNN and the CUDA context are not known"
+        )
     if reserved := _reserved_line(report):
         lines.append(reserved)
     if estimate.recomputed_bytes is not None:

@@ -232,6 +232,8 @@ class Session(Listener):
                 self.trial.profile = self._growth.into(profile)
             if not self.complete:
                 self._note_counts()
+            if (emulation := current()) is not None:
+                self.trial.workspace_bytes = emulation.workspaces.bytes
             if self._measure.highest is not None and self.trial.steps:
                 self.trial.notes += (self._measure.highest.note(),)
         return self.trial

@@ -101,7 +101,8 @@ class Estimate:
         """Further figures; the first access searches for the peak with recomputation."""
         ranks, blocks = self._request.ranks, self.trial.sharded
         shards = ShardedModel(ranks=ranks, blocks=blocks, options=self._request.sharding)
-        return replace(estimate_of(self.profile), sharded=shards if ranks else None)
+        sharded, beside = shards if ranks else None, self.trial.workspace_bytes
+        return replace(estimate_of(self.profile), sharded=sharded, workspace_bytes=beside)
 
     @functools.cached_property
     def _unused(self) -> int:
@@ -153,7 +154,7 @@ class Estimate:
 
     def fits(self, memory: str | int) -> bool:
         """Return True if the workload fits in a budget such as `"80GiB"`."""
-        return self.bytes_held <= parse_bytes(memory)
+        return self.bytes_held + self.trial.workspace_bytes <= parse_bytes(memory)
 
     def max_batch(self, memory: str | int) -> int:
         """Return the largest batch found to fit, or 0. A batch of one more does not fit.
@@ -210,7 +211,8 @@ class Estimate:
                 known[length] = self._held(profile) - self.given_bytes(profile, other)
             return known[length]
 
-        limit = largest_length(peak_of, budget, now, known)
+        beside = self.trial.workspace_bytes
+        limit = largest_length(peak_of, budget - beside, now, known)
         return GrowthLimit(
             what="batch" if what == "batch" else "sequence",
             budget_bytes=budget,
