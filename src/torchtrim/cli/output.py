@@ -291,13 +291,13 @@ def show_trace(report: TraceReport, top: int, next_command: str | None) -> None:
     trace_text.render(report, Console(), top=top, next_command=next_command)
 
 
-def show_snapshot(report: SnapshotReport, top: int) -> None:
+def show_snapshot(report: SnapshotReport, top: int, *, on_stderr: bool = False) -> None:
     """Print the analysis of a memory snapshot, and the next command."""
     from rich.console import Console
 
     from torchtrim.report import snapshot_text
 
-    snapshot_text.render(report, Console(), top=top)
+    snapshot_text.render(report, Console(stderr=on_stderr), top=top)
 
 
 def write_snapshot_page(report: SnapshotReport, path: Path) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +61,12 @@ class _Run(click.Command):
     default="stop",
     help="If a step would differ: save the state and stop, or revert the plan and continue.",
 )
+@click.option(
+    "--on-oom",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="If a GPU's memory runs out, write a snapshot to FILE, such as oom.pickle, and say who held it.",
+)
 @click.option("--quiet", is_flag=True, help="Say nothing about the plan on stderr.")
 @click.option("--verbose", is_flag=True, help="Name each place of the plan and each assumption.")
 @click.argument("script")
@@ -95,6 +104,7 @@ def _run(options: dict[str, Any], script: Script, plan: Plan | None) -> None:
             )
         words = ["--plan", str(options["plan_path"])] if plan is not None else []
         words += [f"--{name}" for name in ("quiet", "verbose") if options[name]]
+        words += ["--on-oom", str(options["on_oom"])] if options["on_oom"] else []
         words += ["-m", script.target] if script.module else [path_argument(script.target)]
         command_line = ["run", *words, "--", *script.args]
         raise click.exceptions.Exit(launch(command_line, options["processes"]))
@@ -103,7 +113,60 @@ def _run(options: dict[str, Any], script: Script, plan: Plan | None) -> None:
         report = RunReport(
             plan, options["plan_path"], args=options["args"], verbose=options["verbose"]
         )
-    if options["every"] is not None:
-        run_checked(script, plan, options["every"], options["on_difference"], report)
-    else:
-        run_planned(script, plan, report=report)
+    with _explained_oom(options["on_oom"]):
+        if options["every"] is not None:
+            run_checked(script, plan, options["every"], options["on_difference"], report)
+        else:
+            run_planned(script, plan, report=report)
+
+
+_EVENTS = 100_000  # PyTorch's own default; with their stacks some 100 MiB of host memory.
+
+
+@contextlib.contextmanager
+def _explained_oom(path: Path | None) -> Iterator[None]:
+    """Record the allocator's requests; when memory runs out, write a snapshot, and in the end its story."""
+    import torch
+
+    if path is None:
+        yield
+        return
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is None or not torch.cuda.is_available():
+        click.echo("torchtrim: --on-oom: found no GPU, so no snapshot will be written", err=True)
+        yield
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        path = path.with_stem(f"{path.stem}-rank{os.environ.get('RANK', '0')}")
+    written: list[Path] = []
+
+    def dump(*_: object) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+            written.append(path)
+        except Exception as error:  # The script's own error matters more.
+            click.echo(f"torchtrim: --on-oom: the snapshot was not written: {error}", err=True)
+
+    torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
+    attach(dump)
+    try:
+        yield
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+        if written:
+            _tell_oom(path)
+
+
+def _tell_oom(path: Path) -> None:
+    from torchtrim.api import snapshot_report
+    from torchtrim.cli.output import show_snapshot
+
+    click.echo(f"torchtrim: memory ran out; the snapshot is {path}", err=True)
+    try:
+        show_snapshot(snapshot_report(path), _HOLDERS, on_stderr=True)
+    except Exception as error:  # The script's own error matters more.
+        click.echo(f"torchtrim: the snapshot could not be explained: {error}", err=True)
+
+
+_HOLDERS = 8
