@@ -15,7 +15,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all test-rest coverage bench clean help
+.PHONY: demo test test-all test-rest coverage test-gpu bench clean help
 .DEFAULT_GOAL := help
 
 $(INSTALLED): constraints.txt pyproject.toml
@@ -68,6 +68,11 @@ test-rest: $(READY) $(TRAINERS)
 coverage: $(READY)
 	$(PYTEST) --cov
 
+# Where there is a GPU: the battery, whose file can be attached to an issue, and the tests that need one.
+test-gpu: $(READY)
+	$(BIN)/torchtrim doctor --gpu torchtrim-gpu.json || true
+	$(BIN)/pytest tests/gpu
+
 # Every file of bench/ that can be run is a benchmark; one alone: python -m bench.recorder
 bench: $(READY)
 	@for file in $$(grep -l '^if __name__ == "__main__"' bench/*.py); do \
@@ -83,5 +88,6 @@ help:
 	@echo "make test      lint, types, import contracts, and tests that take minutes"
 	@echo "make test-all  every test, with all its random draws"
 	@echo "make coverage  lines that the tests of make test run, at least 90 %"
+	@echo "make test-gpu  the emulated device against this machine's GPU, and the tests that need one"
 	@echo "make bench     the benchmarks of bench/"
 	@echo "make clean     remove .venv and all that was made"

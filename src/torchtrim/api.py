@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from torchtrim.runner.script import Script as Script
     from torchtrim.runner.trials import Model, Workload
     from torchtrim.runner.warm import warm_up as warm_up
+    from torchtrim.workflows.battery import battery as battery
+    from torchtrim.workflows.battery import battery_lines as battery_lines
     from torchtrim.workflows.diagnose import diagnose_report as diagnose_report
     from torchtrim.workflows.estimate import Estimate as Estimate
     from torchtrim.workflows.estimate import estimate_report as estimate_report
@@ -85,6 +87,7 @@ if TYPE_CHECKING:
     from torchtrim.workflows.verify import verify_report as verify_report
 
 _HOMES = {
+    "torchtrim.workflows.battery": ("battery", "battery_lines"),
     "torchtrim.workflows.live_model": ("Fitted", "FittedMemory"),
     "torchtrim.workflows.diagnose": ("diagnose_report",),
     "torchtrim.workflows.estimate": ("Estimate", "estimate_report"),

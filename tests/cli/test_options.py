@@ -24,7 +24,7 @@ OPTIONS = {
         "--capture",
         "--update-allow",
     ),
-    "doctor": ("--json",),
+    "doctor": ("--json", "--gpu"),
     "estimate": (
         *("--module", "-m", "--timeout", "--device", *SHOWN),
         *(
@@ -56,7 +56,7 @@ OPTIONS = {
     ),
     "run": (
         *("--module", "-m", "--plan", "--processes", "--verify-every", "--on-difference"),
-        *("--quiet", "--verbose"),
+        *("--on-oom", "--quiet", "--verbose"),
     ),
     "snapshot": ("--setting", "--top", "--page", "--json", "--fail-on-oom"),
     "stream-check": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+from pathlib import Path
 from typing import Any
 
 import click
@@ -12,11 +13,36 @@ import click
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
-def command(as_json: bool) -> None:
-    """Show versions and devices, and try the recorder on a small model."""
+@click.option(
+    "--gpu",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Compare the emulated device with this machine's GPU, in minutes, and write the results to FILE.",
+)
+def command(as_json: bool, gpu: Path | None) -> None:
+    """Show versions and devices, and try the recorder on a small model.
+
+    With --gpu, the exit code is 1 if a check does not hold. Attach the file to an issue.
+    """
+    if gpu is not None:
+        _compare_gpu(gpu)
     facts = _facts()
     lines = (f"{name:20} {value}" for name, value in facts.items())
     click.echo(json.dumps(facts, indent=2) if as_json else "\n".join(lines))
+
+
+def _compare_gpu(path: Path) -> None:
+    import msgspec
+
+    from torchtrim.api import battery, battery_lines
+    from torchtrim.cli.progress import progress
+    from torchtrim.records.files import write_atomically
+
+    with progress(begins="operators") as tell:
+        report = battery(tell)
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    click.echo("\n".join((*battery_lines(report), f"wrote {path}")))
+    raise click.exceptions.Exit(0 if report.holds else 1)
 
 
 def _facts() -> dict[str, Any]:
