@@ -153,11 +153,23 @@ class Autocast:
         def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
             place = "cuda" if any(map(self._is_on_device, args)) else "cpu"
             if torch.is_autocast_enabled(place):
+                if place == "cuda":
+                    args = tuple(map(self._cast_in_order, args))
                 return own.call_boxed(keys, *args, **kwargs)
             with _ExcludeDispatchKeyGuard(_AUTOCAST):
                 return func(*args, **kwargs)
 
         return kernel
+
+    def _cast_in_order(self, value: Any) -> Any:
+        """Cast an activation. A GPU casts from left to right, as snapshots show; the CPU's kernel does not.
+
+        It caches casts of parameters, so they are left to it.
+        """
+        if not self._is_on_device(value) or not value.is_floating_point():
+            return value
+        kept = value.dtype == torch.float64 or (value.requires_grad and value.is_leaf)
+        return value if kept else _downcast(value)
 
     def _is_on_device(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and self._tags.on_device(value)
