@@ -65,7 +65,7 @@ def _model_here() -> DeviceModel:
 
 def _training(model: nn.Module, *shape: int) -> Program:
     """Return a function that makes one step on the device."""
-    batch = torch.randn(*shape)
+    batch = torch.randn(*shape, device="cpu", dtype=torch.float32)
 
     def step() -> None:
         live, inputs = model.cuda(), batch.cuda()
@@ -125,7 +125,7 @@ def _workspaces(model: DeviceModel) -> Check:
     """The first product of a thread takes a workspace of the modelled size."""
 
     def product() -> int:
-        a = torch.ones(512, 512, device="cuda")
+        a = torch.ones(512, 512, device="cuda", dtype=torch.float32)
         before = torch.cuda.memory_allocated()
         result = a @ a
         return torch.cuda.memory_allocated() - before - result.nbytes
@@ -170,7 +170,7 @@ def _syncs(model: DeviceModel) -> Check:
     """The calls that wait are those of the table."""
 
     def modelled(call: Callable[[torch.Tensor], object]) -> bool:
-        x = torch.arange(16.0, device="cuda")
+        x = torch.arange(16.0, device="cuda", dtype=torch.float32)
         return bool(record_call(lambda: call(x), device="emulated").syncs)
 
     with emulate(model):
@@ -181,7 +181,7 @@ def _syncs(model: DeviceModel) -> Check:
 
 def _waits(call: Callable[[torch.Tensor], object]) -> bool:
     """Return True if torch warns that a call synchronizes."""
-    x = torch.arange(16.0, device="cuda")
+    x = torch.arange(16.0, device="cuda", dtype=torch.float32)
     call(x)
     torch.cuda.set_sync_debug_mode("warn")
     try:
