@@ -133,10 +133,29 @@ def test_compared_extreme_is_sound(body: str) -> None:
     assert proof.reaches(190), proof
 
 
+def make_counted(rng: random.Random) -> Iterator[proving.Inputs]:
+    for one in make_arithmetic(rng):
+        yield {**one, "n": one["mask"].sum()}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return x.sum() / max(1, n)",
+        "return x * max(mask.sum(), 2)",
+        "total = min(n, 3)\n    return x / total",
+    ],
+)
+def test_a_bounded_count_is_sound(body: str) -> None:
+    code = f"import torch\ndef function(x, mask, n):\n    {body}\n"
+    assert proving.prove(COMPARED_EXTREME, code, make_counted, structures=84).reaches(300)
+
+
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("return max(a, 0) * 2", "both are tensors"),
+        ("return max(a, 0) * 2", "an integer tensor"),
+        ("return max(a.long(), 0)", "needed as a Python number"),
         ("c = a.sum().requires_grad_() * 1\n    return max(c, b.sum()) * 2", "no gradient"),
         ("return max(a, b.sum()) * 2", "may be written to"),
         ("d = max(a.sum(), b.sum())\n    return d", "may be written to"),

@@ -148,13 +148,16 @@ def end_form(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 @pytest.mark.slow
 def test_the_article_is_fixed_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "segmentation.py"
-    path.write_text((EXAMPLES / "segmentation.py").read_text())
+    before = (EXAMPLES / "segmentation.py").read_text()
+    path.write_text(before)
     args = ("--batch-size", "1", "--steps", "6")
     script = torchtrim.Script(str(path), args=args, device="emulated", timeout=300)
     fixes = torchtrim.fix_source(script, write=True)
     assert fixes.syncs_after == 0
     assert fixes.certificate is not None
     assert fixes.certificate.verdict in ("BITWISE", "ROUNDING")
+    assert len(path.read_text().splitlines()) <= len(before.splitlines()) + 4
+    assert ".dim()" not in path.read_text()
     loss = runpy.run_path(str(path), run_name="fixed")["MaskedLoss"]()
     for seed in range(40):
         assert_equal_losses(loss, end_form, seed)

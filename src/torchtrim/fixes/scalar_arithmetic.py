@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torchtrim.records.probes import ObservedValue
 from torchtrim.rewriter.fix import Fix, Match, Writing, of_forms
-from torchtrim.rewriter.reads import WIDE, need_tensor_uses, with_companions
+from torchtrim.rewriter.reads import WIDE, need_tensor_uses, need_wide_uses, with_companions
 from torchtrim.rewriter.replace import replace
 from torchtrim.source.facts import (
     Facts,
@@ -139,6 +139,8 @@ def _write_compared_extreme(match: Match, facts: Facts) -> Writing:
     name = function_of(node)
     if name in source.imported or name in source.bound(source.function(node)):
         raise FixRefused("it is not the Python builtin")
+    if number := next((part for part in "AB" if _is_int(match.parts[part])), ""):
+        return _clamped(match, facts, number)
     facts.need(
         "both are tensors of zero dimensions, with one type and device",
         lambda v: (
@@ -158,6 +160,25 @@ def _write_compared_extreme(match: Match, facts: Facts) -> Writing:
     return Writing(replace(match, _FORMS[match.form]))
 
 
+def _is_int(node: ast.expr) -> bool:
+    return type(constant_of(node)) is int
+
+
+def _clamped(match: Match, facts: Facts, number: str) -> Writing:
+    """Bound a count by a literal number, where the count is only computed with."""
+    tensor = "AB".replace(number, "")
+    match.need(
+        facts,
+        tensor,
+        "is an integer tensor of zero dimensions",
+        lambda seen: is_integral(seen) and seen.dtype != "bool" and not seen.shape,
+    )
+    need_tensor_uses(match, facts, tensor)
+    need_wide_uses(match, facts)
+    word = _BOUNDS[function_of(match.node)]
+    return Writing(replace(match, f"{tensor}.clamp({word}={number})"), equivalence="ROUNDING")
+
+
 COMPARED_EXTREME: Fix = Fix(
     name="compared_extreme",
     doc="""Python's `max(a, b)` and `min(a, b)` of two tensors become `torch.where(b > a, b, a)`.
@@ -165,13 +186,15 @@ COMPARED_EXTREME: Fix = Fix(
     Python compares them and reads the answer. The device can choose by the same comparison, with the same
     result for NaN.
 
+    `max(n, 1)` of a count and a literal number becomes `n.clamp(min=1)`, if it is only computed with.
+
     Needs tensors of zero dimensions, of one type and device, without gradients: the tensor that is not chosen
     gets no gradient. Refused if the result, or either tensor, may be written to afterwards: Python returns
     one of them, not a copy.
     """,
     codes=("TT101",),
     equivalence="BITWISE",
-    find=of_forms(lambda: COMPARED_EXTREME, *_FORMS),
+    find=with_companions(of_forms(lambda: COMPARED_EXTREME, *_FORMS)),
     write=_write_compared_extreme,
 )
 
