@@ -77,8 +77,9 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not _is_moved(value):
             return value
         factors = self._factors(value, size)
+        copy = value.clone()  # seen by other modes, so that an emulated device keeps it
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-            return value * factors
+            return copy.mul_(factors)
 
     def _factors(self, value: torch.Tensor, size: float) -> torch.Tensor:
         step = torch.finfo(value.dtype).eps * size
