@@ -135,6 +135,8 @@ class Live(Applier, Listener):
         if (self._steps + 1) % self._every == 0 and self._applied:
             if self._regions is not None:
                 self._region = self._regions.next()
+                if self._region is None:
+                    self._note(StepVerdict("unchecked", _NO_MODULE), 0.0)
                 return
             begin = time.perf_counter()
             try:
@@ -291,6 +293,9 @@ class _InCopy(Exception):
 
 
 _INSTEAD = "Leave it out, and compare some steps before: `torchtrim verify` with the same --plan."
+_NO_MODULE = (
+    "not checked: the plan changes no module, and other changes are not checked on a device"
+)
 _NOT_REACHED = "not checked: no backward reached the region that was to be checked"
 
 
