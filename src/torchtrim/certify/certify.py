@@ -12,6 +12,7 @@ from torchtrim.certify import compare
 from torchtrim.certify.compare import (
     KEPT_BY_PYTHON,
     Parting,
+    before_update,
     differences,
     has_values,
     largest_difference,
@@ -38,10 +39,14 @@ _CALLS_AS_BEFORE = frozenset(_CALLS_NAMES.split())
 
 
 class RelativeDifferences(NamedTuple):
-    """Largest relative differences: planned against original, and original against itself."""
+    """Largest relative differences: planned against original, and original against itself.
+
+    `early`: planned against original in the first step that differs, up to its first update of parameters.
+    """
 
     difference: float
     noise: float
+    early: float = 0.0
 
 
 def certify(contest: Contest, original: Trial, planned: Trial, progress: Progress) -> Certificate:
@@ -167,7 +172,14 @@ def _judge(
     if exact := [label for label in found if not has_values(label)]:
         reason = f"quantities without rounding differ, first {name_of(exact[0])}"
         return Judgement("NOT EQUAL", reason)
-    return judge_in_double(contest, original, found, progress)
+    judged = judge_in_double(contest, original, found, progress)
+    if judged.verdict == "ROUNDING" and figures.early > contest.limit:
+        reason = (
+            f"before an update it differs by {figures.early:.1e}, which float64 does not show: there the "
+            "program may take another path"
+        )
+        return Judgement("UNDECIDED", reason, judged.sees)
+    return judged
 
 
 def _measure(
@@ -191,6 +203,7 @@ def _measure(
         figures = RelativeDifferences(
             largest_difference(one, two, all_names),
             largest_difference(one, three, all_names) if noise else 0.0,
+            largest_difference(one, two, tuple(before_update(all_names))),
         )
         return found, noise, alone, figures
 

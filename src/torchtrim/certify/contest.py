@@ -15,10 +15,13 @@ from torchtrim.runner.ranks import folder_of
 from torchtrim.runner.script import Script, working_folder
 from torchtrim.runner.trials import Progress, Workload, run_trial
 
+ROUNDING_LIMIT = 1e-2  # far above what sums in another order change in float32, before an update
+
 
 class Contest(NamedTuple):
     """Comparison of a workload with another workload and request that should give equal results.
 
+    `limit`: largest relative difference before an update that rounding in float32 is believed to make.
     `jobs`: the job's runs, if both workloads are ranks.
     """
 
@@ -26,6 +29,7 @@ class Contest(NamedTuple):
     planned: Workload
     request: Request
     planned_request: Request
+    limit: float = ROUNDING_LIMIT
     jobs: Jobs | None = None
 
 

@@ -20,7 +20,7 @@ from torchtrim.certify.compare import (
     largest_difference,
     sample_of,
 )
-from torchtrim.certify.contest import Contest, Jobs
+from torchtrim.certify.contest import ROUNDING_LIMIT, Contest, Jobs
 from torchtrim.core.isolation import isolated
 from torchtrim.executor.registry import Replaces, technique
 from torchtrim.records.certificate import Certificate, Coverage, SemanticChange, Verdict
@@ -31,12 +31,19 @@ from torchtrim.runner.regions import RegionResult
 from torchtrim.runner.script import Script, working_folder
 from torchtrim.runner.trials import Progress, Workload
 
-_ROUNDING_LIMIT = 1e-2  # of a live check, in float32: far above what sums in another order change
+_COARSE = ("precision", "low_bit_states", "compress_gradients")
+_COARSE_LIMIT = 0.5  # bfloat16 and 8-bit states have 2**16 times fewer values than float32
 
 
 def asked_of(plan: Plan) -> tuple[Technique, ...]:
     """Return the techniques of a plan that change the function."""
     return tuple(one for one in plan.techniques if one.equivalence == "SEMANTIC")
+
+
+def limit_of(plan: Plan) -> float:
+    """Return the largest difference that is believed to be rounding, from the change made by hand."""
+    coarse = any(one.name in _COARSE for one in asked_of(plan))
+    return _COARSE_LIMIT if coarse else ROUNDING_LIMIT
 
 
 def by_hand(request: Request, plan: Plan) -> Request:
@@ -195,7 +202,7 @@ def judge_region(found: RegionResult, *, rounds: bool) -> StepVerdict:
         share = _share(one, other)
         most = max(most, share)
         exact = not rounds or name.startswith(("attribute", "random"))
-        if share > (0.0 if exact else _ROUNDING_LIMIT):
+        if share > (0.0 if exact else ROUNDING_LIMIT):
             why = f"differs from the original in {found.name}, first in {name}, by {share:.1e}"
             return StepVerdict("different", why, size)
     if most:
@@ -247,7 +254,7 @@ def _closer(run: RunShadow, one: Shadow, found: list[str], *, rounds: bool) -> S
         own = largest_difference(places[0], places[1], names) if noise else 0.0
         early = tuple(label.partition("/")[2] for label in before_update(labels))
         gap = largest_difference(places[0], places[2], early if rounds else names)
-    limit = max(NOISE_FACTOR * own, _ROUNDING_LIMIT if rounds else 0.0)
+    limit = max(NOISE_FACTOR * own, ROUNDING_LIMIT if rounds else 0.0)
     if gap <= limit:
         why = "as two runs of the original do" if noise else "as rounding does"
         return StepVerdict("equal", f"differs by {gap:.1e}, {why}")

@@ -25,6 +25,11 @@ _EXACT_NAMES = """
     _foreach_clamp_max
 """
 _EXACT = frozenset(_EXACT_NAMES.split())
+_DRAWS_NAMES = """
+    uniform_ normal_ exponential_ cauchy_ log_normal_ geometric_ bernoulli_ bernoulli multinomial rand randn
+    rand_like randn_like
+"""
+_DRAWS = frozenset(_DRAWS_NAMES.split())
 _SUMS = re.compile(
     r"mm|mv|dot|conv|linear|norm|sum|mean|var|std|softmax|attention|avg_pool|loss|dense_backward|embedding_bag|"
     r"prod|lstm|gru|rnn|fft|linalg|dist|grid_sampler|upsample|scatter_add|scatter_reduce|index_add|_backward"
@@ -37,11 +42,14 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     A sum of n products in another order differs by up to about sqrt(n) units of its parts, so before an
     operator that sums, its inputs move by that many. Results without rounding stay: copies, comparisons,
-    and whole numbers, such as counts and masks. `-seed` moves everything the other way.
+    and whole numbers, such as counts and masks. `-seed` moves everything the other way; with 0,
+    nothing moves. In float64, random numbers are drawn in float32, so that a program takes the path that it
+    takes there.
     """
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._seed = seed
         self._generator = torch.Generator("cpu").manual_seed(abs(seed))
         bits = torch.randint(2, (_POOL,), generator=self._generator, device="cpu")
         self._signs = (bits.to(torch.float64) * 2 - 1) * (1 if seed > 0 else -1)
@@ -55,7 +63,10 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = _kind(func)
-        if kind == "exact":
+        if kind == "draw":
+            with torch._C.DisableTorchFunction():
+                return _drawn(func, args, kwargs)
+        if kind == "exact" or not self._seed:
             return func(*args, **kwargs)
         if kind == "sum":
             size = math.sqrt(_terms(func, args))
@@ -101,11 +112,13 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _kind(func: Any) -> str:
-    """Return "exact", "sum" or "round" for what an operator does to its results."""
+    """Return "draw", "exact", "sum" or "round" for what an operator does to its results."""
     schema, tags = func._schema, func.tags
     if func.namespace not in ("aten", "prims"):
         return "exact" if "c10d" in func.namespace or schema.is_mutable else "sum"
     name = schema.name.partition("::")[2]
+    if name in _DRAWS:
+        return "draw"
     if name in _EXACT or torch.Tag.nondeterministic_seeded in tags:
         return "exact"
     if torch.Tag.pointwise in tags or name.startswith(("_foreach_", "_fused_")):
@@ -113,6 +126,25 @@ def _kind(func: Any) -> str:
     if torch.Tag.reduction not in tags and not _SUMS.search(name):
         return "exact"
     return "round" if schema.is_mutable else "sum"
+
+
+def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw float64 numbers in float32."""
+    if func._schema.is_mutable:
+        tensor: torch.Tensor = args[0]
+        if tensor.dtype is not torch.float64:
+            return func(*args, **kwargs)
+        draws = torch.empty_like(tensor, dtype=torch.float32)
+        func(draws, *args[1:], **kwargs)
+        return tensor.copy_(draws)
+    tensors = [one for one in args if isinstance(one, torch.Tensor)]
+    dtype = kwargs.get("dtype") or (tensors[0].dtype if tensors else torch.get_default_dtype())
+    if dtype is not torch.float64:
+        return func(*args, **kwargs)
+    named = {**kwargs, "dtype": torch.float32} if "rand" in func._schema.name else kwargs
+    narrow = tree_map(lambda v: v.float() if isinstance(v, torch.Tensor) else v, args)
+    result = func(*narrow, **named)
+    return result.double() if result.is_floating_point() else result
 
 
 def _terms(func: Any, args: tuple[Any, ...]) -> int:

@@ -118,7 +118,7 @@ def precision(*, double: bool, nudged: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if double:
             stack.enter_context(Wide())
-        if nudged:
+        if double or nudged:
             stack.enter_context(Perturbed(nudged))
         yield
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from torchtrim.certify.contest import Contest
-from torchtrim.certify.variants import as_asked, asked_of, by_hand, certify_ranks
+from torchtrim.certify.variants import as_asked, asked_of, by_hand, certify_ranks, limit_of
 from torchtrim.core.units import format_bytes
 from torchtrim.errors import ApplyFailed, InfeasibleBudget, PlannedStepFailed, Unsupported
 from torchtrim.executor.apply import digest_of
@@ -295,7 +295,7 @@ class Fitting:
                 return certify_ranks(contest, original, planned, self._progress)
             replaced = by_hand(self._request, plan)
             reference = self._run(replaced, "original, with the replacement made by hand")
-            contest = Contest(self.workload, self.workload, replaced, request)
+            contest = Contest(self.workload, self.workload, replaced, request, limit_of(plan))
             certificate = certify_ranks(contest, reference, planned, self._progress)
             return as_asked(certificate, plan, original, planned)
 
