@@ -12,6 +12,7 @@ import torchtrim
 from torchtrim import TrainStep
 from torchtrim.certify.noise import CHANCE, SEEDS, factor, spread, spreads
 from torchtrim.runner.perturbed import Perturbed, perturb
+from torchtrim.runner.settings import precision
 
 QUANTITIES = 40
 VERDICTS = 10_000
@@ -139,3 +140,22 @@ def test_a_chaotic_original_is_undecided_and_its_operator_named() -> None:
     assert found.verdict == "UNDECIDED"
     assert "first visible after aten::mul" in found.reason
     assert "test_noise.py" in found.reason
+
+
+def test_float64_draws_are_those_of_float32() -> None:
+    def drawn() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 4)
+        masked = nn.functional.dropout(torch.ones(50), 0.5)
+        return [torch.rand(20), layer.weight.detach(), masked, torch.bernoulli(torch.rand(9))]
+
+    plain = drawn()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with precision(double=True, nudged=0):
+            wide = drawn()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(plain, wide, strict=True):
+        assert other.dtype is torch.float64
+        assert torch.equal(one.double(), other)
