@@ -45,44 +45,45 @@ class Planted(nn.Module):
 
     def __init__(self, model: nn.Module, kind: str, size: float) -> None:
         super().__init__()
-        self.model, self._kind, self._size = model, kind, size
+        self.model = model
+        # A function is no attribute that a certificate compares, as a size would be.
+        self._by: Callable[[str], float] = lambda one: size if one == kind else 0.0
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.matrices = [one for one in model.parameters() if one.dim() > 1]
         parts = [one for one in model.modules() if isinstance(one, nn.Linear | nn.Conv2d)]
         parts[len(parts) // 2].register_forward_hook(
-            lambda _m, _i, out: self._if(kind == "activation", out)
+            lambda _m, _i, out: self._scaled("activation", out)
         )
         middle = self.matrices[len(self.matrices) // 2]
         middle.register_hook(self._of_gradient)
         with torch.no_grad():
-            middle.copy_(self._if(kind == "one weight", middle))
+            middle.copy_(self._scaled("one weight", middle))
 
-    def _if(self, wanted: bool, value: torch.Tensor) -> torch.Tensor:
-        return value * (1.0 + (self._size if wanted else 0.0))
+    def _scaled(self, kind: str, value: torch.Tensor) -> torch.Tensor:
+        return value * (1.0 + self._by(kind))
 
     def _of_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        if self._kind != "one element of a gradient":
-            return self._if(self._kind == "one gradient", grad)
         largest = torch.zeros_like(grad).flatten()
-        largest[grad.abs().argmax()] = self._size
-        return grad * (1.0 + largest.view_as(grad))
+        largest[grad.abs().argmax()] = self._by("one element of a gradient")
+        return self._scaled("one gradient", grad) * (1.0 + largest.view_as(grad))
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         if batch.is_floating_point():
-            batch = self._if(self._kind == "input", batch)
+            batch = self._scaled("input", batch)
         self.calls += 1
-        out = self._if(self._kind == "output", self.model(batch))
+        out = self._scaled("output", self.model(batch))
         first = torch.zeros(out.shape[0], dtype=out.dtype)
-        first[0] = self._size if self._kind == "one sample of the output" else 0.0
+        first[0] = self._by("one sample of the output")
         result: torch.Tensor = out * (1.0 + first.view(-1, *[1] * (out.dim() - 1)))
         return result
 
     def loss(self, batch: torch.Tensor) -> torch.Tensor:
         """Return the loss of a batch."""
         out = self(batch)
-        loss = self._if(self._kind == "loss", out.square().mean())
-        loss = self._if(self._kind == "loss from the third step on" and int(self.calls) > 2, loss)
-        return loss + (self._size if self._kind == "term of the loss" else 0.0) * out.abs().mean()
+        loss = self._scaled("loss", out.square().mean())
+        if int(self.calls) > 2:
+            loss = self._scaled("loss from the third step on", loss)
+        return loss + self._by("term of the loss") * out.abs().mean()
 
 
 def _hooked(
