@@ -344,9 +344,9 @@ def test_calls_of_modules_and_of_their_hooks_are_counted() -> None:
         assert found.verdict == "NOT EQUAL"
         assert found.first_difference is not None
         # Called from outside, the layer is a root of its own.
-        first = "call" if change is hooked else "initial state"
-        assert found.first_difference.op.startswith(f"{first} in step")
-        assert found.first_difference.module == "Net.first"
+        where = ("call", "Net.first") if change is hooked else ("initial state", "Linear.weight")
+        assert found.first_difference.op.startswith(f"{where[0]} in step")
+        assert found.first_difference.module == where[1]
 
 
 def test_an_exception_that_the_step_catches_is_compared() -> None:
