@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torchtrim.analysis.user_source import SourceLines as SourceLines
     from torchtrim.capture.growth.records import measure_growth as measure_growth
     from torchtrim.capture.recording import Device as Device
+    from torchtrim.compiled.inductor import probe_compiled as probe_compiled
     from torchtrim.costs.devices import DEVICES as DEVICES
     from torchtrim.executor.registry import Handles
     from torchtrim.memory.packing import Packing as Packing
@@ -115,6 +116,7 @@ _HOMES = {
     "torchtrim.capture.growth.records": ("measure_growth",),
     "torchtrim.capture.recording": ("Device",),
     "torchtrim.capture.build": ("untested_torch",),
+    "torchtrim.compiled.inductor": ("probe_compiled",),
     "torchtrim.records.report": ("Result",),
     "torchtrim.records.sharding": ("Sharding",),
     "torchtrim.records.terms": ("Terms",),

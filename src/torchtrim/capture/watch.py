@@ -264,11 +264,14 @@ class Watcher:
 
         # A torch profiler with stacks reads the module from the local `self` of `nn.Module.__call__`.
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # A call that is traced, as by `torch.jit.trace`, is not part of a step. This comes first, since
+            # dynamo traces what it passes, and would break its graph at the thread's number.
+            if is_dynamo_compiling():
+                return original(self, *args, **kwargs)
             if not (here := watcher._here()):
                 here = watcher._moves_to(self)
             unwatched = not here or watcher._loading
-            # A call that is traced, as by `torch.jit.trace`, is not part of a step.
-            traced = is_dynamo_compiling() or torch._C._get_tracing_state() is not None
+            traced = torch._C._get_tracing_state() is not None
             if unwatched or traced or isinstance(self, ScriptModule):
                 return original(self, *args, **kwargs)
             if watcher._depth == 0 and _is_without_values(self.parameters()):

@@ -16,7 +16,7 @@ from torchtrim.records.budget import Budget, MemoryKind
 from torchtrim.records.estimate import GrowthLimit
 from torchtrim.records.finding import Equivalence
 from torchtrim.records.pipeline import Pipeline
-from torchtrim.records.plan import Plan, Prediction, Status, Technique
+from torchtrim.records.plan import CompiledGraph, Plan, Prediction, Status, Technique
 from torchtrim.records.profile import Profile
 
 
@@ -55,6 +55,27 @@ def build_plan(
         bound_seconds=bound_seconds,
         pipeline=pipeline,
     )
+
+
+def graphs_plan(
+    script: str,
+    compiled: tuple[CompiledGraph, ...],
+    *,
+    fingerprint: Mapping[str, str],
+    predicted: Prediction,
+    budget_bytes: int,
+    script_sha256: str,
+) -> Plan:
+    """Return the plan of what a script's compiled graphs save; without graphs, one that changes nothing."""
+    plan = build_plan(
+        script,
+        fingerprint=fingerprint,
+        techniques=(),
+        predicted=predicted,
+        budget_bytes=budget_bytes,
+        script_sha256=script_sha256,
+    )
+    return replace(plan, compiled=compiled)
 
 
 def pipeline_plan(

@@ -106,7 +106,7 @@ def with_proof(plan: Plan, certificate: Certificate, args: tuple[str, ...] | Non
         return plan
     proof = PlanProof(
         verdict=certificate.verdict,
-        techniques=digest_of_techniques(plan.techniques),
+        techniques=digest_of_techniques(plan.techniques, plan.compiled),
         steps=certificate.steps,
         inputs=covered.inputs,
         complete=covered.complete,

@@ -41,6 +41,17 @@ class Sizes(Struct, frozen=True, kw_only=True):
     most: Bytes
 
 
+class CompiledGraph(Struct, frozen=True, kw_only=True):
+    """What a graph of `torch.compile` saves for backward.
+
+    `graph`: a digest of its operators, shapes and edges. `saves`: digests of the saved tensors, each of the
+    operators that it is computed from.
+    """
+
+    graph: Text
+    saves: tuple[Text, ...]
+
+
 class PredictedEffect(Struct, frozen=True, kw_only=True):
     """The predicted effect of a technique, on top of those before it in the plan."""
 
@@ -86,14 +97,15 @@ class Plan(Struct, frozen=True, kw_only=True):
     """The techniques chosen to fit a workload into a budget.
 
     `fingerprint` has a hash of each root's paths, types and shapes; `script_sha256` has the hashes of the
-    script's bytes and of its code without comments, joined by a dot.
-    Entries that are missing are not checked. `status` is "optimal" if the simulator knows no faster choice
-    that fits; `bound_seconds` is a lower bound of the step time within the budget, None if unknown. `pins`
-    are written by the user: patterns of places that must not change, under `keep`, that must have a
-    technique, under its name, or that must not have one, under `never`. `pipeline`: the model in stages, in
-    several processes; such a plan has no techniques. `sizes`: the input sizes the plan is valid for; if
-    empty, the recorded ones. `graphs`: a digest of each compiled graph that a place refers to. `certified`:
-    the verdict on the plan, None for a plan that was not tried.
+    script's bytes and of its code without comments, joined by a dot. Entries that are missing are not
+    checked. `status` is "optimal" if the simulator knows no faster choice that fits; `bound_seconds` is a
+    lower bound of the step time within the budget, None if unknown. `pins` are written by the user:
+    patterns of places that must not change, under `keep`, that must have a technique, under its name, or
+    that must not have one, under `never`. `pipeline`: the model in stages, in several processes; such a
+    plan has no techniques. `sizes`: the input sizes the plan is valid for; if empty, the recorded ones.
+    `graphs`: a digest of each captured graph that a place refers to. `compiled`: the graphs that the script
+    compiles by `torch.compile`, which then stays on. `certified`: the verdict on the plan, None for a plan
+    that was not tried.
 
     Places of schema 1 name kernels, those of schema 2 roles (`records.operator_names`); both can be read.
     """
@@ -113,6 +125,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     pipeline: Pipeline | None = None
     sizes: tuple[Sizes, ...] = ()
     graphs: dict[Text, Text] = {}
+    compiled: tuple[CompiledGraph, ...] = ()
     certified: PlanProof | None = None
 
     @property
@@ -135,6 +148,10 @@ class Plan(Struct, frozen=True, kw_only=True):
         return 1 - self.bound_seconds / self.predicted.step_seconds
 
 
-def digest_of_techniques(techniques: Sequence[Technique]) -> str:
-    """Return a digest of techniques, their places and their options."""
-    return hashlib.sha256(msgspec.json.encode(techniques, order="sorted")).hexdigest()[:16]
+def digest_of_techniques(
+    techniques: Sequence[Technique], compiled: Sequence[CompiledGraph] = ()
+) -> str:
+    """Return a digest of techniques, their places and their options, and of compiled graphs."""
+    text = msgspec.json.encode(techniques, order="sorted")
+    text += msgspec.json.encode(compiled) if compiled else b""
+    return hashlib.sha256(text).hexdigest()[:16]

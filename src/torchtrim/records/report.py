@@ -28,7 +28,8 @@ class PlanSummary(Struct, frozen=True, kw_only=True):
     """A plan without the fields that only its file needs.
 
     `status` and `bound_seconds` are the plan's; `gap` is the share of its step that a faster plan could save
-    at most, None if unknown. `words` says what each technique does and where.
+    at most, None if unknown. `words` says what each technique does and where. `graphs`: number of compiled
+    graphs whose saved tensors it sets.
     """
 
     techniques: tuple[Technique, ...]
@@ -37,6 +38,7 @@ class PlanSummary(Struct, frozen=True, kw_only=True):
     bound_seconds: float | None = None
     gap: float | None = None
     words: tuple[str, ...] = ()
+    graphs: int = 0
 
 
 class FrontierPoint(Struct, frozen=True, kw_only=True):

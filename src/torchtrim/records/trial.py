@@ -8,7 +8,7 @@ from typing import Literal
 from msgspec import Struct
 
 from torchtrim.records.loader import LoaderCost, Tuning
-from torchtrim.records.plan import Plan
+from torchtrim.records.plan import CompiledGraph, Plan
 from torchtrim.records.probes import Probe, ProbeResult
 from torchtrim.records.profile import Profile
 from torchtrim.records.sharding import Sharding
@@ -39,9 +39,11 @@ class Request(Struct, frozen=True, kw_only=True):
     `streams`: the order of an emulated device's streams; if empty, work runs at launch.
     `host_memory`: bytes of host memory a plan may use, None for no limit. `tunes`: tune the loader after the
     compared steps. `by_hand`: apply the plan's SEMANTIC techniques as a person would write them. `grows`:
-    look for containers that grow from step to step. `round_trip`: save and load models and optimizers before
-    the last step. `ranks`: size of a fake process group in a dry run, which runs as its first rank, or 0.
-    `sharding`: shard the models over these ranks.
+    look for containers that grow from step to step. `round_trip`: save and load models and optimizers
+    before the last step. `compiles`: leave the script's `torch.compile` on, and record no operators.
+    `graphs_save`: compile without kernels, and plan the compiled graphs to need this many bytes less, or -1.
+    `ranks`: size of a fake process group in a dry run, which runs as its first rank, or 0. `sharding`: shard
+    the models over these ranks.
     """
 
     plan: Plan | None = None
@@ -68,6 +70,8 @@ class Request(Struct, frozen=True, kw_only=True):
     round_trip: bool = False
     ranks: int = 0
     sharding: Sharding | None = None
+    compiles: bool = False
+    graphs_save: int = -1
 
     @property
     def searches(self) -> bool:
@@ -125,6 +129,24 @@ class Crash(Struct, frozen=True, kw_only=True):
     place: str = ""
 
 
+class CompiledMemory(Struct, frozen=True, kw_only=True):
+    """The compiled graphs of a step: their number of calls, and the bytes simulated from Inductor's code.
+
+    `graphs`: the bytes that each graph saves and its peak alone. `planned_peak` and `plan`: of a plan
+    within the requested peak, or else of the smallest peak found. `added_seconds`: its recomputation by a
+    model of costs.
+    """
+
+    calls: int
+    saved_bytes: int
+    peak_bytes: int
+    graphs: tuple[tuple[int, int], ...]
+    planned_peak: int = 0
+    plan: tuple[CompiledGraph, ...] = ()
+    added_seconds: float = 0.0
+    unmeasured: tuple[str, ...] = ()
+
+
 class Trial(Struct, kw_only=True):
     """The evidence of one run. `profile` describes the recorded step, or the step that failed.
 
@@ -137,6 +159,7 @@ class Trial(Struct, kw_only=True):
     trial of each rank of a job; this trial is then the one with the highest peak. `workspace_bytes`: bytes
     that an emulated device holds for cuBLAS beside its peak. `loader`: the cost of the loader; `tuning`: the
     result of tuning it. `sharded`: the modules that were sharded one by one.
+    `compiled`: the compiled graphs, of a request that plans them.
     """
 
     request: Request
@@ -164,6 +187,7 @@ class Trial(Struct, kw_only=True):
     tuning: Tuning | None = None
     sharded: tuple[str, ...] = ()
     workspace_bytes: int = 0
+    compiled: CompiledMemory | None = None
 
     @property
     def timed(self) -> list[TrialStep]:

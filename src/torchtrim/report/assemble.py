@@ -40,25 +40,26 @@ class PricedFindings(NamedTuple):
 
 
 def figures_of(trial: Trial) -> Figures:
-    """Return the figures of a trial with a profile."""
-    assert trial.profile is not None
+    """Return the figures of a trial; without a profile, as of compiled graphs, those of its steps alone."""
+    profile = trial.profile
     times = [step.seconds for step in trial.timed]
     reserved = [step.reserved_bytes for step in trial.steps if step.reserved_bytes]
     return Figures(
         peak_bytes=trial.peak_bytes,
-        tracked_peak_bytes=trial.profile.tracked_peak_bytes,
+        tracked_peak_bytes=profile.tracked_peak_bytes if profile else 0,
         reserved_bytes=max(reserved, default=None),
         rss_bytes=trial.rss_bytes,
         step_seconds=trial.seconds,
         spread_seconds=max(times) - min(times),
-        by_kind=dict(by_kind(trial.profile, peak_operator(trial.profile)))
-        if trial.profile.operators
+        by_kind=dict(by_kind(profile, peak_operator(profile)))
+        if profile is not None and profile.operators
         else {},
     )
 
 
 def _figures_if_recorded(trial: Trial | None) -> Figures | None:
-    return figures_of(trial) if trial is not None and trial.profile is not None else None
+    recorded = trial is not None and (trial.profile is not None or trial.request.compiles)
+    return figures_of(trial) if trial is not None and recorded else None
 
 
 def original_report(verb: str, subject: Subject, trial: Trial, found: PricedFindings) -> Report:
@@ -102,6 +103,7 @@ def with_plan(report: Report, plan: Plan, budget: Budget, profile: Profile | Non
         bound_seconds=plan.bound_seconds,
         gap=plan.gap,
         words=tuple(words_of(one, types) for one in plan.techniques),
+        graphs=len(plan.compiled),
     )
     return msgspec.structs.replace(
         report, budget_bytes=budget.bytes, memory_kind=budget.kind, plan=summary

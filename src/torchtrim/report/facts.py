@@ -158,7 +158,9 @@ def peak_after(report: Report) -> int | None:
 def is_idle(report: Report) -> bool:
     """Return True for a plan that changes nothing."""
     plan = report.plan
-    return plan is not None and not (plan.techniques or report.pipeline or report.planned)
+    return plan is not None and not (
+        plan.techniques or plan.graphs or report.pipeline or report.planned
+    )
 
 
 def over_budget(report: Report) -> int:

@@ -116,6 +116,7 @@ def _fits_already(report: Report) -> bool:
         report.budget_bytes is not None
         and plan is not None
         and not plan.techniques
+        and not plan.graphs
         and not report.pipeline
     )
 

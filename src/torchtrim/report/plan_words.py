@@ -24,8 +24,11 @@ def plan_lines(report: Report) -> list[str]:
     """Return a line for each technique of the plan with its effect, or for each stage."""
     if report.pipeline is not None:
         return stages.lines(report.pipeline)
-    if report.plan is None or not report.plan.techniques:
+    if report.plan is None:
         return []
+    if report.plan.graphs:
+        graphs = counted(report.plan.graphs, "compiled graph")
+        return [f"what {graphs} of torch.compile save for backward, which stays on"]
     return [*_effect_lines(report.plan)]
 
 

@@ -31,6 +31,7 @@ from torchtrim.executor.places import root_of
 from torchtrim.executor.registry import Handles, check_known
 from torchtrim.records.commands import from_here, plan_again
 from torchtrim.records.plan import Plan
+from torchtrim.runner.compiling import Applying
 from torchtrim.runner.joining import Spawning
 from torchtrim.runner.processes import LIFELINE, end_with_parent
 from torchtrim.runner.run_report import RunReport
@@ -150,6 +151,9 @@ def run_planned(
     if plan is not None and plan.pipeline is not None:
         _in_stages(script, plan, report)
         return
+    if plan is not None and plan.compiled:
+        _compiled(script, plan, report)
+        return
     if plan is None or not plan.techniques:
         if report is not None:
             report.start()
@@ -194,6 +198,21 @@ def flush_files() -> None:
         if issubclass(type(obj), _BUFFERED):
             with contextlib.suppress(OSError, ValueError):
                 obj.flush()
+
+
+def _compiled(script: Script, plan: Plan, report: RunReport | None) -> None:
+    """Run the script with `torch.compile` on, its graphs saving what the plan says."""
+    applying = Applying(plan.compiled)
+    applying.install()
+    if report is not None:
+        report.start()
+    try:
+        _as_python(script)
+    finally:
+        applying.remove()
+        flush_files()
+        if missed := applying.missed():
+            print(f"torchtrim: NOT FITTED: {missed}. Plan again.", file=sys.stderr, flush=True)
 
 
 def _in_stages(script: Script, plan: Plan, report: RunReport | None) -> None:

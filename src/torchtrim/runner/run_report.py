@@ -103,6 +103,9 @@ def start_lines(plan: Plan, path: Path, *, verbose: bool) -> Iterator[str]:
 def _parts(plan: Plan) -> list[str]:
     if plan.pipeline is not None:
         return [f"a pipeline of {counted(plan.pipeline.processes, 'process', 'processes')}"]
+    if plan.compiled:
+        graphs = counted(len(plan.compiled), "compiled graph")
+        return [f"what {graphs} of torch.compile save for backward"]
     if not plan.techniques:
         return ["it changes nothing, since the original fits"]
     return [f"{one.name} {_at(one, plan)}" for one in plan.techniques]
@@ -133,12 +136,12 @@ _VERDICTS = {
 def _proof(plan: Plan, path: Path) -> str:
     """Return what a certificate says of the plan."""
     proof = plan.certified
-    if proof is None and not plan.techniques:
+    if proof is None and not plan.techniques and not plan.compiled:
         return "nothing to certify" if plan.pipeline is None else "not certified in this file"
     if proof is None:
         verify = command("verify", "--plan", str(path), script=plan.script)
         return f"not certified: {verify} compares it with the original"
-    if proof.techniques != digest_of_techniques(plan.techniques):
+    if proof.techniques != digest_of_techniques(plan.techniques, plan.compiled):
         return "edited since it was certified"
     what = _VERDICTS.get(proof.verdict, proof.verdict)
     return f"certified: {what}, in {counted(proof.steps, 'step')}"

@@ -59,7 +59,7 @@ class Session(Listener):
     """Takes a run through its steps and phases. `done` is called once, after the last step.
 
     With `frames` a step ends with a frame, not with the optimizers' step. `ours` returns torchtrim's own
-    storages, which count only in the memory of the process.
+    storages, which count only in the memory of the process. `begins` is called before each step.
     """
 
     backward_starts = _forwarded(Listener.backward_starts)
@@ -82,7 +82,9 @@ class Session(Listener):
         trains: bool = True,
         frames: StreamFrames | None = None,
         ours: Callable[[], Sequence[Any]] = lambda: (),
+        begins: Callable[[], None] = lambda: None,
     ) -> None:
+        self._begins = begins
         self.trial = Trial(request=request, device=setting.device)
         self._places = Places(setting.project)
         constructions = Constructions(self._places)
@@ -322,6 +324,7 @@ class Session(Listener):
 
     def _next(self) -> None:
         self._progress(f"step {len(self.trial.steps) + 1} of {self.trial.request.total}")
+        self._begins()
         self._measure.begin(self.watcher.optimizers)
 
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:

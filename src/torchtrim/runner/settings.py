@@ -14,6 +14,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from torchtrim.records.trial import Request
 from torchtrim.runner.perturbed import Perturbed, perturb
@@ -21,7 +22,7 @@ from torchtrim.runner.perturbed import Perturbed, perturb
 NOTE = (
     "the script uses torch.compile: its compiled functions ran eagerly here, and all figures "
     "refer to that. "
-    "A plan is for eager runs, and `torchtrim run` runs it eagerly"
+    "An eager plan is for eager runs, and `torchtrim run` runs it eagerly"
 )
 
 
@@ -108,8 +109,14 @@ def prepare(root: nn.Module, request: Request) -> None:
     """Upcast or perturb parameters, buffers and the inputs of the first call, as requested."""
     if request.double:
         root.double()
+        if request.compiles:
+            root.register_forward_pre_hook(_upcast_inputs, with_kwargs=True)
     if request.nudged:
         perturb(root, request.nudged, _upcast if request.double else lambda value: value)
+
+
+def _upcast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    return tree_map(_upcast, args), tree_map(_upcast, kwargs)
 
 
 @contextlib.contextmanager

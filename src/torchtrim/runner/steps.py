@@ -153,7 +153,8 @@ class StepMeasure:
             self._idled, self._alive = False, reachable_bytes()
         ours = self._ours()
         self._ours_bytes = storage_bytes(ours, counted_device(self._setting.device))
-        records = request.searches or (request.measured and number <= request.warmup)
+        scans = request.measured and number <= request.warmup and not request.compiles
+        records = request.searches or scans
         if records or number == request.traced:
             watching = self._watching if request.measured else None
             self.recording = Recording(self._modules, self._places, self._setting, watching)
@@ -163,6 +164,8 @@ class StepMeasure:
                 self.recording.recorder.look = self._look
             self.recording.begin(optimizers, scan=scan, ours=ours)
         elif request.measured:
+            if request.compiles and not number:
+                self._alive = reachable_bytes()
             self._watching.start()
         self._watched = None
         self.clock.begin()

@@ -40,6 +40,7 @@ from torchtrim.executor.failing import place_of
 from torchtrim.records.files import write_atomically
 from torchtrim.records.trial import Crash, Request, Trial
 from torchtrim.runner import settings
+from torchtrim.runner.compiling import Compiling
 from torchtrim.runner.fake_process_group import fake_ranks
 from torchtrim.runner.joining import Joining
 from torchtrim.runner.processes import end_with_parent, register_stack_dump
@@ -90,6 +91,7 @@ class _Runner:
         if device not in ("", "cpu", "cuda"):
             device = self._emulation.device
         self._eagerly = settings.Eagerly()
+        self._compiling = Compiling(request)
         self._started = 0
         self._joining = Joining(self._task.world)
         self._probes = Probes(request.probes)
@@ -104,6 +106,7 @@ class _Runner:
             progress=self._say,
             trains=not request.infers,
             frames=StreamFrames(None) if request.infers else None,
+            begins=self._compiling.step_begins,
         )
 
     def run(self) -> None:
@@ -124,7 +127,7 @@ class _Runner:
         with dry, fake_ranks(request.ranks, sharded=request.sharding is not None):
             self._emulate()
             self._sources.install()
-            self._eagerly.install()
+            (self._compiling if request.compiles else self._eagerly).install()
             settings.fill_uninitialized()
             self._count_processes()
             self._settle_exits()
@@ -182,6 +185,8 @@ class _Runner:
 
         listen_to_errors(patches, heard)
         double, nudged = self._request.double, self._request.nudged
+        if self._request.compiles:
+            double, nudged = False, 0  # dynamo traces no mode; parameters and inputs are prepared
         if double:
             enter_in_threads(patches, lambda: settings.precision(double=True, nudged=nudged))
         with watcher, settings.precision(double=double, nudged=nudged):
@@ -206,10 +211,11 @@ class _Runner:
     def _emulate(self) -> None:
         """Emulate a device: a requested one at once, else when the script first uses one.
 
-        Not when the script first uses one if its calls are to be planned, on graphs of the real device.
+        Not when the script first uses one if its calls are to be planned, on graphs of the real device, nor
+        where it compiles: dynamo does not know the classes that stand for a device's.
         """
         device, request = self._request.device, self._request
-        if request.infers and not request.dry and device is None:
+        if (request.infers and not request.dry and device is None) or request.compiles:
             return
         if device is None and not torch.cuda.is_available():
             OnDemand(self._emulation, self._task.project).arm()
@@ -269,6 +275,9 @@ class _Runner:
             trial.notes += dry.guesses.notes()
             trial.batch_size = dry.batch_size
         trial.processes = self._started
+        if self._request.compiles and crash is None:
+            refusal = self._compiling.end(trial)
+            crash = Crash(kind="refused", message=refusal) if refusal else None
         trial.observed = self._probes.observed()
         if crash is None and not trial.steps:
             crash = Crash(kind="no step", message="the script ended, and no step was complete")

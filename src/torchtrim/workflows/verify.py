@@ -61,7 +61,9 @@ def verify_report(
         return verify_pipeline(workload, plan, request, progress=progress)
     infers = plan.is_of_calls and isinstance(workload, Script)
     saves = isinstance(workload, Script)  # the state of a live model must not change
-    fitting = Fitting(workload, replace(request, infers=infers, round_trip=saves), progress)
+    compiles = bool(plan.compiled)
+    request = replace(request, infers=infers, round_trip=saves, compiles=compiles)
+    fitting = Fitting(workload, request, progress)
     with fitting.interruptible():
         original = fitting.observe()
         planned = fitting.run_planned(plan)
@@ -69,7 +71,7 @@ def verify_report(
     report = with_planned(report_of("verify", workload, original), planned, certificate)
     report = with_plan(report, plan, plan.budget, original.profile)
     args = workload.args if isinstance(workload, Script) else None
-    proven = with_proof(plan, certificate, args) if plan.techniques else plan
+    proven = with_proof(plan, certificate, args) if plan.techniques or compiles else plan
     result = Result(report, original.profile, planned.profile, proven)
     return _with_certificate(result, workload, None, plan, request, original)
 

@@ -20,7 +20,7 @@ import click
     help="Compare the emulated device with this machine's GPU, in minutes, and write the results to FILE.",
 )
 def command(as_json: bool, gpu: Path | None) -> None:
-    """Show versions and devices, and try the recorder on a small model.
+    """Show versions and devices, and try the recorder and torch.compile on a small model.
 
     With --gpu, the exit code is 1 if a check does not hold. Attach the file to an issue.
     """
@@ -61,7 +61,18 @@ def _facts() -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     facts["cuda"] = torch.cuda.get_device_name() if cuda else "no device"
     facts["recorder"] = _try_recorder()
+    facts["torch.compile"] = _try_compiled()
     return facts
+
+
+def _try_compiled() -> str:
+    """Compile a small model through torch's private interfaces, which differ between its versions."""
+    try:
+        from torchtrim.api import probe_compiled
+
+        return probe_compiled()
+    except Exception as error:  # whatever a version of torch raises
+        return f"fails, so scripts that compile run eagerly: {type(error).__name__}: {error}"
 
 
 def _try_recorder() -> str:

@@ -204,7 +204,7 @@ def _next(options: dict[str, Any], result: Result, plan: Path) -> str:
         return _next_of_missed(options, result, plan)
     if _unequal(report):
         return command_for(options, "diagnose")
-    if result.plan is not None and result.plan.techniques:
+    if result.plan is not None and (result.plan.techniques or result.plan.compiled):
         return command_for(options, "run", "--plan", str(plan))
     fixes = report.fixes
     if fixes is not None and fixes.diff and not fixes.written:

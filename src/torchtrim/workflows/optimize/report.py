@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from torchtrim import __version__
 from torchtrim.core.isolation import isolated
 from torchtrim.core.units import format_bytes
-from torchtrim.errors import ExportFailed
+from torchtrim.errors import ExportFailed, TorchtrimError
 from torchtrim.executor.apply import apply_plan, named_roots
 from torchtrim.executor.export import exported
 from torchtrim.executor.registry import Handles
@@ -18,6 +18,7 @@ from torchtrim.records.trial import Request
 from torchtrim.report.assemble import with_missed_budget, with_plan, with_planned, with_ranks
 from torchtrim.runner.script import Script
 from torchtrim.runner.trials import Progress, Workload
+from torchtrim.workflows.compiled import compiles, optimize_compiled
 from torchtrim.workflows.findings import ranks_of, report_of
 from torchtrim.workflows.fix import Fixing, fixes_of, with_fixes
 from torchtrim.workflows.fix_attempt import unworthy
@@ -40,15 +41,38 @@ def optimize_report(
     With `fixes`, also fix a script's host-device syncs, as a diff beside the plan, if they cost more than the
     spread of a step.
     """
+    limit = memory_limit(memory, memory_kind)
     fitting = Fitting(workload, request, progress, terms)
-    fit = fitting.nearest(memory_limit(memory, memory_kind))
+    kept = _compiled(fitting, limit, request, terms, progress)
+    if isinstance(kept, Result):
+        return kept
+    fit = fitting.nearest(limit)
     result = fitted(workload, fit)
+    result = result._replace(report=replace(result.report, notes=(*kept, *result.report.notes)))
     if fixes and isinstance(workload, Script) and fit.missed is None:
         with isolated("fix", "of host-device syncs"), fitting.interruptible():
             result = result._replace(
                 report=_with_worthy_fixes(workload, fit, request, result, progress)
             )
     return result
+
+
+def _compiled(
+    fitting: Fitting, limit: MemoryLimit, request: Request, terms: Terms, progress: Progress
+) -> Result | tuple[str, ...]:
+    """Plan the graphs of a script that compiles, or return why it is planned eagerly."""
+    script = fitting.workload
+    if not isinstance(script, Script) or script.processes > 1 or limit.kind != "allocated":
+        return ()
+    with fitting.interruptible():
+        if script.device not in (None, "cpu") or not compiles(fitting.observe()):
+            return ()
+        if terms.pins or terms.exports:
+            return ("pins and exports are of eager plans, so the script is planned eagerly",)
+        try:
+            return optimize_compiled(script, limit, request, progress)
+        except TorchtrimError as error:
+            return (f"planned eagerly, since its compiled graphs were not: {error}",)
 
 
 def _with_worthy_fixes(

@@ -1,0 +1,58 @@
+"""Plans of compiled graphs in a running program: what each graph saves, by the graph's content."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+from torch import fx
+
+from torchtrim.compiled.graphs import nodes_to_save
+from torchtrim.compiled.inductor import Partitioner, check, partitioned
+from torchtrim.compiled.joint import key_of, keys_of
+from torchtrim.records.plan import CompiledGraph
+
+
+class Applied:
+    """A plan in use. `planned`: graphs that save what it says; `others`: graphs that it does not know.
+
+    `failures`: errors, after which torch partitioned a graph as it does by itself.
+    """
+
+    def __init__(self, plan: Sequence[CompiledGraph]) -> None:
+        self.planned: set[str] = set()
+        self.others: set[str] = set()
+        self.failures: list[str] = []
+        self._saves = {one.graph: set(one.saves) for one in plan}
+        self._key = msgspec.json.encode(plan).hex()
+
+    @property
+    def unused(self) -> set[str]:
+        """The plan's graphs that the program has not compiled."""
+        return {*self._saves} - self.planned
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Have Inductor partition by the plan. Cached code of the same plan calls nothing here."""
+        check()
+        with partitioned(Partitioner(self._choose, self._key, self._failed)):
+            yield
+
+    def _choose(
+        self, graph: fx.Graph, info: Any, own: Callable[[], list[fx.Node]]
+    ) -> list[fx.Node]:
+        keys = keys_of(graph)
+        key = key_of(keys)
+        if key not in self._saves:
+            self.others.add(key)
+            return own()
+        missing = self._saves[key] - {*keys.values()}
+        if missing:
+            raise ValueError(f"the graph {key} has no tensors {', '.join(sorted(missing))}")
+        self.planned.add(key)
+        return nodes_to_save(graph, info, self._saves[key])
+
+    def _failed(self, error: Exception) -> None:
+        self.failures.append(f"{type(error).__name__}: {error}")

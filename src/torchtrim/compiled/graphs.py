@@ -1,0 +1,146 @@
+"""Graphs that a program compiles, the order of their calls, and the code that Inductor writes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch.utils._pytree import tree_leaves
+
+from torchtrim.compiled.choose import Saved
+from torchtrim.compiled.inductor import check, dry, intercepted, written_inputs
+from torchtrim.compiled.joint import Joint, JointBuilder, keys_of
+from torchtrim.compiled.memory import Call, Pair, Simulated, memory_of
+from torchtrim.compiled.wrapper import Rises
+from torchtrim.records.plan import CompiledGraph
+
+_OWN = "torch's own"
+
+
+class Graph:
+    """A graph that a program compiled. `joint` is None if it has no backward."""
+
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], options: Any) -> None:
+        self._module = copy.deepcopy(module)
+        self._inputs = [*map(_faked, module.graph.find_nodes(op="placeholder"), inputs)]
+        self._options = options
+        self._context = TracingContext.try_get()
+        self._pairs: dict[frozenset[int] | str, Pair] = {}
+        self.joint: Joint | None = None
+        self.pair()
+
+    def pair(self, saved: frozenset[int] | None = None) -> Pair:
+        """Return Inductor's code with a choice of what is saved, or with torch's own."""
+        key = _OWN if saved is None else saved
+        if key not in self._pairs:
+            self._pairs[key] = self._compile(saved)
+        return self._pairs[key]
+
+    @property
+    def tries(self) -> int:
+        """The number of choices that Inductor has written code for."""
+        return len(self._pairs)
+
+    def _compile(self, saved: frozenset[int] | None) -> Pair:
+        def choose(graph: fx.Graph, info: Any, own: Callable[[], list[fx.Node]]) -> list[fx.Node]:
+            if saved is not None and self.joint is not None:
+                return nodes_to_save(graph, info, {self.joint.values[at].key for at in saved})
+            chosen = own()
+            self.joint = JointBuilder(graph, info, written_inputs(graph)).build(chosen)
+            return chosen
+
+        with tracing(copy.copy(self._context)):
+            return Pair.of(dry(self._module, self._inputs, choose, "dry", **self._options))
+
+
+class Graphs:
+    """The graphs of a program, and their calls in its last step."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Graph] = []
+        self._calls: list[tuple[int, dict[int, tuple[int, int]]]] = []
+        self._returned: weakref.WeakKeyDictionary[Any, tuple[int, int]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.rises: Rises = {}
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Have Inductor write code without compiling it; the program's graphs run eagerly meanwhile."""
+        check()
+        with intercepted(self._compile):
+            yield
+
+    def begin(self) -> None:
+        """Begin a step: the calls from now on are its calls."""
+        self._calls.clear()
+
+    def memory(self, choice: Saved | None = None) -> Simulated:
+        """Return the memory of the step's calls with a choice, or with torch's own."""
+        return memory_of(self.calls(choice), self.rises)
+
+    def calls(self, choice: Saved | None = None) -> list[Call]:
+        """Return the step's calls with the code for a choice."""
+        found = []
+        for number, sources in self._calls:
+            graph = self.graphs[number]
+            saved = choice.get(graph.joint.key) if choice and graph.joint else None
+            found.append(Call(graph.pair(saved), sources))
+        return found
+
+    def named(self, choice: Saved) -> tuple[CompiledGraph, ...]:
+        """Return a choice by the names of graphs and tensors, which hold in other processes."""
+        joints = {joint.key: joint for joint in self.joints}
+        return tuple(
+            CompiledGraph(
+                graph=key, saves=tuple(joints[key].values[at].key for at in sorted(choice[key]))
+            )
+            for key in joints
+        )
+
+    @property
+    def joints(self) -> list[Joint]:
+        """The joint graph of each call that has a backward."""
+        every = (self.graphs[number].joint for number, _ in self._calls)
+        return [joint for joint in every if joint is not None]
+
+    def _compile(
+        self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any
+    ) -> Callable[..., Any]:
+        self.graphs.append(Graph(module, inputs, options))
+        number = len(self.graphs) - 1
+
+        def run(*args: Any) -> Any:
+            results = module(*args)
+            self._note(number, args, results)
+            return results
+
+        return run
+
+    def _note(self, number: int, args: Any, results: Any) -> None:
+        sources = {
+            at: self._returned[value.untyped_storage()]
+            for at, value in enumerate(args)
+            if isinstance(value, torch.Tensor) and value.untyped_storage() in self._returned
+        }
+        for at, value in enumerate(tree_leaves(results)):
+            if isinstance(value, torch.Tensor):
+                self._returned[value.untyped_storage()] = len(self._calls), at
+        self._calls.append((number, sources))
+
+
+def _faked(node: fx.Node, value: Any) -> Any:
+    """Return the fake tensor of an input: its sizes stay symbols, or numbers, in later compiles."""
+    return node.meta.get("example_value", value)
+
+
+def nodes_to_save(graph: fx.Graph, info: Any, keys: set[str]) -> list[fx.Node]:
+    """Return the nodes of these keys, and the inputs, which cost nothing to keep."""
+    names = keys_of(graph)
+    return [*info.inputs, *(node for node in graph.nodes if names[node] in keys)]

@@ -1,0 +1,275 @@
+"""A joint graph of forward and backward as data: what can be saved, or computed again."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.flop_counter import flop_registry
+
+from torchtrim.compiled.code import hint
+from torchtrim.compiled.inductor import draws, operator_kinds
+
+FLOPS, BYTES = 4e10, 8e9
+"""Of one core, a second. A plan depends on their ratio alone."""
+_MUTATING = "copy_"
+_TRANSCENDENTAL = {"exp", "tanh", "erf", "log", "sigmoid", "pow", "rsqrt", "sqrt", "sin", "cos"}
+_DEAR = 6.0  # a transcendental function takes as long as reading and writing some more numbers
+
+
+class Value(NamedTuple):
+    """A value of forward that backward needs, directly or to compute others again.
+
+    `parents`: the values it is computed from. `uses`: the first and last position in backward that read it,
+    or None. `stays`: computed again, it takes memory; else Inductor fuses it into what reads it.
+    """
+
+    key: str
+    bytes: int
+    seconds: float
+    parents: tuple[int, ...]
+    uses: tuple[int, int] | None
+    stays: bool
+    can_save: bool
+    can_redo: bool
+
+
+class Joint(NamedTuple):
+    """A joint graph. `work`: seconds up to each position in backward; `gradients`: bytes alive there.
+
+    `own`: the values that torch saves by itself.
+    """
+
+    key: str
+    values: tuple[Value, ...]
+    work: tuple[float, ...]
+    gradients: tuple[int, ...]
+    own: frozenset[int]
+
+
+def keys_of(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Return a name for each node that depends on what it computes, not on names: its operator and inputs.
+
+    Nodes that compute the same have the same inputs and operator; their order tells them apart.
+    """
+    keys: dict[fx.Node, str] = {}
+    seen: dict[str, int] = {}
+    for number, node in enumerate(graph.nodes):
+        if node.op in ("placeholder", "get_attr"):
+            text = f"{node.op} {number} {_kind(node)}"
+        else:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: _Key(keys[each]))
+            text = f"{node.op} {node.target} {args} {kwargs} {_kind(node)}"
+        text = text.replace("float64", "float32")  # a certificate runs the plan in float64 too
+        same = seen[text] = seen.get(text, -1) + 1
+        keys[node] = hashlib.sha256(f"{text} {same}".encode()).hexdigest()[:16]
+    return keys
+
+
+class _Key(str):
+    __repr__ = str.__str__
+
+
+def key_of(keys: dict[fx.Node, str]) -> str:
+    """Return the name of a graph: of all its nodes."""
+    return hashlib.sha256("".join(keys.values()).encode()).hexdigest()[:16]
+
+
+def _kind(node: fx.Node) -> str:
+    values = node.meta.get("val")
+    every = values if isinstance(values, (tuple, list)) else (values,)
+    return " ".join(
+        f"{one.dtype}{[str(size) for size in one.shape]}"
+        for one in every
+        if isinstance(one, torch.Tensor)
+    )
+
+
+class JointBuilder:
+    """Builder of a `Joint` from a graph and torch's classification of its nodes.
+
+    `written`: inputs that the program writes to before backward, beside those that the graph writes to.
+    """
+
+    def __init__(self, graph: fx.Graph, info: Any, written: Iterable[fx.Node] = ()) -> None:
+        self._graph = graph
+        self._info = info
+        self._kinds = operator_kinds()
+        self.keys = keys_of(graph)
+        calls = [node for node in graph.nodes if node.op == "call_function"]
+        self._backward = [node for node in calls if info.is_required_bw(node)]
+        self._position = {node: at for at, node in enumerate(self._backward)}
+        self._forward = {node for node in calls if node not in self._position}
+        self._outputs = {self.root(each) for each in self._output_nodes()}
+        self._mutated = {*written, *self._written()}
+
+    def build(self, own: Iterable[fx.Node]) -> Joint:
+        """Return the graph as data. `own`: what torch saves."""
+        needed = self._needed()
+        nodes = [node for node in self._graph.nodes if node in needed]
+        number = {node: at for at, node in enumerate(nodes)}
+        values = tuple(self._value(node, number) for node in nodes)
+        saved = frozenset(number[node] for each in own if (node := self.root(each)) in number)
+        seconds, work = 0.0, []
+        for node in self._backward:
+            seconds += self.seconds(node)
+            work.append(seconds)
+        return Joint(key_of(self.keys), values, tuple(work), self._gradients(), saved)
+
+    def root(self, node: fx.Node) -> fx.Node:
+        """Return the node that a view is of."""
+        while self.is_view(node) and node.all_input_nodes:
+            node = node.all_input_nodes[0]
+        return node
+
+    def is_view(self, node: fx.Node) -> bool:
+        """Return True for operators that Inductor computes without memory."""
+        if node.target is operator.getitem:  # of a split
+            return isinstance(node.args[0], fx.Node) and self.is_view(node.args[0])
+        return bool(self._kinds.is_view(node)) or node.target is torch.ops.aten.reshape.default
+
+    def _fuses(self, node: fx.Node) -> bool:
+        """Return True if Inductor computes a node within the loop of its neighbours."""
+        return bool(self._kinds.is_fusible(node)) or "inductor_" in str(node.target)
+
+    def bytes(self, node: fx.Node) -> int:
+        """Return the bytes of a node's result."""
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return 0
+        return math.prod(map(hint, value.shape)) * value.element_size()
+
+    def seconds(self, node: fx.Node) -> float:
+        """Return about how long a node takes: its products, or its bytes."""
+        if self.is_view(node) or node.target is operator.getitem:
+            return 0.0
+        moved = self.bytes(node) + sum(map(self.bytes, node.all_input_nodes))
+        if self._fuses(node):
+            name = getattr(node.target, "overloadpacket", node.target)
+            dear = getattr(name, "__name__", "") in _TRANSCENDENTAL
+            return self.bytes(node) / BYTES * (_DEAR if dear else 1.0) / 4
+        return _flops(node) / FLOPS + moved / BYTES
+
+    def _output_nodes(self) -> list[fx.Node]:
+        output = next(node for node in self._graph.nodes if node.op == "output")
+        return [*output.all_input_nodes]
+
+    def _written(self) -> Iterator[fx.Node]:
+        for node in self._forward:
+            if _MUTATING in str(node.target) and node.all_input_nodes:
+                yield self.root(node.all_input_nodes[0])
+
+    def _readers(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Yield the nodes that read a value, also through views of forward."""
+        for user in node.users:
+            if self.is_view(user) and user in self._forward:
+                yield from self._readers(user)
+            else:
+                yield user
+
+    def _needed(self) -> set[fx.Node]:
+        """Return what backward reads of forward, and all that those are computed from."""
+        found: set[fx.Node] = set()
+        left = [
+            self.root(each)
+            for node in self._backward
+            for each in node.all_input_nodes
+            if each in self._forward
+        ]
+        while left:
+            node = left.pop()
+            if node in self._forward and node not in found:
+                found.add(node)
+                left += map(self.root, node.all_input_nodes)
+        return found
+
+    def _value(self, node: fx.Node, number: dict[fx.Node, int]) -> Value:
+        readers = [self._position[one] for one in self._readers(node) if one in self._position]
+        tensor = isinstance(node.meta.get("val"), torch.Tensor)
+        tag = node.meta.get("recompute")
+        roots = dict.fromkeys(map(self.root, node.all_input_nodes))
+        return Value(
+            key=self.keys[node],
+            bytes=0 if node in self._outputs else self.bytes(node),
+            seconds=self.seconds(node),
+            parents=tuple(number[one] for one in roots if one in number),
+            uses=(min(readers), max(readers)) if readers else None,
+            stays=tensor and self._stays(node),
+            can_save=tensor and tag is not CheckpointPolicy.MUST_RECOMPUTE,
+            can_redo=tag is not CheckpointPolicy.MUST_SAVE and self._can_redo(node),
+        )
+
+    def _can_redo(self, node: fx.Node) -> bool:
+        """Return True if a node computes the same again: no effect, no draw, no input written since."""
+        if node.target is operator.getitem:
+            return True
+        if any(self.root(one) in self._mutated for one in node.all_input_nodes):
+            return False
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload):
+            return isinstance(node.meta.get("val"), torch.SymInt)
+        plain = target.namespace in ("aten", "prims") and not target._schema.is_mutable
+        return plain and not draws(node)
+
+    def _stays(self, node: fx.Node) -> bool:
+        if not self._fuses(node) or node.target is operator.getitem:
+            return True
+        if self._reduces(node):
+            return True
+        return any(self._is_kernel(one) for one in self._readers(node))
+
+    def _reduces(self, node: fx.Node) -> bool:
+        return any(self.bytes(one) > 4 * self.bytes(node) for one in node.all_input_nodes)
+
+    def _is_kernel(self, node: fx.Node) -> bool:
+        """Return True if a library computes a node, whose inputs and results lie in memory."""
+        return node.op == "call_function" and not (
+            self._fuses(node) or self.is_view(node) or node.target is operator.getitem
+        )
+
+    def _gradients(self) -> tuple[int, ...]:
+        """Return the bytes of backward's own results that are alive at each position."""
+        change = [0] * (len(self._backward) + 1)
+        for at, node in enumerate(self._backward):
+            if not self.is_view(node) and self._stays(node):
+                change[at] += self.bytes(node)
+                change[self._end(node, at) + 1] -= self.bytes(node)
+        level, levels = 0, []
+        for each in change[:-1]:
+            level += each
+            levels.append(level)
+        return tuple(levels)
+
+    def _end(self, node: fx.Node, at: int) -> int:
+        """Return the last position that reads a result, itself or through nodes that are fused."""
+        end, left = at, [node]
+        while left:
+            for user in left.pop().users:
+                if user.op == "output":
+                    return len(self._backward) - 1
+                end = max(end, self._position.get(user, 0))
+                if self.is_view(user):
+                    left.append(user)
+        return end
+
+
+def _flops(node: fx.Node) -> float:
+    target = getattr(node.target, "overloadpacket", node.target)
+    count = flop_registry.get(target)
+    if count is None:
+        return 0.0
+
+    def value(arg: fx.Node) -> Any:
+        return arg.meta.get("val")
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+    try:
+        return float(count(*args, **kwargs, out_val=node.meta.get("val")))
+    except (TypeError, AssertionError, ValueError, RuntimeError):
+        return 0.0

@@ -1,0 +1,100 @@
+"""A plan of compiled graphs: chosen on joint graphs, and checked in the code of Inductor."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torchtrim.compiled.choose import Limits, Program, Saved
+from torchtrim.compiled.graphs import Graph, Graphs
+from torchtrim.compiled.memory import Call, Simulated, memory_of
+from torchtrim.records.plan import CompiledGraph
+
+_ROUNDS = 4
+"""Dry compiles: each costs a third of an ordinary compile, and the bias is mostly constant."""
+_NEAR = 0.97
+"""Of the budget: a peak above it is near enough; to come nearer costs a dry compile and saves little time."""
+_SECONDS = 10.0
+"""Arbitrary; for the solver, each time."""
+
+
+class Choice(NamedTuple):
+    """What is saved, the simulated memory of the step, and the added seconds by the model of costs.
+
+    `first_peak`: the peak of the first choice, before the model was corrected. `rounds`: choices
+    tried. `graphs`: the choice as a plan writes it, empty for torch's own.
+    """
+
+    saved: Saved
+    simulated: Simulated
+    added_seconds: float
+    first_peak: int
+    rounds: int = 0
+    graphs: tuple[CompiledGraph, ...] = ()
+
+
+class Planner:
+    """Planner of a watched program's last step. `lowest`: the tried choice with the smallest peak.
+
+    `alone`: the bytes that each graph saves, and its peak.
+    """
+
+    def __init__(self, graphs: Graphs) -> None:
+        self._graphs = graphs
+        self.own = graphs.memory()
+        self.alone: tuple[tuple[int, int], ...] = ()
+        joints = graphs.joints
+        self._own_saved = {joint.key: joint.own for joint in joints}
+        limits = {
+            graph.joint.key: self._limits(graph)
+            for graph in graphs.graphs
+            if graph.joint is not None
+        }
+        self._program = Program(joints, limits)
+        self._unplanned = Choice(self._own_saved, self.own, 0.0, self.own.peak_bytes)
+        self.lowest = self._unplanned
+        self._bias = self.own.peak_bytes - self._program.peak(self._own_saved)
+
+    def plan(self, budget: int) -> Choice | None:
+        """Return the choice with the least added time whose simulated peak is within a budget, or None.
+
+        The model of the joint graph knows nothing of fusion, so its peak is corrected by what Inductor's code
+        for a choice shows, at most a few times.
+        """
+        if self.own.peak_bytes <= budget:
+            return self._unplanned
+        ask, best, first, lowest = budget - self._bias, None, 0, 0
+        for number in range(_ROUNDS):
+            saved = self._program.choose(ask, _SECONDS)
+            if saved is None:
+                ask = (ask + (lowest or self.own.peak_bytes - self._bias)) // 2
+                continue
+            simulated = self._graphs.memory(saved)
+            peak = simulated.peak_bytes
+            first, lowest = first or peak, ask
+            named = self._graphs.named(saved)
+            choice = Choice(saved, simulated, self._seconds(saved), first, number + 1, named)
+            self.lowest = min(self.lowest, choice, key=lambda one: one.simulated.peak_bytes)
+            if peak <= budget and (best is None or choice.added_seconds < best.added_seconds):
+                best = choice
+            if _NEAR * budget <= peak <= budget:
+                break
+            ask += budget - peak
+        return best
+
+    def _limits(self, graph: Graph) -> Limits:
+        """Return the scale of a graph's gradients by its own code, as torch would partition it."""
+        joint = graph.joint
+        assert joint is not None
+        alone = memory_of([Call(graph.pair())], self._graphs.rises)
+        self.alone += ((alone.saved_bytes, alone.peak_bytes),)
+        temporary = alone.forward_peak - alone.saved_bytes
+        own = {joint.key: joint.own}
+        low, high = 0.0, 1.0
+        for _ in range(12):
+            middle = (low + high) / 2
+            model = Program([joint], {joint.key: Limits(middle, temporary)})
+            low, high = (low, middle) if model.peak(own) > alone.peak_bytes else (middle, high)
+        return Limits(high, temporary)
+
+    def _seconds(self, saved: Saved) -> float:
+        return self._program.seconds(saved) - self._program.seconds(self._own_saved)

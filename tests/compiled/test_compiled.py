@@ -1,0 +1,193 @@
+"""Compiled graphs: their memory simulated from Inductor's code, and plans for what they save."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import fx, nn
+
+from torchtrim.capture.allocator import CpuAllocator
+from torchtrim.compiled.apply import Applied
+from torchtrim.compiled.graphs import Graphs
+from torchtrim.compiled.inductor import Partitioner, draws, probe_compiled
+from torchtrim.compiled.planning import Planner
+from torchtrim.records.plan import CompiledGraph
+
+ROWS, WIDTH = 256, 32
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    torch._dynamo.reset()
+
+
+class Mlp(nn.Module):
+    """Residual layers with dropout, a norm each."""
+
+    def __init__(self, layers: int = 3, p: float = 0.2) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(layers))
+        self.grow = nn.ModuleList(nn.Linear(WIDTH, 4 * WIDTH) for _ in range(layers))
+        self.shrink = nn.ModuleList(nn.Linear(4 * WIDTH, WIDTH) for _ in range(layers))
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, grow, shrink in zip(self.norms, self.grow, self.shrink, strict=True):
+            x = x + self.drop(shrink(nn.functional.gelu(grow(norm(x)))))
+        return x.square().mean()
+
+
+class Broken(nn.Module):
+    """Two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).sigmoid()
+        torch._dynamo.graph_break()
+        return self.second(x).sigmoid().sum()
+
+
+def watched(model: nn.Module, *batch: torch.Tensor, **options: Any) -> Graphs:
+    torch._dynamo.reset()
+    graphs = Graphs()
+    with graphs.watched():
+        compiled = torch.compile(model, **options)
+        for _ in range(2):
+            graphs.begin()
+            compiled(*batch).backward()
+    return graphs
+
+
+@functools.cache
+def mlp() -> Planner:
+    torch.manual_seed(0)
+    return Planner(watched(Mlp(), torch.randn(ROWS, WIDTH)))
+
+
+def test_the_private_interfaces_work() -> None:
+    assert probe_compiled().startswith("works")
+
+
+def test_saved_bytes_are_those_of_the_saved_tensors() -> None:
+    graphs = watched(nn.Sequential(nn.Linear(8, 16), nn.Sigmoid(), _Sum()), torch.randn(64, 8))
+    # sigmoid's result alone; the input and the weights are the program's, and the loss is a number.
+    assert graphs.memory().saved_bytes == 64 * 16 * 4 + 4
+
+
+class _Sum(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+
+def test_a_plan_needs_less_and_names_what_it_saves() -> None:
+    planner = mlp()
+    choice = planner.plan(int(0.75 * planner.own.peak_bytes))
+    assert choice is not None
+    assert choice.simulated.peak_bytes <= 0.75 * planner.own.peak_bytes
+    (graph,) = choice.graphs
+    assert len(graph.saves) == len(set(graph.saves)) > 0
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_what_draws_random_numbers_is_never_computed_again() -> None:
+    with pytest.raises(ValueError, match="backward draws"):
+        _compile_saving(lambda graph, info: [*info.inputs])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_choice_that_fails_leaves_torchs_own_and_says_so() -> None:
+    said: list[str] = []
+    directions = _compile_saving(lambda graph, info: [*info.inputs], lambda e: said.append(str(e)))
+    assert directions == [False, True]
+    assert "backward draws" in said[0]
+
+
+def _compile_saving(
+    choose: Callable[[fx.Graph, Any], list[fx.Node]],
+    failed: Callable[[Exception], None] | None = None,
+) -> list[bool]:
+    """Partition a model with dropout by a choice, and return for each graph whether it is a backward."""
+    found: list[bool] = []
+    partitioner = Partitioner(lambda graph, info, own: choose(graph, info), "test", failed)
+
+    def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        both = partitioner(joint, inputs, **options)
+        found.extend((False, True) if not any(map(draws, both[1].graph.nodes)) else ())
+        return both
+
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward), partition_fn=partition
+    )
+    try:
+        torch.compile(Mlp(1), backend=backend)(torch.randn(8, WIDTH)).backward()
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        raise error.inner_exception from None
+    return found
+
+
+def test_names_hold_for_the_same_program_alone() -> None:
+    keys = [
+        watched(Mlp(1, p), torch.randn(rows, WIDTH)).joints[0].key
+        for p, rows in ((0.0, 16), (0.0, 16), (0.0, 24))
+    ]
+    assert keys[0] == keys[1] != keys[2]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_graphs_of_a_broken_function_are_simulated_in_order() -> None:
+    graphs = watched(Broken(), torch.randn(ROWS, WIDTH))
+    assert len(graphs.joints) == 2
+    # both sigmoids, the first of which the second graph takes and saves, and the loss
+    assert graphs.memory().saved_bytes == 4 * ROWS * 5 * WIDTH + 4
+
+
+def test_two_plans_never_share_cached_code() -> None:
+    plans = [(), (CompiledGraph(graph="a", saves=("b",)),)]
+    keys = []
+    for plan in plans:
+        with Applied(plan).installed():
+            keys.append(torch._inductor.config.custom_partitioner_fn.uuid())
+    assert len({*keys}) == 2
+    assert torch._inductor.config.custom_partitioner_fn is None
+
+
+@pytest.mark.slow
+def test_a_compiled_plan_has_the_simulated_peak_and_the_same_gradients() -> None:
+    planner = mlp()
+    choice = planner.plan(int(0.75 * planner.own.peak_bytes))
+    assert choice is not None
+    own, planned = _run(()), _run(choice.graphs)
+    for simulated, (peak, _) in ((planner.own, own), (choice.simulated, planned)):
+        assert simulated.peak_bytes == pytest.approx(peak, rel=0.01)
+    assert planned[0] < 0.78 * own[0]
+    for one, other in zip(own[1], planned[1], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def _run(plan: tuple[CompiledGraph, ...]) -> tuple[int, list[torch.Tensor]]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Mlp(), torch.randn(ROWS, WIDTH)
+    applied = Applied(plan)
+    with applied.installed():
+        compiled = torch.compile(model)
+        for _ in range(3):
+            model.zero_grad()
+            torch.manual_seed(1)
+            watch = CpuAllocator()
+            watch.start()
+            compiled(x).backward()
+            peak = watch.stop().peak
+    assert not applied.failures
+    return peak, [parameter.grad for parameter in model.parameters()]

@@ -1,0 +1,79 @@
+"""Scripts whose `torch.compile` stays on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from torchtrim.records.budget import memory_limit
+from torchtrim.records.plan import CompiledGraph
+from torchtrim.records.trial import Request
+from torchtrim.runner.compiling import Applying, OnCompile
+from torchtrim.runner.script import Script
+from torchtrim.workflows.compiled import optimize_compiled
+
+SCRIPT = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+layers = [nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32)]
+model = nn.Sequential(*layers, nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 1))
+optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+compiled = torch.compile(model)
+for _ in range(6):
+    compiled(torch.randn(4096, 32)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_the_first_compile_is_noticed_and_other_backends_run_eagerly() -> None:
+    calls: list[int] = []
+    watch = OnCompile(lambda: calls.append(1))
+    original = torch.compile
+    watch.install()
+    try:
+        torch.compile(nn.Linear(2, 2), backend="aot_eager")
+        assert not calls
+        torch.compile(nn.Linear(2, 2))
+        torch.compile(nn.Linear(2, 2))
+    finally:
+        watch.remove()
+    assert calls == [1]
+    assert watch.others == {"aot_eager"}
+    assert torch.compile is original
+
+
+def test_a_script_that_compiles_nothing_does_not_meet_its_plan() -> None:
+    applying = Applying((CompiledGraph(graph="a", saves=()),))
+    applying.install()
+    applying.remove()
+    assert "compiled nothing" in applying.missed()
+
+
+def test_programs_that_compile_nothing_import_no_inductor() -> None:
+    code = "import sys, torchtrim.runner.worker, torchtrim.workflows.optimize.report\n"
+    code += "assert not [one for one in sys.modules if one.startswith('torch._inductor')]"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
+def test_a_script_that_compiles_fits_and_stays_compiled(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    limit = memory_limit("80%", "allocated")
+    result = optimize_compiled(Script(str(path)), limit, Request(steps=2), print)
+    report = result.report
+    assert report.certificate is not None
+    assert report.certificate.verdict in ("BITWISE", "ROUNDING")
+    assert report.planned is not None
+    assert report.original is not None
+    assert report.planned.peak_bytes <= 0.8 * report.original.peak_bytes
+    assert result.plan is not None
+    assert len(result.plan.compiled) == 1
