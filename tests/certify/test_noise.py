@@ -159,3 +159,11 @@ def test_float64_draws_are_those_of_float32() -> None:
     for one, other in zip(plain, wide, strict=True):
         assert other.dtype is torch.float64
         assert torch.equal(one.double(), other)
+
+
+def test_backward_passes_by_a_moved_input() -> None:
+    value = torch.rand(8, dtype=torch.float64, requires_grad=True)
+    moved = Perturbed(1).moved(value)
+    moved.sum().backward()
+    assert not torch.equal(moved, value)
+    assert value.grad is not None and bool((value.grad == 1).all())

@@ -89,7 +89,8 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return value
         factors = self._factors(value, size)
         copy = value.clone()  # seen by other modes, so that an emulated device keeps it
-        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        guards = torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction()
+        with guards[0], guards[1], torch.no_grad():  # backward passes by the move, as by rounding
             return copy.mul_(factors)
 
     def _factors(self, value: torch.Tensor, size: float) -> torch.Tensor:
