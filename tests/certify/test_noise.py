@@ -166,4 +166,5 @@ def test_backward_passes_by_a_moved_input() -> None:
     moved = Perturbed(1).moved(value)
     moved.sum().backward()
     assert not torch.equal(moved, value)
-    assert value.grad is not None and bool((value.grad == 1).all())
+    assert value.grad is not None
+    assert bool((value.grad == 1).all())

@@ -57,6 +57,22 @@ def test_the_number_of_phases_never_changes(capfd: pytest.CaptureFixture[str]) -
     ]
 
 
+def test_in_extra_work_nothing_is_said_of_what_is_left() -> None:
+    now = [0.0]
+    phases = Phases(("original", "planned"), clock=lambda: now[0])
+
+    def run(name: str) -> float | None:
+        phases.tell(f"{name}: the script starts")
+        for step in (1, 2, 3):
+            now[0] += 1.0
+            phases.tell(f"{name}: step {step} of 4")
+        return phases.left
+
+    assert run("original") is not None
+    assert run("looking closer") is None
+    assert run("planned") is not None
+
+
 def test_a_phase_that_is_left_out_keeps_its_number(capfd: pytest.CaptureFixture[str]) -> None:
     with progress("original", "planning", "planned") as tell:
         tell("planned: the script starts")

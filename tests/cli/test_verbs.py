@@ -68,6 +68,9 @@ def test_optimize_then_run_then_verify(run, tmp_path: Path) -> None:
     assert (code, out) == (0, "epoch 0\n")
     assert "applied" not in err
     assert "steps with" not in err
+    code, _, err = run("run", PLAIN, "--", "--epochs", "1")
+    unplanned = "torchtrim: without --plan the script runs unchanged; there is --plan "
+    assert (code, err) == (0, f"{unplanned}{Path(plan).relative_to(tmp_path)}\n")
     code, out, err = run("verify", PLAIN, "--plan", plan, "--json", *QUICK)
     assert code == 0
     assert json.loads(out)["certificate"]["verdict"] == "BITWISE"

@@ -31,7 +31,8 @@ def test_a_plan_that_fits_says_what_its_results_are() -> None:
 def test_written_fixes_that_round_do_not_hide_behind_an_identical_plan() -> None:
     word = headline(with_fixes(samples.OPTIMIZE, "ROUNDING", written=True)).word
     assert word.endswith(
-        "results identical bit for bit; 2 fixes written, equal up to rounding, syncs 4 -> 1 a step"
+        "results identical bit for bit; 2 fixes written, equal up to rounding (here identical bit for "
+        "bit), syncs 4 -> 1 a step"
     )
 
 

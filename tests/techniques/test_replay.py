@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -245,3 +247,20 @@ def test_a_broken_recipe_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ApplyFailed, match="does not equal"):
         torchtrim.fit(train_step(model, batch, "SGD"), "80%", steps=1)
     assert all(type(block) is Block for block in model.blocks)
+
+
+def test_an_unpacked_recipe_is_destroyed_without_running_python() -> None:
+    """An interrupt by the user is lost if it arrives in a `__del__`, which backward calls by the thousand."""
+    left = []
+    recipe: Any = SimpleNamespace(
+        users=0, view=lambda _: torch.ones(1), leave=lambda: left.append(1)
+    )
+    saved = recipes.AwaitedRecipe(recipes.RecipeView(recipe, (1,), (1,), 0, 0))
+    assert recipe.users == 1
+    saved.get()
+    assert left == [1]
+    assert not hasattr(saved, "__del__")
+    del saved
+    awaited = recipes.AwaitedRecipe(recipes.RecipeView(recipe, (1,), (1,), 0, 0))
+    del awaited
+    assert left == [1, 1]

@@ -124,7 +124,12 @@ class Phases:
 
     @property
     def left(self) -> float | None:
-        """Expected seconds until the end, None before a step is timed and once a phase takes longer."""
+        """Expected seconds until the end, None while they are unknown.
+
+        That is before a step is timed, once a phase takes longer, and in extra work, which more may follow.
+        """
+        if self._is_extra:
+            return None
         before = self._runs[-1] if self._runs else None
         run = self._current.length(before)
         if run is None:

@@ -165,7 +165,9 @@ def _fixes(report: Report) -> Iterable[str]:
     text = f"{count} {'written' if fixes.written else 'suggested, not written yet'}"
     if verdict in ("BITWISE", "ROUNDING"):
         measured = _EQUAL[verdict]
-        text += f", {_EQUALITY[max((measured, *applied), key=EQUIVALENCES.index)]}"
+        weakest = max((measured, *applied), key=EQUIVALENCES.index)
+        text += f", {_EQUALITY[weakest]}"
+        text += f" (here {_EQUALITY[measured]})" if weakest != measured else ""
     else:
         text += f", {verdict}"
     yield f"{text}, syncs {fixes.syncs_before} -> {fixes.syncs_after} a step"

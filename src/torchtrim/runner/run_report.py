@@ -242,7 +242,10 @@ def _modules_of(one: Technique) -> list[str]:
 
 def _failed(watch: RunWatch) -> list[str]:
     """Return what did not hold; each notice was printed in full when it happened."""
-    inputs, count = watch.inputs, counted(watch.steps, "step")
+    inputs = watch.inputs
+    count = counted(
+        max(watch.steps, inputs.other_steps), "step"
+    )  # the last may have been cut short
     said = [f"{inputs.others[0]} (in {inputs.other_steps} of {count})"] if inputs.others else []
     places: dict[str, list[Notice]] = {}
     for notice in watch.notices:

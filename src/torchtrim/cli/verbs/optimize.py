@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from torchtrim.cli.output import (
 from torchtrim.cli.plans import pins_in, plan_in
 from torchtrim.cli.progress import progress
 from torchtrim.errors import NothingTrains, UsageError
+from torchtrim.records.profile import is_emulated
 
 if TYPE_CHECKING:
     from torchtrim.api import Result
@@ -91,14 +92,16 @@ def command(**options: Any) -> None:
     phases = ("original", "planning", "planned") if fits else ("original",)
     with progress(*phases, further=3 if fits else 0) as tell:
         result = _optimized(options, folder, plan, tell)
-    following = _next(options, result, plan_path(result.report, folder, plan))
+    path = plan_path(result.report, folder, plan)
+    following = _next(options, result, path)
     fixes = result.report.fixes
     if fixes is not None and fixes.diff and not fixes.written:
         fixes = replace(fixes, command=_fixing(options))
-    result = result._replace(report=replace(result.report, next=following, fixes=fixes))
+    notes = (*_hints(options, result, path, following), *result.report.notes)
+    report = replace(result.report, next=following, fixes=fixes, notes=notes)
+    result = result._replace(report=report)
     paths = write_files(result, folder, plan)
     show(result, form=options["form"], next_command=following, paths=paths)
-    report = result.report
     raise click.exceptions.Exit(1 if report.floor_bytes is not None or _unequal(report) else 0)
 
 
@@ -190,6 +193,24 @@ def _next_of_missed(options: dict[str, Any], result: Result, plan: Path) -> str:
     if report.plan is not None and report.plan.techniques:
         return command_for(options, "run", "--plan", str(plan))
     return command_for(options, "diagnose")
+
+
+def _hints(options: dict[str, Any], result: Result, plan: Path, following: str) -> Iterator[str]:
+    """Yield what else one may type: for a budget, for a machine without a GPU, for a budget missed."""
+    report = result.report
+    budgeted = command_for(options, "optimize", "--memory", "60%")
+    if options["memory"] is None and report.plan is None and following != budgeted:
+        yield f"to fit the script into less memory: {budgeted}"
+    if report.plan is None or not report.plan.techniques or _unequal(report):
+        return
+    profile = result.before
+    if options["device"] is None and profile is not None and is_emulated(profile.device):
+        budget = ("--memory", options["memory"]) if options["memory"] is not None else ()
+        here = command_for(options, "optimize", *budget, "--device", "cpu")
+        yield f"this machine has no GPU, so the plan is for one elsewhere; for this CPU: {here}"
+    smallest = command_for(options, "run", "--plan", str(plan))
+    if report.floor_bytes is not None and smallest != following:
+        yield f"the plan that comes nearest runs too: {smallest}"
 
 
 def _fixing(options: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from torchtrim.cli.options import undo_interrupted
-from torchtrim.cli.output import remember_call
+from torchtrim.cli.output import OWN_FOLDER, PLAN, remember_call
 from torchtrim.cli.plans import advising, loaded_plan
 from torchtrim.cli.script_options import check_passed
 from torchtrim.core.scripts import check_script_file
@@ -96,6 +96,8 @@ def _run(options: dict[str, Any], script: Script, plan: Plan | None) -> None:
 
     if plan is not None:
         check_script(plan, script)
+    elif not options["quiet"]:
+        _tell_of_plan(options)
     if options["processes"] > 1:
         if options["every"] is not None:
             raise UsageError(
@@ -118,6 +120,16 @@ def _run(options: dict[str, Any], script: Script, plan: Plan | None) -> None:
             run_checked(script, plan, options["every"], options["on_difference"], report)
         else:
             run_planned(script, plan, report=report)
+
+
+def _tell_of_plan(options: dict[str, Any]) -> None:
+    """Say that the script runs unchanged although `optimize` left a plan for it."""
+    stem = options["script"] if options["module"] else Path(options["script"]).stem
+    path = OWN_FOLDER / stem / PLAN
+    if path.is_file() and os.environ.get("RANK", "0") == "0":
+        click.echo(
+            f"torchtrim: without --plan the script runs unchanged; there is --plan {path}", err=True
+        )
 
 
 _EVENTS = 100_000  # PyTorch's own default; with their stacks some 100 MiB of host memory.

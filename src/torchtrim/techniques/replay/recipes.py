@@ -103,25 +103,39 @@ class RecipeView(NamedTuple):
 class SavedRecipe:
     """Autograd's substitute for a saved tensor. It is unpacked once, unless the graph is retained."""
 
-    __slots__ = ("_part", "_waits")
+    __slots__ = ("_part",)
 
     def __init__(self, part: RecipeView) -> None:
         self._part = part
-        self._waits = True
-        part.recipe.users += 1
 
     def get(self) -> torch.Tensor:
         """Return the recomputed tensor."""
+        return self._part.get()
+
+
+class AwaitedRecipe(SavedRecipe):
+    """A saved recipe that nobody has unpacked: its recipe counts it as a reader.
+
+    Once unpacked it is a plain `SavedRecipe`: backward destroys thousands, and Python drops an interrupt by
+    the user that arrives while a `__del__` runs.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, part: RecipeView) -> None:
+        super().__init__(part)
+        part.recipe.users += 1
+
+    def get(self) -> torch.Tensor:
+        """Return the recomputed tensor, and leave."""
         try:
             return self._part.get()
         finally:
-            if self._waits:
-                self._waits = False
-                when_asked(self._part.recipe.leave)
+            self.__class__ = SavedRecipe  # type: ignore[assignment]
+            when_asked(self._part.recipe.leave)
 
     def __del__(self) -> None:
-        if self._waits:
-            self._part.recipe.leave()
+        self._part.recipe.leave()
 
 
 class RecipeStep(NamedTuple):

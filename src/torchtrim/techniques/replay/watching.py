@@ -28,12 +28,12 @@ from torchtrim.techniques.replay.places import ReplayPlace, place_of
 from torchtrim.techniques.replay.recipes import (
     NEVER,
     SELF,
+    AwaitedRecipe,
     KeptTensor,
     Noise,
     Recipe,
     RecipeStep,
     RecipeView,
-    SavedRecipe,
     recorded_among,
     with_statistics,
     without_writes,
@@ -242,7 +242,7 @@ class ReplayWatcher(SavedTensorWatcher[_WatchedCall]):
     def pack(self, tensor: torch.Tensor) -> Saved | torch.Tensor:
         """Return the recipe of a saved tensor, or keep the tensor."""
         noted = self._of(tensor) if self._noted and type(tensor) in PLAIN else None
-        return SavedRecipe(self._part(noted, tensor)) if noted is not None else self.keep(tensor)
+        return AwaitedRecipe(self._part(noted, tensor)) if noted is not None else self.keep(tensor)
 
 
 def _may_add(noted: _StorageRecord, found: _PlannedOperator, written: list[Any]) -> bool:
