@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -103,7 +104,7 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         if self._failed is None:
             return self._partition(gm, joint_inputs, kwargs)
-        untouched = copy.deepcopy(gm)
+        untouched = _copy_of(gm)
         try:
             return self._partition(gm, joint_inputs, kwargs)
         except Exception as error:  # the script must go on, with torch's own partition
@@ -183,7 +184,7 @@ def dry(
         stack.enter_context(inductor_config.patch(fx_graph_cache=False))
         stack.enter_context(partitioned(Partitioner(choose, key)))
         stack.enter_context(no_kernels())
-        compile_fx.compile_fx(copy.deepcopy(graph), inputs, inner_compile=inner, **options)
+        compile_fx.compile_fx(_copy_of(graph), inputs, inner_compile=inner, **options)
     return found
 
 
@@ -215,6 +216,12 @@ class EmptyKernel:
         """Do nothing, as a C++ kernel."""
 
     run = __call__
+
+
+def _copy_of(graph: fx.GraphModule) -> fx.GraphModule:
+    with warnings.catch_warnings():  # torch's own, of copying its tree specs
+        warnings.simplefilter("ignore", FutureWarning)
+        return copy.deepcopy(graph)
 
 
 def written_inputs(graph: fx.Graph) -> list[fx.Node]:

@@ -28,7 +28,7 @@ def plan_lines(report: Report) -> list[str]:
         return []
     if report.plan.graphs:
         graphs = counted(report.plan.graphs, "compiled graph")
-        return [f"what {graphs} of torch.compile save for backward, which stays on"]
+        return [f"save less for backward in {graphs}; torch.compile stays on"]
     return [*_effect_lines(report.plan)]
 
 

@@ -105,7 +105,7 @@ def _parts(plan: Plan) -> list[str]:
         return [f"a pipeline of {counted(plan.pipeline.processes, 'process', 'processes')}"]
     if plan.compiled:
         graphs = counted(len(plan.compiled), "compiled graph")
-        return [f"what {graphs} of torch.compile save for backward"]
+        return [f"less is saved for backward in {graphs}"]
     if not plan.techniques:
         return ["it changes nothing, since the original fits"]
     return [f"{one.name} {_at(one, plan)}" for one in plan.techniques]
