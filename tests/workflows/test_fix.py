@@ -85,7 +85,7 @@ def test_what_is_looked_at_and_what_is_proved_takes_few_runs(
     assert begun == [
         *("original", "looking at values", "fixes, round 1"),
         *("looking closer",) * 2,
-        *("looking closer, in float64",) * 3,
+        *("looking closer, in float64",) * 6,
     ]
     assert found.certificate is not None
     assert found.certificate.verdict == "ROUNDING"
@@ -111,7 +111,10 @@ def test_what_evidence_speaks_against_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("F.cross_entropy(X.movedim(-1, 1), torch.where(M, Y, -100)) * 1.5", "too large|does not"),
+        (
+            "F.cross_entropy(X.movedim(-1, 1), torch.where(M, Y, -100)) * 1.5",
+            "still differs",
+        ),
         ("F.cross_entropy(X[M.clone()], Y[M])", "as often"),
         ("F.cross_entropy(X.movedim(-1, 1), torch.where(M, Y, 77))", "the script fails"),
     ],

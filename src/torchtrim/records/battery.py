@@ -1,4 +1,4 @@
-"""The results of `torchtrim doctor --gpu`: what is modelled beside what a GPU did."""
+"""The results of `torchtrim doctor --gpu FILE`: what is modelled beside what a GPU did."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from torchtrim.emulator.device import current
+
 _POOL = 131_071
 """Signs that are drawn once and used from random places. A prime, so that rows do not repeat them."""
 _TYPES = (torch.float32, torch.float64)
@@ -88,10 +90,14 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not _is_moved(value):
             return value
         factors = self._factors(value, size)
-        copy = value.clone()  # seen by other modes, so that an emulated device keeps it
-        guards = torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction()
-        with guards[0], guards[1], torch.no_grad():  # backward passes by the move, as by rounding
-            return copy.mul_(factors)
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            copy = value.clone()
+            with torch.no_grad():  # backward passes by the move, as by rounding
+                copy.mul_(factors)
+        emulation = current()
+        if emulation is not None and emulation.tags.on_device(value):
+            emulation.tags.put(copy)
+        return copy
 
     def _factors(self, value: torch.Tensor, size: float) -> torch.Tensor:
         step = torch.finfo(value.dtype).eps * size

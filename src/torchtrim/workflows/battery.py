@@ -1,4 +1,4 @@
-"""Checks of the emulated device against a real one: the battery of `torchtrim doctor --gpu`, in minutes.
+"""Checks of the emulated device against a real one: the battery of `torchtrim doctor --gpu FILE`, in minutes.
 
 Each check computes what is modelled and what the device does, and fails alone.
 """
