@@ -41,6 +41,7 @@ def test_what_fits_already_is_left_alone() -> None:
     assert fitted.plan.techniques == ()
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_says_what_would() -> None:
     torch.manual_seed(0)
     step = train_step(ConvNet(), images())

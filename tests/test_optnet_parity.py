@@ -80,6 +80,7 @@ def test_results_are_equal_memory_is_less_and_undo_is_whole(name: str) -> None:
         assert all(torch.equal(*pair) for pair in zip(slopes, after, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", each(NETWORKS))
 def test_training_gives_every_gradient_in_less_memory(name: str) -> None:
     model, inputs = made(name, 1 if name in HEAVY else 3)

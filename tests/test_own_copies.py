@@ -62,6 +62,7 @@ def floor(step: TrainStep) -> tuple[int, int]:
     return found.original.peak_bytes, found.planned.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_before_changes_neither_the_peak_nor_the_floor(device: str, kind: str) -> None:
     step = step_on(device, kind)

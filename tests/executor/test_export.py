@@ -173,6 +173,7 @@ print(text)
 """
 
 
+@pytest.mark.slow
 def test_it_is_the_same_text_and_runs_whatever_the_hashes_of_names_are() -> None:
     def text(seed: str) -> str:
         environment = {**os.environ, "PYTHONHASHSEED": seed}

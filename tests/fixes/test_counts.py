@@ -52,6 +52,7 @@ def make_masked(rng: random.Random) -> Iterator[proving.Inputs]:
         yield {"x": x, "y": y, "mask": mask, "c": 0, "k": rng.choice((0, 1, 4))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [

@@ -120,6 +120,7 @@ def test_a_loop_with_accelerate_is_planned_and_trains_the_same(out: Path) -> Non
     assert result.report.certificate.verdict == "BITWISE"
 
 
+@pytest.mark.slow
 def test_a_budget_that_no_plan_meets_leaves_the_training_unplanned(
     out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

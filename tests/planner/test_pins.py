@@ -86,6 +86,7 @@ def test_of_nested_places_that_a_pattern_names_the_outermost_is_meant() -> None:
     assert places(plan) == [f"ConvNet.blocks.{number}" for number in range(6)]
 
 
+@pytest.mark.slow
 def test_a_floor_below_says_what_the_pins_cost() -> None:
     free, pinned = planner_of({}), planner_of({"keep": ["*.blocks.*"]})
     lowest = free.floor.outcome.peak_bytes

@@ -57,6 +57,7 @@ def test_it_is_planned_and_certified(observed: tuple[torchtrim.TrainStep, Trial]
         assert fitted.certificate.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [2, 4, 16])
 def test_the_peak_is_predicted(observed: tuple[torchtrim.TrainStep, Trial], parts: int) -> None:
     step, trial = observed

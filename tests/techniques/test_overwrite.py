@@ -232,6 +232,7 @@ class Mlp(nn.Module):
         return x + self.two(self.act(self.one(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(TYPES))
 def test_what_is_predicted_of_tokens_is_measured(name: str) -> None:
     torch.manual_seed(0)
@@ -348,6 +349,7 @@ def test_a_clamp_whose_result_is_written_over_stays(inplace: bool) -> None:
     assert not TECHNIQUE.options(read_step(profile_of(Later(inplace=inplace))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inplace", [False, True])
 def test_clamps_go_with_what_else_is_planned(inplace: bool) -> None:
     """Recomputed blocks and replayed norms hold clamps that keep no copy, bit for bit."""

@@ -65,6 +65,7 @@ def test_it_is_planned_to_the_byte_with_others_and_certified_as_asked() -> None:
     assert "where the original's is" in fit.certificate.reason
 
 
+@pytest.mark.slow
 def test_it_is_never_chosen_unasked_and_the_levers_say_what_it_would_bring() -> None:
     fit = planned(step_of(2), "1%")
     assert fit.missed is not None

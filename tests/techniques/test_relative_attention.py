@@ -93,6 +93,7 @@ def test_less_is_kept_for_backward(name: str) -> None:
     assert saved(model, ids) < {"sam": 0.7}.get(name, 0.5) * before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["irpe", "swin", "sam fused", "t5"])
 def test_a_replaced_module_is_certified(name: str) -> None:
     model, ids = made(name)
@@ -122,6 +123,7 @@ def test_a_wrong_replacement_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.verify(original, plan_for("Net.attn")).verdict == "NOT EQUAL"
 
 
+@pytest.mark.slow
 def test_it_saves_more_than_the_planner_predicts() -> None:
     torch.manual_seed(0)
     ids = tokens((2, 65))

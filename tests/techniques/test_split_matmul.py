@@ -148,6 +148,7 @@ def wide_step() -> torchtrim.TrainStep:
     return train_step(network(), torch.randn(2, 128, 32), "SGD")
 
 
+@pytest.mark.slow
 def test_it_is_chosen_where_rounding_is_allowed_and_a_fault_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

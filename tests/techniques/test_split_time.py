@@ -290,6 +290,7 @@ def test_where_it_is_refused_it_is_planned_without_it(monkeypatch: pytest.Monkey
     assert any("its own forward" in note for note in fit.notes)
 
 
+@pytest.mark.slow
 def test_it_is_chosen_and_a_fault_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     step: torchtrim.TrainStep = train_step(Reader("LSTM"), torch.randn(40, 16, 24), "SGD")
     others = ("recompute", "replay", "micro_batch", "split_batch", "optimizer_in_backward")

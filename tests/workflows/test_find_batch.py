@@ -62,6 +62,7 @@ def peak_at(step: TrainStep, batch: int, tmp_path: Path) -> int:
     return trial.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_it_is_exact_in_at_most_four_runs(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

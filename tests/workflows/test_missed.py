@@ -112,6 +112,7 @@ def mixed() -> TrainStep:
     return step_of(*(nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Tanh()) for _ in range(3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [mixed, lambda: step_of(*(Block(8) for _ in range(3)))])
 def test_what_a_lever_would_reach_is_what_it_reaches(make: Callable[[], TrainStep]) -> None:
     step = make()
@@ -185,6 +186,7 @@ def test_a_place_that_fails_is_planned_around(made: type[Block]) -> None:
     fitted_around(step, "Sequential.2")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_replay")
 def test_a_place_that_no_error_names_is_found_by_halving(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "place_of", lambda error: "")
@@ -204,6 +206,7 @@ class Mixes(nn.Module):
         return x + y - y.mean(0)
 
 
+@pytest.mark.slow
 def test_a_technique_that_is_refused_everywhere_leaves_the_others() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Mixes() for _ in range(6)))

@@ -76,6 +76,7 @@ def budget(report: Report) -> int | None:
     return growth[0].budget_bytes if growth else report.budget_bytes
 
 
+@pytest.mark.slow
 def test_the_peak_is_the_same_to_the_byte_and_so_is_a_percentage_of_it(
     reports: dict[str, Result],
 ) -> None:

@@ -82,6 +82,7 @@ def allocated(step: TrainStep) -> int:
     return highest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_they_agree(loss: Callable[..., torch.Tensor]) -> None:
     KEPT.clear()

@@ -94,6 +94,7 @@ def test_a_difference_stops_the_run_and_keeps_its_state(run) -> None:  # type: i
     assert adam["state"][0]["step"] == 6
 
 
+@pytest.mark.slow
 def test_a_difference_reverts_the_plan(run) -> None:  # type: ignore[no-untyped-def]
     plain = run("breaks")
     reverted = run("breaks", "--verify-every", "7", "--on-difference", "revert")

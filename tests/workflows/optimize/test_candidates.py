@@ -82,6 +82,7 @@ def test_other_plans_keep_to_the_budget_and_differ() -> None:
     assert [one.techniques for one in rest] == [one.techniques for one in found[1:]]
 
 
+@pytest.mark.slow
 def test_a_fit_says_which_was_taken_and_is_certified() -> None:
     fit = Fitting(step_of(), Request(steps=2), lambda _: None, Terms(candidates=3)).fit(
         memory_limit("70%")

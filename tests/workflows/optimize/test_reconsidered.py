@@ -62,6 +62,7 @@ def fitted(memory: str) -> Fit:
     return Fitting(step, Request(steps=1), lambda _: None, Terms()).nearest(memory_limit(memory))
 
 
+@pytest.mark.slow
 @EITHER
 @pytest.mark.usefixtures("_liar")
 def test_a_budget_that_honest_techniques_meet_is_met() -> None:
