@@ -24,6 +24,9 @@ _TAKE_A_DEVICE = (
     *("tensor", "as_tensor", "asarray", "load", "set_default_device", "set_default_tensor_type"),
 )
 
+_OWN_QUESTIONS = ("torch.random", "torch._subclasses")
+"""Modules of torch that test for CUDA whatever a script computes on: forked generators, fake tensors."""
+
 
 class OnDemand:
     """Starts the emulation when the user's source tests for CUDA, or any code requests a CUDA device.
@@ -76,7 +79,7 @@ class OnDemand:
         self._patches.undo()
 
     def _tests(self, *args: Any, **kwargs: Any) -> bool:
-        return self._is_for_user(sys._getframe(2), "torchtrim.", "torch.random")
+        return self._is_for_user(sys._getframe(2), "torchtrim.", *_OWN_QUESTIONS)
 
     def _tests_accelerator(self, *args: Any, **kwargs: Any) -> bool:
         """Return True for a test by the user's source, not by an optimizer or a loader of torch."""
