@@ -6,8 +6,6 @@ import math
 import re
 from typing import NamedTuple
 
-import msgspec
-
 from torchtrim.certify import compare
 from torchtrim.certify.compare import (
     KEPT_BY_PYTHON,
@@ -19,7 +17,7 @@ from torchtrim.certify.compare import (
     name_of,
     sample_of,
 )
-from torchtrim.certify.contest import Contest, attempt, folders, keeping
+from torchtrim.certify.contest import Contest, attempt, folders, keeping, traced
 from torchtrim.certify.rounding import Judgement, judge_in_double
 from torchtrim.errors import ApplyFailed, ScriptFailed
 from torchtrim.executor.registry import unseen_by
@@ -248,14 +246,10 @@ def _of_root(quantity: str, name: str) -> tuple[str, str]:
 
 
 def _parting(contest: Contest, step: int, progress: Progress) -> Parting | None:
-    traced = [
-        msgspec.structs.replace(keeping(r, ()), traced=step, steps=max(step - r.warmup, 1))
-        for r in (contest.request, contest.planned_request)
-    ]
     with folders(2) as (one, two):
         try:
-            original = attempt(contest, False, traced[0], one, progress)
-            planned = attempt(contest, True, traced[1], two, progress)
+            original = attempt(contest, False, traced(contest.request, step), one, progress)
+            planned = attempt(contest, True, traced(contest.planned_request, step), two, progress)
         except (ApplyFailed, ScriptFailed, RuntimeError):
             return None
     return compare.parting(original, planned, step)

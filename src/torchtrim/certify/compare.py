@@ -119,8 +119,12 @@ def load_kept(folder: Path, number: int) -> torch.Tensor | None:
     dtype = getattr(torch, header.split()[0].decode())
     if not data:
         return torch.empty(0, dtype=torch.float64, device="cpu")
-    flat = torch.frombuffer(bytearray(data), dtype=dtype)
-    return flat.to(torch.complex128 if dtype.is_complex else torch.float64)
+    return wide(torch.frombuffer(bytearray(data), dtype=dtype))
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in float64, or in complex128."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def largest_difference(one: Path, other: Path, names: Sequence[str]) -> float:

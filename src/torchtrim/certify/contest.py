@@ -38,6 +38,12 @@ def keeping(request: Request, names: tuple[str, ...], *, double: bool = False) -
     return msgspec.structs.replace(request, keep=names, double=double, measured=False)
 
 
+def traced(request: Request, step: int, *, double: bool = False) -> Request:
+    """Return a request that digests each operator of a step, and ends after it."""
+    request = keeping(request, (), double=double)
+    return msgspec.structs.replace(request, traced=step, steps=max(step - request.warmup, 1))
+
+
 def attempt(
     contest: Contest,
     planned: bool,

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchtrim.certify.compare import difference
-from torchtrim.certify.noise import SEEDS, SHARE, factor, spread, spreads
+from torchtrim.certify.compare import difference, wide
+from torchtrim.certify.noise import SEEDS, factor, limit, spread, spreads
 from torchtrim.runner.perturbed import Perturbed
 from torchtrim.runner.settings import precision
 
@@ -58,7 +58,7 @@ def _first(plain: Values, other: Values, bounds: dict[str, float]) -> tuple[str,
     """Return the first value that differs by more than its bound, and the share by which it does."""
     for name in [*plain, *(one for one in other if one not in plain)]:
         one, two = plain.get(name), other.get(name)
-        gap, scale = difference(*(None if value is None else _wide(value) for value in (one, two)))
+        gap, scale = difference(*(None if value is None else wide(value) for value in (one, two)))
         share = gap / scale if scale else 0.0
         if one is None or two is None or one.dtype != two.dtype:
             return name, float("inf")
@@ -72,15 +72,11 @@ def _bounds(reference: Callable[..., Any], given: Any, plain: Values) -> dict[st
     most = factor(len(plain), spreads(SEEDS))
     bounds = {}
     for name, value in plain.items():
-        pairs = {seed: difference(_wide(value), _wide(run[name])) for seed, run in runs.items()}
+        pairs = {seed: difference(wide(value), wide(run[name])) for seed, run in runs.items()}
         scale = max(max(scale for _, scale in pairs.values()), torch.finfo(torch.float64).tiny)
         gaps = {seed: gap for seed, (gap, _) in pairs.items()}
-        bounds[name] = most * max(spread(gaps) / scale, SHARE)
+        bounds[name] = limit(spread(gaps) / scale, most)
     return bounds
-
-
-def _wide(value: torch.Tensor) -> torch.Tensor:
-    return value.to(torch.complex128 if value.is_complex() else torch.float64)
 
 
 def _values(
@@ -96,7 +92,7 @@ def _values(
         after = torch.get_rng_state()
         wanted = [one for one in inputs if one.requires_grad and one.is_leaf]
         graded = [one for one in results if one.requires_grad]
-        loss = sum((_wide(one) * _weights(one)).real.sum() for one in graded)
+        loss = sum((wide(one) * _weights(one)).real.sum() for one in graded)
         with precision(double=double, nudged=seed):
             grads = (
                 torch.autograd.grad(loss, wanted, allow_unused=True)  # type: ignore[arg-type]

@@ -50,6 +50,11 @@ def spread(gaps: Mapping[int, float]) -> float:
     return math.sqrt(sum(gap * gap for gap in pairs.values()) / len(pairs)) if pairs else 0.0
 
 
+def limit(spread: float, most: float, scale: float = 1.0) -> float:
+    """Return the largest difference that is rounding: `most` spreads, or last places of `scale`."""
+    return most * max(spread, SHARE * scale)
+
+
 class Judged(NamedTuple):
     """Difference of a quantity and the bound of rounding, both relative to the largest value of its kind."""
 
@@ -108,7 +113,7 @@ class Noise:
         ]
 
     def _judged(self, name: str, gap: float, spread: float, scale: float) -> Judged:
-        bound = self._factor * max(spread, SHARE * scale)
+        bound = limit(spread, self._factor, scale)
         if not scale:
             return Judged(name, math.inf if gap else 0.0, 0.0)
         return Judged(name, gap / scale, bound / scale)

@@ -10,7 +10,7 @@ import msgspec
 
 from torchtrim.certify import compare, noise
 from torchtrim.certify.compare import before_update, first_quantities, name_of, sample_of
-from torchtrim.certify.contest import Contest, attempt, folders, keeping
+from torchtrim.certify.contest import Contest, attempt, folders, keeping, traced
 from torchtrim.certify.noise import Judged, Noise
 from torchtrim.errors import ApplyFailed, ScriptFailed
 from torchtrim.records.certificate import Verdict
@@ -147,16 +147,11 @@ def _with_gradients(
 def _amplifier(contest: Contest, original: Trial, name: str, progress: Progress) -> str:
     """Return the first operator that one rounding changes visibly, as `", from aten::tan at a.py:3 on"`."""
     step = int(name.partition("/")[0])
-    traced = msgspec.structs.replace(
-        keeping(contest.request, (), double=True),
-        traced=step,
-        steps=max(step - contest.request.warmup, 1),
-        round_trip=False,
-    )
-    moved = msgspec.structs.replace(traced, nudged=noise.SEEDS[0])
+    still = msgspec.structs.replace(traced(contest.request, step, double=True), round_trip=False)
+    moved = msgspec.structs.replace(still, nudged=noise.SEEDS[0])
     with folders(2) as (one, two):
         try:
-            plain = attempt(contest, False, traced, one, progress)
+            plain = attempt(contest, False, still, one, progress)
             other = attempt(contest, False, moved, two, progress)
         except (ApplyFailed, ScriptFailed, RuntimeError):
             return ""

@@ -9,16 +9,14 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from torchtrim.certify.certify import (
-    NOISE_FACTOR,
-    certify,
-)
+from torchtrim.certify.certify import NOISE_FACTOR, certify
 from torchtrim.certify.compare import (
     before_update,
     difference,
     differences,
     largest_difference,
     sample_of,
+    wide,
 )
 from torchtrim.certify.contest import ROUNDING_LIMIT, Contest, Jobs
 from torchtrim.core.isolation import isolated
@@ -216,11 +214,7 @@ def _share(one: Any, other: Any) -> float:
     """Return the difference, relative to the largest number; inf for what is not a number."""
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         return 0.0 if one == other else math.inf
-    wide = (
-        value.to(torch.complex128 if value.is_complex() else torch.float64)
-        for value in (one, other)
-    )
-    gap, scale = difference(*wide)
+    gap, scale = difference(wide(one), wide(other))
     return gap / scale if gap else 0.0
 
 

@@ -41,13 +41,18 @@ NO_PLAN = ("missed", "unequal")
 _ON_STDOUT = " on stdout"
 
 
+def own_folder(options: dict[str, Any]) -> Path:
+    """Return the folder of a script's files unless --out names another."""
+    stem = Path(options["script"]).stem if not options["module"] else options["script"]
+    return OWN_FOLDER / str(stem)
+
+
 def folder_for(options: dict[str, Any]) -> Path:
     """Return the folder for a verb's files; it is created with the first file.
 
     Raises `UsageError` if it is not writable, before a run that could not be saved.
     """
-    stem = Path(options["script"]).stem if not options["module"] else options["script"]
-    folder: Path = options["out"] or OWN_FOLDER / stem
+    folder: Path = options["out"] or own_folder(options)
     created = [one for one in (folder, *folder.parents) if not one.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)

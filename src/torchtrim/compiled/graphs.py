@@ -14,7 +14,7 @@ from torch._guards import TracingContext, tracing
 from torch.utils._pytree import tree_leaves
 
 from torchtrim.compiled.choose import Saved
-from torchtrim.compiled.inductor import check, dry, intercepted, written_inputs
+from torchtrim.compiled.inductor import check, copy_of, dry, intercepted, written_inputs
 from torchtrim.compiled.joint import Joint, JointBuilder, keys_of
 from torchtrim.compiled.memory import Call, Pair, Simulated, memory_of
 from torchtrim.compiled.wrapper import Rises
@@ -27,7 +27,7 @@ class Graph:
     """A graph that a program compiled. `joint` is None if it has no backward."""
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], options: Any) -> None:
-        self._module = copy.deepcopy(module)
+        self._module = copy_of(module)
         self._inputs = [*map(_faked, module.graph.find_nodes(op="placeholder"), inputs)]
         self._options = options
         self._context = TracingContext.try_get()

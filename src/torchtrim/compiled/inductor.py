@@ -104,7 +104,7 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         if self._failed is None:
             return self._partition(gm, joint_inputs, kwargs)
-        untouched = _copy_of(gm)
+        untouched = copy_of(gm)
         try:
             return self._partition(gm, joint_inputs, kwargs)
         except Exception as error:  # the script must go on, with torch's own partition
@@ -184,7 +184,7 @@ def dry(
         stack.enter_context(inductor_config.patch(fx_graph_cache=False))
         stack.enter_context(partitioned(Partitioner(choose, key)))
         stack.enter_context(no_kernels())
-        compile_fx.compile_fx(_copy_of(graph), inputs, inner_compile=inner, **options)
+        compile_fx.compile_fx(copy_of(graph), inputs, inner_compile=inner, **options)
     return found
 
 
@@ -218,7 +218,8 @@ class EmptyKernel:
     run = __call__
 
 
-def _copy_of(graph: fx.GraphModule) -> fx.GraphModule:
+def copy_of(graph: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a graph."""
     with warnings.catch_warnings():  # torch's own, of copying its tree specs
         warnings.simplefilter("ignore", FutureWarning)
         return copy.deepcopy(graph)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from torchtrim.dispatch.modes import tensors_among
 from torchtrim.emulator.device import current
 
 _POOL = 131_071
@@ -177,20 +178,12 @@ def _results(
     schema = func._schema
     if not schema.is_mutable:
         fresh = all(one.alias_info is None for one in schema.returns)
-        yield from _tensors(result if fresh else ())
+        yield from tensors_among((result,) if fresh else ())
         return
     for number, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
-            yield from _tensors(value)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
+            yield from tensors_among((value,))
 
 
 def _is_moved(value: Any) -> bool:

@@ -313,7 +313,7 @@ def _beyond(plain: StagedRun, other: StagedRun, moved: dict[int, StagedRun]) -> 
     most = noise.factor(len(apart), noise.spreads((*moved,)))
     for name, gap in apart.items():
         gaps = {seed: found.get(name, math.inf) for seed, found in own.items()}
-        if gap > most * max(noise.spread(gaps), noise.SHARE):
+        if gap > noise.limit(noise.spread(gaps), most):
             return name
     return ""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from torchtrim.cli.options import undo_interrupted
-from torchtrim.cli.output import OWN_FOLDER, PLAN, remember_call
+from torchtrim.cli.output import PLAN, own_folder, remember_call
 from torchtrim.cli.plans import advising, loaded_plan
 from torchtrim.cli.script_options import check_passed
 from torchtrim.core.scripts import check_script_file
@@ -124,8 +124,7 @@ def _run(options: dict[str, Any], script: Script, plan: Plan | None) -> None:
 
 def _tell_of_plan(options: dict[str, Any]) -> None:
     """Say that the script runs unchanged although `optimize` left a plan for it."""
-    stem = options["script"] if options["module"] else Path(options["script"]).stem
-    path = OWN_FOLDER / stem / PLAN
+    path = own_folder(options) / PLAN
     if path.is_file() and os.environ.get("RANK", "0") == "0":
         click.echo(
             f"torchtrim: without --plan the script runs unchanged; there is --plan {path}", err=True
@@ -138,11 +137,11 @@ _EVENTS = 100_000  # PyTorch's own default; with their stacks some 100 MiB of ho
 @contextlib.contextmanager
 def _explained_oom(path: Path | None) -> Iterator[None]:
     """Record the allocator's requests; when memory runs out, write a snapshot, and in the end its story."""
-    import torch
-
     if path is None:
         yield
         return
+    import torch
+
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is None or not torch.cuda.is_available():
         click.echo("torchtrim: --on-oom: found no GPU, so no snapshot will be written", err=True)
