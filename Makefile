@@ -42,9 +42,10 @@ demo: $(INSTALLED)
 	@echo "To have torchtrim on your path: source $(BIN)/activate"
 
 # One thread each: two test processes share the cores. They keep what they compile of Python.
-test test-all test-rest coverage: export OMP_NUM_THREADS := 1
-test test-all test-rest coverage: export PYTHONDONTWRITEBYTECODE :=
-test test-all test-rest coverage: export TORCHTRIM_TEST_SEED := $(or $(TORCHTRIM_TEST_SEED),$(strip $(shell od -An -N4 -tu4 /dev/urandom)))
+TESTS := test test-all test-rest coverage
+$(TESTS): export OMP_NUM_THREADS := 1
+$(TESTS): export PYTHONDONTWRITEBYTECODE :=
+$(TESTS): export TORCHTRIM_TEST_SEED := $(or $(TORCHTRIM_TEST_SEED),$(strip $(shell od -An -N4 -tu4 /dev/urandom)))
 # No test takes fifteen minutes: one that does hangs.
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal --durations 10 --timeout 900
 # What failed runs once more with the same draws and nothing beside it. What passes then depends on the moment or on

@@ -30,7 +30,7 @@ from bench.machine import save, saved
 from torchtrim.capture.allocator import CpuAllocator
 from torchtrim.compiled.apply import Applied
 from torchtrim.compiled.graphs import Graphs
-from torchtrim.compiled.planning import Choice, Planner
+from torchtrim.compiled.planning import GraphPlanner, SavingChoice
 
 SHARES = (0.7, 0.6, 0.5)
 RUN = 0.6
@@ -85,10 +85,10 @@ def watched(name: str) -> Graphs:
     return graphs
 
 
-def planned(name: str, shares: tuple[float, ...]) -> tuple[dict[str, Any], Choice | None]:
+def planned(name: str, shares: tuple[float, ...]) -> tuple[dict[str, Any], SavingChoice | None]:
     """What is simulated and planned, and the plan to run."""
     begin = time.process_time()
-    planner = Planner(watched(name))
+    planner = GraphPlanner(watched(name))
     found: dict[str, Any] = {
         "predicted": planner.own.peak_bytes,
         "saved": planner.own.saved_bytes,
@@ -113,7 +113,7 @@ def planned(name: str, shares: tuple[float, ...]) -> tuple[dict[str, Any], Choic
     return found, run
 
 
-def compiled(name: str, choice: Choice | None) -> tuple[Work, int, list[torch.Tensor]]:
+def compiled(name: str, choice: SavingChoice | None) -> tuple[Work, int, list[torch.Tensor]]:
     """A step compiled by a plan, or as torch does, with its peak and its results."""
     with Applied(choice.graphs).installed() if choice else nullcontext():
         work = Work(name)
@@ -121,7 +121,9 @@ def compiled(name: str, choice: Choice | None) -> tuple[Work, int, list[torch.Te
     return work, work.peak(), work.results()
 
 
-def measured(name: str, found: dict[str, Any], choice: Choice | None, *, clocks: bool) -> None:
+def measured(
+    name: str, found: dict[str, Any], choice: SavingChoice | None, *, clocks: bool
+) -> None:
     """Compile and run the original and the plan, and note what was measured."""
     begin = time.process_time()
     original, peak, results = compiled(name, None)

@@ -24,7 +24,7 @@ from torch import nn
 from bench.machine import save
 from torchtrim.compiled.apply import Applied
 from torchtrim.compiled.graphs import Graphs
-from torchtrim.compiled.planning import Planner
+from torchtrim.compiled.planning import GraphPlanner
 
 BUDGETS = (1.0, 0.5, 0.3, 0.1)
 _STEP = 1e-5
@@ -99,7 +99,7 @@ def plan(share: float) -> AbstractContextManager[Any]:
         case = Case()
         graphs.begin()
         case.gradient()
-    planner = Planner(graphs)
+    planner = GraphPlanner(graphs)
     choice = planner.plan(int(share * planner.own.peak_bytes)) or planner.lowest
     return Applied(choice.graphs).installed()
 

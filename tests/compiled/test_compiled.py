@@ -15,7 +15,7 @@ from torchtrim.capture.allocator import CpuAllocator
 from torchtrim.compiled.apply import Applied
 from torchtrim.compiled.graphs import Graphs
 from torchtrim.compiled.inductor import Partitioner, draws, probe_compiled
-from torchtrim.compiled.planning import Planner
+from torchtrim.compiled.planning import GraphPlanner
 from torchtrim.records.plan import CompiledGraph
 
 ROWS, WIDTH = 256, 32
@@ -67,9 +67,9 @@ def watched(model: nn.Module, *batch: torch.Tensor, **options: Any) -> Graphs:
 
 
 @functools.cache
-def mlp() -> Planner:
+def mlp() -> GraphPlanner:
     torch.manual_seed(0)
-    return Planner(watched(Mlp(), torch.randn(ROWS, WIDTH)))
+    return GraphPlanner(watched(Mlp(), torch.randn(ROWS, WIDTH)))
 
 
 def test_the_private_interfaces_work() -> None:

@@ -55,7 +55,7 @@ def limit(spread: float, most: float, scale: float = 1.0) -> float:
     return most * max(spread, SHARE * scale)
 
 
-class Judged(NamedTuple):
+class JudgedQuantity(NamedTuple):
     """Difference of a quantity and the bound of rounding, both relative to the largest value of its kind."""
 
     name: str
@@ -76,7 +76,7 @@ class _Values(NamedTuple):
     moved: list[torch.Tensor | None]
 
 
-class Noise:
+class RoundingNoise:
     """The kept values of a certificate's runs in float64.
 
     `moved`: folders of the perturbed runs of the original, by seed; `others`: those of the other program, if
@@ -97,7 +97,7 @@ class Noise:
         self._factor = factor(len(names), spreads((*moved,)))
         self._blurred: dict[str, torch.Tensor | None] = {}
 
-    def judged(self) -> list[Judged]:
+    def judged(self) -> list[JudgedQuantity]:
         """Judge every quantity that one of the programs computed."""
         gaps: dict[str, tuple[float, float]] = {}
         scales: dict[str, float] = {}
@@ -112,11 +112,11 @@ class Noise:
             for name, (gap, spread) in gaps.items()
         ]
 
-    def _judged(self, name: str, gap: float, spread: float, scale: float) -> Judged:
+    def _judged(self, name: str, gap: float, spread: float, scale: float) -> JudgedQuantity:
         bound = limit(spread, self._factor, scale)
         if not scale:
-            return Judged(name, math.inf if gap else 0.0, 0.0)
-        return Judged(name, gap / scale, bound / scale)
+            return JudgedQuantity(name, math.inf if gap else 0.0, 0.0)
+        return JudgedQuantity(name, gap / scale, bound / scale)
 
     def _measured(self, name: str) -> tuple[float, float, float] | None:
         plain, other = self._load(self._plain, name), self._load(self._other, name)
@@ -187,7 +187,7 @@ class Noise:
         return load_kept(folder, self._number[name])
 
 
-def sizes(judged: Iterable[Judged], before: Sequence[str]) -> dict[str, float]:
+def sizes(judged: Iterable[JudgedQuantity], before: Sequence[str]) -> dict[str, float]:
     """Return the smallest relative change of each kind of quantity that would have been seen.
 
     Of the quantities before the first update: a change is seen in any of them, so the largest bound counts.

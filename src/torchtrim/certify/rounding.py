@@ -11,7 +11,7 @@ import msgspec
 from torchtrim.certify import compare, noise
 from torchtrim.certify.compare import before_update, first_quantities, name_of, sample_of
 from torchtrim.certify.contest import Contest, attempt, folders, keeping, traced
-from torchtrim.certify.noise import Judged, Noise
+from torchtrim.certify.noise import JudgedQuantity, RoundingNoise
 from torchtrim.errors import ApplyFailed, ScriptFailed
 from torchtrim.records.certificate import Verdict
 from torchtrim.records.trial import Trial
@@ -96,7 +96,7 @@ class _Spread:
         self._plain, self._other, self._free = plain, other, [*free]
         self._moved: tuple[dict[int, Path], dict[int, Path]] = {}, {}
 
-    def judge(self) -> list[Judged]:
+    def judge(self) -> list[JudgedQuantity]:
         """Return the judgement of each quantity."""
         self._run(False, self._plain)
         self._run(True, self._other)
@@ -105,16 +105,16 @@ class _Spread:
             judged = self._tested(noise.SEEDS)
         return judged
 
-    def _tested(self, seeds: Sequence[int]) -> list[Judged]:
+    def _tested(self, seeds: Sequence[int]) -> list[JudgedQuantity]:
         """Judge by the original's spread, and with the other's if that is not enough."""
-        judged: list[Judged] = []
+        judged: list[JudgedQuantity] = []
         for planned in (False, True):
             for seed in seeds:
                 if seed not in self._moved[planned]:
                     folder = self._moved[planned][seed] = self._free.pop()
                     self._run(planned, folder, seed)
             moved, others = self._moved[False], self._moved[True] if planned else {}
-            judged = Noise(self._names, self._plain, self._other, moved, others).judged()
+            judged = RoundingNoise(self._names, self._plain, self._other, moved, others).judged()
             if not any(one.beyond for one in judged):
                 break
         return judged

@@ -43,7 +43,7 @@ class Limits(NamedTuple):
     temporary: int = 0
 
 
-class Program:
+class SavingProgram:
     """The integer program of a step's calls, in order. Calls of a graph share its choice."""
 
     def __init__(self, calls: Sequence[Joint], limits: Mapping[str, Limits]) -> None:

@@ -16,14 +16,14 @@ from torch.utils._pytree import tree_leaves
 from torchtrim.compiled.choose import Saved
 from torchtrim.compiled.inductor import check, copy_of, dry, intercepted, written_inputs
 from torchtrim.compiled.joint import Joint, JointBuilder, keys_of
-from torchtrim.compiled.memory import Call, Pair, Simulated, memory_of
+from torchtrim.compiled.memory import GraphCall, Pair, Simulated, memory_of
 from torchtrim.compiled.wrapper import Rises
 from torchtrim.records.plan import CompiledGraph
 
 _OWN = "torch's own"
 
 
-class Graph:
+class CompilableGraph:
     """A graph that a program compiled. `joint` is None if it has no backward."""
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], options: Any) -> None:
@@ -63,7 +63,7 @@ class Graphs:
     """The graphs of a program, and their calls in its last step."""
 
     def __init__(self) -> None:
-        self.graphs: list[Graph] = []
+        self.graphs: list[CompilableGraph] = []
         self._calls: list[tuple[int, dict[int, tuple[int, int]]]] = []
         self._returned: weakref.WeakKeyDictionary[Any, tuple[int, int]] = (
             weakref.WeakKeyDictionary()
@@ -85,13 +85,13 @@ class Graphs:
         """Return the memory of the step's calls with a choice, or with torch's own."""
         return memory_of(self.calls(choice), self.rises)
 
-    def calls(self, choice: Saved | None = None) -> list[Call]:
+    def calls(self, choice: Saved | None = None) -> list[GraphCall]:
         """Return the step's calls with the code for a choice."""
         found = []
         for number, sources in self._calls:
             graph = self.graphs[number]
             saved = choice.get(graph.joint.key) if choice and graph.joint else None
-            found.append(Call(graph.pair(saved), sources))
+            found.append(GraphCall(graph.pair(saved), sources))
         return found
 
     def named(self, choice: Saved) -> tuple[CompiledGraph, ...]:
@@ -113,7 +113,7 @@ class Graphs:
     def _compile(
         self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any
     ) -> Callable[..., Any]:
-        self.graphs.append(Graph(module, inputs, options))
+        self.graphs.append(CompilableGraph(module, inputs, options))
         number = len(self.graphs) - 1
 
         def run(*args: Any) -> Any:

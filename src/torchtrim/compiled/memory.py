@@ -27,7 +27,7 @@ class Pair(NamedTuple):
         return cls(next(code for code in codes if not code.backward), backward)
 
 
-class Call(NamedTuple):
+class GraphCall(NamedTuple):
     """A call of a graph. `sources`: inputs, by position, that an earlier call returned, and where."""
 
     pair: Pair
@@ -53,7 +53,7 @@ class Simulated(NamedTuple):
         return max(self.forward_peak, self.backward_peak)
 
 
-def memory_of(calls: Sequence[Call], rises: Rises | None = None) -> Simulated:
+def memory_of(calls: Sequence[GraphCall], rises: Rises | None = None) -> Simulated:
     """Return the memory of these calls, the forwards in this order.
 
     `rises`: what kernels of libraries allocate, kept from one simulation to the next.
@@ -62,16 +62,16 @@ def memory_of(calls: Sequence[Call], rises: Rises | None = None) -> Simulated:
     gc.disable()  # else the collector's moment would decide when a buffer is freed
     try:
         with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-            return _Step(calls, Meter(rises)).run()
+            return _SimulatedStep(calls, Meter(rises)).run()
     finally:
         if collects:
             gc.enable()
 
 
-class _Step:
+class _SimulatedStep:
     """A simulated step: what each call has returned, and the gradients that wait for each."""
 
-    def __init__(self, calls: Sequence[Call], meter: Meter) -> None:
+    def __init__(self, calls: Sequence[GraphCall], meter: Meter) -> None:
         self._calls = calls
         self._meter = meter
         self._results: list[list[Any]] = []
@@ -92,7 +92,7 @@ class _Step:
         unmeasured = tuple(sorted(meter.unmeasured))
         return Simulated(curve, saved, max(curve[:forwards]), backward_peak, unmeasured)
 
-    def _forward(self, call: Call) -> None:
+    def _forward(self, call: GraphCall) -> None:
         inputs = [
             self._results[call.sources[at][0]][call.sources[at][1]]
             if at in call.sources
@@ -107,7 +107,7 @@ class _Step:
             dict(zip(names, inputs, strict=True)) | dict(zip(code.outputs, results, strict=True))
         )
 
-    def _backward(self, number: int, call: Call) -> None:
+    def _backward(self, number: int, call: GraphCall) -> None:
         """Run a backward: its code frees what it takes. What else its forward returned the program holds."""
         values, code = self._values.pop(), call.pair.backward
         results = self._results[number]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torchtrim.compiled.choose import Limits, Program, Saved
-from torchtrim.compiled.graphs import Graph, Graphs
-from torchtrim.compiled.memory import Call, Simulated, memory_of
+from torchtrim.compiled.choose import Limits, Saved, SavingProgram
+from torchtrim.compiled.graphs import CompilableGraph, Graphs
+from torchtrim.compiled.memory import GraphCall, Simulated, memory_of
 from torchtrim.records.plan import CompiledGraph
 
 _ROUNDS = 4
@@ -17,7 +17,7 @@ _SECONDS = 10.0
 """Arbitrary; for the solver, each time."""
 
 
-class Choice(NamedTuple):
+class SavingChoice(NamedTuple):
     """What is saved, the simulated memory of the step, and the added seconds by the model of costs.
 
     `first_peak`: the peak of the first choice, before the model was corrected. `rounds`: choices
@@ -32,7 +32,7 @@ class Choice(NamedTuple):
     graphs: tuple[CompiledGraph, ...] = ()
 
 
-class Planner:
+class GraphPlanner:
     """Planner of a watched program's last step. `lowest`: the tried choice with the smallest peak.
 
     `alone`: the bytes that each graph saves, and its peak.
@@ -49,12 +49,12 @@ class Planner:
             for graph in graphs.graphs
             if graph.joint is not None
         }
-        self._program = Program(joints, limits)
-        self._unplanned = Choice(self._own_saved, self.own, 0.0, self.own.peak_bytes)
+        self._program = SavingProgram(joints, limits)
+        self._unplanned = SavingChoice(self._own_saved, self.own, 0.0, self.own.peak_bytes)
         self.lowest = self._unplanned
         self._bias = self.own.peak_bytes - self._program.peak(self._own_saved)
 
-    def plan(self, budget: int) -> Choice | None:
+    def plan(self, budget: int) -> SavingChoice | None:
         """Return the choice with the least added time whose simulated peak is within a budget, or None.
 
         The model of the joint graph knows nothing of fusion, so its peak is corrected by what Inductor's code
@@ -72,7 +72,7 @@ class Planner:
             peak = simulated.peak_bytes
             first, lowest = first or peak, ask
             named = self._graphs.named(saved)
-            choice = Choice(saved, simulated, self._seconds(saved), first, number + 1, named)
+            choice = SavingChoice(saved, simulated, self._seconds(saved), first, number + 1, named)
             self.lowest = min(self.lowest, choice, key=lambda one: one.simulated.peak_bytes)
             if peak <= budget and (best is None or choice.added_seconds < best.added_seconds):
                 best = choice
@@ -81,18 +81,18 @@ class Planner:
             ask += budget - peak
         return best
 
-    def _limits(self, graph: Graph) -> Limits:
+    def _limits(self, graph: CompilableGraph) -> Limits:
         """Return the scale of a graph's gradients by its own code, as torch would partition it."""
         joint = graph.joint
         assert joint is not None
-        alone = memory_of([Call(graph.pair())], self._graphs.rises)
+        alone = memory_of([GraphCall(graph.pair())], self._graphs.rises)
         self.alone += ((alone.saved_bytes, alone.peak_bytes),)
         temporary = alone.forward_peak - alone.saved_bytes
         own = {joint.key: joint.own}
         low, high = 0.0, 1.0
         for _ in range(12):
             middle = (low + high) / 2
-            model = Program([joint], {joint.key: Limits(middle, temporary)})
+            model = SavingProgram([joint], {joint.key: Limits(middle, temporary)})
             low, high = (low, middle) if model.peak(own) > alone.peak_bytes else (middle, high)
         return Limits(high, temporary)
 

@@ -144,9 +144,9 @@ class Compiling:
 
 def planned(graphs: Any, saving: int) -> CompiledMemory:
     """Return the graphs' memory, and a plan that needs this many bytes less, or as few as possible."""
-    from torchtrim.compiled.planning import Planner
+    from torchtrim.compiled.planning import GraphPlanner
 
-    planner = Planner(graphs)
+    planner = GraphPlanner(graphs)
     choice = planner.plan(planner.own.peak_bytes - saving) or planner.lowest
     return CompiledMemory(
         calls=len(graphs.joints),
