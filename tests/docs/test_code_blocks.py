@@ -6,6 +6,7 @@ import ast
 import gzip
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,7 @@ WHY_NOT = {
     "torchtrim optimize examples/charlm.py --memory 100MiB": "slow",
 }
 FRAGMENTS = {"streams.md": "they need a model of transformers"}
+SCRIPT = re.compile(r"^torchtrim \w+.*?([\w/.-]+\.py)\b")
 WAITS = """\
 import torch
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -132,6 +134,19 @@ def test_the_blocks_of_a_document_run(document: Path, tmp_path: Path) -> None:
             ast.parse(block.text if block.language == "python" else "")
         elif not skipped(block):
             try_block(block, tmp_path)
+
+
+@pytest.mark.parametrize("document", RUN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_scripts_of_a_document_are_there(document: Path, tmp_path: Path) -> None:
+    folder(tmp_path, document)
+    shown = [block for block in blocks(document) if not skipped(block)]
+    written = {block.options["file"] for block in shown if "file" in block.options}
+    runs = (
+        [] if document.name in FRAGMENTS else [block for block in shown if block.language == "sh"]
+    )
+    commands = [command for block in runs for command in block.commands]
+    named = {word for command in commands for word in SCRIPT.findall(command)}
+    assert not {name for name in named - written if not (tmp_path / name).exists()}
 
 
 def test_documents_with_commands_are_found() -> None:
