@@ -1,6 +1,8 @@
 """How right is what verbs say is left, from a third of their time on: verbs on examples, in processes.
 
-python -m bench.progress [--json] [SCRIPT ...]
+    python -m bench.progress [--json] [NAME ...]
+
+The scripts are the twenty of `bench.verbs --ratios`.
 """
 
 from __future__ import annotations
@@ -8,23 +10,14 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import machine
+from bench import machine, verbs
 
-HERE = Path(__file__).parent.parent
-SCRIPTS = [HERE / "examples" / "charlm.py", HERE / "tests" / "scripts" / "plain.py"]
-VERBS = [
-    ("diagnose",),
-    ("optimize", "--memory", "70%", "--device", "cpu"),
-    ("optimize", "--memory", "70%"),
-    ("plan", "--memory", "70%"),
-    ("estimate",),
-]
+VERBS = [("optimize", "--memory", "70%", "--device", "cpu"), ("optimize", "--memory", "70%")]
 SAID = re.compile(r"(\d+) of (\d+)  .*  \d+ s(?:, about (\d+) s left)?$")
 RIGHT, ROUNDED = 0.3, 1.0  # the share, and the second that a line is rounded to
 
@@ -37,13 +30,14 @@ class Line(NamedTuple):
     left: float | None
 
 
-def run(script: Path, verb: tuple[str, ...], folder: Path) -> tuple[float, list[Line]]:
+def run(script: str, words: tuple[str, ...], folder: Path) -> tuple[float, list[Line]]:
     """The seconds of a verb, and its lines."""
-    words = [sys.executable, "-m", "torchtrim", verb[0], str(script), *verb[1:], "--verbose"]
+    verb = verbs.Verb(script, (*words, "--verbose"), args=verbs.RATIOS[script])
+    command = verbs.command(verb, folder)
     begin = time.monotonic()
     lines = []
     with subprocess.Popen(
-        words, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
         for text in process.stderr:
@@ -76,40 +70,42 @@ def near(said: float, left: float) -> bool:
     return abs(said - left) <= max(RIGHT * left, ROUNDED)
 
 
-def measure(scripts: list[Path]) -> dict[str, Any]:
+def measure(scripts: list[str]) -> dict[str, Any]:
     """The figures of each verb on each script."""
     result = {}
     for script in scripts:
         for verb in VERBS:
             with tempfile.TemporaryDirectory() as folder:
-                result[f"{' '.join(verb)} {script.name}"] = judge(*run(script, verb, Path(folder)))
+                name = f"{' '.join(verb)} {script}"
+                result[name] = judge(*run(script, verb, Path(folder)))
+            show(name, result[name])
     return result
 
 
-def show(result: dict[str, Any]) -> None:
-    """A table."""
-    for name, figures in result.items():
-        said = figures["said_at_a_third"]
-        third = "nothing" if said is None else f"{said:.0f} s"
-        print(
-            f"{name:<50} {figures['seconds']:5.1f} s, phases {figures['phases']}; at a third said "
-            f"{third} of {figures['left_at_a_third']:.0f} s; since then {figures['right_since']} of "
-            f"{figures['lines_since']} right"
-        )
+def show(name: str, figures: dict[str, Any]) -> None:
+    """A line of the table."""
+    said = figures["said_at_a_third"]
+    third = "nothing" if said is None else f"{said:.0f} s"
+    print(
+        f"{name:<60} {figures['seconds']:5.1f} s, phases {figures['phases']}; at a third said "
+        f"{third} of {figures['left_at_a_third']:.0f} s; since then {figures['right_since']} of "
+        f"{figures['lines_since']} right",
+        flush=True,
+    )
 
 
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("scripts", nargs="*", type=Path)
+    parser.add_argument("scripts", nargs="*", metavar="NAME", choices=[*verbs.RATIOS, []])
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     options = parser.parse_args()
-    result = measure([path.resolve() for path in options.scripts] or SCRIPTS)
-    path = machine.save("progress", {"verbs": result})
-    if options.json:
-        print(path.read_text())
-    else:
-        show(result)
+    result = measure(options.scripts or [*verbs.RATIOS])
+    right = sum(one["right_at_a_third"] for one in result.values())
+    print(f"right at a third: {right} of {len(result)}")
+    if not options.scripts:
+        path = machine.save("progress", {"right_at_a_third": right, "verbs": result})
+        print(path.read_text() if options.json else f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How long the verbs take on whole scripts, beside the script alone: seconds of a person's time.
 
     python -m bench.verbs [NAME...] [--rounds N] [--json]
-    python -m bench.verbs --ratios [SCRIPT...] [--rounds N] [--json]
+    python -m bench.verbs --ratios [--only WORD] [SCRIPT...] [--rounds N] [--json]
 
 Each verb is the command line in a new process, in an empty folder, on a copy of the script. The rounds are
 interleaved. `script` is one that trains for about six seconds on two cores. The demo is segmentation and
@@ -109,24 +109,28 @@ class Taken(NamedTuple):
     system: float
 
 
+def command(verb: Verb, folder: Path) -> list[str]:
+    """Its words, with a copy of its script in the folder."""
+    shutil.copytree(EXAMPLES / "data", folder / "data")
+    script = folder / verb.script
+    sources = [one / verb.script for one in (EXAMPLES, OWN) if (one / verb.script).exists()]
+    script.write_text(sources[0].read_text() if sources else SIX_SECONDS)
+    if verb.words and not verb.words[0].startswith("-"):
+        first, *rest = verb.words
+        args = ["--", *verb.args] if verb.args else []
+        return [sys.executable, "-m", "torchtrim", first, str(script), *rest, *args]
+    return [sys.executable, str(script), *verb.words, *verb.args]
+
+
 def run(verb: Verb) -> Taken:
     """Run it on a copy of its script. Raises where it fails; a budget that is missed is no failure."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        shutil.copytree(EXAMPLES / "data", folder / "data")
-        script = folder / verb.script
-        sources = [one / verb.script for one in (EXAMPLES, OWN) if (one / verb.script).exists()]
-        script.write_text(sources[0].read_text() if sources else SIX_SECONDS)
-        command = [sys.executable, str(script), *verb.words, *verb.args]
-        if verb.words and not verb.words[0].startswith("-"):
-            first, *rest = verb.words
-            args = ["--", *verb.args] if verb.args else []
-            command = [sys.executable, "-m", "torchtrim", first, str(script), *rest, *args]
+        words = command(verb, Path(name))
         before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        done = subprocess.run(words, cwd=name, capture_output=True, text=True, check=False)
         wall, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode not in (0, 1):
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
+        raise SystemExit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr}")
     return Taken(wall, after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime)
 
 
@@ -152,13 +156,17 @@ def _summary(runs: list[Taken], at_most: float | None) -> dict[str, Any]:
     }
 
 
-def ratios(scripts: list[str], rounds: int) -> dict[str, Any]:
-    """Each verb's seconds on each script, as the best of the rounds, and its ratio to the script's own."""
+def ratios(scripts: list[str], rounds: int, only: str = "") -> dict[str, Any]:
+    """Each verb's seconds on each script, as the best of the rounds, and its ratio to the script's own.
+
+    `only`: a word of the verbs that are run.
+    """
     found = {}
     for script in scripts:
         args = RATIOS[script]
         verbs = {"alone": Verb(script, (), args=args)}
-        verbs |= {name: Verb(script, goal.words, args=args) for name, goal in GOALS.items()}
+        goals = {name: goal for name, goal in GOALS.items() if only in name}
+        verbs |= {name: Verb(script, goal.words, args=args) for name, goal in goals.items()}
         taken: dict[str, list[Taken]] = {name: [] for name in verbs}
         for _ in range(rounds):
             for name in random.sample(list(verbs), len(verbs)):
@@ -229,6 +237,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="all of them by default")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--ratios", action="store_true", help="compare with the script's own time")
+    parser.add_argument("--only", default="", metavar="WORD", help="only verbs with this word")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     known = [*RATIOS] if options.ratios else [*VERBS]
@@ -236,14 +245,15 @@ def main() -> None:
         parser.error(f"no {sorted(unknown)[0]!r} here; there are {', '.join(known)}")
     result: dict[str, Any] = {"rounds": options.rounds, "load_before": round(os.getloadavg()[0], 2)}
     if options.ratios:
-        result["scripts"] = ratios(options.names or known, options.rounds)
+        result["scripts"] = ratios(options.names or known, options.rounds, options.only)
     else:
         result["verbs"] = verbs = measure(options.names or known, options.rounds)
         if all(name in verbs for name in DEMO):
             verbs["make demo"] = _together([verbs[name] for name in DEMO])
         show(verbs)
     if not options.names:
-        path = machine.save("ratios" if options.ratios else "verbs", result)
+        words = ["ratios" if options.ratios else "verbs", options.only]
+        path = machine.save("-".join(word for word in words if word), result)
         print(path.read_text() if options.json else f"wrote {path}")
 
 
