@@ -1,7 +1,7 @@
-"""Finds which operators ran in which call of a function of the user's source.
+"""Maps each operator to the call of a function of the user's source that ran it.
 
 Frames are told apart by a mark in `f_trace`, which Python reads only under `sys.settrace`: it ends with its
-frame, and keeps none of the frame's variables alive. Under a debugger no functions are found.
+frame, and does not keep the frame's variables alive. Under a debugger no functions are found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENE
 
 
 class _Mark(NamedTuple):
-    """A running call: its own number and those of the calls around it in one recording, its `owner`."""
+    """A running call: its own number and its callers' in one recording, its `owner`."""
 
     owner: object
     numbers: tuple[int, ...]

@@ -118,7 +118,7 @@ class _RecordedSchema(NamedTuple):
 class GradientSums:
     """The results that autograd would compute in place, were there no dispatch mode.
 
-    The engine adds a further gradient of a tensor to the first one's memory if nobody else has it
+    The engine adds a further gradient of a tensor to the first one's memory if it has no other owner
     (`InputBuffer::accumulate`), and formulas write into zeros they made (`areAnyTensorSubclassLike` in
     FunctionsManual.cpp), but under a dispatch mode both make a further tensor. `found` has the bytes of each
     such result by its profiler range.

@@ -232,7 +232,7 @@ class Watcher:
         return self.watches_thread() and os.getpid() == self._pid
 
     def _may_be_here(self) -> bool:
-        """Return True in another thread of the program, as long as none has trained."""
+        """Return True in another thread of the program before any has trained."""
         if not self._watches or self._is_aside or self._depth or is_ours():
             return False
         return not self._is_settled and os.getpid() == self._pid

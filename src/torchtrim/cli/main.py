@@ -44,7 +44,7 @@ class Verbs(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the verbs with their whole first sentence, those of a first day first."""
+        """Write the verbs with their whole first sentence, the most used first."""
         others = [name for name in self.list_commands(ctx) if name not in _FIRST]
         for heading, names in (("Commands", _FIRST), ("More commands", others)):
             found = ((name, self.get_command(ctx, name)) for name in names)

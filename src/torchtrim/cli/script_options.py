@@ -105,7 +105,7 @@ def _flags_of_all() -> set[str]:
 
 
 def _options_in(script: Path) -> set[str]:
-    """Return the words of a script that look like options; none of a module, or of no file."""
+    """Return the words of a script that look like options; for a module or without a file, none."""
     try:
         text = read_head(script, _MOST_BYTES).decode(errors="replace")
     except (OSError, ValueError):

@@ -10,7 +10,7 @@ from torchtrim.core.glossary import GLOSSARY
 
 _HEAD = """# Glossary
 
-The words of torchtrim's output, such as those of a verdict or of a plan. `torchtrim explain WORD` prints
+The words of torchtrim's output, from verdicts and plans. `torchtrim explain WORD` prints
 one of them. [glossary.toml](../src/torchtrim/core/glossary.toml) has the texts, and
 `python -m torchtrim.core.pages docs/glossary.md` writes this page.
 

@@ -9,7 +9,7 @@ from torchtrim.errors import UsageError
 
 
 def check_script_file(target: str) -> None:
-    """Raise `UsageError` if there is no such file, with the Python file of its folder that was meant."""
+    """Raise `UsageError` if there is no such file; its message suggests a Python file of the folder."""
     path = Path(target)
     if path.is_file():
         return

@@ -86,7 +86,7 @@ def check_unit(text: str) -> None:
     share = 100 * number if number < 1 else number
     meant = f"{number:g}MiB" if share > 100 else f"{share:g}% of the original's peak"
     raise UsageError(
-        f"{text} is {counted(int(number), 'byte')}, in which no step fits. Did you mean {meant}, "
+        f"{text} is {counted(int(number), 'byte')}: no step fits into that. Did you mean {meant}, "
         f"or {number:g}GiB?"
     )
 

@@ -84,7 +84,7 @@ def tune(
 
 
 def searched(search: SettingsSearch, timer: Timer, seconds: float, clock: Clock = CLOCK) -> Tuning:
-    """Try the settings that the search proposes, current ones first, until none is left or time is up."""
+    """Try the settings that the search proposes, current ones first, until all are tried or time is up."""
     begin = clock.now()
     skipped: list[str] = []
     while (settings := search.ask()) is not None:

@@ -273,7 +273,7 @@ class Storages:
 
 
 def is_lent(storage: Any) -> bool:
-    """Return True for memory of another library, such as a numpy array, of which each sample is a view.
+    """Return True for memory of another library, such as a numpy array, which each sample is a view of.
 
     What a loader's workers share has been allocated for torch.
     """

@@ -42,7 +42,7 @@ def enter_in_threads(
 
 
 def in_new_thread(function: Callable[[], T]) -> T:
-    """Return the function's result in a new thread, which has none of the caller's modes and hooks."""
+    """Return the function's result in a new thread without the caller's modes and hooks."""
     found: Future[T] = Future()
 
     def run() -> None:

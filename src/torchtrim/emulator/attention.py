@@ -138,7 +138,7 @@ def _in_layout(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _empty_in_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor in which the heads of a position are adjacent."""
+    """Return an empty tensor with the heads of a position adjacent."""
     batch, heads, length, width = tensor.shape
     return tensor.new_empty((batch, length, heads, width)).transpose(1, 2)
 
@@ -350,7 +350,7 @@ def attend(kernel: str, call: AttentionCall, scale: float | None) -> torch.Tenso
 def _with_fused_values(call: _Arguments, *, grouped: bool) -> torch.Tensor:
     """Run the operators of the math kernel, with the values of the CPU's fused kernel.
 
-    So the device's operators and memory show, and the results are those of a run on the CPU.
+    So the device's operators and memory show, and the results are as on the CPU.
     """
     query, key, value = sources = [one.view_as(one) for one in (call.query, call.key, call.value)]
     named = call._replace(query=query, key=key, value=value)
@@ -371,7 +371,7 @@ def _give_fused_gradients(
     values: torch.Tensor,
     sums: torch.Tensor | None,
 ) -> None:
-    """Overwrite the gradients of the sources by those of the CPU's fused kernel."""
+    """Overwrite the gradients of the sources by the results of the CPU's fused kernel."""
     assert sums is not None
     gradients: list[torch.Tensor | None] = []
 

@@ -24,7 +24,7 @@ _aten: Any = torch.ops.aten
 class Composites:
     """Registers the GPU's versions of `dropout`, `one_hot`, attention and others.
 
-    `target`: the device whose kernels run, or None for those of the CPU.
+    `target`: the device whose kernels run, or None for the CPU's.
     """
 
     def __init__(self, patches: Patches, accelerator: Accelerator, target: Target | None) -> None:

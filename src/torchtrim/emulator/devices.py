@@ -43,7 +43,7 @@ _Device.__module__, _Device.__name__, _Device.__qualname__ = "torch", "device", 
 
 
 def patch_device(patches: Patches) -> None:
-    """Replace `torch.device`. What is pickled names `torch.device`, as without the patch."""
+    """Replace `torch.device`. Pickled objects name `torch.device`, as without the patch."""
     patches.replace(torch, "device", _Device)
     copyreg.pickle(_OWN, lambda one: (_Device, _parts(one)))
     patches.on_undo(copyreg.dispatch_table.pop, _OWN, None)

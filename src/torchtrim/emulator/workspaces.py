@@ -32,7 +32,7 @@ PRODUCTS = frozenset(
 
 
 class Workspaces:
-    """The workspaces that were taken. `capability`: of the device, None for one that is not modelled."""
+    """The workspaces in use. `capability`: of the device, None for one that is not modelled."""
 
     def __init__(self, capability: tuple[int, int] | None) -> None:
         self._usual = _HOPPER if capability == (9, 0) else _USUAL

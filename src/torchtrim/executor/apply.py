@@ -44,7 +44,7 @@ def sha256_of(script: Path) -> str:
 def digest_of(script: Path) -> str:
     """Return the hashes of the script's bytes and of its code, joined by a dot.
 
-    Comments, docstrings and formatting are no code. A file that does not parse has only the first hash.
+    Comments, docstrings and formatting do not count. A file that does not parse has only the first hash.
     """
     try:
         tree = ast.parse(script.read_bytes())

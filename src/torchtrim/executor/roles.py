@@ -1,4 +1,4 @@
-"""Roles of operators in the order they run: what one device decomposes is counted as on all others.
+"""Roles of operators in the order they run: an operator that one device decomposes counts as on the others.
 
 Dropout is one kernel on a GPU and four operators on a CPU; attention and RMSNorm are one or many, by device,
 type and arguments. Operators inside such a group have names of their own, such as `dropout-div_`, and the one
@@ -17,7 +17,7 @@ ATTENTION, DROPOUT, RMS_NORM = "scaled_dot_product_attention", "dropout", "rms_n
 RECURRENT = frozenset(("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell"))
 """Modules that one kernel computes on a GPU, and one for each layer or for each moment on a CPU."""
 UNNAMED = ""
-"""The role of operators that no place names: views, and those that are not torch's own."""
+"""The role of operators that no place names: views, and operators that are not torch's own."""
 _VIEWS = frozenset(
     (
         *("view", "_unsafe_view", "reshape", "_reshape_alias", "expand"),

@@ -173,7 +173,7 @@ def run_fused(where: str, optimizer: torch.optim.Optimizer) -> Around:
 
 
 def _gains_momentum(optimizer: torch.optim.Optimizer, group: Group) -> bool:
-    """Return True for a step in which some parameters get their first momentum, and others have one: the
+    """Return True for a step where some parameters get their first momentum, and others have one: the
     fused kernel of SGD takes all of one kind.
     """
     graded = [one for one in group["params"] if one.grad is not None]

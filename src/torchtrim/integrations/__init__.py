@@ -2,7 +2,7 @@
 
     Trainer(model, arguments, callbacks=[TorchtrimCallback(memory="60%")])
 
-Imports none of these libraries.
+These libraries are not imported here.
 """
 
 from torchtrim.integrations.callback import TorchtrimCallback

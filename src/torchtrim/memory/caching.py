@@ -49,7 +49,7 @@ class CachedBlock:
 
     @property
     def whole(self) -> bool:
-        """Whether it is a segment of its own."""
+        """True: a segment of its own."""
         return self.before is None and self.after is None
 
     def expandable_size(self) -> int:
@@ -318,7 +318,7 @@ class CachingAllocator:
         return released >= size
 
     def _is_split(self, block: CachedBlock, size: int) -> bool:
-        """Whether the part of the block beyond `size` is worth keeping."""
+        """True if the part of the block beyond `size` is worth keeping."""
         rest = block.size - size
         if block.pool.small or self.settings.expandable_segments:
             return rest >= UNIT
@@ -331,7 +331,7 @@ class CachingAllocator:
         block.pool.put(other)
 
     def _range_block(self, pool: BlockPool, size: int) -> CachedBlock | None:
-        """Map pages at the lowest address at which `size` bytes fit."""
+        """Map pages at the lowest address where `size` bytes fit."""
         block = self._candidate(pool, size)
         if not block.mapped:
             mapped = self._map(block, min(block.size, size))

@@ -13,7 +13,7 @@ LARGE_SEGMENT = 20 * _MIB  # kLargeBuffer.
 _INTERVALS = 16  # kRoundUpPowerOfTwoIntervals: from 1 MiB to 32 GiB, by powers of two.
 _ITEM = re.compile(r"\s*([a-z0-9_]+)\s*:\s*(\[[^\]]*\]|[^,\[\]]+)\s*(?:,|$)")
 _IGNORED = {"backend", "release_lock_on_cudamalloc", "graph_capture_record_stream_reuse"}
-"""What does not change where a block lies."""
+"""Settings that do not change the address of a block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +22,7 @@ class AllocatorSettings:
 
     `max_split_size`, `max_non_split_rounding`: bytes. `roundup_divisions`: for each power of two from 1 MiB
     on, into how many steps a size is rounded up; 1 means by 512 bytes. `garbage_collection_threshold`: a
-    share of the memory that the process may use, 0 where there is no collection.
+    share of the memory that the process may use, 0 without collection.
     """
 
     expandable_segments: bool = False
@@ -63,7 +63,7 @@ class AllocatorSettings:
 
 
 def parse_settings(text: str) -> AllocatorSettings:
-    """Read the value of `PYTORCH_CUDA_ALLOC_CONF`. Raises `UsageError` for what it does not know."""
+    """Read the value of `PYTORCH_CUDA_ALLOC_CONF`. Raises `UsageError` for an unknown setting."""
     found: dict[str, str] = {}
     at = 0
     while at < len(text.rstrip()):
@@ -124,7 +124,7 @@ def _share(text: str) -> float:
 
 
 def _read_divisions(text: str) -> tuple[int, ...]:
-    """Read `4`, or `[256:1,512:2,>:8]`: MiB from which on a number of divisions holds."""
+    """Read `4`, or `[256:1,512:2,>:8]`: the MiB where each number of divisions begins."""
     if not text:
         return ()
     if not text.startswith("["):

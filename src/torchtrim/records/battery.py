@@ -29,5 +29,5 @@ class BatteryReport(Struct, frozen=True, kw_only=True):
 
     @property
     def holds(self) -> bool:
-        """Whether every check holds."""
+        """True if every check holds."""
         return all(check.holds for check in self.checks)

@@ -17,7 +17,7 @@ class FixRecord(Struct, frozen=True, kw_only=True):
 
     `syncs_before` and `syncs_after` count the syncs per step at the rewritten place; the second is null if
     the fix was not run. `reason` says why the fix was not applied, and is empty if it was. `kinds` says for
-    which kinds of input an applied fix holds, besides those of the run.
+    which kinds of input an applied fix holds, in addition to the run's.
     """
 
     name: str

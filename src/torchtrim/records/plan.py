@@ -42,7 +42,7 @@ class Sizes(Struct, frozen=True, kw_only=True):
 
 
 class CompiledGraph(Struct, frozen=True, kw_only=True):
-    """What a graph of `torch.compile` saves for backward.
+    """The tensors that a graph of `torch.compile` saves for backward.
 
     `graph`: a digest of its operators, shapes and edges. `saves`: digests of the saved tensors, each of the
     operators that it is computed from.
@@ -130,7 +130,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     @property
     def is_of_calls(self) -> bool:
-        """Whether the plan is for calls without gradients, not for training."""
+        """True if the plan is for calls without gradients, not for training."""
         return any(one.name == "release" for one in self.techniques)
 
     @property

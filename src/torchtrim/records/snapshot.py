@@ -40,7 +40,7 @@ class SnapshotBlock(Struct):
 
     @property
     def active(self) -> bool:
-        """Whether it cannot be given away."""
+        """True if it cannot be given away."""
         return self.state.startswith("active")
 
 
@@ -58,7 +58,7 @@ class SnapshotSegment(Struct):
 
 
 class SnapshotEvent(Struct):
-    """What the allocator did. `device_free`, of an `oom` only: bytes that the device had left."""
+    """An event of the allocator. `device_free`, of an `oom` only: bytes that the device had left."""
 
     action: str
     addr: int = 0
@@ -83,7 +83,7 @@ class Snapshot(Struct):
 
 
 def frames_of(entry: SnapshotBlock | SnapshotEvent) -> list[Frame]:
-    """Return the stack of an event or a block, innermost first; what is no frame is left out."""
+    """Return the stack of an event or a block, innermost first; anything but a frame is left out."""
     if not isinstance(entry.frames, list):
         return []
     found = []

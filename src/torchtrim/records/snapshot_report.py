@@ -27,7 +27,7 @@ class SnapshotHolder(Struct, frozen=True, kw_only=True):
 
 
 class Slack(Struct, frozen=True, kw_only=True):
-    """What is reserved beyond what was requested, at the peak of reserved memory.
+    """The bytes reserved beyond the requested ones, at the peak of reserved memory.
 
     `rounding`: of sizes. `split`: free parts of segments that are partly in use, `pieces` in number.
     `cached`: segments that are entirely free.
@@ -55,7 +55,7 @@ class SettingTried(Struct, frozen=True, kw_only=True):
 class OutOfMemory(Struct, frozen=True, kw_only=True):
     """A request that failed. `cached`: free bytes that the allocator held; `largest`: their largest piece.
 
-    `met_by`: settings of those tried with which a replay finds room.
+    `met_by`: the tried settings that find room in a replay.
     """
 
     event: int
@@ -82,7 +82,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
 
     @property
     def exact(self) -> bool:
-        """Whether reserved bytes and calls of the device are as recorded."""
+        """True if reserved bytes and calls of the device are as recorded."""
         return (self.device_calls, self.peak_reserved) == (
             self.recorded_device_calls,
             self.recorded_peak_reserved,
@@ -131,7 +131,7 @@ class DeviceSnapshot(Struct, frozen=True, kw_only=True):
 
 
 class SnapshotReport(Struct, frozen=True, kw_only=True):
-    """What a memory snapshot says. `notes`: what was not found in it."""
+    """The findings of a memory snapshot. `notes`: what was not found in it."""
 
     file: str
     devices: tuple[DeviceSnapshot, ...]

@@ -312,7 +312,7 @@ def fix_lines(report: Report) -> list[str]:
 
 
 def fix_states(fixes: Fixes) -> dict[State, str]:
-    """Return the word for each state of a fix; nothing is written that is not in the files."""
+    """Return the word for each state of a fix; "written" only if it is in the files."""
     return {
         "applied": "written" if fixes.written else "suggested",
         "suggested": "suggested as unsafe",
@@ -426,7 +426,7 @@ _QUANTITIES = {
     "parameter": "parameters",
     "optimizer state": "optimizer states",
 }
-"""The quantities that a proof names; the others are counted only."""
+"""The quantities that a proof names; the others are only counted."""
 
 
 def _compared(certificate: Certificate) -> Iterator[tuple[str, int]]:

@@ -73,7 +73,7 @@ def _loading(profile: Profile, lanes: Lanes) -> Iterator[_Cut]:
 
 
 class _Gap(NamedTuple):
-    """A span without operators but those of the loader, which it waits for so long."""
+    """A span of waiting for the loader, without other operators."""
 
     start: float
     end: float

@@ -1,4 +1,4 @@
-"""What a plan frees: each technique's share of the bytes between the planned curve and the original's."""
+"""The bytes that a plan frees: the share of each technique between the planned curve and the original."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The charts of memory over the step: the original's, and beside it the planned one with what it frees."""
+"""The charts of memory over the step: the original's, and the planned one with the bytes it frees."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def _view(device: DeviceSnapshot, several: bool) -> dict[str, object]:
 
 
 def chart(curve: Curve) -> Markup:
-    """Draw the kinds as areas, and what is reserved as a line."""
+    """Draw the kinds as areas, and the reserved bytes as a line."""
     top = max([*curve.reserved, *curve.allocated, 1]) * _HEADROOM
     count = len(curve.allocated)
     picture = Picture(

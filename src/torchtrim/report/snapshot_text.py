@@ -62,7 +62,7 @@ def headline(device: DeviceSnapshot) -> str:
 
 
 def sentences(device: DeviceSnapshot) -> Iterator[tuple[str, str]]:
-    """Yield what is said of a device, each with its label."""
+    """Yield the lines about a device, each with its label."""
     for failure in device.ooms:
         yield "why", _why(failure, device)
     slack = device.slack

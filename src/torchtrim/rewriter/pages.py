@@ -15,7 +15,7 @@ by default only if a run has confirmed its assumptions; `--unsafe-fixes` applies
 round the script runs again: the syncs at the line must have disappeared and the certificate must hold, or the
 fix is reverted. [How to use them](how-to/fix-syncs.md).
 
-What a fix writes has no test of ranks, types or shapes, and keeps no old code beside the new: the whole
+A fix writes no test of ranks, types or shapes, and keeps no old code beside the new: the whole
 function around it runs on tiny tensors of many kinds, and wherever the original accepts a kind, both have to
 return the same. If one differs, the report names it, and the fix is applied only with `--unsafe-fixes`. A
 function that cannot run alone is proved for the kinds of the run. The report says which.

@@ -183,7 +183,7 @@ class RunWatch:
 
 
 class InputCheck:
-    """Compares the inputs of roots with those that the plan was certified for.
+    """Compares the inputs of roots with the certified ones.
 
     `compares`: all certified inputs are known. `others` describes other inputs, and `other_steps` counts the
     steps that had some.

@@ -41,7 +41,7 @@ _BY_HAND = (
 _RANKS = "of the first rank, whose shards are the largest; without the communication library's own buffers"
 _ELSEWHERE = (
     "the script calls modules in several threads, and the figures and the plan are of the thread that began "
-    "to train first. What the others hold counts as memory from before the step"
+    "to train first. Memory that the others hold counts as memory from before the step"
 )
 Event = TypeVar("Event", bound=Callable[..., None])
 

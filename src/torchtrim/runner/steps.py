@@ -227,7 +227,7 @@ class StepMeasure:
     def _look(self, operator: Any, given: Any) -> None:
         """Keep the user's line and a digest of an operator's outputs, the shape alone of empty tensors.
 
-        In float64, the digest is a sketch, from which the size of a difference can be told.
+        In float64, the digest is a sketch, and shows the size of a difference.
         """
         self._lines.append(self._places.users_line(sys._getframe(2)))
         digest = sketch_of if self._trial.request.double else digest_of

@@ -92,7 +92,7 @@ class Upload(NamedTuple):
     """A tensor created on the host and moved to a device: its constructor call, and all up to the move.
 
     `device` is None for `.cuda()`. `between` are the calls between the constructor and the move, and `dtype`
-    is the type to which the move casts, if any.
+    is the type that the move casts to, if any.
     """
 
     made: ast.Call

@@ -181,7 +181,7 @@ class Step:
     def replaced(self) -> tuple[tuple[int, int], ...]:
         """Tensors from before the step that end while it runs, with the task before which each ends.
 
-        A module's attribute from the last step, for which forward puts another, is one.
+        One is a module's attribute from the last step, which forward replaces.
         """
         return tuple(
             (number, tensor.death)

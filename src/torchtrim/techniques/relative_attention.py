@@ -104,7 +104,7 @@ def _forward_of(path: str, module: nn.Module) -> Callable[[Forward], Forward]:
 
 
 class _Known:
-    """The code and the layers of a module, to which its replacement belongs."""
+    """The code and the layers of a replaced module."""
 
     def __init__(self, path: str, module: nn.Module) -> None:
         from torchtrim.capture.code.side_effects import SideEffects
@@ -115,7 +115,7 @@ class _Known:
         self._code = SideEffects([module]).references
 
     def holds(self) -> bool:
-        """Return True if the replacement leaves nothing of the module out."""
+        """Return True if the replacement covers the whole module."""
         from torchtrim.capture.code.side_effects import changed, hooks_of
         from torchtrim.executor.block_state import are_all_hooked, is_ours
 

@@ -100,7 +100,7 @@ def _both(program: Program, model: DeviceModel) -> tuple[Profile, Profile, int]:
 
 
 def _operators(model: DeviceModel) -> Check:
-    """The operators of a few training steps are those of the model."""
+    """A few training steps run the model's operators."""
     found: dict[str, Any] = {}
     shares = []
     for name, program in _programs().items():
@@ -112,7 +112,7 @@ def _operators(model: DeviceModel) -> Check:
 
 
 def _bytes(model: DeviceModel) -> Check:
-    """The peaks of a few training steps are those of the model."""
+    """A few training steps reach the model's peaks."""
     found: dict[str, Any] = {}
     for name, program in _programs().items():
         real, modelled, beside = _both(program, model)
@@ -167,7 +167,7 @@ _CALLS: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 def _syncs(model: DeviceModel) -> Check:
-    """The calls that wait are those of the table."""
+    """The calls of the table wait, and no others."""
 
     def modelled(call: Callable[[torch.Tensor], object]) -> bool:
         x = torch.arange(16.0, device="cuda", dtype=torch.float32)

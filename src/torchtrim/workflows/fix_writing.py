@@ -23,7 +23,7 @@ class Observation(NamedTuple):
 
 
 class WrittenFix(NamedTuple):
-    """A rewrite, and what shows that it holds for other kinds of input than those of the run."""
+    """A rewrite, and what shows that it holds for kinds of input that the run did not show."""
 
     rewrite: Rewrite
     kinds: str

@@ -37,7 +37,7 @@ _GOES_ON = "Training goes on without a plan."
 
 
 class Trainer(NamedTuple):
-    """What repeats a step of a trainer.
+    """The means to repeat a step of a trainer.
 
     `micro_batch(position, *arguments)`: forward and backward of one micro-batch of a step. `update`: clip the
     gradients, step the optimizer, and zero the gradients unless `micro_batch` does. `owners`: objects whose

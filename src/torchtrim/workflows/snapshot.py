@@ -18,7 +18,7 @@ def snapshot_report(
 ) -> SnapshotReport:
     """Return who holds the peak, what is reserved but unused, and what other settings would hold.
 
-    `settings`: values of `PYTORCH_CUDA_ALLOC_CONF` to try besides the usual ones. Nothing in the file is run.
+    `settings`: more values of `PYTORCH_CUDA_ALLOC_CONF` to try. Nothing in the file is run.
     Raises `UnreadableInput` for anything but a snapshot, `UsageError` for a setting that is not modelled.
     """
     progress(f"reading {path.name}")

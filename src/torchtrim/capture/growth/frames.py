@@ -200,7 +200,7 @@ class Growing(Listener):
         return found
 
     def _drop_abandoned(self) -> None:
-        """Release the suspects, and forget those that the program has freed.
+        """Release the suspects, and forget the freed ones.
 
         `_held` keeps them alive between inspections, since Python could reuse the `id` of a freed one.
         """

@@ -55,7 +55,7 @@ def _check_known(code: str | None) -> None:
         return
     question = did_you_mean(code, [*GLOSSARY, *names, *technique_names()])
     raise UsageError(
-        f"{code!r} is no rule, technique or word of torchtrim.{question} "
+        f"{code!r} is not a rule, technique or word of torchtrim.{question} "
         "`torchtrim explain` lists rules and words."
     )
 

@@ -341,7 +341,7 @@ def _widen_all(optimizer: torch.optim.Optimizer, form: StateFormat) -> AllKept:
 def _narrow_all(
     optimizer: torch.optim.Optimizer, form: StateFormat, seeds: Seeds, kept: AllKept
 ) -> None:
-    """Narrow all states; those that a step left alone, such as of frozen parameters, are as before."""
+    """Narrow all states; states that a step left alone, such as of frozen parameters, are as before."""
     for parameter, state in optimizer.state.items():
         _restore_narrow(form, state, kept.get(parameter, {}), parameter)
         _narrow(form, state, {}, seeds.get(parameter, 0))

@@ -445,7 +445,7 @@ class Study:
 
 
 def _without_hooks() -> contextlib.AbstractContextManager[Any]:
-    """Hide saved tensors from hooks that the program has set, such as those of a checkpoint."""
+    """Hide saved tensors from hooks that the program has set, such as a checkpoint's."""
     return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda kept: kept)
 
 

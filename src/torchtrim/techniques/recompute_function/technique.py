@@ -76,8 +76,8 @@ TECHNIQUE = RecomputeFunction()
 def _of_cut_call(step: Step, spans: Sequence[Span], edit: Edit) -> Edit:
     """Return the edit with what a call made before the step began, which the rerun makes again.
 
-    A step begins where its first root does. What a call made before that is at the end of the recording, as
-    made for the next step.
+    A step begins where its first root does. Tensors that a call made before are at the
+    end of the recording, as if made for the next step.
     """
     head, tail = spans[0], spans[-1]
     if head.first or tail.last < len(step.tasks) or not edit.inserts:

@@ -114,7 +114,7 @@ class SavedRecipe:
 
 
 class AwaitedRecipe(SavedRecipe):
-    """A saved recipe that nobody has unpacked: its recipe counts it as a reader.
+    """A saved recipe before its first unpacking: its recipe counts it as a reader.
 
     Once unpacked it is a plain `SavedRecipe`: backward destroys thousands, and Python drops an interrupt by
     the user that arrives while a `__del__` runs.

@@ -173,7 +173,7 @@ class _RowParts(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _without_hooks(owned: Sequence[Tensor]) -> Iterator[None]:
-    """Keep hooks on the gradients of parameters from seeing those of a part."""
+    """Keep hooks on the gradients of parameters from seeing a part's gradients."""
     tables: list[Any] = [one._backward_hooks for one in owned if one._backward_hooks]
     hooks = [(table, dict(table)) for table in tables]
     for table in tables:

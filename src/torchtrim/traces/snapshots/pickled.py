@@ -155,7 +155,7 @@ class _Machine:
         return self._stack[-1]
 
     def _last(self, count: int) -> list[Any]:
-        """Pop the last values. None of them is a mark."""
+        """Pop the last values; a mark among them is an error."""
         if len(self._stack) < count:
             self._fail("a value is missing")
         items = self._stack[-count:]
@@ -185,7 +185,7 @@ class _Machine:
     def _append(self, items: list[Any]) -> None:
         target = self._top()
         if not isinstance(target, list):
-            self._fail("items are appended to what is no list")
+            self._fail("items are appended to something that is not a list")
         target.extend(items)
 
     def _made(self, container: Any) -> None:
@@ -203,7 +203,7 @@ class _Machine:
         if code in _NAMES:
             raise UnreadableInput(
                 f"{self._name} is not plain data: at byte {self._at - 1} it would "
-                f"create an object ({_NAMES[code]}). Nothing of it was run. "
+                f"create an object ({_NAMES[code]}). It was not run. "
                 "A memory snapshot holds dicts, lists, texts and numbers alone."
             )
         self._fail(f"opcode {code!r} is unknown")

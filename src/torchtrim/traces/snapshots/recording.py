@@ -1,4 +1,4 @@
-"""What a memory snapshot says of one device: the layout before its first event, and what followed."""
+"""The part of a memory snapshot for one device: the layout before its first event, and what followed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TAKES, _GIVES = {"segment_alloc", "segment_map"}, {"segment_free", "segment_unm
 
 
 class Held(NamedTuple):
-    """A segment, or a run of mapped pages, that was there before the first event."""
+    """A segment, or a run of mapped pages, from before the first event."""
 
     address: int
     size: int
@@ -58,7 +58,7 @@ class Recording:
 
     @cached_property
     def start(self) -> list[Held]:
-        """What was held before the first event: what is held at the end, less taken, plus given back."""
+        """The blocks held before the first event: the ones held at the end, less taken, plus given back."""
         taken: dict[int, SnapshotEvent] = {}
         given: list[SnapshotEvent] = []
         for event in self.events:
@@ -144,7 +144,7 @@ class Recording:
 
     @property
     def device_calls(self) -> int:
-        """How often memory was taken from the device."""
+        """The number of allocations from the device."""
         return sum(event.action in _TAKES for event in self.events)
 
     def private_of(self, address: int) -> int:

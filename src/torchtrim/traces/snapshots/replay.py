@@ -17,9 +17,9 @@ _ELSEWHERE = 2**60  # Beyond all addresses of devices.
 
 
 class Replayed(NamedTuple):
-    """What a replay came to. `same`: allocations at the recorded address; `full_at`: the event that failed.
+    """The outcome of a replay. `same`: allocations at the recorded address; `full_at`: the event that failed.
 
-    `met`: recorded failures for which there was room.
+    `met`: recorded failures that found room.
     """
 
     peak_allocated: int

@@ -1,4 +1,4 @@
-"""What a memory snapshot says: who holds the peak, what is reserved but unused, which setting would help."""
+"""The findings of a memory snapshot: holders of the peak, reserved but unused bytes, helpful settings."""
 
 from __future__ import annotations
 
