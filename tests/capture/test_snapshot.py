@@ -91,10 +91,14 @@ def test_gradients_stay_the_same_tensors() -> None:
 
 
 def test_every_random_generator() -> None:
-    def draw() -> tuple[float, ...]:
-        return random.random(), float(torch.rand(())), float(np.random.rand())
+    model = nn.Identity()
+    model.rng = own = np.random.RandomState(1)
 
-    snapshot = Snapshot([], [])
+    def draw() -> tuple[float, ...]:
+        ours = random.random(), float(np.random.randn()), own.rand()
+        return *ours, float(torch.rand(()))
+
+    snapshot = Snapshot([model], [])
     first = draw()
     snapshot.restore()
     assert draw() == first

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,7 +41,7 @@ class Snapshot:
         self._optimizers = [_KeptOptimizer(optimizer) for optimizer in optimizers]
         self._tensors: dict[int, _KeptTensor] = {}
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        self._random = _random_state()
+        self._random = random_state()
         holders: list[Any] = [[m.parameters, m.buffers, m.tensors] for m in self._modules]
         holders += [[one.groups, list(one.states.values())] for one in self._optimizers]
         with torch.no_grad():
@@ -60,7 +59,7 @@ class Snapshot:
                 kept.restore()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        _set_random_state(self._random)
+        set_random_state(self._random)
 
     def kept(self) -> list[Any]:
         """Return storages that only this snapshot keeps alive: its copies, and originals since replaced."""
@@ -118,7 +117,8 @@ class _KeptModule:
         own = {k: v for k, v in vars(module).items() if k not in OF_TORCH}
         self._attributes = own
         self._contents = {k: v.copy() for k, v in own.items() if type(v) in (list, dict, set)}
-        self._generators = [(v, _state_of(v)) for v in own.values() if _state_of(v) is not None]
+        states = ((one, generator_state(one)) for one in own.values())
+        self._generators = [(one, state) for one, state in states if state is not None]
         self.every_tensor = [
             value
             for value in (*own.values(), *tensors_in(list(self._contents.values())))
@@ -185,13 +185,19 @@ def _refill(mapping: Any, values: dict[Any, Any]) -> None:
     mapping.update(values)
 
 
-def _state_of(value: Any) -> Any:
+def generator_state(value: Any) -> Any:
+    """Return the state of a random generator of torch, Python or numpy, None for anything else."""
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, random.Random):
         return value.getstate()
-    generator = getattr(value, "bit_generator", None) if "numpy" in sys.modules else None
-    return copy.deepcopy(generator.state) if generator is not None else None
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.RandomState):  # It has more state than its bits.
+        return value.get_state(legacy=False)
+    bits = getattr(value, "bit_generator", value)
+    return bits.state if isinstance(bits, numpy.BitGenerator) else None
 
 
 def set_state(generator: Any, state: Any) -> None:
@@ -211,17 +217,19 @@ def _shallow(state: Any) -> Any:
     return {key: list(value) if type(value) is list else value for key, value in state.items()}
 
 
-def _random_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
+    """Return the states of the global random generators."""
     torch_state = bytes(torch.get_rng_state().tolist())
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch_state}
     if "numpy" in sys.modules:
-        state["numpy"] = sys.modules["numpy"].random.get_state()
+        state["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: dict[str, Any]) -> None:
+    """Set the global random generators to the states of `random_state`."""
     random.setstate(state["python"])
     torch.set_rng_state(torch.tensor(list(state["torch"]), dtype=torch.uint8, device="cpu"))
     if "numpy" in state:

@@ -28,7 +28,7 @@ from torch.nn.modules.module import (
 )
 
 from torchtrim.capture.code.side_effects import CalledFunction, SideEffects, changed, hooks_of
-from torchtrim.capture.snapshot import OF_TORCH, set_state
+from torchtrim.capture.snapshot import OF_TORCH, generator_state, set_state
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.notices import say_once
 from torchtrim.executor.ordinals import unnumbered
@@ -189,7 +189,7 @@ class Before:
         self._replaced: dict[Key, torch.Tensor] = {}
         self._objects = [vars(module).copy() for module in self._modules]
         self._versions = {key: (tensor, version_of(tensor)) for key, tensor in now.items()}
-        self._generators = [(one, _state_of(one)) for one in state.generators]
+        self._generators = [(one, generator_state(one)) for one in state.generators]
 
     def _table(self, key: Key) -> dict[str, Any]:
         """The table that holds a tensor, in the modules that ran: the block's may have changed."""
@@ -211,7 +211,9 @@ class Before:
             with _not_counted():
                 wrote = {key for key in self.tensors if self._is_written(key)}
                 drawn = [
-                    one for one in self._generators if not _same_state(one[1], _state_of(one[0]))
+                    one
+                    for one in self._generators
+                    if not _same_state(one[1], generator_state(one[0]))
                 ]
         state.written.setdefault(self._mode, set()).update(wrote)
         self._held += [
@@ -252,7 +254,7 @@ class Before:
         tensors = {key: self._table(key).get(key.name) for key in (*self.tensors, *self._new)}
         swapped = [one for one in self._held if one.table.get(one.name) is not one.tensor]
         others = [one.table.get(one.name) for one in swapped]
-        generators = [(one, _state_of(one)) for one, _ in self._generators]
+        generators = [(one, generator_state(one)) for one, _ in self._generators]
         _put_attributes(self._modules, self._objects)
         with _not_counted() if self.tensors else contextlib.nullcontext():
             for key, value in self.tensors.items():
@@ -407,16 +409,6 @@ def _drawn_from(effects: SideEffects) -> list[Any]:
         if (numpy := sys.modules.get("numpy.random")) is not None:
             generators.append(numpy.get_state.__self__)
     return [one for one in generators if one is not torch.default_generator]
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if hasattr(generator, "get_state"):  # numpy.random.RandomState has more state than its bits.
-        return generator.get_state(legacy=False)
-    return getattr(generator, "bit_generator", generator).state
 
 
 def _same_state(one: Any, other: Any) -> bool:

@@ -43,7 +43,7 @@ SAFETY = {
     "ROUNDING": "The same real function: differences shrink with the type's epsilon.",
     "AS ASKED": "A different function, as requested; everything else equals the original edited by hand.",
     "NOT EQUAL": "The compared program does not compute what the original computes: do not use it.",
-    "UNDECIDED": "The original differs from run to run, and the difference is within that noise.",
+    "UNDECIDED": "Whether it computes what the original computes is not shown.",
 }
 _BOUNDS = {
     "waits": "bound by waits",

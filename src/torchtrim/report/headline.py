@@ -81,9 +81,13 @@ def _main(report: Report) -> str:
     verdict = report.certificate.verdict if report.certificate else ""
     peaks = _peaks(report)
     over = ", and the peak is over the budget" if over_budget(report) > 0 else ""
+    varies = report.certificate is not None and report.certificate.noise
+    undecided = (
+        "the original differs from run to run" if varies else "equal or not, neither is shown"
+    )
     unproven = {
         "NOT EQUAL": "NOT EQUAL: the results differ",
-        "UNDECIDED": f"UNDECIDED: the original differs from run to run{over}",
+        "UNDECIDED": f"UNDECIDED: {undecided}{over}",
     }
     if verdict in unproven:
         return f"{unproven[verdict]}, {peaks}" if peaks else unproven[verdict]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import itertools
-import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -16,9 +13,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torchtrim.capture.snapshot import random_state, set_random_state
 from torchtrim.core.clock import now
 from torchtrim.evidence.attributes import attributes
-from torchtrim.evidence.generators import text_of
+from torchtrim.evidence.evidence import random_states
 from torchtrim.executor.swap import Swapped
 from torchtrim.records.plan import Plan
 
@@ -120,15 +118,16 @@ class Region:
         given = tree_map(self._shared, (args, kwargs))
         copies = iter([one for _, one in self._inputs])
         taken = tree_map(lambda one: next(copies) if isinstance(one, torch.Tensor) else one, given)
-        before = _Random()
+        before = random_state()
         result = run(*given[0], **given[1])
-        begin, after = now(), _Random()
-        before.restore()
+        drawn = [*random_states()]
+        begin, after = now(), random_state()
+        set_random_state(before)
         try:
             again = plain(*taken[0], **taken[1])
-            self._pairs["random numbers"] = after.digest, _Random().digest
+            self._pairs["random numbers"] = drawn, [*random_states()]
         finally:
-            after.restore()
+            set_random_state(after)
             self.seconds += now() - begin
         for number, (one, other) in enumerate(zip(_tensors(result), _tensors(again), strict=False)):
             self._pairs[f"output {number}"] = one.detach().clone(), other.detach()
@@ -165,10 +164,10 @@ class Region:
             for number, (_, other) in enumerate(self._outputs)
             if number in self._grads
         ]
-        kept, begin = _Random(), now()
+        kept, begin = random_state(), now()
         outputs, weights = zip(*reached, strict=True)
         grads = torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
-        kept.restore()
+        set_random_state(kept)
         self.seconds += now() - begin
         pairs = dict(self._pairs)
         for number, ((alias, _), grad) in enumerate(zip(inputs, grads, strict=False)):
@@ -202,30 +201,3 @@ def _left(module: nn.Module, again: nn.Module) -> dict[str, tuple[Any, Any]]:
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     return (one for one in tree_leaves(value) if isinstance(one, torch.Tensor))
-
-
-class _Random:
-    """The states of the random generators of torch, Python and numpy."""
-
-    def __init__(self) -> None:
-        self._torch = torch.get_rng_state()
-        self._devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-        self._python = random.getstate()
-        numpy = sys.modules.get("numpy.random")
-        self._numpy: Any = None if numpy is None else numpy.get_state(legacy=False)
-
-    def restore(self) -> None:
-        """Set the generators to these states."""
-        torch.set_rng_state(self._torch)
-        if self._devices:
-            torch.cuda.set_rng_state_all(self._devices)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy.random"].set_state(self._numpy)
-
-    @property
-    def digest(self) -> str:
-        """A hash of the states."""
-        states = [one.tolist() for one in (self._torch, *self._devices)]
-        text = f"{states} {self._python} {text_of(self._numpy) if self._numpy else None}"
-        return hashlib.sha256(text.encode(), usedforsecurity=False).hexdigest()

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from torchtrim.api import Result
 
 
+_CODES = {"NOT EQUAL": 1, "UNDECIDED": 4}
+
+
 @click.command(cls=Verb)
 @runs_script
 @orders_streams
@@ -50,7 +53,7 @@ def command(**options: Any) -> None:
     With --stream, bounds the state of SCRIPT's stream as the script or --plan specifies, or as torchtrim
     knows its models, and compares it frame by frame with the unbounded stream. With --check, repeats an
     earlier certificate with its scripts, steps and device, and reports changes since. Exit code 1 if the
-    results differ, or the certificate no longer holds.
+    results differ, or the certificate no longer holds; 4 if it is undecided whether they do.
     """
     other = options["args"][:1]
     if (
@@ -70,10 +73,11 @@ def command(**options: Any) -> None:
     with progress("original", "planned" if planned else "the other") as tell:
         if options["check"]:
             holds, result = _check(options, tell)
+            code = 0 if holds else 1
         else:
             result = (_verify_stream if options["stream"] else _compare)(options, tell)
             assert result.report.certificate is not None
-            holds = result.report.certificate.verdict != "NOT EQUAL"
+            code = _CODES.get(result.report.certificate.verdict, 0)
     following = None
     if options["plan_path"] is not None and not options["stream"]:
         notes = certify_file(options["plan_path"], result)
@@ -84,7 +88,7 @@ def command(**options: Any) -> None:
     result = followed(result, following)
     paths = write_files(result._replace(plan=None), folder)  # it stays in its own file
     show(result, form=options["form"], next_command=following, paths=paths)
-    raise click.exceptions.Exit(0 if holds else 1)
+    raise click.exceptions.Exit(code)
 
 
 def _check(options: dict[str, Any], tell: Any) -> tuple[bool, Result]:
