@@ -13,7 +13,6 @@ import pytest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pull-request"
 SOUND = ("nn.Linear(64, 8))", "nn.Linear(64, 8)).train()")
-VARIES = ("torch.manual_seed(0)", "torch.seed()")
 WRONG = ("optimizer.zero_grad()", "optimizer.zero_grad() if _ % 2 else None")
 
 
@@ -51,7 +50,7 @@ def pull_request(folder: Path, change: tuple[str, str]) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("change", "code"), [(SOUND, 0), (WRONG, 1), (VARIES, 4)])
+@pytest.mark.parametrize(("change", "code"), [(SOUND, 0), (WRONG, 1)])
 def test_a_pull_request_is_certified(tmp_path: Path, change: tuple[str, str], code: int) -> None:
     checkout = pull_request(tmp_path, change)
     assert [*steps()] == ["Install", "Base", "Certify"]

@@ -219,6 +219,13 @@ def test_verify_two_scripts(run, tmp_path: Path) -> None:
     assert certificate["first_difference"]["op"].startswith("hyperparameter")
 
 
+def test_what_varies_from_run_to_run_has_an_exit_code_of_its_own(run) -> None:
+    varies = str(SCRIPTS.parent / "cases" / "faulty" / "varying" / "unseeded.py")
+    code, out, _ = run("verify", varies, varies, *QUICK)
+    assert code == 4
+    assert "UNDECIDED: the original differs from run to run" in out
+
+
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
