@@ -18,6 +18,8 @@ FIRST = (1,)
 SEEDS = (1, -1, 2, 3)
 """Seeds of all perturbed runs. Seed -1 moves everything the other way, so that where the sign of a sum is
 rounding alone, one of the two has the other sign; it tells nothing else about the spread."""
+CLEAR = 0.05
+"""Share of the bound: if no quantity differs by more in the first run, the others are not needed."""
 _STAGES = 2  # that share the chance of error
 SHARE = torch.finfo(torch.float64).eps
 """One unit in the last place of the largest value of a kind: what a value near zero is rounded from."""
@@ -80,7 +82,8 @@ class RoundingNoise:
     """The kept values of a certificate's runs in float64.
 
     `moved`: folders of the perturbed runs of the original, by seed; `others`: those of the other program, if
-    they ran: a sound program may round more than the original does.
+    they ran: a sound program may round more than the original does. `runs`: independent runs that the bound
+    is for, by default those there are.
     """
 
     def __init__(
@@ -90,11 +93,12 @@ class RoundingNoise:
         other: Path,
         moved: dict[int, Path],
         others: dict[int, Path],
+        runs: int = 0,
     ) -> None:
         self._number = {name: number for number, name in enumerate(names)}
         self._plain, self._other = plain, other
         self._moved, self._others = moved, others
-        self._factor = factor(len(names), spreads((*moved,)))
+        self._factor = factor(len(names), runs or spreads((*moved,)))
         self._blurred: dict[str, torch.Tensor | None] = {}
 
     def judged(self) -> list[JudgedQuantity]:

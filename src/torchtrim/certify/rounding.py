@@ -35,8 +35,8 @@ def judge_in_double(
 ) -> Judgement:
     """Decide by runs in float64 whether the change only rounds.
 
-    A change beyond the bound of one perturbed run of either program is no rounding; more runs decide on the
-    rest.
+    A change far within the bound after one perturbed run rounds, and one beyond that run's bound does not; more
+    runs decide on the rest.
     """
     first = first_quantities(original)
     names = _with_gradients(original, sample_of(found), first)
@@ -100,6 +100,10 @@ class _Spread:
         """Return the judgement of each quantity."""
         self._run(False, self._plain)
         self._run(True, self._other)
+        self._perturb(False, noise.FIRST)
+        judged = self._judged(runs=noise.spreads(noise.SEEDS))
+        if all(one.gap <= noise.CLEAR * one.bound for one in judged):
+            return judged
         judged = self._tested(noise.FIRST)
         if not any(one.beyond for one in judged):
             judged = self._tested(noise.SEEDS)
@@ -109,15 +113,24 @@ class _Spread:
         """Judge by the original's spread, and with the other's if that is not enough."""
         judged: list[JudgedQuantity] = []
         for planned in (False, True):
-            for seed in seeds:
-                if seed not in self._moved[planned]:
-                    folder = self._moved[planned][seed] = self._free.pop()
-                    self._run(planned, folder, seed)
-            moved, others = self._moved[False], self._moved[True] if planned else {}
-            judged = RoundingNoise(self._names, self._plain, self._other, moved, others).judged()
+            self._perturb(planned, seeds)
+            judged = self._judged(others=planned)
             if not any(one.beyond for one in judged):
                 break
         return judged
+
+    def _perturb(self, planned: bool, seeds: Sequence[int]) -> None:
+        for seed in seeds:
+            if seed not in self._moved[planned]:
+                folder = self._moved[planned][seed] = self._free.pop()
+                self._run(planned, folder, seed)
+
+    def _judged(self, *, others: bool = False, runs: int = 0) -> list[JudgedQuantity]:
+        moved = self._moved[True] if others else {}
+        found = RoundingNoise(
+            self._names, self._plain, self._other, self._moved[False], moved, runs
+        )
+        return found.judged()
 
     def _run(self, planned: bool, folder: Path, seed: int = 0) -> None:
         contest = self._contest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,8 @@ from torchtrim.emulator.device import current
 
 _POOL = 131_071
 """Signs that are drawn once and used from random places. A prime, so that rows do not repeat them."""
+_LOOKED_AT = 64
+"""Values of a tensor that are looked at: if one of them is a whole number, all whole numbers stay."""
 _TYPES = (torch.float32, torch.float64)
 _EXACT_NAMES = """
     abs alias clamp clamp_max clamp_min clamp_tensor clone copy copy_ copysign detach fill fill_ floor fmax
@@ -53,9 +56,9 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seed = seed
-        self._generator = torch.Generator("cpu").manual_seed(abs(seed))
-        bits = torch.randint(2, (_POOL,), generator=self._generator, device="cpu")
-        self._signs = (bits.to(torch.float64) * 2 - 1) * (1 if seed > 0 else -1)
+        self._places = random.Random(abs(seed))
+        bits = [self._places.getrandbits(1) for _ in range(_POOL)]
+        self._signs = torch.tensor(bits, dtype=torch.float64, device="cpu").mul_(2).sub_(1)
         self._pools: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
         self._kinds: dict[Any, str] = {}
 
@@ -81,42 +84,58 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         result = func(*args, **kwargs)
         for tensor in filter(_is_moved, _results(func, args, kwargs, result)):
-            factors = self._factors(tensor, 1.0)
-            with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-                tensor.mul_(factors)
+            self._move(tensor, 1.0)
         return result
 
     def moved(self, value: Any, size: float = 1.0) -> Any:
         """Return a value moved by `size` units in the last place; anything but a wide tensor as it is."""
         if not _is_moved(value):
             return value
-        factors = self._factors(value, size)
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             copy = value.clone()
-            with torch.no_grad():  # backward passes by the move, as by rounding
-                copy.mul_(factors)
+        self._move(copy, size)  # without gradients: backward passes by the move, as by rounding
         emulation = current()
         if emulation is not None and emulation.tags.on_device(value):
             emulation.tags.put(copy)
         return copy
 
-    def _factors(self, value: torch.Tensor, size: float) -> torch.Tensor:
-        step = torch.finfo(value.dtype).eps * size
+    def _move(self, tensor: torch.Tensor, size: float) -> None:
+        """Move a tensor's values in place, but for whole numbers."""
+        step = torch.finfo(tensor.dtype).eps * size * (1 if self._seed > 0 else -1)
         guards = torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction()
         with guards[0], guards[1], torch.no_grad():
-            moves = torch.where(value == value.round(), 0.0, step * self._drawn(value))
-            return moves.add_(1.0).to(value.dtype)
+            flat = _flat(tensor)
+            looked_at = flat[:: max(1, len(flat) // _LOOKED_AT)]
+            still = flat.clone() if bool((looked_at == looked_at.round()).any()) else None
+            for rows, signs in self._in_rows(flat):
+                rows.addcmul_(rows, signs, value=step)
+            if still is not None:
+                torch.where(still == still.round(), still, flat, out=flat)
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat.view(tensor.shape))
 
-    def _drawn(self, value: torch.Tensor) -> torch.Tensor:
-        key = value.device, value.dtype
+    def _in_rows(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the values in rows as long as the pool, and the rest, with their signs."""
+        key = flat.device, flat.dtype
         if key not in self._pools:
-            self._pools[key] = self._signs.to(value)
-        pool, count = self._pools[key], value.numel()
-        begin = int(torch.randint(_POOL, (), generator=self._generator, device="cpu"))
-        end = begin + count
-        if end > _POOL:
-            pool = pool.repeat(-(-end // _POOL))
-        return pool[begin:end].view(value.shape)
+            self._pools[key] = self._signs.to(flat).repeat(2)
+        begin = self._places.randrange(_POOL)
+        signs = self._pools[key][begin : begin + _POOL]
+        whole = len(flat) // _POOL * _POOL
+        if whole:
+            yield flat[:whole].view(-1, _POOL), signs
+        if whole < len(flat):
+            yield flat[whole:], signs[: len(flat) - whole]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values in one dimension: a view in the order of memory, or a copy if there are gaps."""
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    if tensor.numel() == last + 1:
+        return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.reshape(-1).clone()
 
 
 def _kind(func: Any) -> str:
