@@ -35,7 +35,7 @@ def judge_in_double(
 ) -> Judgement:
     """Decide by runs in float64 whether the change only rounds.
 
-    A change far within the bound after one perturbed run rounds, and one beyond that run's bound does not; more
+    A change far within the bound after one perturbed run rounds; one beyond that run's bound does not. More
     runs decide on the rest.
     """
     first = first_quantities(original)
