@@ -1,7 +1,8 @@
 """What becomes of a planned run when the script does something new after the steps that were certified.
 
-python -m bench.late_changes [--only PATTERN] [--technique NAME] [--shape NAME] [--drawn COUNT]
-    [--few COUNT] [--seed N] [--hooks] [--skip COUNT] [--seconds N] [--json]
+python -m bench.late_changes [--only PATTERN] [--technique NAME] [--shape NAME]
+    [--optimizer NAME] [--drawn COUNT] [--few COUNT] [--seed N] [--hooks] [--skip COUNT] [--seconds N]
+    [--json]
 
 Each entry of `bench/late/attacks.toml` changes `bench/late/loop.py` from its fifth step on: a buffer that a
 block begins to write, a hook, another batch size, a skipped step. `--drawn` draws changes, hooks of all kinds
@@ -28,7 +29,7 @@ from collections.abc import Iterator
 
 import torch
 
-from bench.late.changes import SHAPES, Case, drawn, hooked, written
+from bench.late.changes import OPTIMIZERS, SHAPES, Case, drawn, hooked, written
 from bench.late.running import Planner, judged
 from bench.machine import save, saved
 from torchtrim.executor.registry import names
@@ -50,7 +51,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
         return
     for change in (*written(), *(hooked() if options.hooks else ())):
         if fnmatch.fnmatch(change.name, options.only):
-            yield Case((change,), options.shape)
+            yield Case((change,), options.shape, options.optimizer)
 
 
 def main() -> None:
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument(
         "--shape", choices=SHAPES, default="mlp", help="the model of changes that are not drawn"
     )
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="SGD", help="that of those")
     parser.add_argument("--drawn", type=int, default=0)
     parser.add_argument("--hooks", action="store_true", help="hooks of all kinds beside the file's")
     parser.add_argument("--seed", type=int, default=0)
@@ -97,7 +99,8 @@ def main() -> None:
         print(f"{name:22} {len(verdicts)} cases: {dict(counts)}")
     if options.json:
         which = "late_changes_drawn" if options.drawn else "late_changes"
-        _join(which, found, anew=not options.skip and options.only == "*")
+        everything = not options.skip and options.only == "*" and options.technique is None
+        _join(which, found, anew=everything)
     if any(one.startswith(FAULTS) for verdicts in found.values() for one in verdicts.values()):
         sys.exit(1)
 

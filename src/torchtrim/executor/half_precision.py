@@ -14,17 +14,21 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.registry import Handle
-from torchtrim.executor.swap import Swapped
+from torchtrim.executor.swap import Swapped, does_not_train, is_graphed
 
 Forward = Callable[..., Any]
 
 
 def lowered(module: nn.Module, kind: type[AutocastForward | NarrowSaved], dtype: str) -> Handle:
-    """Run the module's forward, and that of its copies, in half precision when gradients are enabled."""
+    """Run the module's forward, and that of its copies, in half precision when gradients are enabled.
+
+    Transforms of `torch.func` take no hooks on saved tensors, so under them `NarrowSaved` is off.
+    """
     lowering = kind(module, dtype)
     return Swapped(
         module,
         lambda forward: functools.partial(_if_graded, lowering, forward),
+        is_graphed if kind is AutocastForward else does_not_train,
         copied=lambda one: functools.partial(_of_copy, kind(one, dtype), one),
     )
 

@@ -22,8 +22,8 @@ _PROTOCOL = 4  # The one that `copy` uses.
 _KEYS = torch._C._TorchDispatchModeKey
 
 
-def is_traced() -> bool:
-    """Return True where a model is compiled, exported or transformed instead of trained.
+def is_graphed() -> bool:
+    """Return True where a model is compiled or exported instead of trained.
 
     Compilers come first: they evaluate that condition and do not trace the rest.
     """
@@ -31,9 +31,13 @@ def is_traced() -> bool:
         torch.compiler.is_compiling()
         or _symbolic_trace._is_fx_tracing_flag
         or torch._C._get_tracing_state() is not None
-        or torch._C._are_functorch_transforms_active()
         or torch._C._get_dispatch_mode(_KEYS.PROXY) is not None
     )
+
+
+def is_traced() -> bool:
+    """Return True where a model is compiled, exported or transformed instead of trained."""
+    return is_graphed() or torch._C._are_functorch_transforms_active()
 
 
 def never() -> bool:

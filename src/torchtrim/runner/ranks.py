@@ -122,6 +122,7 @@ def run_ranks(
             own = folder_of(folder, number, script.only)
             own.mkdir(exist_ok=True)
             (own / TASK).write_bytes(task)
+            (own / OUTCOME).unlink(missing_ok=True)  # of a run that failed
             environment = environment_of(script, hide_gpu)
             environment |= _rank_environment(number, len(tasks), store.port)
             process = start(entry, own, own / "output", environment, script.path)

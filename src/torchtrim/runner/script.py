@@ -96,6 +96,7 @@ def run_script(
     when this returns or raises. `hide_gpu`: hide GPUs from it.
     """
     (folder / TASK).write_bytes(task)
+    (folder / OUTCOME).unlink(missing_ok=True)  # of a run that failed
     output = folder / "output"
     process = start(entry, folder, output, environment_of(script, hide_gpu), script.path)
     try:

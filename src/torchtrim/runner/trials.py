@@ -36,10 +36,12 @@ from torchtrim.runner.script import Ended, Script, failure, run_script, working_
 from torchtrim.runner.session import Session
 from torchtrim.runner.settings import precision
 from torchtrim.runner.worker import ScriptTask
+from torchtrim.runner.written import Leftovers
 
 Model = TrainStep | Inference
 Workload = Script | Model
 Progress = Callable[[str], None]
+_LEFTOVERS = Leftovers()
 
 
 def run_trial(
@@ -76,8 +78,28 @@ def _run_script(script: Script, request: Request, folder: Path, progress: Progre
                 f"--streams {script.streams} orders the streams of an emulated device: leave --device "
                 f"{script.device} out, or give --device emulated."
             )
-    if script.processes > 1:
-        return _run_ranks(script, request, folder, progress)
+    found_any = _LEFTOVERS.of(script.command)
+    try:
+        return _run_settled(script, request, folder, progress)
+    except ScriptFailed as error:
+        if not found_any or isinstance(error, PlannedStepFailed):
+            raise
+        # It may have found what an earlier run left, such as a folder.
+        _LEFTOVERS.put_back(script.command)
+        return _run_settled(script, request, folder, progress)
+
+
+def _run_settled(script: Script, request: Request, folder: Path, progress: Progress) -> Trial:
+    try:
+        run = _run_ranks if script.processes > 1 else _run_alone_or_emulated
+        return run(script, request, folder, progress)
+    finally:
+        _LEFTOVERS.settle(script.command, folder)
+
+
+def _run_alone_or_emulated(
+    script: Script, request: Request, folder: Path, progress: Progress
+) -> Trial:
     try:
         return _run_alone(script, request, folder, progress)
     except ScriptFailed as error:

@@ -46,6 +46,7 @@ from torchtrim.runner.joining import Joining
 from torchtrim.runner.processes import end_with_parent, register_stack_dump
 from torchtrim.runner.script import OUTCOME, STATUS, TASK, Target
 from torchtrim.runner.session import Session
+from torchtrim.runner.written import Writing
 
 SEED = 1_927_031  # arbitrary, and unlikely in a script, so that the outcome tells who seeded
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4  # parameters of mallopt in glibc's malloc.h
@@ -92,6 +93,7 @@ class _Runner:
             device = self._emulation.device
         self._eagerly = settings.Eagerly()
         self._compiling = Compiling(request)
+        self._writing = Writing(folder, (str(Path.cwd()), self._task.project))
         self._started = 0
         self._joining = Joining(self._task.world)
         self._probes = Probes(request.probes)
@@ -106,7 +108,7 @@ class _Runner:
             progress=self._say,
             trains=not request.infers,
             frames=StreamFrames(None) if request.infers else None,
-            begins=self._compiling.step_begins,
+            begins=self._step_begins,
         )
 
     def run(self) -> None:
@@ -134,8 +136,13 @@ class _Runner:
             if world > 1:
                 register_stack_dump(self._folder)
             self._joining.install()
+            self._writing.install()
             self._say("the script starts")
             self._run_watched()
+
+    def _step_begins(self) -> None:
+        self._writing.step_begins()
+        self._compiling.step_begins()
 
     def _say(self, text: str) -> None:
         (self._folder / STATUS).write_text(text)

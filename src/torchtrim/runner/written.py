@@ -1,0 +1,179 @@
+"""What a run writes into the script's folders, put back before the next run of it.
+
+A run is stopped after a few steps, and another begins where the script begins: it must not find the folder
+that `os.makedirs` made in the one before, nor go on from its checkpoint. Python's audit events and
+`torch.save` tell what a process creates, and what it is about to change, of which a copy is kept. What is
+written before the first step may be a download or a cache: it stays, unless a later run fails for it.
+Other programs (`subprocess`) and libraries that open files in C are not heard, nor is what is hidden, or
+outside of the working folder and the script's project.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+_LOG = "written"
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_MOST_BYTES = (
+    2**30
+)  # Arbitrary; a copy of more takes seconds and fills the disk of temporary files.
+_PATHS = {
+    "os.mkdir": ((0, 2),),
+    "os.rmdir": ((0, 1),),
+    "os.remove": ((0, 1),),
+    "os.rename": ((0, 2), (1, 3)),
+    "os.symlink": ((1, 2),),
+    "os.link": ((1, 3),),
+}
+"""Where paths, and the descriptors of their folders, are in the arguments of audit events."""
+_What = Literal["created", "changed", "removed"]
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A path that a run was about to create, change or, if a folder, remove. `copy`: the file before."""
+
+    path: str
+    what: _What
+    in_steps: bool
+    copy: str = ""
+
+
+class Writing:
+    """Listens to what this process and its forks write, and keeps a list in the run's folder."""
+
+    def __init__(self, folder: Path, homes: Iterable[str]) -> None:
+        self._folder = folder.resolve()
+        self._homes = [Path(home).resolve() for home in homes]
+        self._known: dict[tuple[Path, bool], _What] = {}
+        self._in_steps = False
+        self._ours = threading.local()
+
+    def install(self) -> None:
+        """Begin to listen, until the process ends."""
+        sys.addaudithook(self._heard)
+        opened: Any = torch.serialization._open_zipfile_writer
+
+        @functools.wraps(opened)
+        def opens(file: Any) -> Any:
+            if isinstance(file, (str, os.PathLike)):  # written in C++
+                self._heard("open", (os.fspath(file), None, _WRITES))
+            return opened(file)
+
+        told: Any = opens
+        torch.serialization._open_zipfile_writer = told
+
+    def step_begins(self) -> None:
+        """Note that the script trains from now on."""
+        self._in_steps = True
+
+    def _heard(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "open":
+            if not isinstance(args[2], int) or not args[2] & _WRITES:
+                return
+        elif event not in _PATHS:
+            return
+        if getattr(self._ours, "is_noting", False):
+            return
+        self._ours.is_noting = True
+        try:
+            for at, folder in _PATHS.get(event, ((0, len(args)),)):
+                with contextlib.suppress(OSError, ValueError, TypeError):
+                    self._note(_path_of(args[at], *args[folder : folder + 1]))
+        finally:
+            self._ours.is_noting = False
+
+    def _note(self, path: Path) -> None:
+        key = path, self._in_steps
+        if key in self._known or not self._is_heard(path):
+            return
+        what: _What = "created"
+        if self._known.get((path, False)) is None and os.path.lexists(path):
+            if not self._in_steps:
+                return
+            what = "removed" if path.is_dir() else "changed"
+        copy = self._copied(path) if what == "changed" else ""
+        self._known[key] = what
+        entry = Entry(str(path), what, self._in_steps, copy)
+        with (self._folder / _LOG).open("ab") as log:
+            log.write(msgspec.json.encode(entry) + b"\n")
+
+    def _is_heard(self, path: Path) -> bool:
+        home = next((one for one in self._homes if path.is_relative_to(one)), None)
+        if home is None or home == home.parent or path.is_relative_to(self._folder):
+            return False
+        inside = path.relative_to(home).parts
+        return not any(name.startswith(".") or name == "__pycache__" for name in inside)
+
+    def _copied(self, path: Path) -> str:
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+            return ""
+        copy = self._folder / f"{_LOG}-{os.getpid()}-{len(self._known)}"
+        shutil.copy2(path, copy)
+        return str(copy)
+
+
+def _path_of(name: Any, folder: Any = -1) -> Path:
+    path = Path(os.fsdecode(name))
+    if isinstance(folder, int) and folder >= 0:
+        path = Path(f"/proc/self/fd/{folder}").readlink() / path
+    return path.parent.resolve() / path.name
+
+
+class Leftovers:
+    """What the runs of scripts left of what they wrote before their first steps."""
+
+    def __init__(self) -> None:
+        self._left: dict[object, list[Entry]] = {}
+        self._none_left: set[object] = set()
+
+    def of(self, script: object) -> bool:
+        """Return True if runs of the script left something."""
+        return bool(self._left.get(script))
+
+    def settle(self, script: object, folder: Path) -> None:
+        """Put back what the run in this folder wrote in its steps, and note what it wrote before them."""
+        found = list(_entries(folder))
+        before = [one for one in found if not one.in_steps and script not in self._none_left]
+        self._left.setdefault(script, []).extend(before)
+        _put_back([one for one in found if one not in before])
+
+    def put_back(self, script: object) -> None:
+        """Put back what the runs left, and from now on all that one writes."""
+        self._none_left.add(script)
+        _put_back(self._left.pop(script, []))
+
+
+def _entries(folder: Path) -> Iterator[Entry]:
+    for log in (folder / _LOG, *sorted(folder.glob(f"*/{_LOG}"))):
+        if log.exists():
+            for line in log.read_bytes().splitlines():
+                yield msgspec.json.decode(line, type=Entry)
+            log.unlink()
+
+
+def _put_back(found: list[Entry]) -> None:
+    created = [one.path for one in found if one.what == "created"]
+    for path in map(Path, reversed(created)):
+        with contextlib.suppress(OSError):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    for one in reversed(found):
+        with contextlib.suppress(OSError):
+            if one.what == "removed":
+                Path(one.path).mkdir(parents=True, exist_ok=True)
+            elif one.copy and one.path not in created:
+                Path(one.path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(one.copy, one.path)
