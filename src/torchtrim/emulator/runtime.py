@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -18,8 +20,9 @@ from torchtrim.emulator import streams
 from torchtrim.emulator.kernels import Target
 from torchtrim.emulator.moves import check_index, devices
 from torchtrim.emulator.tags import Tags
-from torchtrim.errors import Unsupported
+from torchtrim.errors import Unsupported, UsageError
 from torchtrim.memory.caching import CachingAllocator
+from torchtrim.memory.settings import AllocatorSettings, parse_settings
 
 _GIB = 2**30
 _CUDNN = 91900  # The version of cuDNN that wheels of torch for CUDA 13 come with.
@@ -97,18 +100,32 @@ _SENSORS = (
 )
 
 
+def _settings() -> AllocatorSettings:
+    """Return the allocator's settings as PyTorch reads them at its first allocation: from the environment."""
+    words = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    try:
+        return parse_settings(words)
+    except UsageError as error:
+        warnings.warn(f"{error} The defaults are modelled instead.", stacklevel=2)
+        return AllocatorSettings()
+
+
 class Counters:
     """Byte counters of the emulated device's caching allocator."""
 
     def __init__(self, tags: Tags, model: DeviceModel) -> None:
         self._tags = tags
         self.allocator = CachingAllocator()
+        self._configured = False
         self._blocks: dict[int, int] = {}
         self._total = model.memory_bytes
 
     def settle(self) -> CachingAllocator:
         """Return the allocator, updated with all events so far."""
         events = self._tags.events
+        if events and not self._configured:
+            self.allocator.settings = _settings()
+            self._configured = True
         for number, size in events:
             if size >= 0:
                 self._blocks[number] = self.allocator.malloc(size)
