@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from bench import machine, verbs
 
 VERBS = [("optimize", "--memory", "70%", "--device", "cpu"), ("optimize", "--memory", "70%")]
-SAID = re.compile(r"(\d+) of (\d+)  .*  \d+ s(?:, about (\d+) s left)?$")
+SAID = re.compile(r"(\d+ of \d+|extra \d+)  .*  \d+ s(?:, about (\d+) s left)?$")
 RIGHT, ROUNDED = 0.3, 1.0  # the share, and the second that a line is rounded to
 
 
@@ -42,8 +42,8 @@ def run(script: str, words: tuple[str, ...], folder: Path) -> tuple[float, list[
         assert process.stderr is not None
         for text in process.stderr:
             if match := SAID.search(text.strip()):
-                left = float(match[3]) if match[3] else None
-                lines.append(Line(time.monotonic() - begin, f"{match[1]} of {match[2]}", left))
+                left = float(match[2]) if match[2] else None
+                lines.append(Line(time.monotonic() - begin, match[1], left))
     return time.monotonic() - begin, lines
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from click.testing import CliRunner
@@ -14,7 +15,11 @@ from torchtrim.cli.verbs.run import command as run
 from torchtrim.core.glossary import GLOSSARY, meaning
 from torchtrim.errors import ApplyFailed, UsageError
 from torchtrim.executor.apply import digest_of, is_unchanged, sha256_of
+from torchtrim.records.budget import MemoryKind
 from torchtrim.records.finding import EQUIVALENCES
+from torchtrim.records.plan import Status
+from torchtrim.records.report import Report
+from torchtrim.report.sections import sentences
 
 
 def refused(*words: str) -> str:
@@ -113,9 +118,12 @@ def test_each_word_is_explained(word: str) -> None:
     assert shown.output.startswith((meaning(word) or ("?",))[0])
 
 
-def test_every_equivalence_and_verdict_is_a_word() -> None:
-    words = {*EQUIVALENCES, "AS ASKED", "UNDECIDED", "NOT EQUAL", "[?]", "peak", "lever"}
-    assert words <= {*GLOSSARY}
+def test_the_words_of_verdicts_figures_and_labels_are_explained() -> None:
+    report = Report(torchtrim="0", torch="2", verb="plan", device="cpu", script="train.py", steps=3)
+    labels = {*sentences(report)} - {"note"}
+    words = {*EQUIVALENCES, *get_args(Status), *get_args(MemoryKind), *labels}
+    words |= {"AS ASKED", "UNDECIDED", "NOT EQUAL", "[?]", "measured", "modelled", "simulated"}
+    assert {word for word in words if meaning(word) is None} == set()
 
 
 def test_an_unknown_word_gets_the_nearest() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from report import samples
 from torchtrim.api import Result
@@ -145,4 +146,5 @@ def test_planning_again_has_the_terms_of_the_plan(changes: dict[str, str], words
         predicted=Prediction(peak_bytes=7, step_seconds=0.1, device=device),
     )
     assert plan_again(plan) == f"torchtrim {words}"
+    assert "--memory 60%" in plan_again(replace(plan, asked="60%"))
     assert plan_again(plan, "t.py", ("-a",)) == f"torchtrim {words.replace('s.py', 't.py')} -- -a"

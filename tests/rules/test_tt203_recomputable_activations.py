@@ -25,7 +25,16 @@ def test_a_chain_of_blocks() -> None:
         "4 Block blocks (net.0 to net.3) keep 12.0 MiB of activations at the peak; computing them "
         "again in backward frees about 8.98 MiB, "
     )
-    assert "about 6.03 ms more a step" in finding.message
+    assert finding.message.endswith("about 6.03 ms more a step on this CPU")
+
+
+def test_its_time_says_where_it_holds_and_a_dry_run_has_none() -> None:
+    made = training_step(size=MB)
+    (finding,) = check(replace(made, device="emulated h100"))
+    assert finding.message.endswith(" more a step on H100, modelled")
+    timeless = [replace(op, seconds=0.0) for op in made.operators]
+    (finding,) = check(replace(made, operators=timeless))
+    assert finding.message.endswith("of the peak")
 
 
 def test_the_fix_is_the_command_for_the_script() -> None:

@@ -13,6 +13,8 @@ from torchtrim.records.files import without_collection
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.records.report import WaitCost
+from torchtrim.step.from_profile import on_device, step_of
+from torchtrim.step.step import Step
 
 LOADER = "TT301"
 
@@ -93,3 +95,12 @@ def _order(
 def device_of(profile: Profile) -> DeviceSpec:
     """Return the device that a profile emulates."""
     return device_named(profile.device.partition(" ")[2] or _DEFAULT)
+
+
+def timed_step(profile: Profile) -> tuple[Step, str]:
+    """Return the step with the times that prices are in, and where they hold: `" on A100, modelled"`."""
+    step = step_of(profile)
+    if is_emulated(profile.device):
+        device = device_of(profile)
+        return on_device(step, device), f" on {device.name.upper()}, modelled"
+    return step, " on this CPU" if profile.device.startswith("cpu") else ""

@@ -15,13 +15,19 @@ from dataclasses import dataclass, field
 import click
 
 _STEP = re.compile(r"step (\d+) of (\d+)")
+_ALONE = re.compile(r"then (\d+) techniques? alone")
 _DIGITS = re.compile(r"\d+")
-_STARTS = "the script starts"
-IMPORTING, PLANNING = "importing torch", "planning"
+_STARTS, _TRYING = "the script starts", "trying "
+IMPORTING, PLANNING, REPORT = "importing torch", "planning", "report"
 _RECORDED, _UNRECORDED = 2, 0.55
 """Steps that a run records first, by default, and the share of their time that a later step takes."""
-_SEARCH = 0.15
-"""Time of a search for a plan, or of a comparison, in imports of torch: both take as long as the machine."""
+_MODULES = 1545  # that a verb imports before it runs a script: torch 2.13 and ours
+_KNOWN = 0.5  # of the modules; arbitrary
+_AFTER = {"start": 0.2, "run": 0.3, PLANNING: 0.3, "compare": 0.1, REPORT: 0.1}
+"""Seconds of what follows the imports, in seconds of the imports: a slow machine takes longer for both."""
+_TRIED = 0.6  # the length of a run with one technique alone, which has fewer steps, in runs of the original
+_LATER = 0.5  # of what a line says is left; arbitrary
+_OVERDUE = 0.3  # of the time that a phase has taken when it takes longer than expected
 
 
 @dataclass
@@ -32,6 +38,8 @@ class _Phase:
     began: float
     steps: list[float] = field(default_factory=list)
     of: int = 0
+    is_run: bool = False
+    ended: float = 0.0
 
     @property
     def pace(self) -> float | None:
@@ -41,26 +49,29 @@ class _Phase:
             return later[len(later) // 2]
         return _UNRECORDED * min(gaps) if gaps else None
 
-    def length(self, before: _Phase | None) -> float | None:
-        """Expected seconds up to the end of the last step, like those of the run before, if there is one."""
-        whole = before.length(None) if before is not None else None
-        if whole is not None and before is not None and len(self.steps) <= len(before.steps):
-            reached = len(self.steps) - 1
-            if reached < 1:
-                return whole
-            there = max(before.steps[reached] - before.began, 1e-3)
-            return whole * (self.steps[reached] - self.began) / there
+    @property
+    def length(self) -> float | None:
+        """Expected seconds of a run up to the end of its last step, None before its second step."""
         if (pace := self.pace) is None:
             return None
         slow = max(_RECORDED - len(self.steps) + 1, 0) * (1 / _UNRECORDED - 1)
         return self.steps[-1] - self.began + (self.of - len(self.steps) + 1 + slow) * pace
+
+    def slower_than(self, other: _Phase) -> float:
+        """How many times as long as another run this one took to the step that it is in; 1 before any."""
+        reached = min(len(self.steps), len(other.steps)) - 1
+        if reached < 1:
+            return 1.0
+        there = max(other.steps[reached] - other.began, 1e-3)
+        return (self.steps[reached] - self.began) / there
 
 
 class Phases:
     """The phases of a verb, known in advance as `expected`; their number never changes, and others are extra.
 
     `tell` takes texts such as `"original: step 2 of 5"`. A run that starts again is a phase of its own.
-    `further`: steps of the first run after the counted ones, as for the times of operators.
+    `further`: steps of the first run after the counted ones, as for the times of operators. `imported`: the
+    number of modules that are imported.
     """
 
     def __init__(
@@ -69,17 +80,20 @@ class Phases:
         begins: str = IMPORTING,
         further: int = 3,
         clock: Callable[[], float] = time.monotonic,
+        imported: Callable[[], int] = lambda: len(sys.modules),
     ) -> None:
         self.text = begins
         self._clock = clock
         self.began = clock()
+        self._imported = imported
         self._expected = [*expected]
         self._further = further
         self._current = _Phase(begins, self.began)
         self._count = len(expected) + 1
         self._extra = 0
         self._is_extra = False
-        self._runs: list[_Phase] = []
+        self._alone = 0
+        self._first: _Phase | None = None
         self._unit: float | None = None
 
     def tell(self, text: str) -> bool:
@@ -91,22 +105,27 @@ class Phases:
         begins = name != self._current.name or again
         if begins:
             self._begin(name)
+        self._current.is_run |= detail == _STARTS
         if match := _STEP.search(detail):
             self._current.of = int(match[2])
             while len(self._current.steps) < int(match[1]):
                 self._current.steps.append(self._clock())
+        if match := _ALONE.search(detail):
+            self._alone = int(match[1])
         return begins
 
     def _begin(self, name: str) -> None:
         now = self._clock()
         self._unit = now - self.began if self._unit is None else self._unit
-        if self._current.steps:
-            self._runs.append(self._current)
+        if self._first is None and self._current.steps:
+            self._current.ended = now
+            self._first = self._current
         self._is_extra = name not in self._expected
         if self._is_extra:
             self._extra += 1
         else:
             del self._expected[: self._expected.index(name) + 1]
+        self._alone = max(self._alone - name.startswith(_TRYING), 0)
         self._current = _Phase(name, now)
 
     @property
@@ -126,25 +145,49 @@ class Phases:
     def left(self) -> float | None:
         """Expected seconds until the end, None while they are unknown.
 
-        That is before a step is timed, once a phase takes longer, and in extra work, which more may follow.
+        They follow from the time of the imports, then from the steps of the first run. Runs that were not
+        foreseen, and a phase that takes longer than expected, raise them at once.
         """
-        if self._is_extra:
+        unit = self._import_seconds()
+        if unit is None or self._count == 1:
             return None
-        before = self._runs[-1] if self._runs else None
-        run = self._current.length(before)
-        if run is None:
-            return None
-        search = _SEARCH * (self._unit or 0.0)
-        others = [search if one == PLANNING else run + search for one in self._expected]
-        here = self._end_of_current(run, search) - self._clock()
-        return here + sum(others) if here >= 0 else None
+        run = self._run_seconds(unit)
+        others = sum(self._seconds_of(name, unit, run) for name in self._expected)
+        since = self._clock() - self._current.began
+        here = max(self._seconds_here(unit, run) - since, _OVERDUE * since)
+        return here + others + self._alone * _TRIED * run
 
-    def _end_of_current(self, run: float, search: float) -> float:
+    def _import_seconds(self) -> float | None:
+        """Return the seconds of the imports, as expected while they last."""
+        if self._unit is not None or self._current.name != IMPORTING:
+            return self._unit
+        share = self._imported() / _MODULES
+        return self.elapsed / min(share, 1.0) if share >= _KNOWN else None
+
+    def _run_seconds(self, unit: float) -> float:
+        """Return the expected seconds of a run of the script like the first."""
+        if self._first is not None:
+            return self._first.ended - self._first.began
         current = self._current
-        if current.name == PLANNING:
-            return current.began + search
-        further = 0.0 if self._runs else self._further * (current.pace or 0.0)
-        return current.began + run + further + search
+        if (length := current.length) is None:
+            return _AFTER["run"] * unit
+        return length + self._further * (current.pace or 0.0)
+
+    def _seconds_of(self, name: str, unit: float, run: float) -> float:
+        return _AFTER[name] * unit if name in _AFTER else run + _AFTER["compare"] * unit
+
+    def _seconds_here(self, unit: float, run: float) -> float:
+        """Return the expected seconds of the current phase."""
+        current = self._current
+        if current.name == IMPORTING:
+            return unit
+        if not current.is_run:
+            return _AFTER.get(current.name, _AFTER[PLANNING]) * unit
+        if self._first is None:
+            return run
+        tried = current.name.startswith(_TRYING)
+        like = run * (_TRIED if tried else 1.0) * current.slower_than(self._first)
+        return like + (0.0 if tried else _AFTER["compare"] * unit)
 
     def line(self) -> str:
         """Return the place, the text, the time and what is left, in one line."""
@@ -212,7 +255,8 @@ class _Threaded(Reporter):
 
 
 class Log(_Threaded):
-    """Prints a line with the time for each phase that begins, and one after each long silence.
+    """Prints a line with the time for each phase that begins, after each long silence, and where what is left
+    becomes known or is found to be more.
 
     Prints nothing for work that is over at once. `every`: print a line for each text.
     """
@@ -224,6 +268,7 @@ class Log(_Threaded):
         super().__init__(phases)
         self._every = every
         self._said = phases.elapsed
+        self._end: float | None = None
         self._pending = True
 
     def tell(self, text: str) -> None:
@@ -234,12 +279,21 @@ class Log(_Threaded):
             self._look()
 
     def _look(self) -> None:
-        elapsed = self.phases.elapsed
+        elapsed, left = self.phases.elapsed, self.phases.left
+        end = None if left is None else elapsed + left
         silent = elapsed - self._said >= self.most_silent_seconds
-        if (self._pending or silent) and (self._every or elapsed >= self.quiet_seconds):
+        if (self._pending or silent or self._is_later(end)) and (
+            self._every or elapsed >= self.quiet_seconds
+        ):
             self._pending = False
-            self._said = elapsed
+            self._said, self._end = elapsed, end
             self._write(f"{time.strftime('%H:%M:%S')}  {self.phases.line()}\n")
+
+    def _is_later(self, end: float | None) -> bool:
+        """Return True if the end is known only now, or far later than the last line says."""
+        if end is None or self._end is None:
+            return end is not None
+        return end - self._end > max(_LATER * (self._end - self.phases.elapsed), 1.0)
 
 
 class Line(_Threaded):

@@ -20,6 +20,9 @@ _ALSO = {
     "proof": "certificate",
     "activations": "activation",
     "holders": "live at the peak",
+    "fixes": "fix",
+    "smallest is": "floor",
+    "fits with": "lever",
 }
 
 

@@ -424,6 +424,7 @@ class Planner:
             fingerprint=self._fingerprint,
             script_sha256=self._sha256,
             budget_bytes=budget.bytes,
+            asked=budget.asked,
             memory_kind=budget.kind,
             techniques=tuple(settled(step, one) for one in techniques_of(choice.options)),
             predicted=Prediction(

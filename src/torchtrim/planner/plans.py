@@ -27,6 +27,7 @@ def build_plan(
     techniques: tuple[Technique, ...],
     predicted: Prediction,
     budget_bytes: int,
+    asked: str = "",
     memory_kind: MemoryKind = "allocated",
     script_sha256: str = "",
     pins: Mapping[str, Sequence[str]] | None = None,
@@ -47,6 +48,7 @@ def build_plan(
         script_sha256=script_sha256,
         fingerprint=dict(fingerprint),
         budget_bytes=budget_bytes,
+        asked=asked,
         memory_kind=memory_kind,
         techniques=techniques,
         predicted=predicted,
@@ -170,6 +172,7 @@ def plan_of_calls(
         fingerprint=fingerprint,
         script_sha256=script_sha256,
         budget_bytes=budget.bytes,
+        asked=budget.asked,
         memory_kind=budget.kind,
         techniques=tuple(
             Technique(name=n, where=where, options=o, equivalence=technique(n).equivalence)

@@ -88,7 +88,7 @@ def plan_again(plan: Plan, script: str = "", args: Sequence[str] = ()) -> str:
     """Return the command that makes such a plan anew: with its budget, its terms and its device."""
     proof = plan.certified
     named, given = script or plan.script, args or (proof.args if proof is not None else None) or ()
-    verb, words = "optimize", ["--memory", str(plan.budget_bytes)]
+    verb, words = "optimize", ["--memory", plan.asked or str(plan.budget_bytes)]
     if plan.pipeline is not None:
         verb, words = "plan", [*words, "--stages", str(plan.pipeline.processes)]
     if plan.memory_kind != "allocated":

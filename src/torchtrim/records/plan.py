@@ -96,6 +96,7 @@ class PlanProof(Struct, frozen=True, kw_only=True):
 class Plan(Struct, frozen=True, kw_only=True):
     """The techniques chosen to fit a workload into a budget.
 
+    `asked` is the budget as the user wrote it, empty if unknown.
     `fingerprint` has a hash of each root's paths, types and shapes; `script_sha256` has the hashes of the
     script's bytes and of its code without comments, joined by a dot. Entries that are missing are not
     checked. `status` is "optimal" if the simulator knows no faster choice that fits; `bound_seconds` is a
@@ -116,6 +117,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     script_sha256: Text = ""
     fingerprint: dict[Text, Text]
     budget_bytes: Bytes
+    asked: Text = ""
     memory_kind: MemoryKind = "allocated"
     techniques: tuple[Technique, ...] = ()
     predicted: Prediction
@@ -136,7 +138,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     @property
     def budget(self) -> Budget:
         """The budget the plan was made for."""
-        return Budget(self.budget_bytes, self.memory_kind)
+        return Budget(self.budget_bytes, self.memory_kind, asked=self.asked)
 
     @property
     def gap(self) -> float | None:

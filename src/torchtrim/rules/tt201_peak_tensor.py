@@ -108,7 +108,7 @@ def _advice(profile: Profile, why: str) -> str:
         )
     return (
         "compute it in chunks, in a narrower type or in smaller micro-batches; "
-        f"`{command('plan', '--memory', '60%', script=profile.script)}` looks for a plan"
+        f"`{command('optimize', '--memory', '60%', script=profile.script)}` looks for a plan"
     )
 
 

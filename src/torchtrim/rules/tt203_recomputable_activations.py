@@ -50,6 +50,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from torchtrim.analysis.prices import timed_step
 from torchtrim.analysis.timeline import peak_operator, timeline
 from torchtrim.analysis.user_source import line_of
 from torchtrim.analysis.why_live import released_by_recompute
@@ -58,7 +59,6 @@ from torchtrim.records.commands import command
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Call, Profile
 from torchtrim.rules.base import Rule
-from torchtrim.step.from_profile import step_of
 from torchtrim.step.rerun import rerun
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import Span
@@ -67,14 +67,17 @@ _SHARE = 0.1  # Arbitrary; as the documentation says.
 
 
 class _Blocks(NamedTuple):
-    """All calls of the repeated modules of one type: the bytes they hold at the peak, and the savings."""
+    """All calls of the repeated modules of one type: the bytes they hold at the peak, and the savings.
+
+    `cost`: the time of their recomputation, in words; empty if the step has no times, as in a dry run.
+    """
 
     type: str
     modules: frozenset[int]
     calls: tuple[Call, ...]
     held: int
     saved: int
-    seconds: float
+    cost: str
 
 
 def check(profile: Profile) -> Iterator[Finding]:
@@ -95,21 +98,22 @@ def check(profile: Profile) -> Iterator[Finding]:
 def _repeated_blocks(profile: Profile, at: int) -> Iterator[_Blocks]:
     calls = _repeated_calls(profile)
     held = released_by_recompute(profile, calls, at)
+    step, where = timed_step(profile)
     groups: dict[str, list[tuple[Call, int]]] = defaultdict(list)
     for call, size in zip(calls, held, strict=True):
         groups[profile.modules[call.module].type].append((call, size))
     for name, group in groups.items():
         spans = [Span(call.first, call.last) for call, _ in group]
-        edit = rerun(step_of(profile), spans, early_stop=True)
+        edit = rerun(step, spans, early_stop=True)
         if edit is not None:
+            more = f", for about {format_seconds(edit.seconds)} more a step{where}"
             yield _Blocks(
                 type=name,
                 modules=frozenset(call.module for call, _ in group),
                 calls=tuple(call for call, _ in group),
                 held=sum(size for _, size in group),
-                saved=simulate(step_of(profile)).peak_bytes
-                - simulate(step_of(profile), [edit]).peak_bytes,
-                seconds=edit.seconds,
+                saved=simulate(step).peak_bytes - simulate(step, [edit]).peak_bytes,
+                cost=more if any(task.seconds for task in step.tasks) else "",
             )
 
 
@@ -146,8 +150,7 @@ def _finding(profile: Profile, blocks: _Blocks, peak: int) -> Finding:
         RULE.code,
         f"{len(paths)} {blocks.type} blocks ({paths[0]} to {paths[-1]}) keep "
         f"{format_bytes(blocks.held)} of activations at the peak; computing them again in backward "
-        f"frees about {format_bytes(blocks.saved)}, {blocks.saved / peak:.0%} of the peak, for "
-        f"about {format_seconds(blocks.seconds)} more a step",
+        f"frees about {format_bytes(blocks.saved)}, {blocks.saved / peak:.0%} of the peak{blocks.cost}",
         f"`{command('optimize', '--memory', '60%', script=profile.script)}` chooses which of them to "
         "recompute and proves that the step computes the same",
         equivalence="BITWISE",

@@ -48,15 +48,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torchtrim.analysis.prices import device_of
+from torchtrim.analysis.prices import timed_step
 from torchtrim.analysis.user_source import line_of
 from torchtrim.core.units import format_bytes, format_seconds
 from torchtrim.records.finding import Finding
 from torchtrim.records.operator_names import base_name
-from torchtrim.records.profile import DEVICE_POOL, Operator, Profile, is_emulated
+from torchtrim.records.profile import DEVICE_POOL, Operator, Profile
 from torchtrim.rules.base import Rule
 from torchtrim.step.edits import Block, Edit
-from torchtrim.step.from_profile import on_device, step_of
 from torchtrim.step.simulate import simulate
 from torchtrim.step.step import Step
 
@@ -74,21 +73,19 @@ class _Saving(NamedTuple):
 
 def check(profile: Profile) -> Iterator[Finding]:
     """Yield one finding for checkpointing, one for offload."""
-    step = step_of(profile)
-    if is_emulated(profile.device):
-        step = on_device(step, device_of(profile))
+    step, where = timed_step(profile)
     for saving in (_checkpointing(profile), _offload(profile)):
         seconds = sum(step.tasks[index].seconds for index in saving.operators)
         if saving.kept and seconds >= _SHARE * sum(task.seconds for task in step.tasks) > 0:
-            yield _finding(profile, step, saving, seconds)
+            yield _finding(profile, step, saving, seconds, where)
 
 
-def _finding(profile: Profile, step: Step, saving: _Saving, seconds: float) -> Finding:
+def _finding(profile: Profile, step: Step, saving: _Saving, seconds: float, where: str) -> Finding:
     now = simulate(step).peak_bytes
     without = simulate(step, [Edit(blocks=saving.kept)]).peak_bytes
     return line_of(profile, saving.operators[0]).finding(
         RULE.code,
-        f"{saving.what} {format_seconds(seconds)} of each step; without it the peak is "
+        f"{saving.what} {format_seconds(seconds)} of each step{where}; without it the peak is "
         f"{format_bytes(max(without, now))} at most, and with it {format_bytes(now)}",
         saving.advice,
         equivalence="BITWISE",

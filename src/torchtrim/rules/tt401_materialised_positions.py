@@ -35,7 +35,7 @@ out = window_bias_attention(q, k, v, self.table, height=height, width=width)
 
 `relative_attention` is the general form, with positions on queries, keys and values; the other
 adapters of `torchtrim.attention` are for decomposed positions, AutoFormer's and T5's. In known
-models `torchtrim plan` replaces the modules without changing the source.
+models `torchtrim optimize` replaces the modules without changing the source.
 
 ## Fix safety
 
@@ -128,11 +128,13 @@ def _finding(
 
 def _change(profile: Profile, modules: Sequence[str]) -> str:
     if known := replaceable(profile, modules):
-        plan = command("plan", "--memory", "60%", script=profile.script or "SCRIPT")
+        plan = command(
+            "optimize", "--memory", "60%", "--allow", "rounding", script=profile.script or "SCRIPT"
+        )
         return (
             f"the technique relative_attention replaces {len(known)} of {len(modules)} modules: "
-            f"`{plan}` chooses it where it helps, and `verify` proves "
-            "that the step computes the same"
+            f"`{plan}` chooses it where it helps, and "
+            "compares every result"
         )
     change = (
         "call torchtrim.attention.relative_attention, or the adapter for this model beside it, which "

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from torch.nn.parameter import is_lazy
 
 from torchtrim.analysis.peak import holders
-from torchtrim.analysis.prices import priced
 from torchtrim.analysis.timeline import by_kind, peak_operator
 from torchtrim.capture.recording import tensors_in
 from torchtrim.capture.workload import Inference, TrainStep
@@ -35,7 +34,6 @@ from torchtrim.records.report import Holder, Result
 from torchtrim.records.sharding import ShardedModel
 from torchtrim.records.trial import Request, Trial
 from torchtrim.report.assemble import figures_of
-from torchtrim.rules.registry import diagnose as find
 from torchtrim.runner.script import Script, working_folder
 from torchtrim.runner.trials import Model, Progress, Workload, run_trial
 from torchtrim.workflows.findings import report_of
@@ -311,10 +309,13 @@ def estimate_report(
         facts = replace(facts, growth=(grown(estimated),))
     elif max_batch is not None:
         facts = replace(facts, growth=(estimated.grown("batch", max_batch),))
-    findings = (one for one in priced(profile, find(profile))[0] if one.code.startswith("TT2"))
+    report = report_of(
+        "estimate", script, replace(estimated.trial, profile=_without_times(profile))
+    )
+    findings = (one for one in report.findings if one.code.startswith("TT2"))
     figures = figures_of(estimated.trial)
     report = replace(
-        report_of("estimate", script, estimated.trial),
+        report,
         original=replace(figures, step_seconds=0.0, spread_seconds=0.0, rss_bytes=None),
         findings=tuple(replace(one, price_ms=None) for one in findings),
         waiting=None,
@@ -324,6 +325,11 @@ def estimate_report(
         estimated=facts,
     )
     return Result(report, profile)
+
+
+def _without_times(profile: Profile) -> Profile:
+    """Return a dry run's profile without the times of operators, which computed nothing."""
+    return replace(profile, operators=[replace(op, seconds=0.0) for op in profile.operators])
 
 
 class _Sized(NamedTuple):

@@ -68,12 +68,12 @@ def command(**options: Any) -> None:
 
 
 def _following(profile: Profile | None, options: dict[str, Any]) -> str | None:
-    """Return the next command: a plan of the step, or of the calls of a script that only runs its models."""
+    """Return the next command: it fits the step, or the calls of a script that only runs its models."""
     memory = ("--memory", options["fits"] or "60%")
     if options["ranks"]:
         return None
     if profile is None or any(op.phase == "backward" for op in profile.operators):
-        return command_for(options, "plan", *memory)
+        return command_for(options, "optimize", *memory)
     if options["device"] in (None, "cpu"):
         return command_for(options, "optimize", "--mode", "inference", *memory)
     return None

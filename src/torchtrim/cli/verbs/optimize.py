@@ -89,7 +89,7 @@ def command(**options: Any) -> None:
     folder = folder_for(options)
     plan = plan_in(options, folder)
     fits = options["memory"] is not None
-    phases = ("original", "planning", "planned") if fits else ("original",)
+    phases = ("original", "planning", "planned", "report") if fits else ("original",)
     with progress(*phases, further=3 if fits else 0) as tell:
         result = _optimized(options, folder, plan, tell)
     path = plan_path(result.report, folder, plan)

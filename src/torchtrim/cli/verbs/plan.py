@@ -98,7 +98,7 @@ def _find_batch(options: dict[str, Any], folder: Path) -> None:
     assert result.report.estimated is not None
     fits = result.report.estimated.growth[0].largest
     following = (
-        command_for(options, "plan", "--memory", options["memory"])
+        command_for(options, "optimize", "--memory", options["memory"])
         if fits
         else command_for(options, "diagnose")
     )

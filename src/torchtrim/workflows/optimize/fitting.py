@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from torchtrim.certify.contest import Contest
 from torchtrim.certify.variants import as_asked, asked_of, by_hand, certify_ranks, limit_of
-from torchtrim.core.units import format_bytes
+from torchtrim.core.units import counted, format_bytes
 from torchtrim.errors import ApplyFailed, InfeasibleBudget, PlannedStepFailed, Unsupported
 from torchtrim.executor.apply import digest_of
 from torchtrim.executor.export import exported
@@ -189,7 +189,8 @@ class Fitting:
         steps = min(_LEVER_STEPS if lever else self._request.steps, self._request.steps)
         key = id(self.original), repr(choice), steps
         if key not in self._recorded:
-            self._recorded[key] = self.run_planned(replace(plain, techniques=choice), steps)
+            what = f"trying {' and '.join(one.name for one in choice)}"
+            self._recorded[key] = self.run_planned(replace(plain, techniques=choice), steps, what)
         return self._recorded[key]
 
     def _recorded_with(self, choice: Choice) -> Trial | None:
@@ -299,13 +300,13 @@ class Fitting:
             certificate = certify_ranks(contest, reference, planned, self._progress)
             return as_asked(certificate, plan, original, planned)
 
-    def run_planned(self, plan: Plan, steps: int | None = None) -> Trial:
+    def run_planned(self, plan: Plan, steps: int | None = None, what: str = "planned") -> Trial:
         """Run the planned workload, with `steps` timed steps if given. Raises `PlannedStepFailed`."""
         try:
             with self._requested(plan) as request:
                 if steps is not None:
                     request = replace(request, steps=steps)
-                return self._run(request, "planned")
+                return self._run(request, what)
         except PlannedStepFailed as error:
             error.plan = plan
             if trials.broken_in(error):
@@ -369,7 +370,8 @@ class Fitting:
             self._note(hopeless)
         rounds = 0 if hopeless else _ROUNDS
         for number in range(rounds + 1):
-            self._progress(f"planning: {hopeless or 'for ' + format_bytes(budget.bytes)}")
+            if not hopeless:
+                self._progress(f"planning: for {format_bytes(budget.bytes)}")
             try:
                 plan = planner.plan(budget.biased(bias)) if number < rounds else None
             except InfeasibleBudget:
@@ -377,7 +379,10 @@ class Fitting:
             if plan is None and any(one.used <= budget.bytes for one in tried):
                 break
             last = plan is None
-            plan = plan or planner.floor_plan(budget.biased(bias))
+            if plan is None:
+                why = hopeless or f"no plan for {format_bytes(budget.bytes)} is known"
+                self._progress(f"planning: {why}; {self._trials_to_come(original)}")
+                plan = planner.floor_plan(budget.biased(bias))
             tried.append(self._measured(plan, budget.kind))
             used = tried[-1].used
             outcomes.append(PlanOutcome(plan, used, plan.predicted.peak_bytes - bias + first))
@@ -403,6 +408,13 @@ class Fitting:
         else:
             fit = self._missed(original, budget, min(tried, key=lambda one: one.used))
         return fit._replace(plan=adding_up(fit.plan, whole), notes=(*notes, *fit.notes))
+
+    def _trials_to_come(self, original: Trial) -> str:
+        """Return how many runs with one technique each a missed budget is followed by, in words."""
+        named = [name for name in trials.measured_names() if name not in self._exclude]
+        left_out = self._dropped | trials.barred(original, self._terms.pins)
+        count = len(trials.choices(original, named, left_out, EVERYTHING))
+        return f"then {counted(count, 'technique')} alone"
 
     def _measured(self, plan: Plan, kind: MemoryKind) -> MeasuredPlan:
         # The same techniques in the same request have run for their recording.

@@ -47,6 +47,7 @@ def optimize_report(
     if isinstance(kept, Result):
         return kept
     fit = fitting.nearest(limit)
+    progress("report")
     result = fitted(workload, fit)
     result = result._replace(report=replace(result.report, notes=(*kept, *result.report.notes)))
     if fixes and isinstance(workload, Script) and fit.missed is None:
