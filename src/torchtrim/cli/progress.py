@@ -23,9 +23,9 @@ _RECORDED, _UNRECORDED = 2, 0.55
 """Steps that a run records first, by default, and the share of their time that a later step takes."""
 _MODULES = 1545  # that a verb imports before it runs a script: torch 2.13 and ours
 _KNOWN = 0.5  # of the modules; arbitrary
-_AFTER = {"start": 0.2, "run": 0.3, PLANNING: 0.3, "compare": 0.1, REPORT: 0.1}
+_AFTER = {"run": 0.4, PLANNING: 0.3, "compare": 0.05, REPORT: 0.25, "trying": 0.3}
 """Seconds of what follows the imports, in seconds of the imports: a slow machine takes longer for both."""
-_TRIED = 0.6  # the length of a run with one technique alone, which has fewer steps, in runs of the original
+_TRIED = 0.5  # of a run: one with a technique alone has fewer steps, after `_AFTER["trying"]` for its imports
 _LATER = 0.5  # of what a line says is left; arbitrary
 _OVERDUE = 0.3  # of the time that a phase has taken when it takes longer than expected
 
@@ -56,14 +56,6 @@ class _Phase:
             return None
         slow = max(_RECORDED - len(self.steps) + 1, 0) * (1 / _UNRECORDED - 1)
         return self.steps[-1] - self.began + (self.of - len(self.steps) + 1 + slow) * pace
-
-    def slower_than(self, other: _Phase) -> float:
-        """How many times as long as another run this one took to the step that it is in; 1 before any."""
-        reached = min(len(self.steps), len(other.steps)) - 1
-        if reached < 1:
-            return 1.0
-        there = max(other.steps[reached] - other.began, 1e-3)
-        return (self.steps[reached] - self.began) / there
 
 
 class Phases:
@@ -155,7 +147,7 @@ class Phases:
         others = sum(self._seconds_of(name, unit, run) for name in self._expected)
         since = self._clock() - self._current.began
         here = max(self._seconds_here(unit, run) - since, _OVERDUE * since)
-        return here + others + self._alone * _TRIED * run
+        return here + others + self._alone * self._seconds_of(_TRYING, unit, run)
 
     def _import_seconds(self) -> float | None:
         """Return the seconds of the imports, as expected while they last."""
@@ -174,20 +166,23 @@ class Phases:
         return length + self._further * (current.pace or 0.0)
 
     def _seconds_of(self, name: str, unit: float, run: float) -> float:
+        if name.startswith(_TRYING):
+            return _TRIED * run + _AFTER["trying"] * unit
         return _AFTER[name] * unit if name in _AFTER else run + _AFTER["compare"] * unit
 
     def _seconds_here(self, unit: float, run: float) -> float:
         """Return the expected seconds of the current phase."""
-        current = self._current
+        current, first = self._current, self._first
         if current.name == IMPORTING:
             return unit
         if not current.is_run:
             return _AFTER.get(current.name, _AFTER[PLANNING]) * unit
-        if self._first is None:
+        if first is None:
             return run
-        tried = current.name.startswith(_TRYING)
-        like = run * (_TRIED if tried else 1.0) * current.slower_than(self._first)
-        return like + (0.0 if tried else _AFTER["compare"] * unit)
+        if current.length is None or first.length is None:
+            return self._seconds_of(current.name, unit, run)
+        after = first.ended - first.began - first.length
+        return current.length + min(after, after * current.of / first.of) + _AFTER["compare"] * unit
 
     def line(self) -> str:
         """Return the place, the text, the time and what is left, in one line."""
@@ -293,7 +288,8 @@ class Log(_Threaded):
         """Return True if the end is known only now, or far later than the last line says."""
         if end is None or self._end is None:
             return end is not None
-        return end - self._end > max(_LATER * (self._end - self.phases.elapsed), 1.0)
+        elapsed = self.phases.elapsed
+        return end - self._end > max(_LATER * (self._end - elapsed), _LATER * elapsed / 2, 1.0)
 
 
 class Line(_Threaded):
