@@ -26,6 +26,7 @@ Waits = Counter[tuple[str, int]]
 
 
 _Amount = TypeVar("_Amount", int, float)
+_WORTHY = 0.1  # of a step; arbitrary
 _DEARER = 1.002  # of the step's time: above the rounding of modelled times
 Region = tuple[str, int, int]
 """A path, with a first and a last line."""
@@ -156,7 +157,9 @@ def costs_more(after: Profile, before: Profile) -> str:
 
 
 def unworthy(original: Trial, project: Path) -> str:
-    """Return a sentence on syncs that cost less than the steps differ by, or an empty string.
+    """Return a sentence on syncs too cheap to prove fixes that nobody asked for, or an empty string.
+
+    They cost less than the steps differ by, or less than a tenth of a step: a proof takes several runs.
 
     Empty if the script's own lines have no syncs, or if their cost is not known. Times are of the device that
     the profile is of; for an emulated one they are modelled, and the steps' differences are relative.
@@ -168,12 +171,13 @@ def unworthy(original: Trial, project: Path) -> str:
         return ""
     times = [step.seconds for step in original.timed]
     differs = (max(times) - min(times)) / 2 / max(original.seconds, 1e-9)
-    if cost.seconds > differs * cost.step_seconds:
+    if cost.seconds > max(differs, _WORTHY) * cost.step_seconds:
         return ""
+    spread = f", and steps differ by +- {100 * differs:.1f} %" if differs > _WORTHY else ""
     return (
         f"{counted(number, 'sync costs', 'syncs cost')} {format_seconds(cost.seconds)} of a "
-        f"{format_seconds(cost.step_seconds)} step ({cost.source}), and steps differ by "
-        f"+- {100 * differs:.1f} %: not worth proving a fix; --fix does"
+        f"{format_seconds(cost.step_seconds)} step ({cost.source}){spread}: not worth proving a fix; --fix "
+        "does"
     )
 
 

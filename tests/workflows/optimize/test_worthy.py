@@ -11,6 +11,7 @@ import torchtrim
 from torchtrim.records.trial import Request, Trial
 from torchtrim.runner import trials
 from torchtrim.runner.trials import run_once
+from torchtrim.workflows import fix_attempt
 from torchtrim.workflows.fix_attempt import unworthy
 from torchtrim.workflows.optimize.report import optimize_report
 from torchtrim.workflows.optimize.trials import measured_names
@@ -62,10 +63,16 @@ def test_syncs_within_the_spread_of_a_step_are_counted_and_named(
     assert said.endswith("not worth proving a fix; --fix does")
 
 
-def test_syncs_above_the_spread_are_worth_a_proof(
-    script: torchtrim.Script, original: Trial
+@pytest.mark.parametrize("least", [0.0, 1.0])
+def test_syncs_above_the_spread_and_a_share_of_the_step_are_worth_a_proof(
+    script: torchtrim.Script, original: Trial, monkeypatch: pytest.MonkeyPatch, least: float
 ) -> None:
-    assert unworthy(with_times(original, 1.0, 1.0, 1.0), script.project) == ""
+    monkeypatch.setattr(fix_attempt, "_WORTHY", least)
+    said = unworthy(with_times(original, 1.0, 1.0, 1.0), script.project)
+    assert said.endswith(
+        "step (modelled on A100): not worth proving a fix; --fix does" * bool(least)
+    )
+    assert bool(said) == bool(least)
 
 
 def test_without_syncs_or_a_profile_there_is_nothing_to_say(
@@ -110,6 +117,7 @@ def test_fixes_run_only_if_they_are_worth_it(
         return trial if len(made) > 1 else with_times(trial, *times)
 
     monkeypatch.setattr(trials, "_run_script", counted)
+    monkeypatch.setattr(fix_attempt, "_WORTHY", 0.0)
     report = optimize_report(script, "90%", Request(steps=3), fixes=True).report
     assert report.floor_bytes is None
     assert report.certificate is not None
