@@ -20,6 +20,7 @@ class Block(NamedTuple):
     sparse: bool = False
 
 
+AT_RANDOM = "depth at random"
 _MLP = (
     "self.up = nn.Linear({d}, 4 * {d})\nself.act = nn.ReLU()\nself.down = nn.Linear(4 * {d}, {d})"
 )
@@ -219,7 +220,7 @@ BLOCKS: dict[str, Block] = {
         _LINEAR + "\nself.seen = []\nself.calls = 0",
         "self.calls += 1\nself.seen.append(tuple(x.shape))\nx = x + torch.tanh(self.up(x)) * (1 + self.calls % 2)",
     ),
-    "depth at random": Block(
+    AT_RANDOM: Block(
         (512, 32),
         _LINEAR,
         "if torch.rand(()) < 0.5:\n    x = x + torch.tanh(self.up(x))\nelse:\n    x = x * 1.0",

@@ -233,6 +233,15 @@ ADDITIONS: dict[str, Addition] = {
         end="print(open('losses.csv').read().count(chr(10)))",
     ),
     "autograd graph": Addition(between="print(type(loss.grad_fn).__name__)"),
+    "a folder of its own": Addition(
+        setup="os.mkdir('out')",
+        after="with open(f'out/{step}.txt', 'w') as file:\n    file.write(str(step))",
+        end="print(sorted(os.listdir('out')))",
+    ),
+    "a checkpoint to go on from": Addition(
+        setup="if os.path.exists('last.pt'):\n    net.load_state_dict(torch.load('last.pt', weights_only=True))\n    print('goes on')",
+        after="torch.save(net.state_dict(), 'new.pt')\nos.replace('new.pt', 'last.pt')",
+    ),
     "a caught exception": Addition(
         after="try:\n    torch.ones(2) @ torch.ones(3)\nexcept RuntimeError:\n    pass"
     ),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import torchtrim
 from steps import encoder, fitting, squared, train_step
@@ -95,6 +96,27 @@ def test_several_under_autocast_are_predicted() -> None:
         TECHNIQUE.apply({root: net}, plan_of(one, 2))
     over = predicted - torchtrim.record(step).peak_bytes
     assert -0.005 * predicted <= over <= shrinking_blocks(16 * 48) + 0.005 * predicted
+
+
+def test_gradients_that_arrive_are_of_a_part() -> None:
+    """Backward of a block that ends in a Linear begins with a product of that gradient and a weight."""
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 32)) for _ in range(3))
+    step = train_step(nn.Sequential(*blocks), torch.randn(512, 32), "SGD")
+    step.step(0)
+    recorded = step_of(torchtrim.record(step))
+    where = [f"Sequential.{number}" for number in range(3)]
+    edits = [
+        TECHNIQUE.edits(
+            recorded, Option("micro_batch", one, spans_of(recorded, one), None, (("parts", 2),))
+        )
+        for one in where
+    ]
+    predicted = simulate(recorded, [edit for edit in edits if edit is not None]).peak_bytes
+    for one in where:
+        TECHNIQUE.apply({"Sequential": step.model}, plan_of(one, 2))
+    step.step(0)
+    assert predicted == pytest.approx(torchtrim.record(step).peak_bytes, rel=0.005)
 
 
 def shrinking_blocks(samples: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,23 @@ def test_a_training_step(name: str, optimizer: str) -> None:
         assert most_of(found.profile, kind) == most_of(real, kind)
     assert found.facts.parameter_bytes == sum(p.nbytes for p in step.model.parameters())
     assert sum(found.by_module.values()) == sum(found.by_kind.values()) == found.peak_bytes
+
+
+def test_a_queue_that_fills_after_the_second_step() -> None:
+    def peak(length: int) -> int:
+        kept: collections.deque[torch.Tensor] = collections.deque(maxlen=length)
+
+        def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            kept.append(model(batch))
+            return kept[-1].square().mean()
+
+        model = nn.Linear(64, 64)
+        optimizer = torch.optim.SGD(model.parameters())
+        return torchtrim.estimate(
+            TrainStep(model, loss_of, optimizer, torch.ones(256, 64))
+        ).peak_bytes
+
+    assert peak(2) - peak(1) == 256 * 64 * 4
 
 
 @pytest.mark.parametrize("name", ["mlp", "encoder", "resnet", "lstm", "tied"])

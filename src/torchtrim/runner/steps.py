@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from torchtrim.capture.allocator import NOTHING, Allocator, Watched, allocator_for, own
@@ -56,6 +57,8 @@ class StepClock:
         self._own += now() - begin
 
 
+_MOST_WARMUP = 3  # Arbitrary: what still grows then grows with each step.
+_GROWTH = 0.001  # Of the peak. Arbitrary; a list of losses grows by less.
 _PATIENCE = 64
 """Calls without a higher peak. Arbitrary: several times the batches that a loop keeps for later."""
 _MOST_CALLS = 1024
@@ -208,13 +211,23 @@ class StepMeasure:
         profile = recording.end(optimizers)
         if self.highest is not None and not self.highest.takes(profile.peak_bytes):
             return
-        if number < trial.request.warmup:
+        if number < trial.request.warmup or self._goes_on(profile):
             self.fallback = profile
             return
         trial.profile, trial.recorded = profile, number
         self._alive = recording.alive_bytes + self._ours_bytes
         step.peak_bytes = profile.peak_bytes
         step.reserved_bytes = profile.reserved_bytes
+
+    def _goes_on(self, profile: Profile) -> bool:
+        """Have an estimate run a step more if this one leaves more than it found, as a queue that fills."""
+        request, before = self._trial.request, self.fallback
+        if not request.dry or before is None or request.warmup >= _MOST_WARMUP:
+            return False
+        if _left_bytes(profile) - _left_bytes(before) <= _GROWTH * profile.peak_bytes:
+            return False
+        self._trial.request = replace(request, warmup=request.warmup + 1)
+        return True
 
     def abandon(self) -> None:
         """Stop measuring without a result."""
@@ -235,6 +248,11 @@ class StepMeasure:
         with torch._C._DisableTorchDispatch(), torch.no_grad(), own():
             digests = [digest(tensor) for tensor in tensors_in(given) if has_bits(tensor)]
         self._digests.append(",".join(digests))
+
+
+def _left_bytes(profile: Profile) -> int:
+    ends = len(profile.operators)
+    return sum(one.counted for one in profile.storages if one.death >= ends)
 
 
 class ComparedSteps(Listener):

@@ -206,12 +206,17 @@ def _run_live(workload: Model, request: Request, folder: Path, progress: Progres
             fake_ranks(request.ranks, sharded=request.sharding is not None),
             _finished_first(session),
         ):
-            for number in range(request.total):
+            for number in itertools.count():
                 workload.step(0 if dry else number, dtype)
-                if not dry and number < request.total - 1:
+                last = number == session.trial.request.total - 1
+                if not (dry or last):
                     workload.turn(number + 1)
-                if not workload.trains or number == request.total - 1:
+                if not workload.trains or last:
                     session.step_ends()
+                if number >= session.trial.request.total - 1:  # an estimate may have gone on
+                    break
+                if last:
+                    session.watcher.step_closed()
             _time_more(workload, session)
         trial = session.finish()
         trial.seeds = "script"

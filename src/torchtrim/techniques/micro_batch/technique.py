@@ -165,7 +165,7 @@ class _PartsEdit:
                 if number in stays or number not in made:
                     yield Drop(number, hold)
 
-    @property
+    @cached_property
     def _needed(self) -> list[int]:
         """Inputs that parts are cut from: the span's inputs, and the gradients of its results."""
         made = set(self._made)
@@ -179,8 +179,10 @@ class _PartsEdit:
 
     @cached_property
     def _of_batch(self) -> frozenset[int]:
-        """Tensors that depend on samples, except gradients of parameters."""
+        """Tensors that depend on samples, such as the gradients of results, except those of parameters."""
         found = {*given_to(self._step, self._span), *self._read_outside & set(self._made)}
+        tensors, last = self._step.tensors, self._span.last
+        found.update(n for n in self._needed if tensors[n].birth >= last)
         for task in self._tasks:
             if any(n in found for n in self._step.tasks[task].reads):
                 found.update(self._step.tasks[task].makes)
