@@ -206,17 +206,7 @@ def _run_live(workload: Model, request: Request, folder: Path, progress: Progres
             fake_ranks(request.ranks, sharded=request.sharding is not None),
             _finished_first(session),
         ):
-            for number in itertools.count():
-                workload.step(0 if dry else number, dtype)
-                last = number == session.trial.request.total - 1
-                if not (dry or last):
-                    workload.turn(number + 1)
-                if not workload.trains or last:
-                    session.step_ends()
-                if number >= session.trial.request.total - 1:  # an estimate may have gone on
-                    break
-                if last:
-                    session.watcher.step_closed()
+            _run_steps(workload, session, dtype)
             _time_more(workload, session)
         trial = session.finish()
         trial.seeds = "script"
@@ -237,6 +227,19 @@ def _run_live(workload: Model, request: Request, folder: Path, progress: Progres
             parameter.data = parameter.data.to(before)
         workload.turn(0)
         snapshot.restore()
+
+
+def _run_steps(workload: Model, session: Session, dtype: torch.dtype | None) -> None:
+    """Run the steps of the session's request, whose number grows if an estimate goes on."""
+    number, dry = 0, session.trial.request.dry
+    while number < (total := session.trial.request.total):
+        workload.step(0 if dry else number, dtype)
+        number += 1
+        if not dry and number < total:
+            workload.turn(number)
+        if not workload.trains or number == total:
+            session.step_ends()
+            session.watcher.step_closed()
 
 
 @contextlib.contextmanager
