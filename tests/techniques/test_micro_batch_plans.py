@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -96,6 +97,19 @@ def test_several_under_autocast_are_predicted() -> None:
         TECHNIQUE.apply({root: net}, plan_of(one, 2))
     over = predicted - torchtrim.record(step).peak_bytes
     assert -0.005 * predicted <= over <= shrinking_blocks(16 * 48) + 0.005 * predicted
+
+
+def test_a_call_without_a_tensor_in_sight_is_refused() -> None:
+    class Takes(nn.Linear):
+        def forward(self, given: Iterator[torch.Tensor]) -> torch.Tensor:
+            return super().forward(next(given))
+
+    model = Takes(6, 4)
+    handle = TECHNIQUE.apply({"Takes": model}, plan_of("Takes", 2))
+    with pytest.raises(ApplyFailed, match="called without a tensor"):
+        model(iter([torch.ones(8, 6)]))
+    handle.revert()
+    model(iter([torch.ones(8, 6)]))
 
 
 def test_gradients_that_arrive_are_of_a_part() -> None:

@@ -55,7 +55,10 @@ class InParts:
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the whole batch."""
         given = CallArguments.of(args, kwargs)
-        if not torch.is_grad_enabled() or given.size < 2 or not self._is_graded(given):
+        if not torch.is_grad_enabled() or not self._is_graded(given):
+            return forward(*args, **kwargs)
+        if given.size < 2:
+            self._expect_tensors(given)
             return forward(*args, **kwargs)
         why = self._state.why_once() or self._why_whole()
         kind = self._kind(given)
@@ -69,6 +72,17 @@ class InParts:
                 raise
         self._state.says_once(why)
         return forward(*args, **kwargs)
+
+    def _expect_tensors(self, given: CallArguments) -> None:
+        """Refuse a first call without tensors in sight, as with a generator: none would run in parts."""
+        if given.tensors or self._known:
+            return
+        error = ApplyFailed(
+            f"`{self._where}` cannot run in parts of the batch: it is called without a tensor, a list or a "
+            "dict of tensors, whose rows parts could take. Pass tensors instead of what makes them."
+        )
+        note(error, self._where)
+        raise error
 
     def _result(self, forward: Forward, given: CallArguments, kind: _Kind) -> Any:
         """Return the whole batch's result from parts. If it raises `_NotInParts`, state is restored."""
