@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,27 @@ def test_what_follows_is_what_would_have_followed() -> None:
     snapshot.restore()
     train(sample, optimizer, steps=2)
     assert_same(state(sample, optimizer), expected)
+
+
+def test_copies_that_are_larger_than_the_room_are_in_files(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    view = torch.arange(40.0)[4:10]
+    model.register_buffer("view", view)
+    optimizer = torch.optim.Adam(model.parameters())
+    before = copy.deepcopy(model.state_dict())
+    for room in (0, 1 << 20):
+        snapshot = Snapshot([model], [optimizer], folder=tmp_path, room=room)
+        files = [one.stat().st_size for one in tmp_path.iterdir()]
+        assert bool(files) == (room == 0)
+        assert all(size < 4000 for size in files)
+        assert not files or not snapshot.kept()
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+        view.zero_()
+        snapshot.restore()
+        assert_same(model.state_dict(), before)
+        snapshot.forget()
+        assert not [*tmp_path.iterdir()]
 
 
 def test_it_can_be_restored_twice() -> None:

@@ -6,11 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torchtrim
 from torchtrim import TrainStep
-from torchtrim.certify.noise import CHANCE, SEEDS, factor, spread, spreads
+from torchtrim.certify.noise import CHANCE, CLEAR, SEEDS, factor, spread, spreads
 from torchtrim.runner.perturbed import Perturbed, perturb
 from torchtrim.runner.settings import precision
 
@@ -33,6 +37,15 @@ def test_a_certificate_keeps_its_chance_of_error() -> None:
     assert false_alarms(CHANCE, 1) <= 6
     expected = 0.04 / 2 * VERDICTS
     assert 0.5 * expected <= false_alarms(0.04, 2) <= expected + 4 * expected**0.5
+
+
+def test_what_one_run_lets_through_all_runs_do() -> None:
+    runs = torch.randn(spreads(SEEDS) + 1, VERDICTS, generator=torch.Generator().manual_seed(3))
+    most = factor(1, spreads(SEEDS), 0.5)
+    clear = runs[0].abs() <= CLEAR * most * runs[1].abs()
+    within = runs[0].abs() <= most * runs[1:].square().mean(0).sqrt()
+    assert 0.3 < float(clear.float().mean()) < 0.9
+    assert bool(within[clear].all())
 
 
 def test_the_tail_is_students() -> None:
@@ -68,6 +81,23 @@ def test_inputs_of_sums_move_by_more_and_statistics_are_still_written() -> None:
     assert abs(float(summed)) < 1e-10
     assert norm.running_mean is not None
     assert float(norm.running_mean.abs().max()) > 0
+
+
+def test_distributed_tensors_move_in_their_parts() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        values = torch.linspace(0.1, 0.9, 64, dtype=torch.float64)
+        layer = nn.Module()
+        layer.weight = nn.Parameter(DTensor.from_local(values.clone(), mesh, [Shard(0)]))
+        with Perturbed(1):
+            scaled = (layer.weight * 1.5).to_local()
+        perturb(layer, 1, lambda value: value)
+    finally:
+        dist.destroy_process_group()
+    for one, other in ((scaled, values * 1.5), (layer.weight.to_local(), values)):
+        assert bool((one != other).all())
+        torch.testing.assert_close(one, other, rtol=1e-15, atol=0.0)
 
 
 def test_equal_modules_are_perturbed_alike() -> None:

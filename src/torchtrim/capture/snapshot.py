@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ class Snapshot:
     optimizers and random generators, including those of modules.
 
     `values=False` does not copy tensor elements, which would double the memory: enough for dry runs. Copies
-    are on the host.
+    are on the host, or in files of the folder, if one is given, where they would take more bytes than `room`.
     """
 
     def __init__(
@@ -33,6 +34,8 @@ class Snapshot:
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         values: bool = True,
+        folder: Path | None = None,
+        room: float = 0,
     ) -> None:
         self._values = values
         self._roots = (*modules,)
@@ -44,8 +47,11 @@ class Snapshot:
         self._random = random_state()
         holders: list[Any] = [[m.parameters, m.buffers, m.tensors] for m in self._modules]
         holders += [[one.groups, list(one.states.values())] for one in self._optimizers]
+        tensors = [*tensors_in(holders)]
+        large = sum(one.nbytes for one in tensors if not is_lazy(one)) > room
+        self._folder = folder if large else None
         with torch.no_grad():
-            for tensor in tensors_in(holders):
+            for tensor in tensors:
                 self._keep(tensor)
 
     def restore(self) -> None:
@@ -60,6 +66,13 @@ class Snapshot:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         set_random_state(self._random)
+
+    def forget(self) -> None:
+        """Free the copies. Whoever lists `kept` storages may outlive the need for them."""
+        for kept in self._tensors.values():
+            kept.forget()
+        for parts in (self._modules, self._optimizers, self._tensors, self._gradients):
+            parts.clear()
 
     def kept(self) -> list[Any]:
         """Return storages that only this snapshot keeps alive: its copies, and originals since replaced."""
@@ -77,7 +90,8 @@ class Snapshot:
             )
         if id(tensor) in self._tensors:
             return
-        self._tensors[id(tensor)] = _KeptTensor(tensor, self._values)
+        file = None if self._folder is None else self._folder / f"copy-{len(self._tensors)}"
+        self._tensors[id(tensor)] = _KeptTensor(tensor, self._values, file)
         if tensor.is_leaf:
             self._gradients.append((tensor, tensor.grad))
             if tensor.grad is not None:
@@ -85,14 +99,19 @@ class Snapshot:
 
 
 class _KeptTensor:
-    def __init__(self, tensor: torch.Tensor, values: bool) -> None:
+    def __init__(self, tensor: torch.Tensor, values: bool, file: Path | None) -> None:
         self._tensor = tensor
         self.memory = tensor.detach()
         self._requires_grad = tensor.requires_grad
         self._strided = tensor.layout is torch.strided
         self._overlaps = self._strided and 0 in tensor.stride()
         source: Any = self.memory.untyped_storage() if self._overlaps else self.memory
-        self._value: Any = _host_copy(source) if values else None
+        self._file = file if values and self._strided and not self._overlaps else None
+        self._value: Any = None
+        if self._file is not None:
+            torch.save(_alone(source), self._file)
+        elif values:
+            self._value = _host_copy(source)
 
     def copied(self) -> dict[int, Any]:
         if self._value is None:
@@ -103,10 +122,17 @@ class _KeptTensor:
         tensor, memory = self._tensor, self.memory
         if tensor.dtype != memory.dtype or (self._strided and not tensor.is_set_to(memory)):
             tensor.data = memory
-        if self._value is not None:
-            (memory.untyped_storage() if self._overlaps else tensor).copy_(self._value)
+        value = self._value
+        if self._file is not None:
+            value = torch.load(self._file, mmap=True, weights_only=True)
+        if value is not None:
+            (memory.untyped_storage() if self._overlaps else tensor).copy_(value)
         if tensor.is_leaf:
             tensor.requires_grad = self._requires_grad
+
+    def forget(self) -> None:
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
 
 
 class _KeptModule:
@@ -161,6 +187,13 @@ def _host_copy(source: Any) -> Any:
     if isinstance(source, torch.UntypedStorage):
         return source.cpu()  # type: ignore[no-untyped-call]
     return source.to("cpu", copy=True)
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor on the host in memory of its own: a file would get all that a view shares."""
+    host = tensor.cpu()
+    whole = host.untyped_storage().nbytes() == host.numel() * host.element_size()
+    return host if whole else host.clone()
 
 
 def _in_use(

@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_map
 
 from torchtrim.dispatch.modes import tensors_among
+from torchtrim.dispatch.storages import parts_of
 from torchtrim.emulator.device import current
 
 _POOL = 131_071
 """Signs that are drawn once and used from random places. A prime, so that rows do not repeat them."""
-_LOOKED_AT = 64
+_LOOKED_AT = 1024
 """Values of a tensor that are looked at: if one of them is a whole number, all whole numbers stay."""
 _TYPES = (torch.float32, torch.float64)
 _EXACT_NAMES = """
@@ -65,6 +66,8 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # such as a DTensor, which calls operators on its parts
         kwargs = kwargs or {}
         kind = self._kinds.get(func)
         if kind is None:
@@ -108,7 +111,7 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             looked_at = flat[:: max(1, len(flat) // _LOOKED_AT)]
             still = flat.clone() if bool((looked_at == looked_at.round()).any()) else None
             for rows, signs in self._in_rows(flat):
-                rows.addcmul_(rows, signs, value=step)
+                rows.mul_(signs.mul(step).add_(1.0))  # infinity stays, which a sum would not leave
             if still is not None:
                 torch.where(still == still.round(), still, flat, out=flat)
             if flat.data_ptr() != tensor.data_ptr():
@@ -224,7 +227,8 @@ def perturb(root: nn.Module, seed: int, upcast: Callable[[torch.Tensor], torch.T
     mode = Perturbed(seed)
     with torch.no_grad():
         for tensor in (*root.parameters(), *root.buffers()):
-            tensor.copy_(mode.moved(tensor))
+            for part in parts_of(tensor):
+                part.copy_(mode.moved(part))
 
     def of_input(value: Any) -> Any:
         return mode.moved(upcast(value)) if isinstance(value, torch.Tensor) else value

@@ -156,7 +156,9 @@ class StepMeasure:
             self._idled, self._alive = False, reachable_bytes()
         ours = self._ours()
         self._ours_bytes = storage_bytes(ours, counted_device(self._setting.device))
-        scans = request.measured and number <= request.warmup and not request.compiles
+        # A script may end before its step to record, but not if it ran unplanned before.
+        early = 0 if self._setting.script and request.plan is None else request.warmup
+        scans = request.measured and early <= number <= request.warmup and not request.compiles
         records = request.searches or scans
         if records or number == request.traced:
             watching = self._watching if request.measured else None
@@ -199,9 +201,10 @@ class StepMeasure:
         if recording is None:
             watched = self._watched or NOTHING
             before = self._alive if watched.before is None else watched.before
-            step.peak_bytes = before - self._ours_bytes + watched.peak if watched.peak else 0
+            known = watched.peak and before
+            step.peak_bytes = before - self._ours_bytes + watched.peak if known else 0
             step.reserved_bytes, step.left_bytes = watched.reserved, watched.end
-            self._alive += watched.end
+            self._alive += watched.end if known else 0
             return
         trial, number = self._trial, len(self._trial.steps)
         if number == trial.request.traced:

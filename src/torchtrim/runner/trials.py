@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from torchtrim.runner.session import Session
 from torchtrim.runner.settings import precision
 from torchtrim.runner.worker import ScriptTask
 from torchtrim.runner.written import Leftovers
+from torchtrim.stream.growth import host_bytes
 
 Model = TrainStep | Inference
 Workload = Script | Model
@@ -177,7 +179,8 @@ def _run_live(workload: Model, request: Request, folder: Path, progress: Progres
     dry = request.dry
     # Sharding changes a model for good, so that model was made for the estimate.
     models = () if request.sharding is not None else (workload.model,)
-    snapshot = Snapshot(models, workload.optimizers if models else (), values=not dry)
+    optimizers = workload.optimizers if models else ()
+    snapshot = Snapshot(models, optimizers, values=not dry, folder=folder, room=_room())
     setting = Setting(request.device or "", "", str(Path.cwd()))
     if request.total > 1 and not dry:
         workload.prepare()
@@ -227,6 +230,15 @@ def _run_live(workload: Model, request: Request, folder: Path, progress: Progres
             parameter.data = parameter.data.to(before)
         workload.turn(0)
         snapshot.restore()
+        snapshot.forget()
+
+
+def _room() -> float:
+    """Return the bytes that copies of a live model may take of the host: half of what is left."""
+    with contextlib.suppress(Unsupported):
+        used, total = host_bytes()
+        return (total - used) / 2
+    return math.inf
 
 
 def _run_steps(workload: Model, session: Session, dtype: torch.dtype | None) -> None:
