@@ -4,8 +4,9 @@ python -m bench.fault_sizes [MODEL ...] [--seeds 0 1] [--only KIND] [--json]
 
 A program is a model of `bench.clean` with an optimizer, in float64: in float32 most faults of 1e-9 change
 no bit. A fault multiplies something by 1 + size. The sound program has the same hooks, with size 0. Of each
-fault, the size is bisected by powers of ten: the smallest that is NOT EQUAL, taking larger ones as seen. Each
-run replaces the programs of the result that it is asked for.
+fault, the size is bisected by powers of ten: the smallest that is NOT EQUAL, taking larger ones as seen.
+Beside an update: how much of it float64 rounds away. Each run replaces the programs of the result that it is
+asked for.
 """
 
 from __future__ import annotations
@@ -141,13 +142,28 @@ def smallest(name: str, seed: int, kind: str) -> dict[str, Any]:
             seen = middle
         else:
             missed, verdict = middle, one.verdict
-    return {"seen": seen, "below": verdict}
+    found = {"seen": seen, "below": verdict}
+    return found | ({"noise": own_noise(name, seed)} if kind == "update" else {})
+
+
+def own_noise(name: str, seed: int) -> float:
+    """Return float64's own rounding of an update, relative to it: a parameter is larger than its update."""
+    step = step_of(name, seed, "", 0.0)
+    parameter = step.model.matrices[-1]
+    before = parameter.detach().clone()
+    step.step(0)
+    change = float((parameter.detach() - before).abs().max())
+    return torch.finfo(torch.float64).eps * float(before.abs().max()) / change
 
 
 def summary(rows: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:
     """Return how many faults are seen at each size."""
-    exponents = [cell["seen"] for row in rows.values() for cell in row.values()]
+    cells = [cell for row in rows.values() for cell in row.values()]
+    exponents = [cell["seen"] for cell in cells]
     return {
+        "seen_at_1e-9_or_100_times_float64s_noise": sum(
+            10.0 ** -cell["seen"] <= max(1e-9, 100 * cell.get("noise", 0.0)) for cell in cells
+        ),
         "programs": len(rows),
         "faults": len(exponents),
         "seen": {f"1e-{e}": sum(one >= e for one in exponents) for e in range(2, SMALLEST + 1)},
