@@ -15,8 +15,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import torchtrim
 from torchtrim import TrainStep
 from torchtrim.certify.noise import CHANCE, CLEAR, SEEDS, factor, spread, spreads
+from torchtrim.records.trial import Request
 from torchtrim.runner.perturbed import Perturbed, perturb
 from torchtrim.runner.settings import precision
+from torchtrim.workflows.verify import verify_pair
 
 QUANTITIES = 40
 VERDICTS = 10_000
@@ -69,6 +71,17 @@ def test_results_move_by_one_unit_and_whole_numbers_stay() -> None:
     assert float(gaps.max()) <= 2**-51
     assert torch.equal(counts, torch.full((5,), 2.0, dtype=torch.float64))
     assert bool((torch.sign(one - values * 1.5) == -torch.sign(other - values * 1.5)).all())
+
+
+def test_infinities_stay() -> None:
+    scores = torch.linspace(0.1, 0.9, 100_000, dtype=torch.float64)
+    scores[[7, 70_001]] = -torch.inf
+    for seed in (1, -1):
+        with Perturbed(seed):
+            shares = scores.softmax(-1)
+            moved = scores * 1.5
+        assert bool(shares.isfinite().all())
+        assert int(moved.isinf().sum()) == 2
 
 
 def test_inputs_of_sums_move_by_more_and_statistics_are_still_written() -> None:
@@ -139,6 +152,19 @@ def test_a_gradient_that_is_rounding_hides_no_fault(optimizer: str) -> None:
     assert found.verdict == "NOT EQUAL"
     if sound.sees:
         assert max(sound.sees.values()) < 1e-9
+
+
+def test_one_perturbed_run_decides_on_a_sum_in_another_order() -> None:
+    def halves(x: torch.Tensor) -> torch.Tensor:
+        return sum(half.square().sum() for half in x.chunk(2)) / x.numel()  # type: ignore[return-value]
+
+    said: list[str] = []
+    steps = (model("AdamW", loss) for loss in (plain, halves))
+    request = Request(steps=1, measured=False)
+    found = verify_pair(*steps, request, progress=said.append).report.certificate
+    assert found is not None
+    assert found.verdict == "ROUNDING"
+    assert said.count("looking closer, in float64: step 1 of 3") == 3
 
 
 def test_an_update_is_compared_where_gradients_are_more_than_rounding() -> None:
