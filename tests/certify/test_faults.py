@@ -25,7 +25,7 @@ ALL = list(faults.faults())
 def test_each_has_a_source_and_a_place_in_its_program() -> None:
     assert len(ALL) >= 60
     for fault in ALL:
-        assert fault.source.startswith("https://")
+        assert fault.source.startswith("https://github.com/")
         right, wrong = fault.texts
         assert right != wrong
 
