@@ -106,10 +106,12 @@ class _KeptTensor:
         self._strided = tensor.layout is torch.strided
         self._overlaps = self._strided and 0 in tensor.stride()
         source: Any = self.memory.untyped_storage() if self._overlaps else self.memory
-        self._file = file if values and self._strided and not self._overlaps else None
+        plain = type(self.memory) is torch.Tensor and self._strided and not self._overlaps
+        filed = values and plain and tensor.numel() > 0
+        self._file = file if filed else None
         self._value: Any = None
         if self._file is not None:
-            torch.save(_alone(source), self._file)
+            self._mapped().copy_(source)
         elif values:
             self._value = _host_copy(source)
 
@@ -124,11 +126,19 @@ class _KeptTensor:
             tensor.data = memory
         value = self._value
         if self._file is not None:
-            value = torch.load(self._file, mmap=True, weights_only=True)
+            value = self._mapped()
         if value is not None:
             (memory.untyped_storage() if self._overlaps else tensor).copy_(value)
         if tensor.is_leaf:
             tensor.requires_grad = self._requires_grad
+
+    def _mapped(self) -> torch.Tensor:
+        """Return the elements in the file, which this maps into memory, and creates at first."""
+        memory = self.memory
+        flat = torch.from_file(
+            str(self._file), shared=True, size=memory.numel(), dtype=memory.dtype, device="cpu"
+        )
+        return flat.view(memory.shape)
 
     def forget(self) -> None:
         if self._file is not None:
@@ -187,13 +197,6 @@ def _host_copy(source: Any) -> Any:
     if isinstance(source, torch.UntypedStorage):
         return source.cpu()  # type: ignore[no-untyped-call]
     return source.to("cpu", copy=True)
-
-
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor on the host in memory of its own: a file would get all that a view shares."""
-    host = tensor.cpu()
-    whole = host.untyped_storage().nbytes() == host.numel() * host.element_size()
-    return host if whole else host.clone()
 
 
 def _in_use(
