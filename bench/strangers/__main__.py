@@ -203,17 +203,23 @@ def _ran(scratch: Path) -> dict[str, dict[str, Any]]:
 
 
 def _save_unseen(scratch: Path) -> None:
-    """Write what ran here, with the remarks on programs, those that could not run among them."""
-    known = {row["name"]: row for row in machine.saved("unseen").get("programs", ())}
-    found = {**known, **_ran(scratch)}
+    """Write what ran here; the page has what ran elsewhere too, and remarks on what could not run."""
+    own = {row["name"]: row for row in machine.saved("unseen").get("programs", ())}
+    own.update(_ran(scratch))
+    machine.save("unseen", {"programs": list(own.values())})
+    found = {row["name"]: row for row in _elsewhere("unseen")} | own
     rows = []
     for program in programs("unseen.toml"):
         row = found.get(program.name)
         if row or program.remark:
-            own = {"name": program.name, "kind": program.kind, "verbs": {}}
-            rows.append({**own, **(row or {}), "remark": program.remark})
-    machine.save("unseen", {"programs": rows})
-    write_unseen_page(rows, machine.saved("trained-unseen").get("programs", ()))
+            empty = {"name": program.name, "kind": program.kind, "verbs": {}}
+            rows.append({**empty, **(row or {}), "remark": program.remark})
+    trained = machine.saved("trained-unseen").get("programs", ())
+    write_unseen_page(rows, [*_elsewhere("trained-unseen"), *trained])
+
+
+def _elsewhere(name: str) -> list[dict[str, Any]]:
+    return [row for one in machine.saved_elsewhere(name) for row in one.get("programs", ())]
 
 
 def _saved_here() -> list[dict[str, Any]]:
@@ -233,8 +239,8 @@ def _write(name: str, own: list[dict[str, Any]]) -> None:
     }
     rows = _in_order({**found, **{row["name"]: row for row in own}})
     if name == "strangers":
-        trained = [machine.saved("trained"), *machine.saved_elsewhere("trained")]
-        write_page(rows, [row for one in trained for row in one.get("programs", ())])
+        own_trained = machine.saved("trained").get("programs", ())
+        write_page(rows, [*own_trained, *_elsewhere("trained")])
     else:
         write_ranks_page(rows)
 

@@ -3,7 +3,8 @@
 A run is stopped after a few steps, and another begins where the script begins: it must not find the folder
 that `os.makedirs` made in the one before, nor go on from its checkpoint. Python's audit events and
 `torch.save` tell what a process creates, and what it is about to change, of which a copy is kept. What is
-written before the first step may be a download or a cache: it stays, unless a later run fails for it.
+created before the first step may be a download or a costly cache: it stays if the script has connected to
+another machine, started a program or taken seconds until then, unless a later run fails for it.
 Other programs (`subprocess`) and libraries that open files in C are not heard, nor is what is hidden, or
 outside of the working folder and the script's project.
 """
@@ -16,6 +17,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +30,8 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _MOST_BYTES = (
     2**30
 )  # Arbitrary; a copy of more takes seconds and fills the disk of temporary files.
+_COSTLY_SECONDS = 3.0  # Arbitrary: about what a run takes anyway.
+_FROM_ELSEWHERE = ("socket.connect", "subprocess.Popen", "os.system")
 _PATHS = {
     "os.mkdir": ((0, 2),),
     "os.rmdir": ((0, 1),),
@@ -37,11 +41,14 @@ _PATHS = {
     "os.link": ((1, 3),),
 }
 """Where paths, and the descriptors of their folders, are in the arguments of audit events."""
-_What = Literal["created", "changed", "removed"]
+_What = Literal["created", "changed", "removed", "cheap"]
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A path that a run was about to create, change or, if a folder, remove. `copy`: the file before."""
+    """A path that a run was about to create, change or, if a folder, remove. `copy`: the file before.
+
+    `cheap`, without a path: what was created before the first step is made again in no time.
+    """
 
     path: str
     what: _What
@@ -56,11 +63,13 @@ class Writing:
         self._folder = folder.resolve()
         self._homes = [Path(home).resolve() for home in homes]
         self._known: dict[tuple[Path, bool], _What] = {}
-        self._in_steps = False
+        self._in_steps = self._is_costly = False
+        self._began = 0.0
         self._ours = threading.local()
 
     def install(self) -> None:
         """Begin to listen, until the process ends."""
+        self._began = time.monotonic()
         sys.addaudithook(self._heard)
         opened: Any = torch.serialization._open_zipfile_writer
 
@@ -75,9 +84,14 @@ class Writing:
 
     def step_begins(self) -> None:
         """Note that the script trains from now on."""
+        seconds = time.monotonic() - self._began
+        if not self._in_steps and not self._is_costly and seconds < _COSTLY_SECONDS:
+            self._log(Entry("", "cheap", in_steps=True))
         self._in_steps = True
 
     def _heard(self, event: str, args: tuple[Any, ...]) -> None:
+        if event in _FROM_ELSEWHERE:
+            self._is_costly = True
         if event == "open":
             if not isinstance(args[2], int) or not args[2] & _WRITES:
                 return
@@ -104,7 +118,9 @@ class Writing:
             what = "removed" if path.is_dir() else "changed"
         copy = self._copied(path) if what == "changed" else ""
         self._known[key] = what
-        entry = Entry(str(path), what, self._in_steps, copy)
+        self._log(Entry(str(path), what, self._in_steps, copy))
+
+    def _log(self, entry: Entry) -> None:
         with (self._folder / _LOG).open("ab") as log:
             log.write(msgspec.json.encode(entry) + b"\n")
 
@@ -131,7 +147,7 @@ def _path_of(name: Any, folder: Any = -1) -> Path:
 
 
 class Leftovers:
-    """What the runs of scripts left of what they wrote before their first steps."""
+    """What the runs of scripts left: what they created before their first steps at a cost."""
 
     def __init__(self) -> None:
         self._left: dict[object, list[Entry]] = {}
@@ -142,9 +158,10 @@ class Leftovers:
         return bool(self._left.get(script))
 
     def settle(self, script: object, folder: Path) -> None:
-        """Put back what the run in this folder wrote in its steps, and note what it wrote before them."""
+        """Put back what the run in this folder wrote, and note what is costly to make again."""
         found = list(_entries(folder))
-        before = [one for one in found if not one.in_steps and script not in self._none_left]
+        keeps = script not in self._none_left and all(one.what != "cheap" for one in found)
+        before = [one for one in found if keeps and not one.in_steps]
         self._left.setdefault(script, []).extend(before)
         _put_back([one for one in found if one not in before])
 
