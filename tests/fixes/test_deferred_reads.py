@@ -82,6 +82,17 @@ ACCUMULATED_BODIES = {
         correct += (row > 0).sum().item()
     return correct, n
 """,
+    "powers in branches": """
+    total = 0
+    for i, row in enumerate(x):
+        if i % 2:
+            norm = row.norm()
+            total += norm.item()**2
+        else:
+            total += row.abs().sum().item() * n
+    total = float(total) + 1
+    return total
+""",
     "several epochs": """
     out = []
     for epoch in range(n):
@@ -146,6 +157,21 @@ def test_accumulated_read_is_refused(body: str, reason: str) -> None:
         inputs,
         reason,
     )
+
+
+def test_a_power_of_unknown_exponent_is_not_sure_to_be_real() -> None:
+    code = "def function(x, n):\n    t = 0.0\n    for v in x:\n        t += v.item() ** n\n    return t\n"
+    rewrite = proving.fixed(ACCUMULATED_READ, code, {"x": torch.rand(3), "n": 2.0})
+    assert "complex" in rewrite.risk
+
+
+def test_a_name_with_another_value_later_has_its_own_sum() -> None:
+    code = proving.code_of(
+        "def function(x, n):\n",
+        "t = 0\nfor v in x:\n    t += v.item()**2\nt = [float(t)]\nt = t[0] ** 0.5\nreturn t",
+    )
+    rewrite = proving.fixed(ACCUMULATED_READ, code, {"x": torch.rand(3), "n": 1})
+    assert [edit.text for edit in rewrite.edits] == ["t += v.detach().double()**2"]
 
 
 def test_accumulated_read_waits_once() -> None:

@@ -144,3 +144,17 @@ def test_it_waits_no_more(
     waits, left = proving.syncs_go(fix, code, {"x": torch.ones(3)})
     assert waits >= before
     assert left == 0
+
+
+@pytest.mark.parametrize(
+    ("test", "raised", "written"),
+    [
+        ("not x.isfinite().all()", "ValueError(f'{x}')", "torch._assert_async(x.isfinite().all())"),
+        ("x.isnan().any().item()", "E('bad')", "torch._assert_async(~x.isnan().any(), 'bad')"),
+    ],
+)
+def test_a_check_that_raises_is_shown_on_the_device(test: str, raised: str, written: str) -> None:
+    code = f"import torch\ndef f(x):\n    if {test}:\n        raise {raised}\n"
+    rewrite = proving.unseen(DEVICE_ASSERT, code)
+    assert rewrite.advice
+    assert [edit.text for edit in rewrite.edits] == [written]

@@ -12,6 +12,7 @@ import torch
 import draws
 from fixes import proving
 from torchtrim.fixes.repeats import KNOWN_REPEATS, REPEATED_LIST
+from torchtrim.source.facts import FixRefused
 
 LIST_HEAD = "import torch\ndef function(lengths, size):\n"
 
@@ -141,3 +142,40 @@ def test_known_repeats_waits_no_more() -> None:
     code = f"{KNOWN_HEAD}    return {CALLS[0]}\n"
     before, after = proving.syncs_go(KNOWN_REPEATS, code, {"x": torch.ones(2, 2), "n": [1, 2]})
     assert before - after == 2
+
+
+SELECTED = """mask = x > 0
+chosen = x[mask]
+rows = torch.arange(len(x)).repeat_interleave(mask.sum(dim=1))
+return chosen, rows
+"""
+
+
+def make_selected(rng: random.Random) -> Iterator[proving.Inputs]:
+    width = rng.choice((1, 3))
+    for _ in range(proving.DRAWS):
+        yield {"x": proving.floating(rng, (rng.choice((1, 4)), width), torch.float32)}
+
+
+def test_counts_of_a_mask_add_up_to_what_it_selects() -> None:
+    code = proving.code_of("import torch\ndef function(x):\n", SELECTED)
+    assert proving.prove(KNOWN_REPEATS, code, make_selected, structures=40).reaches(160)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["mask[0] = True", "mask = ~mask", "chosen = chosen[1:]", "x.keep(mask)"],
+)
+def test_a_mask_or_selection_that_may_change_is_refused(line: str) -> None:
+    body = SELECTED.replace("rows =", f"{line}\nrows =")
+    code = proving.code_of("import torch\ndef function(x):\n", body)
+    with pytest.raises(FixRefused, match="may not know the length"):
+        proving.unseen(KNOWN_REPEATS, code)
+
+
+def test_the_size_of_a_tensor_beside_the_repeats_is_for_a_person_to_confirm() -> None:
+    body = "m = m.repeat_interleave(count, dim=d)\nreturn x - m"
+    code = proving.code_of("import torch\ndef function(x, m, count, d):\n", body)
+    rewrite = proving.unseen(KNOWN_REPEATS, code)
+    assert [edit.text for edit in rewrite.edits] == [", output_size=x.size(d)"]
+    assert "adds up to" in rewrite.advice

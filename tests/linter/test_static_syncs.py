@@ -388,3 +388,84 @@ def test_an_annotated_function_gives_what_it_computes() -> None:
     code = f"import torch\n{every}def f(x):\n    if every(x): pass\n"
     assert lines(code.format("x.sum() == x.numel()")) == [5]
     assert lines(code.format("x")) == []
+
+
+LOOP = """
+import torch
+from loggers import logger
+def train(model, loader, n, log_every):
+    for epoch in range(n):
+        for step, x in enumerate(loader):
+            loss = torch.relu(x).sum()
+            loss.backward()
+            model.optimizer.step()
+            {}
+                print(loss.item())
+        print(f"{{loss:.3f}} {{loss.item()}}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "often"),
+    [
+        ("if step % log_every == 0:", False),
+        ("if not (step + 1) % 100 and n:", False),
+        ("if step == 0 or step % model.every == 0:", False),
+        ("if step % 2 == 0:", True),
+        ("if step % log_every != 0:", True),
+        ("if n % len(x) == 0:", True),
+        ("with torch.no_grad():", True),
+    ],
+)
+def test_what_runs_every_so_many_steps_or_once_an_epoch_is_left_out(test: str, often: bool) -> None:
+    assert lines(LOOP.format(test)) == ([11] if often else [])
+
+
+def test_what_follows_microbatches_runs_in_each_step() -> None:
+    code = LOOP.format("if step % log_every == 0:")
+    assert lines(code.replace("model.optimizer.step()", "pass")) == [12, 12]
+    assert lines(code.replace("enumerate(loader)", "range(n)").replace("step, x", "x")) == [12, 12]
+
+
+@pytest.mark.parametrize(
+    ("test", "stored", "cached"),
+    [
+        ("self.k is None", "self.k", True),
+        ("'k' not in self.kept", "self.kept['k']", True),
+        ("(k := self.kept.get('k')) is None", "self.kept['k']", True),
+        ("self.k is None", "self.other", False),
+        ("x.grad is None", "x.grad", False),
+        ("k is None", "k", False),
+    ],
+)
+def test_the_filling_of_a_cache_is_left_out(test: str, stored: str, cached: bool) -> None:
+    code = f"import torch\ndef f(self, x: torch.Tensor, k):\n    if {test}:\n        {stored} = x.tolist()\n"
+    assert lines(code) == ([] if cached else [4])
+
+
+def test_helpers_around_synchronize_and_data_of_tensors() -> None:
+    code = """
+    from accelerators import device_synchronize
+    def f(xs, y):
+        device_synchronize()
+        return max(x.data.abs().max() for x in xs), y.data.cpu(), y.data.sum()
+    """
+    assert lines(code) == [4, 5, 5]
+
+
+def test_a_sampler_of_indices_works_on_the_host_and_one_of_images_does_not() -> None:
+    code = "import torch\nclass MySampler:\n    def {}(self, x: torch.Tensor):\n        x.item()\n"
+    assert lines(code.format("__iter__")) == []
+    assert lines(code.format("sample")) == [4]
+
+
+def test_what_goes_backward_is_a_tensor_whatever_an_annotation_says() -> None:
+    code = """
+    def total(x) -> float:
+        return x.sum()
+    def f(x):
+        loss = total(x)
+        loss.backward()
+        return loss.item()
+    """
+    assert lines(code) == [7]

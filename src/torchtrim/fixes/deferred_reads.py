@@ -12,6 +12,8 @@ from torchtrim.rewriter.reads import (
     gives_int,
     need_reads,
     on_device,
+    risk_of,
+    together,
     widest_loop,
 )
 from torchtrim.rewriter.replace import (
@@ -21,7 +23,14 @@ from torchtrim.rewriter.replace import (
     torch_of,
 )
 from torchtrim.source.facts import Facts, FixRefused, of_part
-from torchtrim.source.names import assigned_to, literal_stores, loads, only_reads, stores
+from torchtrim.source.names import (
+    assigned_to,
+    lifetime,
+    literal_stores,
+    loads,
+    only_reads,
+    stores,
+)
 from torchtrim.source.nodes import function_of
 from torchtrim.source.source import Loop, SourceFile, within
 from torchtrim.source.transfers import has_own_text
@@ -46,9 +55,36 @@ def _grade(computed: Computed) -> Equivalence:
 
 
 def _sums(source: SourceFile) -> Iterator[Match]:
+    """Yield one match for all sums in a loop that change the same name."""
+    done: set[ast.AST] = set()
     for node in source.each(ast.AugAssign):
-        if isinstance(node.op, ast.Add | ast.Sub):
-            yield from _match(ACCUMULATED_READ, source, node, node.value)
+        if node in done or source.loop(node) is None or not _computed(source, node):
+            continue
+        same, computed = _same(source, node)
+        done |= set(same)
+        yield Match(
+            fix=ACCUMULATED_READ,
+            source=source,
+            node=node,
+            parts=computed.parts,
+            syncs=tuple(read.node for read in computed.reads),
+        )
+
+
+def _computed(source: SourceFile, node: ast.AST) -> Computed | None:
+    is_sum = isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add | ast.Sub)
+    return computed_of(node.value, source) if is_sum else None
+
+
+def _same(source: SourceFile, node: ast.AugAssign) -> tuple[list[ast.AugAssign], Computed]:
+    """Return the sums of reads in the innermost loop that change the name that a node does, as one."""
+    loop = source.loop(node)
+    name = node.target.id if isinstance(node.target, ast.Name) else ""
+    outer = [source.parents[store] for store in (stores(loop, name) if loop is not None else ())]
+    every = [one for one in outer if isinstance(one, ast.AugAssign)]
+    if not every or not all(_computed(source, one) for one in every):
+        every = [node]
+    return every, together(filter(None, (_computed(source, one) for one in every)))
 
 
 def _added(match: Match, facts: Facts) -> Writing:
@@ -61,22 +97,24 @@ def _added(match: Match, facts: Facts) -> Writing:
     name = node.target.id
     loop = widest_loop(source, node, name)
     starts = _starts(source, node, name, loop)
-    computed = _needed(match, facts, node.value)
+    computed = _same(source, node)[1]
+    need_reads(match, facts, computed)
     integral = gives_int(facts, computed) and int in starts
     if integral and float in starts:
         raise FixRefused(f"`{name}` starts as an integer in one place and as a float in another")
     edits = _sum_edits(
         match, facts, loop, computed, integral=integral, float_only=starts == {float}
     )
-    return Writing(edits, equivalence=_grade(computed))
+    return Writing(edits, risk_of(computed), equivalence=_grade(computed))
 
 
 def _starts(source: SourceFile, node: ast.AugAssign, name: str, loop: Loop) -> set[type]:
-    if not (literals := literal_stores(source, source.function(node), name)):
+    if not (literals := literal_stores(source, lifetime(source, node, name), name)):
         raise FixRefused(f"`{name}` does not start as a literal number such as 0.0")
+    own = _same(source, node)[0]
     for store in stores(loop, name):
         outer = source.parents[store]
-        if isinstance(outer, ast.AugAssign) and outer is not node:
+        if isinstance(outer, ast.AugAssign) and outer not in own:
             raise FixRefused(f"line {outer.lineno} changes `{name}` in the same loop")
     return {type(literal.value) for literal in literals}
 
@@ -92,23 +130,31 @@ def _sum_edits(
     plain = integral or float_only or _is_only_divided(source, node, loop)
     if plain:
         read, imports = f"{'int' if integral else 'float'}({name})", ()
-    text = on_device(source, node.value, computed, facts, ".long()" if integral else ".double()")
-    sign = "+" if isinstance(node.op, ast.Add) else "-"
-    if plain and (not facts.seen or _are_flat(facts, computed)):
-        return (
-            TextEdit.of(source, node, f"{name} {sign}= {text}"),
-            *_plain_reads(source, node, loop, read),
-        )
-    if not isinstance(node.value, ast.Call):
-        text = f"({text})"
-    edits = [TextEdit.of(source, node, f"{name} = {name} {sign} {text}"), *imports]
-    inner, every = loads(loop, name), loads(source.function(node), name)
+    cast = ".long()" if integral else ".double()"
+    grows = plain and (not facts.seen or _are_flat(facts, computed))
+    edits = [
+        _sum(source, one, on_device(source, one.value, computed, facts, cast), grows=grows)
+        for one in _same(source, node)[0]
+    ]
+    if grows:
+        return (*edits, *_plain_reads(source, node, loop, read))
+    edits += imports
+    inner, every = loads(loop, name), loads(lifetime(source, node, name), name)
     for use in inner:
         _need_own_text(source, use)
         edits.append(TextEdit.of(source, use, read if plain else f"({read})"))
     if len(inner) < len(every) or isinstance(source.function(node), ast.Module):
         edits.append(insert_after(source, loop, f"{name} = {read}"))
     return tuple(edits)
+
+
+def _sum(source: SourceFile, node: ast.AugAssign, text: str, *, grows: bool) -> TextEdit:
+    """Return the edit of one sum; unless it `grows` in place, its name gets a new tensor."""
+    name, sign = source.segment(node.target), "+" if isinstance(node.op, ast.Add) else "-"
+    if grows:
+        return TextEdit.of(source, node, f"{name} {sign}= {text}")
+    text = text if isinstance(node.value, ast.Call) else f"({text})"
+    return TextEdit.of(source, node, f"{name} = {name} {sign} {text}")
 
 
 def _are_flat(facts: Facts, computed: Computed) -> bool:
@@ -122,13 +168,15 @@ _FEW = 2
 
 
 def _is_only_divided(source: SourceFile, node: ast.AugAssign, loop: Loop) -> bool:
-    """Return True if each use of the sum that may still be its initial integer divides it, to a float."""
+    """Return True if each use of the sum that may still be its initial integer makes it a float."""
     assert isinstance(node.target, ast.Name)
     name, function = node.target.id, source.function(node)
-    uses = [use for use in loads(function, name) if not _is_summed(source, use, node, loop)]
+    every = loads(lifetime(source, node, name), name)
+    uses = [use for use in every if not _is_summed(source, use, node, loop)]
     outer = [source.parents[use] for use in uses]
     divided = (
-        isinstance(one, ast.BinOp) and isinstance(one.op, ast.Div) and one.left is use
+        function_of(one) == "float"
+        or (isinstance(one, ast.BinOp) and isinstance(one.op, ast.Div) and one.left is use)
         for one, use in zip(outer, uses, strict=True)
     )
     return not isinstance(function, ast.Module) and len(outer) <= _FEW and all(divided)
@@ -141,23 +189,28 @@ def _plain_reads(
     assert isinstance(node.target, ast.Name)
     name, function = node.target.id, source.function(node)
     inner = loads(loop, name)
-    outer = [use for use in loads(function, name) if use not in inner]
+    outer = [use for use in loads(lifetime(source, node, name), name) if use not in inner]
     alone = isinstance(function, ast.Module)
     if alone or len(outer) > _FEW or not all(has_own_text(source, use) for use in outer):
         yield insert_after(source, loop, f"{name} = {read}")
         outer = []
     for use in (*inner, *outer):
         _need_own_text(source, use)
+        if function_of(source.parents[use]) == "float":
+            continue
         summed = _is_summed(source, use, node, loop)
         yield TextEdit.of(source, use, f"{name}.item()" if summed else read)
 
 
 def _is_summed(source: SourceFile, use: ast.Name, node: ast.AugAssign, loop: Loop) -> bool:
-    """Return True if a use runs only after the sum in the same iteration, with no other value in between."""
+    """Return True if a use runs only after the one sum in the same iteration, with no other value in
+    between."""
     block = source.block(node)
     if not any(within(use, later) for later in block[block.index(node) + 1 :]):
         return False
     others = [store for store in stores(loop, use.id) if source.parents[store] is not node]
+    if any(isinstance(source.parents[store], ast.AugAssign) for store in others):
+        return False
     repeated = source.loop(use) is not source.loop(node)
     between = range(source.end(node), source.start(use))
     return not any(repeated or source.start(store) in between for store in others)
@@ -178,9 +231,13 @@ ACCUMULATED_READ: Fix = Fix(
     Python does, so it is the same number: `total += loss.detach().double()`. Counts stay integers. The sum is
     read where its number is used: `print(total.item())` in the loop, `float(total)` after it.
 
-    Also applies to sums of products, `total += loss.item() * n`. Refused if other code may see `total` in the
-    meantime: an attribute, a name of an inner function, a `try` that continues. If the sum contains a
-    division by a number, the device may round differently.
+    Also applies to sums of products and powers, `total += norm.item() ** 2`, and to several sums of one name.
+    If the sum contains a power, or a division by a number, the device may round differently. An exponent that
+    is no small positive integer needs `--unsafe-fixes`: where Python gives a complex number or an error, the
+    device gives NaN or infinity.
+
+    Refused if other code may see `total` in the meantime: an attribute, a name of an inner function, a `try`
+    that continues.
     """,
     codes=("TT101",),
     equivalence="ROUNDING",
@@ -210,7 +267,8 @@ def _kept(match: Match, facts: Facts) -> Writing:
     computed = _needed(match, facts, node.args[0])
     for number in range(len(computed.reads)):
         facts.only("the type", of_part(f"L{number}", lambda seen: seen.dtype), "")
-    return Writing(_list_edits(match, facts, computed, loop), equivalence=_grade(computed))
+    edits = _list_edits(match, facts, computed, loop)
+    return Writing(edits, risk_of(computed), equivalence=_grade(computed))
 
 
 def _check_list(source: SourceFile, target: ast.Name, loop: Loop) -> None:

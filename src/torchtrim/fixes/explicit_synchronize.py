@@ -2,20 +2,23 @@
 
 PyTorch itself orders all work on a stream, and waits where a value is read. An explicit wait for the whole
 device is needed for clocks, memory statistics, the program's own streams and events, non-blocking copies to
-the host, several processes, and other libraries that use the device. A file that mentions one of these keeps
-it.
+the host, several processes, and other libraries that use the device. In a file that mentions one of these,
+and where a helper of the project is called, such as `get_accelerator().synchronize()`, the line is only shown
+as a diff to copy.
 
-Refused there. To measure time, record two events and read `elapsed_time` later; the host need not wait.
+Refused in a function that reads a clock. To measure time, record two events and read `elapsed_time` later;
+the host need not wait.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
 from torchtrim.source.facts import Facts, FixRefused
-from torchtrim.source.nodes import find_all, name_set
+from torchtrim.source.nodes import called, find_all, name_set
 from torchtrim.source.source import SourceFile
 
 _CLOCKS = name_set("""
@@ -30,33 +33,41 @@ _OTHERS = name_set("""
     tensorrt onnxruntime triton pycuda
 """)
 _NAMES = ("torch.cuda.synchronize", "torch.accelerator.synchronize")
+_HELPERS = re.compile(r"synchronize|(device|cuda|torch)_synchronize")
 
 
 def _find(source: SourceFile) -> Iterator[Match]:
-    for node in source.calls("synchronize"):
+    for node in source.each(ast.Call):
         statement = source.parents[node]
-        if source.dotted(node.func) in _NAMES and isinstance(statement, ast.Expr):
-            yield Match(fix=FIX, source=source, node=statement, parts={})
+        name = source.dotted(node.func) or ""
+        if name in _NAMES or (_HELPERS.fullmatch(called(node.func)) and not node.args):
+            form = name if name in _NAMES else ""
+            if isinstance(statement, ast.Expr):
+                yield Match(fix=FIX, source=source, node=statement, parts={}, form=form)
 
 
 def _write(match: Match, facts: Facts) -> Writing:
     source, statement = match.source, match.node_as(ast.Expr)
-    if clock := sorted(_CLOCKS & source.words):
+    function = source.function(statement)
+    if clock := sorted(_CLOCKS & {called(part) for part in ast.walk(function)}):
         raise FixRefused(
-            f"`{clock[0]}` in this file reads a clock. Record two `torch.cuda.Event(enable_timing=True)` "
+            f"`{clock[0]}` in this function reads a clock. Record two `torch.cuda.Event(enable_timing=True)` "
             "and read `start.elapsed_time(end)` later, or wait only where times are read"
         )
-    if other := sorted(_OTHERS & source.words):
-        raise FixRefused(f"`{other[0]}` in this file may rely on it")
-    if len(list(find_all(statement, ast.Call))) > 1:
+    advice = (
+        "" if match.form else "unless the helper does more, or other streams need it, leave it out"
+    )
+    if other := sorted((_OTHERS | _CLOCKS) & source.words):
+        advice = f"`{other[0]}` in this file may rely on it. If nothing does, leave it out"
+    if match.form and len(list(find_all(statement, ast.Call))) > 1:
         raise FixRefused("its argument is computed, which may have a side effect")
     start, end = source.start(statement), source.end(statement)
     blanks = source.indentation(statement)
     rest = source.text[end:].partition("\n")[0]
     if blanks is None or rest.strip() or len(source.block(statement)) == 1:
-        return Writing((TextEdit(start, end, "pass"),))
+        return Writing((TextEdit(start, end, "pass"),), advice=advice)
     after = min(end + len(rest) + 1, len(source.text))
-    return Writing((TextEdit(start - len(blanks), after, ""),))
+    return Writing((TextEdit(start - len(blanks), after, ""),), advice=advice)
 
 
 FIX = Fix(codes=("TT104",), equivalence="BITWISE", find=_find, write=_write)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, of_forms
 from torchtrim.rewriter.replace import added_keyword, atom, replace, torch_of
+from torchtrim.source.branches import is_elif
 from torchtrim.source.facts import Facts, FixRefused, is_floating, is_tensor
 from torchtrim.source.nodes import constant_of, find_all, keywords_of, name_set, negated
 from torchtrim.source.source import SourceFile
@@ -120,13 +121,27 @@ def _find_device_assert(source: SourceFile) -> Iterator[Match]:
         if any(one.attr in _TESTS for one in attributes) and not isinstance(test, ast.BoolOp):
             yield Match(fix=DEVICE_ASSERT, source=source, node=node, parts={"C": test})
 
+    for node in source.each(ast.If):
+        raised = node.body[0]
+        attributes = [one.attr for one in find_all(node.test, ast.Attribute)]
+        alone = len(node.body) == 1 and not node.orelse and not is_elif(source, node)
+        if alone and isinstance(raised, ast.Raise) and not _TESTS.isdisjoint(attributes):
+            test = negated(node.test) or node.test
+            read = read_of(test, source)
+            if not isinstance(test, ast.BoolOp):
+                parts = {"C": read.tensor if read is not None else test}
+                yield Match(fix=DEVICE_ASSERT, source=source, node=node, parts=parts)
+
 
 def _write_device_assert(match: Match, facts: Facts) -> Writing:
-    node, source = match.node_as(ast.Assert), match.source
+    node, source = match.node, match.source
     facts.need(
         f"`{match.text('C')[:60]}` is a one-element boolean tensor",
         lambda v: is_single(v.C) and v.C.dtype == "bool",
     )
+    if isinstance(node, ast.If):
+        return _checked_later(match, node)
+    assert isinstance(node, ast.Assert)
     message = ""
     if node.msg is not None:
         if not isinstance(constant_of(node.msg), str):
@@ -143,6 +158,21 @@ def _write_device_assert(match: Match, facts: Facts) -> Writing:
     return Writing((edit, *imports), risk)
 
 
+def _checked_later(match: Match, node: ast.If) -> Writing:
+    """Return the check of `if not x.isfinite(): raise` on the device, for a person to copy."""
+    source, raised = match.source, node.body[0]
+    assert isinstance(raised, ast.Raise)
+    words = getattr(raised.exc, "args", [])
+    message = source.segment(words[0]) if words and isinstance(constant_of(words[0]), str) else ""
+    test = match.text("C") if negated(node.test) else f"~{atom(source, match.parts['C'])}"
+    torch, imports = torch_of(source)
+    text = f"{torch}._assert_async({test}{message and ', '}{message})"
+    return Writing(
+        (TextEdit.of(source, node, text), *imports),
+        advice="it raises, so the host must know. The device can check, and fail later with another error",
+    )
+
+
 DEVICE_ASSERT: Fix = Fix(
     name="device_assert",
     doc="""`assert (a >= b).all(), "message"` becomes `torch._assert_async(...)`, which the device checks.
@@ -150,7 +180,7 @@ DEVICE_ASSERT: Fix = Fix(
     Applied only with `--unsafe-fixes`: if the assertion fails, the error comes later than the statement, at
     the host's next wait, and on CUDA the process cannot use the device afterwards, so the error cannot be
     caught. While it holds, the results are the same. Python's `-O` removes the original but not the
-    replacement.
+    replacement. `if not loss.isfinite(): raise ...` raises another error, so there it is only a diff to copy.
     """,
     codes=("TT101",),
     equivalence="BITWISE",

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 from collections.abc import Iterator
 
 from torchtrim.rewriter.fix import Fix, Match, Writing, of_forms
 from torchtrim.rewriter.replace import added_keyword, replace
 from torchtrim.source.facts import Facts, FixRefused, are_lengths, is_number, is_tensor
 from torchtrim.source.forms import match_form, places
-from torchtrim.source.names import is_private, loads, only_reads, parameters, stores
-from torchtrim.source.nodes import constant_of, function_of, keywords_of
+from torchtrim.source.names import (
+    assigned_name,
+    assignment_before,
+    is_private,
+    loads,
+    only_reads,
+    parameters,
+    stores,
+)
+from torchtrim.source.nodes import constant_of, function_of, keywords_of, receiver
 from torchtrim.source.source import Function, SourceFile
 
 _ROWS = "torch.tensor([[A] * N + [B] * (S - N) for N in L], **REST)"
@@ -99,7 +108,9 @@ def _find_known_repeats(source: SourceFile) -> Iterator[Match]:
         assert isinstance(match.node, ast.Call)
         known = source.dotted(match.node.func) in (None, "torch.repeat_interleave")
         if known and "output_size" not in keywords_of(match.node):
-            yield match
+            counted = receiver(match.parts["R"], ("sum",))
+            mask = {"M": counted} if isinstance(counted, ast.Name) else {}
+            yield dataclasses.replace(match, parts={**match.parts, **mask})
 
 
 def _write_known_repeats(match: Match, facts: Facts) -> Writing:
@@ -107,10 +118,19 @@ def _write_known_repeats(match: Match, facts: Facts) -> Writing:
     facts.need(
         f"`{match.text('R')[:60]}` is a tensor", lambda v: is_tensor(v.R) and len(v.R.shape) == 1
     )
+    if (selected := _selected(match)) is not None:
+        match.need(facts, "M", "is a boolean mask", lambda seen: seen.dtype == "bool", static=True)
+        return Writing((added_keyword(source, node, f"output_size=len({selected})"),))
     if (numbers := _numbers(match)) is None:
-        raise FixRefused(
-            "the host may not know the length. If it does, write `output_size=n`, the sum of "
-            f"`{match.text('R')[:40]}`"
+        if (size := _size_beside(match)) is None:
+            raise FixRefused(
+                "the host may not know the length. If it does, write `output_size=n`, the sum of "
+                f"`{match.text('R')[:40]}`"
+            )
+        counts = match.text("R")[:40]
+        return Writing(
+            (added_keyword(source, node, f"output_size={size}"),),
+            advice=f"if `{counts}` adds up to `{size}`, which the code after it suggests, the host knows",
         )
     size = f"output_size=sum({numbers}) if len({numbers}) != 1 else None"
     return Writing((added_keyword(source, node, size),))
@@ -147,6 +167,48 @@ def _numbers(match: Match) -> str | None:
     return numbers.id if safe else None
 
 
+def _selected(match: Match) -> str | None:
+    """Return the name of `x[mask]`, whose length is the sum of the counts `mask.sum(1)`, or None."""
+    source, mask = match.source, match.parts.get("M")
+    function = source.function(match.node)
+    if not isinstance(mask, ast.Name) or not is_private(source, function, mask.id):
+        return None
+    made = assignment_before(source, mask.id, source.statement(match.node))
+    kept = len(stores(function, mask.id)) == 1 and made is not None
+    if not kept or not all(_only_selects(source, use) for use in loads(function, mask.id)):
+        return None
+    for use in loads(function, mask.id):
+        outer = source.parents[use]
+        name = assigned_name(source.statement(use)) if isinstance(outer, ast.Subscript) else None
+        if name is None or len(stores(function, name)) > 1:
+            continue
+        chosen = assignment_before(source, name, source.statement(match.node))
+        if chosen is not None and chosen.value is outer:
+            return name
+    return None
+
+
+def _only_selects(source: SourceFile, use: ast.Name) -> bool:
+    outer = source.parents[use]
+    return (isinstance(outer, ast.Subscript) and outer.slice is use) or only_reads(source, use)
+
+
+def _size_beside(match: Match) -> str | None:
+    """Return the size of the tensor that the repeats are combined with in arithmetic, or None."""
+    source, node = match.source, match.node_as(ast.Call)
+    name = assigned_name(source.statement(node))
+    words = keywords_of(node)
+    dim = words.get("dim", match.keywords["REST"][0].value if match.keywords.get("REST") else None)
+    for use in loads(source.function(node), name) if name and dim is not None else ():
+        outer = source.parents[use]
+        if isinstance(outer, ast.BinOp) and use.lineno > node.lineno:
+            beside = outer.left if outer.right is use else outer.right
+            if isinstance(beside, ast.Name) and beside.id != name:
+                assert dim is not None
+                return f"{beside.id}.size({source.segment(dim)})"
+    return None
+
+
 def _only_listed(source: SourceFile, use: ast.Name) -> bool:
     outer = source.parents[use]
     if isinstance(outer, ast.Call) and use in outer.args:
@@ -161,10 +223,12 @@ KNOWN_REPEATS: Fix = Fix(
 
     The result's length is the sum of the counts, which are on the device, so the host waits. If the same
     function created `counts` from a list, `torch.tensor(numbers)`, that length is the sum of the list. A list
-    of one number may apply to all rows: then the device is read, as before.
+    of one number may apply to all rows: then the device is read, as before. The sum of `mask.sum(1)` is the
+    length of `x[mask]`.
 
-    Refused if the code does not show that the host knows the length: a wrong size goes undetected, and memory
-    outside the result is read or written. The reason contains the line to write.
+    Where the result is combined with another tensor, whose size it then has to have, that size is shown as a
+    diff to copy. Refused if the code does not show that the host knows the length: a wrong size goes
+    undetected, and memory outside the result is read or written. The reason contains the line to write.
     """,
     codes=("TT102", "TT101"),
     equivalence="BITWISE",

@@ -264,6 +264,7 @@ class KindInference(KindScope):
         left, right = self.value(node.left), self.value(node.right)
         if isinstance(node.op, ast.Mult) and isinstance(node.left, ast.List) and right.waits:
             self.wait("item", node)
+            return left
         return computed(left, right, node.op)
 
     def _unary(self, node: ast.UnaryOp) -> ValueKind:

@@ -80,6 +80,10 @@ _PLAIN_CALLS = name_set("""
     len isinstance hasattr issubclass id type callable hash ord chr dict open input bin hex oct
     divmod vars dir pow
 """)
+_SYNCHRONIZING = name_set("synchronize device_synchronize cuda_synchronize torch_synchronize")
+"""Helpers of projects around `torch.cuda.synchronize`, by the names that they have there."""
+_OF_DATA = name_set("abs bfloat16 cpu cuda double float half norm")
+"""Methods that `x.data` has only if `x` is a tensor."""
 _ELEMENTS = name_set("list tuple set sorted reversed iter")
 _NUMBERS = {"tolist": sequence(PLAIN), "item": PLAIN}
 
@@ -92,7 +96,10 @@ def called_name(scope: KindScope, function: ast.Name, call: InferredCall) -> Val
     if name in scope.file.returns:
         return scope.file.returns[name]
     if name in scope.file.imports:
-        return scope.file.outside(scope.file.imports[name])
+        full = scope.file.imports[name]
+        if full.rpartition(".")[2] in _SYNCHRONIZING and not call.args:
+            scope.wait("synchronize", call.node)
+        return scope.file.outside(full)
     return _builtin(scope, name, call)
 
 
@@ -156,6 +163,8 @@ def called_on(
     scope: KindScope, owner: ast.expr, receiver: ValueKind, method: str, call: InferredCall
 ) -> ValueKind:
     """Infer a method call on a receiver; `owner` is the receiver's expression."""
+    if method == "backward" and receiver.what == "plain":
+        _mark_tensor(scope, owner)  # whatever an annotation says
     if receiver.what == "tensor":
         return called_method(receiver, method, call)
     if receiver.what in ("plain", "array"):
@@ -201,7 +210,9 @@ def _of_unknown(scope: KindScope, owner: ast.expr, method: str, call: InferredCa
     if method in names.ONLY_TENSORS:
         _mark_tensor(scope, owner)
         return called_method(tensor(), method, call)
-    if _is_of_a_tensor(scope, method, call) or (method == "item" and _is_loss(owner)):
+    if _is_of_a_tensor(scope, owner, method, call) or (method == "item" and _is_loss(owner)):
+        if scope.kinds is not None:
+            scope.kinds[owner] = tensor()
         return called_method(tensor(), method, call)
     if method in names.DEVICE_TENSORS:
         call.wait("new-tensor", call.node)
@@ -219,11 +230,13 @@ def _of_unknown(scope: KindScope, owner: ast.expr, method: str, call: InferredCa
     return DTYPE if method == "get_default_dtype" else UNKNOWN
 
 
-def _is_of_a_tensor(scope: KindScope, method: str, call: InferredCall) -> bool:
-    """Return True if a method that arrays share belongs to a tensor: it has `dim=`, or the file uses no
-    arrays."""
+def _is_of_a_tensor(scope: KindScope, owner: ast.expr, method: str, call: InferredCall) -> bool:
+    """Return True if a method that arrays share belongs to a tensor: it has `dim=`, it is called on `x.data`,
+    or the file uses no arrays."""
     if "dim" in call.words:
         return method in names.METHODS
+    if method in _OF_DATA and isinstance(owner, ast.Attribute) and owner.attr == "data":
+        return True
     plain = not call.args and not call.words and not scope.file.has_arrays
     return plain and (method in names.REDUCTIONS or method == "item")
 

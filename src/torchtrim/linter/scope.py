@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,12 +20,15 @@ _NEVER = name_set("""
 _DEVICES = ("cuda", "xpu", "gpu", "npu")
 _PLAIN_TYPES = name_set("int float bool str list tuple dict bytes set Number Integral Real")
 _IS_TENSOR = ("is_tensor", "is_torch_tensor")
+_SELDOM = 10  # arbitrary: code that runs at most every so many steps costs little
+_COUNTER = re.compile(r"(\w*_)?(step|iter|iteration|iter_num|epoch)")
+_PERIOD = re.compile(r"log|print|freq|interval|every|display|report|period", re.IGNORECASE)
 Names = tuple[tuple[str, ValueKind], ...]
 
 
 class Guard(NamedTuple):
-    """Facts that a condition implies: True if its branch never runs on a device (when true, when false), and
-    the kinds of names in each branch."""
+    """Facts that a condition implies: True if its branch runs rarely, or never on a device (when true, when
+    false), and the kinds of names in each branch."""
 
     true: bool = False
     false: bool = False
@@ -46,6 +50,8 @@ def guard(test: ast.expr) -> Guard:
         return _call(test)
     if isinstance(test, ast.Compare) and len(test.ops) == 1:
         return _compared(test.left, test.ops[0], test.comparators[0])
+    if _is_remainder(test):
+        return Guard(false=True)
     name = called(test)
     if name == "TYPE_CHECKING" or name in _NEVER:
         return Guard(true=True)
@@ -96,9 +102,13 @@ def _instance(name: str, types: ast.expr) -> Guard:
 
 
 def _compared(left: ast.expr, operator: ast.cmpop, right: ast.expr) -> Guard:
-    """Handle `x.device.type == "cpu"` and `device != torch.device("cuda")`."""
+    """Handle `x.device.type == "cpu"`, `device != torch.device("cuda")` and `step % 100 == 0`."""
     if not isinstance(operator, ast.Eq | ast.NotEq | ast.In | ast.NotIn):
         return NONE
+    counted = isinstance(right, ast.Constant) and _COUNTER.fullmatch(called(left)) is not None
+    if isinstance(operator, ast.Eq | ast.NotEq) and (counted or _is_remainder(left)):
+        is_equal = isinstance(operator, ast.Eq)
+        return Guard(true=is_equal, false=not is_equal)
     named = called(left) in ("type", "device", "device_type") or "device" in called(left)
     values = _texts(right)
     if not named or not values:
@@ -109,6 +119,37 @@ def _compared(left: ast.expr, operator: ast.cmpop, right: ast.expr) -> Guard:
     on_device = devices.pop()
     equal = isinstance(operator, ast.Eq | ast.In)
     return Guard(true=on_device != equal, false=on_device == equal)
+
+
+def _is_remainder(node: ast.expr) -> bool:
+    """Return True for `step % 100` and `i % log_interval`: of a large number, or by name of steps."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mod):
+        return False
+    if isinstance(node.right, ast.Constant):
+        return isinstance(node.right.value, int) and node.right.value >= _SELDOM
+    counts = any(_COUNTER.fullmatch(called(part)) for part in ast.walk(node.left))
+    return counts or _PERIOD.search(called(node.right)) is not None
+
+
+def fills_cache(node: ast.If) -> bool:
+    """Return True for `if self.x is None: self.x = ...` and `if k not in cache: cache[k] = ...`."""
+    test = node.test
+    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Is | ast.NotIn):
+        return False
+    left, right = test.left, test.comparators[0]
+    missing = isinstance(test.ops[0], ast.NotIn)
+    looked_up = right if missing else left.value if isinstance(left, ast.NamedExpr) else left
+    if isinstance(looked_up, ast.Call) and called(looked_up.func) == "get":
+        looked_up, missing = getattr(looked_up.func, "value", looked_up), True
+    kept = ast.unparse(looked_up)
+    stored = (target for one in node.body if isinstance(one, ast.Assign) for target in one.targets)
+    return any(
+        isinstance(target, ast.Subscript if missing else ast.Attribute | ast.Subscript)
+        and ast.unparse(target.value if missing else target) == kept
+        and not kept.endswith(".grad")
+        for target in stored
+        if isinstance(target, ast.Attribute | ast.Subscript)
+    )
 
 
 def _texts(node: ast.expr) -> list[str]:

@@ -1,7 +1,8 @@
 """Finds the host-device syncs of a source, inferred from the source alone.
 
-Skips code that runs once or not on a device: constructors, loading and saving, branches for the CPU, for
-tracing or for scripting, data sets and collators, and code that only raises an error.
+Skips code that runs rarely or not on a device: constructors, loading and saving, branches of every N steps,
+the end of an epoch, the filling of caches, branches for the CPU, for tracing or for scripting, data sets and
+collators, and code that only raises an error.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torchtrim.linter.scope import (
     FileFacts,
     Outside,
     changing,
+    fills_cache,
     guard,
     is_self,
 )
@@ -80,7 +82,8 @@ _ONCE = re.compile(
     r"compute_(\w+_)?parameters"
 )
 _FOR_HOST = re.compile(
-    r"\w*(Dataset|Sampler|Tokenizer|Processor\w*|FeatureExtractor|Collator\w*|DataLoader)"
+    r"\w*(Dataset|Tokenizer|Processor\w*|FeatureExtractor|Collator\w*|DataLoader)|"
+    r"(Distributed|Batch|Random|Sequential|WeightedRandom|SubsetRandom)?Sampler"
 )
 _ON_HOST = re.compile(
     r"_?(torch_)?(collate|pad_collate)\w*|__getitem__|default_data_collator|_?preprocess\w*|"
@@ -197,7 +200,14 @@ class _Walk:
 
     def _block(self, body: Iterable[ast.stmt]) -> bool:
         """Walk statements. Return True if the code after them is unreachable."""
-        return any(_STATEMENTS[type(statement)](self, statement) for statement in body)
+        statements = list(body)
+        for at, statement in enumerate(statements, 1):
+            if _STATEMENTS[type(statement)](self, statement):
+                return True
+            if _is_epoch(statement) and not any(map(_trains, statements[at:])):
+                with self._infer.silent():
+                    return self._block(statements[at:])
+        return False
 
     def _assign(self, node: ast.Assign) -> None:
         kind = self._infer.held(node.value)
@@ -239,7 +249,7 @@ class _Walk:
         implied = guard(node.test)
         before = dict(self._infer.env)
         self._infer.narrow(implied.when_true)
-        with self._infer.silent(implied.true):
+        with self._infer.silent(implied.true or fills_cache(node)):
             true_ends = self._block(node.body)
         true = self._infer.env
         self._infer.env = before
@@ -327,6 +337,7 @@ class _Walk:
                 self._block([statement])
         self._infer.env = outer
         for_host = _FOR_HOST.fullmatch(node.name) is not None or _has_base(node, _FOR_HOST)
+        for_host |= node.name.endswith("Sampler") and "__iter__" in facts.returns
         pipeline = _has_base(node, _PIPELINE)
         methods = [statement for statement in node.body if isinstance(statement, Function)]
         methods.sort(key=lambda method: method.name != "__init__")
@@ -407,6 +418,17 @@ def _with_defaults(arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr
     without = len(by_place) - len(arguments.defaults)
     yield from zip(by_place, [*[None] * without, *arguments.defaults], strict=True)
     yield from zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+
+
+def _is_epoch(node: ast.stmt) -> bool:
+    """Return True for a loop over batches that trains: what follows it runs once per epoch."""
+    counted = isinstance(node, ast.For) and called(getattr(node.iter, "func", node)) == "range"
+    return isinstance(node, ast.For) and not counted and _trains(node, "backward", "step")
+
+
+def _trains(node: ast.stmt, *methods: str) -> bool:
+    used = {part.attr for part in find_all(node, ast.Attribute)}
+    return used.issuperset(methods or ("backward",))
 
 
 def merged(one: Environment, other: Environment) -> Environment:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from torchtrim.records.probes import ObservedValue
 from torchtrim.rewriter.fix import Find, Match, TextEdit, applied, with_parts
@@ -19,7 +20,7 @@ from torchtrim.source.facts import (
     is_tensor,
     of_part,
 )
-from torchtrim.source.names import is_private, loads, parameters, stores
+from torchtrim.source.names import is_private, lifetime, loads, parameters, stores
 from torchtrim.source.nodes import (
     called,
     constant_of,
@@ -30,9 +31,10 @@ from torchtrim.source.nodes import (
     name_set,
 )
 from torchtrim.source.operations import is_pure
-from torchtrim.source.source import Function, Loop, SourceFile, spot
+from torchtrim.source.source import Function, Loop, SourceFile, spot, within
 from torchtrim.source.transfers import Read, is_single, read_of
 
+_LARGE_POWER = 5  # a float32 to a smaller one fits into 64 bits, where Python raises no error
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div)
 _TRUTH = name_set("""
     eq ne lt le gt ge equal not_equal less less_equal greater greater_equal isnan isinf isfinite
@@ -42,16 +44,18 @@ _TRUTH = name_set("""
 
 @dataclass(frozen=True)
 class Computed:
-    """An expression of reads and numbers such as `loss.item() * n`, and its divisions by a number."""
+    """An expression of reads and numbers such as `norm.item() ** 2 * n`, its divisions by a number, and the
+    exponents in it."""
 
     reads: tuple[Read, ...]
     numbers: tuple[ast.expr, ...]
     divisions: tuple[ast.BinOp, ...]
+    exponents: tuple[ast.expr, ...]
 
     @property
     def exact(self) -> bool:
-        """True without a division by a number."""
-        return not self.divisions
+        """True without a division by a number, and without powers."""
+        return not self.divisions and not self.exponents
 
     @property
     def parts(self) -> dict[str, ast.expr]:
@@ -60,8 +64,22 @@ class Computed:
         return tensors | {f"K{n}": number for n, number in enumerate(self.numbers)}
 
 
+def together(every: Iterable[Computed]) -> Computed:
+    """Return several expressions as one."""
+    reads, numbers, divisions, exponents = zip(
+        *((one.reads, one.numbers, one.divisions, one.exponents) for one in every), strict=True
+    )
+    return Computed(
+        tuple(chain(*reads)),
+        tuple(chain(*numbers)),
+        tuple(chain(*divisions)),
+        tuple(chain(*exponents)),
+    )
+
+
 def computed_of(node: ast.expr, source: SourceFile) -> Computed | None:
-    """Return the reads and numbers of a sum, difference, product or quotient; None for another expression."""
+    """Return the reads and numbers of a sum, difference, product, quotient or power; None for another
+    expression."""
     leaves = list(_leaves(node, source))
     reads = tuple(leaf for leaf in leaves if isinstance(leaf, Read))
     numbers = tuple(leaf for leaf in leaves if not isinstance(leaf, Read))
@@ -69,8 +87,10 @@ def computed_of(node: ast.expr, source: SourceFile) -> Computed | None:
         return None
     if any(read_of(part, source) for number in numbers for part in ast.walk(number)):
         return None
-    operators = (one for one in find_all(node, ast.BinOp) if isinstance(one.op, ast.Div))
-    return Computed(reads, numbers, tuple(one for one in operators if one.right in numbers))
+    operators = [one for one in find_all(node, ast.BinOp) if one.right in numbers]
+    divisions = tuple(one for one in operators if isinstance(one.op, ast.Div))
+    exponents = tuple(one.right for one in operators if isinstance(one.op, ast.Pow))
+    return Computed(reads, numbers, divisions, exponents)
 
 
 def _leaves(node: ast.expr, source: SourceFile) -> Iterator[Read | ast.expr]:
@@ -82,6 +102,10 @@ def _leaves(node: ast.expr, source: SourceFile) -> Iterator[Read | ast.expr]:
             yield from _leaves(node.right, source)
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         yield from _leaves(node.operand, source)
+    elif (
+        isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and read_of(node.left, source)
+    ):
+        yield from (*_leaves(node.left, source), node.right)
     else:
         yield read_of(node, source) or node
 
@@ -101,6 +125,8 @@ def need_reads(match: Match, facts: Facts, computed: Computed) -> None:
             facts.leave_open(
                 f"`{match.text(part)[:60]}` is a count, so that its sum does not overflow"
             )
+        if computed.exponents:
+            match.need(facts, part, "is of floats", is_floating)
     for number in range(len(computed.numbers)):
         match.need(facts, f"K{number}", "is a Python number", is_number)
     facts.only("the device", lambda v: v.L0.device, "")
@@ -108,6 +134,14 @@ def need_reads(match: Match, facts: Facts, computed: Computed) -> None:
         tensors = (getattr(values, f"L{n}", None) for n in range(len(computed.reads)))
         if len({tensor.device for tensor in tensors if tensor is not None}) > 1:
             raise FixRefused("its tensors are on several devices")
+
+
+def risk_of(computed: Computed) -> str:
+    """Say what a power on the device may do otherwise than on the host, or return `""`."""
+    usual = (constant_of(one) for one in computed.exponents)
+    if all(type(one) is int and 0 < one < _LARGE_POWER for one in usual):
+        return ""
+    return "a power that Python makes complex, or refuses, is NaN or infinite on the device"
 
 
 def _readable(seen: ObservedValue, cast: str) -> bool:
@@ -165,9 +199,10 @@ def on_device(
     edits = [
         TextEdit.of(source, read.node, atom(source, read.tensor) + _casts(facts, n, read, cast))
         for n, read in enumerate(computed.reads)
+        if within(read.node, node)
     ]
     for part in computed.divisions:
-        if not constant_of(part.right):
+        if within(part, node) and not constant_of(part.right):
             at = source.text.index("/", source.end(part.left))
             edits.append(TextEdit(at, at + 1, "*"))
             edits.append(TextEdit.of(source, part.right, f"(1 / {atom(source, part.right)})"))
@@ -189,13 +224,14 @@ def widest_loop(source: SourceFile, statement: ast.stmt, name: str) -> Loop:
     Raises `FixRefused` if code outside the function may see the name in the meantime.
     """
     function, loop = source.function(statement), source.loop(statement)
+    part = lifetime(source, statement, name)
     if loop is None:
         raise FixRefused("it is not in a loop")
     if isinstance(function, ast.Lambda) or not is_private(source, function, name):
         raise FixRefused(f"an inner function, or `global`, may see `{name}` in the meantime")
     if name in parameters(function):
         raise FixRefused(f"`{name}` is an argument, so its initial value is unknown here")
-    used = [*loads(function, name), *stores(function, name)]
+    used = [*loads(part, name), *stores(part, name)]
     while (outer := source.loop(loop)) is not None:
         if set(used) & (set(ast.walk(outer)) - set(ast.walk(loop))):
             break

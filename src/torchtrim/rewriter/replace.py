@@ -116,7 +116,7 @@ def atom(source: SourceFile, node: ast.expr) -> str:
 
 def instead(source: SourceFile, node: ast.expr, text: str) -> TextEdit:
     """Return the edit that replaces an expression, with parentheses if needed."""
-    loose = not isinstance(form(text), _ATOMS) and not _stands_alone(source, node)
+    loose = not isinstance(form(f"({text})"), _ATOMS) and not _stands_alone(source, node)
     return TextEdit.of(source, node, f"({text})" if loose else text)
 
 

@@ -191,6 +191,31 @@ def assignment_before(source: SourceFile, name: str, statement: ast.stmt) -> ast
         at = outer
 
 
+def lifetime(source: SourceFile, statement: ast.stmt, name: str) -> ast.AST:
+    """Return the code in which a name keeps the value that a statement changes: from an assignment to the
+    next in the same block, or else the whole function."""
+    at: ast.AST = statement
+    while isinstance(at, ast.stmt) and not isinstance(at, Function | ast.ClassDef):
+        block = source.block(at)
+        here = block.index(at)
+        later = (one for one in block[here + 1 :] if assigned_name(one) == name)
+        before = [one for one in block[:here] if assigned_name(one) == name]
+        if before and isinstance(last := next(later, None), ast.Assign):
+            first = block.index(before[-1])
+            kept = [*block[first : block.index(last)], ast.Expr(last.value)]
+            part = ast.If(test=ast.Constant(value=True), body=kept, orelse=[])
+            return part if _stays(source, part) else source.function(statement)
+        at = source.parents[at]
+    return source.function(statement)
+
+
+def _stays(source: SourceFile, part: ast.AST) -> bool:
+    """Return True if no `break` or `continue` leaves the code."""
+    inside = set(ast.walk(part))
+    jumps = (node for node in inside if isinstance(node, ast.Break | ast.Continue))
+    return all(source.loop(jump) in inside for jump in jumps)
+
+
 def is_unshared(source: SourceFile, tensor: ast.expr, statement: ast.stmt) -> bool:
     """Return True if the tensor is fresh, or is read-only and has a single alias."""
     if is_fresh(tensor, source):
