@@ -169,3 +169,15 @@ def test_collected_reads_is_refused(found: str, reason: str) -> None:
 def test_collected_reads_waits_once() -> None:
     code = f"import torch\ndef function(x):\n{COLLECTED_BODIES['dictionary']}"
     assert proving.syncs_go(COLLECTED_READS, code, {"x": torch.ones(4, 3)}) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("between", "at_once"),
+    [("", True), ("    # why\n", False), ("    c = 1\n", False)],
+)
+def test_reads_that_are_only_assigned_are_assigned_at_once(between: str, at_once: bool) -> None:
+    head = "import torch\ndef f(x, y):\n    a = x.max().item()\n"
+    code = f"{head}{between}    b = y.max().item()\n    return a, b\n"
+    after = fixed_text("m.py", code, unsafe=True)[0]
+    assert ("    a, b = torch.stack((x.max(), y.max())).tolist()\n" in after) is at_once
+    assert "reshape" not in after

@@ -254,3 +254,12 @@ def test_a_shared_line_of_imports_refuses_only_a_fix_that_adds_an_import() -> No
         "    x = relu(x).cuda()\n    for i in range(n):\n        out.append(sum(x.tolist()))\n"
     )
     assert "if x_read is None" in fixed_text("model.py", code, unsafe=True)[0]
+
+
+def test_what_is_a_tensor_before_the_loop_is_read_there() -> None:
+    head = "import torch\ndef function(x: torch.Tensor, z: torch.Tensor):\n    y = x + 1\n"
+    loop = "    for i in range(3):\n        print(x[i].item())\n"
+    after = fixed_text("m.py", head + loop, unsafe=True)[0]
+    assert "x_read = x.flatten().tolist()\n    for" in after
+    rebound = f"{head}    if y is None:\n        x = z\n{loop}"
+    assert "x_read is None" in fixed_text("m.py", rebound, unsafe=True)[0]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torchtrim.records.probes import ObservedValue
-from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, of_forms
+from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, comments, of_forms
 from torchtrim.rewriter.reads import is_count
 from torchtrim.rewriter.replace import (
     atom,
@@ -29,7 +29,7 @@ from torchtrim.source.facts import (
     of_part,
 )
 from torchtrim.source.forms import equal
-from torchtrim.source.names import literal_stores, stores
+from torchtrim.source.names import assigned_name, literal_stores, stores
 from torchtrim.source.nodes import find_all, names_bound, names_in
 from torchtrim.source.operations import is_pure
 from torchtrim.source.source import SourceFile
@@ -202,6 +202,11 @@ def _edits(
 ) -> tuple[TextEdit, ...]:
     source = match.source
     torch, imports = torch_of(source)
+    if assigned := _assigned_at_once(source, reads, cast):
+        names = ", ".join(source.segment(one.targets[0]) for one in assigned)
+        texts = ", ".join(_text(source, facts, part, read, cast) for part, read in reads)
+        start, end = source.start(assigned[0]), source.end(assigned[-1])
+        return (TextEdit(start, end, f"{names} = {torch}.stack(({texts})).tolist()"), *imports)
     groups: list[_Group] = []
     edits = [*imports]
     for part, read in reads:
@@ -213,6 +218,21 @@ def _edits(
         name = same[0].name
         edits.append(TextEdit.of(source, read.node, f"{read.cast}({name})" if read.cast else name))
     return (*edits, insert_before(source, reads[0][1].node, _lines(source, torch, groups)))
+
+
+def _assigned_at_once(
+    source: SourceFile, reads: Sequence[tuple[str, Read]], cast: str
+) -> list[ast.Assign]:
+    """Return the consecutive statements if each only assigns one read to a name, else an empty list."""
+    outer = [source.parents[read.node] for _, read in reads]
+    every = [one for one in outer if isinstance(one, ast.Assign) and assigned_name(one)]
+    plain = not cast and not any(read.cast for _, read in reads)
+    if not plain or len(every) < len(reads) or len(set(map(assigned_name, every))) < len(every):
+        return []
+    block = source.block(every[0])
+    at = block.index(every[0])
+    between = source.text[source.start(every[0]) : source.end(every[-1])]
+    return every if block[at : at + len(every)] == every and not any(comments(between)) else []
 
 
 class _Group(NamedTuple):
@@ -241,7 +261,8 @@ def _name(source: SourceFile, read: Read, taken: Sequence[str]) -> str:
 
 
 def _text(source: SourceFile, facts: Facts, part: str, read: Read, cast: str) -> str:
-    flat = facts.holds(lambda v: not getattr(v, part).shape)
+    flat = facts.holds(shapeless := lambda v: not getattr(v, part).shape)
+    flat = flat or (not facts.seen and facts.holds_statically(shapeless) is True)
     bare = source.segment(read.tensor)
     if flat and not cast:
         return bare if not isinstance(read.tensor, ast.Tuple | ast.Starred) else f"({bare})"

@@ -72,8 +72,9 @@ def _sums(source: SourceFile) -> Iterator[Match]:
 
 
 def _computed(source: SourceFile, node: ast.AST) -> Computed | None:
-    is_sum = isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add | ast.Sub)
-    return computed_of(node.value, source) if is_sum else None
+    if not isinstance(node, ast.AugAssign) or not isinstance(node.op, ast.Add | ast.Sub):
+        return None
+    return computed_of(node.value, source)
 
 
 def _same(source: SourceFile, node: ast.AugAssign) -> tuple[list[ast.AugAssign], Computed]:

@@ -121,16 +121,21 @@ def _find_device_assert(source: SourceFile) -> Iterator[Match]:
         if any(one.attr in _TESTS for one in attributes) and not isinstance(test, ast.BoolOp):
             yield Match(fix=DEVICE_ASSERT, source=source, node=node, parts={"C": test})
 
+    yield from _raising(source)
+
+
+def _raising(source: SourceFile) -> Iterator[Match]:
+    """Yield each `if not x.isfinite(): raise ...`."""
     for node in source.each(ast.If):
-        raised = node.body[0]
         attributes = [one.attr for one in find_all(node.test, ast.Attribute)]
         alone = len(node.body) == 1 and not node.orelse and not is_elif(source, node)
-        if alone and isinstance(raised, ast.Raise) and not _TESTS.isdisjoint(attributes):
-            test = negated(node.test) or node.test
-            read = read_of(test, source)
-            if not isinstance(test, ast.BoolOp):
-                parts = {"C": read.tensor if read is not None else test}
-                yield Match(fix=DEVICE_ASSERT, source=source, node=node, parts=parts)
+        if not alone or not isinstance(node.body[0], ast.Raise) or _TESTS.isdisjoint(attributes):
+            continue
+        test = negated(node.test) or node.test
+        read = read_of(test, source)
+        if not isinstance(test, ast.BoolOp):
+            parts = {"C": read.tensor if read is not None else test}
+            yield Match(fix=DEVICE_ASSERT, source=source, node=node, parts=parts)
 
 
 def _write_device_assert(match: Match, facts: Facts) -> Writing:

@@ -28,7 +28,7 @@ from torchtrim.source.nodes import (
     names_in,
     receiver,
 )
-from torchtrim.source.operations import is_pure
+from torchtrim.source.operations import is_fresh, is_pure
 from torchtrim.source.source import Loop, SourceFile, within
 from torchtrim.source.transfers import Read, has_own_text, read_of, without_detach
 
@@ -207,7 +207,8 @@ def _read_once(match: Match, facts: Facts) -> Writing:
             "it reads a list of lists, or a tensor of one element and several dimensions"
         )
     loop, risk = _widest(match)
-    edits = _edits(match, loop, indices, copied=listed and left == 1, scalar=not listed)
+    shaped = not listed and not facts.seen
+    edits = _edits(match, loop, indices, copied=listed and left == 1, shaped=shaped)
     return Writing(edits, risk)
 
 
@@ -221,9 +222,12 @@ def _widest(match: Match) -> tuple[Loop, str]:
 
 
 def _edits(
-    match: Match, loop: Loop, indices: list[str], *, copied: bool, scalar: bool
+    match: Match, loop: Loop, indices: list[str], *, copied: bool, shaped: bool
 ) -> tuple[TextEdit, ...]:
-    """Return the edits for the read and its value: if `copied`, a list; if `scalar`, a number."""
+    """Return the edits for the read and its value: if `copied`, a list of its own.
+
+    `shaped`: rows of one element may have dimensions.
+    """
     source, node, tensor = match.source, match.node, match.parts["X"]
     if not has_own_text(source, node):
         raise FixRefused("it is inside an f-string. Assign it to a name first")
@@ -240,12 +244,51 @@ def _edits(
     if read is not None and read.cast:
         value = f"{read.cast}({value})"
     text = " ".join(line.strip() for line in atom(source, tensor).splitlines())
-    shaped = f".reshape({text}.shape[:{len(indices)}])" if scalar else ""
-    once = f"if {name} is None:\n    {name} = {text}{shaped}.tolist()"
+    if shaped:
+        many = len(indices)
+        text += ".flatten()" if many == 1 else f".reshape({text}.shape[:{many}])"
+    if _is_tensor_before(source, loop, tensor):
+        first = above(source, loop, f"{name} = {text}.tolist()")
+        return (first, TextEdit.of(source, node, value))
+    once = f"if {name} is None:\n    {name} = {text}.tolist()"
     return (
         above(source, loop, f"{name} = None"),
         insert_before(source, node, once),
         TextEdit.of(source, node, value),
+    )
+
+
+def _is_tensor_before(source: SourceFile, loop: Loop, tensor: ast.expr) -> bool:
+    """Return True if a name is used as a tensor in a statement before the loop, so that it is not None."""
+    if not isinstance(tensor, ast.Name):
+        return False
+    block = source.block(loop)
+    before = block[: block.index(loop)]
+    for statement in reversed(before):
+        if stores(statement, tensor.id):
+            return isinstance(statement, ast.Assign) and is_fresh(statement.value, source)
+        if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr | ast.Assert):
+            continue
+        for use in loads(statement, tensor.id):
+            outer = source.parents[use]
+            if isinstance(outer, ast.BinOp | ast.Attribute) and _always(source, use):
+                return True
+    return False
+
+
+def _always(source: SourceFile, use: ast.Name) -> bool:
+    """Return True if a statement always computes a part of it."""
+    around = iter(source.around(use))
+    optional = (
+        ast.IfExp,
+        ast.BoolOp,
+        ast.Lambda,
+        ast.comprehension,
+        *_COMPREHENSIONS,
+        ast.DictComp,
+    )
+    return not any(
+        isinstance(o, optional) for o in takewhile(lambda o: not isinstance(o, ast.stmt), around)
     )
 
 
@@ -256,8 +299,8 @@ INVARIANT_READ: Fix = Fix(
 
     A read in a loop waits in each iteration. If its tensor stays the same throughout the loop, one read is
     enough; if the read is of a row of such a tensor, the whole tensor is read once and the row taken on the
-    host. The read happens when it is first needed, so a loop without iterations reads nothing, as before.
-    Lists are copied, since the code that gets one may change it.
+    host. The read happens when it is first needed, unless code before the loop shows that the name is a
+    tensor. Lists are copied, since the code that gets one may change it.
 
     Applies if nothing in the loop can write to the tensor: it has a single alias that is read-only, or the
     loop calls only known functions. Otherwise it is suggested, since a function that is called might write to
