@@ -119,3 +119,59 @@ def test_its_class_may_be_in_another_file(tmp_path: Path) -> None:
 )
 def test_it_is_refused(old: str, new: str, why: str) -> None:
     proving.refuses(FIX, (METER + LOOP).replace(old, new), batches(3), why)
+
+
+PROGRESS = """
+class ProgressMeter:
+    def __init__(self, count, meters, prefix=""):
+        self.count, self.meters = count, []
+        self.meters = meters
+        self.prefix = prefix
+
+    def display(self, batch):
+        entries = [self.prefix + str(batch)]
+        entries += [str(meter) for meter in self.meters]
+        print(entries)
+
+"""
+TYPED = (
+    METER
+    + """
+    def __str__(self) -> str:
+        return ("{val:.4f} ({avg" + ":.4f})").format(**self.__dict__)
+
+"""
+)
+SHOWN = """
+def function(batches, every):
+    losses: AverageMeter = AverageMeter()
+    progress = ProgressMeter(len(batches), [losses], prefix="train")
+    for it, x in enumerate(batches):
+        loss = x.square().mean()
+        losses.update(loss.item(), len(x))
+        progress.display(it)
+    return float(losses.avg)
+"""
+
+
+def test_a_class_that_formats_its_meters_may_hold_them() -> None:
+    code = TYPED + PROGRESS + SHOWN
+    rewrite = proving.fixed(FIX, code, batches(3))
+    assert [edit.text for edit in rewrite.edits] == ["loss.detach().double()"]
+    assert proving.prove(FIX, code, make, structures=20).reaches(78)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("str(meter) for", "meter.val + 1 for"),
+        ("print(entries)", "print(self.meters[0].val > 1)"),
+        ("print(entries)", "keep(meters=self.meters)"),
+        ("self.prefix = prefix", "self.first = meters[0]"),
+        ("progress.display(it)", "show(progress)"),
+        (".format(**self.__dict__)", ".format(**self.__dict__) + 'x' * int(self.val > 1)"),
+    ],
+)
+def test_a_class_that_does_more_with_its_meters_may_not(old: str, new: str) -> None:
+    code = (TYPED + PROGRESS + SHOWN).replace(old, new)
+    proving.refuses(FIX, code, batches(3), "gives `losses` to other code")

@@ -9,23 +9,25 @@ The meter's class has to be in the project: its method may only compute with the
 attributes. A device divides by a Python number as a multiplication by its reciprocal, so an average may
 differ in its last bit.
 
-Refused if other code gets the meter, which would see tensors, and for integers, which an f-string shows
-otherwise than floats.
+Refused if other code gets the meter, which would see tensors, unless a class of the project that only formats
+its meters, such as `ProgressMeter`; and for integers, which an f-string shows otherwise than floats.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
+from torchtrim.errors import UnreadableInput
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
 from torchtrim.rewriter.reads import computed_of, need_reads, on_device
-from torchtrim.source.classes import class_of
 from torchtrim.source.facts import Facts, FixRefused, is_floating, of_part
-from torchtrim.source.names import assigned_to, is_private, loads, stores
-from torchtrim.source.nodes import constant_of, find_all, keywords_of
-from torchtrim.source.source import SourceFile
+from torchtrim.source.names import assigned_name, assigned_to, is_private, loads, stores
+from torchtrim.source.nodes import constant_of, find_all, function_of, keywords_of, method_of
+from torchtrim.source.source import SourceFile, read_source
 from torchtrim.source.transfers import has_own_text
 
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div)
@@ -61,7 +63,7 @@ def _update(source: SourceFile, call: ast.AST) -> _Update | None:
     if not isinstance(meter, ast.Name) or starred or len(read) != 1 or source.loop(call) is None:
         return None
     made = [assigned_to(source, one) for one in stores(source.function(call), meter.id)]
-    kinds = {class_of(one.func, source) if isinstance(one, ast.Call) else None for one in made}
+    kinds = {_class_of(one.func, source) if isinstance(one, ast.Call) else None for one in made}
     kind = kinds.pop() if len(kinds) == 1 else None
     methods = [one for one in kind.body if getattr(one, "name", "") == name] if kind else []
     if kind is None or len(methods) != 1 or not isinstance(methods[0], ast.FunctionDef):
@@ -166,11 +168,15 @@ def _reads(source: SourceFile, found: _Update, kept: set[str]) -> Iterator[TextE
         raise FixRefused(f"an inner function may see `{name}`")
     for use in loads(function, name):
         outer = source.parents[use]
+        if _is_only_formatted(source, found, use, kept):
+            continue
         if not isinstance(outer, ast.Attribute) or not isinstance(outer.ctx, ast.Load):
             raise FixRefused(f"line {use.lineno} gives `{name}` to other code, which needs numbers")
         call = source.parents[outer]
         if isinstance(call, ast.Call) and outer is call.func:
             _check_method(source, found, call, kept)
+        elif outer.attr in kept and function_of(source.parents[outer]) == "float":
+            continue
         elif outer.attr in kept and not _is_formatted(source, outer):
             if not has_own_text(source, outer):
                 raise FixRefused(f"line {use.lineno} computes with `{name}` inside an f-string")
@@ -209,15 +215,135 @@ def _check_method(source: SourceFile, found: _Update, call: ast.Call, kept: set[
     name = call.func.attr
     if name == found.method.name and call is not found.call:
         raise FixRefused(f"line {call.lineno} calls `{source.segment(call.func)}` too")
-    itself = found.method.args.args[0].arg
-    texts = {f"{itself}.{one}" for one in kept}
-    for method in found.kind.body:
-        own = isinstance(method, ast.FunctionDef) and method.name == name
-        if own and method is not found.method:
-            parts = (one for one in ast.walk(method) if isinstance(one, ast.Attribute))
-            loaded = {ast.unparse(one) for one in parts if isinstance(one.ctx, ast.Load)}
-            if loaded & texts:
-                raise FixRefused(f"`{found.kind.name}.{name}` needs the number")
+    if call is not found.call and not _only_formats(found.kind, name, kept):
+        raise FixRefused(f"`{found.kind.name}.{name}` needs the number")
+
+
+def _only_formats(kind: ast.ClassDef, name: str, kept: set[str]) -> bool:
+    """Return True unless a method reads what the meter keeps for more than text."""
+    method = next((one for one in kind.body if getattr(one, "name", "") == name), None)
+    parts = list(find_all(method, ast.Attribute)) if method is not None else []
+    above = {child: node for node in ast.walk(kind) for child in ast.iter_child_nodes(node)}
+    for part in parts:
+        read = isinstance(part.ctx, ast.Load) and isinstance(part.value, ast.Name)
+        if read and part.attr in {*kept, "__dict__"} and not _is_shown(above, part):
+            return False
+    return name not in ("__getattr__", "__getattribute__")
+
+
+def _is_shown(above: dict[ast.AST, ast.AST], part: ast.AST) -> bool:
+    """Return True for a value in an f-string, or given to `text.format`."""
+    outer = above[part]
+    outer = above[outer] if isinstance(outer, ast.keyword) else outer
+    if isinstance(outer, ast.Call):
+        return method_of(outer) == "format" and part is not outer.func
+    return isinstance(outer, ast.FormattedValue) and outer.conversion == -1
+
+
+def _is_only_formatted(source: SourceFile, found: _Update, use: ast.Name, kept: set[str]) -> bool:
+    """Return True if a class of the project gets the meter, and does nothing but format it."""
+    held = source.parents[use]
+    given: ast.AST = use
+    if isinstance(held, ast.List | ast.Tuple):
+        given, held = held, source.parents[held]
+    if isinstance(held, ast.keyword):
+        given, held = held, source.parents[held]
+    kind = _class_of(held.func, source) if isinstance(held, ast.Call) else None
+    if kind is None or not isinstance(held, ast.Call) or given is held.func:
+        return False
+    holder = assigned_name(source.statement(held))
+    for user in loads(source.function(use), holder or ""):
+        method = source.parents[user]
+        call = source.parents[method]
+        if not isinstance(call, ast.Call) or call.func is not method:
+            return False
+    return holder is not None and _formats(found, kind, _parameter(kind, held, given), kept)
+
+
+def _parameter(kind: ast.ClassDef, call: ast.Call, given: ast.AST) -> str:
+    """Return the name by which a constructor gets an argument, or `""`."""
+    if isinstance(given, ast.keyword):
+        return given.arg or ""
+    init = next((one for one in kind.body if getattr(one, "name", "") == "__init__"), None)
+    if not isinstance(init, ast.FunctionDef) or given not in call.args:
+        return ""
+    at, names = call.args.index(given) + 1, [one.arg for one in init.args.args]
+    return names[at] if at < len(names) else init.args.vararg.arg if init.args.vararg else ""
+
+
+def _formats(found: _Update, kind: ast.ClassDef, parameter: str, kept: set[str]) -> bool:
+    """Return True if a class only iterates over what it gets by a parameter, and formats each item."""
+    above = {child: node for node in ast.walk(kind) for child in ast.iter_child_nodes(node)}
+    attributes, items = set(), set()
+    for use in find_all(kind, ast.Name):
+        if use.id == parameter:
+            assign = above[use]
+            target = assign.targets[0] if isinstance(assign, ast.Assign) else None
+            if not isinstance(target, ast.Attribute):
+                return False
+            attributes.add(target.attr)
+    for part in find_all(kind, ast.Attribute):
+        if part.attr in attributes and isinstance(part.ctx, ast.Load):
+            loop = above[part]
+            if not isinstance(loop, ast.comprehension | ast.For) or loop.iter is not part:
+                return False
+            if not isinstance(loop.target, ast.Name):
+                return False
+            items.add(loop.target.id)
+    return bool(attributes) and all(
+        _is_text(found, above, one, kept)
+        for one in find_all(kind, ast.Name)
+        if one.id in items and isinstance(one.ctx, ast.Load)
+    )
+
+
+def _is_text(
+    found: _Update,
+    above: dict[ast.AST, ast.AST],
+    item: ast.Name,
+    kept: set[str],
+) -> bool:
+    """Return True if an item is only made text, by `str` or a method that formats."""
+    outer = above[item]
+    if isinstance(outer, ast.Attribute):
+        call = above[outer]
+        called_there = isinstance(call, ast.Call) and call.func is outer
+        return called_there and _only_formats(found.kind, outer.attr, kept)
+    texts = function_of(outer) == "str" or isinstance(outer, ast.FormattedValue)
+    return texts and _only_formats(found.kind, "__str__", kept)
+
+
+def _class_of(name: ast.expr, source: SourceFile) -> ast.ClassDef | None:
+    """Return the class without bases that a name is, in the file itself or in one that it imports."""
+    dotted = source.dotted(name)
+    if dotted is None:
+        return _in(source.tree, name.id) if isinstance(name, ast.Name) else None
+    module, _, last = dotted.rpartition(".")
+    for folder in list(Path(source.path).resolve().parents)[:_MOST_FOLDERS]:
+        path = folder.joinpath(*module.split(".")) if module else folder
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if module and file.is_file():
+                return _in(_tree(file), last)
+    return None
+
+
+_MOST_FOLDERS = 4
+"""Folders above a file that may be the project's root. Arbitrary: few scripts lie deeper."""
+
+
+def _in(tree: ast.Module, name: str) -> ast.ClassDef | None:
+    found = [one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == name]
+    plain = len(found) == 1 and not found[0].keywords and not found[0].decorator_list
+    bases = [ast.unparse(base) for base in found[0].bases] if plain else ["?"]
+    return found[0] if bases in ([], ["object"]) else None
+
+
+@lru_cache(maxsize=64)
+def _tree(path: Path) -> ast.Module:
+    try:
+        return SourceFile(str(path), read_source(path)[0]).tree
+    except (UnreadableInput, OSError):
+        return ast.Module([], [])
 
 
 FIX = Fix(codes=("TT101",), equivalence="ROUNDING", find=_find, write=_write)
