@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from report import samples
 from torchtrim.api import Result
 from torchtrim.cli.main import main
-from torchtrim.cli.output import command_for, formats, remember_call, show
-from torchtrim.records.commands import command, plan_again
+from torchtrim.cli.output import called_by, command_for, formats, remember_call, show
+from torchtrim.records.commands import command, fitting, plan_again, remember
 from torchtrim.records.plan import Plan, Prediction, Technique
 
 REPORT = msgspec.structs.replace(samples.DIAGNOSE, project="/home/ana/segmenter")
@@ -85,6 +85,15 @@ GIVEN = {
     **{"device": "cpu", "processes": 2, "steps": 5, "warmup": 1, "timeout": 1200.0, "streams": ""},
     **{"memory_kind": "reserved", "host_memory": "1GiB", "allow": "rounding", "out": Path("o")},
 }
+
+
+def test_a_finding_repeats_the_budget() -> None:
+    assert "--memory 60%" in fitting(script="train.py")
+    remember(called_by({**GIVEN, "memory": "8GiB"}))
+    try:
+        assert "optimize train.py --memory 8GiB" in fitting(script="train.py")
+    finally:
+        remember(None)
 
 
 @pytest.mark.parametrize("verb", ["run", "optimize", "plan", "verify", "diagnose", "estimate"])

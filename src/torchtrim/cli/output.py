@@ -401,7 +401,11 @@ def called_by(options: dict[str, Any]) -> Called:
     script = options["script"]
     words = ("-m", script) if options["module"] else (path_argument(script),)
     return Called(
-        tuple(_own_name()), words, tuple(options["args"]), lambda verb: _repeated(options, verb)
+        tuple(_own_name()),
+        words,
+        tuple(options["args"]),
+        lambda verb: _repeated(options, verb),
+        options.get("memory") or options.get("fits") or "",
     )
 
 

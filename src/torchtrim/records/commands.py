@@ -42,13 +42,14 @@ def shell_words(command: str) -> list[str]:
 class Called(NamedTuple):
     """How torchtrim was called: its own name, the words that name the script, and the script's arguments.
 
-    `repeated` returns the given options that a verb takes too, each as its words.
+    `repeated` returns the given options that a verb takes too, each as its words. `memory`: the budget.
     """
 
     name: tuple[str, ...] = ("torchtrim",)
     script: tuple[str, ...] = ()
     args: tuple[str, ...] = ()
     repeated: Callable[[str], Sequence[tuple[str, ...]]] = lambda _: ()
+    memory: str = ""
 
 
 _ALONE = Called()
@@ -82,6 +83,12 @@ def command(
     given = how.args if how.script else args
     words = [*how.name, verb, *named, *more, *repeated, *(["--", *given] if given else [])]
     return shlex.join(words)
+
+
+def fitting(*more: str, script: str = "SCRIPT") -> str:
+    """Return the command that fits the script into the budget that torchtrim was called with, else 60 %."""
+    memory = _called.get(_ALONE).memory or "60%"
+    return command("optimize", "--memory", memory, *more, script=script)
 
 
 def plan_again(plan: Plan, script: str = "", args: Sequence[str] = ()) -> str:

@@ -57,7 +57,7 @@ from torchtrim.analysis.timeline import alive, peak_operator, peak_without, time
 from torchtrim.analysis.user_source import line_of
 from torchtrim.analysis.why_live import why_alive
 from torchtrim.core.units import format_bytes
-from torchtrim.records.commands import command
+from torchtrim.records.commands import fitting
 from torchtrim.records.finding import Finding
 from torchtrim.records.operator_names import word_of
 from torchtrim.records.profile import ALWAYS, Profile
@@ -108,7 +108,7 @@ def _advice(profile: Profile, why: str) -> str:
         )
     return (
         "compute it in chunks, in a narrower type or in smaller micro-batches; "
-        f"`{command('optimize', '--memory', '60%', script=profile.script)}` looks for a plan"
+        f"`{fitting(script=profile.script)}` looks for a plan"
     )
 
 

@@ -55,7 +55,7 @@ from torchtrim.analysis.timeline import peak_operator, timeline
 from torchtrim.analysis.user_source import line_of
 from torchtrim.analysis.why_live import released_by_recompute
 from torchtrim.core.units import format_bytes, format_seconds
-from torchtrim.records.commands import command
+from torchtrim.records.commands import fitting
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Call, Profile
 from torchtrim.rules.base import Rule
@@ -151,7 +151,7 @@ def _finding(profile: Profile, blocks: _Blocks, peak: int) -> Finding:
         f"{len(paths)} {blocks.type} blocks ({paths[0]} to {paths[-1]}) keep "
         f"{format_bytes(blocks.held)} of activations at the peak; computing them again in backward "
         f"frees about {format_bytes(blocks.saved)}, {blocks.saved / peak:.0%} of the peak{blocks.cost}",
-        f"`{command('optimize', '--memory', '60%', script=profile.script)}` chooses which of them to "
+        f"`{fitting(script=profile.script)}` chooses which of them to "
         "recompute and proves that the step computes the same",
         equivalence="BITWISE",
         count_per_step=len(blocks.calls),

@@ -59,7 +59,7 @@ from torchtrim.analysis.positions import Written, modules_of, replaceable, writt
 from torchtrim.analysis.timeline import peak_without, timeline
 from torchtrim.analysis.user_source import CodeLine, line_of
 from torchtrim.core.units import format_bytes
-from torchtrim.records.commands import command
+from torchtrim.records.commands import fitting
 from torchtrim.records.finding import Finding
 from torchtrim.records.profile import Profile, is_emulated
 from torchtrim.rules.base import Rule
@@ -128,9 +128,7 @@ def _finding(
 
 def _change(profile: Profile, modules: Sequence[str]) -> str:
     if known := replaceable(profile, modules):
-        plan = command(
-            "optimize", "--memory", "60%", "--allow", "rounding", script=profile.script or "SCRIPT"
-        )
+        plan = fitting("--allow", "rounding", script=profile.script or "SCRIPT")
         return (
             f"the technique relative_attention replaces {len(known)} of {len(modules)} modules: "
             f"`{plan}` chooses it where it helps, and "
