@@ -23,10 +23,13 @@ _RECORDED, _UNRECORDED = 2, 0.55
 """Steps that a run records first, by default, and the share of their time that a later step takes."""
 _MODULES = 1545  # that a verb imports before it runs a script: torch 2.13 and ours
 _KNOWN = 0.5  # of the modules; arbitrary
-_AFTER = {"run": 0.4, PLANNING: 0.3, "compare": 0.05, REPORT: 0.25, "trying": 0.3}
-"""Seconds of what follows the imports, in seconds of the imports: a slow machine takes longer for both."""
+_AFTER = {"run": 0.45, PLANNING: 0.35, "compare": 0.05, REPORT: 0.2, "trying": 0.3}
+"""Seconds of what follows the imports, in seconds of the imports: a slow machine takes longer for both. These
+and the next three were fitted on the scripts of `bench.progress.FITTED`."""
+_FIRST = 0.8  # of the time of the first step so far, another step takes: the first is slower, and not over
+_LATER_RUN = 0.9  # of the first run, which has further steps
 _TRIED = 0.5  # of a run: one with a technique alone has fewer steps, after `_AFTER["trying"]` for its imports
-_LATER = 0.5  # of what a line says is left; arbitrary
+_LATER = 0.3  # of what a line says is left; arbitrary
 _OVERDUE = 0.3  # of the time that a phase has taken when it takes longer than expected
 
 
@@ -70,7 +73,7 @@ class Phases:
         self,
         expected: tuple[str, ...] = (),
         begins: str = IMPORTING,
-        further: int = 3,
+        further: int = 2,
         clock: Callable[[], float] = time.monotonic,
         imported: Callable[[], int] = lambda: len(sys.modules),
     ) -> None:
@@ -85,6 +88,7 @@ class Phases:
         self._extra = 0
         self._is_extra = False
         self._alone = 0
+        self._tried: list[float] = []
         self._first: _Phase | None = None
         self._unit: float | None = None
 
@@ -112,6 +116,8 @@ class Phases:
         if self._first is None and self._current.steps:
             self._current.ended = now
             self._first = self._current
+        if self._current.name.startswith(_TRYING):
+            self._tried.append(now - self._current.began)
         self._is_extra = name not in self._expected
         if self._is_extra:
             self._extra += 1
@@ -147,7 +153,7 @@ class Phases:
         others = sum(self._seconds_of(name, unit, run) for name in self._expected)
         since = self._clock() - self._current.began
         here = max(self._seconds_here(unit, run) - since, _OVERDUE * since)
-        return here + others + self._alone * self._seconds_of(_TRYING, unit, run)
+        return here + others + self._tried_seconds(unit, run)
 
     def _import_seconds(self) -> float | None:
         """Return the seconds of the imports, as expected while they last."""
@@ -162,13 +168,23 @@ class Phases:
             return self._first.ended - self._first.began
         current = self._current
         if (length := current.length) is None:
-            return _AFTER["run"] * unit
+            since = self._clock() - current.steps[-1] if current.steps else 0.0
+            return max(_AFTER["run"] * unit, _FIRST * since * (current.of + self._further))
         return length + self._further * (current.pace or 0.0)
+
+    def _tried_seconds(self, unit: float, run: float) -> float:
+        """Return the expected seconds of the runs with one technique alone, and of planning after them."""
+        if not self._alone:
+            return 0.0
+        each = min([self._seconds_of(_TRYING, unit, run), *self._tried])
+        return self._alone * each + _AFTER[PLANNING] * unit
 
     def _seconds_of(self, name: str, unit: float, run: float) -> float:
         if name.startswith(_TRYING):
             return _TRIED * run + _AFTER["trying"] * unit
-        return _AFTER[name] * unit if name in _AFTER else run + _AFTER["compare"] * unit
+        return (
+            _AFTER[name] * unit if name in _AFTER else _LATER_RUN * run + _AFTER["compare"] * unit
+        )
 
     def _seconds_here(self, unit: float, run: float) -> float:
         """Return the expected seconds of the current phase."""
@@ -328,7 +344,7 @@ def interruption() -> str:
 
 @contextmanager
 def progress(
-    *expected: str, begins: str = IMPORTING, further: int = 3
+    *expected: str, begins: str = IMPORTING, further: int = 2
 ) -> Iterator[Callable[[str], None]]:
     """Report the progress of long work on stderr: on a terminal in one changing line, else line by line.
 

@@ -90,7 +90,7 @@ def command(**options: Any) -> None:
     plan = plan_in(options, folder)
     fits = options["memory"] is not None
     phases = ("original", "planning", "planned", "report") if fits else ("original",)
-    with progress(*phases, further=3 if fits else 0) as tell:
+    with progress(*phases, further=2 if fits else 0) as tell:
         result = _optimized(options, folder, plan, tell)
     path = plan_path(result.report, folder, plan)
     following = _next(options, result, path)
