@@ -305,7 +305,7 @@ class Log(_Threaded):
         if end is None or self._end is None:
             return end is not None
         elapsed = self.phases.elapsed
-        return end - self._end > max(_LATER * (self._end - elapsed), _LATER * elapsed / 2, 1.0)
+        return end - self._end > max(_LATER * (self._end - elapsed), _LATER * elapsed / 2, 2.0)
 
 
 class Line(_Threaded):
