@@ -1,6 +1,6 @@
 """What a certificate takes, of the processor's time and of memory.
 
-python -m bench.certifying [MODEL ...] [--json]
+python -m bench.certifying [MODEL ... | memory] [--json]
 
 Time: that of all runs that a certificate makes, beside that of the compared steps alone, for models whose
 steps take a tenth of a second or more. Memory: by how many times its parameters the highest resident memory
@@ -171,6 +171,9 @@ def _highest() -> int:
     return int(kib) * 1024
 
 
+_MEMORY = "memory_beyond_the_step_in_parameters"
+
+
 def summary(of: dict[str, Any]) -> dict[str, Any]:
     """Return the middle and the largest ratio of each kind."""
     found: dict[str, Any] = {"models": len(of)}
@@ -183,7 +186,7 @@ def summary(of: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Measure models, and put them beside those that were measured before."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", choices=[*COSTS, []])
+    parser.add_argument("models", nargs="*", choices=[*COSTS, "memory", []])
     parser.add_argument("--json", action="store_true", help="write the result")
     parser.add_argument("--memory", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--files", action="store_true", help=argparse.SUPPRESS)
@@ -195,16 +198,18 @@ def main() -> None:
             print(json.dumps(memory(options.memory, options.optimizer)))
         return
     path = RESULTS / slug() / "certifying.json"
-    of = json.loads(path.read_text())["of"] if options.json and path.exists() else {}
-    for name in options.models or COSTS:
-        of[name] = cost_of(COSTS[name])
-        print(name, of[name], flush=True)
-    parameters = {kind: memory_in_parameters(kind) for kind in ("SGD", "Adam")}
-    parameters["Adam, copies in files"] = memory_in_parameters("Adam", "--files")
-    figures = {**summary(of), "memory_beyond_the_step_in_parameters": parameters}
-    print(figures)
-    if options.json:
-        print(save("certifying", {**figures, "of": of}))
+    known = json.loads(path.read_text()) if options.json and path.exists() else {}
+    of, parameters = known.get("of", {}), known.get(_MEMORY, {})
+    for name in options.models or [*COSTS, "memory"]:
+        if name == "memory":
+            parameters = {kind: memory_in_parameters(kind) for kind in ("SGD", "Adam")}
+            parameters["Adam, copies in files"] = memory_in_parameters("Adam", "--files")
+            print(parameters, flush=True)
+        else:
+            of[name] = cost_of(COSTS[name])
+            print(name, of[name], flush=True)
+        if options.json and of:
+            save("certifying", {**summary(of), _MEMORY: parameters, "of": of})
 
 
 if __name__ == "__main__":

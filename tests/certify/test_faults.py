@@ -25,13 +25,13 @@ ALL = list(faults.faults())
 def test_each_has_a_source_and_a_place_in_its_program() -> None:
     assert len(ALL) >= 60
     for fault in ALL:
-        assert fault.source.startswith("https://github.com/")
+        assert fault.source.startswith("https://")
         right, wrong = fault.texts
         assert right != wrong
 
 
 def test_the_table_in_the_documentation_is_that_of_the_last_run() -> None:
-    found = json.loads((RESULTS / "amd-epyc-2-cores" / "faults.json").read_text())
+    found = json.loads((RESULTS / "intel-r-xeon-r-processor-2-cores" / "faults.json").read_text())
     assert {one["name"] for one in found["faults"]} == {one.name for one in ALL}
     figures = found["figures"]
     assert figures == faults.table({one["name"]: one for one in found["faults"]})
