@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,46 @@ def test_what_stops_a_later_run_is_removed(tmp_path: Path, monkeypatch: pytest.M
         folder.mkdir()
         assert run_trial(script, Request(steps=1), folder).steps
         assert (home / "runs").exists() == kept
+
+
+_OF_OTHERS = """
+import os
+import torch
+from torch import nn
+
+net = nn.Linear(4, 4)
+opt = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(6):
+    net(torch.ones(2, 4)).sum().backward()
+    opt.step()
+    with open("log.csv", "a") as log:
+        log.write(f"step {step}\\n")
+    if step == 0:
+        os.rename("results", "results_old")
+        os.makedirs("shared")
+        os.mkfifo("shared/of-another-program")  # as another would: no event tells of it
+        os.replace("large.pt", "previous.pt")
+        os.makedirs("tmp-checkpoint/deep")
+        torch.save({}, "tmp-checkpoint/deep/one.pt")
+        os.rename("tmp-checkpoint", "checkpoint")
+"""
+
+
+def test_files_of_others_are_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A renamed folder, a folder in use, a log that grows, and a file that is too large for a copy."""
+    home, folder = tmp_path / "home", tmp_path / "run"
+    (home / "results").mkdir(parents=True)
+    folder.mkdir()
+    (home / "results" / "figures").write_text("1 2 3")
+    (home / "log.csv").write_text("of a long training\n")
+    size = shutil.disk_usage(folder).free // 2
+    with (home / "large.pt").open("wb") as large:
+        large.truncate(size)  # without blocks on the disk
+    (home / "train.py").write_text(_OF_OTHERS)
+    monkeypatch.chdir(home)
+    run_trial(Script("train.py", device="cpu", timeout=120), Request(steps=3), folder)
+    assert (home / "results_old" / "figures").read_text() == "1 2 3"
+    assert (home / "log.csv").read_text().startswith("of a long training\n")
+    assert (home / "previous.pt").stat().st_size == size
+    assert (home / "shared" / "of-another-program").exists()
+    assert not (home / "checkpoint").exists()

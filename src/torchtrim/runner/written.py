@@ -6,7 +6,8 @@ that `os.makedirs` made in the one before, nor go on from its checkpoint. Python
 created before the first step may be a download or a costly cache: it stays if the script has connected to
 another machine, started a program or taken seconds until then, unless a later run fails for it.
 Other programs (`subprocess`) and libraries that open files in C are not heard, nor is what is hidden, or
-outside of the working folder and the script's project.
+outside of the working folder and the script's project. Other programs may use the same folders meanwhile,
+so lines that the script appends to a file stay, and a folder stays if it holds more than the run's own files.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ import torch
 
 _LOG = "written"
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_MOST_BYTES = (
-    2**30
-)  # Arbitrary; a copy of more takes seconds and fills the disk of temporary files.
+_SHARE_OF_DISK = (
+    0.25  # Arbitrary; a copy of a file takes no more of what is free for temporary files.
+)
 _COSTLY_SECONDS = 3.0  # Arbitrary: about what a run takes anyway.
 _FROM_ELSEWHERE = ("socket.connect", "subprocess.Popen", "os.system")
 _PATHS = {
@@ -63,6 +64,7 @@ class Writing:
         self._folder = folder.resolve()
         self._homes = [Path(home).resolve() for home in homes]
         self._known: dict[tuple[Path, bool], _What] = {}
+        self._copies: set[Path] = set()
         self._in_steps = self._is_costly = False
         self._began = 0.0
         self._ours = threading.local()
@@ -76,7 +78,7 @@ class Writing:
         @functools.wraps(opened)
         def opens(file: Any) -> Any:
             if isinstance(file, (str, os.PathLike)):  # written in C++
-                self._heard("open", (os.fspath(file), None, _WRITES))
+                self._heard("open", (os.fspath(file), None, os.O_WRONLY))
             return opened(file)
 
         told: Any = opens
@@ -101,22 +103,42 @@ class Writing:
             return
         self._ours.is_noting = True
         try:
-            for at, folder in _PATHS.get(event, ((0, len(args)),)):
-                with contextlib.suppress(OSError, ValueError, TypeError):
-                    self._note(_path_of(args[at], *args[folder : folder + 1]))
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                places = _PATHS.get(event, ((0, len(args)),))
+                paths = [_path_of(args[at], *args[folder : folder + 1]) for at, folder in places]
+                if event == "os.rename":
+                    self._note_renamed(*paths)
+                else:
+                    self._note(*paths, appends=event == "open" and bool(args[2] & os.O_APPEND))
         finally:
             self._ours.is_noting = False
 
-    def _note(self, path: Path) -> None:
+    def _note_renamed(self, path: Path, to: Path) -> None:
+        """Note both names, but not the new one of what was there before the run and has no copy."""
+        self._note(path)
+        if self._is_created(path):
+            self._note(to)
+            for inside in sorted(path.rglob("*")) if path.is_dir() else ():
+                if self._is_created(inside):
+                    self._note(to / inside.relative_to(path))
+        elif path in self._copies:
+            self._note(to)
+
+    def _is_created(self, path: Path) -> bool:
+        return "created" in (self._known.get((path, when)) for when in (False, True))
+
+    def _note(self, path: Path, *, appends: bool = False) -> None:
         key = path, self._in_steps
         if key in self._known or not self._is_heard(path):
             return
         what: _What = "created"
         if self._known.get((path, False)) is None and os.path.lexists(path):
-            if not self._in_steps:
+            if not self._in_steps or appends:
                 return
             what = "removed" if path.is_dir() else "changed"
         copy = self._copied(path) if what == "changed" else ""
+        if copy:
+            self._copies.add(path)
         self._known[key] = what
         self._log(Entry(str(path), what, self._in_steps, copy))
 
@@ -132,7 +154,8 @@ class Writing:
         return not any(name.startswith(".") or name == "__pycache__" for name in inside)
 
     def _copied(self, path: Path) -> str:
-        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+        free = shutil.disk_usage(self._folder).free
+        if not path.is_file() or path.stat().st_size > _SHARE_OF_DISK * free:
             return ""
         copy = self._folder / f"{_LOG}-{os.getpid()}-{len(self._known)}"
         shutil.copy2(path, copy)
@@ -184,7 +207,7 @@ def _put_back(found: list[Entry]) -> None:
     for path in map(Path, reversed(created)):
         with contextlib.suppress(OSError):
             if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
+                path.rmdir()
             else:
                 path.unlink()
     for one in reversed(found):
@@ -192,5 +215,15 @@ def _put_back(found: list[Entry]) -> None:
             if one.what == "removed":
                 Path(one.path).mkdir(parents=True, exist_ok=True)
             elif one.copy and one.path not in created:
-                Path(one.path).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(one.copy, one.path)
+                _restore(Path(one.copy), Path(one.path).resolve())
+
+
+def _restore(copy: Path, path: Path) -> None:
+    """Replace a file, or the one that a link leads to, by its copy, in one piece."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        shutil.copy2(copy, beside)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
