@@ -103,7 +103,7 @@ class Writing:
             return
         self._ours.is_noting = True
         try:
-            with contextlib.suppress(OSError, ValueError, TypeError):
+            with contextlib.suppress(OSError, ValueError, TypeError, RuntimeError):
                 places = _PATHS.get(event, ((0, len(args)),))
                 paths = [_path_of(args[at], *args[folder : folder + 1]) for at, folder in places]
                 if event == "os.rename":
