@@ -1,14 +1,16 @@
 """The gradient of a compiled model with dropout, beside central differences of its loss.
 
-    python -m bench.compiled_gradient
+    python -m bench.compiled_gradient [MODEL ...]
 
 A gradient along a direction is what the loss changes by, per step in that direction. Each loss starts
 from one seed, so that its dropout masks are the same. `activation_memory_budget` draws them again in
-backward at some budgets of torch 2.13, without a warning; plans of torchtrim do not.
+backward at some budgets of torch 2.13, without a warning; plans of torchtrim do not. The budgets are tried
+on the residual layers.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Callable
@@ -21,7 +23,8 @@ import torch._inductor.config
 import torch.nn.functional as F
 from torch import nn
 
-from bench.machine import save
+from bench.compiled_models import LENGTH, T5, WORDS, Block, Sample, Text
+from bench.machine import save, saved
 from torchtrim.compiled.apply import Applied
 from torchtrim.compiled.graphs import Graphs
 from torchtrim.compiled.planning import GraphPlanner
@@ -42,14 +45,28 @@ class Layer(nn.Module):
         return x + F.dropout(self.shrink(F.gelu(self.grow(self.norm(x)))), 0.3, True)
 
 
-class Case:
-    """Four layers in float64, and their loss from a fixed seed."""
+def _text(model: nn.Module) -> Sample:
+    tokens = torch.randint(WORDS, (2, 2, LENGTH))
+    return Sample(model, (tokens[0], tokens[1]))
 
-    def __init__(self) -> None:
+
+CASES: dict[str, Callable[[], Sample]] = {
+    "residual layers": lambda: Sample(
+        nn.Sequential(*(Layer() for _ in range(4))), (torch.randn(512, 32, dtype=torch.double),)
+    ),
+    "gpt": lambda: _text(Text(lambda: Block(p=0.1, causal=True), 3, 0.1)),
+    "t5": lambda: _text(T5(layers=2)),
+}
+
+
+class Case:
+    """A model in float64, and its loss from a fixed seed."""
+
+    def __init__(self, name: str) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(Layer() for _ in range(4))).double()
-        self.x = torch.randn(512, 32, dtype=torch.double)
+        sample = CASES[name]()
+        self.model, self.batch = sample.model.double(), sample.batch
         generator = torch.Generator().manual_seed(2)
         self.direction = [
             torch.randn(one.shape, dtype=one.dtype, generator=generator)
@@ -60,7 +77,7 @@ class Case:
     def loss(self) -> torch.Tensor:
         """The loss, of the same masks each time."""
         torch.manual_seed(3)
-        return self.compiled(self.x).square().mean()
+        return self.compiled(*self.batch).square().mean()
 
     def gradient(self) -> float:
         """The gradient along the direction."""
@@ -83,20 +100,20 @@ class Case:
         return loss
 
 
-def checked(context: AbstractContextManager[Any]) -> dict[str, float]:
+def checked(name: str, context: AbstractContextManager[Any]) -> dict[str, float]:
     """The gradient, the differences, and how far off it is."""
     with context:
-        case = Case()
+        case = Case(name)
         gradient, difference = case.gradient(), case.difference()
     off = abs(gradient - difference) / abs(difference)
     return {"gradient": gradient, "differences": difference, "off": float(f"{off:.1e}")}
 
 
-def plan(share: float) -> AbstractContextManager[Any]:
+def plan(name: str, share: float) -> AbstractContextManager[Any]:
     """torchtrim's plan for a share of the peak."""
     graphs = Graphs()
     with graphs.watched():
-        case = Case()
+        case = Case(name)
         graphs.begin()
         case.gradient()
     planner = GraphPlanner(graphs)
@@ -104,18 +121,28 @@ def plan(share: float) -> AbstractContextManager[Any]:
     return Applied(choice.graphs).installed()
 
 
-def main() -> None:
-    """Each budget, and a plan."""
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    found: dict[str, Any] = {}
-    for budget in BUDGETS:
+def found_for(name: str) -> dict[str, dict[str, float]]:
+    """Each budget, torch's own, and plans."""
+    found = {"torch.compile": checked(name, nullcontext())}
+    for budget in BUDGETS if name == "residual layers" else ():
         patched = torch._functorch.config.patch(activation_memory_budget=budget)
-        found[f"activation_memory_budget {budget}"] = checked(patched)
-    found["torch.compile"] = checked(nullcontext())
+        found[f"activation_memory_budget {budget}"] = checked(name, patched)
     for share in (0.8, 0.6):
-        found[f"torchtrim, {share:.0%} of the peak"] = checked(plan(share))
-    print(json.dumps(found, indent=1))
-    save("compiled_gradient", {"found": found})
+        found[f"torchtrim, {share:.0%} of the peak"] = checked(name, plan(name, share))
+    return found
+
+
+def main() -> None:
+    """The named models, or all; keeps the results of the others."""
+    parser = argparse.ArgumentParser(prog="python -m bench.compiled_gradient")
+    parser.add_argument("models", nargs="*", choices=[*CASES, []])
+    options = parser.parse_args()
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    found = saved("compiled_gradient").get("found", {})
+    for name in options.models or CASES:
+        found[name] = found_for(name)
+        print(name, json.dumps(found[name], indent=1), flush=True)
+        save("compiled_gradient", {"found": found})
 
 
 if __name__ == "__main__":

@@ -28,6 +28,13 @@ def test_a_plan_that_fits_says_what_its_results_are() -> None:
     )
 
 
+def test_a_script_that_compiles_is_measured_compiled() -> None:
+    report = msgspec.structs.replace(samples.DIAGNOSE, compiled=samples.figures(300, 0.25, 0.0))
+    said = headline(report)
+    assert "peak 300 MiB compiled, 412 MiB eagerly" in said.word
+    assert said.parts[0].startswith("step 250 ms compiled, ")
+
+
 def test_written_fixes_that_round_do_not_hide_behind_an_identical_plan() -> None:
     word = headline(with_fixes(samples.OPTIMIZE, "ROUNDING", written=True)).word
     assert word.endswith(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from torchtrim.records.budget import memory_limit
+from torchtrim.records.files import save_plan
 from torchtrim.records.plan import CompiledGraph
 from torchtrim.records.trial import Request
 from torchtrim.runner.compiling import Applying, OnCompile
@@ -30,12 +32,13 @@ for _ in range(6):
     compiled(torch.randn(4096, 32)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+print("cached:", *torch._dynamo.utils.counters["aot_autograd"].items())
 """
 
 
 def test_the_first_compile_is_noticed_and_other_backends_run_eagerly() -> None:
     calls: list[int] = []
-    watch = OnCompile(lambda: calls.append(1))
+    watch = OnCompile(lambda: calls.append(1), ("inductor",))
     original = torch.compile
     watch.install()
     try:
@@ -46,7 +49,7 @@ def test_the_first_compile_is_noticed_and_other_backends_run_eagerly() -> None:
     finally:
         watch.remove()
     assert calls == [1]
-    assert watch.others == {"aot_eager"}
+    assert watch.asked == {"aot_eager", "inductor"}
     assert torch.compile is original
 
 
@@ -64,7 +67,7 @@ def test_programs_that_compile_nothing_import_no_inductor() -> None:
 
 
 @pytest.mark.slow
-def test_a_script_that_compiles_fits_and_stays_compiled(tmp_path: Path) -> None:
+def test_a_script_that_compiles_fits_and_a_second_run_is_the_cached_plan(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     limit = memory_limit("80%", "allocated")
@@ -77,3 +80,17 @@ def test_a_script_that_compiles_fits_and_stays_compiled(tmp_path: Path) -> None:
     assert report.planned.peak_bytes <= 0.8 * report.original.peak_bytes
     assert result.plan is not None
     assert len(result.plan.compiled) == 1
+    plan = tmp_path / "plan.toml"
+    save_plan(result.plan, plan)
+    for hits in ("autograd_cache_miss", "autograd_cache_hit"):
+        ran = _run(plan, path, tmp_path / "cache")
+        assert hits in ran.stdout, ran.stderr
+        assert "within the budget" in ran.stderr
+        assert "NOT FITTED" not in ran.stderr
+
+
+def _run(plan: Path, script: Path, cache: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script by its plan, with a cache of compiled code in a folder."""
+    command = [sys.executable, "-m", "torchtrim", "run", "--plan", str(plan), str(script)]
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True)

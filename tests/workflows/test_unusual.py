@@ -11,8 +11,8 @@ from torchtrim.errors import NothingTrains, ScriptFailed
 from torchtrim.records.report import Result
 from torchtrim.records.terms import BITWISE
 from torchtrim.records.trial import Request
+from torchtrim.runner.compiling import EAGERLY
 from torchtrim.runner.script import Script
-from torchtrim.runner.settings import NOTE
 from torchtrim.workflows.diagnose import TAKEN_AS_CALLS
 
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "unusual.py")
@@ -33,7 +33,7 @@ def test_a_compiled_model_is_planned_as_it_runs_eagerly() -> None:
     pinned = BITWISE._replace(pins={"never": ("replay:*",)})  # pins are of eager plans
     result = optimize_report(Script(SCRIPT, ("compiled",)), "90%", Request(steps=1), terms=pinned)
     report = result.report
-    assert NOTE in report.notes
+    assert EAGERLY in report.notes
     assert result.before is not None
     assert any("tanh" in op.name for op in result.before.operators)
     assert report.certificate is None or report.certificate.verdict == "BITWISE"

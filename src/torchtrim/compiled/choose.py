@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torchtrim.compiled.joint import BYTES, Joint
 from torchtrim.planner.linear import Constraint
@@ -28,29 +27,24 @@ _TIDY = 1e-3
 """Of a second for a second of writing: among equal choices the one that saves less."""
 _NEAR = 2e-3
 """Of the seconds of all of forward: an answer this near the bound is not worth a longer search."""
+_HIDES = 1.01
+"""Of the budget: less than an error of the model."""
 Saved = Mapping[str, frozenset[int]]
 """The saved values of each graph, by the graph's key."""
 
 
-class Limits(NamedTuple):
-    """What is known of each call beside the choice.
+class SavingProgram:
+    """The integer program of a step's calls, in order. Calls of a graph share its choice.
 
-    `scale`: of the gradients' bytes, which are counted before Inductor fuses. `temporary`: the bytes of
-    forward over those it saves.
+    `temporary`: the bytes of each graph's forward over those it saves.
     """
 
-    scale: float = 1.0
-    temporary: int = 0
-
-
-class SavingProgram:
-    """The integer program of a step's calls, in order. Calls of a graph share its choice."""
-
-    def __init__(self, calls: Sequence[Joint], limits: Mapping[str, Limits]) -> None:
+    def __init__(self, calls: Sequence[Joint], temporary: Mapping[str, int]) -> None:
         self._calls = calls
-        self._limits = limits
+        self._temporary = temporary
         self._graphs = {joint.key: _Graph(joint) for joint in calls}
         self._saved: dict[tuple[str, int], int] = {}
+        self._begun: dict[tuple[str, int, int], int] = {}
         self._again: dict[tuple[str, int, int], int] = {}
         self._costs: list[float] = []
         self._upper: list[float] = []
@@ -60,7 +54,17 @@ class SavingProgram:
         self._memory = self._add_memory()
 
     def choose(self, budget: int, seconds: float) -> Saved | None:
-        """Return what to save within a budget, or None if nothing fits."""
+        """Return what to save within a budget, or None if nothing is found.
+
+        What is computed again may begin in fractions, which is quicker to solve and mostly harmless; if that
+        hides bytes, it begins whole.
+        """
+        saved = self._solve(budget, seconds, whole=False)
+        if saved is None or self.peak(saved) <= _HIDES * budget:
+            return saved
+        return self._solve(budget, seconds, whole=True) or saved
+
+    def _solve(self, budget: int, seconds: float, *, whole: bool) -> Saved | None:
         bounds = [
             Constraint(-math.inf, (budget - fixed) / _UNIT, terms) for fixed, terms in self._memory
         ]
@@ -68,7 +72,7 @@ class SavingProgram:
             lower=[0.0] * len(self._costs),
             upper=self._upper,
             costs=self._costs,
-            integers=len(self._saved),
+            integers=len(self._saved) + (len(self._begun) if whole else 0),
             rows=[*self._rows, *bounds],
             near=_NEAR * _UNITS,
         )
@@ -83,48 +87,45 @@ class SavingProgram:
 
     def peak(self, saved: Saved) -> int:
         """Return the highest bytes of a choice in this model of memory."""
-        on = self._values(saved)
+        on = {
+            *(self._saved[key, value] for key, values in saved.items() for value in values),
+            *(
+                self._again[key, value, segment]
+                for key, graph in self._graphs.items()
+                for value, needed in graph.again(saved[key]).items()
+                for segment in needed
+            ),
+        }
         return max(
-            int(fixed + _UNIT * sum(factor * on.get(column, 0) for column, factor in terms))
+            int(fixed + _UNIT * sum(factor for column, factor in terms if column in on))
             for fixed, terms in self._memory
         )
 
     def seconds(self, saved: Saved) -> float:
         """Return the seconds of computing again what backward needs and a choice does not save."""
         return sum(
-            graph.joint.values[number].seconds
+            value.seconds * (1 if value.stays else len(needed))
             for joint in self._calls
-            for graph in (self._graphs[joint.key],)
-            for number in graph.begins(saved[joint.key])
+            for number, needed in self._graphs[joint.key].again(saved[joint.key]).items()
+            for value in (joint.values[number],)
         )
 
-    def _values(self, saved: Saved) -> dict[int, int]:
-        on = {
-            self._saved[key, value]: 1
-            for key, values in saved.items()
-            for value in values
-            if (key, value) in self._saved
-        }
-        for key, graph in self._graphs.items():
-            for value, begin in graph.begins(saved[key]).items():
-                for segment in graph.lives[value]:
-                    if segment >= begin:
-                        on[self._again[key, value, segment]] = 1
-        return on
-
     def _add_columns(self) -> None:
-        times: defaultdict[str, int] = defaultdict(int)
-        for joint in self._calls:
-            times[joint.key] += 1
+        """The saved values first, then what begins: those may have to be whole."""
+        times = Counter(joint.key for joint in self._calls)
         for key, graph in self._graphs.items():
             for number, value in enumerate(graph.joint.values):
                 write = value.bytes / BYTES * (_TIDY if value.stays else 1.0)
                 self._saved[key, number] = self._column(write * times[key], value.can_save)
         for key, graph in self._graphs.items():
             for number, value in enumerate(graph.joint.values):
+                cost = value.seconds * times[key]
+                for segment in graph.begins[number] if value.stays else ():
+                    self._begun[key, number, segment] = self._column(cost, value.can_redo)
+        for key, graph in self._graphs.items():
+            for number, value in enumerate(graph.joint.values):
+                cost = 0.0 if value.stays else value.seconds * times[key]
                 for segment in graph.lives[number]:
-                    last = segment == graph.lives[number][-1]
-                    cost = value.seconds * times[key] if last else 0.0
                     self._again[key, number, segment] = self._column(cost, value.can_redo)
 
     def _column(self, cost: float, allowed: bool) -> int:
@@ -132,49 +133,52 @@ class SavingProgram:
         self._upper.append(float(allowed))
         return len(self._costs) - 1
 
-    def _order(self, key: str) -> list[Constraint]:
-        """What is read must be there, and what is computed again needs its parents."""
-        graph, rows = self._graphs[key], []
+    def _order(self, key: str) -> Iterator[Constraint]:
+        """What is read must be there, and what is computed again needs its parents when that begins."""
+        graph = self._graphs[key]
 
-        def there(number: int, segment: int) -> tuple[tuple[int, float], ...]:
-            again = self._again[key, number, min(segment, graph.lives[number][-1])]
-            return (self._saved[key, number], 1.0), (again, 1.0)
+        def there(number: int, segment: int, column: int | None = None) -> Constraint:
+            terms = (self._saved[key, number], 1.0), (self._again[key, number, segment], 1.0)
+            return (
+                _at_least(*terms, (column, -1.0))
+                if column is not None
+                else Constraint(1.0, math.inf, terms)
+            )
 
         for number, value in enumerate(graph.joint.values):
-            for segment in graph.lives[number]:
-                column = self._again[key, number, segment]
-                if segment > graph.lives[number][0]:
-                    before = self._again[key, number, segment - 1]
-                    rows.append(Constraint(0.0, math.inf, ((column, 1.0), (before, -1.0))))
-                for parent in value.parents:
-                    terms = (*there(parent, segment), (column, -1.0))
-                    rows.append(Constraint(0.0, math.inf, terms))
-            if value.uses is not None:
-                rows.append(Constraint(1.0, math.inf, there(number, graph.used[number])))
-        return rows
+            again = {at: self._again[key, number, at] for at in graph.lives[number]}
+            begun = {at: self._begun[key, number, at] for at in graph.begins[number] if value.stays}
+            for segment, column in (begun if value.stays else again).items():
+                yield from (there(parent, segment, column) for parent in value.parents)
+            yield from (there(number, segment) for segment in graph.direct[number])
+            if value.stays:
+                yield Constraint(-math.inf, 1.0, tuple((one, 1.0) for one in begun.values()))
+                for segment, column in again.items():
+                    before = (one.get(at) for one, at in ((again, segment - 1), (begun, segment)))
+                    known = ((one, 1.0) for one in before if one is not None)
+                    yield _at_least(*known, (column, -1.0))
 
-    def _add_memory(self) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+    def _add_memory(self) -> list[tuple[int, tuple[tuple[int, float], ...]]]:
         """The bytes of each segment of each backward, and of the end of each forward."""
         found = []
         before: defaultdict[int, float] = defaultdict(float)
         for joint in self._calls:
-            graph, limits = self._graphs[joint.key], self._limits.get(joint.key, Limits())
+            graph = self._graphs[joint.key]
             for segment in range(graph.segments):
                 terms = defaultdict(float, before)
                 for number in range(len(joint.values)):
                     self._add_life(graph, number, segment, terms)
-                fixed = graph.gradients[segment] * limits.scale
-                found.append((fixed, tuple(terms.items())))
+                found.append((graph.gradients[segment], tuple(terms.items())))
             for number, value in enumerate(joint.values):
                 before[self._saved[joint.key, number]] += value.bytes / _UNIT
-            found.append((float(limits.temporary), tuple(before.items())))
+            found.append((self._temporary[joint.key], tuple(before.items())))
         return found
 
     def _add_life(
         self, graph: _Graph, number: int, segment: int, terms: defaultdict[int, float]
     ) -> None:
         value, key = graph.joint.values[number], graph.joint.key
-        if segment > graph.lives[number][-1] or not value.bytes:
+        if segment >= graph.lives[number].stop or not value.bytes:
             return
         terms[self._saved[key, number]] += value.bytes / _UNIT
         again = self._again.get((key, number, segment))
@@ -182,8 +186,16 @@ class SavingProgram:
             terms[again] += value.bytes / _UNIT
 
 
+def _at_least(*terms: tuple[int, float]) -> Constraint:
+    return Constraint(0.0, math.inf, terms)
+
+
 class _Graph:
-    """A joint graph in segments: those in which each value can be needed, and is first `used`."""
+    """A joint graph in segments.
+
+    `direct`: the segments in which backward reads a value, or holds it to read it. `lives`: those in which
+    it can be needed, and `begins` those in which it can be computed again.
+    """
 
     def __init__(self, joint: Joint) -> None:
         self.joint = joint
@@ -194,30 +206,40 @@ class _Graph:
         self.gradients = [0] * self.segments
         for position, level in enumerate(joint.gradients):
             self.gradients[of[position]] = max(self.gradients[of[position]], level)
-        self.used = [of[one.uses[0]] if one.uses else self.segments - 1 for one in joint.values]
-        first = [*self.used]
-        last = [of[one.uses[1]] if one.uses else 0 for one in joint.values]
+        self.direct = [_held([of[at] for at in one.uses], one.stays) for one in joint.values]
+        first = [min(each, default=self.segments - 1) for each in self.direct]
+        begin = [min(each, default=0) for each in self.direct]
+        last = [max(each, default=0) for each in self.direct]
         for number in reversed(range(len(joint.values))):
             value = joint.values[number]
-            end = first[number] if value.stays else last[number]
+            latest = begin[number] if value.stays else last[number]
             for parent in value.parents:
                 first[parent] = min(first[parent], first[number])
-                last[parent] = max(last[parent], end)
-        self.lives = [range(a, max(a, b) + 1) for a, b in zip(first, last, strict=True)]
+                last[parent] = max(last[parent], latest)
+                if not self.direct[parent]:
+                    begin[parent] = max(begin[parent], latest)
+        self.lives = [range(a, b + 1) for a, b in zip(first, last, strict=True)]
+        self.begins = [range(a, b + 1) for a, b in zip(first, begin, strict=True)]
 
     def _segment(self, position: int) -> int:
         return min(bisect_left(self._ends, self.joint.work[position]), self.segments - 1)
 
-    def begins(self, saved: frozenset[int]) -> dict[int, int]:
-        """Return the values computed again with a choice, and the segment in which each is first needed."""
-        begins: dict[int, int] = {}
+    def again(self, saved: frozenset[int]) -> dict[int, list[int]]:
+        """Return the values computed again with a choice, and the segments in which they are needed."""
+        needed = [{*each} for each in self.direct]
+        found: dict[int, list[int]] = {}
         for number in reversed(range(len(self.joint.values))):
-            value = self.joint.values[number]
-            if number in saved:
+            if number in saved or not needed[number]:
                 continue
-            if value.uses is not None:
-                begins[number] = min(begins.get(number, self.segments), self.used[number])
-            if number in begins:
-                for parent in value.parents:
-                    begins[parent] = min(begins.get(parent, self.segments), begins[number])
-        return {number: begin for number, begin in begins.items() if number not in saved}
+            value = self.joint.values[number]
+            found[number] = _held(needed[number], value.stays)
+            for parent in value.parents:
+                needed[parent].update(found[number][:1] if value.stays else found[number])
+        return found
+
+
+def _held(segments: Collection[int], stays: bool) -> list[int]:
+    """Return the segments of reads, and those in between if memory holds the value."""
+    if stays and segments:
+        return [*range(min(segments), max(segments) + 1)]
+    return sorted({*segments})

@@ -26,15 +26,15 @@ _DEAR = 6.0  # a transcendental function takes as long as reading and writing so
 class Value(NamedTuple):
     """A value of forward that backward needs, directly or to compute others again.
 
-    `parents`: the values it is computed from. `uses`: the first and last position in backward that read it,
-    or None. `stays`: computed again, it takes memory; else Inductor fuses it into what reads it.
+    `parents`: the values it is computed from. `uses`: the positions in backward that read it. `stays`:
+    computed again, it takes memory; else Inductor fuses it into what reads it.
     """
 
     key: str
     bytes: int
     seconds: float
     parents: tuple[int, ...]
-    uses: tuple[int, int] | None
+    uses: tuple[int, ...]
     stays: bool
     can_save: bool
     can_redo: bool
@@ -199,7 +199,7 @@ class JointBuilder:
             bytes=0 if node in self._outputs else self.bytes(node),
             seconds=self.seconds(node),
             parents=tuple(number[one] for one in roots if one in number),
-            uses=(min(readers), max(readers)) if readers else None,
+            uses=tuple(sorted({*readers})),
             stays=tensor and self._stays(node),
             can_save=tensor and tag is not CheckpointPolicy.MUST_RECOMPUTE,
             can_redo=tag is not CheckpointPolicy.MUST_SAVE and self._can_redo(node),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torchtrim.compiled.choose import Limits, Saved, SavingProgram
+from torchtrim.compiled.choose import Saved, SavingProgram
 from torchtrim.compiled.graphs import CompilableGraph, Graphs
 from torchtrim.compiled.memory import GraphCall, Simulated, memory_of
 from torchtrim.records.plan import CompiledGraph
@@ -44,15 +44,15 @@ class GraphPlanner:
         self.alone: tuple[tuple[int, int], ...] = ()
         joints = graphs.joints
         self._own_saved = {joint.key: joint.own for joint in joints}
-        limits = {
-            graph.joint.key: self._limits(graph)
+        temporary = {
+            graph.joint.key: self._temporary(graph)
             for graph in graphs.graphs
             if graph.joint is not None
         }
-        self._program = SavingProgram(joints, limits)
+        self._program = SavingProgram(joints, temporary)
         self._unplanned = SavingChoice(self._own_saved, self.own, 0.0, self.own.peak_bytes)
         self.lowest = self._unplanned
-        self._bias = self.own.peak_bytes - self._program.peak(self._own_saved)
+        self._bias = max(self.own.peak_bytes - self._program.peak(self._own_saved), 0)
 
     def plan(self, budget: int) -> SavingChoice | None:
         """Return the choice with the least added time whose simulated peak is within a budget, or None.
@@ -81,20 +81,11 @@ class GraphPlanner:
             ask += budget - peak
         return best
 
-    def _limits(self, graph: CompilableGraph) -> Limits:
-        """Return the scale of a graph's gradients by its own code, as torch would partition it."""
-        joint = graph.joint
-        assert joint is not None
+    def _temporary(self, graph: CompilableGraph) -> int:
+        """Return the bytes of a graph's forward over those it saves, as torch would partition it."""
         alone = memory_of([GraphCall(graph.pair())], self._graphs.rises)
         self.alone += ((alone.saved_bytes, alone.peak_bytes),)
-        temporary = alone.forward_peak - alone.saved_bytes
-        own = {joint.key: joint.own}
-        low, high = 0.0, 1.0
-        for _ in range(12):
-            middle = (low + high) / 2
-            model = SavingProgram([joint], {joint.key: Limits(middle, temporary)})
-            low, high = (low, middle) if model.peak(own) > alone.peak_bytes else (middle, high)
-        return Limits(high, temporary)
+        return alone.forward_peak - alone.saved_bytes
 
     def _seconds(self, saved: Saved) -> float:
         return self._program.seconds(saved) - self._program.seconds(self._own_saved)

@@ -143,7 +143,8 @@ class Report(Struct, frozen=True, kw_only=True):
     next. `project` is the folder of user code, `machine` the processor and its threads. `allowed` are the
     entries of the allow-list that cover findings. `waiting` is null if nothing waits or the device is not
     known. Only verbs that watch a stream set `stream`; only those that write source set `fixes`; `estimated`,
-    `tuned` and `pipeline` belong to an estimate, a tuned loader and a model in stages. `ranks` are the ranks
+    `tuned` and `pipeline` belong to an estimate, a tuned loader and a model in stages. `compiled`: figures of
+    an original left to `torch.compile`, whose findings are those of its eager run. `ranks` are the ranks
     of a job, with `exchanges` between them; the other figures belong to the rank with the highest peak.
     """
 
@@ -157,6 +158,7 @@ class Report(Struct, frozen=True, kw_only=True):
     project: str = ""
     machine: str = ""
     original: Figures | None = None
+    compiled: Figures | None = None
     planned: Figures | None = None
     budget_bytes: Bytes | None = None
     floor_bytes: Bytes | None = None

@@ -159,7 +159,8 @@ class Trial(Struct, kw_only=True):
     trial of each rank of a job; this trial is then the one with the highest peak. `workspace_bytes`: bytes
     that an emulated device holds for cuBLAS beside its peak. `loader`: the cost of the loader; `tuning`: the
     result of tuning it. `sharded`: the modules that were sharded one by one.
-    `compiled`: the compiled graphs, of a request that plans them.
+    `backends`: those of `torch.compile` that the script named. `compiled`: the compiled graphs, of a request
+    that plans them; `unplanned`: why they could not be planned.
     """
 
     request: Request
@@ -187,7 +188,9 @@ class Trial(Struct, kw_only=True):
     tuning: Tuning | None = None
     sharded: tuple[str, ...] = ()
     workspace_bytes: int = 0
+    backends: tuple[str, ...] = ()
     compiled: CompiledMemory | None = None
+    unplanned: str = ""
 
     @property
     def timed(self) -> list[TrialStep]:

@@ -11,54 +11,76 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchtrim.dispatch.patches import Patches
 from torchtrim.records.plan import CompiledGraph
 from torchtrim.records.trial import CompiledMemory, Request, Trial
 
-OTHER_BACKEND = (
+INDUCTOR = "inductor"
+"""The backend whose graphs are planned."""
+EAGERLY = (
+    "the script uses torch.compile: its compiled functions ran eagerly here, and all figures "
+    "refer to that. "
+    "An eager plan is for eager runs, and `torchtrim run` runs it eagerly"
+)
+_OTHER_BACKEND = (
     "the script compiles by the backend {}, which torchtrim does not plan: what that compiles ran "
     "eagerly"
 )
 
 
-NOT_PLANNED = "the compiled graphs were not planned"
-
-
 class OnCompile:
-    """A watch for a script's first `torch.compile` by Inductor, before which `first` is called.
+    """A watch for a script's `torch.compile`. What it compiles by other backends than `kept` runs eagerly.
 
-    What other backends compile runs eagerly; `others` names them.
+    Before the first compile by one of them, or by any if none is kept, `first` is called. `asked`: the
+    backends that the script has named.
     """
 
-    def __init__(self, first: Callable[[], None]) -> None:
+    def __init__(self, first: Callable[[], None] = lambda: None, kept: Sequence[str] = ()) -> None:
         self._first: Callable[[], None] | None = first
+        self._kept = kept
         self._patches = Patches()
-        self.others: set[str] = set()
+        self.asked: set[str] = set()
 
     def install(self) -> None:
-        """Replace `torch.compile`, which `Module.compile` calls."""
-        self._patches.replace(torch, "compile", self._asked(torch.compile))
+        """Replace `torch.compile`, also as a decorator, and `Module.compile`."""
+        self._patches.replace(torch, "compile", self._watched(torch.compile))
+        if not self._kept:
+            self._patches.replace(nn.Module, "compile", self._stays_eager)
 
     def remove(self) -> None:
         """Undo `install`."""
         self._patches.undo()
 
-    def _asked(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def compile(model: Any = None, **options: Any) -> Any:
-            backend = options.get("backend", "inductor")
-            if backend not in ("inductor", "eager"):
-                self.others.add(backend if isinstance(backend, str) else repr(backend))
-                for name in ("mode", "options"):
-                    options.pop(name, None)
-                return original(model, **{**options, "backend": "eager"})
-            first, self._first = self._first, None
-            if first is not None:
-                first()
+            if self._ask(options.get("backend", INDUCTOR)) not in self._kept:
+                options = {**options, "backend": "eager", "mode": None, "options": None}
             return original(model, **options)
 
         return compile
+
+    def _stays_eager(self, _module: nn.Module, *_: Any, backend: Any = INDUCTOR, **__: Any) -> None:
+        self._ask(backend)
+
+    def _ask(self, backend: Any) -> str:
+        """Note a backend, and return its name."""
+        name = backend if isinstance(backend, str) else getattr(backend, "__name__", "of its own")
+        self.asked.add(name)
+        if name in self._kept or not self._kept:
+            self._begin()
+        return name
+
+    def _begin(self) -> None:
+        first, self._first = self._first, None
+        if first is None:
+            return
+        if not self._kept:  # no graph at all: its guards and its tracing would cost time
+            self._patches.on_undo(torch.compiler.set_stance, "default")
+            torch.compiler.set_stance("force_eager")
+        first()
 
 
 class Applying:
@@ -67,7 +89,7 @@ class Applying:
     def __init__(self, plan: Sequence[CompiledGraph]) -> None:
         self._plan = plan
         self._stack = contextlib.ExitStack()
-        self._on_compile = OnCompile(self._begin)
+        self._on_compile = OnCompile(self._begin, (INDUCTOR,))
         self._applied: Any = None
 
     def install(self) -> None:
@@ -103,18 +125,21 @@ class Applying:
 
 
 class Compiling:
-    """The compiled graphs of a requested run: of an original, a planned one, or one to plan."""
+    """What becomes of a script's `torch.compile` in a requested run: it runs eagerly, or is left on.
+
+    Left on, the graphs are an original's, planned ones, or watched to be planned.
+    """
 
     def __init__(self, request: Request) -> None:
         plan = request.plan.compiled if request.plan is not None else ()
         self._request = request
         self._plan = Applying(plan) if plan else None
-        self._on_compile = OnCompile(self._begin)
+        self._on_compile = OnCompile(self._begin, (INDUCTOR,) if request.compiles else ())
         self._graphs: Any = None
         self._stack = contextlib.ExitStack()
 
     def install(self) -> None:
-        """Leave `torch.compile` on."""
+        """Begin to wait for the script to compile."""
         (self._plan or self._on_compile).install()
 
     def step_begins(self) -> None:
@@ -125,13 +150,18 @@ class Compiling:
     def end(self, trial: Trial) -> str:
         """Put what is known of the graphs into the trial. Return why the plan does not hold, if so."""
         if self._plan is not None:
-            return self._plan.missed()
-        trial.notes += tuple(OTHER_BACKEND.format(one) for one in sorted(self._on_compile.others))
-        if self._graphs is not None and self._graphs.joints:
+            return "" if trial.crash is not None else self._plan.missed()
+        asked = trial.backends = tuple(sorted(self._on_compile.asked))
+        if not self._request.compiles:
+            trial.notes += (EAGERLY,) if asked else ()
+            return ""
+        others = (one for one in asked if one not in (INDUCTOR, "eager"))
+        trial.notes += tuple(map(_OTHER_BACKEND.format, others))
+        if trial.crash is None and self._graphs is not None and self._graphs.joints:
             try:
                 trial.compiled = planned(self._graphs, self._request.graphs_save)
             except Exception as error:  # torch's own, from the private interfaces
-                trial.notes += (f"{NOT_PLANNED}: {type(error).__name__}: {error}",)
+                trial.unplanned = f"{type(error).__name__}: {error}"
         return ""
 
     def _begin(self) -> None:

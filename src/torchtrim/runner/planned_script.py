@@ -31,12 +31,11 @@ from torchtrim.executor.places import root_of
 from torchtrim.executor.registry import Handles, check_known
 from torchtrim.records.commands import from_here, plan_again
 from torchtrim.records.plan import Plan
-from torchtrim.runner.compiling import Applying
+from torchtrim.runner.compiling import Applying, OnCompile
 from torchtrim.runner.joining import Spawning
 from torchtrim.runner.processes import LIFELINE, end_with_parent
 from torchtrim.runner.run_report import RunReport
 from torchtrim.runner.script import Script
-from torchtrim.runner.settings import Eagerly
 from torchtrim.runner.trials import Workload
 from torchtrim.runner.worker import run_target
 
@@ -68,6 +67,8 @@ class Applier(Listener):
         self._plan = plan
         self._stays = stays
         self._waits_for = {root_of(where) for one in plan.techniques for where in one.where}
+        if plan.compiled:
+            self._waits_for = {*plan.fingerprint}
         self._applied: list[Handles] = []
         self.report: RunReport | None = None
         self.error: BaseException | None = None
@@ -151,10 +152,7 @@ def run_planned(
     if plan is not None and plan.pipeline is not None:
         _in_stages(script, plan, report)
         return
-    if plan is not None and plan.compiled:
-        _compiled(script, plan, report)
-        return
-    if plan is None or not plan.techniques:
+    if plan is None or not (plan.techniques or plan.compiled):
         if report is not None:
             report.start()
         try:
@@ -165,8 +163,8 @@ def run_planned(
     Spawning(1).install()
     applier, patches = applier or Applier(plan), Patches()
     applier.report = report
-    eagerly = Eagerly(lambda: print(_EAGER, file=sys.stderr, flush=True))
-    eagerly.install()
+    compiling = Applying(plan.compiled) if plan.compiled else OnCompile(_say_eager)
+    compiling.install()
     listen_to_errors(patches, _ends_script)
     try:
         with applier.watcher, checked_saves(applier.check_settled):
@@ -178,11 +176,17 @@ def run_planned(
         raise ApplyFailed(str(error)) from None
     finally:
         main_has_ended()
-        eagerly.remove()
+        compiling.remove()
         patches.undo()
         flush_files()
         if report is not None:
             report.end(applier.error)
+        if isinstance(compiling, Applying) and (missed := compiling.missed()):
+            print(f"torchtrim: NOT FITTED: {missed}. Plan again.", file=sys.stderr, flush=True)
+
+
+def _say_eager() -> None:
+    print(_EAGER, file=sys.stderr, flush=True)
 
 
 _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
@@ -198,21 +202,6 @@ def flush_files() -> None:
         if issubclass(type(obj), _BUFFERED):
             with contextlib.suppress(OSError, ValueError):
                 obj.flush()
-
-
-def _compiled(script: Script, plan: Plan, report: RunReport | None) -> None:
-    """Run the script with `torch.compile` on, its graphs saving what the plan says."""
-    applying = Applying(plan.compiled)
-    applying.install()
-    if report is not None:
-        report.start()
-    try:
-        _as_python(script)
-    finally:
-        applying.remove()
-        flush_files()
-        if missed := applying.missed():
-            print(f"torchtrim: NOT FITTED: {missed}. Plan again.", file=sys.stderr, flush=True)
 
 
 def _in_stages(script: Script, plan: Plan, report: RunReport | None) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,55 +18,6 @@ from torch.utils._pytree import tree_map
 
 from torchtrim.records.trial import Request
 from torchtrim.runner.perturbed import Perturbed, perturb
-
-NOTE = (
-    "the script uses torch.compile: its compiled functions ran eagerly here, and all figures "
-    "refer to that. "
-    "An eager plan is for eager runs, and `torchtrim run` runs it eagerly"
-)
-
-
-class Eagerly:
-    """Replacement of `torch.compile` that runs functions eagerly: a compiled graph hides its operators.
-
-    `asked`: the script has compiled; `told` is called when it first does.
-    """
-
-    def __init__(self, told: Callable[[], None] = lambda: None) -> None:
-        self.asked = False
-        self._told = told
-
-    def install(self) -> None:
-        """Replace `torch.compile`, also as a decorator, and `Module.compile`."""
-        original = torch.compile
-
-        @functools.wraps(original)
-        def compile_eager(model: Any = None, **options: Any) -> Any:
-            self._ask()
-            for unused in ("backend", "mode", "options"):
-                options.pop(unused, None)
-            return original(model, backend="eager", **options)
-
-        @functools.wraps(nn.Module.compile)
-        def stay_eager(_module: nn.Module, *_: Any, **__: Any) -> None:
-            self._ask()
-
-        self._instead = torch.compile, nn.Module.compile
-        torch.compile = compile_eager
-        nn.Module.compile = stay_eager  # type: ignore[assignment, method-assign]
-
-    def remove(self) -> None:
-        """Undo `install`."""
-        torch.compile, nn.Module.compile = self._instead  # type: ignore[method-assign]
-        if self.asked:
-            torch.compiler.set_stance("default")
-
-    def _ask(self) -> None:
-        if not self.asked:
-            self.asked = True
-            torch.compiler.set_stance("force_eager")
-            self._told()
-
 
 _OLD_TYPES = (torch, "FloatTensor", "DoubleTensor"), (torch.cuda, "FloatTensor", "DoubleTensor")
 _NAMES = {

@@ -91,7 +91,6 @@ class _Runner:
         device = request.device or ""
         if device not in ("", "cpu", "cuda"):
             device = self._emulation.device
-        self._eagerly = settings.Eagerly()
         self._compiling = Compiling(request)
         self._writing = Writing(folder, (str(Path.cwd()), self._task.project))
         self._started = 0
@@ -129,7 +128,7 @@ class _Runner:
         with dry, fake_ranks(request.ranks, sharded=request.sharding is not None):
             self._emulate()
             self._sources.install()
-            (self._compiling if request.compiles else self._eagerly).install()
+            self._compiling.install()
             settings.fill_uninitialized()
             self._count_processes()
             self._settle_exits()
@@ -276,15 +275,14 @@ class _Runner:
             crash = None
         session.finish()
         trial.notes += tuple(sorted(self._emulation.notes))
-        trial.notes += (settings.NOTE,) if self._eagerly.asked else ()
         trial.notes += self._joining.notes(trial.device)
         if (dry := current_dry()) is not None:
             trial.notes += dry.guesses.notes()
             trial.batch_size = dry.batch_size
         trial.processes = self._started
-        if self._request.compiles and crash is None:
-            refusal = self._compiling.end(trial)
-            crash = Crash(kind="refused", message=refusal) if refusal else None
+        trial.crash = crash
+        if refusal := self._compiling.end(trial):
+            crash = Crash(kind="refused", message=refusal)
         trial.observed = self._probes.observed()
         if crash is None and not trial.steps:
             crash = Crash(kind="no step", message="the script ended, and no step was complete")

@@ -13,12 +13,11 @@ from torchtrim.planner.plans import graphs_plan
 from torchtrim.records.budget import Budget, MemoryLimit
 from torchtrim.records.certificate import with_proof
 from torchtrim.records.plan import Plan, Prediction
-from torchtrim.records.report import Result
+from torchtrim.records.report import Report, Result
 from torchtrim.records.trial import CompiledMemory, Request, Trial
-from torchtrim.report.assemble import with_plan, with_planned
-from torchtrim.runner.compiling import NOT_PLANNED
+from torchtrim.report.assemble import figures_of, with_plan, with_planned
+from torchtrim.runner.compiling import INDUCTOR
 from torchtrim.runner.script import Script
-from torchtrim.runner.settings import NOTE
 from torchtrim.runner.trials import Progress, run_once
 from torchtrim.workflows.findings import report_of
 
@@ -27,8 +26,8 @@ _ROUNDS = 2
 
 
 def compiles(original: Trial) -> bool:
-    """Return True if a script, run eagerly, would have compiled."""
-    return NOTE in original.notes
+    """Return True if a script, run eagerly, would have compiled graphs that can be planned."""
+    return INDUCTOR in original.backends
 
 
 def graphs_of(script: Script, request: Request, saving: int, progress: Progress) -> CompiledMemory:
@@ -39,17 +38,24 @@ def graphs_of(script: Script, request: Request, saving: int, progress: Progress)
     request = _plain(request, graphs_save=saving, steps=0, warmup=1)
     trial = run_once(script, request, "compiled graphs, without kernels", progress)
     if trial.compiled is None:
-        failed = next((note for note in trial.notes if note.startswith(NOT_PLANNED)), "")
-        raise Unsupported(failed or "the script compiles nothing that trains by Inductor")
+        raise Unsupported(trial.unplanned or "the script compiles nothing that trains by Inductor")
     return trial.compiled
 
 
-def graph_notes(script: Script, request: Request, progress: Progress) -> tuple[str, ...]:
-    """Return what a script's compiled graphs save and need, or why that is not known, in sentences."""
+def with_compiled(report: Report, script: Script, request: Request, progress: Progress) -> Report:
+    """Add to a report of an eager run the script's figures when compiled, and what its graphs save."""
     try:
         memory = graphs_of(script, request, 0, progress)
+        compiled = run_once(script, _plain(request), "compiled original", progress)
     except TorchtrimError as error:
-        return (f"the memory of the compiled graphs is not known: {error}",)
+        said = f"the memory of the compiled graphs is not known: {error}"
+        return replace(report, notes=(said, *report.notes))
+    notes = (*_graph_notes(memory), *report.notes)
+    return replace(report, compiled=figures_of(compiled), notes=notes)
+
+
+def _graph_notes(memory: CompiledMemory) -> tuple[str, ...]:
+    """Return what compiled graphs save and need, in sentences."""
     graphs = (
         f"{number}: saves {format_bytes(saved)}, peak {format_bytes(peak)}"
         for number, (saved, peak) in enumerate(memory.graphs, 1)

@@ -17,7 +17,7 @@ from torchtrim.rules.registry import diagnose
 from torchtrim.rules.tt402_blocks_capture import RULE, verdict
 from torchtrim.runner.script import Script
 from torchtrim.runner.trials import Progress, Workload
-from torchtrim.workflows.compiled import compiles, graph_notes
+from torchtrim.workflows.compiled import compiles, with_compiled
 from torchtrim.workflows.findings import ranks_of, report_of, with_settings
 from torchtrim.workflows.optimize.fitting import Fitting
 
@@ -58,8 +58,7 @@ def diagnose_report(
     trial = _observed(workload, replace(request, grows=True), progress)
     report = report_of("diagnose", workload, trial)
     if isinstance(workload, Script) and workload.processes == 1 and compiles(trial):
-        notes = graph_notes(workload, request, progress)
-        report = replace(report, notes=(*notes, *report.notes))
+        report = with_compiled(report, workload, request, progress)
     if capture and trial.profile is not None:
         obstacles = diagnose(trial.profile, (CAPTURE,))
         said = verdict(trial.profile, len({(one.path, one.line) for one in obstacles}))
