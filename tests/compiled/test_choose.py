@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from torchtrim.compiled import choose
 from torchtrim.compiled.choose import SavingProgram
 from torchtrim.compiled.joint import Joint, Value
 
@@ -32,6 +33,11 @@ def _value(
 
 def program(joint: Joint) -> SavingProgram:
     return SavingProgram([joint], {joint.key: 0})
+
+
+@pytest.fixture(autouse=True)
+def _fine_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "_FEW", 1)
 
 
 def test_what_is_saved_by_itself_needs_its_bytes_and_no_time() -> None:

@@ -20,12 +20,14 @@ from torchtrim.planner.solvers.integer import IntegerProgram, solve
 
 _SEGMENTS = 24
 """Enough that a segment is less than a block of usual models; more makes the program slower to solve."""
+_FEW = 8
+"""Arbitrary; nodes of a small graph's segment."""
 _UNIT = 2**20
 _UNITS = 1e3
 """Of the objective, for the seconds of all of forward: a solver's tolerances are absolute."""
 _TIDY = 1e-3
 """Of a second for a second of writing: among equal choices the one that saves less."""
-_NEAR = 2e-3
+_NEAR = 1e-2
 """Of the seconds of all of forward: an answer this near the bound is not worth a longer search."""
 _HIDES = 1.01
 """Of the budget: less than an error of the model."""
@@ -199,7 +201,7 @@ class _Graph:
 
     def __init__(self, joint: Joint) -> None:
         self.joint = joint
-        self.segments = min(_SEGMENTS, len(joint.work)) or 1
+        self.segments = min(_SEGMENTS, len(joint.work) // _FEW) or 1
         total = joint.work[-1] if joint.work else 0.0
         self._ends = [total * (at + 1) / self.segments for at in range(self.segments)]
         of = [self._segment(position) for position in range(len(joint.work))]
