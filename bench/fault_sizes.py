@@ -161,8 +161,9 @@ def summary(rows: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:
     cells = [cell for row in rows.values() for cell in row.values()]
     exponents = [cell["seen"] for cell in cells]
     return {
-        "seen_at_1e-9_or_100_times_float64s_noise": sum(
-            10.0 ** -cell["seen"] <= max(1e-9, 100 * cell.get("noise", 0.0)) for cell in cells
+        "seen_from_1e-9_or_100_times_float64s_noise": sum(
+            cell["seen"] >= 9 or 10.0 ** -(cell["seen"] + 1) < 100 * cell.get("noise", 0.0)
+            for cell in cells
         ),
         "programs": len(rows),
         "faults": len(exponents),
