@@ -208,6 +208,7 @@ def test_a_listed_range_without_a_type_is_never_safe(call: str) -> None:
         (PINNED_UPLOAD, "torch.tensor(n, device=d)", "is a list"),
         (PINNED_UPLOAD, "torch.tensor([1.0], requires_grad=True, device=d)", "gradient"),
         (PINNED_UPLOAD, "torch.tensor([1.0]).to(torch.float16)", "is a device"),
+        (PINNED_UPLOAD, "torch.tensor([c, x.item()], device=d)", "read from a device"),
         (REPEATED_NUMBER, "torch.tensor([1 for _ in range(n)], device=d)", "pass `dtype`"),
         (REPEATED_NUMBER, "torch.tensor([n for _ in range(n)], device=d)", "small literal number"),
         (REPEATED_NUMBER, "torch.tensor([0.5 for _ in range(n)]).to(x)", "is a device"),

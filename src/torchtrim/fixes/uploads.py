@@ -10,7 +10,7 @@ from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, of_forms
 from torchtrim.rewriter.replace import added_keyword, replace
 from torchtrim.source.facts import Facts, FixRefused, is_floating, is_int, is_number
 from torchtrim.source.forms import match_form
-from torchtrim.source.nodes import called, constant_of, method_of, name_set
+from torchtrim.source.nodes import called, constant_of, find_all, method_of, name_set
 from torchtrim.source.numbers import is_known_number
 from torchtrim.source.source import SourceFile
 from torchtrim.source.transfers import Upload, need_device, uploads
@@ -22,6 +22,7 @@ _LARGEST = 3.4e38
 _SMALL = 2**15  # the smallest types that a number may get, int16 and float16, reach this far
 _MAKERS = name_set("tensor as_tensor")
 _PINNED = name_set("tensor")
+_READS = name_set("item tolist cpu numpy")
 _RANDOM = name_set("rand randn randint randperm normal bernoulli")
 _FLOATING = name_set("linspace logspace")
 _SAME = name_set("zeros ones full eye arange")
@@ -275,7 +276,17 @@ def _pinned(match: Match, facts: Facts) -> Writing:
     upload = _of(match, _PINNED)
     if upload.made is not upload.whole and "device" in upload.words:
         raise FixRefused("it gets a device before the move")
-    facts.need(f"`{match.text('L')[:60]}` is a list", lambda v: v.L.kind in _LISTS)
+    listed = match.parts["L"]
+    if any(called(call.func) in _READS for call in find_all(listed, ast.Call)):
+        raise FixRefused(
+            "its list is read from a device, and that read waits. Look its numbers up on the device: index "
+            "a tensor of them"
+        )
+    facts.need(
+        f"`{match.text('L')[:60]}` is a list",
+        lambda v: v.L.kind in _LISTS,
+        static=lambda v: isinstance(listed, _LITERALS) or v.L.kind in _LISTS,
+    )
     device, rest = _device(match, facts), ", **REST" if words else ""
     made = f'torch.tensor(L{rest}, device="cpu", pin_memory=torch.cuda.is_available())'
     return Writing(replace(match, f"{made}.to({device}, non_blocking=True)"))
@@ -290,7 +301,8 @@ PINNED_UPLOAD: Fix = Fix(
     `non_blocking=True`, is copied while the host goes on; PyTorch keeps the pinned memory until the copy has
     finished. Without CUDA no memory is pinned and the line means the same as before.
 
-    Refused with keywords that contradict this.
+    Refused with keywords that contradict this, if the list is read from a device itself (`x.tolist()`), and
+    without a run if the source does not show that it is a list.
     """,
     codes=("TT103",),
     equivalence="BITWISE",
