@@ -99,6 +99,10 @@ class Partitioner(CustomPartitionerFn):
         """Return the choice's key, so that caches never mix code of two choices."""
         return self._key
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as the key: torch's caches also hash the pickle of each setting of Inductor."""
+        return str, (self._key,)
+
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
