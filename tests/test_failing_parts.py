@@ -408,7 +408,7 @@ def test_a_script_is_fitted_and_fixed_though_a_part_of_each_kind_fails(
     drop(rules, "tt199_it_fails", RULE.format(code="TT199", body="return [1][7]"))
     drop(fixes, "it_fails", FIX.format(find="return [1][7]", found="find"))
     monkeypatch.setattr("torchtrim.report.html.render", lambda *_, **__: [][0])
-    words = ("--memory", "70%", "--device", "emulated", "--steps", "1")
+    words = ("--memory", "70%", "--fix", "--device", "emulated", "--steps", "1")
     code, out, err = run("optimize", "train.py", *words, "--out", "out")
     for part in ("technique swish_again", "rule TT199", "fix it_fails", "renderer report.html"):
         told(err, part)

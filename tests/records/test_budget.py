@@ -7,8 +7,8 @@ from torchtrim.records.budget import Budget, memory_limit
 
 
 def test_a_share_becomes_bytes_once_the_whole_is_known() -> None:
-    assert memory_limit("60%", "rss").budget(1000) == Budget(600, "rss")
-    assert memory_limit("2KiB").budget(1000) == memory_limit(2048).budget(1) == Budget(2048)
+    assert memory_limit("60%", "rss").budget(1000) == Budget(600, "rss", asked="60%")
+    assert memory_limit("2KiB").budget(1000).bytes == memory_limit(2048).budget(1).bytes == 2048
 
 
 def test_what_cannot_be_read_is_refused_before_there_is_a_whole() -> None:

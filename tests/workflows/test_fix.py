@@ -85,7 +85,7 @@ def test_what_is_looked_at_and_what_is_proved_takes_few_runs(
     assert begun == [
         *("original", "looking at values", "fixes, round 1"),
         *("looking closer",) * 2,
-        *("looking closer, in float64",) * 6,
+        *("looking closer, in float64",) * 3,
     ]
     assert found.certificate is not None
     assert found.certificate.verdict == "ROUNDING"

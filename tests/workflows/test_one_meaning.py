@@ -111,7 +111,7 @@ def test_other_budgets_are_in_order_once_and_name_their_device(reports: dict[str
     assert len(plans) == len(set(plans)) > 1
     assert {point.device for point in report.frontier} == {"a100"}
     text = printed(report)
-    assert text.count("step on A100, modelled") == 1
+    assert text.count("other budgets: step on A100, modelled") == 1
     assert "overwrite x" in text
     assert "step on this CPU" in text
 

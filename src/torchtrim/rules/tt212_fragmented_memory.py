@@ -13,18 +13,18 @@ next request stays reserved, and an allocation can fail although enough bytes ar
 
 ## Example
 
-```sh
-python train.py
+```python
+for size in (1000, 2000, 3000):  # no freed segment has room for the next activations
+    model(images[:size]).sum().backward()
 ```
 
 ## Use instead
 
-```sh
-PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python train.py
+```python
+os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # before the first use of the device
 ```
 
-PyTorch reads the variable when it first allocates on the device, so a script can also set it in
-`os.environ` before that.
+Or set it in the shell: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python train.py`.
 
 ## Fix safety
 

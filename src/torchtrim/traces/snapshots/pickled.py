@@ -203,7 +203,7 @@ class _Machine:
         if code in _NAMES:
             raise UnreadableInput(
                 f"{self._name} is not plain data: at byte {self._at - 1} it would "
-                f"create an object ({_NAMES[code]}). It was not run. "
+                f"create an object ({_NAMES[code]}). Nothing of it was run. "
                 "A memory snapshot holds dicts, lists, texts and numbers alone."
             )
         self._fail(f"opcode {code!r} is unknown")
