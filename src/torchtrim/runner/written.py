@@ -42,6 +42,7 @@ _PATHS = {
     "os.link": ((1, 3),),
 }
 """Where paths, and the descriptors of their folders, are in the arguments of audit events."""
+_EVENTS = frozenset((*_PATHS, *_FROM_ELSEWHERE, "open"))
 _What = Literal["created", "changed", "removed", "cheap"]
 
 
@@ -92,6 +93,8 @@ class Writing:
         self._in_steps = True
 
     def _heard(self, event: str, args: tuple[Any, ...]) -> None:
+        if event not in _EVENTS:  # most: each `sys._getframe` is one
+            return
         if event in _FROM_ELSEWHERE:
             self._is_costly = True
         if event == "open":

@@ -105,7 +105,6 @@ class StepGrowth:
         if self._is_last or self._looks < LEAST_LOOKS:
             return False
         self._is_last = True
-        self._until = time.perf_counter() + _PATIENCE * seconds + _LEAST_SECONDS
         with _disable_current_modes():
             things = {id(one): one for one in containers() if id(one) in self._suspects}
             owners = find_owners(things, roots_here(self._places, self._modules()))
@@ -115,6 +114,7 @@ class StepGrowth:
             self._followed = {n: (things[n], length(things[n])) for n in self._suspects}
             if self._followed:
                 self._fillers.start({n: thing for n, (thing, _) in self._followed.items()})
+        self._until = time.perf_counter() + _PATIENCE * seconds + _LEAST_SECONDS
         self.runs = rank_and_world()[1] > 1 or bool(self._followed)
         return self.runs
 
