@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from torchtrim.records.plan import Technique
 from torchtrim.records.trial import Trial
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.simulate import simulate
-from torchtrim.step.step import Span
+from torchtrim.step.step import Span, Step
 from torchtrim.techniques import precision
 from torchtrim.techniques.micro_batch.technique import TECHNIQUE
 
@@ -77,6 +77,15 @@ def test_the_peak_is_predicted(observed: tuple[torchtrim.TrainStep, Trial], part
     assert abs(predicted - measured) <= 0.015 * measured
 
 
+def peak_in_parts(step: Step, where: Sequence[str]) -> int:
+    """The predicted peak with these modules in two parts."""
+    options = (
+        Option("micro_batch", one, spans_of(step, one), None, (("parts", 2),)) for one in where
+    )
+    edits = [TECHNIQUE.edits(step, option) for option in options]
+    return simulate(step, [edit for edit in edits if edit is not None]).peak_bytes
+
+
 def test_several_under_autocast_are_predicted() -> None:
     torch.manual_seed(0)
     net, batch = encoder(32, 3), torch.randn(16, 48, 32)
@@ -86,13 +95,7 @@ def test_several_under_autocast_are_predicted() -> None:
     step = train_step(net, batch, "SGD")
     recorded = step_of(torchtrim.record(step))
     layers = [f"{root}.layers.{number}" for number in range(3)]
-    edits = [
-        TECHNIQUE.edits(
-            recorded, Option("micro_batch", one, spans_of(recorded, one), None, (("parts", 2),))
-        )
-        for one in layers
-    ]
-    predicted = simulate(recorded, [edit for edit in edits if edit is not None]).peak_bytes
+    predicted = peak_in_parts(recorded, layers)
     for one in layers:
         TECHNIQUE.apply({root: net}, plan_of(one, 2))
     over = predicted - torchtrim.record(step).peak_bytes
@@ -120,13 +123,7 @@ def test_gradients_that_arrive_are_of_a_part() -> None:
     step.step(0)
     recorded = step_of(torchtrim.record(step))
     where = [f"Sequential.{number}" for number in range(3)]
-    edits = [
-        TECHNIQUE.edits(
-            recorded, Option("micro_batch", one, spans_of(recorded, one), None, (("parts", 2),))
-        )
-        for one in where
-    ]
-    predicted = simulate(recorded, [edit for edit in edits if edit is not None]).peak_bytes
+    predicted = peak_in_parts(recorded, where)
     for one in where:
         TECHNIQUE.apply({"Sequential": step.model}, plan_of(one, 2))
     step.step(0)

@@ -1,7 +1,7 @@
 """Maps each operator to the call of a function of the user's source that ran it.
 
 Frames are told apart by a mark in `f_trace`, which Python reads only under `sys.settrace`: it ends with its
-frame, and does not keep the frame's variables alive. Under a debugger no functions are found.
+frame, without keeping the frame's variables alive. Under a debugger no functions are found.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def is_random(func: Any) -> bool:
 
 
 def position_of(func: Any, name: str) -> int:
-    """Return the position of an operator's argument, or -1 without one of that name."""
+    """Return the position of an operator's argument, or -1 if it is absent."""
     arguments = getattr(getattr(func, "_schema", None), "arguments", ())
     return next((at for at, one in enumerate(arguments) if one.name == name), -1)
 

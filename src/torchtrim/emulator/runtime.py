@@ -116,16 +116,14 @@ class Counters:
     def __init__(self, tags: Tags, model: DeviceModel) -> None:
         self._tags = tags
         self.allocator = CachingAllocator()
-        self._configured = False
         self._blocks: dict[int, int] = {}
         self._total = model.memory_bytes
 
     def settle(self) -> CachingAllocator:
         """Return the allocator, updated with all events so far."""
         events = self._tags.events
-        if events and not self._configured:
+        if events and not self.allocator.mallocs:
             self.allocator.settings = _settings()
-            self._configured = True
         for number, size in events:
             if size >= 0:
                 self._blocks[number] = self.allocator.malloc(size)

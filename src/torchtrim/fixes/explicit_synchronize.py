@@ -13,12 +13,12 @@ the host need not wait.
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
 from torchtrim.source.facts import Facts, FixRefused
 from torchtrim.source.nodes import called, find_all, name_set
+from torchtrim.source.operations import SYNCHRONIZING
 from torchtrim.source.source import SourceFile
 
 _CLOCKS = name_set("""
@@ -33,14 +33,13 @@ _OTHERS = name_set("""
     tensorrt onnxruntime triton pycuda
 """)
 _NAMES = ("torch.cuda.synchronize", "torch.accelerator.synchronize")
-_HELPERS = re.compile(r"synchronize|(device|cuda|torch)_synchronize")
 
 
 def _find(source: SourceFile) -> Iterator[Match]:
     for node in source.each(ast.Call):
         statement = source.parents[node]
         name = source.dotted(node.func) or ""
-        if name in _NAMES or (_HELPERS.fullmatch(called(node.func)) and not node.args):
+        if name in _NAMES or (called(node.func) in SYNCHRONIZING and not node.args):
             form = name if name in _NAMES else ""
             if isinstance(statement, ast.Expr):
                 yield Match(fix=FIX, source=source, node=statement, parts={}, form=form)

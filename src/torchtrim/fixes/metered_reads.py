@@ -65,7 +65,7 @@ def _update(source: SourceFile, call: ast.AST) -> _Update | None:
     made = [assigned_to(source, one) for one in stores(source.function(call), meter.id)]
     kinds = {_class_of(one.func, source) if isinstance(one, ast.Call) else None for one in made}
     kind = kinds.pop() if len(kinds) == 1 else None
-    methods = [one for one in kind.body if getattr(one, "name", "") == name] if kind else []
+    methods = _methods(kind, name) if kind else []
     if kind is None or len(methods) != 1 or not isinstance(methods[0], ast.FunctionDef):
         return None
     parameters = [one.arg for one in methods[0].args.args[1:]]
@@ -221,14 +221,22 @@ def _check_method(source: SourceFile, found: _Update, call: ast.Call, kept: set[
 
 def _only_formats(kind: ast.ClassDef, name: str, kept: set[str]) -> bool:
     """Return True unless a method reads what the meter keeps for more than text."""
-    method = next((one for one in kind.body if getattr(one, "name", "") == name), None)
-    parts = list(find_all(method, ast.Attribute)) if method is not None else []
-    above = {child: node for node in ast.walk(kind) for child in ast.iter_child_nodes(node)}
-    for part in parts:
+    above = _parents(kind)
+    for part in (
+        part for method in _methods(kind, name) for part in find_all(method, ast.Attribute)
+    ):
         read = isinstance(part.ctx, ast.Load) and isinstance(part.value, ast.Name)
         if read and part.attr in {*kept, "__dict__"} and not _is_shown(above, part):
             return False
     return name not in ("__getattr__", "__getattribute__")
+
+
+def _methods(kind: ast.ClassDef, name: str) -> list[ast.stmt]:
+    return [one for one in kind.body if getattr(one, "name", "") == name]
+
+
+def _parents(kind: ast.ClassDef) -> dict[ast.AST, ast.AST]:
+    return {child: node for node in ast.walk(kind) for child in ast.iter_child_nodes(node)}
 
 
 def _is_shown(above: dict[ast.AST, ast.AST], part: ast.AST) -> bool:
@@ -264,7 +272,7 @@ def _parameter(kind: ast.ClassDef, call: ast.Call, given: ast.AST) -> str:
     """Return the name by which a constructor gets an argument, or `""`."""
     if isinstance(given, ast.keyword):
         return given.arg or ""
-    init = next((one for one in kind.body if getattr(one, "name", "") == "__init__"), None)
+    init = next(iter(_methods(kind, "__init__")), None)
     if not isinstance(init, ast.FunctionDef) or given not in call.args:
         return ""
     at, names = call.args.index(given) + 1, [one.arg for one in init.args.args]
@@ -273,7 +281,7 @@ def _parameter(kind: ast.ClassDef, call: ast.Call, given: ast.AST) -> str:
 
 def _formats(found: _Update, kind: ast.ClassDef, parameter: str, kept: set[str]) -> bool:
     """Return True if a class only iterates over what it gets by a parameter, and formats each item."""
-    above = {child: node for node in ast.walk(kind) for child in ast.iter_child_nodes(node)}
+    above = _parents(kind)
     attributes, items = set(), set()
     for use in find_all(kind, ast.Name):
         if use.id == parameter:

@@ -23,6 +23,7 @@ from torchtrim.linter.kinds import (
 from torchtrim.linter.scope import ClassFacts, KindScope, is_self
 from torchtrim.linter.torch_calls import InferredCall, called_function, called_method
 from torchtrim.source.nodes import called, name_set
+from torchtrim.source.operations import SYNCHRONIZING
 
 KNOWN_MODULES = ("torch.", "numpy.", "math.", "time.", "os.", "scipy.", "PIL.", "cv2.")
 _SELF = "self."
@@ -80,8 +81,6 @@ _PLAIN_CALLS = name_set("""
     len isinstance hasattr issubclass id type callable hash ord chr dict open input bin hex oct
     divmod vars dir pow
 """)
-_SYNCHRONIZING = name_set("synchronize device_synchronize cuda_synchronize torch_synchronize")
-"""Helpers of projects around `torch.cuda.synchronize`, by the names that they have there."""
 _OF_DATA = name_set("abs bfloat16 cpu cuda double float half norm")
 """Methods that `x.data` has only if `x` is a tensor."""
 _ELEMENTS = name_set("list tuple set sorted reversed iter")
@@ -97,7 +96,7 @@ def called_name(scope: KindScope, function: ast.Name, call: InferredCall) -> Val
         return scope.file.returns[name]
     if name in scope.file.imports:
         full = scope.file.imports[name]
-        if full.rpartition(".")[2] in _SYNCHRONIZING and not call.args:
+        if full.rpartition(".")[2] in SYNCHRONIZING and not call.args:
             scope.wait("synchronize", call.node)
         return scope.file.outside(full)
     return _builtin(scope, name, call)

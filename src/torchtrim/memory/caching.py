@@ -49,7 +49,7 @@ class CachedBlock:
 
     @property
     def whole(self) -> bool:
-        """True: a segment of its own."""
+        """True for a segment of its own."""
         return self.before is None and self.after is None
 
     def expandable_size(self) -> int:

@@ -140,9 +140,10 @@ def _peaks(report: Report) -> str:
     name, before, after = PEAKS[report.memory_kind], peak_before(report), peak_after(report)
     if before is None:
         return ""
-    text = f"{name} {format_bytes(before)}"
+    size = format_bytes(before)
     if report.compiled is not None:
-        text = f"{name} {format_bytes(report.compiled.peak_bytes)} compiled, {format_bytes(before)} eagerly"
+        size = f"{format_bytes(report.compiled.peak_bytes)} compiled, {size} eagerly"
+    text = f"{name} {size}"
     if after is not None:
         predicted = " predicted" if report.planned is None else ""
         text += f" -> {format_bytes(after)}{predicted}{bracketed(percent(before, after))}"
@@ -210,10 +211,10 @@ def _budget_parts(report: Report) -> Iterable[str]:
 def _step_parts(report: Report) -> Iterable[str]:
     if report.original is None or not report.original.step_seconds:
         return
-    text = f"{step_name(report)} {format_seconds(report.original.step_seconds)}"
+    time = format_seconds(report.original.step_seconds)
     if report.compiled is not None:
-        compiled = format_seconds(report.compiled.step_seconds)
-        text = f"{step_name(report)} {compiled} compiled, {text.partition(' ')[2]} eagerly"
+        time = f"{format_seconds(report.compiled.step_seconds)} compiled, {time} eagerly"
+    text = f"{step_name(report)} {time}"
     if report.planned is not None:
         change = step_change(report.original, report.planned)
         text += f" -> {format_seconds(report.planned.step_seconds)}{bracketed(change)}"

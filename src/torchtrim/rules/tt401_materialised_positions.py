@@ -131,8 +131,7 @@ def _change(profile: Profile, modules: Sequence[str]) -> str:
         plan = fitting("--allow", "rounding", script=profile.script or "SCRIPT")
         return (
             f"the technique relative_attention replaces {len(known)} of {len(modules)} modules: "
-            f"`{plan}` chooses it where it helps, and "
-            "compares every result"
+            f"`{plan}` chooses it where it helps, and compares every result"
         )
     change = (
         "call torchtrim.attention.relative_attention, or the adapter for this model beside it, which "

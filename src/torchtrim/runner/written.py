@@ -26,11 +26,11 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from torchtrim.dispatch.patches import Patches
+
 _LOG = "written"
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_SHARE_OF_DISK = (
-    0.25  # Arbitrary; a copy of a file takes no more of what is free for temporary files.
-)
+_SHARE_OF_DISK = 0.25  # Arbitrary; of the free bytes for temporary files, for a copy of one file.
 _COSTLY_SECONDS = 3.0  # Arbitrary: about what a run takes anyway.
 _FROM_ELSEWHERE = ("socket.connect", "subprocess.Popen", "os.system")
 _PATHS = {
@@ -74,7 +74,7 @@ class Writing:
         """Begin to listen, until the process ends."""
         self._began = time.monotonic()
         sys.addaudithook(self._heard)
-        opened: Any = torch.serialization._open_zipfile_writer
+        opened = torch.serialization._open_zipfile_writer
 
         @functools.wraps(opened)
         def opens(file: Any) -> Any:
@@ -82,8 +82,7 @@ class Writing:
                 self._heard("open", (os.fspath(file), None, os.O_WRONLY))
             return opened(file)
 
-        told: Any = opens
-        torch.serialization._open_zipfile_writer = told
+        Patches().replace(torch.serialization, "_open_zipfile_writer", opens)
 
     def step_begins(self) -> None:
         """Note that the script trains from now on."""
@@ -97,10 +96,8 @@ class Writing:
             return
         if event in _FROM_ELSEWHERE:
             self._is_costly = True
-        if event == "open":
-            if not isinstance(args[2], int) or not args[2] & _WRITES:
-                return
-        elif event not in _PATHS:
+            return
+        if event == "open" and not (isinstance(args[2], int) and args[2] & _WRITES):
             return
         if getattr(self._ours, "is_noting", False):
             return

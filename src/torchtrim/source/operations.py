@@ -7,6 +7,9 @@ import ast
 from torchtrim.source.nodes import compares_values, constant_of, find_all, keywords_of, name_set
 from torchtrim.source.source import SourceFile
 
+SYNCHRONIZING = name_set("synchronize device_synchronize cuda_synchronize torch_synchronize")
+"""`torch.cuda.synchronize`, and helpers of projects around it, by the names that they have there."""
+
 VIEWS = name_set("""
     as_strided chunk detach diagonal expand expand_as flatten movedim moveaxis mT mH T H narrow
     permute real imag ravel reshape reshape_as select split split_with_sizes squeeze swapaxes
