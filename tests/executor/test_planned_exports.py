@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from positions import WindowAttention
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.registry import Handle, technique
 from torchtrim.executor.swap import is_swapped
@@ -50,6 +52,52 @@ PLANS: dict[str, tuple[str, Options]] = {
     "split_matmul": ("Net.mlp", {"parts": 2}),
     "chunked_loss": ("Net.head", {"rows": 8}),
     "precision": ("Net", {"of": "compute", "dtype": "bfloat16"}),
+}
+
+
+class Recurrent(nn.Module):
+    """A place for split_time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(6, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, _ = self.rnn(x)
+        return out
+
+
+def gated(x: torch.Tensor, power: float = 2.0) -> torch.Tensor:
+    return torch.sigmoid(x).pow(power) * x
+
+
+class Calling(nn.Module):
+    """A place for recompute_function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return gated(self.layer(x), power=3.0)
+
+
+class Positions(nn.Module):
+    """A place for relative_attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = WindowAttention()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.attn(x)
+        return out
+
+
+OTHERS: dict[str, tuple[type[nn.Module], str, tuple[int, ...]]] = {
+    "split_time": (Recurrent, "Net.rnn", (4, 5, 6)),
+    "recompute_function": (Calling, f"Net:{__name__}.gated", (4, 5, 6)),
+    "relative_attention": (Positions, "Net.attn", (3, 49, 32)),
 }
 
 
@@ -131,6 +179,24 @@ def made_by(export: Callable[[nn.Module, torch.Tensor], Any], name: str = "") ->
     return found
 
 
+def made_of(export: Callable[[nn.Module, torch.Tensor], Any], name: str, *, planned: bool) -> Any:
+    """The same for a technique that needs a model of its own, in inference.
+
+    A graph of fx calls torch's own layers as they are, so with their plan where they train.
+    """
+    torch.manual_seed(0)
+    kind, where, shape = OTHERS[name]
+    net, x = kind(), torch.randn(shape)
+    with contextlib.ExitStack() as reverted:
+        if planned:
+            reverted.callback(applied(name, net, where, {}).revert)
+            net(x).square().sum().backward()
+            net.zero_grad()
+        made = export(net.eval(), x)
+        with torch.no_grad():
+            return made(x) if callable(made) else made
+
+
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
@@ -158,6 +224,32 @@ def test_exports_see_the_models_own_forward(name: str) -> None:
 )
 def test_compilers_see_the_models_own_forward(how: str, name: str) -> None:
     assert same(made_by(SLOW[how]), made_by(SLOW[how], name))
+
+
+UNSUPPORTED = {
+    ("vmap", "split_time"),  # by torch, without a plan too
+    ("compile", "split_time"),
+    ("jit.script", "relative_attention"),
+}
+COMPILED = {("compile", "relative_attention")}
+"""Where the plan's own kernel is compiled."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "how",
+    [
+        *QUICK,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("export", "export, strict")),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("compile", "onnx")),
+    ],
+)
+def test_models_of_other_plans_are_exported_as_if_they_had_none(how: str, name: str) -> None:
+    if (how, name) in UNSUPPORTED:
+        pytest.skip("torch refuses the model without a plan")
+    export = {**QUICK, **SLOW}[how]
+    original, planned = (made_of(export, name, planned=one) for one in (False, True))
+    assert same(original, planned) != ((how, name) in COMPILED)
 
 
 def test_copies_of_another_function_compute_it_and_scripts_are_refused() -> None:

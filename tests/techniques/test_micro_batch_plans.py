@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -74,6 +74,36 @@ def test_the_peak_is_predicted(observed: tuple[torchtrim.TrainStep, Trial], part
     measured = fitting(step).observe().peak_bytes
     handle.revert()
     assert measured < trial.peak_bytes
+    assert abs(predicted - measured) <= 0.015 * measured
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "parts"),
+    [
+        (lambda: nn.Conv3d(4, 4, 3, padding=1), (2, 4, 8, 8, 16), 2),
+        (lambda: nn.Conv2d(4, 4, 3, padding=1), (3, 4, 32, 32), 2),
+        (lambda: nn.Conv1d(4, 4, 3, padding=1), (4, 4, 512), 4),
+        (lambda: nn.ConvTranspose2d(4, 4, 3, stride=2), (2, 4, 16, 16), 2),
+        (lambda: nn.TransformerEncoderLayer(16, 2, 16, 0.0, batch_first=True), (8, 192, 16), 8),
+    ],
+)
+def test_scratch_of_a_part_is_that_of_its_own_kernel(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], parts: int
+) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(make(), nn.LeakyReLU(0.1))
+    step = train_step(net, torch.randn(shape), "SGD")
+    trial = fitting(step).observe()
+    assert trial.profile is not None
+    recorded = step_of(trial.profile)
+    spans = spans_of(recorded, "Sequential")
+    edit = TECHNIQUE.edits(
+        recorded, Option("micro_batch", "Sequential", spans, None, (("parts", parts),))
+    )
+    assert edit is not None
+    predicted = simulate(recorded, [edit]).peak_bytes
+    TECHNIQUE.apply({"Sequential": net}, plan_of("Sequential", parts))
+    measured = fitting(step).observe().peak_bytes
     assert abs(predicted - measured) <= 0.015 * measured
 
 

@@ -26,13 +26,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from math import prod
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.places import wrong_options
 from torchtrim.executor.registry import Handle, Option, Roots, TechniqueUnit, all_or_none
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.plan import Technique
-from torchtrim.records.profile import STATE
+from torchtrim.records.profile import STATE, Operator
 from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, Rise, drops_of, joined
 from torchtrim.step.step import DEVICE, Span, Step
 from torchtrim.techniques.micro_batch.found import PARTS, batch_size, given_to, splits_of
@@ -87,6 +88,7 @@ TECHNIQUE = MicroBatch()
 
 
 _FIRST_MATRIX = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
+_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 _SECONDS_AN_OPERATOR = 1e-5  # Arbitrary: the order of one kernel launch.
 _SECONDS_A_PART = 5e-4  # Arbitrary: generators, autocast and slicing, for each part.
 _SECONDS_WATCHED = 1e-5  # Time to check one operator for random numbers.
@@ -103,7 +105,9 @@ class _PartsEdit:
             {b for task in range(*span) for b in step.backward.get(task, ())} - set(range(*span))
         )
         size = batch_size(step, span)
-        self._share = -(-size // parts) / size
+        most = -(-size // parts)
+        self._share = most / size
+        self._sizes = {most, (size - 1) % most + 1}
         self._tasks = (*range(*span), *self.backward)
 
     def edit(self) -> Edit:
@@ -204,13 +208,33 @@ class _PartsEdit:
         return sum(map(self._size, made)) + self._scratch(index, max(task.transient - own, 0))
 
     def _scratch(self, index: int, scratch: int) -> int:
-        """Return a part's scratch: a matrix product packs its first operand whole, the second by blocks."""
+        """Return a part's scratch: less what shrinks with the samples."""
         operator = self._step.operators[index]
-        first = _FIRST_MATRIX.get(base_name(operator.name))
-        if first is None or operator.inputs[first].storage not in self._of_batch:
-            return int(scratch * self._share)
-        packed = min(self._step.tensors[operator.inputs[first].storage].bytes, scratch)
-        return scratch - int(packed * (1 - self._share))
+        shrinking = min(self._shrinking(operator, scratch), scratch)
+        return self._unfolded(operator, scratch - int(shrinking * (1 - self._share)))
+
+    def _shrinking(self, operator: Operator, scratch: int) -> int:
+        """Return the scratch bytes that belong to samples.
+
+        A matrix product packs its first operand whole, the second by blocks. Attention has buffers for each
+        thread, and copies the arriving gradient.
+        """
+        name, tensors = base_name(operator.name), self._step.tensors
+        first = _FIRST_MATRIX.get(name)
+        if first is not None and operator.inputs[first].storage in self._of_batch:
+            return tensors[operator.inputs[first].storage].bytes
+        if name == f"{_ATTENTION}_backward":
+            return tensors[operator.outputs[0].storage].bytes
+        by_threads = name == _ATTENTION and operator.inputs[0].dtype == "float32"
+        return 0 if by_threads else scratch
+
+    def _unfolded(self, operator: Operator, scratch: int) -> int:
+        """Return a part's scratch if a part of one sample may have another kernel than the batch."""
+        assert self._step.profile is not None
+        own = unfolded_bytes(operator) if self._step.profile.device == "cpu" else None
+        if own is None or 1 not in self._sizes:
+            return scratch
+        return own if self._sizes == {1} else max(own, scratch)
 
     def _rise(self, tasks: Iterable[int]) -> int:
         step, order = self._step, list(tasks)
@@ -245,3 +269,33 @@ class _PartsEdit:
         first = watched + more * (len(span) * _SECONDS_AN_OPERATOR + _SECONDS_A_PART + drawn)
         again = own + first + drawn
         return first, again + more * len(self.backward) * _SECONDS_AN_OPERATOR
+
+
+_CONVOLUTIONS = {"aten::convolution": 0, "aten::convolution_backward": 1}
+"""Where their input is among their tensors; the weights follow."""
+_MOST_ELEMENTS, _MOST_WIDTH, _ITEM = 20_480, 3, 4
+"""Of one sample and of a kernel, where oneDNN leaves one sample in float32 to torch (`use_mkldnn` in
+Convolution.cpp).
+"""
+
+
+def unfolded_bytes(operator: Operator) -> int | None:
+    """Return the scratch of a convolution of one sample by torch's own kernel, None if that is not used.
+
+    It unfolds the input into a matrix with a column for each place; oneDNN computes larger batches without.
+    """
+    at = _CONVOLUTIONS.get(base_name(operator.name))
+    if at is None:
+        return None
+    given, weight = operator.inputs[at : at + 2]
+    (entering, *places), (leaving, *kernel) = given.shape[1:], weight.shape[1:]
+    made = (operator.inputs[0] if at else operator.outputs[0]).shape
+    if given.dtype != "float32" or prod(given.shape[1:4]) > _MOST_ELEMENTS or prod(kernel) == 1:
+        return None
+    if len(kernel) > 1 and min(kernel[-2:]) > _MOST_WIDTH:
+        return None
+    if weight.shape[:2] == (entering, made[1]) and (
+        entering != made[1] or made[2:] > tuple(places)
+    ):
+        return _ITEM * prod(weight.shape[1:]) * prod(places)  # transposed
+    return _ITEM * prod(weight.shape[1:]) * prod(made[2:]) if leaving == entering else None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Sequence
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import _symbolic_trace
 from torch.utils._pytree import tree_leaves
 
 from torchtrim.capture.code.live import UNKNOWN
@@ -18,6 +18,7 @@ from torchtrim.capture.functions import function_at
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.notices import say_once
 from torchtrim.executor.registry import Handle, all_or_none
+from torchtrim.executor.swap import does_not_train
 from torchtrim.techniques.recompute.rerun import Rerun, Telling, run_again
 
 _Kind = tuple[tuple[int, ...], tuple[type, ...], tuple[str, ...]]
@@ -40,6 +41,9 @@ def _planned(where: str, telling: Telling) -> Handle:
     return PlannedFunction(function, where, telling)
 
 
+_PLANNED = "_torchtrim_planned"
+
+
 def _trampoline(*args: Any, _torchtrim_run: Any, **kwargs: Any) -> Any:
     return _torchtrim_run(*args, **kwargs)
 
@@ -48,7 +52,7 @@ class PlannedFunction:
     """Replaces the code of a function until `revert`; the function stays the same object."""
 
     def __init__(self, function: FunctionType, where: str, telling: Telling) -> None:
-        if function.__code__ is _trampoline.__code__:
+        if hasattr(function, _PLANNED):
             raise ApplyFailed(f"`{where}` is planned already. Name it once in the plan.")
         self._function = function
         self._code, self._keywords = function.__code__, function.__kwdefaults__
@@ -57,23 +61,29 @@ class PlannedFunction:
         )
         self._own.__kwdefaults__ = self._keywords
         self._own.__module__ = function.__module__
+        setattr(self._own, _PLANNED, self)
         self._where, self._telling = where, telling
         self._blocks: dict[_Kind, Rerun | None] = {}
         Rerun(where, (), telling, [self._own])  # raises for a function that no call may run twice
-        self._signature = vars(function).get("__signature__")
+        self._added = {"__signature__", "__wrapped__"} - vars(function).keys()
         vars(function).setdefault("__signature__", inspect.signature(function))
-        function.__kwdefaults__ = {"_torchtrim_run": self._run}
-        function.__code__ = _trampoline.__code__
+        vars(function)["__wrapped__"] = self._own  # its source is the one that TorchScript reads
+        self._set(_trampoline.__code__, {"_torchtrim_run": self._run})
 
     def revert(self) -> None:
         """Restore the function."""
-        self._function.__code__ = self._code
-        self._function.__kwdefaults__ = self._keywords
-        if self._signature is None:
-            vars(self._function).pop("__signature__", None)
+        self._set(self._code, self._keywords)
+        for name in self._added:
+            vars(self._function).pop(name, None)
+
+    def _set(self, code: CodeType, keywords: dict[str, Any] | None) -> None:
+        self._function.__code__, self._function.__kwdefaults__ = code, keywords
+        # Dynamo keeps the parameters of each function that it has traced.
+        dynamo = sys.modules.get("torch._dynamo.variables.functions")
+        getattr(dynamo, "_spec_cache", {}).pop(self._function, None)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if _is_transformed():
+        if does_not_train():
             return self._own(*args, **kwargs)
         block = self._block(args, kwargs)
         if block is None:
@@ -110,9 +120,3 @@ def _known(argument: Any) -> Any:
 
 _PLAIN = (nn.Module, bool, int, float, str, type(None))
 _ANY_TENSOR = torch.empty(0, device="meta")
-
-
-def _is_transformed() -> bool:
-    """Return True under tracing, and under transforms of torch.func, which take no hooks on saved tensors."""
-    tracing = torch._C._get_tracing_state() is not None or _symbolic_trace._is_fx_tracing_flag
-    return tracing or torch._C._functorch.peek_interpreter_stack() is not None
