@@ -1,12 +1,12 @@
 """How many of the host-device syncs inside a library `lint` finds, beside what its models do when they run.
 
-    python -m bench.recall [--models 80] [--seed 0] [--libraries] [--misses] [--json]
+    python -m bench.recall [--models 80] [--seed 0] [--libraries [NAME ...]] [--misses] [--json]
 
-Needs transformers, or with `--libraries` those of `bench/recall_libraries.py`, whose steps run in the
-place of models. Models of its language tasks, drawn at random and made small by their configuration, run
-once on an emulated device, forward and backward. Each line of the library at which the host waited then is a
-sync that is there; `lint` reads the source of the same files and has seen none of that. A model that does not
-run so small, or at all without its extra packages, is left out.
+Needs transformers, or with `--libraries` those of `bench/recall_libraries.py`, whose steps run in place of
+models; results of libraries that are not named stay. Models of its language tasks, drawn at random and made
+small by their configuration, run once on an emulated device, forward and backward. Each line of the library
+at which the host waited then is a sync that is there; `lint` reads the source of the same files and has seen
+none of that. A model that does not run so small, or at all without its extra packages, is left out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import random
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -24,8 +24,8 @@ import torch
 
 import torchtrim
 from bench.lint import folder_of
-from bench.machine import save
-from bench.recall_libraries import LIBRARIES
+from bench.machine import save, saved
+from bench.recall_libraries import LIBRARIES, UNSEEN
 from torchtrim.linter.text import lint_text
 from torchtrim.source.source import read_source
 from torchtrim.syncs.lookup import row
@@ -148,22 +148,26 @@ def _small_waited(name: str, folder: Path) -> set[Line]:
     return waited(small(name), folder)
 
 
-def measure_libraries() -> tuple[dict[str, Any], list[str]]:
-    """The same of each library, and of all together."""
-    results: dict[str, Any] = {}
+def measure_libraries(names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The same of some libraries, all if none is named, and of all together."""
+    results: dict[str, Any] = dict(saved("recall-libraries").get("libraries", {})) if names else {}
     missed: list[str] = []
-    for library, steps in LIBRARIES.items():
-        folder = folder_of(library)
+    for library in names or LIBRARIES:
+        steps, folder = LIBRARIES[library], folder_of(library)
         lines, ran = _all_lines((name, partial(lines_of, step, folder)) for name, step in steps())
         lines = {one: name for one, name in lines.items() if Path(one[0]).is_relative_to(folder)}
         found, misses = _beside_lint(folder, lines)
         results[library] = {"version": version(library), "steps": ran, **found}
         missed += misses
-    total = {
-        name: sum(one[name] for one in results.values()) for name in ("lines_that_waited", "found")
-    }
-    recall = round(total["found"] / max(1, total["lines_that_waited"]), 3)
-    return {"libraries": results, **total, "recall": recall}, missed
+    unseen = {name: one for name, one in results.items() if name in UNSEEN}
+    return {"libraries": results, "unseen": _total(unseen), **_total(results)}, missed
+
+
+def _total(results: dict[str, Any]) -> dict[str, float]:
+    lines, found = (
+        sum(one[key] for one in results.values()) for key in ("lines_that_waited", "found")
+    )
+    return {"lines_that_waited": lines, "found": found, "recall": round(found / max(1, lines), 3)}
 
 
 def _all_lines(
@@ -204,7 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--libraries", action="store_true", help="steps of other libraries")
+    parser.add_argument("--libraries", nargs="*", help="steps of other libraries")
     parser.add_argument("--misses", action="store_true", help="name the lines that were not found")
     parser.add_argument(
         "--json",
@@ -213,15 +217,15 @@ def main() -> None:
     )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    if options.libraries:
-        result, missed = measure_libraries()
+    if options.libraries is not None:
+        result, missed = measure_libraries(options.libraries)
     else:
         result, missed = measure(options.models, options.seed)
     print(result)
     if options.misses:
         print(*missed, sep="\n")
     if options.json:
-        print(save("recall-libraries" if options.libraries else "recall", result))
+        print(save("recall" if options.libraries is None else "recall-libraries", result))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Steps of libraries, for `bench.recall`: all that one has of a kind, with its defaults, on random inputs.
 
     pip install --no-deps torchmetrics lightning-utilities kornia kornia-rs pytorch-metric-learning diffusers
+    pip install --no-deps captum monai pytorch-optimizer vector-quantize-pytorch einops einx
 
 Nothing is chosen by what `lint` finds: every function, class or scheduler that takes one of the inputs
-is run, and what takes none of them is left out. One rule of `lint` was made on what was missed here at first
-sight: functions that are called through a module of the project.
+is run, and what takes none of them is left out. One rule of `lint` was made on what was missed in the first
+four at first sight: functions that are called through a module of the project. The last four, `UNSEEN`, were
+named before their first run.
 """
 
 from __future__ import annotations
@@ -100,6 +102,117 @@ def _scheduled(kind: Any) -> Step:
     return step
 
 
+def captum() -> Iterator[tuple[str, Step]]:
+    """Each attribution method, of a small network or a layer of it."""
+    for name, kind in _classes(import_module("captum.attr")):
+        if hasattr(kind, "attribute"):
+            yield name, _attributed(kind)
+
+
+def _attributed(kind: Any) -> Step:
+    inputs, others = torch.randn(4, 8), torch.randn(4, 8)
+    words = {
+        "target": 0,
+        "neuron_selector": 0,
+        "n_samples": 5,
+        "n_steps": 5,
+        "sliding_window_shapes": (2,),
+    }
+    made: list[Any] = []
+
+    def step() -> None:
+        if not made:
+            model = _network().to("cuda")
+            made.append(kind(model, **_taken(kind, {"layer": model[0]})))
+        given, base = _on_device(inputs, others)
+        taken = _taken(made[0].attribute, {**words, "baselines": base})
+        made[0].attribute(given, **taken)
+
+    return step
+
+
+def _network() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+
+
+def monai() -> Iterator[tuple[str, Step]]:
+    """Each loss, and each metric with its aggregate, of masks, of images and of scores."""
+    torch.manual_seed(0)
+    masks = torch.nn.functional.one_hot(torch.randint(0, 3, (2, 2, 16, 16))).movedim(-1, 1).float()
+    images = torch.rand(2, 2, 1, 16, 16)
+    scores = torch.rand(16, 1), torch.randint(0, 2, (16, 1))
+    inputs = ((masks[:, :, 0], masks[:, :, 1]), (images[0], images[1]), scores)
+    for module in ("losses", "metrics"):
+        for name, kind in _classes(import_module(f"monai.{module}")):
+            for number, given in enumerate(inputs):
+                yield f"{name} {number}", _made(kind, given)
+
+
+def pytorch_optimizer() -> Iterator[tuple[str, Step]]:
+    """Each optimizer, one step of a small network."""
+    module = import_module("pytorch_optimizer")
+    for name in module.get_supported_optimizers():
+        yield name, _optimized(module.load_optimizer(name))
+
+
+def _optimized(kind: Any) -> Step:
+    inputs = torch.randn(4, 8)
+    made: list[Any] = []
+
+    def step() -> None:
+        if not made:
+            model = _network().to("cuda")
+            made.extend((model, kind(model.parameters())))
+        model, optimizer = made
+
+        def loss() -> Tensor:
+            optimizer.zero_grad()
+            value: Tensor = model(*_on_device(inputs)).square().mean()
+            value.backward(create_graph=True)
+            return value
+
+        loss()
+        optimizer.step(loss)
+
+    return step
+
+
+def vector_quantize_pytorch() -> Iterator[tuple[str, Step]]:
+    """Each quantizer, forward and backward in training."""
+    vectors = torch.randn(2, 32, 16)
+    words = {"dim": 16, "codebook_size": 32, "codebook_dim": 16, "num_quantizers": 2, "groups": 2}
+    for name, kind in _classes(import_module("vector_quantize_pytorch")):
+        yield name, _quantized(kind, vectors, {**words, "levels": [4, 4, 4]})
+
+
+def _quantized(kind: Any, vectors: Tensor, words: dict[str, Any]) -> Step:
+    made: list[Any] = []
+
+    def step() -> None:
+        if not made:
+            made.append(kind(**_required(kind, words)).to("cuda"))
+        (given,) = _on_device(vectors)
+        result = made[0](given.requires_grad_())
+        floats = [one for one in result if isinstance(one, Tensor) and one.requires_grad]
+        sum((one.sum() for one in floats), given.sum()).backward()
+
+    return step
+
+
+def _taken(function: Any, words: dict[str, Any]) -> dict[str, Any]:
+    """The words that a function has parameters for."""
+    return {name: words[name] for name in inspect.signature(function).parameters if name in words}
+
+
+def _required(kind: Any, words: dict[str, Any]) -> dict[str, Any]:
+    """The words that a constructor requires."""
+    given = inspect.signature(kind).parameters.values()
+    return {
+        one.name: words[one.name] for one in given if one.default is one.empty and one.name in words
+    }
+
+
 def _classes(module: Any) -> Iterator[tuple[str, Any]]:
     found = inspect.getmembers(module, inspect.isclass)
     return ((name, kind) for name, kind in sorted(found) if not name.startswith("_"))
@@ -118,10 +231,23 @@ def _made(kind: Any, given: tuple[Tensor, ...], **words: Any) -> Step:
             one = kind(**words)
             made.append(one.to("cuda") if hasattr(one, "to") else one)
         made[0](*_on_device(*given))
+        if hasattr(made[0], "aggregate"):
+            made[0].aggregate()
 
     return step
 
 
 LIBRARIES: dict[str, Callable[[], Iterator[tuple[str, Step]]]] = {
-    one.__name__: one for one in (torchmetrics, kornia, pytorch_metric_learning, diffusers)
+    one.__name__: one
+    for one in (
+        torchmetrics,
+        kornia,
+        pytorch_metric_learning,
+        diffusers,
+        captum,
+        monai,
+        pytorch_optimizer,
+        vector_quantize_pytorch,
+    )
 }
+UNSEEN = tuple(LIBRARIES)[4:]
