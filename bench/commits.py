@@ -7,8 +7,8 @@ are syncs, each judged by hand from the commit. It has no source: `DIR/OWNER+NAM
 each project. A line is found if a finding is on it; a commit is quiet afterwards if no finding is on a line
 that it added. A line has a fix if `lint` writes one there with which the finding is gone, and a diff to copy
 if `lint` shows one that only a person can decide on. `short`: a fix adds at most as many lines as the commit
-did where it removed that line. `tests of kinds`: it adds a test of a rank, type, shape or of being a tensor,
-in any spelling.
+did where it removed the lines that the fix removes. `tests of kinds`: it adds a test of a rank, type, shape
+or of being a tensor, in any spelling.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def seen(row: dict[str, Any], repository: Path) -> Seen:
         for found in every
         if found.fix and found.fix.kind == "code" and found.fix.diff
     }
-    theirs = {path: _replaced(repository, commit, path) for path in row["lines"]}
+    theirs = {path: [*_hunks(repository, commit, path)] for path in row["lines"]}
     return Seen(
         short=sum(
-            len(_changed(diff, "+")) <= theirs[path].get(line, 0)
+            len(_changed(diff, "+")) <= _added_for(_removed(diff) | {line}, theirs[path])
             for (path, line), diff in diffs.items()
         ),
         tested=tuple(
@@ -123,11 +123,21 @@ def _added(repository: Path, commit: str, path: str) -> set[int]:
     return {line for _, added in _hunks(repository, commit, path) for line in added}
 
 
-def _replaced(repository: Path, commit: str, path: str) -> dict[int, int]:
-    """Map each line that a commit removed to the number of lines added in its place."""
-    return {
-        line: len(added) for removed, added in _hunks(repository, commit, path) for line in removed
-    }
+def _added_for(lines: set[int], hunks: list[tuple[range, range]]) -> int:
+    """How many lines hunks added that removed any of these."""
+    return sum(len(added) for removed, added in hunks if not lines.isdisjoint(removed))
+
+
+def _removed(diff: str) -> set[int]:
+    """The numbers of the lines that a diff removes."""
+    found, at = set(), 0
+    for line in diff.splitlines():
+        if match := _HUNK.match(line):
+            at = int(match[1])
+        elif not line.startswith(("---", "+")):
+            found |= {at} if line.startswith("-") else set()
+            at += 1
+    return found
 
 
 def _hunks(repository: Path, commit: str, path: str) -> Iterator[tuple[range, range]]:

@@ -1,17 +1,19 @@
-"""Whether every fix holds for inputs of ranks 0 to 5 and of all types: so many cases each, without a clock.
+"""Whether every fix holds on inputs other than those that it was written by: so many cases each, no clock.
 
-python -m bench.fix_cases [FIX ...] [--cases 2000] [--seed 0] [--json]
+python -m bench.fix_cases [FAMILY ...] [--cases 2000] [--seed 0] [--json]
 
-The code and the draws are those of the fixes' own tests (`proving.prove`), as far as the function agrees on
-all kinds of input, since others are not applied. A case counts where the original accepts it; it is unsound
-where the fix then gives something else, raises, or leaves other gradients, inputs or random numbers. `--json`
-keeps the results of fixes that are not named.
+The code and the draws are those of the tests of each file of fixes (`proving.prove`). Where the function as a
+whole agrees on all kinds of input, cases have ranks 0 to 5 and all types. Elsewhere a fix is claimed, or
+suggested, for the kinds of the run alone: where the function cannot run by itself, or differs for a kind
+that the report names. There cases have the kinds of the evidence and other values. A case counts where the
+original accepts it; it is unsound where the fix then gives something else, raises, or leaves other
+gradients, inputs or random numbers. `--json` keeps the results of fixes that are not run.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import random
 import sys
 import time
@@ -23,7 +25,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from bench.machine import RESULTS, save, slug
+from bench.machine import save, saved
+from torchtrim.source.facts import FixRefused
 
 TESTS = Path(__file__).parent.parent / "tests"
 sys.path.insert(0, str(TESTS))
@@ -37,6 +40,15 @@ TEXTS = 2
 _SHOWN = 1500
 
 
+class Case(NamedTuple):
+    """A fix as it was written by evidence, and inputs to try it on."""
+
+    rewrite: Any
+    after: str
+    evidence: proving.Inputs
+    inputs: proving.Inputs
+
+
 class Asked(NamedTuple):
     """What a test asked to have proved."""
 
@@ -46,19 +58,39 @@ class Asked(NamedTuple):
     structures: int
     suggested: bool
 
-    def written(self, seed: int) -> list[tuple[Any, str, proving.Inputs]]:
-        """What the fix writes by the evidence of some structures, where the whole function agrees."""
+    def of_any_kind(self, rng: random.Random) -> Iterator[Case]:
+        """Cases of every rank and type, where the whole function agrees on all kinds; none elsewhere."""
         every = proving.writings(
             self.fix,
             self.code,
             self.make,
             structures=min(self.structures, STRUCTURES),
             suggested=self.suggested,
-            seed=str(seed),
+            seed=str(rng.random()),
         )
         texts = {after: evidence for _, after, evidence in every}
-        tried = (proving.whole(self.fix, self.code, one) for one in [*texts.values()][:TEXTS])
-        return [one for one in tried if one is not None]
+        whole = (proving.whole(self.fix, self.code, one) for one in [*texts.values()][:TEXTS])
+        written = [one for one in whole if one is not None]
+        while written:
+            rewrite, after, evidence = rng.choice(written)
+            yield Case(rewrite, after, evidence, proving.foreign(rng, evidence))
+
+    def of_the_run(self, rng: random.Random) -> Iterator[Case]:
+        """Cases of the kinds of the evidence, which is the first draw of each structure."""
+        refused = 0
+        while refused < PATIENCE:
+            draws = list(self.make(random.Random(rng.random())))
+            try:
+                rewrite = proving.fixed(self.fix, self.code, draws[0])
+            except FixRefused:
+                refused += 1
+                continue
+            if not rewrite.safe and not self.suggested:
+                refused += 1
+                continue
+            refused = 0
+            after = proving.text_of(rewrite)
+            yield from (Case(rewrite, after, draws[0], one) for one in draws[1:] or draws)
 
 
 class Asking:
@@ -107,38 +139,58 @@ def _file(name: str) -> str:
     return str(TESTS / "fixes" / f"test_{name}.py")
 
 
-def tried(name: str, cases: int, seed: int) -> dict[str, Any]:
+def tried(asked: list[Asked], cases: int, seed: int) -> dict[str, Any]:
     """So many cases of one fix, spread over what its tests ask."""
-    began, asked = time.process_time(), asked_of(name)
-    writings = [(one, found) for one in asked if (found := one.written(seed))]
-    rng = random.Random(f"{seed}/{name}")
-    ranks: Counter[int] = Counter()
-    types: Counter[str] = Counter()
-    unsound: list[str] = []
-    count = tries = 0
-    while writings and count < cases and tries < PATIENCE * cases:
-        tries += 1
-        one, written = rng.choice(writings)
-        rewrite, after, evidence = rng.choice(written)
-        case = proving.foreign(rng, evidence)
-        try:
-            if not proving.agree_if_accepted(rewrite, one.code, after, evidence, case):
-                continue
-        except AssertionError as error:
-            unsound.append(str(error)[:_SHOWN])
-        count += 1
-        for tensor in _tensors(case):
-            ranks[tensor.dim()] += 1
-            types[str(tensor.dtype).removeprefix("torch.")] += 1
+    began, rng = time.process_time(), random.Random(f"{seed}/{asked[0].fix.name}")
+    any_kind = [
+        (one, itertools.chain([first], every))
+        for one in asked
+        if (first := next(every := one.of_any_kind(rng), None))
+    ]
+    sources = any_kind or [(one, one.of_the_run(rng)) for one in asked]
+    found = _Found()
+    while sources and found.cases < cases and found.tried < PATIENCE * cases:
+        chosen = rng.randrange(len(sources))
+        one, every = sources[chosen]
+        if (case := next(every, None)) is None:
+            del sources[chosen]
+        else:
+            found.take(one.code, case)
     return {
-        "cases": count,
-        "tried": tries,
-        "codes": len(writings),
-        "unsound": unsound,
-        "ranks": dict(sorted(ranks.items())),
-        "types": dict(sorted(types.items())),
+        "cases": found.cases,
+        "kinds": "any" if any_kind else "the run's",
+        "tried": found.tried,
+        "codes": len(any_kind or asked),
+        "unsound": found.unsound,
+        "ranks": dict(sorted(found.ranks.items())),
+        "types": dict(sorted(found.types.items())),
         "cpu_seconds": round(time.process_time() - began, 1),
     }
+
+
+class _Found:
+    """What came of the cases of one fix."""
+
+    def __init__(self) -> None:
+        self.cases = self.tried = 0
+        self.ranks: Counter[int] = Counter()
+        self.types: Counter[str] = Counter()
+        self.unsound: list[str] = []
+
+    def take(self, code: str, case: Case) -> None:
+        """Run the code before and after the fix."""
+        self.tried += 1
+        try:
+            if not proving.agree_if_accepted(
+                case.rewrite, code, case.after, case.evidence, case.inputs
+            ):
+                return
+        except AssertionError as error:
+            self.unsound.append(str(error)[:_SHOWN])
+        self.cases += 1
+        for tensor in _tensors(case.inputs):
+            self.ranks[tensor.dim()] += 1
+            self.types[str(tensor.dtype).removeprefix("torch.")] += 1
 
 
 def _tensors(case: dict[str, Any]) -> Iterator[torch.Tensor]:
@@ -147,7 +199,7 @@ def _tensors(case: dict[str, Any]) -> Iterator[torch.Tensor]:
 
 
 def named() -> list[str]:
-    """The fixes whose tests prove something."""
+    """The families whose tests prove something."""
     files = sorted((TESTS / "fixes").glob("test_*.py"))
     texts = {one.stem.removeprefix("test_"): one.read_text() for one in files}
     return [name for name, text in texts.items() if "proving.prove(" in text]
@@ -156,31 +208,42 @@ def named() -> list[str]:
 def main() -> None:
     """Try those that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("fixes", nargs="*", help="names; all where none is given")
+    parser.add_argument("families", nargs="*", help="files of fixes; all where none is given")
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="write the result")
     options = parser.parse_args()
-    path = RESULTS / slug() / "fix_cases.json"
-    for name in options.fixes or named():
-        one = {"seed": options.seed, **tried(name, options.cases, options.seed)}
-        print(
-            f"{name:26} {one['cases']:5} of {one['tried']:6}, {len(one['unsound'])} unsound, "
-            f"ranks {one['ranks']}, {one['cpu_seconds']} s",
-            flush=True,
-        )
-        for text in one["unsound"][:3]:
-            print(text)
-        if options.json:
-            found = json.loads(path.read_text())["fixes"] if path.exists() else {}
-            found[name] = one
-            figures = {
-                "fixes_tried": len(found),
-                "fewest_cases": min(one["cases"] for one in found.values()),
-                "cases": sum(one["cases"] for one in found.values()),
-                "unsound": sum(len(one["unsound"]) for one in found.values()),
-            }
-            save("fix_cases", {"figures": figures, "fixes": dict(sorted(found.items()))})
+    for family in options.families or named():
+        for name, asked in _by_fix(asked_of(family)).items():
+            one = {"seed": options.seed, **tried(asked, options.cases, options.seed)}
+            print(
+                f"{name:26} {one['cases']:5} of {one['tried']:6} of kinds: {one['kinds']}, "
+                f"{len(one['unsound'])} unsound, ranks {one['ranks']}, {one['cpu_seconds']} s",
+                flush=True,
+            )
+            for text in one["unsound"][:3]:
+                print(text)
+            if options.json:
+                _keep(name, one)
+
+
+def _by_fix(asked: list[Asked]) -> dict[str, list[Asked]]:
+    found: dict[str, list[Asked]] = {}
+    for one in asked:
+        found.setdefault(one.fix.name, []).append(one)
+    return found
+
+
+def _keep(name: str, one: dict[str, Any]) -> None:
+    found = {**saved("fix_cases").get("fixes", {}), name: one}
+    figures = {
+        "fixes_tried": len(found),
+        "of_any_kind": sum(one["kinds"] == "any" for one in found.values()),
+        "fewest_cases": min(one["cases"] for one in found.values()),
+        "cases": sum(one["cases"] for one in found.values()),
+        "unsound": sum(len(one["unsound"]) for one in found.values()),
+    }
+    save("fix_cases", {"figures": figures, "fixes": dict(sorted(found.items()))})
 
 
 if __name__ == "__main__":

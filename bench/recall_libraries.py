@@ -110,7 +110,7 @@ def captum() -> Iterator[tuple[str, Step]]:
 
 
 def _attributed(kind: Any) -> Step:
-    inputs, others = torch.randn(4, 8), torch.randn(4, 8)
+    inputs, others = torch.randn(4, 4), torch.randn(4, 4)
     words = {
         "target": 0,
         "neuron_selector": 0,
@@ -133,7 +133,7 @@ def _attributed(kind: Any) -> Step:
 
 def _network() -> torch.nn.Sequential:
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
 
 
 def monai() -> Iterator[tuple[str, Step]]:
@@ -157,7 +157,7 @@ def pytorch_optimizer() -> Iterator[tuple[str, Step]]:
 
 
 def _optimized(kind: Any) -> Step:
-    inputs = torch.randn(4, 8)
+    inputs = torch.randn(4, 4)
     made: list[Any] = []
 
     def step() -> None:

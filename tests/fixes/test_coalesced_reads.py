@@ -47,6 +47,7 @@ COALESCED_BODIES = {
     loss, aux = x.sum(), x.abs().sum()
     return f"loss {loss.item():.4f} {aux.item()!r}", float(loss)
 """,
+    "returned": "    return x * 2, x.sum().item(), x.abs().sum().item()\n",
     "arguments": "    return dict(a=x.sum().item(), b=[int(mask.sum()), float(x.sum())])\n",
     "truths": """
     some, all_of_it = mask.any(), mask.all()

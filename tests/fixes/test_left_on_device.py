@@ -28,6 +28,10 @@ def shown(body: str) -> str:
         ("found.append(float(x.mean()))", "found.append(x.mean().detach())"),
         ("seen['a'] = x.detach().mean().cpu()", "seen['a'] = x.detach().mean()"),
         ("return -t.to('cpu')", "return -t"),
+        (
+            "n = t.item() - 1\nx[x == n] = self.g(x, fill=n)\nx = x.new_full((2,), n)",
+            "n = t.detach() - 1\nx[x == n] = self.g(x, fill=n)\nx = x.new_full((2,), n)",
+        ),
     ],
 )
 def test_the_line_without_its_read_is_shown(body: str, after: str) -> None:
@@ -41,6 +45,7 @@ def test_the_line_without_its_read_is_shown(body: str, after: str) -> None:
         "return f'{t.item()}'",
         "return range(t.item())",
         "n = t.item()\nprint(n)",
+        "n = t.item()\nif x.shape[0] == n:\n    self.g(x, n)",
         "return x[t.item()]",
         "self.log(t.item())",
         "if t.item() > 0:\n    return x",

@@ -151,7 +151,7 @@ def unsafe(read: str) -> str:
 @pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 1, 1)])
 def test_without_a_run_rows_of_one_element_are_read_as_before(shape: tuple[int, ...]) -> None:
     before, after = f"{LOOP}        y.insert(i, x[i].item())\n    return y\n", unsafe("x[i].item()")
-    assert "x_read[i]" in after
+    assert "x_list[i]" in after
     x = torch.arange(3.0).reshape(shape)
     inputs = {"x": x, "a": None, "n": 3}
     assert proving.run(proving.compiled(before), inputs)[0] == [0.0, 1.0, 2.0]
@@ -253,13 +253,13 @@ def test_a_shared_line_of_imports_refuses_only_a_fix_that_adds_an_import() -> No
         "from torch.nn.functional import relu\nimport os; n = 1\n\ndef function(x, out):\n"
         "    x = relu(x).cuda()\n    for i in range(n):\n        out.append(sum(x.tolist()))\n"
     )
-    assert "if x_read is None" in fixed_text("model.py", code, unsafe=True)[0]
+    assert "if x_list is None" in fixed_text("model.py", code, unsafe=True)[0]
 
 
 def test_what_is_a_tensor_before_the_loop_is_read_there() -> None:
     head = "import torch\ndef function(x: torch.Tensor, z: torch.Tensor):\n    y = x + 1\n"
     loop = "    for i in range(3):\n        print(x[i].item())\n"
     after = fixed_text("m.py", head + loop, unsafe=True)[0]
-    assert "x_read = x.flatten().tolist()\n    for" in after
+    assert "x_list = x.flatten().tolist()\n    for" in after
     rebound = f"{head}    if y is None:\n        x = z\n{loop}"
-    assert "x_read is None" in fixed_text("m.py", rebound, unsafe=True)[0]
+    assert "x_list is None" in fixed_text("m.py", rebound, unsafe=True)[0]

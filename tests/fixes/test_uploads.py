@@ -160,6 +160,10 @@ SOUND = (
             "torch.tensor([c] * n, dtype=torch.float32, device=d)",
             "torch.tensor(\n        0.0,\n        requires_grad=True, device=d\n    )",
             "torch.tensor([-1] * n, dtype=torch.long).to(d)",
+            "torch.tensor([1], dtype=torch.float16, device=d)",
+            "torch.tensor([-0.0]).to(d)",
+            "torch.FloatTensor([0.0]).to(d)",
+            "torch.LongTensor([3]).to(d)",
         ),
     ),
 )
@@ -176,6 +180,11 @@ def test_it_is_sound(sound: Sound, call: str) -> None:
     fix, names, make, structures, _ = sound
     proof = proving.prove(fix, code_of(names, call), make, structures=structures)
     assert proof.reaches(proving.DRAWS * structures)
+
+
+def test_one_number_is_filled_by_its_name() -> None:
+    code = code_of("d", "torch.tensor([0.0], device=d)")
+    assert "torch.zeros(1, device=d)" in proving.as_written(SCALAR_ON_DEVICE, code, {"d": "cpu"})
 
 
 @pytest.mark.parametrize(
@@ -206,8 +215,8 @@ def test_a_listed_range_without_a_type_is_never_safe(call: str) -> None:
         (NEW_NUMBER, "x.new_tensor(True)", "small literal number"),
         (NEW_NUMBER, "x.long().new_tensor(3)", "tensor of floats"),
         (PINNED_UPLOAD, "torch.tensor(n, device=d)", "is a list"),
-        (PINNED_UPLOAD, "torch.tensor([1.0], requires_grad=True, device=d)", "gradient"),
-        (PINNED_UPLOAD, "torch.tensor([1.0]).to(torch.float16)", "is a device"),
+        (PINNED_UPLOAD, "torch.tensor([1.0, 2.0], requires_grad=True, device=d)", "gradient"),
+        (PINNED_UPLOAD, "torch.tensor([1.0, 2.0]).to(torch.float16)", "is a device"),
         (PINNED_UPLOAD, "torch.tensor([c, x.item()], device=d)", "read from a device"),
         (REPEATED_NUMBER, "torch.tensor([1 for _ in range(n)], device=d)", "pass `dtype`"),
         (REPEATED_NUMBER, "torch.tensor([n for _ in range(n)], device=d)", "small literal number"),

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torchtrim.records.probes import ObservedValue
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, comments, of_forms
-from torchtrim.rewriter.reads import is_count
+from torchtrim.rewriter.reads import is_count, name_of
 from torchtrim.rewriter.replace import (
     atom,
-    fresh,
     insert_before,
     replace,
     runs_first,
     torch_of,
-    unused,
 )
 from torchtrim.source.facts import (
     Facts,
@@ -207,11 +204,15 @@ def _edits(
         texts = ", ".join(_text(source, facts, part, read, cast) for part, read in reads)
         start, end = source.start(assigned[0]), source.end(assigned[-1])
         return (TextEdit(start, end, f"{names} = {torch}.stack(({texts})).tolist()"), *imports)
+    if _returned_at_once(source, reads, cast):
+        texts = ", ".join(_text(source, facts, part, read, cast) for part, read in reads)
+        start, end = source.start(reads[0][1].node), source.end(reads[-1][1].node)
+        return (TextEdit(start, end, f"*{torch}.stack(({texts})).tolist()"), *imports)
     groups: list[_Group] = []
     edits = [*imports]
     for part, read in reads:
         if not (same := [one for one in groups if equal(one.tensor, read.tensor)]):
-            name = _name(source, read, [one.name for one in groups])
+            name = name_of(source, read.node, read.tensor, taken=[one.name for one in groups])
             text = _text(source, facts, part, read, cast)
             same = [_Group(name, read.tensor, text, _kind_read(facts, part, cast))]
             groups += same
@@ -235,6 +236,19 @@ def _assigned_at_once(
     return every if block[at : at + len(every)] == every and not any(comments(between)) else []
 
 
+def _returned_at_once(source: SourceFile, reads: Sequence[tuple[str, Read]], cast: str) -> bool:
+    """Return True if the reads follow each other among other values that a function returns."""
+    nodes = [read.node for _, read in reads]
+    values = source.parents[nodes[0]]
+    if not isinstance(values, ast.Tuple) or not isinstance(source.parents[values], ast.Return):
+        return False
+    plain = not cast and not any(read.cast for _, read in reads) and nodes[0] in values.elts
+    at = values.elts.index(nodes[0]) if plain else 0
+    between = source.text[source.start(nodes[0]) : source.end(nodes[-1])]
+    together = values.elts[at : at + len(nodes)] == nodes and len(nodes) < len(values.elts)
+    return plain and together and not any(comments(between))
+
+
 class _Group(NamedTuple):
     """A tensor to read, the name and text of its value, and the conversion to the type that was read."""
 
@@ -252,12 +266,6 @@ def _lines(source: SourceFile, torch: str, groups: Sequence[_Group]) -> str:
     together = f"{names} = {torch}.stack(({', '.join(one.text for one in groups)})).tolist()"
     made = [f"{one.name} = {one.kind}({one.name})" for one in groups if one.kind]
     return "\n".join([together, *made])
-
-
-def _name(source: SourceFile, read: Read, taken: Sequence[str]) -> str:
-    words = re.findall(r"[A-Za-z_]\w*", ast.unparse(read.tensor))
-    known = [word for word in words if word not in ("self", "torch", "sum", "mean", "cls")]
-    return unused(fresh(source, read.node, f"{(known or ['value'])[0]}_read"), taken)
 
 
 def _text(source: SourceFile, facts: Facts, part: str, read: Read, cast: str) -> str:
@@ -282,7 +290,7 @@ COALESCED_READS: Fix = Fix(
     name="coalesced_reads",
     doc="""Adjacent reads, `a.item()` and `b.item()`, become one read of both.
 
-    Each read is a host-device sync that copies one number. Stacked, they need one copy: `a_read, b_read =
+    Each read is a host-device sync that copies one number. Stacked, they need one copy: `a_value, b_value =
     torch.stack((a, b)).tolist()`. They may be in one statement, as arguments, in a dictionary or an f-string,
     or in consecutive statements with no side effect in between. The numbers are the same, since a Python
     number holds each value exactly; floats are read together with counts in 64 bits.

@@ -5,7 +5,8 @@ an attribute or a result, until something is printed. The tensor can be kept ins
 that this function does not show then gets a tensor where it got a number, so the line is never written by
 itself: it is shown as a diff to copy.
 
-Refused if the number is printed, formatted, used as a size or passed to a function, which needs it.
+Refused if the number is printed, formatted, used as a size or passed to a function, which needs it; a local
+name may fill tensors, and go to methods of the same object.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from torchtrim.rewriter.reads import computed_of
 from torchtrim.rewriter.replace import atom, instead
 from torchtrim.source.facts import Facts, is_tensor
 from torchtrim.source.names import loads
-from torchtrim.source.nodes import called, constant_of, method_of, receiver
+from torchtrim.source.nodes import called, constant_of, method_of, name_set, receiver
 from torchtrim.source.source import Function, SourceFile
 from torchtrim.source.transfers import Read, has_own_text, read_of
 
 _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
+_FILLING = name_set("full full_like new_full fill_ masked_fill masked_fill_ where clamp")
 _HELD = (ast.Tuple, ast.List, ast.Dict)
 
 
@@ -76,7 +78,22 @@ def _place(source: SourceFile, node: ast.AST, depth: int = 0) -> str:
     if not isinstance(target, ast.Name) or not isinstance(function, Function) or depth:
         return ""
     uses = loads(function, target.id)
-    return target.id if uses and all(_place(source, use, 1) for use in uses) else ""
+    kept = (_place(source, use, 1) or _is_filled(source, use) for use in uses)
+    return target.id if uses and all(kept) else ""
+
+
+def _is_filled(source: SourceFile, use: ast.Name) -> bool:
+    """Return True if elements become a number, are compared with it, or a method of the class gets it."""
+    outer = source.parents[use]
+    if isinstance(outer, ast.Compare):
+        above = source.parents[outer]
+        return isinstance(above, ast.Subscript) and above.slice is outer
+    if isinstance(outer, ast.keyword):
+        outer = source.parents[outer]
+    if not isinstance(outer, ast.Call) or use is outer.func:
+        return False
+    own = isinstance(of := receiver(outer, {method_of(outer)}), ast.Name) and of.id == "self"
+    return own or called(outer.func) in _FILLING
 
 
 def _write(match: Match, facts: Facts) -> Writing:

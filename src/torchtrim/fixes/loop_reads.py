@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from itertools import takewhile
 
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
-from torchtrim.rewriter.replace import above, atom, fresh, insert_before
+from torchtrim.rewriter.reads import name_of
+from torchtrim.rewriter.replace import above, atom, insert_before
 from torchtrim.source.facts import Facts, FixRefused, is_int, is_tensor
 from torchtrim.source.names import (
     binds,
@@ -208,7 +208,8 @@ def _read_once(match: Match, facts: Facts) -> Writing:
         )
     loop, risk = _widest(match)
     shaped = not listed and not facts.seen
-    edits = _edits(match, loop, indices, copied=listed and left == 1, shaped=shaped)
+    copied = listed and left == 1 and not risk
+    edits = _edits(match, loop, indices, copied=copied, shaped=shaped, early=bool(risk))
     return Writing(edits, risk)
 
 
@@ -218,22 +219,23 @@ def _widest(match: Match) -> tuple[Loop, str]:
     loops = list(source.loops(match.node))
     if unchanged := list(takewhile(lambda loop: _keeps(source, loop, tensor), loops)):
         return unchanged[-1], ""
-    return loops[0], f"a function called in the loop might write to `{match.text('X')[:60]}`"
+    text = match.text("X")[:60]
+    return loops[0], f"a function called in the loop might write to `{text}`, or to what is read"
 
 
 def _edits(
-    match: Match, loop: Loop, indices: list[str], *, copied: bool, shaped: bool
+    match: Match, loop: Loop, indices: list[str], *, copied: bool, shaped: bool, early: bool
 ) -> tuple[TextEdit, ...]:
     """Return the edits for the read and its value: if `copied`, a list of its own.
 
-    `shaped`: rows of one element may have dimensions.
+    `shaped`: rows of one element may have dimensions. `early`: it is read before the loop, even if that may
+    not need it.
     """
-    source, node, tensor = match.source, match.node, match.parts["X"]
+    source, node, tensor = match.source, match.node_as(ast.Call), match.parts["X"]
     if not has_own_text(source, node):
         raise FixRefused("it is inside an f-string. Assign it to a name first")
-    words = re.findall(r"[A-Za-z_]\w*", ast.unparse(tensor))
-    base = next((word for word in words if word not in ("self", "torch")), "value")
-    name = fresh(source, node, f"{base}_read")
+    what = "list" if method_of(node) == "tolist" or indices else "value"
+    name = name_of(source, node, tensor, what)
     value = name + "".join(f"[{match.text(part)}]" for part in indices)
     outer = source.parents[node]
     sequence = ast.Tuple | ast.List
@@ -247,8 +249,12 @@ def _edits(
     if shaped:
         many = len(indices)
         text += ".flatten()" if many == 1 else f".reshape({text}.shape[:{many}])"
+    tests = _tests(source, node, loop) if early else None
     if _is_tensor_before(source, loop, tensor):
-        first = above(source, loop, f"{name} = {text}.tolist()")
+        tests = []
+    if tests is not None:
+        head = f"if {' and '.join(tests)}:\n    " if tests else ""
+        first = above(source, loop, f"{head}{name} = {text}.tolist()")
         return (first, TextEdit.of(source, node, value))
     once = f"if {name} is None:\n    {name} = {text}.tolist()"
     return (
@@ -256,6 +262,26 @@ def _edits(
         insert_before(source, node, once),
         TextEdit.of(source, node, value),
     )
+
+
+def _tests(source: SourceFile, node: ast.AST, loop: Loop) -> list[str] | None:
+    """Return the names whose truth decides in a loop whether a node runs; None if anything else does."""
+    tests: list[str] = []
+    inner = node
+    for outer in takewhile(lambda one: one is not loop, source.around(node)):
+        if isinstance(outer, ast.If | ast.IfExp):
+            plain = isinstance(outer.test, ast.Name) and not binds(loop, outer.test)
+            body = outer.body if isinstance(outer.body, list) else [outer.body]
+            if not plain or inner not in body:
+                return None
+            tests.insert(0, source.segment(outer.test))
+        elif isinstance(outer, ast.stmt | ast.BoolOp) and not isinstance(outer, _PLAIN):
+            return None
+        inner = outer
+    return tests
+
+
+_PLAIN = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return, ast.With, ast.For)
 
 
 def _is_tensor_before(source: SourceFile, loop: Loop, tensor: ast.expr) -> bool:
@@ -300,7 +326,7 @@ INVARIANT_READ: Fix = Fix(
     A read in a loop waits in each iteration. If its tensor stays the same throughout the loop, one read is
     enough; if the read is of a row of such a tensor, the whole tensor is read once and the row taken on the
     host. The read happens when it is first needed, unless code before the loop shows that the name is a
-    tensor. Lists are copied, since the code that gets one may change it.
+    tensor, or the fix is only suggested. Lists are copied, since the code that gets one may change it.
 
     Applies if nothing in the loop can write to the tensor: it has a single alias that is read-only, or the
     loop calls only known functions. Otherwise it is suggested, since a function that is called might write to

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Iterator
+from typing import TypeGuard
 
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, of_forms
 from torchtrim.rewriter.replace import added_keyword, replace
@@ -21,6 +22,13 @@ _LARGEST = 3.4e38
 """The largest float32, rounded down."""
 _SMALL = 2**15  # the smallest types that a number may get, int16 and float16, reach this far
 _MAKERS = name_set("tensor as_tensor")
+_TYPED = {
+    "FloatTensor": "float32",
+    "DoubleTensor": "float64",
+    "LongTensor": "int64",
+    "IntTensor": "int32",
+}
+_SCALARS = frozenset((*_MAKERS, *_TYPED))
 _PINNED = name_set("tensor")
 _READS = name_set("item tolist cpu numpy")
 _RANDOM = name_set("rand randn randint randperm normal bernoulli")
@@ -82,20 +90,32 @@ def _is_small_constant(node: ast.expr) -> bool:
 
 def _scalars(source: SourceFile) -> Iterator[Match]:
     """Yield scalars, and lists of one repeated number, that become tensors on a device."""
-    for upload, value in _single(source, _MAKERS):
+    for upload, value in _single(source, _SCALARS):
         parts: dict[str, ast.expr] = {"C": value}
         if isinstance(value, ast.BinOp) and isinstance(value.left, ast.List):
             if not isinstance(value.op, ast.Mult) or len(value.left.elts) != 1:
                 continue
             parts = {"C": value.left.elts[0], "N": value.right}
-        elif isinstance(value, (*_LITERALS, ast.Starred)):
+        elif _is_one(value) and _fits(upload.made, value.elts[0]):
+            parts = {"C": value.elts[0]}
+        elif isinstance(value, (*_LITERALS, ast.Starred)) or called(upload.made.func) in _TYPED:
             continue
         yield _match(SCALAR_ON_DEVICE, source, upload, parts)
 
 
+def _fits(made: ast.Call, number: ast.expr) -> bool:
+    """Return True unless a constructor of integers gets a float."""
+    return called(made.func) not in ("LongTensor", "IntTensor") or type(constant_of(number)) is int
+
+
+def _is_one(node: ast.expr) -> TypeGuard[ast.List]:
+    """Return True for a list of one literal number."""
+    return isinstance(node, ast.List) and len(node.elts) == 1 and _is_small(node.elts[0])
+
+
 def _full(match: Match, facts: Facts) -> Writing:
     source = match.source
-    upload = _of(match, _MAKERS)
+    upload = _of(match, _SCALARS)
     words = upload.words
     if words.keys() - {"device", "dtype", "requires_grad"}:
         raise FixRefused("it uses `pin_memory` or unknown keywords")
@@ -116,6 +136,8 @@ def _full(match: Match, facts: Facts) -> Writing:
                 lambda v: v.C.kind == "float",
             )
         size = "[N]" if _is_size(match.parts["N"]) else "[max(N, 0)]"
+    if _is_one(upload.made.args[0]):
+        return Writing(replace(match, _filled(match, upload, device)))
     whole = facts.holds(lambda v: v.C.kind != "float")
     if not facts.seen or whole or _is_small(match.parts["C"]):
         rest = ", **REST" if words.keys() - {"device"} else ""
@@ -125,6 +147,18 @@ def _full(match: Match, facts: Facts) -> Writing:
         raise FixRefused("it would need a cast, and would no longer be an autograd leaf")
     wide = f"torch.full({size}, C, dtype=torch.float64, device={device})"
     return Writing(replace(match, f"{wide}.to({dtype})"))
+
+
+def _filled(match: Match, upload: Upload, device: str) -> str:
+    """Return the call that fills a tensor of one element, by its own name for zero and one."""
+    typed = _TYPED.get(called(upload.made.func))
+    rest = ", **REST" if upload.words.keys() - {"device"} else ""
+    value = constant_of(match.parts["C"])
+    name = ""
+    if type(value) is float or "dtype" in upload.words or typed:
+        name = "zeros(1" if value == 0 else "ones(1" if value == 1 else ""
+    rest = f", dtype=torch.{typed}" if typed else rest
+    return f"torch.{name or 'full((1,), C'}{rest}, device={device})"
 
 
 def _device(match: Match, facts: Facts) -> str:
@@ -159,7 +193,7 @@ SCALAR_ON_DEVICE: Fix = Fix(
     `torch.full` creates it on the device, with the same type by the same rules: 64-bit integers, the default
     type for floats. A float that is not a literal may be too large for the type; `torch.tensor` makes it
     infinite while `torch.full` raises, so it is converted through 64 bits. `torch.tensor([c] * n)` is filled
-    likewise.
+    likewise, and `torch.tensor([0.0])` or `torch.FloatTensor([0.0])` become `torch.zeros(1, device=d)`.
 
     With `non_blocking=True` the copy is a race, since the host's number may be freed before it is copied; the
     replacement has no race. Refused with `pin_memory`, and if a gradient is requested before the move.
@@ -259,7 +293,7 @@ LISTED_RANGE: Fix = Fix(
 def _lists(source: SourceFile) -> Iterator[Match]:
     for upload, value in _single(source, _PINNED):
         left = value.left if isinstance(value, ast.BinOp) else None
-        if isinstance(left, ast.List) and len(left.elts) == 1:
+        if _is_one(value) or (isinstance(left, ast.List) and len(left.elts) == 1):
             continue
         number = isinstance(value, ast.Call) and (
             called(value.func) in ("numel", "len", "dim", "item")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
 from torchtrim.records.probes import ObservedValue
 from torchtrim.rewriter.fix import Find, Match, TextEdit, applied, with_parts
-from torchtrim.rewriter.replace import atom
+from torchtrim.rewriter.replace import atom, fresh, unused
 from torchtrim.source.facts import (
     Facts,
     FixRefused,
@@ -20,7 +21,15 @@ from torchtrim.source.facts import (
     is_tensor,
     of_part,
 )
-from torchtrim.source.names import is_private, lifetime, loads, parameters, stores
+from torchtrim.source.names import (
+    assignment_before,
+    is_private,
+    lifetime,
+    loads,
+    only_reads,
+    parameters,
+    stores,
+)
 from torchtrim.source.nodes import (
     called,
     constant_of,
@@ -29,6 +38,7 @@ from torchtrim.source.nodes import (
     inverted,
     method_of,
     name_set,
+    receiver,
 )
 from torchtrim.source.operations import is_pure
 from torchtrim.source.source import Function, Loop, SourceFile, spot, within
@@ -197,7 +207,9 @@ def on_device(
 ) -> str:
     """Return the expression's text with cast, detached tensors in place of their reads."""
     edits = [
-        TextEdit.of(source, read.node, atom(source, read.tensor) + _casts(facts, n, read, cast))
+        TextEdit.of(
+            source, read.node, atom(source, read.tensor) + _casts(source, facts, n, read, cast)
+        )
         for n, read in enumerate(computed.reads)
         if within(read.node, node)
     ]
@@ -209,13 +221,61 @@ def on_device(
     return applied(source.text, edits, source.start(node), source.end(node))
 
 
-def _casts(facts: Facts, number: int, read: Read, cast: str) -> str:
+def _casts(source: SourceFile, facts: Facts, number: int, read: Read, cast: str) -> str:
     if not facts.seen and cast == ".long()" and is_count(read.tensor):
         return ""
     part = f"L{number}"
-    graded = "" if facts.holds(lambda v: is_integral(getattr(v, part))) else ".detach()"
+    made = _chain(source, read.tensor)
+    whole = facts.holds(lambda v: is_integral(getattr(v, part)))
+    graded = "" if whole or not made.isdisjoint(("data", "detach")) else ".detach()"
     kept = cast == ".long()" and facts.holds(lambda v: getattr(v, part).dtype == "int64")
-    return graded + ("" if kept else cast)
+    return graded + ("" if kept or (cast == ".double()" and "double" in made) else cast)
+
+
+_KEEPS = name_set("norm sum mean abs max min amax amin pow sqrt square squeeze flatten")
+"""Methods whose result, of one tensor and numbers, has that tensor's type, if it is of floats."""
+
+
+def _chain(source: SourceFile, node: ast.expr) -> set[str]:
+    """Return what the source shows of a tensor: `double`, its type; `data` or `detach`, no gradient."""
+    if isinstance(node, ast.Name):
+        assign = assignment_before(source, node.id, source.statement(node))
+        uses = loads(source.function(node), node.id)
+        if assign is None or not all(only_reads(source, use) for use in uses):
+            return set()
+        node = assign.value
+    found: set[str] = set()
+    while True:
+        if isinstance(node, ast.Attribute) and node.attr == "data":
+            found, node = found | {"data"}, node.value
+        elif of := receiver(node, ("double", "detach")):
+            found, node = found | {method_of(node)}, of
+        elif (of := receiver(node, _KEEPS)) and _is_plain(node):
+            node = of
+        else:
+            return found
+
+
+def _is_plain(call: ast.AST) -> bool:
+    """Return True if a method gets literals alone, besides the order of a norm."""
+    assert isinstance(call, ast.Call)
+    given = [*call.args, *(word.value for word in call.keywords)]
+    named = call.args[:1] if method_of(call) == "norm" else []
+    return all(isinstance(one, ast.Constant) or one in named for one in given)
+
+
+def name_of(
+    source: SourceFile,
+    node: ast.expr,
+    tensor: ast.expr,
+    what: str = "value",
+    taken: Container[str] = (),
+) -> str:
+    """Return an unused name for what a node reads: `loss_value`, `loss_mean` of a mean."""
+    what = method_of(tensor) or what
+    words = re.findall(r"[A-Za-z_]\w*", ast.unparse(tensor))
+    known = (word for word in words if word not in ("self", "cls", "torch", what))
+    return unused(fresh(source, node, f"{next(known, 'the')}_{what}"), taken)
 
 
 def widest_loop(source: SourceFile, statement: ast.stmt, name: str) -> Loop:
