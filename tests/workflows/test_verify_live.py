@@ -15,6 +15,7 @@ import torch
 import torchtrim
 from torchtrim.certify.variants import judge
 from torchtrim.errors import UsageError
+from torchtrim.evidence.evidence import keep_value
 from torchtrim.planner.plans import build_plan
 from torchtrim.records.files import save_plan
 from torchtrim.records.plan import Prediction, Technique
@@ -144,9 +145,7 @@ def test_verdicts(one: Shadow | None, other: Shadow | None, found: str, said: st
 
 def kept(ask: ShadowTask, value: float) -> None:
     for number in range(len(ask.keep)):
-        (ask.folder / f"kept-{number}").write_bytes(
-            b"float32 []\n" + torch.tensor(value).numpy().tobytes()
-        )
+        keep_value(ask.folder / f"kept-{number}", torch.tensor(value))
 
 
 @pytest.mark.parametrize(("gap", "found"), [(1e-4, "equal"), (0.5, "different")])

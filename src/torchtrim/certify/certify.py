@@ -187,7 +187,8 @@ def _measure(
     label removed from both, and the sizes of the differences."""
     names = sample_of(found)
     with folders(3) as (one, two, three):
-        again = attempt(contest, False, keeping(contest.request, names), one, progress)
+        request = keeping(contest.request, names, digests=True)
+        again = attempt(contest, False, request, one, progress)
         found, noise, alone = _without_own(found, differences(original, again))
         if not found:
             return found, noise, alone, RelativeDifferences(0.0, 0.0)

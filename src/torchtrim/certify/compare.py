@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from torchtrim.evidence.evidence import QUANTITIES
+from torchtrim.evidence.evidence import HEADER, QUANTITIES
 from torchtrim.records.certificate import Coverage
 from torchtrim.records.trial import RootCall, Trial, TrialStep
 
@@ -110,16 +110,20 @@ def compared(one: Trial) -> tuple[str, ...]:
     return tuple(said)
 
 
+def is_kept(folder: Path, number: int) -> bool:
+    """Return True if a run computed a value that it was to keep."""
+    return (folder / f"kept-{number}").exists()
+
+
 def load_kept(folder: Path, number: int) -> torch.Tensor | None:
     """Return a kept value in float64, None if the run did not compute it."""
     path = folder / f"kept-{number}"
     if not path.exists():
         return None
-    header, _, data = path.read_bytes().partition(b"\n")
-    dtype = getattr(torch, header.split()[0].decode())
-    if not data:
-        return torch.empty(0, dtype=torch.float64, device="cpu")
-    return wide(torch.frombuffer(bytearray(data), dtype=dtype))
+    size = path.stat().st_size
+    mapped = torch.from_file(str(path), size=size, dtype=torch.uint8, device="cpu")
+    dtype = getattr(torch, bytes(mapped[:HEADER].tolist()).decode().strip())
+    return wide(mapped[HEADER:].view(dtype))
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,6 +167,11 @@ def difference(one: torch.Tensor | None, other: torch.Tensor | None) -> tuple[fl
     """
     if one is None or other is None or one.shape != other.shape:
         return math.inf, 1.0
+    if one.numel() == 0:
+        return 0.0, 0.0
+    gap, scale = _largest(one - other), max(_largest(one), _largest(other))
+    if math.isfinite(gap) and math.isfinite(scale):
+        return gap, scale
     finite = one.isfinite() & other.isfinite()
     if not bool(finite.all()):
         strange = ~finite
@@ -173,9 +182,15 @@ def difference(one: torch.Tensor | None, other: torch.Tensor | None) -> tuple[fl
         one, other = one[finite], other[finite]
     if one.numel() == 0:
         return 0.0, 0.0
-    scale = max(float(one.abs().max()), float(other.abs().max()))
-    gap = float((one - other).abs().max())
+    gap, scale = _largest(one - other), max(_largest(one), _largest(other))
     return (gap, scale) if math.isfinite(gap) else (math.inf, scale)
+
+
+def _largest(values: torch.Tensor) -> float:
+    """Return the largest magnitude, or NaN if there is one."""
+    if values.is_complex():
+        return float(values.abs().max())
+    return max(abs(float(one)) for one in values.aminmax())
 
 
 def is_updated(label: str) -> bool:

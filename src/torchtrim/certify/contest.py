@@ -33,14 +33,18 @@ class Contest(NamedTuple):
     jobs: Jobs | None = None
 
 
-def keeping(request: Request, names: tuple[str, ...], *, double: bool = False) -> Request:
+def keeping(
+    request: Request, names: tuple[str, ...], *, double: bool = False, digests: bool = False
+) -> Request:
     """Return a request that keeps the values of these names."""
-    return msgspec.structs.replace(request, keep=names, double=double, measured=False)
+    return msgspec.structs.replace(
+        request, keep=names, double=double, digests=digests, measured=False
+    )
 
 
 def traced(request: Request, step: int, *, double: bool = False) -> Request:
     """Return a request that digests each operator of a step, and ends after it."""
-    request = keeping(request, (), double=double)
+    request = keeping(request, (), double=double, digests=True)
     return msgspec.structs.replace(request, traced=step, steps=max(step - request.warmup, 1))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -9,27 +10,35 @@ from typing import NamedTuple
 
 import torch
 
-from torchtrim.certify.compare import difference, group_of, is_updated, load_kept
+from torchtrim.certify.compare import difference, group_of, is_kept, is_updated, load_kept
 
 CHANCE = 1e-4
 """Chance that a certificate calls a change that only rounds unequal, over all its quantities."""
-FIRST = (1,)
-"""Seeds of the perturbed run that decides alone whether a change is far too large."""
 SEEDS = (1, -1, 2, 3)
-"""Seeds of all perturbed runs. Seed -1 moves everything the other way, so that where the sign of a sum is
+"""Seeds of perturbed runs. Seed -1 moves everything the other way, so that where the sign of a sum is
 rounding alone, one of the two has the other sign; it tells nothing else about the spread."""
-CLEAR = 0.5
-"""Share of the bound: if no quantity differs by more in the first run, the others are not needed. The root
-mean square of three runs is at least 0.57 of the first run's difference, so the bound is not undercut."""
-_STAGES = 2  # that share the chance of error
+STAGES = ((1,), SEEDS, (*SEEDS, 4, 5))
+"""Seeds of the runs that decide, if those before have not: the tail of Student's t of one run is so long
+that only a gross fault is beyond it, of three it is 200 spreads, of five 40."""
 SHARE = torch.finfo(torch.float64).eps
 """One unit in the last place of the largest value of a kind: what a value near zero is rounded from."""
 _KINDS = ("loss", "output", "gradient", "buffer")
 
 
+def clear(seeds: Sequence[int]) -> float:
+    """Return the share of the bound up to which these runs tell that all runs together would agree.
+
+    The root mean square of n differences is at least that of m of them times the root of m / n.
+    """
+    return math.sqrt(spreads(seeds) / ALL)
+
+
 def spreads(seeds: Sequence[int]) -> int:
     """Return the number of independent runs."""
     return len({abs(seed) for seed in seeds})
+
+
+ALL = spreads(STAGES[-1])
 
 
 def factor(quantities: int, runs: int, chance: float = CHANCE) -> float:
@@ -39,7 +48,7 @@ def factor(quantities: int, runs: int, chance: float = CHANCE) -> float:
     ratio follows Student's t with as many degrees of freedom. Its tail is bounded by the leading term, which
     is the larger value. A tensor's largest of many errors has a lighter tail than a single error.
     """
-    each = chance / (_STAGES * max(quantities, 1))
+    each = chance / (len(STAGES) * max(quantities, 1))
     beta = math.gamma(runs / 2) * math.gamma(0.5) / math.gamma((runs + 1) / 2)
     return math.sqrt(runs / (each * runs / 2 * beta) ** (2 / runs))
 
@@ -71,125 +80,131 @@ class JudgedQuantity(NamedTuple):
         return self.gap > self.bound
 
 
-class _Values(NamedTuple):
-    """Values of a quantity: the original's, the other's, and those of perturbed runs."""
-
-    plain: torch.Tensor | None
-    other: torch.Tensor | None
-    moved: list[torch.Tensor | None]
-
-
 class RoundingNoise:
-    """The kept values of a certificate's runs in float64.
+    """The kept values of a certificate's runs in float64: the original's, `plain`, and the other program's.
 
-    `moved`: folders of the perturbed runs of the original, by seed; `others`: those of the other program, if
-    they ran: a sound program may round more than the original does. `runs`: independent runs that the bound
-    is for, by default those there are.
+    Differences of whole values are computed once, however many runs follow.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        plain: Path,
-        other: Path,
-        moved: dict[int, Path],
-        others: dict[int, Path],
-        runs: int = 0,
-    ) -> None:
+    def __init__(self, names: Sequence[str], plain: Path, other: Path) -> None:
         self._number = {name: number for number, name in enumerate(names)}
         self._plain, self._other = plain, other
-        self._moved, self._others = moved, others
-        self._factor = factor(len(names), runs or spreads((*moved,)))
-        self._blurred: dict[str, torch.Tensor | None] = {}
+        self._apart: dict[tuple[str, Path, Path], tuple[float, float]] = {}
+        self._nearest: dict[tuple[str, Path], float] = {}
+        self._owned: dict[str, list[str]] = {}
+        self._gradients: dict[str, list[str]] = {}
+        for name in names:
+            label = name.partition("/")[2]
+            self._owned.setdefault(owner_of(label) if is_updated(name) else "", []).append(name)
+            if label.startswith("gradient:"):
+                self._gradients.setdefault(owner_of(label), []).append(name)
 
-    def judged(self) -> list[JudgedQuantity]:
-        """Judge every quantity that one of the programs computed."""
-        gaps: dict[str, tuple[float, float]] = {}
+    def judged(
+        self, moved: Mapping[int, Path], others: Mapping[int, Path], runs: int = 0
+    ) -> list[JudgedQuantity]:
+        """Judge every quantity that one of the programs computed.
+
+        `moved`: folders of perturbed runs of the original, by seed; `others`: those of the other program, if
+        they ran: a sound program may round more than the original does. `runs`: independent runs that the
+        bound is for, by default those there are.
+        """
+        most = factor(len(self._number), runs or spreads((*moved,)))
+        found: dict[str, tuple[float, float]] = {}
         scales: dict[str, float] = {}
-        for name in self._number:
-            if (found := self._measured(name)) is not None:
-                gap, spread, scale = found
-                gaps[name] = gap, spread
-                group = group_of(name)
-                scales[group] = max(scales.get(group, 0.0), scale)
+        for owner, names in self._owned.items():
+            folders = (*moved.values(), *others.values()) if owner else ()
+            blurred = {one: self._blurred(owner, one, most) for one in folders}
+            masks = {one: [mask] for one, mask in blurred.items() if mask is not None}
+            for name in filter(self._computed, names):
+                found[name] = self._measured(name, moved, others, masks)
+                _, scale = self._difference(name, self._plain, self._other)
+                scales[group_of(name)] = max(scales.get(group_of(name), 0.0), scale)
         return [
-            self._judged(name, gap, spread, scales[group_of(name)])
-            for name, (gap, spread) in gaps.items()
+            _judged(name, *found[name], most, scales[group_of(name)])
+            for name in self._number
+            if name in found
         ]
 
-    def _judged(self, name: str, gap: float, spread: float, scale: float) -> JudgedQuantity:
-        bound = limit(spread, self._factor, scale)
-        if not scale:
-            return JudgedQuantity(name, math.inf if gap else 0.0, 0.0)
-        return JudgedQuantity(name, gap / scale, bound / scale)
+    def _computed(self, name: str) -> bool:
+        folders = self._plain, self._other
+        return any(is_kept(folder, self._number[name]) for folder in folders)
 
-    def _measured(self, name: str) -> tuple[float, float, float] | None:
-        plain, other = self._load(self._plain, name), self._load(self._other, name)
-        if plain is None and other is None:
-            return None
-        keep = self._steady(name) if is_updated(name) else None
-        if keep is not None and plain is not None and other is not None:
-            if plain.shape == other.shape == keep.shape:
-                plain, other = plain[keep], other[keep]
-            else:
-                keep = None
-        gap, scale = difference(plain, other)
-        own = self._spread(name, plain, self._moved, keep)
-        reference = self._load(self._other, name)
-        reference = reference[keep] if keep is not None and reference is not None else reference
-        return gap, math.hypot(own, self._spread(name, reference, self._others, keep)), scale
-
-    def _spread(
+    def _measured(
         self,
         name: str,
-        plain: torch.Tensor | None,
-        runs: dict[int, Path],
-        keep: torch.Tensor | None,
-    ) -> float:
-        """Return the root mean square of the largest differences of perturbed runs."""
-        found: dict[int, float] = {}
-        for seed, folder in runs.items():
-            value = self._load(folder, name)
-            if keep is not None and value is not None and value.shape == keep.shape:
-                value = value[keep]
-            found[seed], _ = difference(plain, value)
-        return spread(found)
+        moved: Mapping[int, Path],
+        others: Mapping[int, Path],
+        masks: Mapping[Path, list[torch.Tensor]],
+    ) -> tuple[float, float]:
+        """Return the difference of the programs, and the spread of the perturbed runs.
 
-    def _steady(self, name: str) -> torch.Tensor | None:
-        """Return a mask of the elements whose gradient is more than rounding, None if there is none.
-
-        Updates that use little more than a gradient's sign, as Adam's first, make any difference in the
-        others as large as the learning rate. The gradients themselves are judged.
+        The difference is without the elements that any run blurs, a run's without those that it blurs itself:
+        so more runs make the difference no larger, and the sum of their squares no smaller.
         """
-        owner = owner_of(name.partition("/")[2])
-        if owner not in self._blurred:
-            self._blurred[owner] = self._blurred_of(owner)
-        blurred = self._blurred[owner]
-        return None if blurred is None or not bool(blurred.any()) else ~blurred
+        every = [mask for one in masks.values() for mask in one]
+        gap, _ = self._difference(name, self._plain, self._other, every)
+        found = []
+        for plain, runs in ((self._plain, moved), (self._other, others)):
+            gaps = {
+                seed: self._difference(name, plain, folder, masks.get(folder, ()))[0]
+                for seed, folder in runs.items()
+            }
+            found.append(spread(gaps))
+        return gap, math.hypot(*found)
 
-    def _blurred_of(self, owner: str) -> torch.Tensor | None:
+    def _difference(
+        self, name: str, one: Path, other: Path, blurred: Sequence[torch.Tensor] = ()
+    ) -> tuple[float, float]:
+        """Return the largest difference of two runs where neither is blurred, and the largest magnitude."""
+        key = name, one, other
+        if key in self._apart and not blurred:
+            return self._apart[key]
+        a, b = self._load(one, name), self._load(other, name)
+        if a is not None and b is not None:
+            fitting = [mask for mask in blurred if mask.shape == a.shape == b.shape]
+            if fitting:
+                keep = ~functools.reduce(torch.logical_or, fitting)
+                return difference(a[keep], b[keep])
+        self._apart[key] = difference(a, b)
+        return self._apart[key]
+
+    def _blurred(self, owner: str, folder: Path, most: float) -> torch.Tensor | None:
+        """Return a mask of the elements whose gradient in any step is rounding alone, as this run shows it.
+
+        Updates that use little more than a gradient's sign, as Adam's first, make any difference there as
+        large as the learning rate. The gradients themselves are judged.
+        """
         found: torch.Tensor | None = None
-        for name in self._number:
-            label = name.partition("/")[2]
-            if label.startswith("gradient:") and owner_of(label) == owner:
-                one = self._blurred_in(name)
-                if one is not None and (found is None or found.shape == one.shape):
-                    found = one if found is None else found | one
+        for name in self._gradients.get(owner, ()):
+            if self._nearest.get((name, folder), 0.0) > most:
+                continue
+            ratio = self._steadiness(name, folder)
+            if ratio is not None and len(ratio):
+                nearest = self._nearest[name, folder] = float(ratio.min())
+                if nearest <= most and (found is None or found.shape == ratio.shape):
+                    found = ratio <= most if found is None else found | (ratio <= most)
         return found
 
-    def _blurred_in(self, name: str) -> torch.Tensor | None:
+    def _steadiness(self, name: str, folder: Path) -> torch.Tensor | None:
+        """Return how many times its differences each element of a gradient is, inf without any."""
         plain = self._load(self._plain, name)
         if plain is None:
             return None
-        apart = torch.zeros_like(plain)
-        for folder in (self._other, *self._moved.values(), *self._others.values()):
-            value = self._load(folder, name)
+        apart = torch.zeros_like(plain, dtype=torch.float64)
+        for one in (self._other, folder):
+            value = self._load(one, name)
             if value is not None and value.shape == plain.shape:
                 apart = torch.maximum(apart, (value - plain).abs())
-        return (apart > 0) & (plain.abs() <= self._factor * apart)
+        return torch.where(apart > 0, plain.abs() / apart, math.inf)
 
     def _load(self, folder: Path, name: str) -> torch.Tensor | None:
         return load_kept(folder, self._number[name])
+
+
+def _judged(name: str, gap: float, spread: float, most: float, scale: float) -> JudgedQuantity:
+    if not scale:
+        return JudgedQuantity(name, math.inf if gap else 0.0, 0.0)
+    return JudgedQuantity(name, gap / scale, limit(spread, most, scale) / scale)
 
 
 def sizes(judged: Iterable[JudgedQuantity], before: Sequence[str]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -35,12 +36,12 @@ def judge_in_double(
 ) -> Judgement:
     """Decide by runs in float64 whether the change only rounds.
 
-    A change far within the bound after one perturbed run rounds; one beyond that run's bound does not. More
-    runs decide on the rest.
+    A change that is small beside the first perturbed run's differences rounds; one beyond its bound does not.
+    More runs decide on the rest.
     """
     first = first_quantities(original)
     names = _with_gradients(original, sample_of(found), first)
-    with folders(2 + 2 * len(noise.SEEDS)) as (plain, other, *free):
+    with folders(2 + 2 * len(noise.STAGES[-1])) as (plain, other, *free):
         spread = _Spread(contest, names, plain, other, free, progress)
         try:
             judged = spread.judge()
@@ -95,42 +96,38 @@ class _Spread:
         self._contest, self._names, self._progress = contest, names, progress
         self._plain, self._other, self._free = plain, other, [*free]
         self._moved: tuple[dict[int, Path], dict[int, Path]] = {}, {}
+        self._noise = RoundingNoise(names, plain, other)
 
     def judge(self) -> list[JudgedQuantity]:
-        """Return the judgement of each quantity."""
+        """Return the judgement of each quantity.
+
+        The original's runs come first, and the other's where those do not explain a difference.
+        """
         self._run(False, self._plain)
         self._run(True, self._other)
-        self._perturb(False, noise.FIRST)
-        judged = self._judged(runs=noise.spreads(noise.SEEDS))
-        if all(one.gap <= noise.CLEAR * one.bound for one in judged):
-            return judged
-        judged = self._tested(noise.FIRST)
-        if not any(one.beyond for one in judged):
-            judged = self._tested(noise.SEEDS)
-        return judged
-
-    def _tested(self, seeds: Sequence[int]) -> list[JudgedQuantity]:
-        """Judge by the original's spread, and with the other's if that is not enough."""
         judged: list[JudgedQuantity] = []
-        for planned in (False, True):
-            self._perturb(planned, seeds)
-            judged = self._judged(others=planned)
-            if not any(one.beyond for one in judged):
-                break
+        needed = False  # the other's runs
+        for seeds in noise.STAGES:
+            for both in sorted({needed, True}):
+                judged = self._perturbed(seeds, both, noise.ALL)
+                if all(one.gap <= noise.clear(seeds) * one.bound for one in judged):
+                    return judged
+                judged = self._perturbed(seeds, both)
+                if not any(one.beyond for one in judged):
+                    needed = both
+                    break
+            else:
+                return judged
         return judged
 
-    def _perturb(self, planned: bool, seeds: Sequence[int]) -> None:
-        for seed in seeds:
+    def _perturbed(self, seeds: Sequence[int], both: bool, runs: int = 0) -> list[JudgedQuantity]:
+        """Judge by perturbed runs of the original, or of both programs, making those that are missing."""
+        for planned, seed in itertools.product((False, True) if both else (False,), seeds):
             if seed not in self._moved[planned]:
                 folder = self._moved[planned][seed] = self._free.pop()
                 self._run(planned, folder, seed)
-
-    def _judged(self, *, others: bool = False, runs: int = 0) -> list[JudgedQuantity]:
-        moved = self._moved[True] if others else {}
-        found = RoundingNoise(
-            self._names, self._plain, self._other, self._moved[False], moved, runs
-        )
-        return found.judged()
+        moved, others = ({seed: of[seed] for seed in seeds if seed in of} for of in self._moved)
+        return self._noise.judged(moved, others, runs)
 
     def _run(self, planned: bool, folder: Path, seed: int = 0) -> None:
         contest = self._contest

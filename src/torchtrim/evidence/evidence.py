@@ -29,7 +29,6 @@ from torchtrim.dispatch.storages import parts_of
 from torchtrim.evidence.attributes import attributes
 from torchtrim.evidence.generators import text_of
 from torchtrim.evidence.script_state import ScriptState
-from torchtrim.records.files import write_atomically
 from torchtrim.records.trial import RootCall, TrialStep
 
 QUANTITIES = (
@@ -55,15 +54,18 @@ _PLAIN = "plain "
 _DIGITS = 24
 """96 bits: no collision among all tensors of all runs, at three eighths of the size of SHA-256."""
 
+HEADER = 64
+"""Bytes before a kept value, so that it is aligned in the file for any type."""
+
 _HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))
 
 
 class Evidence(Listener):
     """A collector of a step's evidence. `keep` is called with the name and value of each tensor.
 
-    `graded`: ignore outputs computed without gradients. `looks`: include the inputs of root modules.
-    `script`: include the script's other state. `gathers`: gather sharded tensors, for a plan that shards
-    tensors of the original.
+    `digests`: hash the values. `graded`: ignore outputs computed without gradients. `looks`: include the
+    inputs of root modules. `script`: include the script's other state. `gathers`: gather sharded tensors, for
+    a plan that shards tensors of the original.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Evidence(Listener):
         modules: Modules,
         keep: Callable[[str, torch.Tensor], None] | None = None,
         *,
+        digests: bool = True,
         graded: bool = True,
         looks: bool = False,
         script: ScriptState | None = None,
@@ -79,6 +82,7 @@ class Evidence(Listener):
         self.gathers = False
         self._modules = modules
         self._keep = keep
+        self._digests = digests
         self._graded = graded
         self._looks = looks
         self._script = script
@@ -237,7 +241,7 @@ class Evidence(Listener):
             with torch.no_grad(), own():
                 if self.gathers and isinstance(value, kind):
                     value = value.full_tensor()
-                self.step.digests[name] = digest_of(value)
+                self.step.digests[name] = digest_of(value) if self._digests else ""
                 if self._keep is not None:
                     self._keep(name, value)
 
@@ -341,9 +345,10 @@ def bytes_of(tensor: torch.Tensor) -> bytes | memoryview:
 
 
 def keep_value(file: Path, tensor: torch.Tensor) -> None:
-    """Write a value in the format of `certify.compare.load_kept`."""
-    header = f"{type_name(tensor.dtype)} {list(tensor.shape)}\n".encode()
-    write_atomically(file, header + bytes(bytes_of(tensor)))
+    """Write a value in the format of `certify.compare.load_kept`: its type in `HEADER` bytes, and its own."""
+    with file.open("wb") as written:
+        written.write(type_name(tensor.dtype).encode().ljust(HEADER))
+        written.write(bytes_of(tensor))
 
 
 def random_states() -> Iterator[tuple[str, str]]:

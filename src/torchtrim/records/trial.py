@@ -26,7 +26,7 @@ class Request(Struct, frozen=True, kw_only=True):
     """A run to make: `warmup` steps, one recorded step, and `steps` that are timed and compared.
 
     `times`: number of further steps to record operator times for, if the workload runs that long.
-    `keep`: evidence whose values to save in a folder, as `"step/quantity:name"`.
+    `keep`: evidence whose values to save in a folder, as `"step/quantity:name"`. `digests`: hash it.
     `double`: run in float64. `nudged`: seed of a run whose numbers move by one unit in
     the last place, 0 for none.
     `dry`: compute nothing, and model the memory it would need.
@@ -50,6 +50,7 @@ class Request(Struct, frozen=True, kw_only=True):
     steps: int = 3
     warmup: int = 1
     keep: tuple[str, ...] = ()
+    digests: bool = True
     double: bool = False
     nudged: int = 0
     dry: bool = False

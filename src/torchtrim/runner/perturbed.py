@@ -21,6 +21,7 @@ _POOL = 131_071
 """Signs that are drawn once and used from random places. A prime, so that rows do not repeat them."""
 _LOOKED_AT = 1024
 """Values of a tensor that are looked at: if one of them is a whole number, all whole numbers stay."""
+_MORE = 7  # one value in so many is looked at among zeros; arbitrary
 _TYPES = (torch.float32, torch.float64)
 _EXACT_NAMES = """
     abs alias clamp clamp_max clamp_min clamp_tensor clone copy copy_ copysign detach fill fill_ floor fmax
@@ -58,8 +59,6 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._seed = seed
         self._places = random.Random(abs(seed))
-        bits = [self._places.getrandbits(1) for _ in range(_POOL)]
-        self._signs = torch.tensor(bits, dtype=torch.float64, device="cpu").mul_(2).sub_(1)
         self._pools: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
         self._kinds: dict[Any, str] = {}
 
@@ -82,7 +81,9 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             names = [argument.name for argument in func._schema.arguments]
             args = tuple(
                 # `native_batch_norm` writes its running statistics without saying so.
-                one if name.startswith("running_") else tree_map(lambda v: self.moved(v, size), one)
+                one
+                if name.startswith("running_")
+                else tree_map(lambda v: self._moved_copy(v, size), one)
                 for name, one in zip(names, args, strict=False)
             )
         result = func(*args, **kwargs)
@@ -97,46 +98,88 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             copy = value.clone()
         self._move(copy, size)  # without gradients: backward passes by the move, as by rounding
-        emulation = current()
-        if emulation is not None and emulation.tags.on_device(value):
-            emulation.tags.put(copy)
+        _tag_as(value, copy)
         return copy
 
-    def _move(self, tensor: torch.Tensor, size: float) -> None:
-        """Move a tensor's values in place, but for whole numbers."""
-        step = torch.finfo(tensor.dtype).eps * size * (1 if self._seed > 0 else -1)
+    def _moved_copy(self, value: Any, size: float) -> Any:
+        """Return what `moved` does, for a value below autograd, reading it only once."""
+        if not _is_moved(value):
+            return value
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
+            copy = torch.empty_like(value)
+        if not _is_dense(value) or copy.stride() != value.stride():
+            return self.moved(value, size)
+        self._move(copy, size, value)
+        _tag_as(value, copy)
+        return copy
+
+    def _move(self, tensor: torch.Tensor, size: float, source: torch.Tensor | None = None) -> None:
+        """Move a tensor's values in place, or write a source's moved values to it; whole numbers stay."""
         guards = torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction()
         with guards[0], guards[1], torch.no_grad():
             flat = _flat(tensor)
-            looked_at = flat[:: max(1, len(flat) // _LOOKED_AT)]
-            still = flat.clone() if bool((looked_at == looked_at.round()).any()) else None
-            for rows, signs in self._in_rows(flat):
-                rows.mul_(signs.mul(step).add_(1.0))  # infinity stays, which a sum would not leave
-            if still is not None:
-                torch.where(still == still.round(), still, flat, out=flat)
+            given = flat if source is None else _flat(source)
+            holds = _has_whole(given)
+            if holds and source is None:
+                given = flat.clone()
+            for rows, moved, factors in self._in_rows(given, flat, size):
+                torch.mul(rows, factors, out=moved)  # infinity stays, which a sum would not leave
+            if holds:
+                torch.where(given == given.round(), given, flat, out=flat)
             if flat.data_ptr() != tensor.data_ptr():
                 tensor.copy_(flat.view(tensor.shape))
 
-    def _in_rows(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the values in rows as long as the pool, and the rest, with their signs."""
+    def _in_rows(
+        self, given: torch.Tensor, flat: torch.Tensor, size: float
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield values and the place of the moved ones, in rows as long as the pool, with their factors."""
         key = flat.device, flat.dtype
         if key not in self._pools:
-            self._pools[key] = self._signs.to(flat).repeat(2)
+            draws = torch.Generator("cpu").manual_seed(abs(self._seed))
+            bits = torch.randint(2, (_POOL,), generator=draws, dtype=flat.dtype, device="cpu")
+            up = torch.finfo(flat.dtype).eps * (1 if self._seed > 0 else -1)
+            self._pools[key] = (bits * 2 - 1).mul_(up).add_(1.0).to(flat.device).repeat(2)
         begin = self._places.randrange(_POOL)
-        signs = self._pools[key][begin : begin + _POOL]
+        factors = self._pools[key][begin : begin + min(_POOL, len(flat))]
+        if size != 1.0:
+            factors = factors.sub(1.0).mul_(size).add_(1.0)
         whole = len(flat) // _POOL * _POOL
         if whole:
-            yield flat[:whole].view(-1, _POOL), signs
+            yield given[:whole].view(-1, _POOL), flat[:whole].view(-1, _POOL), factors
         if whole < len(flat):
-            yield flat[whole:], signs[: len(flat) - whole]
+            yield given[whole:], flat[whole:], factors[: len(flat) - whole]
+
+
+def _tag_as(value: torch.Tensor, copy: torch.Tensor) -> None:
+    """Put a copy where an emulated device has the value."""
+    emulation = current()
+    if emulation is not None and emulation.tags.on_device(value):
+        emulation.tags.put(copy)
+
+
+def _has_whole(flat: torch.Tensor) -> bool:
+    """Return True if a sample has whole numbers other than zero, which stays without care."""
+    looked_at = flat[:: max(1, len(flat) // _LOOKED_AT)]
+    whole = looked_at == looked_at.round()
+    if not bool(whole.any()):
+        return False
+    if bool((whole & (looked_at != 0)).any()):
+        return True
+    looked_at = flat[::_MORE]  # zeros may be those of a mask with few ones
+    return bool(((looked_at == looked_at.round()) & (looked_at != 0)).any())
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return True if the elements lie in memory without gaps."""
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return tensor.numel() == last + 1
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values in one dimension: a view in the order of memory, or a copy if there are gaps."""
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    if tensor.numel() == last + 1:
+    if _is_dense(tensor):
         return tensor.as_strided((tensor.numel(),), (1,))
     return tensor.reshape(-1).clone()
 

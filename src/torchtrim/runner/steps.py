@@ -279,7 +279,10 @@ class ComparedSteps(Listener):
         self._folder = folder
         keep = self._keep if trial.request.keep else None
         looks = trial.request.traced >= 0
-        self.evidence = Evidence(modules, keep, graded=trains, looks=looks, script=script)
+        digests = trial.request.digests
+        self.evidence = Evidence(
+            modules, keep, digests=digests, graded=trains, looks=looks, script=script
+        )
         self.evidence.gathers = shards(trial.request.plan)
 
     @property
