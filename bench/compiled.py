@@ -1,12 +1,22 @@
 """Compiled programs: the peak simulated from Inductor's code beside the allocator's, and plans for less.
 
-    python -m bench.compiled [MODEL ...] [--peaks | --plan | --clock]
+    python -m bench.compiled [MODEL ...] [--only peak plans budgets run] [--clock]
 
-Peaks are bytes over those before the step, of forward and backward; the model stays compiled. Each model is
-planned for 70, 60 and 50 % of that. The plan for 60 % is compiled and run: its peak, and whether loss and
-gradients equal those of the compiled original, bit for bit. `--plan` leaves that out, as it takes a C++
-compiler minutes. `--clock` measures times as well, in rounds of random order, of the processor in one
-thread, and of a compile without caches: for a quiet machine.
+Peaks are bytes over those before the step, of forward and backward; the model stays compiled.
+
+* `peak`: compiled and run, beside the simulated one. The processor's seconds of that compile, the C++
+  compiler's included, without caches but with precompiled headers.
+* `plans`: for 70, 60 and 50 % of the peak, by simulation, so without a C++ compiler; their seconds
+  of planning, and what they compute again as a share of forward, by our model of costs.
+* `budgets`: torch's own `activation_memory_budget` (solver `dp`) at five budgets with two estimators, its
+  peaks and costs by the same simulation and model. Choices whose backward would draw random numbers again
+  compute wrong gradients, and are counted apart. For each peak of torch's that none of our plans beats in
+  both, one more plan is made for that peak.
+* `run`: the plan for 60 % compiled and run: its peak, and whether loss and gradients equal those of the
+  compiled original, bit for bit.
+
+`--clock` measures times of steps as well, in rounds of random order, of the processor in one thread: for a
+quiet machine.
 """
 
 from __future__ import annotations
@@ -18,12 +28,15 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch
 import torch.nn.functional as F
+from torch import fx
 from torch._inductor.utils import fresh_cache
 
 from bench.compiled_models import MODELS, OTHERS, Sample
@@ -31,10 +44,16 @@ from bench.machine import save, saved
 from torchtrim.capture.allocator import CpuAllocator
 from torchtrim.compiled.apply import Applied
 from torchtrim.compiled.graphs import Graphs
+from torchtrim.compiled.inductor import written_inputs
+from torchtrim.compiled.joint import JointBuilder
+from torchtrim.compiled.memory import GraphCall, Simulated, memory_of
 from torchtrim.compiled.planning import GraphPlanner, SavingChoice
 
+PARTS = ("peak", "plans", "budgets", "run")
 SHARES = (0.7, 0.6, 0.5)
 RUN = 0.6
+ESTIMATORS = ("flops", "testing")
+BUDGETS = (0.8, 0.6, 0.4, 0.3, 0.1)
 ROUNDS = 5
 
 
@@ -86,69 +105,132 @@ def watched(name: str) -> Graphs:
     return graphs
 
 
-def planned(name: str, shares: tuple[float, ...]) -> tuple[dict[str, Any], SavingChoice | None]:
-    """What is simulated and planned, and the plan to run."""
-    begin = time.process_time()
-    planner = GraphPlanner(watched(name))
-    found: dict[str, Any] = {
-        "predicted": planner.own.peak_bytes,
-        "saved": planner.own.saved_bytes,
-        "watch_seconds": round(time.process_time() - begin, 1),
-    }
-    if shares:
-        found["shares"] = {}
-    run = None
-    for share in shares:
-        begin, budget = time.process_time(), int(share * planner.own.peak_bytes)
-        choice = planner.plan(budget)
-        row: dict[str, Any] = {"seconds": round(time.process_time() - begin, 1)}
+class Bench:
+    """A model's graphs, without kernels, and plans for them. `found`: what is known so far."""
+
+    def __init__(self, name: str) -> None:
+        begin = cpu_seconds()
+        self.name, self.graphs = name, watched(name)
+        self.planner = GraphPlanner(self.graphs)
+        self._own = self.planner.own.peak_bytes
+        joints = self.graphs.joints
+        self._forward = sum(value.seconds for joint in joints for value in joint.values)
+        self.choices: dict[float, SavingChoice] = {}
+        self.found: dict[str, Any] = {
+            "predicted": self._own,
+            "saved": self.planner.own.saved_bytes,
+            "watch_seconds": round(cpu_seconds() - begin, 1),
+        }
+
+    def plan(self, share: float) -> None:
+        """Plan for a share of the peak."""
+        begin, budget = cpu_seconds(), int(share * self._own)
+        choice = self.planner.plan(budget)
+        row: dict[str, Any] = {"seconds": round(cpu_seconds() - begin, 1)}
         if choice is not None:
-            row |= {
-                "peak": round(choice.simulated.peak_bytes / planner.own.peak_bytes, 4),
-                "saved": round(choice.simulated.saved_bytes / planner.own.peak_bytes, 4),
-                "first": round(choice.first_peak / budget - 1, 4),
-                "dry_compiles": choice.rounds,
-            }
-            run = choice if share == RUN else run
+            self.choices[share] = choice
+            row |= self._row(choice.simulated, choice.added_seconds)
+            row |= {"first": round(choice.first_peak / budget - 1, 4)}
+            row |= {"dry_compiles": choice.rounds}
         else:
-            lowest = planner.lowest.simulated.peak_bytes
-            row["lowest"] = round(lowest / planner.own.peak_bytes, 4)
-        found["shares"][f"{share:.0%}"] = row
-    return found, run
+            row["lowest"] = round(self.planner.lowest.simulated.peak_bytes / self._own, 4)
+        self.found.setdefault("shares", {})[f"{share:.0%}"] = row
+
+    def budgets(self) -> None:
+        """Simulate torch's own choices, and look for a plan that beats each."""
+        rows = self.found["budgets"] = []
+        known: dict[frozenset[str], dict[str, Any]] = {}
+        for estimator, budget in product(ESTIMATORS, BUDGETS):
+            with functorch.patch(
+                activation_memory_budget=budget,
+                activation_memory_budget_runtime_estimator=estimator,
+            ):
+                row = self._torchs(known)
+            rows.append({"estimator": estimator, "budget": budget, **row})
+
+    def _torchs(self, known: dict[frozenset[str], dict[str, Any]]) -> dict[str, Any]:
+        (graph,), names = self.graphs.graphs, frozenset[str]()
+        saved: dict[str, frozenset[int]] = {}
+
+        def choose(joint: fx.Graph, info: Any, own: Callable[[], list[fx.Node]]) -> list[fx.Node]:
+            nonlocal names
+            chosen = own()
+            names = frozenset(node.name for node in chosen)
+            if names in known:
+                raise _Known
+            made = JointBuilder(joint, info, written_inputs(joint)).build(chosen)
+            saved[made.key] = made.own
+            return chosen
+
+        try:
+            simulated = memory_of([GraphCall(graph.code(choose))], self.graphs.rises)
+        except _Known:
+            return known[names]
+        except ValueError as error:
+            if "draws" not in str(error):
+                raise
+            known[names] = {"draws_again": True}
+            return known[names]
+        row = known[names] = self._row(simulated, self.planner.added_seconds(saved))
+        if not self._beaten(row) and simulated.peak_bytes < self._own:
+            choice = self.planner.plan(simulated.peak_bytes)
+            if choice is not None:
+                self.choices[row["peak"]] = choice
+        row["beaten"] = self._beaten(row)
+        return row
+
+    def _beaten(self, row: dict[str, Any]) -> bool:
+        """Whether a plan needs no more bytes and, by the model of costs, no more time."""
+        ours = (self._row(one.simulated, one.added_seconds) for one in self.choices.values())
+        return any(one["peak"] <= row["peak"] and one["again"] <= row["again"] for one in ours)
+
+    def _row(self, simulated: Simulated, added: float) -> dict[str, float]:
+        return {
+            "peak": round(simulated.peak_bytes / self._own, 4),
+            "saved": round(simulated.saved_bytes / self._own, 4),
+            "again": round(added / self._forward, 4),
+        }
+
+    def run(self, parts: set[str], *, clocks: bool) -> None:
+        """Compile and run the original, and the plan if there is one, and note what was measured."""
+        begin = cpu_seconds()
+        original = compiled(self.name, None)
+        self.found["compile_seconds"] = round(cpu_seconds() - begin, 1)
+        peak, results = original.peak(), original.results()
+        self.found |= {"measured": peak, "off": round(self._own / peak - 1, 5)}
+        if "run" not in parts or RUN not in self.choices:
+            return
+        choice = self.choices[RUN]
+        work = compiled(self.name, choice)
+        peak, others = work.peak(), work.results()
+        same = [torch.equal(a, b) for a, b in zip(results, others, strict=True)]
+        self.found["run"] = {
+            "share": RUN,
+            "peak": peak,
+            "off": round(choice.simulated.peak_bytes / peak - 1, 5),
+            "bitwise": all(same),
+            "loss_bitwise": same[0],
+            "furthest": max(map(_far, results[:-1], others[:-1])),
+        }
+        if clocks:
+            self.found["run"]["time"] = timed(original.step, work.step)
 
 
-def compiled(name: str, choice: SavingChoice | None) -> tuple[Work, int, list[torch.Tensor]]:
-    """A step compiled by a plan, or as torch does, with its peak and its results."""
+class _Known(Exception):
+    """A choice of torch's that was simulated already."""
+
+
+def cpu_seconds() -> float:
+    """The processor's seconds of this process and of those that it waited for."""
+    return sum(os.times()[:4])
+
+
+def compiled(name: str, choice: SavingChoice | None) -> Work:
+    """A step compiled by a plan, or as torch does."""
     with Applied(choice.graphs).installed() if choice else nullcontext():
         work = Work(name)
         work.step()
-    return work, work.peak(), work.results()
-
-
-def measured(
-    name: str, found: dict[str, Any], choice: SavingChoice | None, *, clocks: bool
-) -> None:
-    """Compile and run the original and the plan, and note what was measured."""
-    begin = time.perf_counter()
-    with fresh_cache() if clocks else nullcontext():
-        original, peak, results = compiled(name, None)
-    found |= {"measured": peak, "off": round(found["predicted"] / peak - 1, 5)}
-    if clocks:
-        found["compile_seconds"] = round(time.perf_counter() - begin, 1)
-    if choice is None:
-        return
-    work, peak, others = compiled(name, choice)
-    same = [torch.equal(a, b) for a, b in zip(results, others, strict=True)]
-    found["run"] = {
-        "share": RUN,
-        "peak": peak,
-        "off": round(choice.simulated.peak_bytes / peak - 1, 5),
-        "bitwise": all(same),
-        "loss_bitwise": same[0],
-        "furthest": max(map(_far, results[:-1], others[:-1])),
-    }
-    if clocks:
-        found["run"]["time"] = timed(original.step, work.step)
+    return work
 
 
 def _far(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -173,46 +255,90 @@ def timed(original: Callable[[], Any], plan: Callable[[], Any]) -> dict[str, flo
 def summary(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What the goals are about, of the twelve models."""
     rows = [models[name] for name in MODELS if name in models]
-    planned_rows = [row for row in rows if "shares" in row]
+    plans = [row["shares"] for row in rows if "shares" in row]
     off = [abs(row["off"]) for row in rows if "off" in row]
-    first = [abs(row["shares"][f"{RUN:.0%}"]["first"]) for row in rows if "run" in row]
+    first = [abs(one["first"]) for row in plans for one in row.values() if "first" in one]
     runs = [row["run"] for row in rows if "run" in row]
+    budgets = [row for row in rows if "budgets" in row]
+    points = [one for row in budgets for one in row["budgets"]]
     return {
-        "models": len(rows),
         "measured": len(off),
-        "planned": len(planned_rows),
         "off_median": round(statistics.median(off), 5) if off else None,
         "off_worst": max(off, default=None),
-        "first_median": round(statistics.median(first), 4) if first else None,
+        "planned": len(plans),
         "reached": {
-            f"{share:.0%}": sum("peak" in row["shares"][f"{share:.0%}"] for row in planned_rows)
-            for share in SHARES
+            share: sum("peak" in row.get(share, {}) for row in plans)
+            for share in (f"{each:.0%}" for each in SHARES)
         },
+        "first_median": round(statistics.median(first), 4) if first else None,
+        "cost_in_compiles": sorted(_cost(row) for row in rows if _has_cost(row)),
         "bitwise": f"{sum(run['bitwise'] for run in runs)} of {len(runs)}",
         "times": sorted(run["time"]["median"] for run in runs if "time" in run),
+        "torch": {
+            "models": len(budgets),
+            "budgets": len(points),
+            "wrong": sum("draws_again" in one for one in points),
+            "beaten": sum(one.get("beaten", False) for one in points),
+            "lower_peaks": sum(_lowest(row) < _lowest_of_torch(row) for row in budgets),
+        },
     }
+
+
+def _has_cost(row: dict[str, Any]) -> bool:
+    return "compile_seconds" in row and f"{RUN:.0%}" in row.get("shares", {})
+
+
+def _cost(row: dict[str, Any]) -> float:
+    """Ordinary compiles that take as long as the watch and the plan for 60 %."""
+    seconds = row["watch_seconds"] + row["shares"][f"{RUN:.0%}"]["seconds"]
+    return round(seconds / row["compile_seconds"], 2)
+
+
+def _lowest(row: dict[str, Any]) -> float:
+    plans = row.get("shares", {}).values()
+    return float(min((one.get("peak", one.get("lowest")) for one in plans), default=1.0))
+
+
+def _lowest_of_torch(row: dict[str, Any]) -> float:
+    return float(min((one["peak"] for one in row["budgets"] if "peak" in one), default=1.0))
 
 
 def main() -> None:
     """The named models, or all; keeps the results of the others."""
     parser = argparse.ArgumentParser(prog="python -m bench.compiled")
     parser.add_argument("models", nargs="*", choices=[*MODELS, *OTHERS, []])
-    parser.add_argument("--plan", action="store_true", help="compile nothing")
-    parser.add_argument("--peaks", action="store_true", help="plan nothing")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--clock", action="store_true", help="measure times too")
     options = parser.parse_args()
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     torch.set_num_threads(1)
-    models = saved("compiled").get("models", {})
-    for name in options.models or (*MODELS, *OTHERS):
-        found, choice = planned(name, () if options.peaks else SHARES)
-        if not options.plan:
-            measured(name, found, choice, clocks=options.clock)
-        print(name, json.dumps(found), flush=True)
-        models[name] = {**models.get(name, {}), **found}
-        save("compiled", {"summary": summary(models), "models": models})
-        gc.collect()
+    parts, models = {*options.only}, saved("compiled").get("models", {})
+    with fresh_cache():
+        if parts & {"peak", "run"}:  # the headers are precompiled once
+            torch.compile(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
+        for name in options.models or (*MODELS, *OTHERS):
+            for found in measured(name, parts, clocks=options.clock):
+                models[name] = {**models.get(name, {}), **found}
+                save("compiled", {"summary": summary(models), "models": models})
+            print(name, json.dumps(found), flush=True)
+            gc.collect()
     print(json.dumps(summary(models), indent=1))
+
+
+def measured(name: str, parts: set[str], *, clocks: bool) -> Iterator[dict[str, Any]]:
+    """What the wanted parts find out about a model, after each."""
+    bench = Bench(name)
+    yield bench.found
+    if parts & {"plans", "run"}:
+        for share in SHARES:
+            bench.plan(share)
+            yield bench.found
+    if "budgets" in parts and name in MODELS:
+        bench.budgets()
+        yield bench.found
+    if parts & {"peak", "run"}:
+        bench.run(parts, clocks=clocks)
+        yield bench.found
 
 
 if __name__ == "__main__":

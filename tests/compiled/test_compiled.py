@@ -152,6 +152,17 @@ def test_graphs_of_a_broken_function_are_simulated_in_order() -> None:
     assert graphs.memory().saved_bytes == 4 * ROWS * 5 * WIDTH + 4
 
 
+def test_symbolic_sizes_are_those_of_the_largest_call() -> None:
+    model, graphs = nn.Sequential(nn.Linear(8, 16), nn.Sigmoid(), _Sum()), Graphs()
+    with graphs.watched():
+        compiled = torch.compile(model, dynamic=True)
+        for rows in (64, 96, 32):
+            graphs.begin()
+            compiled(torch.randn(rows, 8)).backward()
+    assert len(graphs.graphs) == 1
+    assert graphs.memory().saved_bytes == 96 * 16 * 4 + 4
+
+
 def test_two_plans_never_share_cached_code() -> None:
     plans = [(), (CompiledGraph(graph="a", saves=("b",)),)]
     keys = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -17,7 +19,7 @@ class Spec(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Spec:
-        """Return a tensor's; of a symbolic size, the number of the recorded call."""
+        """Return a tensor's, of symbolic sizes those of the largest call seen."""
         sizes, strides = (tuple(map(hint, each)) for each in (tensor.shape, tensor.stride()))
         return cls(sizes, strides, tensor.dtype, tensor.device)
 
@@ -40,6 +42,20 @@ class Code(NamedTuple):
     constants: dict[str, Spec]
 
 
+_LARGEST: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
+"""By a traced program's shapes, the symbols of its sizes in the largest call seen."""
+
+
+def note_sizes(values: Sequence[Any], numbers: Sequence[Any]) -> None:
+    """Have `hint` take these numbers for the symbols among some values of a traced program."""
+    for value, number in zip(values, numbers, strict=True):
+        if isinstance(value, torch.SymInt) and isinstance(number, int):
+            _LARGEST.setdefault(value.node.shape_env, {})[value.node.expr] = number
+
+
 def hint(size: int | torch.SymInt) -> int:
-    """Return a size as a number: of a symbol, that of the recorded call."""
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+    """Return a size as a number: of a symbol, that of the largest call seen."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    number = size.node.expr.subs(_LARGEST.get(size.node.shape_env, {}))
+    return int(size.node.hint if number.free_symbols else number)

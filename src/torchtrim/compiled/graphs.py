@@ -14,7 +14,8 @@ from torch._guards import TracingContext, tracing
 from torch.utils._pytree import tree_leaves
 
 from torchtrim.compiled.choose import Saved
-from torchtrim.compiled.inductor import check, copy_of, dry, intercepted, written_inputs
+from torchtrim.compiled.code import note_sizes
+from torchtrim.compiled.inductor import Choose, check, copy_of, dry, intercepted, written_inputs
 from torchtrim.compiled.joint import Joint, JointBuilder, keys_of
 from torchtrim.compiled.memory import GraphCall, Pair, Simulated, memory_of
 from torchtrim.compiled.wrapper import Rises
@@ -24,7 +25,7 @@ _OWN = "torch's own"
 
 
 class CompilableGraph:
-    """A graph that a program compiled. `joint` is None if it has no backward."""
+    """A graph that a program compiled, of symbolic sizes as in its largest call seen."""
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], options: Any) -> None:
         self._module = copy_of(module)
@@ -32,8 +33,24 @@ class CompilableGraph:
         self._options = options
         self._context = TracingContext.try_get()
         self._pairs: dict[frozenset[int] | str, Pair] = {}
-        self.joint: Joint | None = None
+        self._joint: Joint | None = None
+        self._bytes = 0
         self.pair()
+
+    @property
+    def joint(self) -> Joint | None:
+        """The graph's forward and backward, or None if it has no backward."""
+        self.pair()
+        return self._joint
+
+    def called(self, inputs: Sequence[Any]) -> None:
+        """Note a call: if its inputs are larger than those before, the graph's sizes are theirs."""
+        size = sum(one.nbytes for one in inputs if isinstance(one, torch.Tensor))
+        if size > self._bytes:
+            note_sizes(self._inputs, inputs)
+            if self._bytes:
+                self._pairs.clear()
+            self._bytes = size
 
     def pair(self, saved: frozenset[int] | None = None) -> Pair:
         """Return Inductor's code with a choice of what is saved, or with torch's own."""
@@ -42,19 +59,18 @@ class CompilableGraph:
             self._pairs[key] = self._compile(saved)
         return self._pairs[key]
 
-    @property
-    def tries(self) -> int:
-        """The number of choices that Inductor has written code for."""
-        return len(self._pairs)
-
     def _compile(self, saved: frozenset[int] | None) -> Pair:
         def choose(graph: fx.Graph, info: Any, own: Callable[[], list[fx.Node]]) -> list[fx.Node]:
-            if saved is not None and self.joint is not None:
-                return nodes_to_save(graph, info, {self.joint.values[at].key for at in saved})
+            if saved is not None and self._joint is not None:
+                return nodes_to_save(graph, info, {self._joint.values[at].key for at in saved})
             chosen = own()
-            self.joint = JointBuilder(graph, info, written_inputs(graph)).build(chosen)
+            self._joint = JointBuilder(graph, info, written_inputs(graph)).build(chosen)
             return chosen
 
+        return self.code(choose)
+
+    def code(self, choose: Choose) -> Pair:
+        """Return Inductor's code with what `choose` saves."""
         with tracing(copy.copy(self._context)):
             return Pair.of(dry(self._module, self._inputs, choose, "dry", **self._options))
 
@@ -118,6 +134,7 @@ class Graphs:
 
         def run(*args: Any) -> Any:
             results = module(*args)
+            self.graphs[number].called(args)
             self._note(number, args, results)
             return results
 

@@ -28,7 +28,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torchtrim.compiled.code import Code, Spec, hint
 from torchtrim.errors import Unsupported
 
-_NEEDED = (
+NEEDED = (
     (partitioners, "choose_saved_values_set"),
     (partitioners, "min_cut_rematerialization_partition"),
     (partitioners, "get_default_op_list"),
@@ -50,7 +50,7 @@ Choose = Callable[[fx.Graph, Any, Callable[[], list[fx.Node]]], list[fx.Node]]
 
 def check() -> None:
     """Raise `Unsupported` if this torch lacks an interface."""
-    missing = [f"{owner.__name__}.{name}" for owner, name in _NEEDED if not hasattr(owner, name)]
+    missing = [f"{owner.__name__}.{name}" for owner, name in NEEDED if not hasattr(owner, name)]
     if missing:
         raise Unsupported(
             f"torch {torch.__version__} has no {', '.join(missing)}, which plans of compiled graphs need. "

@@ -270,6 +270,6 @@ def _flops(node: fx.Node) -> float:
 
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
     try:
-        return float(count(*args, **kwargs, out_val=node.meta.get("val")))
+        return float(hint(count(*args, **kwargs, out_val=node.meta.get("val"))))
     except (TypeError, AssertionError, ValueError, RuntimeError):
         return 0.0

@@ -13,7 +13,7 @@ _ROUNDS = 4
 """Dry compiles: each costs a third of an ordinary compile, and the bias is mostly constant."""
 _NEAR = 0.97
 """Of the budget: a peak above it is near enough; to come nearer costs a dry compile and saves little time."""
-_SECONDS = 10.0
+_SECONDS = 5.0
 """Arbitrary; for the solver, each time."""
 
 
@@ -72,7 +72,9 @@ class GraphPlanner:
             peak = simulated.peak_bytes
             first, lowest = first or peak, ask
             named = self._graphs.named(saved)
-            choice = SavingChoice(saved, simulated, self._seconds(saved), first, number + 1, named)
+            choice = SavingChoice(
+                saved, simulated, self.added_seconds(saved), first, number + 1, named
+            )
             self.lowest = min(self.lowest, choice, key=lambda one: one.simulated.peak_bytes)
             if peak <= budget and (best is None or choice.added_seconds < best.added_seconds):
                 best = choice
@@ -81,11 +83,12 @@ class GraphPlanner:
             ask += budget - peak
         return best
 
+    def added_seconds(self, saved: Saved) -> float:
+        """Return the seconds of computing again that a choice adds, by the model of costs."""
+        return self._program.seconds(saved) - self._program.seconds(self._own_saved)
+
     def _temporary(self, graph: CompilableGraph) -> int:
         """Return the bytes of a graph's forward over those it saves, as torch would partition it."""
         alone = memory_of([GraphCall(graph.pair())], self._graphs.rises)
         self.alone += ((alone.saved_bytes, alone.peak_bytes),)
         return alone.forward_peak - alone.saved_bytes
-
-    def _seconds(self, saved: Saved) -> float:
-        return self._program.seconds(saved) - self._program.seconds(self._own_saved)
