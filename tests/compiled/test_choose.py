@@ -75,3 +75,12 @@ def test_a_fused_value_takes_no_memory_when_it_is_computed_again() -> None:
 
 def test_nothing_fits_into_less_than_one_layer_needs() -> None:
     assert program(layers()).choose(MIB, 5.0) is None
+
+
+def test_what_a_kernel_allocates_counts_where_it_runs() -> None:
+    joint = layers()._replace(kernels=(("mm", 0), ("mm", 2 * LAYERS - 1)))
+    own = {joint.key: joint.own}
+    for first, last, more in ((0, 5, 0), (5, 0, 5)):  # at the last, little is still saved
+        kernels = {joint.key: (("mm", first * MIB), ("mm", last * MIB))}
+        model = SavingProgram([joint], {joint.key: 0}, kernels)
+        assert model.peak(own) == (2 * LAYERS + more) * MIB

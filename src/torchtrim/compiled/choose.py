@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from torchtrim.compiled.joint import BYTES, Joint
+from torchtrim.compiled.joint import BYTES, Joint, Kernel
 from torchtrim.planner.linear import Constraint
 from torchtrim.planner.solvers.integer import IntegerProgram, solve
 
@@ -36,13 +36,19 @@ Saved = Mapping[str, frozenset[int]]
 class SavingProgram:
     """The integer program of a step's calls, in order. Calls of a graph share its choice.
 
-    `temporary`: the bytes of each graph's forward over those it saves.
+    `temporary`: the bytes of each graph's forward over those it saves. `kernels`: backward's kernels of
+    libraries, and by how much memory rises inside each.
     """
 
-    def __init__(self, calls: Sequence[Joint], temporary: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        calls: Sequence[Joint],
+        temporary: Mapping[str, int],
+        kernels: Mapping[str, Sequence[Kernel]] = {},
+    ) -> None:
         self._calls = calls
         self._temporary = temporary
-        self._graphs = {joint.key: _Graph(joint) for joint in calls}
+        self._graphs = {joint.key: _Graph(joint, kernels.get(joint.key, ())) for joint in calls}
         self._saved: dict[tuple[str, int], int] = {}
         self._begun: dict[tuple[str, int, int], int] = {}
         self._again: dict[tuple[str, int, int], int] = {}
@@ -194,15 +200,17 @@ class _Graph:
     it can be needed, and `begins` those in which it can be computed again.
     """
 
-    def __init__(self, joint: Joint) -> None:
+    def __init__(self, joint: Joint, kernels: Sequence[Kernel]) -> None:
         self.joint = joint
         self.segments = min(_SEGMENTS, len(joint.work) // _FEW) or 1
         total = joint.work[-1] if joint.work else 0.0
         self._ends = [total * (at + 1) / self.segments for at in range(self.segments)]
         of = [self._segment(position) for position in range(len(joint.work))]
         self.gradients = [0] * self.segments
+        rises = _rises(joint.kernels, kernels)
         for position, level in enumerate(joint.gradients):
-            self.gradients[of[position]] = max(self.gradients[of[position]], level)
+            high = level + rises.get(position, 0)
+            self.gradients[of[position]] = max(self.gradients[of[position]], high)
         self.direct = [_held([of[at] for at in one.uses], one.stays) for one in joint.values]
         first = [min(each, default=self.segments - 1) for each in self.direct]
         begin = [min(each, default=0) for each in self.direct]
@@ -233,6 +241,24 @@ class _Graph:
             for parent in value.parents:
                 needed[parent].update(found[number][:1] if value.stays else found[number])
         return found
+
+
+def _rises(graph: Sequence[Kernel], run: Sequence[Kernel]) -> dict[int, int]:
+    """Return the rise at each position: a run's kernels of one name are the graph's, in order, if as many."""
+    at, risen = _by_name(graph), _by_name(run)
+    same = [name for name in at if len(at[name]) == len(risen[name])]
+    return {
+        position: rise
+        for name in same
+        for position, rise in zip(at[name], risen[name], strict=True)
+    }
+
+
+def _by_name(kernels: Sequence[Kernel]) -> defaultdict[str, list[int]]:
+    found: defaultdict[str, list[int]] = defaultdict(list)
+    for name, number in kernels:
+        found[name].append(number)
+    return found
 
 
 def _held(segments: Collection[int], stays: bool) -> list[int]:

@@ -40,10 +40,14 @@ class Value(NamedTuple):
     can_redo: bool
 
 
+Kernel = tuple[str, int]
+"""A library's kernel, and a number: of a joint graph its position in backward, of a run its rise in bytes."""
+
+
 class Joint(NamedTuple):
     """A joint graph. `work`: seconds up to each position in backward; `gradients`: bytes alive there.
 
-    `own`: the values that torch saves by itself.
+    `kernels`: backward's kernels of libraries. `own`: the values that torch saves by itself.
     """
 
     key: str
@@ -51,6 +55,7 @@ class Joint(NamedTuple):
     work: tuple[float, ...]
     gradients: tuple[int, ...]
     own: frozenset[int]
+    kernels: tuple[Kernel, ...] = ()
 
 
 def keys_of(graph: fx.Graph) -> dict[fx.Node, str]:
@@ -120,7 +125,12 @@ class JointBuilder:
         for node in self._backward:
             seconds += self.seconds(node)
             work.append(seconds)
-        return Joint(key_of(self.keys), values, tuple(work), self._gradients(), saved)
+        kernels = tuple(
+            (str(getattr(node.target, "overloadpacket", node.target)).rpartition(".")[2], at)
+            for at, node in enumerate(self._backward)
+            if self._is_kernel(node)
+        )
+        return Joint(key_of(self.keys), values, tuple(work), self._gradients(), saved, kernels)
 
     def root(self, node: fx.Node) -> fx.Node:
         """Return the node that a view is of."""

@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchtrim.compiled.code import Code, Spec
+from torchtrim.compiled.joint import Kernel
 from torchtrim.compiled.wrapper import Meter, Rises, like, runnable
 
 
@@ -37,8 +38,9 @@ class GraphCall(NamedTuple):
 class Simulated(NamedTuple):
     """Bytes over the start of a step: the level at each change, its highest, and at the end of forwards.
 
-    `forward_peak` and `backward_peak`: the highest of each part. `unmeasured`: kernels of libraries whose own
-    memory could not be measured, and counts as none.
+    `forward_peak` and `backward_peak`: the highest of each part. `kernels`: backward's kernels of libraries,
+    and by how much memory rises inside each. `unmeasured`: those whose own memory could not be measured, and
+    counts as none.
     """
 
     curve: tuple[int, ...]
@@ -46,6 +48,7 @@ class Simulated(NamedTuple):
     forward_peak: int
     backward_peak: int
     unmeasured: tuple[str, ...]
+    kernels: tuple[Kernel, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -84,13 +87,14 @@ class _SimulatedStep:
         with meter:
             for call in self._calls:
                 self._forward(call)
-            saved, forwards = meter.level, len(meter.curve)
+            saved, forwards, kernels = meter.level, len(meter.curve), len(meter.kernels)
             for number, call in reversed([*enumerate(self._calls)]):
                 self._backward(number, call)
             curve = tuple(meter.curve)
         backward_peak = max(curve[forwards - 1 :])
         unmeasured = tuple(sorted(meter.unmeasured))
-        return Simulated(curve, saved, max(curve[:forwards]), backward_peak, unmeasured)
+        forward_peak, of_backward = max(curve[:forwards]), tuple(meter.kernels[kernels:])
+        return Simulated(curve, saved, forward_peak, backward_peak, unmeasured, of_backward)
 
     def _forward(self, call: GraphCall) -> None:
         inputs = [

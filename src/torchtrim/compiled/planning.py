@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torchtrim.compiled.choose import Saved, SavingProgram
-from torchtrim.compiled.graphs import CompilableGraph, Graphs
+from torchtrim.compiled.graphs import Graphs
 from torchtrim.compiled.memory import GraphCall, Simulated, memory_of
 from torchtrim.records.plan import CompiledGraph
 
@@ -41,15 +41,19 @@ class GraphPlanner:
     def __init__(self, graphs: Graphs) -> None:
         self._graphs = graphs
         self.own = graphs.memory()
-        self.alone: tuple[tuple[int, int], ...] = ()
         joints = graphs.joints
         self._own_saved = {joint.key: joint.own for joint in joints}
-        temporary = {
-            graph.joint.key: self._temporary(graph)
+        alone = {
+            graph.joint.key: memory_of([GraphCall(graph.pair())], graphs.rises)
             for graph in graphs.graphs
             if graph.joint is not None
         }
-        self._program = SavingProgram(joints, temporary)
+        self.alone = tuple((one.saved_bytes, one.peak_bytes) for one in alone.values())
+        self._program = SavingProgram(
+            joints,
+            {key: one.forward_peak - one.saved_bytes for key, one in alone.items()},
+            {key: one.kernels for key, one in alone.items()},
+        )
         self._unplanned = SavingChoice(self._own_saved, self.own, 0.0, self.own.peak_bytes)
         self.lowest = self._unplanned
         self._bias = max(self.own.peak_bytes - self._program.peak(self._own_saved), 0)
@@ -86,9 +90,3 @@ class GraphPlanner:
     def added_seconds(self, saved: Saved) -> float:
         """Return the seconds of computing again that a choice adds, by the model of costs."""
         return self._program.seconds(saved) - self._program.seconds(self._own_saved)
-
-    def _temporary(self, graph: CompilableGraph) -> int:
-        """Return the bytes of a graph's forward over those it saves, as torch would partition it."""
-        alone = memory_of([GraphCall(graph.pair())], self._graphs.rises)
-        self.alone += ((alone.saved_bytes, alone.peak_bytes),)
-        return alone.forward_peak - alone.saved_bytes
