@@ -15,6 +15,8 @@ _NEAR = 0.97
 """Of the budget: a peak above it is near enough; to come nearer costs a dry compile and saves little time."""
 _SECONDS = 5.0
 """Arbitrary; for the solver, each time."""
+_FREE = 5e-3
+"""Of forward's seconds: a choice that adds less is not looked for again nearer to the budget."""
 
 
 class SavingChoice(NamedTuple):
@@ -56,6 +58,7 @@ class GraphPlanner:
         )
         self._unplanned = SavingChoice(self._own_saved, self.own, 0.0, self.own.peak_bytes)
         self.lowest = self._unplanned
+        self._free = _FREE * sum(value.seconds for joint in joints for value in joint.values)
         self._bias = max(self.own.peak_bytes - self._program.peak(self._own_saved), 0)
 
     def plan(self, budget: int) -> SavingChoice | None:
@@ -82,7 +85,7 @@ class GraphPlanner:
             self.lowest = min(self.lowest, choice, key=lambda one: one.simulated.peak_bytes)
             if peak <= budget and (best is None or choice.added_seconds < best.added_seconds):
                 best = choice
-            if _NEAR * budget <= peak <= budget:
+            if peak <= budget and (peak >= _NEAR * budget or choice.added_seconds <= self._free):
                 break
             ask += budget - peak
         return best
