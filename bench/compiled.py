@@ -1,13 +1,13 @@
 """Compiled programs: the peak simulated from Inductor's code beside the allocator's, and plans for less.
 
-    python -m bench.compiled [MODEL ...] [--only peak plans budgets run] [--clock]
+    python -m bench.compiled [MODEL ...] [--only peak plans budgets run] [--shares 0.6] [--clock]
 
 Peaks are bytes over those before the step, of forward and backward; the model stays compiled.
 
 * `peak`: compiled and run, beside the simulated one. The processor's seconds of that compile, the C++
   compiler's included, without caches but with precompiled headers.
-* `plans`: for 70, 60 and 50 % of the peak, by simulation, so without a C++ compiler; their seconds
-  of planning, and what they compute again as a share of forward, by our model of costs.
+* `plans`: for 70, 60 and 50 % of the peak (`--shares`), by simulation, so without a C++ compiler; their
+  seconds of planning, and what they compute again as a share of forward, by our model of costs.
 * `budgets`: torch's own `activation_memory_budget` (solver `dp`) at five budgets with two estimators, its
   peaks and costs by the same simulation and model. Choices whose backward would draw random numbers again
   compute wrong gradients, and are counted apart. For each peak of torch's that none of our plans beats in
@@ -28,7 +28,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
@@ -267,8 +267,8 @@ def summary(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "off_worst": max(off, default=None),
         "planned": len(plans),
         "reached": {
-            share: sum("peak" in row.get(share, {}) for row in plans)
-            for share in (f"{each:.0%}" for each in SHARES)
+            f"{share:.0%}": sum(_lowest(row) <= share for row in rows if "shares" in row)
+            for share in SHARES
         },
         "first_median": round(statistics.median(first), 4) if first else None,
         "cost_in_compiles": sorted(_cost(row) for row in rows if _has_cost(row)),
@@ -308,6 +308,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.compiled")
     parser.add_argument("models", nargs="*", choices=[*MODELS, *OTHERS, []])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--shares", nargs="+", type=float, default=SHARES, help="of the peak")
     parser.add_argument("--clock", action="store_true", help="measure times too")
     options = parser.parse_args()
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -318,7 +319,7 @@ def main() -> None:
         if compiles:  # the headers are precompiled once
             torch.compile(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
         for name in options.models or (*MODELS, *OTHERS):
-            for found in measured(name, parts, clocks=options.clock):
+            for found in measured(name, parts, options.shares, clocks=options.clock):
                 models[name] = {**models.get(name, {}), **found}
                 save("compiled", {"summary": summary(models), "models": models})
             print(name, json.dumps(found), flush=True)
@@ -326,12 +327,14 @@ def main() -> None:
     print(json.dumps(summary(models), indent=1))
 
 
-def measured(name: str, parts: set[str], *, clocks: bool) -> Iterator[dict[str, Any]]:
+def measured(
+    name: str, parts: set[str], shares: Sequence[float], *, clocks: bool
+) -> Iterator[dict[str, Any]]:
     """What the wanted parts find out about a model, after each."""
     bench = Bench(name)
     yield bench.found
     if parts & {"plans", "run"}:
-        for share in SHARES:
+        for share in shares:
             bench.plan(share)
             yield bench.found
     if "budgets" in parts and name in MODELS:
