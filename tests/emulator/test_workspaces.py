@@ -55,3 +55,19 @@ def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     with emulate() as emulation:
         multiply()
         assert emulation.workspaces.bytes == (8 * 4096 + 8 * 16) * 1024
+
+
+def test_the_allocator_reserves_them_but_counts_them_as_nothing_allocated() -> None:
+    """A segment of 20 MiB keeps room for 8 MiB beside the workspace; 16 MiB get one of their own."""
+    with emulate():
+        a = torch.zeros(2**11, 2**10, device="cuda")
+        allocated = torch.cuda.memory_allocated()
+        del a
+        multiply()
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() == 20 * MIB
+        assert torch.cuda.memory_allocated() == 0 < allocated
+        torch.zeros(2**11, 2**10, device="cuda")
+        assert torch.cuda.memory_reserved() == 20 * MIB
+        torch.zeros(2**11, 2**11, device="cuda")
+        assert torch.cuda.memory_reserved() == (20 + 16) * MIB

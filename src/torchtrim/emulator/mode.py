@@ -167,7 +167,7 @@ class Accelerator(TorchDispatchMode):
                 for made in tensors_among(result[: kept(args)] if kept else (result,)):
                     self.tags.put(made)
             if known.multiplies:
-                self.workspaces.product(args[0])
+                self.tags.hold(self.workspaces.product(args[0]))
             if func in IN_PLACE and self._is_of_node(IN_PLACE[func], args[0]):
                 self.tags.may_replace(result, args[0])
         elif self.tags.any_open() and any(map(self.tags.is_open, tensors_among(args))):

@@ -19,7 +19,7 @@ from torchtrim.dispatch.patches import Patches
 from torchtrim.emulator import streams
 from torchtrim.emulator.kernels import Target
 from torchtrim.emulator.moves import check_index, devices
-from torchtrim.emulator.tags import Tags
+from torchtrim.emulator.tags import HELD, Tags
 from torchtrim.errors import Unsupported, UsageError
 from torchtrim.memory.caching import CachingAllocator
 from torchtrim.memory.settings import AllocatorSettings, parse_settings
@@ -125,7 +125,9 @@ class Counters:
         if events and not self.allocator.mallocs:
             self.allocator.settings = _settings()
         for number, size in events:
-            if size >= 0:
+            if number == HELD:
+                self.allocator.keep(size)
+            elif size >= 0:
                 self._blocks[number] = self.allocator.malloc(size)
             else:
                 self.allocator.free(self._blocks.pop(number))

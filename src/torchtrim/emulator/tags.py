@@ -14,6 +14,7 @@ from torchtrim.dispatch.storages import PLAIN, parts_of
 
 DEVICE = torch.device("cuda", 0)
 HOST = torch.device("cpu")
+HELD = -1
 _NO_STORAGE = (NotImplementedError, RuntimeError)
 
 
@@ -28,7 +29,7 @@ class Tags:
     """Tags by the address of the C++ storage.
 
     `made`: how many allocations there were. `events`: numbers of allocations on the device with their bytes,
-    or -1 at their end. Readers may clear it.
+    or -1 at their end; `HELD` stands for a library's workspace, which no tensor has. Readers may clear it.
     """
 
     def __init__(self) -> None:
@@ -98,6 +99,11 @@ class Tags:
         tag.number, tag.bytes = self.made, size
         self.made += 1
         self.events.append((tag.number, size))
+
+    def hold(self, size: int) -> None:
+        """Record bytes that a library keeps for good, if there are any."""
+        if size:
+            self.events.append((HELD, size))
 
     def number(self, tensor: torch.Tensor) -> int:
         """Return the number of the tensor's allocation, or -1 for one on the host."""

@@ -44,14 +44,16 @@ class Workspaces:
         """The bytes of all."""
         return sum(self._taken.values())
 
-    def product(self, operand: torch.Tensor) -> None:
-        """Take one for the running thread's handle and stream, unless it has one."""
+    def product(self, operand: torch.Tensor) -> int:
+        """Take one for the running thread's handle and stream, and return its bytes: 0 if it has one."""
         if not self._known or not (operand.is_floating_point() or operand.is_complex()):
-            return
+            return 0
         engine = _current_autograd_node() is not None
         key = threading.get_ident(), engine, current_stream().stream_id
-        if key not in self._taken:
-            self._taken[key] = self._size()
+        if key in self._taken:
+            return 0
+        self._taken[key] = self._size()
+        return self._taken[key]
 
     def _size(self) -> int:
         """Return the bytes of the next one: `CUBLAS_WORKSPACE_CONFIG` decides if it is set."""

@@ -154,12 +154,19 @@ class CachingAllocator:
         if size <= 0:
             self._handles += 1
             return self._handles
+        return self.adopt(self._found(size, stream, private))
+
+    def keep(self, size: int) -> None:
+        """Reserve a block for good that counts as neither allocated nor requested: a library's workspace."""
+        self._found(size, 0, 0).free = False
+
+    def _found(self, size: int, stream: int, private: int) -> CachedBlock:
         size = self.settings.rounded(size)
         pool = self.pool(stream, size <= SMALL, private)
         block = pool.take(size, self.settings) or self._from_device(pool, size)
         if self._is_split(block, size):
             self._split(block, size)
-        return self.adopt(block)
+        return block
 
     def adopt(self, block: CachedBlock) -> int:
         """Count a block as in use and return its handle."""

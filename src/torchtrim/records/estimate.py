@@ -61,7 +61,7 @@ class EstimateReport(Struct, frozen=True, kw_only=True):
     `recomputed_bytes` is the smallest peak that recomputation is predicted to reach, `recomputed` the places
     to recompute; null and empty if it would not help. `sharded`: the ranks and the sharding; null for a
     program that runs in one process. `workspace_bytes`: bytes that PyTorch keeps for cuBLAS beside the peak,
-    0 on the CPU.
+    0 on the CPU and for reserved bytes, which have them.
     """
 
     parameter_bytes: Bytes

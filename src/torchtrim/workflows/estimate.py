@@ -99,8 +99,8 @@ class Estimate:
         """Further figures; the first access searches for the peak with recomputation."""
         ranks, blocks = self._request.ranks, self.trial.sharded
         shards = ShardedModel(ranks=ranks, blocks=blocks, options=self._request.sharding)
-        sharded, beside = shards if ranks else None, self.trial.workspace_bytes
-        return replace(estimate_of(self.profile), sharded=sharded, workspace_bytes=beside)
+        sharded = shards if ranks else None
+        return replace(estimate_of(self.profile), sharded=sharded, workspace_bytes=self._beside)
 
     @functools.cached_property
     def _unused(self) -> int:
@@ -152,7 +152,7 @@ class Estimate:
 
     def fits(self, memory: str | int) -> bool:
         """Return True if the workload fits in a budget such as `"80GiB"`."""
-        return self.bytes_held + self.trial.workspace_bytes <= parse_bytes(memory)
+        return self.bytes_held + self._beside <= parse_bytes(memory)
 
     def max_batch(self, memory: str | int) -> int:
         """Return the largest batch found to fit, or 0. A batch of one more does not fit.
@@ -170,6 +170,11 @@ class Estimate:
     def bytes_held(self) -> int:
         """The bytes that have to fit: the allocated peak, or what is reserved if that is `memory_kind`."""
         return self._held(self.profile)
+
+    @property
+    def _beside(self) -> int:
+        """Workspaces that a budget counts beside `bytes_held`: reserved bytes have them."""
+        return 0 if self.memory_kind == "reserved" else self.trial.workspace_bytes
 
     def _held(self, profile: Profile) -> int:
         reserved = profile.reserved_bytes if self.memory_kind == "reserved" else None
@@ -209,8 +214,7 @@ class Estimate:
                 known[length] = self._held(profile) - self.given_bytes(profile, other)
             return known[length]
 
-        beside = self.trial.workspace_bytes
-        limit = largest_length(peak_of, budget - beside, now, known)
+        limit = largest_length(peak_of, budget - self._beside, now, known)
         return GrowthLimit(
             what="batch" if what == "batch" else "sequence",
             budget_bytes=budget,
