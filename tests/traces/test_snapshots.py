@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from tests.snapshots import MIB, Writer, leave_holes
 from torchtrim.errors import UnreadableInput, UsageError
 from torchtrim.memory.caching import CachingAllocator, DeviceFull
 from torchtrim.memory.settings import AllocatorSettings, parse_settings
-from torchtrim.records.snapshot import Frame
+from torchtrim.records.snapshot import Frame, Snapshot
 from torchtrim.traces.snapshots.holders import place_of
 from torchtrim.traces.snapshots.pickled import load_plain
 from torchtrim.traces.snapshots.reader import read_snapshot
@@ -134,6 +135,66 @@ def test_a_list_that_is_referred_to_often_is_not_copied_without_bound(tmp_path: 
     file.write_bytes(pickle.dumps({"segments": [], "device_traces": [events] * 3000}))
     with pytest.raises(UnreadableInput, match="max_entries"):
         read_snapshot(file)
+
+
+_EVENT = {"action": "alloc", "addr": 1, "size": 1, "stream": 0}
+_WHOLE = {"address": 0, "total_size": 2**40, "is_expandable": True}
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"device_traces": [[_EVENT | {"size": 2**41}]]}, r"size"),
+        ({"device_traces": [[_EVENT | {"addr": 2**63}]]}, r"addr"),
+        ({"device_traces": [[_EVENT | {"size": -1}]]}, r"size"),
+        ({"segments": [_WHOLE] * 5}, "which no devices have"),
+        (
+            {"device_traces": [[_EVENT | {"action": "segment_unmap", "size": 2**40}] * 20]},
+            "which no devices have",
+        ),
+    ],
+)
+def test_memory_that_no_device_has_is_refused(
+    change: dict[str, Any], word: str, tmp_path: Path
+) -> None:
+    """A replay looks at each page of expandable segments."""
+    file = tmp_path / "it.pickle"
+    file.write_bytes(pickle.dumps({"segments": [], "device_traces": [[_EVENT]]} | change))
+    with pytest.raises(UnreadableInput, match=word):
+        read_snapshot(file)
+
+
+@pytest.mark.parametrize(
+    "actions", [("segment_alloc", "segment_alloc"), ("segment_map", "segment_alloc")]
+)
+def test_memory_is_not_taken_twice(actions: tuple[str, str]) -> None:
+    taken = [_EVENT | {"action": action, "size": 2 * MIB} for action in actions]
+    plain = {"segments": [], "device_traces": [[*taken, _EVENT]]}
+    with pytest.raises(UnreadableInput, match="takes address 0x1, which it holds"):
+        analyse_snapshot(msgspec.convert(plain, Snapshot), "it")
+    freed = taken[0] | {"action": actions[0].replace("alloc", "free").replace("_map", "_unmap")}
+    plain["device_traces"] = [[taken[0], freed, taken[1], _EVENT]]
+    assert analyse_snapshot(msgspec.convert(plain, Snapshot), "it").devices
+
+
+def test_settings_that_no_process_has_are_not_read(tmp_path: Path) -> None:
+    """A text of `laughs` would have 10**9 words; the other takes a pattern the square of its length."""
+    laughs: list[Any] = ["x"] * 10
+    for _ in range(8):
+        laughs = [laughs] * 10
+    file = tmp_path / "it.pickle"
+    for conf in (laughs, "max_split_size_mb:" + " " * 300_000 + "["):
+        plain = {"segments": [], "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": conf}}
+        file.write_bytes(pickle.dumps(plain))
+        assert read_snapshot(file).conf == ""
+
+
+def test_of_many_failures_the_first_are_explained() -> None:
+    oom = _EVENT | {"action": "oom", "size": 2**30, "device_free": 0}
+    plain = {"segments": [], "device_traces": [[_EVENT, *[oom] * 50]]}
+    report = analyse_snapshot(msgspec.convert(plain, Snapshot), "it")
+    assert len(report.devices[0].ooms) == 20
+    assert report.notes == ("Device 0 ran out of memory 50 times: the first 20 are explained.",)
 
 
 SIZES = st.sampled_from([1, 700, 4096, 200_000, MIB, MIB + 1, 3 * MIB, 12 * MIB, 30 * MIB + 17])

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
+
+Bytes = Annotated[int, Meta(ge=0, le=2**40)]
+"""Bytes of one block, segment or request: several times those of a device, and a range of pages."""
+Number = Annotated[int, Meta(ge=-1, le=2**63 - 1)]
+"""An address, a stream or a moment; -1 for a missing address."""
+_LONGEST_CONF = 2**12
+"""Arbitrary: longer settings are not read."""
 
 Action = Literal[
     "alloc",
@@ -25,17 +32,17 @@ class Frame(Struct, frozen=True):
     """A call of a stack, innermost first. `line` is 0 for compiled code."""
 
     filename: str = ""
-    line: int = 0
+    line: Number = 0
     name: str = ""
 
 
 class SnapshotBlock(Struct):
     """A block of a segment, in use if its state begins with `active`. `frames` are read by `frames_of`."""
 
-    size: int
+    size: Bytes
     state: str
-    address: int = -1
-    requested_size: int = 0
+    address: Number = -1
+    requested_size: Bytes = 0
     frames: Any = None
 
     @property
@@ -47,10 +54,10 @@ class SnapshotBlock(Struct):
 class SnapshotSegment(Struct):
     """Memory that the allocator holds from the device."""
 
-    address: int
-    total_size: int
+    address: Number
+    total_size: Bytes
     device: int = 0
-    stream: int = 0
+    stream: Number = 0
     segment_type: str = "large"
     segment_pool_id: tuple[int, int] = (0, 0)
     is_expandable: bool = False
@@ -61,11 +68,11 @@ class SnapshotEvent(Struct):
     """An event of the allocator. `device_free`, of an `oom` only: bytes that the device had left."""
 
     action: str
-    addr: int = 0
-    size: int = 0
-    stream: int = 0
-    time_us: int = 0
-    device_free: int | None = None
+    addr: Number = 0
+    size: Bytes = 0
+    stream: Number = 0
+    time_us: Number = 0
+    device_free: Bytes | None = None
     frames: Any = None
 
 
@@ -79,7 +86,8 @@ class Snapshot(Struct):
     @property
     def conf(self) -> str:
         """The value of `PYTORCH_CUDA_ALLOC_CONF` of the process, empty if it is not known."""
-        return str(self.allocator_settings.get("PYTORCH_CUDA_ALLOC_CONF") or "")
+        conf = self.allocator_settings.get("PYTORCH_CUDA_ALLOC_CONF")
+        return conf if isinstance(conf, str) and len(conf) <= _LONGEST_CONF else ""
 
 
 def frames_of(entry: SnapshotBlock | SnapshotEvent) -> list[Frame]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
+from operator import itemgetter
 from typing import NamedTuple
 
 from torchtrim.errors import UnreadableInput, UsageError
@@ -75,6 +77,31 @@ class Recording:
             small = event.size == SMALL_SEGMENT
             held.append(Held(event.addr, event.size, event.stream, 0, small, False))
         return sorted([*held, *self._mapped_at_start()])
+
+    def check(self) -> None:
+        """Raise `UnreadableInput` where memory is taken that is held already."""
+        held: list[tuple[int, int]] = []
+        for each in self.start:
+            self._take(held, each.address, each.end)
+        for event in self.events:
+            end = event.addr + event.size
+            if event.action in _TAKES:
+                self._take(held, event.addr, end)
+            elif event.action in _GIVES:
+                first = bisect_right(held, event.addr, key=itemgetter(1))
+                last = bisect_left(held, end, key=itemgetter(0))
+                cut = [(a, min(b, event.addr)) for a, b in held[first:last]]
+                cut += [(max(a, end), b) for a, b in held[first:last]]
+                held[first:last] = sorted(one for one in cut if one[0] < one[1])
+
+    def _take(self, held: list[tuple[int, int]], address: int, end: int) -> None:
+        at = bisect_right(held, address, key=itemgetter(1))
+        if at < len(held) and held[at][0] < end:
+            raise UnreadableInput(
+                f"the snapshot is damaged: device {self.device} takes address {address:#x}, which it holds. "
+                "Write it again with torch.cuda.memory._dump_snapshot."
+            )
+        held.insert(at, (address, end))
 
     def _mapped_at_start(self) -> Iterator[Held]:
         """Yield runs of pages that were mapped before the first event."""
@@ -200,7 +227,10 @@ def recordings(snapshot: Snapshot) -> list[Recording]:
             "the snapshot holds no segment and no event. Call "
             "torch.cuda.memory._record_memory_history() first, then run a step, then dump."
         )
-    return [Recording(snapshot, device) for device in sorted(used)]
+    found = [Recording(snapshot, device) for device in sorted(used)]
+    for recording in found:
+        recording.check()
+    return found
 
 
 def _held(segment: SnapshotSegment) -> Held:

@@ -164,9 +164,10 @@ class Replay:
         least = 0 if held.small or held.expandable else SMALL
         found: list[tuple[int, int, bool]] = []
         at = held.address
-        for address in self._addresses_in(held):
+        addresses = self._addresses_in(held)
+        for address, following in zip(addresses, [*addresses[1:], held.end], strict=False):
             self._gap(found, at, address, least)
-            size = recording.live_bytes[address]
+            size = min(recording.live_bytes[address], following - address)
             found.append((address, size, True))
             at = address + size
         self._gap(found, at, held.end, least)

@@ -33,6 +33,7 @@ SETTINGS = (
     "garbage_collection_threshold:0.8",
 )
 _COLUMNS = 400  # Of a chart: about one for every two pixels of a page.
+_MOST_FAILURES = 20  # Explained: each takes a replay.
 _MOST_PACKED = 20_000  # Requests; packing more takes minutes.
 
 
@@ -57,6 +58,11 @@ def analyse_snapshot(
             )
             continue
         devices.append(_device(recording, tried, progress))
+        if (count := len(recording.failures)) > _MOST_FAILURES:
+            notes.append(
+                f"Device {recording.device} ran out of memory {count:,} times: the first "
+                f"{_MOST_FAILURES} are explained."
+            )
     return SnapshotReport(file=file, devices=tuple(devices), notes=tuple(notes))
 
 
@@ -108,7 +114,9 @@ def _device(
         ),
         holders=_holders(recording, peak),
         tried=tried,
-        ooms=tuple(_out_of_memory(recording, index, met) for index in recording.failures),
+        ooms=tuple(
+            _out_of_memory(recording, index, met) for index in recording.failures[:_MOST_FAILURES]
+        ),
         curve=_curve(recording, watch),
         arena=_arena(recording),
     )
