@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchtrim.costs.devices import DEVICES, device_named
+from torchtrim.costs.devices import DEVICES, device_named, guess_note
 from torchtrim.errors import UsageError
 
 
@@ -12,6 +12,10 @@ def test_every_device_has_its_figures_and_where_they_stand() -> None:
     for device in DEVICES.values():
         assert device.source.startswith("https://")
         assert device.measured_on.startswith("https://")
+        assert set(device.guessed) < set(device.flops)
+        said = guess_note(f"emulated {device.name}")
+        assert bool(said) is bool(device.guessed)
+        assert all(rate in said for rate in device.guessed)
         assert device.flops["float16"] >= device.flops["float32"] > device.flops["float64"]
         assert device.peak("int8") == device.flops["float32"]
         assert 1e-6 < device.call < device.launch < 1e-4

@@ -17,7 +17,8 @@ class DeviceSpec:
     """One accelerator. Rates are per second: floating-point operations by dtype, and bytes.
 
     `flops` has dense rates, `tf32` separate from `float32` because PyTorch does not use it by default for
-    matrix products. `link`: the bandwidth to the host in one direction. `source` cites the rates.
+    matrix products. `link`: the bandwidth to the host in one direction. `source` cites the rates, except
+    those that are `guessed`.
 
     Seconds, from the trace `measured_on`: `launch`, the median from the launch call to the start of the
     kernel on an idle stream; `call`, the median time that the call keeps the host; `floor`, the time of the
@@ -33,6 +34,7 @@ class DeviceSpec:
     call: float
     floor: float
     measured_on: str
+    guessed: tuple[str, ...] = ()
 
     def peak(self, dtype: str) -> float:
         """Return the floating-point operations a second of matrix products; unknown dtypes are float32."""
@@ -62,7 +64,7 @@ _A10G = "https://www.baseten.co/blog/nvidia-a10-vs-a10g-for-ml-model-inference/"
 _VOLTA_TURING = "https://hmc-tech.com/gpu/nvidia-t4-vs-nvidia-v100-sxm"
 _L4 = "https://fpsbench.com/compare/gpu/nvidia-l4-vs-nvidia-tesla-m40"  # its tensor cores: 2 and 4 times FP32
 _L40S = "https://www.mullet.se/product.html?product_id=355414"
-_RTX4090 = "https://calwoo.github.io/notes/concepts/deep-learning-engineering/nvidia-gpu-hardware/index.html"
+_RTX4090 = "https://waredb.com/processor/nvidia-geforce-rtx-4090"
 _GARDEN = "https://glennklockwood.com/garden/processors"  # it cites NVIDIA's datasheets
 _MI300X = "https://github.com/alpharomercoma/MI300X-vs-H200/blob/6077fdc7/METHODOLOGY.md"
 
@@ -73,11 +75,14 @@ _ALL = (
     DeviceSpec("a100", _flops(312, 19.5, 9.7, 156), 2039e9, _GEN4, f"{_GARDEN}/A100", *_AMPERE),
     DeviceSpec("l4", _flops(121, 30.3, 0.47, 60), 300e9, _GEN4, _L4, *_HOPPER),
     DeviceSpec("l40s", _flops(362, 91.6, 1.4, 183), 864e9, _GEN4, _L40S, *_HOPPER),
-    DeviceSpec("rtx4090", _flops(165.2, 82.6, 1.3, 82.6), 1008e9, _GEN4, _RTX4090, *_HOPPER),
+    DeviceSpec("rtx4090", _flops(165.2, 82.6, 1.29, 82.6), 1008e9, _GEN4, _RTX4090, *_HOPPER),
     DeviceSpec("h100", _flops(989, 67, 34, 494), 3350e9, _GEN5, f"{_GARDEN}/h100", *_HOPPER),
     DeviceSpec("h200", _flops(989, 67, 34, 494), 4800e9, _GEN5, f"{_GARDEN}/h100", *_HOPPER),
     DeviceSpec("b200", _flops(2250, 80, 40, 1100), 8000e9, _GEN5, f"{_GARDEN}/B200", *_BLACKWELL),
-    DeviceSpec("mi300x", _flops(1307.4, 163.4, 81.7, 653.7), 5300e9, _GEN5, _MI300X, *_CDNA),
+    DeviceSpec(
+        *("mi300x", _flops(1307.4, 163.4, 81.7, 653.7), 5300e9, _GEN5, _MI300X, *_CDNA),
+        guessed=("float32", "tf32", "float64"),
+    ),
 )
 DEVICES: dict[str, DeviceSpec] = {device.name: device for device in _ALL}
 
@@ -88,3 +93,14 @@ def device_named(name: str) -> DeviceSpec:
     if device is None:
         raise UsageError(f"unknown device {name!r}; known are {', '.join(sorted(DEVICES))}.")
     return device
+
+
+def guess_note(profiled: str) -> str:
+    """Return the report's note about rates of a profile's emulated device that have no source."""
+    device = DEVICES.get(profiled.removeprefix("emulated "))
+    if device is None or not device.guessed:
+        return ""
+    return (
+        f"the {device.name.upper()}'s rates for {', '.join(device.guessed)} are a guess, and so are times "
+        "that are modelled from them"
+    )

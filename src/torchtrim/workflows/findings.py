@@ -15,6 +15,7 @@ from torchtrim.analysis.prices import priced
 from torchtrim.analysis.syncs import CODES, unknown_note
 from torchtrim.analysis.user_source import SourceLines as Lines
 from torchtrim.capture.build import untested
+from torchtrim.costs.devices import guess_note
 from torchtrim.errors import UnreadableInput
 from torchtrim.records.finding import Finding, Suggestion
 from torchtrim.records.profile import Profile
@@ -33,14 +34,14 @@ _STILL = 1.2  # of the slowest rank's quickest step: above its usual spread
 
 def report_of(verb: str, workload: Workload, trial: Trial) -> Report:
     """Return the report of an original that ran."""
-    profile, priced_findings, unread, kept = trial.profile, PricedFindings(), "", ""
+    profile, priced_findings = trial.profile, PricedFindings()
+    said = [untested(str(torch.__version__))]
     if profile is not None:
         priced_findings = _on_ranks(trial, profile) if trial.ranks else _in_one(profile)
-        unread, kept = unknown_note(profile), library_note(profile)
+        said += [unknown_note(profile), library_note(profile), guess_note(profile.device)]
     subject = subject_of(workload, trial.device)
     report = with_ranks(original_report(verb, subject, trial, priced_findings), trial)
-    notes = (*report.notes, *filter(None, (untested(str(torch.__version__)), unread, kept)))
-    return replace(report, notes=notes)
+    return replace(report, notes=(*report.notes, *filter(None, said)))
 
 
 def _in_one(profile: Profile) -> PricedFindings:
