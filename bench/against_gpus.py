@@ -3,17 +3,22 @@
     PYTHONPATH=LIBRARIES python -m bench.against_gpus FOLDER [--one NUMBER]
 
 FOLDER holds a checkout of each repository of `RECORDS`, as OWNER+NAME; LIBRARIES what they import (einops,
-einx, jaxtyping, pandas). Nothing of them is in this repository: a result names each record by its SHA-256.
-Each script runs unmodified, with its author's arguments. Torch's `_record_memory_history` and
+einx, jaxtyping, pandas, torchvision). Nothing of them is in this repository: a result names a record by its
+SHA-256. Each script runs unmodified, with its author's arguments. Torch's `_record_memory_history` and
 `_dump_snapshot` begin and end the comparison: the peak, reserved bytes, and each request of the allocator.
+`TRACES` are profiler traces of a ResNet-50 instead, whose step is written here: they have the requests of its
+steps, cuDNN's workspaces among them, but no total.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gzip
 import hashlib
 import json
+import math
+import operator
 import re
 import statistics
 import subprocess
@@ -21,17 +26,20 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, SupportsIndex
 
 import torch
+from torch import nn
 
 from bench import machine
 from torchtrim.api import snapshot_report
 from torchtrim.dryrun.run import dry_run
 from torchtrim.emulator.device import Emulation, emulate
 from torchtrim.emulator.runtime import model_named
+from torchtrim.emulator.tags import HELD
 from torchtrim.memory.settings import AllocatorSettings
 from torchtrim.records.snapshot import SnapshotEvent, frames_of
 from torchtrim.traces.snapshots.reader import read_snapshot
@@ -91,6 +99,16 @@ RECORDS = (
     ),
 )
 """At the newest commits that hold both files: 87b0864, 15883f2, 133f064."""
+_KINETO = "pytorch/kineto"
+TRACES = tuple(
+    f"tb_plugin/samples/resnet50_num_workers_{workers}/worker0.{time}.pt.trace.json.gz"
+    for workers, times in (
+        (0, (1623143089861, 1623143566756)),
+        (4, (1623212756351, 1623213129365)),
+    )
+    for time in times
+)
+"""Steps of `tb_plugin/examples/resnet50_profiler_api.py` on a V100, at 9d1ce6a."""
 
 
 class Request(NamedTuple):
@@ -114,7 +132,9 @@ class _Log(list[tuple[int, int]]):
     def append(self, event: tuple[int, int]) -> None:
         super().append(event)
         if event[1] > 0:
-            self.made.append(Request(_rounded(event[1]), _running(sys._getframe(1))))
+            held = event[0] == HELD
+            name = "cuBLAS workspace" if held else _running(sys._getframe(1))
+            self.made.append(Request(_rounded(event[1]), name))
 
     def pop(self, index: SupportsIndex = -1) -> tuple[int, int]:
         self.made.pop()
@@ -127,16 +147,7 @@ class Requests:
     def __init__(self, emulation: Emulation) -> None:
         self._emulation = emulation
         self._log = emulation.tags.events = _Log()
-        self.peak = self.reserved = 0
-        product = emulation.workspaces.product
-
-        def multiplied(operand: torch.Tensor) -> None:
-            before = emulation.workspaces.bytes
-            product(operand)
-            if taken := emulation.workspaces.bytes - before:
-                self._log.made.append(Request(taken, "cuBLAS workspace"))
-
-        emulation.workspaces.product = multiplied  # type: ignore[method-assign]
+        self.peak = self.reserved = self.before = 0
 
     @property
     def made(self) -> list[Request]:
@@ -146,17 +157,16 @@ class Requests:
     def begin(self, enabled: object = "all", **_: object) -> None:
         """Begin, unless the recording is being switched off."""
         if enabled is not None:
-            self._emulation.counters.settle().reset_peaks()
+            allocator = self._emulation.counters.settle()
+            allocator.reset_peaks()
+            self.before = allocator.allocated + self._emulation.workspaces.bytes
             self._log.made.clear()
 
     def end(self, *_: object) -> None:
         """End, and the script with it."""
         allocator = self._emulation.counters.settle()
-        beside = self._emulation.workspaces.bytes
-        self.peak, self.reserved = (
-            allocator.peak_allocated + beside,
-            allocator.peak_reserved + beside,
-        )
+        self.peak = allocator.peak_allocated + self._emulation.workspaces.bytes
+        self.reserved = allocator.peak_reserved
         raise Dumped
 
 
@@ -215,11 +225,15 @@ def _operator(event: SnapshotEvent) -> str:
     return next(found, "")
 
 
-def differences(here: Sequence[Request], there: Sequence[Request]) -> tuple[int, Counter[str]]:
+def differences(
+    here: Sequence[Request],
+    there: Sequence[Request],
+    alike: Callable[[int, int], bool] = operator.eq,
+) -> tuple[int, Counter[str]]:
     """Return how many requests are equal in size and order, and the operators of all others."""
     others: Counter[str] = Counter()
     equal = 0
-    for kind, one in _edits([one.size for one in here], [one.size for one in there]):
+    for kind, one in _edits([one.size for one in here], [one.size for one in there], alike):
         if kind == "equal":
             equal += 1
         elif kind == "here":
@@ -229,7 +243,9 @@ def differences(here: Sequence[Request], there: Sequence[Request]) -> tuple[int,
     return equal, others
 
 
-def _edits(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[str, int]]:
+def _edits(
+    a: Sequence[int], b: Sequence[int], alike: Callable[[int, int], bool]
+) -> Iterator[tuple[str, int]]:
     """Yield a shortest edit from `a` to `b`, from the end: Myers' algorithm."""
     trace: list[dict[int, int]] = []
     reach = {1: 0}
@@ -240,7 +256,7 @@ def _edits(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[str, int]]:
                 line != distance and reach.get(line - 1, -1) < reach.get(line + 1, -1)
             )
             x = reach[line + 1] if down else reach[line - 1] + 1
-            while x < len(a) and x - line < len(b) and a[x] == b[x - line]:
+            while x < len(a) and x - line < len(b) and alike(a[x], b[x - line]):
                 x += 1
             reach[line] = x
             if x >= len(a) and x - line >= len(b):
@@ -289,6 +305,131 @@ def compared(record: Record, folder: Path) -> dict[str, Any]:
     }
 
 
+class TracedStep(NamedTuple):
+    """A step in a trace. `rises`: the highest above its begin, with workspaces of convolutions and without.
+
+    `convolutions`: of each, the bytes of its workspace and those that it reads and writes.
+    """
+
+    requests: list[Request]
+    rises: tuple[int, int]
+    convolutions: list[tuple[int, int]]
+
+
+def traced(path: Path) -> TracedStep:
+    """Read the second step: torch's allocator events, each with the innermost operator around it."""
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    calls = [event for event in events if event.get("cat") == "Operator" and "dur" in event]
+    begin, end = sorted(
+        (call["ts"], call["ts"] + call["dur"]) for call in calls if call["name"].startswith(_STEP)
+    )[1]
+    calls = [call for call in calls if begin <= call["ts"] < end and _STEP not in call["name"]]
+    changes = [
+        event
+        for event in events
+        if event["name"] == "[memory]"
+        and event["args"]["Device Type"] == 1
+        and begin <= event["ts"] < end
+    ]
+    changes.sort(key=operator.itemgetter("ts"))
+    scratch: set[int] = set()
+    convolutions = []
+    for call in calls:
+        if call["name"].startswith("aten::cudnn_convolution") and call["args"]["Input Dims"]:
+            inside = [number for number, event in enumerate(changes) if _covers(call, event)]
+            sizes = [changes[number]["args"]["Bytes"] for number in inside]
+            if sizes and not call["name"].endswith("convolution_backward"):
+                scratch.update(inside[1:])
+                handled = sum(4 * math.prod(dims) for dims in call["args"]["Input Dims"] if dims)
+                convolutions.append((max(sizes[1:], default=0), handled + sizes[0]))
+    requests = [
+        Request(event["args"]["Bytes"], _CUDNN if number in scratch else _innermost(calls, event))
+        for number, event in enumerate(changes)
+        if event["args"]["Bytes"] > 0
+    ]
+    steps = [(number, event["args"]["Bytes"]) for number, event in enumerate(changes)]
+    without = (size for number, size in steps if number not in scratch)
+    rises = max(accumulate(size for _, size in steps)), max(accumulate(without))
+    return TracedStep(requests, rises, convolutions)
+
+
+_STEP, _CUDNN = "ProfilerStep", "cuDNN workspace"
+
+
+def _covers(call: dict[str, Any], event: dict[str, Any]) -> bool:
+    """Return True if an event is during a call of its thread."""
+    same = str(call["tid"]) == str(event["tid"])
+    return same and bool(call["ts"] <= event["ts"] <= call["ts"] + call["dur"])
+
+
+def _innermost(calls: Sequence[dict[str, Any]], event: dict[str, Any]) -> str:
+    around = [call for call in calls if _covers(call, event) and "::empty" not in call["name"]]
+    return str(min(around, key=operator.itemgetter("dur"))["name"]) if around else ""
+
+
+def _in_block(size: int, block: int) -> bool:
+    """Return True if the block may have been given for a request: a rest of up to 1 MiB is not split off."""
+    return size == block or (size > _MIB and 0 <= block - size <= _MIB)
+
+
+_MIB = 2**20
+
+
+def resnet_step() -> Requests:
+    """Run three steps of the traced program dry, as torch 1.9 did, and return the third's requests."""
+    from torchvision.models import resnet50
+
+    with contextlib.ExitStack() as stack:
+        requests = Requests(stack.enter_context(emulate(model_named("v100"))))
+        stack.enter_context(dry_run(str(Path.cwd()), owned_only=False))
+        model = resnet50().cuda()
+        loss_of = nn.CrossEntropyLoss().cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, foreach=False)
+        with contextlib.suppress(Dumped):
+            for number in range(3):
+                if number == 2:
+                    requests.begin()
+                images, labels = torch.randn(32, 3, 224, 224), torch.randint(1000, (32,))
+                images, labels = images.cuda(), labels.cuda()
+                outputs = model(images)
+                loss = loss_of(outputs, labels)
+                optimizer.zero_grad(set_to_none=False)
+                loss.backward()
+                optimizer.step()
+            requests.end()
+    return requests
+
+
+def compared_traces(folder: Path) -> list[dict[str, Any]]:
+    """One row for each trace."""
+    requests = resnet_step()
+    here, rise = requests.made, requests.peak - requests.before
+    rows = []
+    for name in TRACES:
+        path = folder / _KINETO.replace("/", "+") / name
+        there = traced(path)
+        equal, others = differences(here, there.requests, _in_block)
+        taken = [size for size, _ in there.convolutions if size]
+        rows.append(
+            {
+                "repository": _KINETO,
+                "record": name,
+                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+                "device": "v100",
+                "rise_bytes": [*there.rises, rise],
+                "rise_off": _off(rise, there.rises[0]),
+                "rise_without_workspaces_off": _off(rise, there.rises[1]),
+                "convolutions": len(there.convolutions),
+                "workspaces": [len(taken), min(taken), max(taken)],
+                "most_of_its_tensors": round(max(a / b for a, b in there.convolutions), 2),
+                "requests": [len(there.requests), len(here)],
+                "equal": round(equal / max(len(here), len(there.requests)), 4),
+                "others": dict(others.most_common()),
+            }
+        )
+    return rows
+
+
 def _off(here: int, there: int) -> float:
     return round(here / there - 1, 5)
 
@@ -310,30 +451,33 @@ def main() -> None:
     """Compare each record in a process of its own, print, save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--one", type=int, help="compare one record here, and print its row")
+    parser.add_argument("--one", type=int, help="compare one record here; -1: the traces")
     options = parser.parse_args()
+    folder = options.folder.resolve()
     if options.one is not None:
-        row = compared(RECORDS[options.one], options.folder.resolve())
-        print("\n" + json.dumps(row))
+        found = (
+            [compared(RECORDS[options.one], folder)]
+            if options.one >= 0
+            else compared_traces(folder)
+        )
+        print("\n" + json.dumps(found))
         return
-    rows = []
-    for number, record in enumerate(RECORDS):
-        command = [
-            sys.executable,
-            "-m",
-            "bench.against_gpus",
-            str(options.folder),
-            "--one",
-            str(number),
-        ]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    rows: list[dict[str, Any]] = []
+    for number in (*range(len(RECORDS)), -1):
+        words = ["-m", "bench.against_gpus", str(options.folder), "--one", str(number)]
+        ended = subprocess.run(
+            [sys.executable, *words], capture_output=True, text=True, check=False
+        )
         if ended.returncode:
-            print(f"{record.snapshot}: {ended.stderr.strip().splitlines()[-1]}")
+            print(f"record {number}: {ended.stderr.strip().splitlines()[-1]}")
             continue
-        rows.append(json.loads(ended.stdout.splitlines()[-1]))
-        print({key: rows[-1][key] for key in ("record", "peak_off", "reserved_off", "equal")})
-    path = machine.save("against_gpus", {"summary": summary(rows), "rows": rows})
-    print(summary(rows))
+        rows += json.loads(ended.stdout.splitlines()[-1])
+        print({key: rows[-1][key] for key in rows[-1] if key.endswith(("record", "off", "equal"))})
+    snapshots = [row for row in rows if "peak_off" in row]
+    traces = [row for row in rows if "rise_off" in row]
+    result = {"summary": summary(snapshots), "rows": snapshots, "traces": traces}
+    path = machine.save("against_gpus", result)
+    print(result["summary"])
     print(f"wrote {path}")
 
 

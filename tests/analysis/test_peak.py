@@ -2,7 +2,7 @@ import pytest
 from msgspec.structs import replace
 
 from profiles import Step, training_step
-from torchtrim.analysis.peak import holders, library_note
+from torchtrim.analysis.peak import holders, library_note, workspace_rise
 from torchtrim.analysis.timeline import peak_operator, timeline
 from torchtrim.records.report import Holder
 
@@ -176,6 +176,7 @@ def test_another_moment_than_the_peak() -> None:
         ("aten::addmm", "float32", "cpu", False),
         ("aten::gelu", "bfloat16", "cpu", False),
         ("aten::convolution", "float32", "cuda:0", False),
+        ("aten::addmm", "float32", "emulated v100", False),
     ],
 )
 def test_a_note_says_that_onednn_keeps_memory(
@@ -188,3 +189,14 @@ def test_a_note_says_that_onednn_keeps_memory(
     outputs = tuple(replace(one, dtype=dtype) for one in operator.outputs)
     profile = replace(profile, operators=(replace(operator, outputs=outputs),))
     assert bool(library_note(profile)) is noted
+
+
+def test_a_note_says_how_much_workspaces_of_convolutions_would_raise_the_peak() -> None:
+    """The convolution handles 32 bytes, so 115 at 2,000 bytes; the peak is 100 above that."""
+    step = Step("emulated v100")
+    step.op("aten::convolution", step.alive("input", 1000), makes=1000)
+    step.op("aten::cat", makes=100)
+    profile = step.profile()
+    assert workspace_rise(profile) == 15
+    assert "would raise this peak by 15 B" in library_note(profile)
+    assert library_note(replace(profile, device="cuda:0")) == ""

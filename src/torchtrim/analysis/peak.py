@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -10,11 +11,12 @@ from pathlib import PurePath
 from msgspec.structs import replace
 
 from torchtrim.analysis.tensor_words import what_is
-from torchtrim.analysis.timeline import WORKSPACE, alive, peak_operator, workspace
+from torchtrim.analysis.timeline import WORKSPACE, alive, peak_operator, timeline, workspace
 from torchtrim.analysis.why_live import standing, why_alive
+from torchtrim.core.units import format_bytes
 from torchtrim.records.figures import PeakPart
-from torchtrim.records.operator_names import module_paths, owner, top_levels, word_of
-from torchtrim.records.profile import Kind, Module, Place, Profile
+from torchtrim.records.operator_names import item_bytes, module_paths, owner, top_levels, word_of
+from torchtrim.records.profile import Kind, Module, Operator, Place, Profile, is_emulated
 from torchtrim.records.report import Holder
 
 _BY_MODULE: frozenset[Kind] = frozenset(
@@ -187,8 +189,48 @@ _BY_ONEDNN = ("convolution", "mkldnn")
 _PRODUCTS = ("matmul", "batched matmul")
 
 
+_LARGEST_WORKSPACE = 3.6
+"""Bytes of cuDNN's largest recorded workspace for each byte that its convolution reads and writes.
+
+54 MiB for 3 x 3 kernels on 512 channels, on a V100: pytorch/kineto at 9d1ce6a, tb_plugin/samples, traces of a
+ResNet-50. `bench.against_gpus` measures it.
+"""
+
+
+def workspace_rise(profile: Profile) -> int:
+    """Return how far the largest recorded workspaces for convolutions would raise an emulated peak."""
+    high = timeline(profile).high
+    raised = (
+        top + _LARGEST_WORKSPACE * _handled(operator)
+        for top, operator in zip(high, profile.operators, strict=True)
+        if "convolution" in operator.name
+    )
+    return max(0, int(max(raised, default=0)) - max(high, default=0))
+
+
+def _handled(operator: Operator) -> int:
+    """Return the bytes of a convolution's tensors. Backward computes its results one after the other."""
+    backward = "backward" in operator.name
+    uses = operator.inputs if backward else (*operator.inputs, *operator.outputs)
+    return sum(math.prod(use.shape) * item_bytes(use.dtype) for use in uses)
+
+
 def library_note(profile: Profile) -> str:
-    """Return the report's note about memory that oneDNN keeps beside torch's allocator, or an empty text."""
+    """Return the report's note about memory of cuDNN or oneDNN that no figure counts, or an empty text."""
+    return _cudnn_note(profile) if is_emulated(profile.device) else _onednn_note(profile)
+
+
+def _cudnn_note(profile: Profile) -> str:
+    rise = workspace_rise(profile)
+    if not rise:
+        return ""
+    return (
+        "cuDNN's workspaces for convolutions are not counted: half of the recorded ones take none, and the "
+        f"largest that a GPU recorded would raise this peak by {format_bytes(rise)} (docs/emulated.md)"
+    )
+
+
+def _onednn_note(profile: Profile) -> str:
     kept = profile.device == "cpu" and any(
         any(word in operator.name for word in _BY_ONEDNN)
         or (

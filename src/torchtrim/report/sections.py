@@ -78,7 +78,7 @@ def estimate_lines(report: Report) -> list[str]:
     if estimate.workspace_bytes:
         lines.append(
             f"beside the peak {format_bytes(estimate.workspace_bytes)} of workspaces for cuBLAS, which a "
-            "budget counts too; those of cuDNN and the CUDA context are not known"
+            "budget counts too; the CUDA context is not known"
         )
     if reserved := _reserved_line(report):
         lines.append(reserved)
