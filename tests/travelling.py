@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -263,6 +264,15 @@ def left(found: Travelled) -> int:
     return sum(int(said[1]) for text in found.said if (said := _LEFT.search(text)))
 
 
+_WHY = re.compile(r"not at all here \((.*)\): the plan")
+
+
+def reasons(found: Travelled) -> Counter[str]:
+    """Why places were left, without the ordinals of operators."""
+    texts = [said[1] for text in found.said if (said := _WHY.search(text))]
+    return Counter(re.sub(r"\.\d+", "", why) for text in texts for why in text.split(", "))
+
+
 @contextlib.contextmanager
 def on(device: str, make: Make) -> Iterator[TrainStep]:
     """A model's step on a device."""
@@ -275,12 +285,20 @@ def on(device: str, make: Make) -> Iterator[TrainStep]:
         yield TrainStep(model, loss, optimizer, batch.to(where))
 
 
-def planned(device: str, make: Make, exclude: Collection[str] = ()) -> Plan:
-    """The plan with the smallest peak whose results are the same, bit for bit."""
+def planned(
+    device: str,
+    make: Make,
+    exclude: Collection[str] = (),
+    budget: int = 0,
+    host_bytes: int | None = None,
+) -> Plan:
+    """The plan for a budget whose results are the same, bit for bit; the smallest peak if that is higher."""
     with on(device, make) as step:
         profile = torchtrim.record(step)
-        planner = Planner(profile, step_seconds=1.0, fingerprint={}, exclude=exclude)
-        return planner.plan(Budget(planner.floor.outcome.peak_bytes))
+        planner = Planner(
+            profile, step_seconds=1.0, fingerprint={}, exclude=exclude, host_bytes=host_bytes
+        )
+        return planner.plan(Budget(max(budget, planner.floor.outcome.peak_bytes)))
 
 
 def run(device: str, make: Make, plan: Plan | None = None) -> Travelled:

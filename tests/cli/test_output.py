@@ -156,4 +156,8 @@ def test_planning_again_has_the_terms_of_the_plan(changes: dict[str, str], words
     )
     assert plan_again(plan) == f"torchtrim {words}"
     assert "--memory 60%" in plan_again(replace(plan, asked="60%"))
+    assert plan_again(plan, device="cuda:0").endswith("--device cuda")
+    offloaded = replace(plan, predicted=replace(plan.predicted, host_bytes=7))
+    assert plan_again(offloaded, device="cpu").endswith("--host-memory 7 --device cpu")
+    assert "--host-memory" not in plan_again(offloaded)
     assert plan_again(plan, "t.py", ("-a",)) == f"torchtrim {words.replace('s.py', 't.py')} -- -a"

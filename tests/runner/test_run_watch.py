@@ -401,7 +401,7 @@ def watched(peak: int | None, device: str = "cpu", steps: int = 3) -> RunWatch:
     [
         (40, "cpu", {}, "40.0 MiB (in step 2), within the budget of 50.0 MiB (predicted 40.0 MiB)"),
         (60, "cpu", {}, "60.0 MiB (in step 2), 10.0 MiB OVER the budget of 50.0 MiB"),
-        (60, "cuda:0", {}, "on cuda:0; the budget of 50.0 MiB is for cpu"),
+        (60, "cuda:0", {}, "on cuda:0; the budget of 50.0 MiB is for cpu; for this device: t"),
         (60, "cpu", {"memory_kind": "rss"}, "OVER the budget of 50.0 MiB of rss memory"),
         (None, "cpu", {}, "3 steps with plan.toml: peak not measured: too short"),
     ],

@@ -91,8 +91,11 @@ def fitting(*more: str, script: str = "SCRIPT") -> str:
     return command("optimize", "--memory", memory, *more, script=script)
 
 
-def plan_again(plan: Plan, script: str = "", args: Sequence[str] = ()) -> str:
-    """Return the command that makes such a plan anew: with its budget, its terms and its device."""
+def plan_again(plan: Plan, script: str = "", args: Sequence[str] = (), *, device: str = "") -> str:
+    """Return the command that makes such a plan anew, with its budget and terms, for its device or another.
+
+    A CPU keeps in files what a GPU's plan keeps in pinned memory.
+    """
     proof = plan.certified
     named, given = script or plan.script, args or (proof.args if proof is not None else None) or ()
     verb, words = "optimize", ["--memory", plan.asked or str(plan.budget_bytes)]
@@ -107,7 +110,9 @@ def plan_again(plan: Plan, script: str = "", args: Sequence[str] = ()) -> str:
         words += ["--allow", f"semantic={','.join(dict.fromkeys(asked))}"]
     elif any(one.equivalence == "ROUNDING" for one in plan.techniques):
         words += ["--allow", "rounding"]
-    kind, _, model = plan.predicted.device.partition(" ")
+    if device == "cpu" and plan.predicted.host_bytes:
+        words += ["--host-memory", str(plan.predicted.host_bytes)]
+    kind, _, model = (device or plan.predicted.device).partition(" ")
     if kind:
         words += ["--device", model or kind.partition(":")[0]]
     return command(verb, *words, script=named, args=given)

@@ -15,7 +15,7 @@ from torch import nn
 from torchtrim.core.isolation import isolated
 from torchtrim.core.units import counted, format_bytes, format_seconds
 from torchtrim.executor.registry import assumed_by, technique
-from torchtrim.records.commands import command
+from torchtrim.records.commands import command, plan_again
 from torchtrim.records.plan import Plan, Technique, digest_of_techniques
 from torchtrim.records.profile import is_emulated
 from torchtrim.runner.run_watch import REPORT, Notice, RunWatch
@@ -178,9 +178,9 @@ def _peak(plan: Plan, watch: RunWatch) -> str:
     measured = f"{format_bytes(peak)}{f' ({how})' if how else ''}"
     budget = f"the budget of {format_bytes(plan.budget_bytes)}{_kind(plan)}"
     if _on_gpu(plan.predicted.device) != _on_gpu(watch.device) and plan.predicted.device:
-        here = "; optimize --device cpu plans for this CPU" if watch.device == "cpu" else ""
+        again = plan_again(plan, device=watch.device)
         there = _named(plan.predicted.device)
-        return f"{measured} on {watch.device}; {budget} is for {there}{here}"
+        return f"{measured} on {watch.device}; {budget} is for {there}; for this device: {again}"
     over = peak - plan.budget_bytes
     fits = f"{format_bytes(over)} OVER" if over > 0 else "within"
     return f"{measured}, {fits} {budget} (predicted {format_bytes(plan.predicted.peak_bytes)})"
