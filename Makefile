@@ -71,7 +71,7 @@ coverage: $(READY)
 
 # Where there is a GPU: the battery, whose file can be attached to an issue, and the tests that need one.
 test-gpu: $(READY)
-	$(BIN)/torchtrim doctor --gpu torchtrim-gpu.json || true
+	$(BIN)/torchtrim doctor --gpu torchtrim-gpu.json $(addprefix examples/,charlm.py gan.py resnet.py segmentation.py vit.py) || true
 	$(BIN)/pytest tests/gpu
 
 # Every file of bench/ that can be run is a benchmark; one alone: python -m bench.recorder

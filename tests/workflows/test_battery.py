@@ -28,7 +28,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with emulate() as emulation:
         monkeypatch.setattr(own, "emulate", same)
         monkeypatch.setattr(
-            own, "_programs", lambda: {"one": own._training(torch.nn.Linear(8, 8), 4, 8)}
+            own, "_programs", lambda: {"one": own._stepping(torch.nn.Linear(8, 8), 4, 8)}
         )
         yield
 
@@ -36,13 +36,15 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_what_is_equal_holds_and_what_fails_fails_alone(device: None) -> None:
     report = own.battery()
     found = {check.name: check for check in report.checks}
-    assert list(found) == ["operators", "bytes", "workspaces", "allocator", "syncs"]
+    assert list(found) == [
+        *("operators", "bytes", "plans", "offload", "workspaces", "allocator", "syncs")
+    ]
     assert found["operators"].holds
     assert found["allocator"].error  # An emulated device has no recording of its allocator.
     assert not report.holds
     lines = own.battery_lines(report)
-    assert len(lines) == 6
-    assert "FAILED" in lines[4]
+    assert len(lines) == 8
+    assert "FAILED" in lines[6]
 
 
 def test_an_operator_that_only_one_of_them_runs(

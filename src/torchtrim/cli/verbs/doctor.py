@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from torchtrim.errors import UsageError
+
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
@@ -19,19 +21,23 @@ import click
     metavar="FILE",
     help="Compare the emulated device with this machine's GPU, in minutes, and write the results to FILE.",
 )
-def command(as_json: bool, gpu: Path | None) -> None:
+@click.argument("scripts", nargs=-1, type=click.Path(path_type=Path, exists=True, dir_okay=False))
+def command(as_json: bool, gpu: Path | None, scripts: tuple[Path, ...]) -> None:
     """Show versions and devices, and try the recorder and torch.compile on a small model.
 
-    With --gpu, the exit code is 1 if a check does not hold. Attach the file to an issue.
+    With --gpu, each of SCRIPTS is also planned without the GPU and verified on it. The exit code is 1 if a
+    check does not hold. Attach the file to an issue.
     """
     if gpu is not None:
-        _compare_gpu(gpu)
+        _compare_gpu(gpu, scripts)
+    if scripts:
+        raise UsageError("SCRIPTS are verified on a GPU: add --gpu FILE, which gets the results.")
     facts = _facts()
     lines = (f"{name:20} {value}" for name, value in facts.items())
     click.echo(json.dumps(facts, indent=2) if as_json else "\n".join(lines))
 
 
-def _compare_gpu(path: Path) -> None:
+def _compare_gpu(path: Path, scripts: tuple[Path, ...]) -> None:
     import msgspec
 
     from torchtrim.api import battery, battery_lines
@@ -39,7 +45,7 @@ def _compare_gpu(path: Path) -> None:
     from torchtrim.records.files import write_atomically
 
     with progress(begins="operators") as tell:
-        report = battery(tell)
+        report = battery(tell, scripts)
     write_atomically(path, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     click.echo("\n".join((*battery_lines(report), f"wrote {path}")))
     raise click.exceptions.Exit(0 if report.holds else 1)
