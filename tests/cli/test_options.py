@@ -79,7 +79,7 @@ OPTIONS = {
 ARGUMENTS = {
     "compare": ("before", "after"),
     "diagnose": ("script", "args"),
-    "doctor": (),
+    "doctor": ("scripts",),
     "estimate": ("script", "args"),
     "explain": ("code",),
     "export": ("profile",),
