@@ -21,7 +21,7 @@ _POOL = 131_071
 """Signs that are drawn once and used from random places. A prime, so that rows do not repeat them."""
 _LOOKED_AT = 1024
 """Values of a tensor that are looked at: if one of them is a whole number, all whole numbers stay."""
-_MORE = 7  # one value in so many is looked at among zeros; arbitrary
+_MORE = 8192  # values looked at where the first are zeros; arbitrary
 _TYPES = (torch.float32, torch.float64)
 _EXACT_NAMES = """
     abs alias clamp clamp_max clamp_min clamp_tensor clone copy copy_ copysign detach fill fill_ floor fmax
@@ -165,7 +165,7 @@ def _has_whole(flat: torch.Tensor) -> bool:
         return False
     if bool((whole & (looked_at != 0)).any()):
         return True
-    looked_at = flat[::_MORE]  # zeros may be those of a mask with few ones
+    looked_at = flat[:: max(1, len(flat) // _MORE)]  # zeros may be those of a mask with few ones
     return bool(((looked_at == looked_at.round()) & (looked_at != 0)).any())
 
 

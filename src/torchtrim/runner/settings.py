@@ -93,6 +93,8 @@ class Wide(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if getattr(func, "__name__", "") == "__get__":
+            return func(*args)  # most calls: to read an attribute names no type
         if sys._getframe(1).f_globals.get("__name__") == GradScaler.__module__:
             return func(*args, **(kwargs or {}))  # its kernels take no other scale than float32
         if func is torch.Tensor.float:
