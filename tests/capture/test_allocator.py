@@ -30,7 +30,7 @@ from torchtrim.capture.allocator import (
     rss_bytes,
 )
 from torchtrim.capture.recording import record_call
-from torchtrim.dispatch.profilers import open_ranges
+from torchtrim.dispatch.profilers import made, open_ranges, waits_to_start
 from torchtrim.dryrun.run import dry_run
 
 
@@ -321,6 +321,24 @@ def test_a_range_that_runs_across_a_watch_is_ended_with_it() -> None:
             torch.ones(1000)
         assert not open_ranges()
         assert watching.stop().peak >= 4000
+
+
+def test_profilers_and_ranges_are_searched_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = record_function.__init__
+    with record_function("before"):
+        end = made.follow()
+        assert [one.name for one in open_ranges()] == ["before"]
+        try:
+            monkeypatch.setattr(gc, "get_referrers", lambda *_: pytest.fail("searched again"))
+            made.follow()()
+            with record_function("after"):
+                assert [one.name for one in open_ranges()] == ["before", "after"]
+            assert not waits_to_start()
+            with profile(schedule=lambda _: ProfilerAction.WARMUP):
+                assert waits_to_start()
+        finally:
+            end()
+    assert record_function.__init__ is original
 
 
 def test_a_number_that_becomes_a_tensor_counts_once() -> None:

@@ -37,6 +37,7 @@ from torchtrim.capture.constructions import Constructions
 from torchtrim.capture.spent import watch_updates
 from torchtrim.capture.steps import Steps
 from torchtrim.dispatch.patches import Patches
+from torchtrim.dispatch.profilers import made
 from torchtrim.dispatch.subclasses import patch_subclasses
 from torchtrim.dispatch.threads import is_ours
 
@@ -164,6 +165,7 @@ class Watcher:
         self._replace(_BaseDataLoaderIter, "__next__", self._watched_next)
         self._after_init(_BaseDataLoaderIter, self._loop_begins)
         self._after_init(DataLoader, lambda one, *_, **__: self._listener.loader_appears(one))
+        self._patches.on_undo(made.follow())
         self._patches.on_undo(watch_updates(self._update_starts, self._update_ends))
         self._patches.on_undo(register_optimizer_step_pre_hook(self._optimizer_starts).remove)
         self._patches.on_undo(register_optimizer_step_post_hook(self._optimizer_ends).remove)
