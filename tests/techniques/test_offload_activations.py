@@ -31,7 +31,7 @@ from torchtrim.step.from_profile import on_device, step_of
 from torchtrim.step.simulate import simulate, timeline
 from torchtrim.step.step import Step
 from torchtrim.techniques.offload_activations.moving import StorageMover
-from torchtrim.techniques.offload_activations.places import place_of
+from torchtrim.techniques.offload_activations.places import place_of, placed
 from torchtrim.techniques.offload_activations.technique import TECHNIQUE
 
 ORDERS = draws.orders(20)
@@ -148,9 +148,13 @@ def priced(profile: Profile) -> Step:
     return on_device(step_of(profile), device_named("a100"))
 
 
-def every(step: Step) -> tuple[Technique, list[Edit]]:
-    """All places that do not exclude each other, as a plan has them, and what they change."""
-    found = offload.every(step)
+def every(step: Step, *, waits: bool = False) -> tuple[Technique, list[Edit]]:
+    """All places that do not exclude each other, as a plan has them, and what they change.
+
+    `waits`: those of each tensor that await its copies, if it has them.
+    """
+    options = TECHNIQUE.options(step)
+    found = offload.every(step, options[::-1] if waits else options)
     planned = Technique(name=TECHNIQUE.name, where=tuple(found))
     return TECHNIQUE.settled(step, planned), list(found.values())
 
@@ -159,11 +163,18 @@ def is_equal(first: Ran, second: Ran) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first.left, second.left, strict=True))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_bit_agrees_and_the_peak_is_the_planned_one(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "waits"),
+    [*((name, False) for name in MODELS), *((name, True) for name in ("mlp", "encoder"))],
+)
+def test_every_bit_agrees_and_the_peak_is_the_planned_one(name: str, waits: bool) -> None:
     original = run(name)
     step = priced(original.profile)
-    technique_, edits = every(step)
+    technique_, edits = every(step, waits=waits)
+    found, others = (
+        {placed(one)[0] for one in every(step, waits=w)[0].where} for w in (waits, False)
+    )
+    assert (found == others) != waits
     assert technique_.where
     predicted = simulate(step, edits).peak_bytes
     assert predicted < original.profile.peak_bytes

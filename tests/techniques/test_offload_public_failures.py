@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench.offload import every
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -219,7 +220,7 @@ def test_the_layers_that_are_offloaded_are_those_of_the_plan(
     with emulate():
         profile = torchtrim.record(workload())
     step = on_device(step_of(profile), device_of(profile))
-    places = [one.where for one in TECHNIQUE.options(step) if ":gelu." in one.where]
+    places = [where for where in every(step) if ":gelu." in where]
     chosen = tuple(sorted(places, key=lambda where: place_of(where).made.ordinal)[1::2])
     edits = [edit for where in chosen if (edit := edit_of(step, place_of(where)))]
     predicted = simulate(step, edits).peak_bytes

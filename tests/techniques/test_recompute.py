@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 import torchtrim
-from steps import ConvNet, encoder, flat, images, squared
+from steps import ConvNet, encoder, flat, images, squared, train_step, trial
 from torchtrim.errors import ApplyFailed
+from torchtrim.executor.registry import technique
 from torchtrim.records.plan import Technique
 from torchtrim.step.from_profile import step_of
 from torchtrim.techniques.recompute.technique import TECHNIQUE
@@ -55,6 +56,23 @@ def test_every_bit_agrees(make, batch, where) -> None:
     handle = TECHNIQUE.apply({type(model).__name__: model}, planned(*where))
     assert all(map(torch.equal, run(model, x), run(twin, x)))
     handle.revert()
+
+
+def test_blocks_are_planned_under_hooks_of_the_script_that_write_nothing() -> None:
+    step = train_step(ConvNet(), images())
+    packed = []
+    for pack in (lambda one: one, lambda one: packed.append(1) or one):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+            profile = trial(step)[1]
+        assert {one.hooked for one in profile.saved} == ({True} if not packed else set())
+    options = {"recompute": True, "replay": False, "offload_activations": False}
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
+        recorded = step_of(trial(step)[1])
+        assert {one: bool(technique(one).options(recorded)) for one in options} == options
+        with torchtrim.fit(step, "70%", steps=2) as fitted:
+            assert "recompute" in {one.name for one in fitted.plan.techniques}
+            assert fitted.certificate is not None
+            assert fitted.certificate.verdict == "BITWISE"
 
 
 def test_fewer_activations_are_kept() -> None:

@@ -8,6 +8,7 @@ and in-place writes are no longer detected.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.autograd.function import BackwardCFunction
 
+from torchtrim.capture.code.side_effects import SideEffects
+from torchtrim.dispatch.modes import tensors_among
 from torchtrim.dispatch.storages import PLAIN, Storages, parts_of
 from torchtrim.records.profile import Operator, SavedTensor
 
@@ -34,6 +37,7 @@ class RawSaved(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
+    hooked: bool = False
 
 
 class _NodeRuns(NamedTuple):
@@ -61,6 +65,7 @@ class SavedTensors:
         self._storages = storages
         self._read: set[int] = set()
         self._names: dict[type, tuple[str, ...] | None] = {}
+        self._pure: dict[tuple[Any, ...], bool] = {}
 
     def run_starts(self, tensors: Iterable[Any], operators: int) -> None:
         """Begin a backward from these tensors, after `operators` operators."""
@@ -121,17 +126,32 @@ class SavedTensors:
             except RuntimeError:  # backward has freed the Function's saved tensors
                 return
             for one in raw if isinstance(raw, (list, tuple)) else (raw,):
-                tensor = one.data if one is not None and one.unpack_hook is None else None
-                if tensor is not None:
-                    self._note(number, tensor)
+                hook = None if one is None else one.unpack_hook
+                if one is not None and (hook is None or self._only_moves(hook)):
+                    for tensor in tensors_among((one.data,)):
+                        self._note(number, tensor, hooked=hook is not None)
 
-    def _note(self, node: int, tensor: torch.Tensor) -> None:
+    def _only_moves(self, unpack: Any) -> bool:
+        """Return True for hooks that the script has set around forward and backward, and that write nothing.
+
+        Where a technique saves fewer tensors, they are called less often.
+        """
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is None or hooks[1] is not unpack:
+            return False
+        if hooks not in self._pure:
+            functions = [one for one in hooks if isinstance(one, types.FunctionType)]
+            pure = len(functions) == len(hooks) and not SideEffects((), functions).writes
+            self._pure[hooks] = pure
+        return self._pure[hooks]
+
+    def _note(self, node: int, tensor: torch.Tensor, *, hooked: bool) -> None:
         plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested
         for part in (tensor,) if plain else parts_of(tensor):
             storage = self._storages.number(part)
             if storage >= 0:
                 geometry = (part.shape, part.stride(), int(part.storage_offset()))
-                self.found.append(RawSaved(node, storage, part.dtype, *geometry))
+                self.found.append(RawSaved(node, storage, part.dtype, *geometry, hooked))
 
 
 def saved_tensors(
@@ -157,6 +177,7 @@ def saved_tensors(
             unpacked=saved.runs.get(one.node, never).first,
             asked=saved.runs.get(one.node, never).times,
             saver=makers.get(one.node, -1),
+            hooked=one.hooked,
         )
         for one, at in zip(saved.found, packed, strict=True)
     ]

@@ -92,7 +92,8 @@ class SavedTensor(Struct, frozen=True, array_like=True, gc=False):
     `saver` is the operator whose gradient needs it, or -1 if that operator is not part of this step. `packed`
     is the last operator before it was saved, -1 before the first: autograd saves an operator's inputs before
     the operator runs, its outputs afterwards. `unpacked` is the operator that runs right after backward first
-    unpacks it, -1 if it never does; `asked` counts how often it does.
+    unpacks it, -1 if it never does; `asked` counts how often it does. `hooked`: hooks of the script packed
+    it, which those of a technique would hide.
     """
 
     storage: Count
@@ -104,6 +105,7 @@ class SavedTensor(Struct, frozen=True, array_like=True, gc=False):
     unpacked: Index
     asked: Count
     saver: Index = -1
+    hooked: bool = False
 
 
 class Storage(Struct, frozen=True, array_like=True, gc=False):

@@ -90,7 +90,10 @@ class _Tensors:
             saved = self._inferred(readers, storage)
         others = [i + 1 for i in readers if self._operators[i].forward not in saved]
         called = self._called[number] if saved else 0
-        rest = min(max((storage.birth + 1, storage.kept, called, *others)), storage.death)
+        # What hooks of the script packed, they keep.
+        packed = any(one.hooked and 0 <= one.asked <= storage.kept for one in saved.values())
+        kept = -1 if packed else storage.kept
+        rest = min(max((storage.birth + 1, kept, called, *others)), storage.death)
         return (Hold(rest), *saved.values())
 
     def _saved(self, number: int, storage: Storage) -> Iterator[tuple[int, Hold]]:
@@ -99,7 +102,7 @@ class _Tensors:
             if saver >= 0:
                 leaves = self._last.get(saver, -1) + 1 if save.unpacked >= 0 else storage.death
                 until = min(max(leaves, save.unpacked + 1), storage.death)
-                yield saver, Hold(until, saver, save.packed, save.unpacked)
+                yield saver, Hold(until, saver, save.packed, save.unpacked, save.hooked)
 
     def _inferred(self, readers: list[int], storage: Storage) -> dict[int, Hold]:
         """Infer saves from backward: the forward operator saved the tensors that its gradient reads."""

@@ -24,12 +24,14 @@ class Hold(NamedTuple):
 
     `saver`: the task whose gradient needs the tensor, or -1 if autograd did not save it. It was saved after
     task `packed` had run, and backward first unpacks it when task `asked` is next (-1: never).
+    `hooked`: hooks of the script packed it.
     """
 
     until: int
     saver: int = -1
     packed: int = -1
     asked: int = -1
+    hooked: bool = False
 
 
 class Tensor(NamedTuple):

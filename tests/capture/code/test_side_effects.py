@@ -303,3 +303,9 @@ def test_a_dict_with_a_get_of_its_own_is_read_as_a_dict() -> None:
     assert not changed(references)
     names["TABLE"] = Registry()
     assert changed(references)
+
+
+def test_each_of_several_lambdas_of_a_line_is_read() -> None:
+    log: list[int] = []
+    functions = (lambda x: x, lambda x: log.append(x), lambda x: (lambda y: log.extend(y))(x))  # fmt: skip
+    assert [bool(SideEffects((), [one]).writes) for one in functions] == [False, True, True]

@@ -11,7 +11,7 @@ import functools
 import inspect
 import linecache
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -38,16 +38,17 @@ _LOCAL = Resolved(UNKNOWN, False)
 @functools.lru_cache(maxsize=256)
 def _nodes(
     path: str, lines: tuple[str, ...]
-) -> tuple[ast.Module, dict[tuple[int, str], Any]] | None:
+) -> tuple[ast.Module, dict[tuple[int, str], list[Any]]] | None:
     try:
         tree = ast.parse("".join(lines))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    functions: dict[tuple[int, str], Any] = {}
+    functions: dict[tuple[int, str], list[Any]] = {}
     for node in ast.walk(tree):
         if isinstance(node, _FUNCTIONS):
             lines_of = (one.lineno for one in (node, *getattr(node, "decorator_list", ())))
-            functions.setdefault((min(lines_of), getattr(node, "name", "<lambda>")), node)
+            where = min(lines_of), getattr(node, "name", "<lambda>")
+            functions.setdefault(where, []).append(node)
     return tree, functions
 
 
@@ -59,8 +60,28 @@ def node_of(code: types.CodeType) -> FunctionNode | ast.Module | None:
     tree, functions = parsed
     if code.co_name == "<module>":
         return tree if tree.body else None
-    node: FunctionNode | None = functions.get((code.co_firstlineno, code.co_name))
-    return node
+    nodes = functions.get((code.co_firstlineno, code.co_name), [])
+    return nodes[0] if len(nodes) == 1 else _spanning(nodes, code)
+
+
+def _spanning(nodes: Sequence[Any], code: types.CodeType) -> Any:
+    """Return the innermost of several lambdas of a line whose body all of the code is in, or None."""
+    places = [(line, at) for line, _, at, _ in code.co_positions() if line is not None and at]
+    around = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Lambda)
+        and all(_begin(node.body) <= place < _end(node.body) for place in places)
+    ]
+    return max(around, key=lambda node: _begin(node.body), default=None)
+
+
+def _begin(node: ast.expr) -> tuple[int, int]:
+    return node.lineno, node.col_offset
+
+
+def _end(node: ast.expr) -> tuple[int, int]:
+    return node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
 
 
 def lookup(owner: Any, name: str) -> Any:

@@ -118,8 +118,10 @@ class _PartsEdit:
         forward, backward = self._seconds
         out, grads = (sum(block.bytes for block in early) for early in (leaving, gradients))
         state = self._step.overhead.random_state
+        before = int(out * self._share) if self._share <= 1 / 2 else 0
         inserts = (
-            Insert(self._span.first, forward, self._rise(range(*self._span)) + out, out),
+            # The result of a whole part before is still there.
+            Insert(self._span.first, forward, self._rise(range(*self._span)) + before + out, out),
             Insert(begins, backward, state + self._rise(self._tasks) + grads, grads),
         )
         return Edit(

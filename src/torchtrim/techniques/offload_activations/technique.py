@@ -25,8 +25,9 @@ file`. Compute pauses for such a copy. Files are used only with `--host-memory`,
 CPU.
 
 The times to free and to fetch are chosen for the link of the named device, as if every candidate were
-offloaded. The predicted time includes the delay of copies that queue on that link, one lane in each
-direction.
+offloaded. Where that is too late for a budget, a large tensor may be freed after its last use and fetched
+when it is read, and compute awaits both copies. The predicted time includes these delays and those of copies
+that queue on that link, one lane in each direction.
 """
 
 from __future__ import annotations

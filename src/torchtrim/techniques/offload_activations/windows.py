@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
+from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -41,6 +43,7 @@ from torchtrim.techniques.replay.reading import RemakeReader
 
 _KEPT = STATE | {"input"}
 _LEAST_SHARE = 0.002  # Tensors below 0.2 % of the peak are not worth two copies.
+_LARGE_SHARE = 0.02  # Arbitrary: smaller tensors, which are more, have no second option to price.
 _LEAST_BYTES = 16_384  # Arbitrary: below this the latency of a copy dominates its transfer.
 _SECONDS_A_COPY = 2e-5  # To queue a copy with its events: two kernel launches on most devices.
 
@@ -91,7 +94,8 @@ class _Reading:
         self._profile = profile
         self._reader = RemakeReader(step, profile)
         self._link = device_of(profile).link
-        self._least = max(simulate(step).peak_bytes * _LEAST_SHARE, _LEAST_BYTES)
+        peak = simulate(step).peak_bytes
+        self._least, self._large = max(peak * _LEAST_SHARE, _LEAST_BYTES), peak * _LARGE_SHARE
         self._clock = step.clock
         self._writers = index_of(step).writers
 
@@ -109,11 +113,28 @@ class _Reading:
         candidates = [one for n in numbers if (one := self._candidate(call, n)) is not None]
         until = self._outwards(call, sorted(candidates, key=lambda one: (one.packed, one.tensor)))
         triggers, asked = self._homewards(call, candidates), self._all_asked.get(call.span, {})
-        return [
-            self._place(call, one, until[one.tensor], trigger)
+        found = [
+            self._place(call, one, at, trigger)
             for one in sorted(candidates, key=lambda one: (one.asked, one.packed, one.tensor))
-            if (trigger := triggers[one.tensor]) is not None and until[one.tensor] < asked[trigger]
+            for at, trigger in (
+                (until[one.tensor], triggers[one.tensor]),
+                *self._waiting(call, one, asked),
+            )
+            if trigger is not None and at < asked[trigger]
         ]
+        return list(dict.fromkeys(found))
+
+    def _waiting(
+        self, call: StepCall, one: OffloadCandidate, asked: dict[int, int]
+    ) -> Iterator[tuple[int, int]]:
+        """Yield the window of a large tensor for which compute awaits both copies, with its trigger.
+
+        Not of further results: only the first claims its task, so that one option excludes the other.
+        """
+        tensor = self._step.tensors[one.tensor]
+        if tensor.bytes >= self._large and self._step.tasks[tensor.birth].makes[0] == one.tensor:
+            reads = (task for task, read in asked.items() if read == one.asked)
+            yield from ((self._freed(call, one, 0), task) for task in itertools.islice(reads, 1))
 
     def edit(self, call: StepCall, place: OffloadPlace, in_file: bool) -> Edit | None:
         tensor = self._made(call, place)
@@ -170,7 +191,7 @@ class _Reading:
             return None
         holds = {place: hold for place, hold in enumerate(tensor.holds) if hold.saver >= 0}
         asked = [hold.asked for hold in holds.values() if hold.asked >= 0]
-        if not asked or any(hold.saver not in inside for hold in holds.values()):
+        if not asked or any(hold.hooked or hold.saver not in inside for hold in holds.values()):
             return None
         packed = min(hold.packed for hold in holds.values())
         if max(self._writers.get(number, ()), default=-1) > packed:
@@ -179,19 +200,20 @@ class _Reading:
         return OffloadCandidate(number, tuple(holds), max(packed, tensor.birth), min(asked), until)
 
     def _outwards(self, call: StepCall, candidates: list[OffloadCandidate]) -> dict[int, int]:
-        """Return when to free each, after the link has copied it and all before it.
-
-        That is the first task that a plan can name, or the end of the call.
-        """
-        free, until, last, roles = 0.0, {}, call.span.last, self._reader.roles
+        """Return when to free each, after the link has copied it and all before it."""
+        free, until = 0.0, {}
         for one in candidates:
-            tensor = self._step.tensors[one.tensor]
-            free = max(free, self._clock[one.packed + 1]) + tensor.bytes / self._link
-            used = max((hold.until for hold in tensor.holds if hold.saver < 0), default=0)
-            done = max(bisect_left(self._clock, free), one.packed + 2, min(used, last))
-            named = (i for i in range(done, last) if roles[i] != UNNAMED)
-            until[one.tensor] = next(named, last)
+            seconds = self._step.tensors[one.tensor].bytes / self._link
+            free = max(free, self._clock[one.packed + 1]) + seconds
+            until[one.tensor] = self._freed(call, one, bisect_left(self._clock, free))
         return until
+
+    def _freed(self, call: StepCall, one: OffloadCandidate, copied: int) -> int:
+        """Return the first task after its copy and its last use that a plan can name, or the call's end."""
+        holds, last = self._step.tensors[one.tensor].holds, call.span.last
+        used = max((hold.until for hold in holds if hold.saver < 0), default=0)
+        done = max(copied, one.packed + 2, min(used, last))
+        return next((i for i in range(done, last) if self._reader.roles[i] != UNNAMED), last)
 
     def _homewards(
         self, call: StepCall, candidates: list[OffloadCandidate]

@@ -115,7 +115,7 @@ class RemakeReader:
         writes = [w for w in self._writers.get(number, ()) if w != tensor.birth]
         tasks = (tensor.birth, *writes)
         holds = tuple((place, hold) for place, hold in enumerate(tensor.holds) if hold.saver >= 0)
-        if any(hold.packed < tasks[-1] for _, hold in holds):
+        if any(hold.hooked or hold.packed < tasks[-1] for _, hold in holds):
             return None
         if self.names[tensor.birth] == NOISE:
             return self._noise(number, tasks, holds)
