@@ -15,6 +15,7 @@ from torchtrim.emulator import emulate
 from torchtrim.records.plan import Technique
 from torchtrim.step.links import stall_in_parts
 from torchtrim.step.optimizers import chunked, optimizer_calls
+from torchtrim.techniques.offload_activations.technique import TECHNIQUE
 from torchtrim.techniques.offload_optimizer.technique import TECHNIQUE as OF_OPTIMIZER
 
 QUICK = ("mlp", "convolutions")
@@ -26,9 +27,11 @@ QUICK = ("mlp", "convolutions")
 )
 def test_predicted_stalls_are_those_that_a_clock_sees(name: str) -> None:
     profile = recorded(MODELS[name])
-    where = tuple(every(priced(profile)))
+    step = priced(profile)
+    where = tuple(every(step))
+    waiting = tuple(every(step, TECHNIQUE.options(step)[::-1]))
     assert where
-    for chosen in (where, where[::2]):
+    for chosen in (where, where[::2], waiting):
         found = stalls(MODELS[name], profile, chosen)
         assert found.copies[0] == found.copies[1] == 2 * len(chosen)
         assert found.predicted == pytest.approx(found.clocked, rel=0.05, abs=1e-7)
