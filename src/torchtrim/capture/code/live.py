@@ -38,12 +38,12 @@ _LOCAL = Resolved(UNKNOWN, False)
 @functools.lru_cache(maxsize=256)
 def _nodes(
     path: str, lines: tuple[str, ...]
-) -> tuple[ast.Module, dict[tuple[int, str], list[Any]]] | None:
+) -> tuple[ast.Module, dict[tuple[int, str], list[FunctionNode]]] | None:
     try:
         tree = ast.parse("".join(lines))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    functions: dict[tuple[int, str], list[Any]] = {}
+    functions: dict[tuple[int, str], list[FunctionNode]] = {}
     for node in ast.walk(tree):
         if isinstance(node, _FUNCTIONS):
             lines_of = (one.lineno for one in (node, *getattr(node, "decorator_list", ())))
@@ -64,7 +64,7 @@ def node_of(code: types.CodeType) -> FunctionNode | ast.Module | None:
     return nodes[0] if len(nodes) == 1 else _spanning(nodes, code)
 
 
-def _spanning(nodes: Sequence[Any], code: types.CodeType) -> Any:
+def _spanning(nodes: Sequence[FunctionNode], code: types.CodeType) -> ast.Lambda | None:
     """Return the innermost of several lambdas of a line whose body all of the code is in, or None."""
     places = [(line, at) for line, _, at, _ in code.co_positions() if line is not None and at]
     around = [
