@@ -5,8 +5,8 @@ python -m bench.fault_sizes [MODEL ...] [--seeds 0 1] [--only KIND] [--json]
 A program is a model of `bench.clean` with an optimizer, in float64: in float32 most faults of 1e-9 change
 no bit. A fault multiplies something by 1 + size. The sound program has the same hooks, with size 0. Of each
 fault, the size is bisected by powers of ten: the smallest that is NOT EQUAL, taking larger ones as seen.
-Beside an update: how much of it float64 rounds away. Each run replaces the programs of the result that it is
-asked for.
+Beside a fault that is not seen at 1e-10: the size at which it changes what float64 rounds. Each run replaces
+the programs of the result that it is asked for.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ KINDS = (
     *("update", "optimizer state"),
 )
 SMALLEST = 12
+LARGEST_SEEN = 10  # of exponents: a fault seen at 1e-10 needs no excuse
+_TRIED = 1e-6
 
 
 class Planted(nn.Module):
@@ -143,17 +145,36 @@ def smallest(name: str, seed: int, kind: str) -> dict[str, Any]:
         else:
             missed, verdict = middle, one.verdict
     found = {"seen": seen, "below": verdict}
-    return found | ({"noise": own_noise(name, seed)} if kind == "update" else {})
+    return found | ({"noise": own_noise(name, seed, kind)} if seen < LARGEST_SEEN else {})
 
 
-def own_noise(name: str, seed: int) -> float:
-    """Return float64's own rounding of an update, relative to it: a parameter is larger than its update."""
-    step = step_of(name, seed, "", 0.0)
-    parameter = step.model.matrices[-1]
-    before = parameter.detach().clone()
-    step.step(0)
-    change = float((parameter.detach() - before).abs().max())
-    return torch.finfo(torch.float64).eps * float(before.abs().max()) / change
+def own_noise(name: str, seed: int, kind: str) -> float:
+    """Return the size of a fault whose largest change in three steps is what float64 rounds.
+
+    A change is relative to the largest value of its kind. A parameter is larger than its update, and a norm
+    divides out a scale before it.
+    """
+    plain, other = (_values(step_of(name, seed, kind, one), seed) for one in (0.0, _TRIED))
+    effects = []
+    for values, others in zip(plain, other, strict=True):
+        gaps = [float((a - b).abs().max()) for a, b in zip(values, others, strict=True)]
+        effects.append(max(gaps) / max(float(one.abs().max()) for one in values))
+    return torch.finfo(torch.float64).eps * _TRIED / max(effects)
+
+
+def _values(step: TrainStep, seed: int) -> list[list[torch.Tensor]]:
+    """Return parameters and optimizer states of each kind after each of three steps."""
+    torch.manual_seed(seed)
+    found: list[list[torch.Tensor]] = []
+    (optimizer,) = step.optimizers
+    for number in range(3):
+        step.step(number)
+        kinds: dict[str, list[torch.Tensor]] = {"": [*step.model.parameters()]}
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                kinds.setdefault(key, []).append(value)
+        found += [[one.detach().clone() for one in kind] for kind in kinds.values()]
+    return found
 
 
 def summary(rows: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:
