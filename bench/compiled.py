@@ -136,7 +136,7 @@ class Bench:
             row["lowest"] = round(self.planner.lowest.simulated.peak_bytes / self._own, 4)
         self.found.setdefault("shares", {})[f"{share:.0%}"] = row
 
-    def budgets(self) -> None:
+    def budgets(self) -> Iterator[None]:
         """Simulate torch's own choices, and look for a plan that beats each."""
         rows = self.found["budgets"] = []
         known: dict[frozenset[str], dict[str, Any]] = {}
@@ -147,6 +147,7 @@ class Bench:
             ):
                 row = self._torchs(known)
             rows.append({"estimator": estimator, "budget": budget, **row})
+            yield
 
     def _torchs(self, known: dict[frozenset[str], dict[str, Any]]) -> dict[str, Any]:
         (graph,), names = self.graphs.graphs, frozenset[str]()
@@ -338,8 +339,7 @@ def measured(
             bench.plan(share)
             yield bench.found
     if "budgets" in parts and name in MODELS:
-        bench.budgets()
-        yield bench.found
+        yield from (bench.found for _ in bench.budgets())
     if parts & {"peak", "run"}:
         bench.run(parts, clocks=clocks)
         yield bench.found
