@@ -7,7 +7,8 @@ whole agrees on all kinds of input, cases have ranks 0 to 5 and all types. Elsew
 suggested, for the kinds of the run alone: where the function cannot run by itself, or differs for a kind
 that the report names. There cases have the kinds of the evidence and other values. A case counts where the
 original accepts it; it is unsound where the fix then gives something else, raises, or leaves other
-gradients, inputs or random numbers. `--json` keeps the results of fixes that are not run.
+gradients, inputs or random numbers. It does not count if the original only returns early: no values of its
+kinds run every line that runs on those of the evidence. `--json` keeps the results of fixes that are not run.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +34,7 @@ TESTS = Path(__file__).parent.parent / "tests"
 sys.path.insert(0, str(TESTS))
 
 from fixes import proving  # noqa: E402
+from fixes.foreign import MANY_REDRAWN, lines_of  # noqa: E402
 
 PATIENCE = 60
 STRUCTURES = 40
@@ -186,11 +189,20 @@ class _Found:
             ):
                 return
         except AssertionError as error:
+            if not _as_a_whole(code, case):
+                return
             self.unsound.append(str(error)[:_SHOWN])
         self.cases += 1
         for tensor in _tensors(case.inputs):
             self.ranks[tensor.dim()] += 1
             self.types[str(tensor.dtype).removeprefix("torch.")] += 1
+
+
+def _as_a_whole(code: str, case: Case) -> bool:
+    """Whether values of the kinds of a case run every line that runs on those of its evidence."""
+    rng, raises = random.Random(code), partial(proving.raises, code)
+    seen = lines_of(raises, rng, case.evidence, MANY_REDRAWN)
+    return seen <= lines_of(raises, rng, case.inputs, MANY_REDRAWN)
 
 
 def _tensors(case: dict[str, Any]) -> Iterator[torch.Tensor]:

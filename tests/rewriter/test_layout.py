@@ -65,6 +65,15 @@ def test_other_lines_stay(line: str) -> None:
     assert wrapped(line, 20) == [line]
 
 
+def test_a_line_of_arguments_becomes_one_for_each() -> None:
+    line = "        [f(x, y) for x in found], dtype=torch.long, device=device"
+    assert wrapped(line, 40) == [
+        "        [f(x, y) for x in found],",
+        "        dtype=torch.long,",
+        "        device=device,",
+    ]
+
+
 def test_the_head_of_a_block_is_wrapped() -> None:
     line = "    if (first_value + second_value - third_value) < LIMIT:"
     assert wrapped(line, 40) == [

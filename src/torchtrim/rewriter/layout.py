@@ -40,10 +40,23 @@ def laid_out(text: str, lines: Iterable[int], width: int, newline: str) -> tuple
 def wrapped(line: str, width: int) -> list[str]:
     """Return a statement of one line as lines within a width, as far as its brackets allow."""
     blanks = line[: len(line) - len(line.lstrip())]
-    if len(line) <= width or "#" in line or not (meaning := _meaning(line)):
+    if len(line) <= width or "#" in line:
         return [line]
+    if not (meaning := _meaning(line)):
+        return _arguments(line.strip(), blanks) or [line]
     lines = _wrapped(line.strip(), blanks, width)
     return lines if _meaning("\n".join(lines)) == meaning else [line]
+
+
+def _arguments(text: str, blanks: str) -> list[str]:
+    """Return a line of arguments, one of which has a name, as a line for each; none for other lines."""
+    try:
+        call = ast.parse(f"_({text})", mode="eval").body
+    except SyntaxError:
+        return []
+    if not isinstance(call, ast.Call) or not call.keywords or ast.unparse(call.func) != "_":
+        return []
+    return [f"{blanks}{part.strip()}," for part in _parts(text, [","]) if part.strip()]
 
 
 def _meaning(text: str) -> str:
