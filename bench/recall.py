@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import random
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -148,17 +148,14 @@ def _small_waited(name: str, folder: Path) -> set[Line]:
     return waited(small(name), folder)
 
 
-def measure_libraries(names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The same of some libraries, all if none is named, and of all together."""
-    results: dict[str, Any] = dict(saved("recall-libraries").get("libraries", {})) if names else {}
-    missed: list[str] = []
-    for library in names or LIBRARIES:
-        steps, folder = LIBRARIES[library], folder_of(library)
-        lines, ran = _all_lines((name, partial(lines_of, step, folder)) for name, step in steps())
-        lines = {one: name for one, name in lines.items() if Path(one[0]).is_relative_to(folder)}
-        found, misses = _beside_lint(folder, lines)
-        results[library] = {"version": version(library), "steps": ran, **found}
-        missed += misses
+def measure_library(library: str) -> tuple[dict[str, Any], list[str]]:
+    """The same of a library, beside those saved before, and of all together."""
+    results: dict[str, Any] = dict(saved("recall-libraries").get("libraries", {}))
+    steps, folder = LIBRARIES[library], folder_of(library)
+    lines, ran = _all_lines((name, partial(lines_of, step, folder)) for name, step in steps())
+    lines = {one: name for one, name in lines.items() if Path(one[0]).is_relative_to(folder)}
+    found, missed = _beside_lint(folder, lines)
+    results[library] = {"version": version(library), "steps": ran, **found}
     unseen = {name: one for name, one in results.items() if name in UNSEEN}
     return {"libraries": results, "unseen": _total(unseen), **_total(results)}, missed
 
@@ -217,15 +214,21 @@ def main() -> None:
     )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    if options.libraries is not None:
-        result, missed = measure_libraries(options.libraries)
-    else:
-        result, missed = measure(options.models, options.seed)
+    if options.libraries is None:
+        _tell(options, "recall", *measure(options.models, options.seed))
+        return
+    for library in options.libraries or LIBRARIES:
+        _tell(options, "recall-libraries", *measure_library(library))
+
+
+def _tell(
+    options: argparse.Namespace, name: str, result: dict[str, Any], missed: list[str]
+) -> None:
     print(result)
     if options.misses:
-        print(*missed, sep="\n")
+        print(*missed, sep="\n", flush=True)
     if options.json:
-        print(save("recall" if options.libraries is None else "recall-libraries", result))
+        print(save(name, result))
 
 
 if __name__ == "__main__":
