@@ -1,7 +1,8 @@
 """Steps of libraries, for `bench.recall`: all that one has of a kind, with its defaults, on random inputs.
 
     pip install --no-deps torchmetrics lightning-utilities kornia kornia-rs pytorch-metric-learning diffusers
-    pip install --no-deps captum monai pytorch-optimizer vector-quantize-pytorch einops einx
+    pip install --no-deps captum monai pytorch-optimizer vector-quantize-pytorch einops einx loguru
+    pip install --no-deps torch-einops-utils
 
 Nothing is chosen by what `lint` finds: every function, class or scheduler that takes one of the inputs
 is run, and what takes none of them is left out. One rule of `lint` was made on what was missed in the first
@@ -163,12 +164,12 @@ def _optimized(kind: Any) -> Step:
     def step() -> None:
         if not made:
             model = _network().to("cuda")
-            made.extend((model, kind(model.parameters())))
-        model, optimizer = made
+            made.extend((model, kind(model.parameters()), *_on_device(inputs)))
+        model, optimizer, given = made
 
-        def loss() -> Tensor:
+        def loss() -> Tensor:  # called by the optimizer, so it must not wait itself
             optimizer.zero_grad()
-            value: Tensor = model(*_on_device(inputs)).square().mean()
+            value: Tensor = model(given).square().mean()
             value.backward(create_graph=True)
             return value
 
@@ -181,9 +182,9 @@ def _optimized(kind: Any) -> Step:
 def vector_quantize_pytorch() -> Iterator[tuple[str, Step]]:
     """Each quantizer, forward and backward in training."""
     vectors = torch.randn(2, 32, 16)
-    words = {"dim": 16, "codebook_size": 32, "codebook_dim": 16, "num_quantizers": 2, "groups": 2}
+    words = {"dim": 16, "codebook_size": 32, "num_quantizers": 2, "groups": 2, "levels": [4, 4, 4]}
     for name, kind in _classes(import_module("vector_quantize_pytorch")):
-        yield name, _quantized(kind, vectors, {**words, "levels": [4, 4, 4]})
+        yield name, _quantized(kind, vectors, words)
 
 
 def _quantized(kind: Any, vectors: Tensor, words: dict[str, Any]) -> Step:
@@ -191,7 +192,7 @@ def _quantized(kind: Any, vectors: Tensor, words: dict[str, Any]) -> Step:
 
     def step() -> None:
         if not made:
-            made.append(kind(**_required(kind, words)).to("cuda"))
+            made.append(kind(**_taken(kind, words)).to("cuda"))
         (given,) = _on_device(vectors)
         result = made[0](given.requires_grad_())
         floats = [one for one in result if isinstance(one, Tensor) and one.requires_grad]
@@ -201,15 +202,11 @@ def _quantized(kind: Any, vectors: Tensor, words: dict[str, Any]) -> Step:
 
 
 def _taken(function: Any, words: dict[str, Any]) -> dict[str, Any]:
-    """The words that a function has parameters for."""
-    return {name: words[name] for name in inspect.signature(function).parameters if name in words}
-
-
-def _required(kind: Any, words: dict[str, Any]) -> dict[str, Any]:
-    """The words that a constructor requires."""
-    given = inspect.signature(kind).parameters.values()
+    """The words that a function has parameters for; of other keywords, which it passes on, the size."""
+    named = inspect.signature(function).parameters.values()
+    passed = {"codebook_size"} if any(one.kind is one.VAR_KEYWORD for one in named) else set()
     return {
-        one.name: words[one.name] for one in given if one.default is one.empty and one.name in words
+        name: one for name, one in words.items() if name in passed | {one.name for one in named}
     }
 
 
