@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torchtrim.records.probes import ObservedValue
 from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing, comments, of_forms
+from torchtrim.rewriter.layout import width_of
 from torchtrim.rewriter.reads import is_count, name_of
 from torchtrim.rewriter.replace import (
     atom,
@@ -207,7 +208,10 @@ def _edits(
     if _returned_at_once(source, reads, cast):
         texts = ", ".join(_text(source, facts, part, read, cast) for part, read in reads)
         start, end = source.start(reads[0][1].node), source.end(reads[-1][1].node)
-        return (TextEdit(start, end, f"*{torch}.stack(({texts})).tolist()"), *imports)
+        text = f"*{torch}.stack(({texts})).tolist()"
+        line = source.text[source.line_start(reads[0][1].node.lineno) :].partition("\n")[0]
+        if len(line) - (end - start) + len(text) <= width_of(source.text):
+            return (TextEdit(start, end, text), *imports)
     groups: list[_Group] = []
     edits = [*imports]
     for part, read in reads:
