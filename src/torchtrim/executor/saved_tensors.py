@@ -165,10 +165,10 @@ class SavedTensorWatcher(TorchDispatchMode, Generic[CallT]):  # type: ignore[no-
         for place, operators in planned.items():
             lacks = [one for one in operators if one.ordinal >= call.counts.get(one.name, 0)]
             # What runs inside another kernel leaves nothing there to drop.
-            if lacks and (
-                len(lacks) == len(operators) or not all(is_inside(one.name) for one in lacks)
-            ):
-                self.miss(place, f"no {lacks[0].name}.{lacks[0].ordinal}")
+            inside = all(is_inside(one.name) for one in lacks)
+            if lacks and (len(lacks) == len(operators) or not inside):
+                first = f"{lacks[0].name}.{lacks[0].ordinal}"
+                self.miss(place, f"{first} is part of a kernel" if inside else f"no {first}")
         missed = {place: self._missed[place] for place in planned if place in self._missed}
         if missed:
             say(
