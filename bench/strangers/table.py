@@ -74,8 +74,8 @@ smallest found. *Predicted* is how far the plan's predicted peak is from the mea
 _UNSEEN_TRAINED = """
 ## Trained on under the plan
 
-For 200 backward passes, unplanned and under the plan, in separate processes from the same seed. *Equal* is
-the number of consecutive losses that agree bit for bit.
+For 200 backward passes, or those of 40 seconds, unplanned and under the plan, in separate processes from the
+same seed. *Equal* is the number of consecutive losses that agree bit for bit.
 
 """
 _RAN_COLUMNS = (
