@@ -7,6 +7,7 @@ assert run("a100", MODELS["gpt"], plan).digest == run("a100", MODELS["gpt"]).dig
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import re
 from collections import Counter
@@ -275,7 +276,8 @@ def reasons(found: Travelled) -> Counter[str]:
 
 @contextlib.contextmanager
 def on(device: str, make: Make) -> Iterator[TrainStep]:
-    """A model's step on a device."""
+    """A model's step on a device, after what earlier steps left: a CPU's peak would count it."""
+    gc.collect()
     with contextlib.nullcontext() if device == "cpu" else emulate(GPUS[device]):
         where = "cpu" if device == "cpu" else "cuda"
         torch.manual_seed(0)
