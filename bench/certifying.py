@@ -170,7 +170,7 @@ COSTS: dict[str, zoo.Maker] = {
     "audio": zoo.own(nets.Audio, lambda: zoo.waves(16)),
     "video": zoo.own(nets.Video, lambda: zoo.clips(4)),
     "autoencoder": zoo.own(nets.Autoencoder, lambda: zoo.pixels(8, 96), zoo.rebuilt),
-    "relative": zoo.own(nets.Relative, lambda: zoo.pixels(8, 96)),
+    "relative": zoo.own(nets.Relative, lambda: zoo.pixels(8, 96), _squared),
     "batch norm": zoo.own(MODELS["batch norm"][0], lambda: _scored(64, 8, 32, 32), _squared),
     "perceptron": zoo.own(MODELS["perceptron"][0], lambda: _scored(65_536, 24), _squared),
 }
