@@ -34,7 +34,7 @@ def test_gradients_of_a_second_model_have_its_names_in_updates() -> None:
         evidence.begins(modules.add_root(model), model)
         model(torch.ones(1, 2)).sum().backward()
         for parameter in model.parameters():
-            evidence.update_starts(optimizer, parameter)
+            evidence.update_ends(optimizer, parameter)
     names = [name for name in evidence.step.digests if name.startswith("gradient:")]
     parameters = [
         f"gradient:{root}.{name}" for root in modules.roots for name in ("weight", "bias")

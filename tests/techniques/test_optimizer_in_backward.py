@@ -319,6 +319,18 @@ def test_it_is_planned_to_the_byte_and_certified(settings: dict[str, bool]) -> N
     assert found.planned.peak_bytes == found.plan.predicted.peak_bytes < found.original.peak_bytes
 
 
+def test_an_update_that_writes_into_its_gradient_is_certified() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, nesterov=True, foreach=True)
+    step = torchtrim.TrainStep(net, squared, optimizer, torch.randn(8, 128))
+    others = Terms(exclude=("recompute", "plain_optimizer"))
+    found = Fitting(step, Request(steps=2), lambda _: None, others).smallest()
+    assert [one.name for one in found.plan.techniques] == [NAME]
+    assert found.certificate is not None
+    assert found.certificate.verdict == "BITWISE"
+
+
 def test_a_live_step_is_fitted_and_reverted() -> None:
     step = wide_step()
     (optimizer,) = step.optimizers

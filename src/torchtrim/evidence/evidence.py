@@ -151,7 +151,8 @@ class Evidence(Listener):
                 name = names.get(id(parameter), f"{type(optimizer).__name__}.{number}")
                 self._see(self._count(f"gradient:{name}"), parameter.grad)
 
-    def update_starts(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+    def update_ends(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        """Note a gradient as its update leaves it, as after a step: some updates write into it."""
         if self._known_names is None:
             self._known_names = self._names()
         name = self._known_names.get(id(parameter), "")

@@ -279,8 +279,8 @@ class Live(Applier, Listener):
     def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
         self._look("optimizer_ends", optimizer)
 
-    def update_starts(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
-        self._look("update_starts", optimizer, parameter)
+    def update_ends(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        self._look("update_ends", optimizer, parameter)
 
     def _look(self, told: str, *args: Any) -> None:
         if self._evidence is not None:

@@ -316,9 +316,9 @@ class ComparedSteps(Listener):
         if self._gathers:
             self._clock.aside(self.evidence.optimizer_ends, optimizer)
 
-    def update_starts(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+    def update_ends(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
         if self._gathers:
-            self._clock.aside(self.evidence.update_starts, optimizer, parameter)
+            self._clock.aside(self.evidence.update_ends, optimizer, parameter)
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         label = f"{len(self._trial.steps)}/{name}"
