@@ -112,6 +112,10 @@ class Problem:
         """The effect of each option, and then of each forced edit."""
         return [_effect(self.step, edit) for edit in (*self.edits, *self.forced)]
 
+    def changes(self, option: int) -> int:
+        """Return at how many places of the simulation an option changes the step."""
+        return self._simulation.changes(option)
+
     def freed(self, option: int, task: int) -> int:
         """Return the bytes that an option frees while a task runs, to first order."""
         effect = self.effects[option]

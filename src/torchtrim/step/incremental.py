@@ -112,6 +112,11 @@ class Simulation:
         self._sums[block] = running[-1]
         self._highs[block] = max(map(add, running, self._tops[first:last]))
 
+    def changes(self, option: int) -> int:
+        """Return how much a switch of this option changes: stretches, levels and shared tensors."""
+        change = self._changes[option]
+        return sum(map(len, (change.steps, change.levels, change.rises, self._shared[option])))
+
     def switch(self, options: Iterable[int]) -> None:
         """Flip each of these options."""
         touched: set[int] = set()
