@@ -66,6 +66,12 @@ def test_relations_of_shapes_are_varied() -> None:
     assert again.accepted > found.accepted
 
 
+def test_a_mask_of_whole_numbers_is_an_index() -> None:
+    x, m = (ObservedValue(kind="tensor", dtype=one, shape=(2, 4)) for one in ("float32", "bool"))
+    found = _tried("if m.any():\n    x[m] = 0\nreturn x", "x[m] = 0\nreturn x", x=x, m=m)
+    assert "`m` int64" in found.differs
+
+
 def test_a_kind_on_which_the_original_raises_does_not_count() -> None:
     rows = "m = m.reshape(3, 4).bool()\nx = x.reshape(3, 4)\n"
     found = _tried(

@@ -273,7 +273,7 @@ def _tensor(
         return values.to(dtype).requires_grad_(kind.graded)
     limits = torch.iinfo(dtype)
     known = [one for one in integers if limits.min <= one <= limits.max]
-    choices = ([0, 1, 2], [0, 1, 1, 0, *known], [0], [0, 1, 2])[style]
+    choices = ([0, 1, 2], [0, 1, 1, 0, *known], [0], [0, 1])[style]
     return _picked(choices, shape, generator).to(dtype)
 
 

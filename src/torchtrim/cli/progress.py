@@ -23,7 +23,7 @@ _RECORDED, _UNRECORDED = 2, 0.55
 """Steps that a run records first, by default, and the share of their time that a later step takes."""
 _MODULES = 1545  # that a verb imports before it runs a script: torch 2.13 and ours
 _KNOWN = 0.5  # of the modules; arbitrary
-_AFTER = {"run": 0.7, PLANNING: 0.5, "compare": 0.05, REPORT: 0.2, "trying": 0.2}
+_AFTER = {"run": 0.6, PLANNING: 0.4, "compare": 0.05, REPORT: 0.2, "trying": 0.2}
 """Seconds of what follows the imports, in seconds of the imports: a slow machine takes longer for both. These
 and the next three were fitted on the scripts of `bench.progress.FITTED`."""
 _FIRST = 0.8  # of the time of the first step so far, another step takes: the first is slower, and not over
