@@ -10,8 +10,8 @@ Peaks are bytes over those before the step, of forward and backward; the model s
   seconds of planning, and what they compute again as a share of forward, by our model of costs.
 * `budgets`: torch's own `activation_memory_budget` (solver `dp`) at five budgets with two estimators, its
   peaks and costs by the same simulation and model. Choices whose backward would draw random numbers again,
-  which can make gradients wrong (`bench.compiled_gradient`), are counted apart. One is beaten if a plan of ours has no higher peak and
-  computes no more again.
+  which can make gradients wrong (`bench.compiled_gradient`), are counted apart. One is beaten if a plan of
+  ours has no higher peak and computes no more again.
 * `run`: the plan for 60 % compiled and run: its peak, and whether loss and gradients equal those of the
   compiled original, bit for bit.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -65,7 +66,7 @@ class SavedTensors:
         self._storages = storages
         self._read: set[int] = set()
         self._names: dict[type, tuple[str, ...] | None] = {}
-        self._pure: dict[tuple[Any, ...], bool] = {}
+        self._pure: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
     def run_starts(self, tensors: Iterable[Any], operators: int) -> None:
         """Begin a backward from these tensors, after `operators` operators."""
@@ -139,11 +140,12 @@ class SavedTensors:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is None or hooks[1] is not unpack:
             return False
-        if hooks not in self._pure:
-            functions = [one for one in hooks if isinstance(one, types.FunctionType)]
-            pure = len(functions) == len(hooks) and not SideEffects((), functions).writes
-            self._pure[hooks] = pure
-        return self._pure[hooks]
+        functions = [one for one in hooks if isinstance(one, types.FunctionType)]
+        if len(functions) < len(hooks):
+            return False
+        if unpack not in self._pure:  # weak: those of a checkpoint hold what it recomputes
+            self._pure[unpack] = not SideEffects((), functions).writes
+        return self._pure[unpack]
 
     def _note(self, node: int, tensor: torch.Tensor, *, hooked: bool) -> None:
         plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested
