@@ -37,16 +37,8 @@ def test_predicted_stalls_are_those_that_a_clock_sees(name: str) -> None:
         assert found.predicted == pytest.approx(found.clocked, rel=0.05, abs=1e-7)
 
 
-MISSED = pytest.mark.xfail(
-    reason="with a second, waiting place for each large tensor, the search over all techniques "
-    "misses a quicker plan of a single technique"
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=MISSED) if one == "residual" else one for one in MODELS]
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_plan_of_all_techniques_is_never_slower_than_one_of_a_kind(name: str) -> None:
     rows = joint(recorded(MODELS[name]))
     assert rows

@@ -5,8 +5,8 @@ Plans keep host memory, pinned or in files, within a separate budget.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -128,7 +128,7 @@ class Planner:
     def floor(self) -> Choice:
         """The choice with the smallest peak, possibly the original step."""
         if self._integer is not None:
-            self._offer_lowest_of_exact()
+            self._offer_from(self._exact, lambda one, front: one.lowest(front.lowest.chosen))
             self._offer(self._integer.lowest(self._solved.front.lowest.chosen))
         lowest = self._solved.front.lowest.peak_bytes
         if not self.pinned.forced:
@@ -304,19 +304,23 @@ class Planner:
 
     def _offer_alone(self, front: Front) -> None:
         """Add the choices from subsets of the options: more options must not make the best choice worse."""
-        edits = self._problem.edits
-        offloads = [number for number, edit in enumerate(edits) if edit.trips]
-        others = [number for number, edit in enumerate(edits) if not edit.trips]
-        for alone in filter(None, (self._alone(offloads), self._alone(others), self._exact)):
+        others = [number for number, edit in enumerate(self._problem.edits) if not edit.trips]
+        for alone in filter(None, (self._offloads, self._alone(others), self._exact)):
             for point in alone.front.points:
                 front.add(point._replace(chosen=alone.among_all(point.chosen)))
 
-    def _offer_lowest_of_exact(self) -> None:
-        """Add the smallest peak of the BITWISE options, which the search over all options may miss."""
-        if self._exact and (integer := _integer_of(self._exact.problem)) is not None:
-            answer = integer.lowest(self._exact.front.lowest.chosen)
+    @cached_property
+    def _offloads(self) -> _Subproblem | None:
+        return self._alone([n for n, edit in enumerate(self._problem.edits) if edit.trips])
+
+    def _offer_from(
+        self, alone: _Subproblem | None, ask: Callable[[Integer, Front], Answer]
+    ) -> None:
+        """Add what the integer program of a subset answers, which the search over all options may miss."""
+        if alone and (integer := _integer_of(alone.problem)) is not None:
+            answer = ask(integer, alone.front)
             if answer.chosen is not None:
-                self._offer(answer._replace(chosen=self._exact.among_all(answer.chosen)))
+                self._offer(answer._replace(chosen=alone.among_all(answer.chosen)))
 
     @cached_property
     def _exact(self) -> _Subproblem | None:
@@ -377,9 +381,9 @@ class Planner:
             return None
         searched, answer = self._answers.get(budget, (0.0, None))
         if answer is None or (searched < seconds and not answer.proven):
-            known = self._solved.front.within(budget)
-            answer = self._integer.quickest(budget, known.chosen if known else None, seconds)
+            answer = _quickest(budget, seconds, self._integer, self._solved.front)
             self._offer(answer)
+            self._offer_from(self._offloads, partial(_quickest, budget, min(seconds, _GLANCE)))
             self._answers[budget] = seconds, answer
         return answer
 
@@ -438,6 +442,12 @@ class Planner:
             status="optimal" if choice.optimal else "feasible",
             bound_seconds=least,
         )
+
+
+def _quickest(budget: int, seconds: float, integer: Integer, front: Front) -> Answer:
+    """Return an integer program's quickest choice within a budget, from the best of a front."""
+    known = front.within(budget)
+    return integer.quickest(budget, known.chosen if known else None, seconds)
 
 
 def _integer_of(problem: Problem) -> Integer | None:
