@@ -206,6 +206,34 @@ def test_with_dropout_the_seed_of_efficient_attention_is_a_host_scalar() -> None
         assert node._saved_log_sumexp.is_cuda
 
 
+def attended(query: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(query, query, query, dropout_p=0.5)
+
+
+def run_through_cells(query: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(2)
+    cells = torch.nn.LSTM(8, 8, num_layers=2, dropout=0.5, device="cuda")
+    return cells(query.flatten(0, 1))[0]
+
+
+@pytest.mark.parametrize("kernel", [attended, run_through_cells])
+@pytest.mark.parametrize("dtype", [SINGLE, BRAIN])
+def test_a_seed_that_was_copied_and_freed_draws_the_same_mask(kernel: Any, dtype: Any) -> None:
+    """Offloading frees what a kernel saved and brings back a copy."""
+    found = []
+    for pack in (lambda saved: saved, torch.clone):
+        with emulate(model_named("a100")):
+            torch.manual_seed(0)
+            query = torch.randn(2, 2, 8, 8, device="cuda", dtype=dtype, requires_grad=True)
+            cast = torch.autocast("cuda", dtype, enabled=dtype != SINGLE)
+            with cast, torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+                out = kernel(query)
+            out.float().sum().backward()
+            assert query.grad is not None
+            found.append(query.grad.cpu())
+    assert torch.equal(*found)
+
+
 def test_flash_attention_pads_heads_to_eight_and_keeps_the_padded() -> None:
     with emulate(model_named("a100")):
         query = torch.randn(1, 2, 8, 12, device="cuda", dtype=BRAIN, requires_grad=True)

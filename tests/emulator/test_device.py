@@ -66,7 +66,7 @@ def attributes(owners: dict[int, Any]) -> dict[tuple[int, str], Any]:
         (number, name): value
         for number, owner in owners.items()
         for name, value in vars(owner).items()
-        if name != "__warningregistry__"
+        if name not in ("__warningregistry__", "__slotnames__")  # Caches of warnings and copyreg.
     }
 
 

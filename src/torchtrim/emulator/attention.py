@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ _MASK_ALIGNMENT = 8  # Elements, `preprocess_mask` in `transformers/attention.cp
 _HEAD_ALIGNMENT = 8  # Elements, `pad_last_dim` in the same file.
 _NUMBERS = itertools.count(1)
 _STATES: dict[int, torch.Tensor] = {}  # Random states that backward passes draw from again.
+_FREED: deque[int] = deque()
+_FREED_LIMIT = 2048  # Of 5 KB each. A copy of a freed seed may be read still: it was offloaded.
 
 
 @contextlib.contextmanager
@@ -104,10 +107,18 @@ class _Arguments(NamedTuple):
 
 @contextlib.contextmanager
 def drawing_again(number: int) -> Iterator[None]:
-    """Draw from the default generator what the numbered forward pass drew."""
-    if number not in _STATES:
+    """Draw from the default generator what the numbered forward pass drew.
+
+    Raises RuntimeError if its random state is no longer known.
+    """
+    if not number:
         yield
         return
+    if number not in _STATES:
+        raise RuntimeError(
+            "an emulated kernel cannot draw in backward what it drew in forward: "
+            f"{_FREED_LIMIT} later kernels that draw have freed their seeds; run backward earlier"
+        )
     now = torch.default_generator.get_state()
     torch.default_generator.set_state(_STATES[number])
     try:
@@ -128,8 +139,14 @@ def numbered(dropout: float) -> int:
 def kept_with(seed: torch.Tensor, number: int) -> torch.Tensor:
     """Return the seed, whose storage keeps the numbered random state."""
     if number:
-        weakref.finalize(seed.untyped_storage(), _STATES.pop, number, None)
+        weakref.finalize(seed.untyped_storage(), _free, number)
     return seed
+
+
+def _free(number: int) -> None:
+    _FREED.append(number)
+    if len(_FREED) > _FREED_LIMIT:
+        _STATES.pop(_FREED.popleft(), None)
 
 
 def _in_layout(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
