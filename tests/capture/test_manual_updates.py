@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from torchtrim.capture.watch import ByHand, Listener, Watcher
+from torchtrim.dryrun.run import dry_run
 
 
 def data(p: nn.Parameter) -> None:
@@ -41,6 +42,21 @@ def test_an_update_is_seen_however_it_is_written(
     update(model.weight)
     assert by_hand.changed()
     assert not by_hand.changed()
+
+
+@pytest.mark.parametrize("update", [data, no_grad, replaced])
+def test_an_update_is_seen_where_there_are_no_numbers(
+    update: Callable[[nn.Parameter], None],
+) -> None:
+    by_hand = ByHand()
+    with dry_run(".", owned_only=True):
+        model = nn.Linear(1000, 300)
+        model(torch.randn(2, 1000)).sum().backward()
+        by_hand.backward_ends([model])
+        assert not by_hand.changed()
+        update(model.weight)
+        assert by_hand.changed()
+        assert not by_hand.changed()
 
 
 class Counting(Listener):

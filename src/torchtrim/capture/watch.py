@@ -40,6 +40,7 @@ from torchtrim.dispatch.patches import Patches
 from torchtrim.dispatch.profilers import made
 from torchtrim.dispatch.subclasses import patch_subclasses
 from torchtrim.dispatch.threads import is_ours
+from torchtrim.dryrun.run import current as current_dry
 
 _EVALUATES = 3
 """Forwards without gradients in a row. Arbitrary: fewer may be predictions for a few samples."""
@@ -467,12 +468,12 @@ _ELEMENTS = 64
 class ByHand:
     """A detector of parameter updates since the first reported backward, without an optimizer.
 
-    It samples a few elements of each parameter. An update changes nearly all; others, such as unused rows of
-    an embedding, do not matter.
+    It samples a few elements of each parameter, and in a dry run, which has none, counts its writes. An
+    update changes nearly all; others, such as unused rows of an embedding, do not matter.
     """
 
     def __init__(self) -> None:
-        self._then: list[tuple[nn.Parameter, bytes]] = []
+        self._then: list[tuple[nn.Parameter, tuple[int, int, bytes]]] = []
 
     def backward_ends(self, roots: Iterable[nn.Module]) -> None:
         """Sample the parameters that have a gradient, unless there is a sample already."""
@@ -504,7 +505,9 @@ def _unseen() -> Iterator[None]:
         yield
 
 
-def _some(parameter: nn.Parameter) -> bytes:
+def _some(parameter: nn.Parameter) -> tuple[int, int, bytes]:
+    storage = parameter.untyped_storage()._cdata
+    writes = dry.writes[storage] if (dry := current_dry()) else 0
     flat = parameter.detach().reshape(-1)
     some = flat[:: max(1, flat.numel() // _ELEMENTS)].contiguous()
-    return bytes(some.view(torch.uint8).tolist())
+    return storage, writes, bytes(some.view(torch.uint8).tolist())

@@ -65,7 +65,7 @@ class _OperatorFacts(NamedTuple):
 class Dry(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The dispatch mode of a dry run, below all other modes, so a recorder sees the same operators.
 
-    `batch_size` is the batch size of the first loader. `owned_only`: do not change data that existed before
+    `batch_size` is the batch size of the first loader, `writes` the number of writes to a storage. `owned_only`: do not change data that existed before
     the dry run, such as a live model's.
     """
 
@@ -76,6 +76,7 @@ class Dry(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.blanks = blanks()
         self.guesses = Guesses(project)
         self.batch_size: int | None = None
+        self.writes: Counter[int] = Counter()
         self._oracle = oracle()
         self._owned_only = owned_only
         # The storages that the dry run created, and those with unknown elements, by address.
@@ -182,6 +183,7 @@ class Dry(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Mark the elements of these tensors as unknown."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
+            self.writes[storage._cdata] += 1
             if not self.blanks.holds(storage.data_ptr()):
                 self._stale[storage._cdata] = storage
 
