@@ -1,13 +1,14 @@
 """Scripts drawn from what people do to their training loops, plain and under torchtrim.
 
-    python -m bench.habits [SCRIPTS [SEED]] [--verbs] [--again SEED] [--smaller SEED]
+    python -m bench.habits [SCRIPTS [SEED]] [--verbs] [--seconds N] [--again SEED] [--smaller SEED]
 
 Each script has one habit of each kind of `bench/habits/`: its block, what its modules take and return,
 where batches come from, the loop, what stands around it, the optimizer, the step, its end and its start; and
 some of the settings and additions of `customs.py`. It runs plain and under a verb that plans, each in a fork
 of one process that has imported torch, and then under `run` with the plan. One script in four goes through
 `diagnose` and `optimize` too, whose peaks are compared with those of torch's allocator, and whose floors with
-the peaks of checkpointed blocks. With `--verbs`: every verb, four budgets. Faults are other output, another
+the peaks of checkpointed blocks. With `--verbs`: every verb, at one of four budgets. `--seconds` begins no
+script after these; runs from other seeds join those in the file. Faults are other output, another
 exit code, a script that fails only under torchtrim, a traceback, a wrong peak, a certificate that does not
 hold, and a refusal above what a person reaches. `--again` prints the script and the faults of one seed,
 `--smaller` the fewest habits that still have a fault of that kind.
@@ -16,17 +17,20 @@ hold, and a refusal above what a person reaches. `--again` prints the script and
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from bench.habits.judging import Fault, faults, faults_of_verbs
 from bench.habits.running import prepare
 from bench.habits.script import Habits, drawn, simpler, text_of
-from bench.machine import save
+from bench.machine import save, saved
 
 Judge = Callable[[Habits, Path, int], list[Fault]]
 
@@ -36,12 +40,15 @@ def _cheap(habits: Habits, folder: Path, seed: int) -> list[Fault]:
 
 
 def _whole(habits: Habits, folder: Path, seed: int) -> list[Fault]:
-    return list(faults_of_verbs(habits, folder))
+    return list(faults_of_verbs(habits, folder, random.Random(seed)))
 
 
-def judged(seeds: Iterable[int], judge: Judge, root: Path) -> Iterator[tuple[int, list[Fault]]]:
+def judged(
+    seeds: Iterable[int], judge: Judge, root: Path, seconds: float
+) -> Iterator[tuple[int, list[Fault]]]:
     """Yield each seed with the faults of its script."""
-    for seed in seeds:
+    ends = time.monotonic() + seconds
+    for seed in itertools.takewhile(lambda _: time.monotonic() < ends, seeds):
         folder = root / str(seed)
         yield seed, judge(drawn(seed), folder, seed)
         shutil.rmtree(folder, ignore_errors=True)
@@ -72,6 +79,7 @@ def main() -> None:
     parser.add_argument("scripts", type=int, nargs="?", default=3_000)
     parser.add_argument("seed", type=int, nargs="?", default=random.SystemRandom().randrange(2**31))
     parser.add_argument("--verbs", action="store_true")
+    parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--again", type=int)
     parser.add_argument("--smaller", type=int)
     parser.add_argument("--no-save", action="store_true")
@@ -100,36 +108,47 @@ def _chosen(chosen: argparse.Namespace, judge: Judge, root: Path) -> None:
 
 
 def _all(chosen: argparse.Namespace, judge: Judge, root: Path) -> None:
-    kinds: Counter[str] = Counter()
-    faulty = {}
-    done = 0
-    unsound = []  # scripts that torch itself does not run
+    found: dict[str, dict[str, Any]] = {}
+    unsound = 0  # scripts that torch itself does not run
+    seeds = range(chosen.seed, chosen.seed + chosen.scripts)
     try:
-        for seed, found in judged(range(chosen.seed, chosen.seed + chosen.scripts), judge, root):
-            if any(one.kind == "plain" for one in found):
-                unsound.append(seed)
+        for seed, faults in judged(seeds, judge, root, chosen.seconds):
+            if any(one.kind == "plain" for one in faults):
+                unsound += 1
                 continue
-            done += 1
-            kinds.update({one.kind for one in found})
-            for one in found:
+            for one in faults:
                 print(f"seed {seed} ({drawn(seed)})\n  {one.kind}: {one.shown}", flush=True)
-            if found:
-                faulty[str(seed)] = {
-                    "habits": str(drawn(seed)),
-                    "faults": [one.kind for one in found],
-                }
+            kinds = [one.kind for one in faults]
+            found[str(seed)] = {"habits": str(drawn(seed)), "faults": kinds}
     except KeyboardInterrupt:
         pass
-    print(f"{done} scripts from seed {chosen.seed}, {len(faulty)} with faults: {dict(kinds)}")
+    faulty = {seed: one for seed, one in found.items() if one["faults"]}
+    counts = Counter(kind for one in faulty.values() for kind in one["faults"])
+    print(
+        f"{len(found)} scripts from seed {chosen.seed}, {len(faulty)} with faults: {dict(counts)}"
+    )
+    print(f"go on with seed {chosen.seed + len(found) + unsound}")
     if not chosen.no_save:
-        name = "habits_verbs" if chosen.verbs else "habits"
-        summary = {
-            "scripts": done,
-            "seed": chosen.seed,
-            "faulty": len(faulty),
-            "kinds": dict(kinds),
-        }
-        save(name, {"summary": summary, "faults": faulty})
+        _join("habits_verbs" if chosen.verbs else "habits", found)
+
+
+def _join(name: str, found: dict[str, dict[str, Any]]) -> None:
+    """Add the scripts to those in the file, in place of those with the same seeds."""
+    before = saved(name)
+    clean = {*map(str, before.get("clean", ())), *found}
+    faults = {**before.get("faults", {})}
+    for seed, one in found.items():
+        faults.pop(seed, None)
+        if one["faults"]:
+            faults[seed] = one
+    clean -= faults.keys()
+    counts = Counter(kind for one in faults.values() for kind in one["faults"])
+    summary = {
+        "scripts": len(clean) + len(faults),
+        "faulty": len(faults),
+        "kinds": dict(counts),
+    }
+    save(name, {"summary": summary, "clean": sorted(map(int, clean)), "faults": faults})
 
 
 if __name__ == "__main__":
