@@ -65,8 +65,8 @@ class _OperatorFacts(NamedTuple):
 class Dry(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The dispatch mode of a dry run, below all other modes, so a recorder sees the same operators.
 
-    `batch_size` is the batch size of the first loader, `writes` the number of writes to a storage. `owned_only`: do not change data that existed before
-    the dry run, such as a live model's.
+    `batch_size` is the batch size of the first loader, `writes` the number of writes to a storage.
+    `owned_only`: do not change data that existed before the dry run, such as a live model's.
     """
 
     supports_higher_order_operators = True
