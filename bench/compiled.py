@@ -318,11 +318,19 @@ def main() -> None:
             torch.compile(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
         for name in options.models or (*MODELS, *OTHERS):
             for found in measured(name, parts, options.shares, clocks=options.clock):
-                models[name] = {**models.get(name, {}), **found}
+                models[name] = merged(models.get(name, {}), found)
                 save("compiled", {"summary": summary(models), "models": models})
             print(name, json.dumps(found), flush=True)
             gc.collect()
     print(json.dumps(summary(models), indent=1))
+
+
+def merged(known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Return what is known of a model with what was found now: other shares stay."""
+    shares = known.get("shares", {}) | found.get("shares", {})
+    return (
+        known | found | ({"shares": dict(sorted(shares.items(), reverse=True))} if shares else {})
+    )
 
 
 def measured(
