@@ -261,6 +261,29 @@ def test_what_is_between_norms_runs_in_parts() -> None:
     assert abs(predicted - measured) <= 0.05 * measured
 
 
+class Codes(torch.nn.Module):
+    """Writes a buffer from the whole batch, as a codebook that follows its means."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x * 2
+
+
+def test_what_writes_its_buffers_is_not_offered() -> None:
+    layers = [torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()) for _ in range(4)]
+    net = torch.nn.Sequential(*layers[:2], Codes(), *layers[2:])
+    recorded = step_of(torchtrim.record(train_step(net, torch.randn(64, 32), "SGD")))
+    places = {option.where for option in TECHNIQUE.options(recorded)}
+    assert "Sequential" not in places
+    assert places >= {"Sequential[0:2]", "Sequential[3:5]"}
+
+
 def test_techniques_share_a_chain() -> None:
     """Ranges of a Sequential that are not the same stay when others go, in any order."""
     torch.manual_seed(0)

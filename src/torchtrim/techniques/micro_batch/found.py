@@ -34,9 +34,9 @@ class Split(NamedTuple):
 def splits_of(step: Step) -> list[Split]:
     """Return the modules and ranges of a Sequential that hold most memory for backward, largest first.
 
-    Counts the bytes they keep and the highest rise in one task. A module with user hooks, or with BatchNorm
-    over the samples, may not be split, but the range between two of these may. Other operations that mix
-    samples are detected at the first batch.
+    Counts the bytes they keep and the highest rise in one task. A module with user hooks, with BatchNorm
+    over the samples, or that writes its buffers, may not be split, but the range between two of these may.
+    Other operations that mix samples are detected at the first batch.
     """
     if step.profile is None or step.profile.world > 1:
         return []
@@ -58,7 +58,7 @@ class _SplitFinder:
         if not calls or number in self._index.runs_once:
             return
         path = self._step.modules[number].path
-        if not any(takes_statistics(self._step, call.span) for call in calls):
+        if not any(self._is_whole(call.span) for call in calls):
             yield from self._split(path, [call.span for call in calls])
         elif self._step.modules[number].chain:
             for (first, last), spans in self._ranges(calls).items():
@@ -85,12 +85,17 @@ class _SplitFinder:
     def _between(self, inner: Sequence[StepCall]) -> Iterator[tuple[int, int]]:
         first = 0
         for last in range(len(inner) + 1):
-            if last == len(inner) or takes_statistics(self._step, inner[last].span):
+            if last == len(inner) or self._is_whole(inner[last].span):
                 while first < last and self._writes_input(inner[first]):
                     first += 1
                 if last - first > 1:
                     yield first, last
                 first = last + 1
+
+    def _is_whole(self, span: Span) -> bool:
+        wrote = {n for task in range(*span) for n in self._step.tasks[task].writes}
+        writes = any(self._step.tensors[number].kind == "buffer" for number in wrote)
+        return writes or takes_statistics(self._step, span)
 
     def _writes_input(self, call: StepCall) -> bool:
         wrote = {n for task in range(*call.span) for n in self._step.tasks[task].writes}
