@@ -55,6 +55,7 @@ LONGER = {
     "nri train": "--epochs 40",
     "mixup-cifar10 train": "",
     "Informer2020 main_informer": "--train_epochs 20",
+    "LTSF-Linear run_longExp": "--train_epochs 20 --patience 20",
     "awd-lstm-lm main": "--epochs 40",
     "s4 example": "",
     "Pointnet_Pointnet2_pytorch train_classification": "--epoch 40",
