@@ -28,6 +28,7 @@ import torch._dynamo  # noqa: F401
 import torchtrim
 from torchtrim.cli import main as command_line
 from torchtrim.core.isolation import DEBUG
+from torchtrim.report.html import environment
 from torchtrim.runner import warm
 
 SECONDS = 300.0
@@ -132,6 +133,8 @@ def prepare(folder: Path) -> None:
         if "pytest" not in found.name and not found.name.endswith("__main__"):
             with contextlib.suppress(ImportError):
                 importlib.import_module(found.name)
+    for name in environment().list_templates(extensions=["jinja"]):
+        environment().get_template(name)  # compiled once, not in each fork
     gc.collect()
     gc.freeze()  # as the process is whose forks run the scripts of verbs
     script = folder / "warm.py"
