@@ -26,6 +26,11 @@ class Way(NamedTuple):
     groups: bool = False
     direct: bool = False
     decay: float = 0.01
+    name: str = "one"
+    parts: int = 1
+    share: float = 1.0
+    flips: bool = False
+    rate: float = 1e-2
 
 
 def step(way: Way) -> TrainStep:
@@ -34,15 +39,16 @@ def step(way: Way) -> TrainStep:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one = nn.Linear(16, 48)
+            self.add_module(way.name, nn.Linear(16, 48))
             self.two = nn.Sequential(Gelu() if way.function else nn.GELU(), nn.Linear(48, 4))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            one = self.get_submodule(way.name)
             if way.chunks:
-                parts = zip(self.one.weight.chunk(3), self.one.bias.chunk(3), strict=True)
+                parts = zip(one.weight.chunk(3), one.bias.chunk(3), strict=True)
                 x = torch.cat([F.linear(x, weight, bias) for weight, bias in parts], -1)
             else:
-                x = self.one(x)
+                x = one(x)
             return self.two.forward(x) if way.direct else self.two(x)
 
     net = Net()
@@ -51,8 +57,14 @@ def step(way: Way) -> TrainStep:
         {"params": own[:2], "weight_decay": 0.01},
         {"params": own[2:], "weight_decay": way.decay},
     ]
-    optimizer = torch.optim.AdamW(groups if way.groups else own, 1e-2, weight_decay=0.01)
-    return TrainStep(net, lambda net, x: net(x).square().mean(), optimizer, torch.randn(8, 16))
+    optimizer = torch.optim.AdamW(groups if way.groups else own, way.rate, weight_decay=0.01)
+
+    def loss(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        parts = (x.flip(0) if way.flips else x).chunk(way.parts)
+        found = sum((net(one).square().mean() for one in parts), x.new_zeros(()))
+        return found * way.share
+
+    return TrainStep(net, loss, optimizer, torch.randn(8, 16))
 
 
 @pytest.mark.parametrize(
@@ -61,6 +73,9 @@ def step(way: Way) -> TrainStep:
         (Way(function=True), "built otherwise, first in attribute:Net.two.0.approximate"),
         (Way(chunks=True), "built otherwise, first in call:Net.one"),
         (Way(groups=True), ""),
+        (Way(name="hidden"), "Net.one is Net.hidden in the other"),
+        (Way(parts=2, share=0.5), "outputs are of another number of calls, and not compared"),
+        (Way(rate=0.1**2), "built otherwise, first in hyperparameter:0.lr"),
     ],
 )
 def test_equal_numbers_are_equal(way: Way, said: str) -> None:
@@ -78,3 +93,22 @@ def test_a_setting_of_some_parameters_is_named() -> None:
     assert found.verdict == "NOT EQUAL"
     assert found.first_difference is not None
     assert "weight_decay" in found.first_difference.module
+
+
+def test_a_name_does_not_hide_a_difference() -> None:
+    found = torchtrim.verify(step(Way()), step(Way(name="hidden", decay=0.0, groups=True)), steps=1)
+    assert found.verdict == "NOT EQUAL"
+    found = torchtrim.verify(step(Way()), step(Way(name="hidden", share=1 + 1e-6)), steps=1)
+    assert found.verdict == "NOT EQUAL"
+    assert "gradient" in found.reason or "loss" in found.reason
+
+
+def test_parts_of_a_batch_that_are_added_up_wrongly_are_a_difference() -> None:
+    found = torchtrim.verify(step(Way()), step(Way(parts=2)), steps=1)
+    assert found.verdict == "NOT EQUAL"
+
+
+def test_outputs_in_another_order_are_a_difference_and_the_reason_says_what_agrees() -> None:
+    found = torchtrim.verify(step(Way()), step(Way(flips=True)), steps=1)
+    assert found.verdict == "NOT EQUAL"
+    assert "losses, gradients and parameters agree" in found.reason

@@ -82,3 +82,37 @@ def test_a_long_sum_in_another_order_is_rounding() -> None:
         budget_bytes=1,
     )
     assert fitting.verify(fitting.observe(), plan).verdict == "ROUNDING"
+
+
+class Rounded(torch.nn.Linear):
+    """A layer whose results have bfloat16's digits, as kernels of float32 may; in float64 they have all."""
+
+    rounds = flips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        if self.flips:
+            x, weight = x.flip(-1), weight.flip(-1)
+        found = torch.nn.functional.linear(x, weight, self.bias)
+        return found.bfloat16().float() if self.rounds and x.dtype is torch.float32 else found
+
+
+def rounded(*, rounds: bool, flips: bool = False) -> torchtrim.TrainStep:
+    torch.manual_seed(0)
+    layer = Rounded(64, 64)
+    # Not attributes of an instance, which are compared.
+    layer.__class__ = type("Rounded", (Rounded,), {"rounds": rounds, "flips": flips})
+    return train_step(layer, torch.randn(16, 64), "SGD")
+
+
+def test_fewer_digits_are_no_rounding_of_float32() -> None:
+    found = torchtrim.verify(rounded(rounds=False), rounded(rounds=True), steps=1)
+    assert found.verdict == "UNDECIDED"
+    assert "fewer digits" in found.reason
+
+
+def test_fewer_digits_on_both_sides_are() -> None:
+    found = torchtrim.verify(rounded(rounds=True), rounded(rounds=True, flips=True), steps=1)
+    assert found.verdict == "ROUNDING"
+    assert found.largest_difference is not None
+    assert found.largest_difference > 1e-4

@@ -6,7 +6,10 @@ import math
 import re
 from typing import NamedTuple
 
-from torchtrim.certify import compare
+import msgspec
+import torch
+
+from torchtrim.certify import compare, construction
 from torchtrim.certify.compare import (
     KEPT_BY_PYTHON,
     Parting,
@@ -17,15 +20,18 @@ from torchtrim.certify.compare import (
     name_of,
     sample_of,
 )
-from torchtrim.certify.contest import Contest, attempt, folders, keeping, traced
+from torchtrim.certify.contest import Contest, attempt, folders, keeping, keeping_other, traced
 from torchtrim.certify.rounding import Judgement, judge_in_double
 from torchtrim.errors import ApplyFailed, ScriptFailed
 from torchtrim.executor.registry import unseen_by
-from torchtrim.records.certificate import Certificate, Difference, Verdict
+from torchtrim.records.certificate import Certificate, Difference
 from torchtrim.records.plan import Plan
 from torchtrim.records.trial import Trial
 from torchtrim.runner.trials import Progress
 
+_NARROWER = torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps
+_KERNELS = 100.0
+"""Between kernels of float32, about 10 units in the last place apart, and TF32 with 8,000."""
 NOISE_FACTOR = 2.0  # arbitrary, above the spread among pairs of the original's runs
 _CALLS_NAMES = """
     recompute replay overwrite plain_optimizer offload_activations offload_optimizer optimizer_in_backward
@@ -40,11 +46,13 @@ class RelativeDifferences(NamedTuple):
     """Largest relative differences: planned against original, and original against itself.
 
     `early`: planned against original in the first step that differs, up to its first update of parameters.
+    `unlike`: what differs by more than a number, if anything does.
     """
 
     difference: float
     noise: float
     early: float = 0.0
+    unlike: str = ""
 
 
 def certify(contest: Contest, original: Trial, planned: Trial, progress: Progress) -> Certificate:
@@ -53,15 +61,19 @@ def certify(contest: Contest, original: Trial, planned: Trial, progress: Progres
     If bits differ, run the original again, for its differences from itself; if the verdict is not equal, run
     both once more, for the first operator that differs.
     """
+    plan, otherwise = contest.planned_request.plan, ""
+    if plan is None:
+        planned, labels, otherwise = construction.renamed(original, planned)
+        contest = contest._replace(renamed=labels)
     found = differences(original, planned)
-    plan = contest.planned_request.plan
     if plan is not None and any(one.name not in _CALLS_AS_BEFORE for one in plan.techniques):
         # Such a technique may call modules otherwise, as once for each part of a batch.
         found = [label for label in found if not name_of(label).startswith("call:")]
     found += compare.left_behind(original, planned)
     built: list[str] = []
     if plan is None:
-        found, built = compare.built_otherwise(found, original, planned)
+        found, built = construction.built_otherwise(found, original, planned)
+        contest = contest._replace(built=frozenset(built))
     judged = Judgement("BITWISE", "every bit of two runs agrees")
     figures = RelativeDifferences(0.0, 0.0)
     if found:
@@ -71,13 +83,12 @@ def certify(contest: Contest, original: Trial, planned: Trial, progress: Progres
         if alone:
             said = f"{alone} differs between two runs of the original, and is ignored"
             judged = judged._replace(reason=f"{judged.reason}; {said}")
-    if built and judged.verdict in ("BITWISE", "ROUNDING"):
-        said = f"the program is built otherwise, first in {name_of(built[0])}"
-        judged = judged._replace(reason=f"{judged.reason}; {said}")
-    verdict = judged.verdict
-    first = _first(contest, original, _cause(found), verdict, progress) if found else None
+    if judged.verdict in ("BITWISE", "ROUNDING"):
+        parts = [judged.reason, construction.said_of(built) if built else "", otherwise]
+        judged = judged._replace(reason="; ".join(filter(None, parts)))
+    first = _first(contest, original, found, judged, progress) if found else None
     return Certificate(
-        verdict=verdict,
+        verdict=judged.verdict,
         compared=compare.compared(original),
         largest_difference=_finite(figures.difference) if found else 0.0,
         first_difference=first,
@@ -162,22 +173,51 @@ def _judge(
             f"the plan differs by {figures.difference:.1e}, the original from itself by "
             f"{figures.noise:.1e}",
         )
-    if math.isinf(figures.difference):
-        return Judgement("NOT EQUAL", f"tensors, shapes or NaNs differ, first in {found[0]}")
+    exact = [label for label in found if not has_values(label)]
+    caused = _cause(found) in exact
+    if math.isinf(figures.difference) and not caused:
+        return Judgement("NOT EQUAL", figures.unlike)
     if name_of(found[0]) == _LEFT:
         reason = "more memory is live after each step than after the original's"
         return Judgement("NOT EQUAL", reason)
-    if exact := [label for label in found if not has_values(label)]:
-        reason = f"quantities without rounding differ, first {name_of(exact[0])}"
-        return Judgement("NOT EQUAL", reason)
+    if exact:
+        named = name_of(_cause(found) if caused else exact[0])
+        return Judgement("NOT EQUAL", f"quantities without rounding differ, first {named}")
     judged = judge_in_double(contest, original, found, progress)
-    if judged.verdict == "ROUNDING" and figures.early > contest.limit:
+    if judged.verdict != "ROUNDING":
+        return judged
+    reason = _fewer_digits(contest, found, judged, figures.early, progress)
+    if not reason and figures.early > contest.limit:
         reason = (
             f"before an update it differs by {figures.early:.1e}, which float64 does not show: there the "
             "program may take another path"
         )
-        return Judgement("UNDECIDED", reason, judged.sees)
-    return judged
+    return Judgement("UNDECIDED", reason, judged.sees) if reason else judged
+
+
+def _fewer_digits(
+    contest: Contest, found: list[str], judged: Judgement, early: float, progress: Progress
+) -> str:
+    """Return why a difference before an update is more than float32 rounds; empty if it is not.
+
+    What float64 explains, at float32's precision, is the first measure, and a perturbed run the second: the
+    original may itself compute in bfloat16 in places.
+    """
+    if early <= max(judged.sees.values(), default=0.0) * _NARROWER:
+        return ""
+    names = tuple(before_update(sample_of(found)))
+    with folders(2) as (plain, moved):
+        request = keeping(contest.request, names)
+        attempt(contest, False, request, plain, progress, again="plain")
+        nudged = msgspec.structs.replace(request, nudged=1)
+        attempt(contest, False, nudged, moved, progress, again="nudged")
+        own = max(largest_difference(plain, moved, names), torch.finfo(torch.float32).eps)
+    if early <= _KERNELS * own:
+        return ""
+    return (
+        f"in float64 both agree, but before an update they differ by {early:.1e}, and one unit in the last "
+        f"place changes the original by {own:.1e}: one computes with fewer digits, such as bfloat16 or TF32"
+    )
 
 
 def _measure(
@@ -198,21 +238,25 @@ def _measure(
             attempt(contest, False, kept, one, progress)
         if noise:
             attempt(contest, False, kept, three, progress, again="three")
-        attempt(contest, True, keeping(contest.planned_request, all_names), two, progress)
+        attempt(contest, True, keeping_other(contest, all_names), two, progress)
         figures = RelativeDifferences(
             largest_difference(one, two, all_names),
             largest_difference(one, three, all_names) if noise else 0.0,
             largest_difference(one, two, tuple(before_update(all_names))),
+            compare.unlike(one, two, all_names),
         )
         return found, noise, alone, figures
 
 
 def _first(
-    contest: Contest, trial: Trial, label: str, verdict: Verdict, progress: Progress
+    contest: Contest, trial: Trial, found: list[str], judged: Judgement, progress: Progress
 ) -> Difference:
-    step, _, rest = label.partition("/")
+    shown = [label for label in found if label in judged.beyond] or found
+    # Before another first difference are those that only round, whose operators would be named.
+    traced = judged.verdict == "NOT EQUAL" and shown[0] == found[0]
+    step, _, rest = _cause(shown).partition("/")
     quantity, _, name = rest.partition(":")
-    apart = _parting(contest, int(step), progress) if verdict == "NOT EQUAL" else None
+    apart = _parting(contest, int(step), progress) if traced else None
     if apart is not None and apart.inputs and quantity in ("output", "loss", "gradient"):
         quantity, name = _of_root("input", apart.inputs)
         return Difference(module=name, op=f"{quantity} in step {int(step) + 1}")

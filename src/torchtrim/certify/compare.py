@@ -63,28 +63,6 @@ def _states(step: TrialStep) -> dict[str, str]:
     return {name: value for name, value in step.digests.items() if name.startswith(GENERATOR)}
 
 
-def built_otherwise(found: list[str], one: Trial, other: Trial) -> tuple[list[str], list[str]]:
-    """Split differences into those of results, and those of how a program is built.
-
-    As an attribute of a module that the other program lacks, or how often a module without hooks is called.
-    If only its children are called, its `forward` was called directly, which skips the hooks of wrappers.
-    """
-    built = [label for label in found if _is_built(label, one, other)]
-    return [label for label in found if label not in set(built)], built
-
-
-def _is_built(label: str, one: Trial, other: Trial) -> bool:
-    number, _, name = label.partition("/")
-    steps = [trial.steps[int(number)].digests for trial in (one, other)]
-    sides = [digests.get(name) for digests in steps]
-    if name.startswith("attribute:"):
-        return None in sides
-    has_children = any(label.startswith(f"{name}.") for digests in steps for label in digests)
-    # Calls, pre-hooks and hooks: a hook may do anything.
-    plain = all(text is None or text.endswith(" 0, 0]") for text in sides)
-    return name.startswith("call:") and plain and not has_children
-
-
 def left_behind(one: Trial, other: Trial) -> list[str]:
     """Return a difference if the other keeps more memory live after each of the last measured steps."""
     pairs = list(zip(one.steps, other.steps, strict=False))
@@ -146,6 +124,21 @@ def largest_difference(one: Path, other: Path, names: Sequence[str]) -> float:
         scales[group] = max(scales.get(group, 0.0), scale)
         gaps[group] = max(gaps.get(group, 0.0), gap)
     return max((gap / scales[g] if gap else 0.0 for g, gap in gaps.items()), default=0.0)
+
+
+def unlike(one: Path, other: Path, names: Sequence[str]) -> str:
+    """Return which value is the first to differ by more than a number, and how; empty if none is."""
+    for number, name in enumerate(names):
+        a, b = load_kept(one, number), load_kept(other, number)
+        if math.isfinite(difference(a, b)[0]):
+            continue
+        what = f"{name_of(name)} of step {int(name.partition('/')[0]) + 1}"
+        if a is None or b is None:
+            return f"{what} is only in the {'other' if a is None else 'original'}"
+        if a.shape != b.shape:
+            return f"{what} has shape {[*a.shape]}, and {[*b.shape]} in the other"
+        return f"{what} has other values that are NaN or infinite"
+    return ""
 
 
 def group_of(name: str) -> str:

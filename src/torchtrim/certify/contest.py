@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +22,8 @@ class Contest(NamedTuple):
     """Comparison of a workload with another workload and request that should give equal results.
 
     `limit`: largest relative difference before an update that rounding in float32 is believed to make.
-    `jobs`: the job's runs, if both workloads are ranks.
+    `jobs`: the job's runs, if both workloads are ranks. `renamed`: the other's own label where it differs.
+    `built`: labels that differ only in how the programs are built.
     """
 
     original: Workload
@@ -31,6 +32,8 @@ class Contest(NamedTuple):
     planned_request: Request
     limit: float = ROUNDING_LIMIT
     jobs: Jobs | None = None
+    renamed: Mapping[str, str] = {}
+    built: frozenset[str] = frozenset()
 
 
 def keeping(
@@ -40,6 +43,12 @@ def keeping(
     return msgspec.structs.replace(
         request, keep=names, double=double, digests=digests, measured=False
     )
+
+
+def keeping_other(contest: Contest, names: tuple[str, ...], *, double: bool = False) -> Request:
+    """Return the other program's request that keeps these values, by its own names."""
+    own = tuple(contest.renamed.get(name, name) for name in names)
+    return keeping(contest.planned_request, own, double=double)
 
 
 def traced(request: Request, step: int, *, double: bool = False) -> Request:

@@ -114,8 +114,8 @@ class RoundingNoise:
         for owner, names in self._owned.items():
             folders = (*moved.values(), *others.values()) if owner else ()
             blurred = {one: self._blurred(owner, one, most) for one in folders}
-            masks = {one: [mask] for one, mask in blurred.items() if mask is not None}
             for name in filter(self._computed, names):
+                masks = {one: _until(name, steps) for one, steps in blurred.items()}
                 found[name] = self._measured(name, moved, others, masks)
                 _, scale = self._difference(name, self._plain, self._other)
                 scales[group_of(name)] = max(scales.get(group_of(name), 0.0), scale)
@@ -124,6 +124,14 @@ class RoundingNoise:
             for name in self._number
             if name in found
         ]
+
+    def repeats(self, again: Path, judged: Sequence[JudgedQuantity]) -> bool:
+        """Return True if the other program's second run is as near to its first as rounding explains."""
+        for one in judged:
+            gap, scale = self._difference(one.name, self._other, again)
+            if gap and gap / max(scale, math.ulp(0.0)) > one.bound:
+                return False
+        return True
 
     def _computed(self, name: str) -> bool:
         folders = self._plain, self._other
@@ -168,14 +176,15 @@ class RoundingNoise:
         self._apart[key] = difference(a, b)
         return self._apart[key]
 
-    def _blurred(self, owner: str, folder: Path, most: float) -> torch.Tensor | None:
-        """Return a mask of the elements whose gradient in any step is rounding alone, as this run shows it.
+    def _blurred(self, owner: str, folder: Path, most: float) -> dict[int, torch.Tensor]:
+        """Return masks of the elements whose gradient is rounding alone up to a step, as this run shows it.
 
         Updates that use little more than a gradient's sign, as Adam's first, make any difference there as
         large as the learning rate. The gradients themselves are judged.
         """
+        masks: dict[int, torch.Tensor] = {}
         found: torch.Tensor | None = None
-        for name in self._gradients.get(owner, ()):
+        for name in sorted(self._gradients.get(owner, ()), key=_step_of):
             if self._nearest.get((name, folder), 0.0) > most:
                 continue
             ratio = self._steadiness(name, folder)
@@ -183,7 +192,8 @@ class RoundingNoise:
                 nearest = self._nearest[name, folder] = float(ratio.min())
                 if nearest <= most and (found is None or found.shape == ratio.shape):
                     found = ratio <= most if found is None else found | (ratio <= most)
-        return found
+                    masks[_step_of(name)] = found
+        return masks
 
     def _steadiness(self, name: str, folder: Path) -> torch.Tensor | None:
         """Return how many times its differences each element of a gradient is, inf without any."""
@@ -199,6 +209,16 @@ class RoundingNoise:
 
     def _load(self, folder: Path, name: str) -> torch.Tensor | None:
         return load_kept(folder, self._number[name])
+
+
+def _step_of(name: str) -> int:
+    return int(name.partition("/")[0])
+
+
+def _until(name: str, masks: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+    """Return the last mask of the steps up to a quantity's own: later gradients have not changed it."""
+    steps = [step for step in masks if step <= _step_of(name)]
+    return [masks[max(steps)]] if steps else []
 
 
 def _judged(name: str, gap: float, spread: float, most: float, scale: float) -> JudgedQuantity:

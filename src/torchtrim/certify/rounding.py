@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,8 +12,14 @@ from typing import NamedTuple
 import msgspec
 
 from torchtrim.certify import compare, noise
-from torchtrim.certify.compare import before_update, first_quantities, name_of, sample_of
-from torchtrim.certify.contest import Contest, attempt, folders, keeping, traced
+from torchtrim.certify.compare import (
+    before_update,
+    first_quantities,
+    has_values,
+    name_of,
+    sample_of,
+)
+from torchtrim.certify.contest import Contest, attempt, folders, keeping, keeping_other, traced
 from torchtrim.certify.noise import JudgedQuantity, RoundingNoise
 from torchtrim.errors import ApplyFailed, ScriptFailed
 from torchtrim.records.certificate import Verdict
@@ -23,12 +31,21 @@ _CHAOS = 1e-8
 that varies as much multiplies one rounding by 5e7, and nothing can be said of a change."""
 
 
+_MOST_BYTES = 2**30
+"""Bytes of one run's values up to which all that differ are judged; arbitrary, written in about a second."""
+_SPARE = 16  # of the disk, such runs: more than are made
+
+
 class Judgement(NamedTuple):
-    """A verdict with its reason, and the smallest relative changes that would have been seen."""
+    """A verdict with its reason, and the smallest relative changes that would have been seen.
+
+    `beyond`: the differences that rounding does not explain, if float64 showed that.
+    """
 
     verdict: Verdict
     reason: str
     sees: dict[str, float] = {}
+    beyond: tuple[str, ...] = ()
 
 
 def judge_in_double(
@@ -39,23 +56,19 @@ def judge_in_double(
     A change that is small beside the first perturbed run's differences rounds; one beyond its bound does not.
     More runs decide on the rest.
     """
-    first = first_quantities(original)
-    names = _with_gradients(original, sample_of(found), first)
-    with folders(2 + 2 * len(noise.STAGES[-1])) as (plain, other, *free):
+    first = tuple(one for one in first_quantities(original) if one not in contest.built)
+    chosen = _judged_of(original, found)
+    names = _with_gradients(original, chosen, first)
+    with folders(3 + 2 * len(noise.STAGES[-1])) as (plain, other, *free):
         spread = _Spread(contest, names, plain, other, free, progress)
         try:
             judged = spread.judge()
         except (ApplyFailed, ScriptFailed, RuntimeError):
             reason = "it differs, and the run in float64 that would tell rounding from a bug failed"
             return Judgement("NOT EQUAL", reason)
-    beyond = next((one for one in judged if one.beyond), None)
-    if beyond is not None:
-        step, _, name = beyond.name.partition("/")
-        return Judgement(
-            "NOT EQUAL",
-            f"in float64 {name} of step {int(step) + 1} still differs by {beyond.gap:.1e}, and rounding "
-            f"explains {beyond.bound:.1e}",
-        )
+    beyond = [one for one in judged if one.beyond]
+    if beyond:
+        return _unequal(beyond, found)
     sees = noise.sizes(judged, first)
     early = set(before_update(first))
     wild = max((one for one in judged if one.name in early), key=lambda one: one.gap, default=None)
@@ -68,12 +81,43 @@ def judge_in_double(
             sees,
         )
     worst = max(judged, key=lambda one: one.gap)
+    count = sum(map(has_values, found))
+    which = "all differences" if len(chosen) == count else f"{len(chosen)} of {count} differences"
     return Judgement(
         "ROUNDING",
-        f"in float64 all differences, at most {worst.gap:.1e}, are within what one unit in the last place "
+        f"in float64 {which}, at most {worst.gap:.1e}, are within what one unit in the last place "
         f"changes the original{_said(sees)}",
         sees,
     )
+
+
+def _unequal(beyond: Sequence[JudgedQuantity], found: Sequence[str]) -> Judgement:
+    """Return the verdict on differences that rounding does not explain, the first of the program first."""
+    order = {name: number for number, name in enumerate(found)}
+    beyond = sorted(beyond, key=lambda one: order.get(one.name, len(order)))
+    first, names = beyond[0], tuple(one.name for one in beyond)
+    step, _, name = first.name.partition("/")
+    said = (
+        f"in float64 {name} of step {int(step) + 1} still differs by {first.gap:.1e}, and rounding "
+        f"explains {first.bound:.1e}"
+    )
+    if all(name_of(name).startswith("output:") for name in names) and len(names) < len(found):
+        said += ", while losses, gradients and parameters agree: of a batch in another order, for example"
+    return Judgement("NOT EQUAL", said, beyond=names)
+
+
+def _judged_of(original: Trial, found: Sequence[str]) -> tuple[str, ...]:
+    """Return the differences to judge: all, or a sample if the values of all would be too large to keep.
+
+    A fault of a late step may be in one tensor alone, beside others that only round.
+    """
+    state = sum(step.state_bytes for step in original.steps)
+    # Parameters, gradients and two states of an optimizer, in float64.
+    whole = 4 * 2 * state * len(original.steps)
+    room = shutil.disk_usage(tempfile.gettempdir()).free / _SPARE
+    if whole <= min(_MOST_BYTES, room):
+        return tuple(filter(has_values, found))
+    return sample_of([*found])
 
 
 def _said(sees: dict[str, float]) -> str:
@@ -97,6 +141,8 @@ class _Spread:
         self._plain, self._other, self._free = plain, other, [*free]
         self._moved: tuple[dict[int, Path], dict[int, Path]] = {}, {}
         self._noise = RoundingNoise(names, plain, other)
+        self._again: Path | None = None
+        self._equals = True
 
     def judge(self) -> list[JudgedQuantity]:
         """Return the judgement of each quantity.
@@ -109,6 +155,8 @@ class _Spread:
         needed = False  # the other's runs
         for seeds in noise.STAGES:
             for both in sorted({needed, True}):
+                if both and not self._repeats(judged):
+                    return judged
                 judged = self._perturbed(seeds, both, noise.ALL)
                 if all(one.gap <= noise.clear(seeds) * one.bound for one in judged):
                     return judged
@@ -129,13 +177,25 @@ class _Spread:
         moved, others = ({seed: of[seed] for seed in seeds if seed in of} for of in self._moved)
         return self._noise.judged(moved, others, runs)
 
+    def _repeats(self, judged: Sequence[JudgedQuantity]) -> bool:
+        """Return True if the other program equals itself, but for what rounding explains of the original.
+
+        What it draws at random is no rounding, though its perturbed runs lie as far apart.
+        """
+        if self._again is None:
+            self._again = self._free.pop()
+            self._run(True, self._again)
+            self._equals = self._noise.repeats(self._again, judged)
+        return self._equals
+
     def _run(self, planned: bool, folder: Path, seed: int = 0) -> None:
-        contest = self._contest
-        request = contest.planned_request if planned else contest.request
-        request = keeping(request, self._names, double=True)
+        contest, names = self._contest, self._names
+        request = keeping(contest.request, names, double=True)
+        request = keeping_other(contest, names, double=True) if planned else request
         if seed:
             request = msgspec.structs.replace(request, nudged=seed)
-        attempt(contest, planned, request, folder, self._progress, again=f"nudged {seed}")
+        again = f"nudged {seed}" if folder != self._again else "once more"
+        attempt(contest, planned, request, folder, self._progress, again=again)
 
 
 def _with_gradients(

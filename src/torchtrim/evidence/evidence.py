@@ -169,6 +169,7 @@ class Evidence(Listener):
             self._script.begins(sys._getframe())
         for path, tensor in (*root.named_parameters(), *root.named_buffers()):
             if not is_lazy(tensor):
+                self.step.state_bytes += tensor.nbytes
                 self._see(f"initial state:{name}.{path}", tensor)
 
     def state(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -278,7 +279,8 @@ def _settings(
 
 def _own_hooks(hooks: Mapping[int, Any]) -> int:
     named = (getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks.values())
-    return sum(not str(name).startswith("torchtrim.") for name in named)
+    # Hooks of FSDP and of parallel layers compute what is compared anyway.
+    return sum(not str(name).startswith(("torchtrim.", "torch.distributed.")) for name in named)
 
 
 def _saved_tensors(saved: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from torchtrim.dispatch.places import Places
 from torchtrim.evidence.attributes import Described, described
@@ -64,6 +65,9 @@ class ScriptState:
         self._first = {name: one for name, one in first.items() if now.get(name) is one}
         for name, value in variables:
             with contextlib.suppress(Exception):
+                if isinstance(value, LRScheduler):
+                    # Its rates are settings of the optimizer; a schedule may be of another class.
+                    value = value.last_epoch
                 is_plain = isinstance(value, (*_PLAIN, torch.Tensor)) or type(value) in _CONTAINERS
                 if not is_plain and self._opened(value) is None:
                     continue

@@ -101,6 +101,7 @@ class TrialStep(Struct, kw_only=True):
 
     `calls`: each kind of call of a root, once. `inputs`: digests of the roots' inputs. A loss that is not
     finite is None, since JSON has no such number. `left_bytes`: bytes live after the step minus those before.
+    `state_bytes`: parameters and buffers of the roots that were first called in this step.
     """
 
     digests: dict[str, str] = {}
@@ -111,6 +112,7 @@ class TrialStep(Struct, kw_only=True):
     peak_bytes: int = 0
     reserved_bytes: int | None = None
     left_bytes: int = 0
+    state_bytes: int = 0
 
 
 class Crash(Struct, frozen=True, kw_only=True):

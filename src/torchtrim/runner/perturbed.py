@@ -16,13 +16,16 @@ from torch.utils._pytree import tree_map
 from torchtrim.dispatch.modes import tensors_among
 from torchtrim.dispatch.storages import parts_of
 from torchtrim.emulator.device import current
+from torchtrim.runner.convolutions import by_shifts, shifts
 
 _POOL = 131_071
 """Signs that are drawn once and used from random places. A prime, so that rows do not repeat them."""
+_POOLS = 32  # sizes of which the pool is kept, 2 MiB each: more than most programs have
 _LOOKED_AT = 1024
 """Values of a tensor that are looked at: if one of them is a whole number, all whole numbers stay."""
 _MORE = 8192  # values looked at where the first are zeros; arbitrary
 _TYPES = (torch.float32, torch.float64)
+_NARROW = (torch.bfloat16, torch.float16)
 _EXACT_NAMES = """
     abs alias clamp clamp_max clamp_min clamp_tensor clone copy copy_ copysign detach fill fill_ floor fmax
     fmin heaviside isnan lift_fresh masked_fill masked_fill_ maximum minimum nan_to_num neg neg_ positive
@@ -52,14 +55,16 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     operator that sums, its inputs move by that many. Results without rounding stay: copies, comparisons,
     and whole numbers, such as counts and masks. `-seed` moves everything the other way; with 0,
     nothing moves. In float64, random numbers are drawn in float32, so that a program takes the path that it
-    takes there.
+    takes there. `narrow`: also move what is or becomes bfloat16 or float16, where a rounding is much more,
+    for runs in float32 alone.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, narrow: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._seed = seed
+        self._seed, self._narrow = seed, narrow
+        self._types = (*_TYPES, *_NARROW) if narrow else _TYPES
         self._places = random.Random(abs(seed))
-        self._pools: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+        self._pools: dict[tuple[torch.device, torch.dtype, float], torch.Tensor] = {}
         self._kinds: dict[Any, str] = {}
 
     def __torch_dispatch__(
@@ -70,12 +75,13 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         kind = self._kinds.get(func)
         if kind is None:
-            kind = self._kinds[func] = _kind(func)
+            casts = self._narrow and func is torch.ops.aten._to_copy.default
+            kind = self._kinds[func] = "round" if casts else _kind(func)
         if kind == "draw":
             with torch._C.DisableTorchFunction():
                 return _drawn(func, args, kwargs)
         if kind == "exact" or not self._seed:
-            return func(*args, **kwargs)
+            return _computed(func, args, kwargs)
         if kind == "sum":
             size = math.sqrt(_terms(func, args))
             names = [argument.name for argument in func._schema.arguments]
@@ -86,26 +92,27 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 else tree_map(lambda v: self._moved_copy(v, size), one)
                 for name, one in zip(names, args, strict=False)
             )
-        result = func(*args, **kwargs)
-        for tensor in filter(_is_moved, _results(func, args, kwargs, result)):
+        result = _computed(func, args, kwargs)
+        for tensor in filter(self._is_moved, _results(func, args, kwargs, result)):
             self._move(tensor, 1.0)
         return result
 
     def moved(self, value: Any, size: float = 1.0) -> Any:
         """Return a value moved by `size` units in the last place; anything but a wide tensor as it is."""
-        if not _is_moved(value):
+        if not self._is_moved(value):
             return value
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             copy = value.clone()
-        self._move(copy, size)  # without gradients: backward passes by the move, as by rounding
+        with torch.no_grad():  # backward passes by the move, as by rounding
+            self._move(copy, size)
         _tag_as(value, copy)
         return copy
 
     def _moved_copy(self, value: Any, size: float) -> Any:
         """Return what `moved` does, for a value below autograd, reading it only once."""
-        if not _is_moved(value):
+        if not self._is_moved(value):
             return value
-        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             copy = torch.empty_like(value)
         if not _is_dense(value) or copy.stride() != value.stride():
             return self.moved(value, size)
@@ -113,10 +120,18 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _tag_as(value, copy)
         return copy
 
+    def _is_moved(self, value: Any) -> bool:
+        return (
+            isinstance(value, torch.Tensor)
+            and type(value) in (torch.Tensor, nn.Parameter)
+            and value.dtype in self._types
+            and value.layout is torch.strided
+            and value.device.type != "meta"
+        )
+
     def _move(self, tensor: torch.Tensor, size: float, source: torch.Tensor | None = None) -> None:
         """Move a tensor's values in place, or write a source's moved values to it; whole numbers stay."""
-        guards = torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction()
-        with guards[0], guards[1], torch.no_grad():
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             flat = _flat(tensor)
             given = flat if source is None else _flat(source)
             holds = _has_whole(given)
@@ -133,21 +148,31 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, given: torch.Tensor, flat: torch.Tensor, size: float
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yield values and the place of the moved ones, in rows as long as the pool, with their factors."""
-        key = flat.device, flat.dtype
+        begin, count = self._places.randrange(_POOL), len(flat)
+        factors = self._factors(flat, size)[begin : begin + min(_POOL, count)]
+        if count <= _POOL:
+            yield given, flat, factors
+            return
+        whole = count // _POOL * _POOL
+        yield given[:whole].view(-1, _POOL), flat[:whole].view(-1, _POOL), factors
+        if whole < count:
+            yield given[whole:], flat[whole:], factors[: count - whole]
+
+    def _factors(self, flat: torch.Tensor, size: float) -> torch.Tensor:
+        """Return the pool of factors twice, so that any place in it is followed by a whole one."""
+        key = flat.device, flat.dtype, size
         if key not in self._pools:
             draws = torch.Generator("cpu").manual_seed(abs(self._seed))
-            bits = torch.randint(2, (_POOL,), generator=draws, dtype=flat.dtype, device="cpu")
-            up = torch.finfo(flat.dtype).eps * (1 if self._seed > 0 else -1)
-            self._pools[key] = (bits * 2 - 1).mul_(up).add_(1.0).to(flat.device).repeat(2)
-        begin = self._places.randrange(_POOL)
-        factors = self._pools[key][begin : begin + min(_POOL, len(flat))]
-        if size != 1.0:
-            factors = factors.sub(1.0).mul_(size).add_(1.0)
-        whole = len(flat) // _POOL * _POOL
-        if whole:
-            yield given[:whole].view(-1, _POOL), flat[:whole].view(-1, _POOL), factors
-        if whole < len(flat):
-            yield given[whole:], flat[whole:], factors[: len(flat) - whole]
+            bits = torch.randint(2, (_POOL,), generator=draws, dtype=torch.float64, device="cpu")
+            up = size * torch.finfo(flat.dtype).eps * (1 if self._seed > 0 else -1)
+            if len(self._pools) == _POOLS:
+                self._pools.pop(next(iter(self._pools)))
+            self._pools[key] = (bits * 2 - 1).mul_(up).add_(1.0).to(flat).repeat(2)
+        return self._pools[key]
+
+
+def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return by_shifts(func, args) if shifts(func, args) else func(*args, **kwargs)
 
 
 def _tag_as(value: torch.Tensor, copy: torch.Tensor) -> None:
@@ -249,17 +274,6 @@ def _results(
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             yield from tensors_among((value,))
-
-
-def _is_moved(value: Any) -> bool:
-    """Return True for plain tensors of the wider types: one rounding of a narrow type is a large change."""
-    return (
-        isinstance(value, torch.Tensor)
-        and type(value) in (torch.Tensor, nn.Parameter)
-        and value.dtype in _TYPES
-        and value.layout is torch.strided
-        and value.device.type != "meta"
-    )
 
 
 def perturb(root: nn.Module, seed: int, upcast: Callable[[torch.Tensor], torch.Tensor]) -> None:

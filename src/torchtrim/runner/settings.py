@@ -77,7 +77,7 @@ def precision(*, double: bool, nudged: int) -> Iterator[None]:
         if double:
             stack.enter_context(Wide())
         if double or nudged:
-            stack.enter_context(Perturbed(nudged))
+            stack.enter_context(Perturbed(nudged, narrow=not double))
         yield
 
 
