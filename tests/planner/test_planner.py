@@ -95,6 +95,27 @@ def test_what_sets_the_floor_is_named_by_the_technique_that_does_it(again: bool)
     assert set_by.startswith(tuple(run_again) if again else "addition in the forward"), set_by
 
 
+class Taught(nn.Module):
+    """A small model beside a wide teacher that does not train."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.own = nn.Linear(8, 1)
+        self.teacher = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            says = self.teacher(x)
+        return self.own(x) - says
+
+
+@pytest.mark.parametrize("width", [512, 1])
+def test_a_floor_without_gradients_is_lowered_by_parts_of_the_batch(width: int) -> None:
+    planner = planner_of(trial(train_step(Taught(width), torch.randn(512, 8), "SGD"))[1])
+    said = str(planner.infeasible(0, planner.floor.outcome.peak_bytes))
+    assert ("call `Taught.teacher` on parts of the batch" in said) is (width > 1), said
+
+
 @pytest.mark.usefixtures("without_replay")
 def test_what_is_excluded_is_not_in_a_plan() -> None:
     profile = profile_of("blocks")

@@ -163,9 +163,21 @@ class Planner:
         return InfeasibleBudget(
             f"no plan brings the peak to {format_bytes(budget)}. The smallest found needs "
             f"{format_bytes(smallest)} ({smallest} bytes), set by {set_by}. "
-            f"{self._cost_of_pins(smallest)}Use --memory {smallest} or more, or a smaller batch.",
+            f"{self._cost_of_pins(smallest)}Use --memory {smallest} or more, or {self._else()}.",
             smallest_bytes=smallest,
             set_by=set_by,
+        )
+
+    def _else(self) -> str:
+        """Return what a person could do about the smallest peak."""
+        at, calls = self.floor.outcome.task, self.profile.calls
+        without = [call for call in calls if call.first <= at < call.last and not call.graded]
+        if not without or not any(call.graded for call in calls):
+            return "a smaller batch"
+        path = self.profile.modules[min(without, key=lambda call: call.depth).module].path
+        return (
+            f"call `{path}` on parts of the batch: it runs without gradients there, so nothing is kept for "
+            "backward that a plan could free"
         )
 
     def _cost_of_pins(self, smallest: int) -> str:
