@@ -126,7 +126,18 @@ def test_alive_since_before_the_step_and_never_read() -> None:
     leftover = step.alive("input", 64)
     peak = step.op("aten::relu", makes=1)
     assert why(step, old, peak.index) == "held by a Python reference since before the step"
-    assert why(step, leftover, peak.index) == "held by a Python reference since before the step"
+    assert why(step, leftover, peak.index) == "held by the script from step to step"
+
+
+def test_what_the_step_before_left_is_no_input_batch() -> None:
+    """A graph whose saved tensors are kept lives until the variable of its loss gets the next one."""
+    step = Step()
+    graph = step.alive("input", 64)
+    peak = step.op("aten::relu", makes=1)
+    step.free(graph)
+    step.op("aten::relu", makes=1)
+    assert why(step, graph, peak.index) == "left by the step before"
+    assert peak_parts(step.profile())[0].what == "left by the step before"
 
 
 def test_an_input_batch_is_read() -> None:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from torchtrim.analysis.held import averages
+from torchtrim.analysis.held import averages, dropped_unread
 from torchtrim.analysis.timeline import alive, peak_operator
 from torchtrim.records.operator_names import base_name, word_of
 from torchtrim.records.profile import Call, Kind, Profile
@@ -122,7 +122,7 @@ def _why(profile: Profile, index: int, at: int) -> str:
     last, backward = (reads[index] for reads in _last_reads(profile))
     if storage.kind == "gradient":
         return "gradient until zero_grad"
-    if storage.kind == "input" and last >= 0:
+    if storage.kind == "input" and (last >= 0 or index in standing(profile)):
         return standing(profile).get(index, "input batch")
     if storage.kind in _ALWAYS:
         return _ALWAYS[storage.kind]
@@ -142,7 +142,7 @@ def _why(profile: Profile, index: int, at: int) -> str:
 
 @remembered
 def standing(profile: Profile) -> dict[int, str]:
-    """Return what tensors are that the script holds from step to step and feeds to no model."""
+    """Return what tensors of before the step are, apart from those that are fed to a model."""
     reads = (op for op in profile.operators if op.phase not in ("other", "loader"))
     fed = {use.storage for op in reads for use in op.inputs}
     words = {
@@ -150,6 +150,7 @@ def standing(profile: Profile) -> dict[int, str]:
         for number, storage in enumerate(profile.storages)
         if storage.birth < 0 and storage.death == len(profile.operators) and number not in fed
     }
+    words |= dict.fromkeys(dropped_unread(profile, "input"), "left by the step before")
     return words | dict.fromkeys(averages(profile), "average of the parameters")
 
 
