@@ -116,6 +116,33 @@ def test_a_floor_without_gradients_is_lowered_by_parts_of_the_batch(width: int) 
     assert ("call `Taught.teacher` on parts of the batch" in said) is (width > 1), said
 
 
+class Codebook(nn.Module):
+    """Its distances live until forward returns, or end with their last use."""
+
+    def __init__(self, ends: bool) -> None:
+        super().__init__()
+        self.ends, self.codes = ends, nn.Parameter(torch.randn(64, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            distances = torch.cdist(x, self.codes)
+            chosen = distances.argmin(1)
+            if self.ends:
+                del distances
+            counts = torch.nn.functional.one_hot(chosen, 64).float().sum(0)
+        return (x - self.codes[chosen]) / (1 + counts.sum())
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_local_variable_that_sets_the_floor_is_named(ends: bool) -> None:
+    torch.manual_seed(0)
+    planner = planner_of(trial(train_step(Codebook(ends), torch.randn(512, 8), "SGD"))[1])
+    said = str(planner.infeasible(0, planner.floor.outcome.peak_bytes))
+    assert (
+        "which a variable keeps past its last use until `Codebook.forward` returns" in said
+    ) is not ends, said
+
+
 @pytest.mark.usefixtures("without_replay")
 def test_what_is_excluded_is_not_in_a_plan() -> None:
     profile = profile_of("blocks")

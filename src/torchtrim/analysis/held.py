@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from torchtrim.analysis.timeline import timeline
 from torchtrim.analysis.user_source import CodeLine
 from torchtrim.records.finding import Equivalence, Finding
-from torchtrim.records.profile import Call, Kind, Profile
+from torchtrim.records.profile import Call, Kind, Place, Profile
 from torchtrim.records.remembered import remembered
 
 _SHARE = 0.02  # Arbitrary; freeing less is not worth a change of code.
@@ -88,6 +88,21 @@ def named(profile: Profile) -> dict[int, dict[int, int]]:
             if olds[storage.bytes]:
                 deaths[olds[storage.bytes].pop(0)] = 0
     return by_maker
+
+
+def locals_past_use(profile: Profile) -> dict[Place, dict[int, int]]:
+    """Return results that a local variable alone keeps past their last use, by the line that made them.
+
+    Each has the earliest operator after which it could have died. Libraries' variables are left out.
+    """
+    last = _last_use(profile)
+    found: dict[Place, dict[int, int]] = defaultdict(dict)
+    for number, storage in enumerate(profile.storages):
+        if storage.birth >= 0 and last[number] < storage.kept == storage.death:
+            place, maker = profile.place_of(storage.birth), profile.operators[storage.birth]
+            if place is not None and maker.caller < 0:
+                found[place][number] = last[number]
+    return found
 
 
 def retained(profile: Profile) -> dict[int, int]:

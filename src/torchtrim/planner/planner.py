@@ -5,11 +5,13 @@ Plans keep host memory, pinned or in files, within a separate budget.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
+from torchtrim.analysis.held import locals_past_use
 from torchtrim.analysis.prices import device_of
 from torchtrim.core.units import format_bytes
 from torchtrim.errors import InfeasibleBudget, UsageError
@@ -33,7 +35,7 @@ from torchtrim.records.budget import Budget
 from torchtrim.records.finding import EQUIVALENCES, Equivalence
 from torchtrim.records.operator_names import word_of
 from torchtrim.records.plan import Plan, PredictedEffect, Prediction
-from torchtrim.records.profile import Profile, is_emulated
+from torchtrim.records.profile import Place, Profile, is_emulated
 from torchtrim.records.report import FrontierPoint
 from torchtrim.step.edits import Block, Edit, host_blocks, host_peak, overwritten
 from torchtrim.step.from_profile import on_device, step_of
@@ -49,6 +51,7 @@ _LEAST_SECONDS = 1e-9  # Options that add less count as free; far below the cost
 _SEARCH, _GLANCE = 20.0, 2.5
 # Arbitrary; a choice this close to its bound, as a share of the bound, is reported as optimal.
 _OPTIMAL_SHARE = 1e-4
+_WORTH_SAYING = 0.02  # Arbitrary share of the peak, as `analysis.held` has.
 
 
 class Choice(NamedTuple):
@@ -163,7 +166,8 @@ class Planner:
         return InfeasibleBudget(
             f"no plan brings the peak to {format_bytes(budget)}. The smallest found needs "
             f"{format_bytes(smallest)} ({smallest} bytes), set by {set_by}. "
-            f"{self._cost_of_pins(smallest)}Use --memory {smallest} or more, or {self._else()}.",
+            f"{self._cost_of_pins(smallest)}Use --memory {smallest} or more, or {self._else()}."
+            f"{self._past_use()}",
             smallest_bytes=smallest,
             set_by=set_by,
         )
@@ -178,6 +182,21 @@ class Planner:
         return (
             f"call `{path}` on parts of the batch: it runs without gradients there, so nothing is kept for "
             "backward that a plan could free"
+        )
+
+    def _past_use(self) -> str:
+        """Name the line whose result a local variable keeps at the smallest peak, past its last use."""
+        at, storages, kept = self.floor.outcome.task, self.profile.storages, Counter[Place]()
+        for place, deaths in locals_past_use(self.profile).items():
+            past = (n for n, death in deaths.items() if death <= at < storages[n].death)
+            kept[place] += sum(storages[n].counted for n in past)
+        most = kept.most_common(1)
+        if not most or most[0][1] < _WORTH_SAYING * self.floor.outcome.peak_bytes:
+            return ""
+        place, size = most[0]
+        return (
+            f" {format_bytes(size)} of it is the result of {place.path}:{place.line}, which a variable keeps "
+            f"past its last use until `{place.function}` returns: `del` it there."
         )
 
     def _cost_of_pins(self, smallest: int) -> str:
