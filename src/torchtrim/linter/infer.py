@@ -124,7 +124,10 @@ def _from_host(base: ValueKind, places: Places) -> bool:
     if not base.waits:
         return False
     for place, kind in places:
-        if isinstance(place, ast.List) and place.elts and kind == sequence(PLAIN):
+        listed = isinstance(place, ast.List) and place.elts
+        # Beside another index a name of numbers is a list of them; alone it may be a tuple of indices.
+        named = isinstance(place, ast.Name | ast.Attribute) and len(places) > 1
+        if (listed or named) and kind == sequence(PLAIN):
             return True
         if kind.what == "tensor" and kind.on == "host" and not kind.single and base.on == "device":
             return kind.dtype != "bool"

@@ -131,11 +131,11 @@ def _is_remainder(node: ast.expr) -> bool:
     return counts or _PERIOD.search(called(node.right)) is not None
 
 
-def fills_cache(node: ast.If) -> bool:
-    """Return True for `if self.x is None: self.x = ...` and `if k not in cache: cache[k] = ...`."""
+def filled_cache(node: ast.If) -> str:
+    """Return what `if self.x is None: self.x = ...` and `if k not in cache: cache[k] = ...` fill, or `""`."""
     test = node.test
     if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Is | ast.NotIn):
-        return False
+        return ""
     left, right = test.left, test.comparators[0]
     missing = isinstance(test.ops[0], ast.NotIn)
     looked_up = right if missing else left.value if isinstance(left, ast.NamedExpr) else left
@@ -143,13 +143,14 @@ def fills_cache(node: ast.If) -> bool:
         looked_up, missing = getattr(looked_up.func, "value", looked_up), True
     kept = ast.unparse(looked_up)
     stored = (target for one in node.body if isinstance(one, ast.Assign) for target in one.targets)
-    return any(
+    fills = any(
         isinstance(target, ast.Subscript if missing else ast.Attribute | ast.Subscript)
         and ast.unparse(target.value if missing else target) == kept
         and not kept.endswith(".grad")
         for target in stored
         if isinstance(target, ast.Attribute | ast.Subscript)
     )
+    return kept if fills else ""
 
 
 def _texts(node: ast.expr) -> list[str]:

@@ -33,7 +33,7 @@ from torchtrim.linter.scope import (
     FileFacts,
     Outside,
     changing,
-    fills_cache,
+    filled_cache,
     guard,
     is_self,
 )
@@ -81,6 +81,7 @@ _ONCE = re.compile(
     r"lazy_init\w*|_?initiali[sz]e\w*|from_\w+|_?load_from\w*|register_\w+|post_init|tie_weights|dummy_inputs|main|"
     r"compute_(\w+_)?parameters"
 )
+_LAZY = re.compile(r"_?init_\w+|lazy_init\w*|_?initiali[sz]e\w*")
 _FOR_HOST = re.compile(
     r"\w*(Dataset|Tokenizer|Processor\w*|FeatureExtractor|Collator\w*|DataLoader)|"
     r"(Distributed|Batch|Random|Sequential|WeightedRandom|SubsetRandom)?Sampler"
@@ -249,7 +250,10 @@ class _Walk:
         implied = guard(node.test)
         before = dict(self._infer.env)
         self._infer.narrow(implied.when_true)
-        with self._infer.silent(implied.true or fills_cache(node)):
+        filled = filled_cache(node)
+        # A dictionary that the function itself creates is filled in each call.
+        kept = bool(filled) and self._infer.env.get(filled, UNKNOWN).what != "mapping"
+        with self._infer.silent(implied.true or kept):
             true_ends = self._block(node.body)
         true = self._infer.env
         self._infer.env = before
@@ -408,9 +412,19 @@ class _Walk:
             and any(part.attr == "backward" for part in find_all(node, ast.Attribute))
         )
         self._returned.append([])
-        with self._infer.silent(bool(once or _ON_HOST.fullmatch(node.name))):
-            self._block(node.body)
+        guards = _guards(node) if once else []
+        if not self._block(guards):
+            with self._infer.silent(bool(once or _ON_HOST.fullmatch(node.name))):
+                self._block(node.body[len(guards) :])
         return self._returned.pop()
+
+
+def _guards(node: Function) -> list[ast.stmt]:
+    """Return the start of a function that is called each time, and returns if it has run: `if self.done:`."""
+    first = 1 if ast.get_docstring(node) is not None else 0
+    (*_, test) = node.body[: first + 1]
+    asks = isinstance(test, ast.If) and not test.orelse and isinstance(test.body[0], ast.Return)
+    return node.body[: first + 1] if asks and _LAZY.fullmatch(node.name) else []
 
 
 def _with_defaults(arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr | None]]:

@@ -232,6 +232,10 @@ def _made(last: str, call: InferredCall) -> ValueKind:
                 call.wait("range-bounds", call.node)
     elif last in _SIZES and any(map(_is_read, (*call.args, *call.words.values()))):
         call.wait("item", call.node)
+    deviation = call.given(1, "std") if last == "normal" else None
+    if deviation is not None and deviation.waits:
+        call.wait("normal-std", call.node)
+        return tensor(deviation.on)
     made = _placed(last, call, "host")
     if last == "arange" and all(kind.dtype == "int" for kind in call.args):
         return made._replace(dtype="int")
