@@ -10,7 +10,7 @@ import torch
 
 from fixes import proving
 from torchtrim.fixes.deferred_reads import ACCUMULATED_READ, APPENDED_READ
-from torchtrim.source.facts import StaticValue
+from torchtrim.source.facts import FixRefused, StaticValue
 
 pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -216,6 +216,65 @@ APPENDED_BODIES = {
             continue
     return counts
 """,
+    "reported": """
+    losses, seen = [], []
+    for step, row in enumerate(x):
+        loss = row.square().mean()
+        value = loss.item()
+        losses.append(value)
+        if step % 2 == 1:
+            average, largest = np.mean(losses), max(losses)
+            seen.append((average, largest, len(losses)))
+            losses.clear()
+    return seen
+""",
+    "reported, and changed": """
+    losses, seen = [], []
+    for step, row in enumerate(x):
+        loss = row.sum(0, keepdim=True)
+        losses.append(float(loss))
+        loss.data.zero_()
+        if step % n == 0:
+            seen.append(sum(losses))
+    return seen
+""",
+    "reset": """
+    losses, seen = [], []
+    for step, row in enumerate(x):
+        loss = row.sum() * 2
+        losses.append(loss.item())
+        if step % n == 0:
+            seen.append(sum(losses) / len(losses))
+            losses = []
+    return seen
+""",
+    "averaged by its own name": """
+    out = []
+    for epoch in range(n):
+        losses = []
+        for row in x:
+            loss = row.square().sum()
+            losses.append(loss.item())
+            loss = loss * 2
+        losses = np.average(losses) if losses else 0.0
+        out.append(losses)
+    return out
+""",
+    "written to": """
+    losses, total = [], x.sum()
+    for row in x:
+        total += row.mean()
+        losses.append(total.item())
+    return losses
+""",
+    "not new": """
+    losses, total = [], x.detach().mean()
+    for row in x:
+        losses.append(total.item())
+        row = total
+        row += 1
+    return losses
+""",
     "one element": """
     losses = []
     for row in x:
@@ -255,6 +314,48 @@ def test_appended_read_is_refused(body: str, reason: str) -> None:
         {"x": torch.randn(3), "n": None},
         reason,
     )
+
+
+def test_a_list_that_is_reported_keeps_tensors() -> None:
+    text = proving.text_of(
+        proving.unseen(
+            APPENDED_READ, HEAD + APPENDED_BODIES["reported"], L0=StaticValue(kind="tensor")
+        )
+    )
+    assert "        losses.append(loss.detach())\n" in text
+    assert "            losses = torch.stack(losses).flatten().tolist()\n" in text
+    assert "np.mean(losses), max(losses)" in text
+    assert "value" not in text
+
+
+def test_a_list_that_is_used_after_the_loop_keeps_tensors() -> None:
+    text = proving.text_of(
+        proving.unseen(
+            APPENDED_READ,
+            HEAD + APPENDED_BODIES["averaged by its own name"],
+            L0=StaticValue(kind="tensor"),
+        )
+    )
+    assert "            losses.append(loss.detach())\n" in text
+    after = "        if losses:\n            losses = torch.stack(losses).flatten().tolist()\n"
+    assert f"{after}        losses = np.average(losses)" in text
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("return seen", "return seen, losses"),
+        ("losses, seen = [], []", "losses, seen = [0.5], []"),
+        ("max(losses)", "n(losses)"),
+        ("np.mean(losses), max(losses)", "np.mean(losses), losses"),
+        ("losses.clear()", "losses.clear()\n            n(len(losses))"),
+        ("if step % 2 == 1:", "if len(losses):"),
+    ],
+)
+def test_a_list_that_is_used_otherwise_is_refused(old: str, new: str) -> None:
+    code = HEAD + APPENDED_BODIES["reported"].replace(old, new)
+    with pytest.raises(FixRefused, match="before the loop ends"):
+        proving.unseen(APPENDED_READ, code, L0=StaticValue(kind="tensor"))
 
 
 def test_appended_read_waits_once() -> None:

@@ -11,8 +11,8 @@ import torch
 
 import draws
 from fixes import proving
-from torchtrim.fixes.repeats import KNOWN_REPEATS, REPEATED_LIST
-from torchtrim.source.facts import FixRefused
+from torchtrim.fixes.repeats import COUNTED_RANGE, KNOWN_REPEATS, REPEATED_LIST
+from torchtrim.source.facts import FixRefused, StaticValue
 
 LIST_HEAD = "import torch\ndef function(lengths, size):\n"
 
@@ -179,3 +179,66 @@ def test_the_size_of_a_tensor_beside_the_repeats_is_for_a_person_to_confirm() ->
     rewrite = proving.unseen(KNOWN_REPEATS, code)
     assert [edit.text for edit in rewrite.edits] == [", output_size=x.size(d)"]
     assert "adds up to" in rewrite.advice
+
+
+RANGES = {
+    "repeats of counts": """
+    seg = torch.repeat_interleave(counts)
+    return torch.arange(counts.sum(), device=x.device) - seg
+""",
+    "through names": """
+    total = counts.sum()
+    table = counts.view(-1, 1).t()
+    lengths = table.t().reshape(-1)
+    seg = torch.arange(lengths.shape[0], device=x.device).repeat_interleave(lengths)
+    starts = lengths.cumsum(0) - lengths
+    return torch.arange(total, device=x.device) - starts[seg]
+""",
+    "read": """
+    chosen = torch.repeat_interleave(torch.arange(len(counts)), counts, dim=0)
+    return torch.arange(int(torch.sum(counts))), x[chosen]
+""",
+    "rows": """
+    rows = torch.repeat_interleave(x, counts, dim=0)
+    return torch.arange(counts.sum())[:, None] * rows
+""",
+}
+
+
+def make_counts(rng: random.Random) -> Iterator[proving.Inputs]:
+    kind = rng.choice((torch.int64, torch.int32))
+    for draw in range(proving.DRAWS):
+        many = rng.choice((0, 1, 4)) if draw else 3
+        x = proving.floating(rng, (many, 2), torch.float32)
+        yield {"x": x, "counts": proving.integral(rng, (many,), kind, 0, 3)}
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_counted_range_is_sound(name: str) -> None:
+    code = f"import torch\ndef function(x, counts):{RANGES[name]}"
+    one_for_all = name == "rows"
+    proof = proving.prove(COUNTED_RANGE, code, make_counts, structures=40, suggested=one_for_all)
+    assert proof.reaches(100)
+    tensor = StaticValue(kind="tensor")
+    assert bool(proving.unseen(COUNTED_RANGE, code, R=tensor).risk) == one_for_all
+
+
+def test_counted_range_waits_less() -> None:
+    code = f"import torch\ndef function(x, counts):{RANGES['through names']}"
+    inputs = {"x": torch.ones(2), "counts": torch.tensor([2, 0, 1])}
+    before, after = proving.syncs_go(COUNTED_RANGE, code, inputs)
+    assert before - after == 1
+    text = proving.text_of(proving.unseen(COUNTED_RANGE, code, R=StaticValue(kind="tensor")))
+    assert "torch.arange(seg.shape[0], device=x.device)" in text
+    assert "total" not in text
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["counts += 1", "counts[0] = 2", "counts = counts * 2", "seg = seg[1:]", "work(counts)"],
+)
+def test_a_range_over_counts_that_may_have_changed_is_refused(line: str) -> None:
+    body = f"seg = torch.repeat_interleave(counts)\n{line}\nreturn seg, torch.arange(counts.sum())"
+    code = proving.code_of("import torch\ndef function(work, counts):\n", body)
+    with pytest.raises(FixRefused, match="no `repeat_interleave`"):
+        proving.unseen(COUNTED_RANGE, code, R=StaticValue(kind="tensor"))

@@ -13,6 +13,9 @@ KNOWN = (
     "keep(n)",
     "keep(f)",
     "keep(o)",
+    "keep(w)",
+    "w = 0.0 if w == 'warn' else w\nkeep(w)",
+    "keep(q)",
     "keep(n / 2 if n else -n)",
     "keep(float(a))",
     "keep(a.item() + len(b))",
@@ -30,6 +33,8 @@ OPEN = (
     "keep(a * 2)",
     "keep(s)",
     "keep(u)",
+    "keep(z)",
+    "keep(nothing)",
     "keep(x.shape)",
     "keep(x.shape[:2])",
     "keep(x.size())",
@@ -51,7 +56,11 @@ OPEN = (
 
 def read(body: str) -> bool:
     lines = "".join(f"    {line}\n" for line in body.splitlines())
-    head = "def f(self, x, a, b, n: int, f: float, o: float | None, s: str, u: 'int | list'):"
+    head = (
+        "def f(self, x, a, b, n: int, f: float, o: float | None, s: str, u: 'int | list', "
+        "w: Union[float, Literal['warn', 'nan']], q: 'Optional[Literal[1, 2]]', "
+        "z: Union[float, list], nothing: Literal['a', None]):"
+    )
     source = SourceFile("case.py", f"import math\nimport torch\n{head}\n{lines}")
     (call,) = source.calls("keep")
     return is_known_number(call.args[0], source)

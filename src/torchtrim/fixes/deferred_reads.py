@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 from torchtrim.rewriter.fix import Equivalence, Fix, Match, TextEdit, Writing
 from torchtrim.rewriter.reads import (
@@ -18,21 +20,32 @@ from torchtrim.rewriter.reads import (
 )
 from torchtrim.rewriter.replace import (
     above,
+    deleted,
     fresh,
     insert_after,
     torch_of,
 )
 from torchtrim.source.facts import Facts, FixRefused, of_part
 from torchtrim.source.names import (
+    assigned_name,
     assigned_to,
+    assignment_before,
+    is_private,
     lifetime,
     literal_stores,
     loads,
     only_reads,
     stores,
 )
-from torchtrim.source.nodes import function_of
-from torchtrim.source.source import Loop, SourceFile, within
+from torchtrim.source.nodes import (
+    called,
+    function_of,
+    method_of,
+    name_set,
+    receiver,
+)
+from torchtrim.source.operations import is_fresh
+from torchtrim.source.source import Function, Loop, SourceFile, spot, within
 from torchtrim.source.transfers import has_own_text
 
 
@@ -251,7 +264,22 @@ def _appends(source: SourceFile) -> Iterator[Match]:
     for node in source.calls("append"):
         alone = isinstance(source.parents[node], ast.Expr) and isinstance(node.func, ast.Attribute)
         if alone and len(node.args) == 1 and not node.keywords:
-            yield from _match(APPENDED_READ, source, node, node.args[0])
+            assign = _assigned_just_before(source, node.args[0])
+            value = node.args[0] if assign is None else assign.value
+            for match in _match(APPENDED_READ, source, node, value):
+                yield replace(match, begin=assign)
+
+
+def _assigned_just_before(source: SourceFile, node: ast.expr) -> ast.Assign | None:
+    """Return the statement before, if it assigns a name that is used nowhere else."""
+    if not isinstance(node, ast.Name):
+        return None
+    function, block = source.function(node), source.block(source.statement(node))
+    assign = block[block.index(source.statement(node)) - 1]
+    alone = len(loads(function, node.id)) == len(stores(function, node.id)) == 1
+    own = alone and is_private(source, function, node.id) and isinstance(function, Function)
+    named = isinstance(assign, ast.Assign) and assigned_name(assign) == node.id
+    return assign if own and named and isinstance(assign, ast.Assign) else None
 
 
 def _kept(match: Match, facts: Facts) -> Writing:
@@ -264,29 +292,155 @@ def _kept(match: Match, facts: Facts) -> Writing:
             "a local list, and store it once after the loop"
         )
     loop = widest_loop(source, source.statement(node), target.id)
-    _check_list(source, target, loop)
-    computed = _needed(match, facts, node.args[0])
+    value = match.begin.value if isinstance(match.begin, ast.Assign) else node.args[0]
+    report = _report(source, target, loop)
+    _check_list(source, target, loop, report)
+    computed = _needed(match, facts, value)
     for number in range(len(computed.reads)):
         facts.only("the type", of_part(f"L{number}", lambda seen: seen.dtype), "")
-    edits = _list_edits(match, facts, computed, loop)
+    text = on_device(source, value, computed, facts, _cast(facts, computed, value))
+    if _is_new_each_time(source, computed.reads[0].tensor):
+        text = text.removesuffix(".clone()")
+    flat = "" if facts.holds(lambda v: not v.L0.shape) else ".flatten()"
+    edits = _list_edits(match, text, f"{flat}.tolist()", loop, report)
+    if isinstance(match.begin, ast.Assign):
+        edits = (*edits, deleted(source, match.begin))
     return Writing(edits, risk_of(computed), equivalence=_grade(computed))
 
 
-def _check_list(source: SourceFile, target: ast.Name, loop: Loop) -> None:
+_TRAINING = name_set("backward manual_backward scale scale_loss")
+"""Methods of tensors, loss scalers and trainers that get a loss and do not write to it."""
+_SUMMARIES = name_set("sum len max min mean average std median")
+
+
+class _Report(NamedTuple):
+    """An `if` in a loop that computes numbers from a list, and clears it afterwards, or never."""
+
+    branch: ast.If
+    reads: list[ast.Name]
+    clears: bool
+
+
+def _report(source: SourceFile, target: ast.Name, loop: Loop) -> _Report | None:
+    """Return the only other code that uses a list, if it is such an `if` after the append, and no element was
+    in the list before the loop."""
+    function, statement = source.function(target), source.statement(target)
+    uses = {use for use in loads(function, target.id) if use is not target}
+    block = source.block(statement)
+    later = block[block.index(statement) + 1 :]
+    branch = next((one for one in later if isinstance(one, ast.If) and loads(one, target.id)), None)
+    if branch is None or not all(_is_empty(source, one) for one in stores(function, target.id)):
+        return None
+    inside = sorted((use for one in branch.body for use in loads(one, target.id)), key=spot)
+    reads = [use for use in inside if _is_summarized(source, use)]
+    cleared = [one for one in branch.body if _clears(one, target.id)]
+    known = {*reads, *(use for one in cleared for use in loads(one, target.id))}
+    reset = [store for one in cleared for store in stores(one, target.id)]
+    alone = known == uses and list(stores(loop, target.id)) == reset and len(cleared) < 2
+    if not reads or not alone or any(spot(one) < spot(reads[-1]) for one in cleared):
+        return None
+    return _Report(branch, reads, bool(cleared))
+
+
+def _is_empty(source: SourceFile, store: ast.Name) -> bool:
+    """Return True if a name gets an empty list."""
+    value = assigned_to(source, store)
+    made = isinstance(value, ast.Call) and function_of(value) == "list" and not value.args
+    return made or (isinstance(value, ast.List) and not value.elts)
+
+
+def _clears(statement: ast.stmt, name: str) -> bool:
+    """Return True for `name.clear()` and `name = []`."""
+    if isinstance(statement, ast.Expr):
+        cleared = receiver(statement.value, ("clear",))
+        return isinstance(cleared, ast.Name) and cleared.id == name
+    return assigned_name(statement) == name
+
+
+def _is_summarized(source: SourceFile, use: ast.Name) -> bool:
+    """Return True if numpy, the standard library or a builtin computes a number from the list."""
+    call = source.parents[use]
+    if not isinstance(call, ast.Call) or call.args != [use] or call.keywords:
+        return False
+    module = (source.dotted(call.func) or "").partition(".")[0]
+    known = function_of(call) or module in ("numpy", "statistics")
+    return bool(known) and called(call.func) in _SUMMARIES
+
+
+def _is_new_each_time(source: SourceFile, tensor: ast.expr) -> bool:
+    """Return True if each iteration makes a new tensor, which is only computed with or trained by."""
+    if is_fresh(tensor, source):
+        return True
+    if not isinstance(tensor, ast.Name):
+        return False
+    function, loop = source.function(tensor), source.loop(tensor)
+    for use in loads(function, tensor.id):
+        outer = source.parents[use]
+        call = source.parents[outer] if isinstance(outer, ast.Attribute) else outer
+        if method_of(call) not in _TRAINING and not only_reads(source, use):
+            return False
+    bound = stores(function, tensor.id)
+    made = (isinstance(source.parents[one], ast.Assign | ast.Tuple) for one in bound)
+    values = [getattr(source.statement(one), "value", None) for one in bound]
+    each = all(made) and all(isinstance(one, ast.Call | ast.BinOp) for one in values)
+    return each and loop is not None and bool(stores(loop, tensor.id))
+
+
+def _list_edits(
+    match: Match, text: str, read: str, loop: Loop, report: _Report | None
+) -> tuple[TextEdit, ...]:
+    """Return the edits that keep tensors in the list, or in one beside it, and read them where it is used."""
+    source, node = match.source, match.node_as(ast.Call)
+    assert isinstance(node.func, ast.Attribute)
+    name = source.segment(node.func.value)
+    torch, imports = torch_of(source)
+    stacked = f"{torch}.stack({name}){read}"
+    if report is not None:
+        first = next(one for one in report.branch.body if within(report.reads[0], one))
+        kept = name if report.clears else fresh(source, node, f"{name}_read")
+        changed = [] if report.clears else [TextEdit.of(source, u, kept) for u in report.reads]
+        where = [above(source, first, f"{kept} = {stacked}"), *changed]
+    elif _starts_before(source, name, loop):
+        where = [insert_after(source, loop, f"if {name}:\n    {name} = {stacked}")]
+    else:
+        pending = fresh(source, node, f"{name}_read_later")
+        stacked = f"{torch}.stack({pending}){read}"
+        return (
+            above(source, loop, f"{pending} = []"),
+            TextEdit.of(source, node, f"{pending}.append({text})"),
+            insert_after(source, loop, f"if {pending}:\n    {name}.extend({stacked})"),
+            *imports,
+        )
+    return (TextEdit.of(source, node.args[0], text), *where, *imports)
+
+
+def _starts_before(source: SourceFile, name: str, loop: Loop) -> bool:
+    """Return True if the list is empty whenever the loop starts, and no code has another name for it."""
+    assign = assignment_before(source, name, loop)
+    if assign is None or source.loop(assign) is not source.loop(loop):
+        return False
+    target = assign.targets[0]
+    between = range(assign.lineno + 1, loop.lineno)
+    used = any(use.lineno in between for use in loads(source.function(loop), name))
+    return isinstance(target, ast.Name) and _is_empty(source, target) and not used
+
+
+def _check_list(source: SourceFile, target: ast.Name, loop: Loop, report: _Report | None) -> None:
     """Raise `FixRefused` unless the list is the function's own and unused until the loop ends."""
-    name, function = target.id, source.function(target)
+    name = target.id
+    function = lifetime(source, source.statement(target), name)
     for store in stores(function, name):
         assign, value = source.parents[store], assigned_to(source, store)
         shared = isinstance(assign, ast.Assign) and len(assign.targets) > 1
         listed = value and (isinstance(value, ast.List) or function_of(value) == "list")
         if not listed or shared:
             raise FixRefused(f"`{name}` is not created as a list there, so it may have an alias")
-        if store in stores(loop, name):
+        if store in stores(loop, name) and report is None:
             raise FixRefused(f"`{name}` is reset in the same loop")
     if not stores(function, name):
         raise FixRefused(f"`{name}` is not created in this function, so other code may see it")
     for use in loads(function, name):
-        if use is target:
+        if use is target or report is not None:
             continue
         if use in loads(loop, name):
             raise FixRefused(f"line {use.lineno} uses `{name}` before the loop ends")
@@ -303,24 +457,6 @@ def _check_list(source: SourceFile, target: ast.Name, loop: Loop) -> None:
             )
 
 
-def _list_edits(match: Match, facts: Facts, computed: Computed, loop: Loop) -> tuple[TextEdit, ...]:
-    source, node = match.source, match.node_as(ast.Call)
-    assert isinstance(node.func, ast.Attribute)
-    name = source.segment(node.func.value)
-    torch, imports = torch_of(source)
-    pending = fresh(source, node, f"{name}_read_later")
-    text = on_device(source, node.args[0], computed, facts, _cast(facts, computed, node.args[0]))
-    if not facts.holds(lambda v: not v.L0.shape):
-        text = f"({text}).reshape(())"
-    after = f"if {pending}:\n    {name}.extend({torch}.stack({pending}).tolist())"
-    return (
-        above(source, loop, f"{pending} = []"),
-        TextEdit.of(source, node, f"{pending}.append({text})"),
-        insert_after(source, loop, after),
-        *imports,
-    )
-
-
 def _cast(facts: Facts, computed: Computed, node: ast.expr) -> str:
     """Return the conversion that makes the tensor's number equal the read one: none, or to 64 bits."""
     read = computed.reads[0]
@@ -333,9 +469,10 @@ APPENDED_READ: Fix = Fix(
     name="appended_read",
     doc="""`losses.append(loss.item())` in a loop keeps the tensor, and reads all of them when the loop ends.
 
-    Each `.item()` waits until the device has computed the loss. The device keeps copies of the losses in a
-    separate list; after the loop one `torch.stack(...).tolist()` reads them all and puts the numbers into the
-    original list.
+    Each `.item()` waits until the device has computed the loss. The list keeps the losses themselves, or
+    copies if they may be written to, and after the loop one `torch.stack(...).tolist()` reads all of them.
+    Where an `if` in the loop computes a mean or sum of the list, as every hundred steps, they are read there.
+    A list that is not empty before keeps its numbers, and the losses are in a second list.
 
     Values computed from the numbers are assumed to be real numbers, as in the observed run.
 

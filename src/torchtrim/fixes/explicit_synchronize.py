@@ -15,7 +15,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from torchtrim.rewriter.fix import Fix, Match, TextEdit, Writing
+from torchtrim.rewriter.fix import Fix, Match, Writing
+from torchtrim.rewriter.replace import deleted
 from torchtrim.source.facts import Facts, FixRefused
 from torchtrim.source.nodes import called, find_all, name_set
 from torchtrim.source.operations import SYNCHRONIZING
@@ -60,13 +61,7 @@ def _write(match: Match, facts: Facts) -> Writing:
         advice = f"`{other[0]}` in this file may rely on it. If nothing does, leave it out"
     if match.form and len(list(find_all(statement, ast.Call))) > 1:
         raise FixRefused("its argument is computed, which may have a side effect")
-    start, end = source.start(statement), source.end(statement)
-    blanks = source.indentation(statement)
-    rest = source.text[end:].partition("\n")[0]
-    if blanks is None or rest.strip() or len(source.block(statement)) == 1:
-        return Writing((TextEdit(start, end, "pass"),), advice=advice)
-    after = min(end + len(rest) + 1, len(source.text))
-    return Writing((TextEdit(start - len(blanks), after, ""),), advice=advice)
+    return Writing((deleted(source, statement),), advice=advice)
 
 
 FIX = Fix(codes=("TT104",), equivalence="BITWISE", find=_find, write=_write)

@@ -12,9 +12,9 @@ from torchtrim.rewriter.replace import above, atom, insert_before
 from torchtrim.source.facts import Facts, FixRefused, is_int, is_tensor
 from torchtrim.source.names import (
     binds,
+    changes_nothing,
     is_fresh_name,
     is_private,
-    literal_stores,
     loads,
     only_reads,
     stores,
@@ -22,7 +22,6 @@ from torchtrim.source.names import (
 from torchtrim.source.nodes import (
     find_all,
     function_of,
-    keywords_of,
     method_of,
     name_set,
     names_in,
@@ -32,11 +31,6 @@ from torchtrim.source.operations import is_fresh, is_pure
 from torchtrim.source.source import Loop, SourceFile, within
 from torchtrim.source.transfers import Read, has_own_text, read_of, without_detach
 
-_HARMLESS_METHODS = name_set("""
-    append extend insert items keys values get join format split strip startswith endswith lower
-    upper replace count index
-""")
-_HARMLESS = name_set("print sorted repr id type slice iter")
 _EAGER = name_set("sum list tuple max min any all sorted set")
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp)
 
@@ -114,7 +108,7 @@ def _risk(match: Match, around: ast.AST) -> str:
     source, tensor = match.source, match.parts["X"]
     if isinstance(around, ast.GeneratorExp) and function_of(source.parents[around]) not in _EAGER:
         raise FixRefused("a generator is read on demand, maybe later. Use a list")
-    if _changes_nothing(source, around):
+    if changes_nothing(source, around):
         return ""
     if isinstance(around, ast.For) and _keeps(source, around, tensor):
         return ""
@@ -341,16 +335,11 @@ INVARIANT_READ: Fix = Fix(
 )
 
 
-def _changes_nothing(source: SourceFile, inside: ast.AST) -> bool:
-    """Return True if the code, by its form, writes to no tensor: known functions, no in-place assignment."""
-    return all(_harmless(source, node) for node in ast.walk(inside))
-
-
 def _keeps(source: SourceFile, loop: Loop, expression: ast.expr) -> bool:
     """Return True if an expression's names refer to the same, unchanged tensors throughout the loop."""
     if binds(loop, expression):
         return False
-    if _changes_nothing(source, loop):
+    if changes_nothing(source, loop):
         return True
     for node in find_all(expression, ast.Attribute):
         outer = source.parents[node]
@@ -362,20 +351,6 @@ def _keeps(source: SourceFile, loop: Loop, expression: ast.expr) -> bool:
         and all(only_reads(source, use) for use in loads(loop, name))
         for name in names_in(expression) - source.imported.keys()
     )
-
-
-def _harmless(source: SourceFile, node: ast.AST) -> bool:
-    if isinstance(node, ast.Call):
-        written = keywords_of(node).keys() & {"out", "inplace", None}
-        harmless = method_of(node) in _HARMLESS_METHODS or function_of(node) in _HARMLESS
-        pure = is_pure(ast.Call(node.func, [], []), source)
-        return (harmless and not written) or (pure and not written - {None})
-    if isinstance(node, ast.Attribute | ast.Subscript):
-        return isinstance(node.ctx, ast.Load)
-    if isinstance(node, ast.AugAssign):
-        name = node.target.id if isinstance(node.target, ast.Name) else ""
-        return bool(name and literal_stores(source, source.function(node), name))
-    return not isinstance(node, ast.Await | ast.Yield | ast.YieldFrom | ast.With | ast.AsyncFor)
 
 
 FIXES = (INVARIANT_READ, ITERATED_READ)

@@ -7,20 +7,22 @@ import dataclasses
 from collections.abc import Iterator
 
 from torchtrim.rewriter.fix import Fix, Match, Writing, of_forms
-from torchtrim.rewriter.replace import added_keyword, replace
+from torchtrim.rewriter.replace import added_keyword, deleted, instead, replace
 from torchtrim.source.facts import Facts, FixRefused, are_lengths, is_number, is_tensor
 from torchtrim.source.forms import match_form, places
 from torchtrim.source.names import (
     assigned_name,
     assignment_before,
+    changes_nothing,
     is_private,
     loads,
     only_reads,
     parameters,
     stores,
 )
-from torchtrim.source.nodes import constant_of, function_of, keywords_of, receiver
+from torchtrim.source.nodes import constant_of, function_of, keywords_of, name_set, receiver
 from torchtrim.source.source import Function, SourceFile
+from torchtrim.source.transfers import has_own_text, read_of
 
 _ROWS = "torch.tensor([[A] * N + [B] * (S - N) for N in L], **REST)"
 _ROW = "[A] * N + [B] * (S - N)"
@@ -237,4 +239,134 @@ KNOWN_REPEATS: Fix = Fix(
 )
 
 
-FIXES = (KNOWN_REPEATS, REPEATED_LIST)
+_REPEATS = (
+    "torch.repeat_interleave(R)",
+    "torch.repeat_interleave(X, R, **REST)",
+    "X.repeat_interleave(R, **REST)",
+)
+_ORDERS = name_set("view reshape flatten ravel t transpose permute contiguous")
+"""Methods whose result has the same elements, maybe in another order."""
+
+
+def _find_counted_ranges(source: SourceFile) -> Iterator[Match]:
+    for node in source.calls("arange"):
+        if source.dotted(node.func) != "torch.arange" or len(node.args) != 1:
+            continue
+        counts = _summed(source, node.args[0])
+        if counts is not None and has_own_text(source, node):
+            yield Match(fix=COUNTED_RANGE, source=source, node=node, parts={"R": counts})
+
+
+def _summed(source: SourceFile, node: ast.expr) -> ast.expr | None:
+    """Return what a number is the sum of, also through a name or a read in its place."""
+    if isinstance(node, ast.Name):
+        assign = assignment_before(source, node.id, source.statement(node))
+        node = assign.value if assign is not None else node
+    elif (read := read_of(node, source)) and read.cast in ("", "int"):
+        node = read.tensor
+    if not isinstance(node, ast.Call) or node.keywords:
+        return None
+    if source.dotted(node.func) == "torch.sum" and len(node.args) == 1:
+        return node.args[0]
+    return None if node.args else receiver(node, ("sum",))
+
+
+def _write_counted_range(match: Match, facts: Facts) -> Writing:
+    source, node = match.source, match.node_as(ast.Call)
+    match.need(facts, "R", "is a tensor", is_tensor, static=True)
+    count = node.args[0]
+    for repeats, counts, rows in _repeats_before(match):
+        root = _root(source, counts)
+        if root is None or root != _root(source, match.parts["R"]):
+            continue
+        used = [*stores(source.function(node), count.id)] if isinstance(count, ast.Name) else []
+        made = [source.statement(store) for store in used]
+        if _is_kept(match, [repeats, *made]):
+            alone = used and len(made) == len(loads(source.function(node), used[0].id)) == 1
+            left = [deleted(source, made[0])] if alone else []
+            name = assigned_name(repeats)
+            text = ast.unparse(counts)
+            one_each = rows is None or _is_range_over(source, rows, text)
+            risk = f"if `{text[:60]}` has one element, it may apply to several rows"
+            return Writing(
+                (instead(source, count, f"{name}.shape[0]"), *left), "" if one_each else risk
+            )
+    raise FixRefused(
+        "no `repeat_interleave` before it has that many rows. Pass a size that the host knows"
+    )
+
+
+def _repeats_before(match: Match) -> Iterator[tuple[ast.stmt, ast.expr, ast.expr | None]]:
+    """Yield the assignments of repeats that certainly ran before, with the counts, and the repeated rows."""
+    source = match.source
+    function, here = source.function(match.node), source.statement(match.node)
+    for call in source.calls("repeat_interleave"):
+        statement = source.statement(call)
+        name = assigned_name(statement)
+        if name is None or source.parents[call] is not statement:
+            continue
+        once = len(stores(function, name)) == 1 and is_private(source, function, name)
+        if once and assignment_before(source, name, here) is statement:
+            bounds = (match_form(form, call, source) for form in _REPEATS)
+            parts = next((bound.parts for bound in bounds if bound is not None), {})
+            if "R" in parts:
+                yield statement, parts["R"], parts.get("X")
+
+
+def _is_range_over(source: SourceFile, rows: ast.expr, counts: str) -> bool:
+    """Return True for `torch.arange(len(counts))`: as many rows as counts."""
+    if not isinstance(rows, ast.Call) or source.dotted(rows.func) != "torch.arange":
+        return False
+    sizes = (f"{counts}.shape[0]", f"{counts}.size(0)", f"{counts}.numel()", f"len({counts})")
+    return len(rows.args) == 1 and ast.unparse(rows.args[0]) in sizes
+
+
+def _root(source: SourceFile, node: ast.expr) -> str | None:
+    """Return the name whose elements a value has, in any order, if each name on the way has one value."""
+    while not isinstance(node, ast.Name):
+        if (inner := receiver(node, _ORDERS)) is None or any(
+            source.dotted(one) for one in getattr(node, "args", ())
+        ):
+            return None
+        node = inner
+    function = source.function(node)
+    bound, given = stores(function, node.id), node.id in parameters(function)
+    if not bound:
+        return node.id if given else None
+    assign = assignment_before(source, node.id, source.statement(node))
+    if assign is None or given or len(bound) > 1 or not is_private(source, function, node.id):
+        return None
+    return _root(source, assign.value) or node.id
+
+
+def _is_kept(match: Match, made: list[ast.stmt]) -> bool:
+    """Return True if nothing is written to between the first of some statements and the match."""
+    source, node = match.source, match.node_as(ast.Call)
+    first = min(statement.lineno for statement in made)
+    same = all(source.loop(one) is source.loop(node) for one in made)
+    return same and all(
+        changes_nothing(source, one)
+        for one in ast.walk(source.function(node))
+        if first <= getattr(one, "lineno", 0) < node.lineno
+    )
+
+
+COUNTED_RANGE: Fix = Fix(
+    name="counted_range",
+    doc="""`torch.arange(counts.sum())` beside `rows = torch.repeat_interleave(counts)` becomes
+    `torch.arange(rows.shape[0])`.
+
+    The host waits for the sum of the counts, which is the number of rows that they gave.
+
+    Applies if the counts are the same ones, also reshaped or transposed, and nothing is written to in
+    between. Suggested, not applied, if other rows than `torch.arange(len(counts))` are repeated: one count
+    may apply to all of them.
+    """,
+    codes=("TT101",),
+    equivalence="BITWISE",
+    find=_find_counted_ranges,
+    write=_write_counted_range,
+)
+
+
+FIXES = (COUNTED_RANGE, KNOWN_REPEATS, REPEATED_LIST)

@@ -163,6 +163,16 @@ def insert_after(source: SourceFile, statement: ast.stmt, lines: str) -> TextEdi
     return TextEdit(at + (not last), at + (not last), text)
 
 
+def deleted(source: SourceFile, statement: ast.stmt) -> TextEdit:
+    """Return the edit that deletes a statement with its line; alone in its block or line, it is a `pass`."""
+    start, end = source.start(statement), source.end(statement)
+    blanks = source.indentation(statement)
+    rest = source.text[end:].partition("\n")[0]
+    if blanks is None or rest.strip() or len(source.block(statement)) == 1:
+        return TextEdit(start, end, "pass")
+    return TextEdit(start - len(blanks), min(end + len(rest) + 1, len(source.text)), "")
+
+
 def runs_first(source: SourceFile, node: ast.AST) -> bool:
     """Return True if the node can be computed before its statement: it runs once, after no side effect."""
     statement = source.statement(node)

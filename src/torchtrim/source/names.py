@@ -6,8 +6,16 @@ import ast
 import weakref
 from collections.abc import Sequence
 
-from torchtrim.source.nodes import find_all, function_of, is_stored, name_set, names_in
-from torchtrim.source.operations import VALUES, VIEWS, is_fresh
+from torchtrim.source.nodes import (
+    find_all,
+    function_of,
+    is_stored,
+    keywords_of,
+    method_of,
+    name_set,
+    names_in,
+)
+from torchtrim.source.operations import VALUES, VIEWS, is_fresh, is_pure
 from torchtrim.source.source import Function, SourceFile
 
 _Places = tuple[list[ast.Name], list[ast.Name]]
@@ -226,3 +234,29 @@ def is_unshared(source: SourceFile, tensor: ast.expr, statement: ast.stmt) -> bo
     return not any(
         isinstance(source.parents[store], ast.AugAssign) for store in stores(function, tensor.id)
     ) and all(only_reads(source, use) for use in loads(function, tensor.id))
+
+
+_HARMLESS_METHODS = name_set("""
+    append extend insert items keys values get join format split strip startswith endswith lower
+    upper replace count index
+""")
+_HARMLESS = name_set("print sorted repr id type slice iter")
+
+
+def changes_nothing(source: SourceFile, inside: ast.AST) -> bool:
+    """Return True if the code, by its form, writes to no tensor: known functions, no in-place assignment."""
+    return all(_is_harmless(source, node) for node in ast.walk(inside))
+
+
+def _is_harmless(source: SourceFile, node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        written = keywords_of(node).keys() & {"out", "inplace", None}
+        harmless = method_of(node) in _HARMLESS_METHODS or function_of(node) in _HARMLESS
+        pure = is_pure(ast.Call(node.func, [], []), source)
+        return (harmless and not written) or (pure and not written - {None})
+    if isinstance(node, ast.Attribute | ast.Subscript):
+        return isinstance(node.ctx, ast.Load)
+    if isinstance(node, ast.AugAssign):
+        name = node.target.id if isinstance(node.target, ast.Name) else ""
+        return bool(name and literal_stores(source, source.function(node), name))
+    return not isinstance(node, ast.Await | ast.Yield | ast.YieldFrom | ast.With | ast.AsyncFor)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 
 from torchtrim.source.names import assigned_to, stores
-from torchtrim.source.nodes import find_all, function_of, name_set
+from torchtrim.source.nodes import called, find_all, function_of, name_set
 from torchtrim.source.source import Function, SourceFile
 
 _TYPES = name_set("int float bool Number Real Integral")
@@ -101,15 +102,31 @@ def _only_numbers(node: ast.Name, source: SourceFile, open_names: frozenset[str]
 
 
 def _annotated(node: ast.expr | None) -> bool:
-    """Return True for an annotation of numbers, or numbers and None: a tensor is never None."""
+    """Return True for an annotation of numbers, None and literal strings: only numbers make tensors."""
+    every = list(_alternatives(node))
+    left = [one for one in every if not _is_literal(one, str, type(None))]
+    return bool(left) and all(_is_literal(one, int, float) or _are_types(one) for one in left)
+
+
+def _is_literal(node: ast.expr, *kinds: type) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, kinds)
+
+
+def _alternatives(node: ast.expr | None) -> Iterator[ast.expr]:
+    """Yield the types in an annotation, and the values of a `Literal`."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value.strip() in _TYPES
-    if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("Optional"):
-        return _annotated(node.slice)
-    if isinstance(node, ast.BinOp):
-        sides = [one for one in (node.left, node.right) if ast.unparse(one) != "None"]
-        return bool(sides) and all(map(_annotated, sides))
-    return node is not None and _are_types(node)
+        try:
+            yield from _alternatives(ast.parse(node.value.strip(), mode="eval").body)
+        except SyntaxError:
+            yield ast.Name(node.value)
+    elif isinstance(node, ast.BinOp):
+        yield from (*_alternatives(node.left), *_alternatives(node.right))
+    elif isinstance(node, ast.Subscript) and called(node.value) in ("Optional", "Union", "Literal"):
+        inside = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        for one in inside:
+            yield from [one] if called(node.value) == "Literal" else _alternatives(one)
+    elif node is not None:
+        yield node
 
 
 def _is_given_number(target: ast.Name, source: SourceFile, known: frozenset[str]) -> bool:
