@@ -28,6 +28,7 @@ def shown(body: str) -> str:
         ("found.append(float(x.mean()))", "found.append(x.mean().detach())"),
         ("seen['a'] = x.detach().mean().cpu()", "seen['a'] = x.detach().mean()"),
         ("return -t.to('cpu')", "return -t"),
+        ("y = x * 2\ny[0] = t.item()", "y = x * 2\ny[0] = t.detach()"),
         (
             "n = t.item() - 1\nx[x == n] = self.g(x, fill=n)\nx = x.new_full((2,), n)",
             "n = t.detach() - 1\nx[x == n] = self.g(x, fill=n)\nx = x.new_full((2,), n)",
@@ -49,6 +50,7 @@ def test_the_line_without_its_read_is_shown(body: str, after: str) -> None:
         "return x[t.item()]",
         "self.log(t.item())",
         "if t.item() > 0:\n    return x",
+        "losses = torch.zeros(3)\nlosses[0] = t.item()",
     ],
 )
 def test_a_number_that_is_needed_is_no_match(body: str) -> None:

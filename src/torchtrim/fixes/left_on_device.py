@@ -5,8 +5,8 @@ an attribute or a result, until something is printed. The tensor can be kept ins
 that this function does not show then gets a tensor where it got a number, so the line is never written by
 itself: it is shown as a diff to copy.
 
-Refused if the number is printed, formatted, used as a size or passed to a function, which needs it; a local
-name may fill tensors, and go to methods of the same object.
+Refused if the number is printed, formatted, used as a size or passed to a function, which needs it, or put
+into a tensor on the host; a local name may fill tensors, and go to methods of the same object.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torchtrim.rewriter.fix import Fix, Match, Writing
 from torchtrim.rewriter.reads import computed_of
 from torchtrim.rewriter.replace import atom, instead
 from torchtrim.source.facts import Facts, is_tensor
-from torchtrim.source.names import loads
-from torchtrim.source.nodes import called, constant_of, method_of, name_set, receiver
+from torchtrim.source.names import assigned_to, loads, stores
+from torchtrim.source.nodes import called, constant_of, keywords_of, method_of, name_set, receiver
 from torchtrim.source.source import Function, SourceFile
 from torchtrim.source.transfers import Read, has_own_text, read_of
 
@@ -72,6 +72,8 @@ def _place(source: SourceFile, node: ast.AST, depth: int = 0) -> str:
     if not isinstance(outer, ast.Assign) or len(outer.targets) > 1:
         return ""
     target = outer.targets[0]
+    if isinstance(target, ast.Subscript) and _is_on_host(source, target.value):
+        return ""
     if isinstance(target, ast.Attribute | ast.Subscript):
         return source.segment(target)
     function = source.function(outer)
@@ -80,6 +82,18 @@ def _place(source: SourceFile, node: ast.AST, depth: int = 0) -> str:
     uses = loads(function, target.id)
     kept = (_place(source, use, 1) or _is_filled(source, use) for use in uses)
     return target.id if uses and all(kept) else ""
+
+
+def _is_on_host(source: SourceFile, kept: ast.expr) -> bool:
+    """Return True for a tensor that the function creates without a device: a copy to it waits too."""
+    bound = stores(source.function(kept), kept.id) if isinstance(kept, ast.Name) else ()
+    made = [assigned_to(source, store) for store in bound]
+    return any(
+        isinstance(value, ast.Call)
+        and (source.dotted(value.func) or "").startswith("torch.")
+        and "device" not in keywords_of(value)
+        for value in made
+    )
 
 
 def _is_filled(source: SourceFile, use: ast.Name) -> bool:
