@@ -302,6 +302,11 @@ def test_appended_read_is_sound(body: str) -> None:
         ),
         ("for v in x:\n    t = []\n    t.append(v.item())", "is reset"),
         (
+            "t = []\nfor v in x:\n    try:\n        t.append(v.item())\n        if n:\n"
+            "            n.log(sum(t))\n            t.clear()\n    except E:\n        pass",
+            "before the loop ends",
+        ),
+        (
             "t = []\nfor _ in x:\n    for v in x:\n        t.append(v.item())\n    n.all = t",
             "may keep `t`",
         ),

@@ -329,7 +329,9 @@ def _report(source: SourceFile, target: ast.Name, loop: Loop) -> _Report | None:
     block = source.block(statement)
     later = block[block.index(statement) + 1 :]
     branch = next((one for one in later if isinstance(one, ast.If) and loads(one, target.id)), None)
-    if branch is None or not all(_is_empty(source, one) for one in stores(function, target.id)):
+    tried = any(isinstance(one, ast.Try) and within(one, loop) for one in source.around(statement))
+    starts = all(_is_empty(source, one) for one in stores(function, target.id))
+    if branch is None or tried or not starts:
         return None
     inside = sorted((use for one in branch.body for use in loads(one, target.id)), key=spot)
     reads = [use for use in inside if _is_summarized(source, use)]
