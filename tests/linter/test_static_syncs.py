@@ -203,32 +203,6 @@ def test_code_that_runs_once_is_left_out(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "body", "found"),
-    [
-        ("init_codes", "if self.done:\n            return", [8]),
-        ("init_codes", "'Once.'\n        if not self.done: return None", [9]),
-        ("reset_parameters", "if self.done:\n            return", []),
-        ("init_codes", "if self.done:\n            pass", []),
-        ("init_codes", "self.x = 0\n        if self.done: return", []),
-    ],
-)
-def test_what_asks_first_whether_it_has_run_is_called_in_each_step(
-    name: str, body: str, found: list[int]
-) -> None:
-    code = f"""
-import torch
-from torch import nn, tensor
-class A(nn.Module):
-    def __init__(self):
-        self.register_buffer("done", tensor(False))
-    def {name}(self, x: torch.Tensor):
-        {body}
-        x.item()
-"""
-    assert lines(code) == found
-
-
-@pytest.mark.parametrize(
     ("base", "method", "found"),
     [
         ("Dataset", "step", []),
@@ -248,30 +222,6 @@ def test_files_that_run_once() -> None:
     code = "import torch\ndef f(x: torch.Tensor):\n    x.item()\n"
     assert lines(code, "convert_weights.py") == []
     assert lines(code, "model.py") == [3]
-
-
-@pytest.mark.parametrize(
-    ("line", "waits"),
-    [
-        ("x[:, use, ...]", True),
-        ("x[n, :]", False),
-        ("x[use]", False),  # a tuple of numbers indexes without a copy
-        ("torch.normal(0, x)", True),
-        ("torch.normal(mean=0.0, std=x + 1)", True),
-        ("torch.normal(0.0, 1.0, (3,))", False),
-        ("torch.normal(x, 1.0)", False),
-    ],
-)
-def test_indices_and_deviations_that_the_host_waits_for(line: str, waits: bool) -> None:
-    code = f"import torch\ndef f(x: torch.Tensor, n: int):\n    use = list(range(n))\n    return {line}\n"
-    assert lines(code) == [4] * waits
-
-
-@pytest.mark.parametrize(("head", "found"), [("seen = {}", [5]), ("seen = self.seen", [])])
-def test_a_dictionary_of_the_function_is_no_cache(head: str, found: list[int]) -> None:
-    body = f"    {head}\n    if n not in seen:\n        seen[n] = x.item()\n"
-    code = f"import torch\ndef f(self, x: torch.Tensor, n):\n{body}"
-    assert lines(code) == found
 
 
 def test_a_name_that_may_be_a_number_is_not_taken_for_a_tensor() -> None:
