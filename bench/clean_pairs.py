@@ -156,20 +156,19 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a technique")
     parser.add_argument("--json", action="store_true", help="write the result")
     options = parser.parse_args()
-    parts: dict[str, Any] = {}
-    for model in options.models:
-        techniques = [options.only] if options.only else sound()
-        parts[model] = of_model(model, range(options.seeds), techniques)
-        print(model, parts[model], flush=True)
-    if options.scripts:
-        parts["beside itself"] = beside_themselves(options.scripts)
-        print(parts["beside itself"], flush=True)
     path = RESULTS / slug() / "clean_pairs.json"
     found = json.loads(path.read_text()) if options.json and path.exists() else {}
-    parts = found.get("parts", {}) | parts
+    parts: dict[str, Any] = found.get("parts", {})
+    for model in [*options.models, *(["beside itself"] if options.scripts else [])]:
+        if model == "beside itself":
+            parts[model] = beside_themselves(options.scripts)
+        else:
+            techniques = [options.only] if options.only else sound()
+            parts[model] = of_model(model, range(options.seeds), techniques)
+        print(model, parts[model], flush=True)
+        if options.json:
+            save("clean_pairs", {**summary(parts), "parts": parts})
     print(summary(parts))
-    if options.json:
-        print(save("clean_pairs", {**summary(parts), "parts": parts}))
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ def main() -> None:
     options = parser.parse_args()
     path = RESULTS / slug() / "faults.json"
     before = json.loads(path.read_text())["faults"] if options.json and path.exists() else []
-    rows = {one["name"]: one for one in before}
+    rows = ordered = {one["name"]: one for one in before}
     for fault in faults(options.only):
         if not fnmatch.fnmatch(fault.program, options.program):
             continue
@@ -191,11 +191,10 @@ def main() -> None:
         if not one.named or one.certificate.verdict != "NOT EQUAL":
             first = one.certificate.first_difference
             print(f"    {one.certificate.reason} {first} {changed(fault)}", flush=True)
-    ordered = {one.name: rows[one.name] for one in faults() if one.name in rows}
-    figures = table(ordered)
-    print("\n".join(f"{name:32} {count}" for name, count in figures.items()))
-    if options.json:
-        print(save("faults", {"figures": figures, "faults": [*ordered.values()]}))
+        ordered = {one.name: rows[one.name] for one in faults() if one.name in rows}
+        if options.json:
+            save("faults", {"figures": table(ordered), "faults": [*ordered.values()]})
+    print("\n".join(f"{name:32} {count}" for name, count in table(ordered).items()))
 
 
 if __name__ == "__main__":

@@ -216,7 +216,8 @@ def _fewer_digits(
         return ""
     return (
         f"in float64 both agree, but before an update they differ by {early:.1e}, and one unit in the last "
-        f"place changes the original by {own:.1e}: one computes with fewer digits, such as bfloat16 or TF32"
+        f"place changes the original by {own:.1e}: one has fewer digits there, as those of bfloat16 or TF32, "
+        "or a formula that loses some"
     )
 
 
