@@ -31,9 +31,9 @@ _CHAOS = 1e-8
 that varies as much multiplies one rounding by 5e7, and nothing can be said of a change."""
 
 
-_MOST_BYTES = 2**30
-"""Bytes of one run's values up to which all that differ are judged; arbitrary, written in about a second."""
-_SPARE = 16  # of the disk, such runs: more than are made
+_MOST_BYTES = 2**33
+"""Bytes of one run's values up to which all that differ are judged; arbitrary, written in some seconds."""
+_SPARE = 16  # runs that the disk has room for: more than are made
 
 
 class Judgement(NamedTuple):
