@@ -20,7 +20,7 @@ from torchtrim.runner.convolutions import by_shifts, shifts
 
 _POOL = 131_071
 """Signs that are drawn once and used from random places. A prime, so that rows do not repeat them."""
-_POOLS = 32  # sizes of which the pool is kept, 2 MiB each: more than most programs have
+_POOLS = 16  # sizes of which the factors are kept, 2 MiB each: as many as most programs have
 _LOOKED_AT = 1024
 """Values of a tensor that are looked at: if one of them is a whole number, all whole numbers stay."""
 _MORE = 8192  # values looked at where the first are zeros; arbitrary
@@ -65,6 +65,7 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._types = (*_TYPES, *_NARROW) if narrow else _TYPES
         self._places = random.Random(abs(seed))
         self._pools: dict[tuple[torch.device, torch.dtype, float], torch.Tensor] = {}
+        self._signs = torch.empty(0, dtype=torch.int8, device="cpu")
         self._kinds: dict[Any, str] = {}
 
     def __torch_dispatch__(
@@ -162,12 +163,14 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the pool of factors twice, so that any place in it is followed by a whole one."""
         key = flat.device, flat.dtype, size
         if key not in self._pools:
-            draws = torch.Generator("cpu").manual_seed(abs(self._seed))
-            bits = torch.randint(2, (_POOL,), generator=draws, dtype=torch.float64, device="cpu")
-            up = size * torch.finfo(flat.dtype).eps * (1 if self._seed > 0 else -1)
+            if not self._signs.numel():
+                draws = torch.Generator("cpu").manual_seed(abs(self._seed))
+                bits = torch.randint(2, (_POOL,), generator=draws, dtype=torch.int8, device="cpu")
+                self._signs = (bits * 2 - 1).repeat(2)
             if len(self._pools) == _POOLS:
                 self._pools.pop(next(iter(self._pools)))
-            self._pools[key] = (bits * 2 - 1).mul_(up).add_(1.0).to(flat).repeat(2)
+            up = size * torch.finfo(flat.dtype).eps * (1 if self._seed > 0 else -1)
+            self._pools[key] = self._signs.to(torch.float64).mul_(up).add_(1.0).to(flat)
         return self._pools[key]
 
 
