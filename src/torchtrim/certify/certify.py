@@ -83,13 +83,10 @@ def certify(contest: Contest, original: Trial, planned: Trial, progress: Progres
         if alone:
             said = f"{alone} differs between two runs of the original, and is ignored"
             judged = judged._replace(reason=f"{judged.reason}; {said}")
-    if judged.verdict in ("BITWISE", "ROUNDING"):
-        parts = [judged.reason, construction.said_of(built) if built else "", otherwise]
-        judged = judged._replace(reason="; ".join(filter(None, parts)))
     first = _first(contest, original, found, judged, progress) if found else None
     return Certificate(
         verdict=judged.verdict,
-        compared=compare.compared(original),
+        compared=compare.compared(original, contest.built),
         largest_difference=_finite(figures.difference) if found else 0.0,
         first_difference=first,
         noise=_finite(figures.noise),
@@ -99,6 +96,7 @@ def certify(contest: Contest, original: Trial, planned: Trial, progress: Progres
         coverage=compare.coverage_of(original),
         assumes=_unseen(plan),
         sees=judged.sees,
+        otherwise="; ".join(filter(None, (otherwise, construction.said_of(built)))),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -72,12 +72,13 @@ def left_behind(one: Trial, other: Trial) -> list[str]:
     return [f"{len(pairs) - 1}/memory:left behind"] if grows else []
 
 
-def compared(one: Trial) -> tuple[str, ...]:
-    """Return counts of the compared values, such as `"24 gradients x 4 steps"`."""
+def compared(one: Trial, without: Collection[str] = ()) -> tuple[str, ...]:
+    """Return counts of the compared values, such as `"24 gradients x 4 steps"`, but for some labels."""
     totals: Counter[str] = Counter()
     steps: Counter[str] = Counter()
-    for step in one.steps:
-        kinds = Counter(name.partition(":")[0] for name in step.digests)
+    for number, step in enumerate(one.steps):
+        names = (name for name in step.digests if f"{number}/{name}" not in without)
+        kinds = Counter(name.partition(":")[0] for name in names)
         totals.update(kinds)
         steps.update(kinds.keys())
     said = []

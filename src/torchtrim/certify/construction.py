@@ -111,6 +111,8 @@ def _is_built(label: str, one: Trial, other: Trial) -> bool:
         return None in sides
     if kind == "hyperparameter":
         return _rounds(*sides)
+    if kind == "random state":  # of a device that neither uses, as FSDP seeds one
+        return rest.startswith("cuda") and one.device == other.device == "cpu"
     if kind in ("loss", "output"):
         return _divided(f"{kind}:{_root(kind, rest)}", steps)
     has_children = any(label.startswith(f"{name}.") for digests in steps for label in digests)
@@ -151,7 +153,9 @@ def _rounds(one: str | None, other: str | None) -> bool:
 
 def said_of(built: list[str]) -> str:
     """Return what the differences are, and what follows for what was compared."""
-    text = f"the program is built otherwise, first in {name_of(built[0])}"
+    if not built:
+        return ""
+    text = f"first in {name_of(built[0])}"
     kinds = {name_of(label).partition(":")[0] for label in built}
     gone = [f"{kind}s" for kind in ("loss", "output") if kind in kinds]
     names = " and ".join(gone).replace("losss", "losses")

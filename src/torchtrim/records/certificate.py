@@ -79,7 +79,8 @@ class Certificate(Struct, frozen=True, kw_only=True):
     later steps and no check sees. `asked`: the replacement, for the
     verdict AS ASKED; the figures then compare with the original with the replacement made by hand. `sees`: by
     kind of quantity, such as `"loss"`, the smallest relative change before the first update that would
-    have been seen; empty if no rounding was to be told from a fault.
+    have been seen; empty if no rounding was to be told from a fault. `otherwise`: how the other program is
+    built, if it is not built as the original, and what is not compared for that.
     """
 
     verdict: Verdict
@@ -94,6 +95,7 @@ class Certificate(Struct, frozen=True, kw_only=True):
     assumes: tuple[str, ...] = ()
     asked: SemanticChange | None = None
     sees: dict[str, float] = {}
+    otherwise: str = ""
 
 
 def with_proof(plan: Plan, certificate: Certificate, args: tuple[str, ...] | None = None) -> Plan:

@@ -377,6 +377,8 @@ def difference_figure(value: float | None) -> str:
 def certificate_lines(certificate: Certificate) -> list[str]:
     """Return the verdict, its coverage, the compared quantities, and the reason if they are not equal."""
     lines = [proof_sentence(certificate)]
+    if certificate.otherwise:
+        lines.append(f"Built otherwise: {certificate.otherwise}")
     if certificate.coverage is not None:
         lines.append(coverage_sentence(certificate.coverage))
     if certificate.assumes:

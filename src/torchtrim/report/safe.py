@@ -194,4 +194,5 @@ def _bare_certificate(certificate: Certificate, known: list[str]) -> Certificate
         first_difference=first
         and msgspec.structs.replace(first, path="", line=0, other_path="", other_line=0),
         reason=_scrub(certificate.reason, known),
+        otherwise=_scrub(certificate.otherwise, known),
     )
