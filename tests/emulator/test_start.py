@@ -178,7 +178,8 @@ def test_who_asks_for_nothing_begins_nothing(sources: Sources) -> None:
     model = nn.Linear(2, 2).to(torch.device("cpu"))
     assert torch.tensor([1.0], device="cpu").is_cpu
     assert torch.as_tensor([1.0]).is_cpu
-    assert torch.Generator().device.type == "cpu"
+    own = torch.Generator()
+    assert (own.device.type, type(own).__qualname__) == ("cpu", "Generator")
     assert isinstance(torch.default_generator, torch.Generator)
     assert model(x.float()).is_cpu
     assert current() is None
