@@ -182,3 +182,21 @@ def test_reads_that_are_only_assigned_are_assigned_at_once(between: str, at_once
     after = fixed_text("m.py", code, unsafe=True)[0]
     assert ("    a, b = torch.stack((x.max(), y.max())).tolist()\n" in after) is at_once
     assert "reshape" not in after
+
+
+def test_a_count_stays_an_integer_beside_a_sum_of_losses() -> None:
+    code = """
+import torch
+
+def function(loader, net, criterion):
+    loss_sum = 0
+    correct = 0
+    for x, y in loader:
+        out = net(x)
+        loss = criterion(out, y)
+        loss_sum += loss.item()
+        correct += out.argmax(1).eq(y).sum().item()
+        print(f"loss {loss_sum} right {correct}")
+"""
+    text = fixed_text("train.py", code, unsafe=True)[0]
+    assert 'print(f"loss {loss_sum.item()} right {correct.item()}")' in text

@@ -387,6 +387,19 @@ def test_without_a_run_a_count_is_written_the_same() -> None:
     assert "    return int(correct) / seen\n" in text
 
 
+@pytest.mark.parametrize("root", ["total ** 0.5", "math.sqrt(total)", "total / 2"])
+def test_a_sum_whose_root_is_taken_is_read_there(root: str) -> None:
+    body = f"total = 0\nfor v in x:\n    total += v.data.norm().item() ** 2\ntotal = {root}\nreturn total"
+    code = proving.code_of("import math\nimport torch\ndef function(x):\n", body)
+    text = proving.text_of(proving.unseen(ACCUMULATED_READ, code, L0=StaticValue(kind="tensor")))
+    assert "    total += v.data.norm().double() ** 2\n" in text
+    assert f"total = {root.replace('total', 'float(total)')}\n" in text
+    for x in ([], [torch.randn(3), torch.randn(3)]):
+        results = [proving.run(proving.compiled(one), {"x": x})[0] for one in (code, text)]
+        assert type(results[0]) is type(results[1])
+        assert results[0] == pytest.approx(results[1])
+
+
 LOOP = """
 def function(batches, every):
     total = 0.0

@@ -144,7 +144,8 @@ def _together(match: Match, facts: Facts, reads: Sequence[Read]) -> tuple[list[i
     if not facts.seen:
         for n in range(len(reads)):
             match.need(facts, f"L{n}", "is a tensor", is_tensor, static=True)
-        if len({_static_types(facts, f"L{n}") for n in range(len(reads))}) > 1:
+        types = {_static_types(match, facts, f"L{n}") for n in range(len(reads))}
+        if len(types) > 1:
             raise FixRefused(
                 "some of its reads are of integers or booleans, others may not be, and one read "
                 "gives all of them one type. Read each separately"
@@ -168,10 +169,20 @@ def _together(match: Match, facts: Facts, reads: Sequence[Read]) -> tuple[list[i
     return wide, cast
 
 
-def _static_types(facts: Facts, part: str) -> tuple[bool, ...]:
+def _static_types(match: Match, facts: Facts, part: str) -> tuple[bool, ...]:
     boolean = facts.holds_statically(of_part(part, lambda seen: seen.dtype == "bool"))
     integer = facts.holds_statically(of_part(part, lambda seen: seen.dtype == "int64"))
-    return boolean is True, integer is True
+    return boolean is True, integer is True or _sums_counts(match.source, match.parts[part])
+
+
+def _sums_counts(source: SourceFile, node: ast.expr) -> bool:
+    """Return True for a count, and a name that starts as a number and only gets or adds counts."""
+    if not isinstance(node, ast.Name):
+        return is_count(node)
+    outer = [source.parents[one] for one in stores(source.function(node), node.id)]
+    values = [getattr(one, "value", None) for one in outer]
+    counts = [value for value in values if not isinstance(value, ast.Constant)]
+    return bool(counts) and all(isinstance(one, ast.Call) and is_count(one) for one in counts)
 
 
 def _kind(facts: Facts, part: str) -> ObservedValue | None:

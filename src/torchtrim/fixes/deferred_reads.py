@@ -39,6 +39,7 @@ from torchtrim.source.names import (
 )
 from torchtrim.source.nodes import (
     called,
+    constant_of,
     function_of,
     method_of,
     name_set,
@@ -190,10 +191,17 @@ def _is_only_divided(source: SourceFile, node: ast.AugAssign, loop: Loop) -> boo
     outer = [source.parents[use] for use in uses]
     divided = (
         function_of(one) == "float"
-        or (isinstance(one, ast.BinOp) and isinstance(one.op, ast.Div) and one.left is use)
+        or source.dotted(getattr(one, "func", one)) == "math.sqrt"
+        or (isinstance(one, ast.BinOp) and one.left is use and _gives_float(one))
         for one, use in zip(outer, uses, strict=True)
     )
     return not isinstance(function, ast.Module) and len(outer) <= _FEW and all(divided)
+
+
+def _gives_float(node: ast.BinOp) -> bool:
+    """Return True if an integer on the left becomes a float: divided, or to the power of one."""
+    power = isinstance(node.op, ast.Pow) and isinstance(constant_of(node.right), float)
+    return power or isinstance(node.op, ast.Div)
 
 
 def _plain_reads(
