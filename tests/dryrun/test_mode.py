@@ -143,3 +143,22 @@ def test_it_ends_as_it_began() -> None:
     assert current() is None
     assert (torch.UntypedStorage.clone, torch.compile, torch.save) == (clone, compile_, save)
     assert torch.ones(300).sum().item() == 300
+
+
+def test_an_unknown_loss_is_finite(dry: Dry) -> None:
+    loss = torch.randn(2000, 2000).square().mean()
+    assert not dry.knows(loss)
+    assert torch.isfinite(loss)
+    assert loss.isfinite().item()
+    assert not torch.isfinite(torch.tensor(float("inf")))
+
+
+def test_what_was_not_saved_is_not_renamed(dry: Dry, tmp_path: Path) -> None:
+    new, last, other = (tmp_path / name for name in ("new.pt", "last.pt", "other"))
+    torch.save({}, new)
+    new.replace(last)
+    last.rename(tmp_path / "best.pt")
+    assert not [*tmp_path.iterdir()]
+    other.write_text("its own")
+    other.rename(new)
+    assert new.read_text() == "its own"

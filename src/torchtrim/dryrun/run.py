@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sized
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ def dry_run(project: str, *, owned_only: bool, batch_size: int | None = None) ->
     _patch_storages(patches, dry)
     _patch_compile(patches, dry)
     _patch_files(patches, dry)
+    _patch_finite(patches, dry)
     _patch_loaders(patches, batch_size, here=True, seen=dry.note_batch_size)
     _patch_profilers(patches)
     enter_in_threads(patches, lambda: dry)
@@ -110,11 +112,27 @@ def _patch_profilers(patches: Patches) -> None:
 
 
 def _patch_files(patches: Patches, dry: Dry) -> None:
-    """Save nothing, since it would overwrite weights with zeros; memory-map files that are loaded."""
-    load: Any = torch.load
+    """Save nothing, since it would overwrite weights with zeros; memory-map files that are loaded.
 
-    def save(*_: Any, **__: Any) -> None:
+    A file that was not written is not renamed either, as a script does that saves in one piece.
+    """
+    load: Any = torch.load
+    unwritten = set[Path]()
+
+    def save(obj: Any, f: Any, *_: Any, **__: Any) -> None:
         dry.guesses.add("torch.save: nothing was written")
+        if isinstance(f, (str, os.PathLike)):
+            unwritten.add(Path(f).absolute())
+
+    def renamed(original: Any) -> Any:
+        @functools.wraps(original)
+        def rename(source: Any, target: Any, **options: Any) -> None:
+            if isinstance(source, (str, os.PathLike)) and Path(source).absolute() in unwritten:
+                unwritten.add(Path(target).absolute())
+            else:
+                original(source, target, **options)
+
+        return rename
 
     def load_mapped(file: Any, *args: Any, **options: Any) -> Any:
         if isinstance(file, (str, os.PathLike)) and "mmap" not in options:
@@ -123,7 +141,26 @@ def _patch_files(patches: Patches, dry: Dry) -> None:
         return load(file, *args, **options)
 
     patches.replace(torch, "save", save)
+    for name in ("replace", "rename"):
+        patches.replace(os, name, renamed(getattr(os, name)))
     patches.replace(torch, "load", load_mapped)
+
+
+def _patch_finite(patches: Patches, dry: Dry) -> None:
+    """Take an unknown number as finite: a script that asks would skip the step."""
+
+    def finding(original: Any) -> Any:
+        @functools.wraps(original)
+        def isfinite(given: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = original(given)
+            if given.numel() != 1 or dry.knows(found):
+                return found
+            return torch.ones(given.shape, dtype=torch.bool, device=given.device)
+
+        return isfinite
+
+    for owner in (torch, torch.Tensor):
+        patches.replace(owner, "isfinite", finding(owner.isfinite))
 
 
 _ARGUMENTS = (
