@@ -136,6 +136,33 @@ def test_a_second_derivative_is_refused_and_a_replica_runs_as_it_is() -> None:
     assert replica.weight.grad is not None
 
 
+class TwoNames(nn.Module):
+    """A layer that the module holds twice, which `functional_call` does not put back as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = plain(8)
+        self.up = self.mlp[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x)
+
+
+def test_after_a_functional_call_on_two_names_it_runs_as_it_is() -> None:
+    net, batch = TwoNames().double(), torch.randn(6, 8, dtype=torch.float64)
+    values = {name: value.detach() for name, value in net.named_parameters()}
+
+    def loss(values: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(net, values, (batch,)).sum()
+
+    torch.func.grad(loss)(values)
+    expected = gradients(net, batch)
+    handle = TECHNIQUE.apply({"TwoNames": net}, part_of("TwoNames.mlp"))
+    found = gradients(net, batch)
+    handle.revert()
+    assert all(map(torch.equal, found, expected))
+
+
 def test_without_gradients_it_runs_as_it_is() -> None:
     net, batch = network(), torch.randn(2, 16, 32)
     with torch.no_grad():

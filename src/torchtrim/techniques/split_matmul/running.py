@@ -95,7 +95,8 @@ class _InRows:
         if prod(given.shape[:-1]) < self.parts or not (given.requires_grad or owned):
             return forward(given)
         why = self.why_whole()
-        if not all(one.is_leaf for one in owned):
+        # `functional_call` leaves other tensors in a module of two names: torch's own fault, as of 2.13.
+        if not all(one.is_leaf and isinstance(one, nn.Parameter) for one in owned):
             why = why or "its parameters are computed outside of it"
         if not why:
             try:
