@@ -251,6 +251,14 @@ def test_it_waits_no_more(fix: Fix, call: str) -> None:
     assert proving.syncs_go(fix, code, {"x": torch.ones(3)}) == (1, 0)
 
 
+def test_a_pinned_upload_that_no_run_has_shown_is_for_a_person_to_copy() -> None:
+    code = (
+        "import torch\ndef function(x):\n    return x + torch.tensor([1, 2, 3], device=x.device)\n"
+    )
+    assert "make it once" in proving.unseen(PINNED_UPLOAD, code).advice
+    assert not proving.fixed(PINNED_UPLOAD, code, {"x": torch.ones(3)}).advice
+
+
 OTHERS = {
     "a pair": "if isinstance(c, (tuple, list)):\n        return torch.as_tensor(c, device=x.device)",
     "no tensor": "if not torch.is_tensor(c):\n        return torch.tensor(c, device=x.device)",

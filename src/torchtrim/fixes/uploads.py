@@ -323,7 +323,13 @@ def _pinned(match: Match, facts: Facts) -> Writing:
     )
     device, rest = _device(match, facts), ", **REST" if words else ""
     made = f'torch.tensor(L{rest}, device="cpu", pin_memory=torch.cuda.is_available())'
-    return Writing(replace(match, f"{made}.to({device}, non_blocking=True)"))
+    return Writing(
+        replace(match, f"{made}.to({device}, non_blocking=True)"),
+        advice="" if facts.seen else _ONCE,
+    )
+
+
+_ONCE = "if its values are the same each time, make it once, before the loop or as a buffer; else pin it"
 
 
 PINNED_UPLOAD: Fix = Fix(
@@ -335,8 +341,9 @@ PINNED_UPLOAD: Fix = Fix(
     `non_blocking=True`, is copied while the host goes on; PyTorch keeps the pinned memory until the copy has
     finished. Without CUDA no memory is pinned and the line means the same as before.
 
-    Refused with keywords that contradict this, if the list is read from a device itself (`x.tolist()`), and
-    without a run if the source does not show that it is a list.
+    Without a run it is shown as a diff to copy: a tensor that is always the same is better made once. Refused
+    with keywords that contradict this, if the list is read from a device itself (`x.tolist()`), and without a
+    run if the source does not show that it is a list.
     """,
     codes=("TT103",),
     equivalence="BITWISE",
