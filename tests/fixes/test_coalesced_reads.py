@@ -200,3 +200,12 @@ def function(loader, net, criterion):
 """
     text = fixed_text("train.py", code, unsafe=True)[0]
     assert 'print(f"loss {loss_sum.item()} right {correct.item()}")' in text
+
+
+def test_items_are_assigned_at_once_unless_one_needs_another() -> None:
+    head = "import torch\ndef f(a: torch.Tensor, b: torch.Tensor, seen: dict):\n"
+    code = f'{head}    seen["a"] = a.sum().item()\n    seen["b"] = b.sum().item()\n'
+    text = fixed_text("train.py", code, unsafe=True)[0]
+    assert '    seen["a"], seen["b"] = torch.stack((a.sum(), b.sum())).tolist()\n' in text
+    other = code.replace("b.sum()", '(b.sum() + seen["a"])')
+    assert fixed_text("train.py", other, unsafe=True)[0] == other

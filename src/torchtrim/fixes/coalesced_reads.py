@@ -27,7 +27,7 @@ from torchtrim.source.facts import (
     of_part,
 )
 from torchtrim.source.forms import equal
-from torchtrim.source.names import assigned_name, literal_stores, stores
+from torchtrim.source.names import literal_stores, stores
 from torchtrim.source.nodes import find_all, names_bound, names_in
 from torchtrim.source.operations import is_pure
 from torchtrim.source.source import SourceFile
@@ -239,16 +239,26 @@ def _edits(
 def _assigned_at_once(
     source: SourceFile, reads: Sequence[tuple[str, Read]], cast: str
 ) -> list[ast.Assign]:
-    """Return the consecutive statements if each only assigns one read to a name, else an empty list."""
+    """Return the consecutive statements if each only assigns one read, to a name or an item, else none."""
     outer = [source.parents[read.node] for _, read in reads]
-    every = [one for one in outer if isinstance(one, ast.Assign) and assigned_name(one)]
+    every = [one for one in outer if isinstance(one, ast.Assign) and _target_of(one)]
     plain = not cast and not any(read.cast for _, read in reads)
-    if not plain or len(every) < len(reads) or len(set(map(assigned_name, every))) < len(every):
+    if not plain or len(every) < len(reads) or len(set(map(_target_of, every))) < len(every):
         return []
     block = source.block(every[0])
     at = block.index(every[0])
     between = source.text[source.start(every[0]) : source.end(every[-1])]
     return every if block[at : at + len(every)] == every and not any(comments(between)) else []
+
+
+def _target_of(statement: ast.Assign) -> str:
+    """Return the name that gets a value, or the item of a name by a constant, or `""`."""
+    target = statement.targets[0]
+    owner = target
+    if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
+        owner = target.value
+    alone = len(statement.targets) == 1 and isinstance(owner, ast.Name)
+    return ast.unparse(target) if alone else ""
 
 
 def _returned_at_once(source: SourceFile, reads: Sequence[tuple[str, Read]], cast: str) -> bool:
