@@ -222,9 +222,6 @@ def test_files_that_run_once() -> None:
     code = "import torch\ndef f(x: torch.Tensor):\n    x.item()\n"
     assert lines(code, "convert_weights.py") == []
     assert lines(code, "model.py") == [3]
-    assert lines(code, "test_model.py") == [3]
-    assert lines(f"{code}def test_f():\n    pass\n", "test_model.py") == []
-    assert lines(f"{code}def test_f():\n    pass\n", "model.py") == [3]
 
 
 def test_a_name_that_may_be_a_number_is_not_taken_for_a_tensor() -> None:

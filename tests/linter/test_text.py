@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchtrim.errors import UnreadableInput
-from torchtrim.linter.text import fixed_text, is_cpu_test, lint_text
+from torchtrim.linter.text import fixed_text, is_test, lint_text
 
 CODE = textwrap.dedent(
     """
@@ -228,14 +228,16 @@ def test_files_that_import_each_other(tmp_path: Path) -> None:
 UNIT = "import torch\ndef test_it():\n    x = torch.relu(model(1))\n    assert x.item() > 0\n"
 
 
-def test_unit_tests_that_name_no_device_are_of_the_host(tmp_path: Path) -> None:
-    assert lines(tmp_path, UNIT, "test_model.py") == []
+def test_unit_tests_are_left_out_and_scripts_of_their_names_only_without_a_device(
+    tmp_path: Path,
+) -> None:
+    on_device = UNIT.replace("model(1)", "model(1).to(torch_device)")
     assert lines(tmp_path, UNIT, "model.py") == [4]
-    assert lines(tmp_path, UNIT.replace("model(1)", "model(1).to(torch_device)"), "test_b.py") == [
-        4
-    ]
-    assert is_cpu_test("a/model_test.py", UNIT)
-    assert not is_cpu_test("a/testing.py", UNIT)
+    for text in (UNIT, on_device, UNIT.replace("test_it", "score")):
+        assert lines(tmp_path, text, "test_model.py") == []
+    assert lines(tmp_path, on_device.replace("test_it", "score"), "test_model.py") == [4]
+    assert is_test("a/model_test.py", UNIT)
+    assert not is_test("a/testing.py", UNIT)
 
 
 def test_the_truth_of_what_is_computed_and_annotated(tmp_path: Path) -> None:

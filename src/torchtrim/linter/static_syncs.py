@@ -1,8 +1,8 @@
 """Finds the host-device syncs of a source, inferred from the source alone.
 
 Skips code that runs rarely or not on a device: constructors, loading and saving, branches of every N steps,
-the end of an epoch, the filling of caches, branches for the CPU, for tracing or for scripting, tests, data
-sets and collators, and code that only raises an error.
+the end of an epoch, the filling of caches, branches for the CPU, for tracing or for scripting, data sets and
+collators, and code that only raises an error.
 """
 
 from __future__ import annotations
@@ -93,7 +93,6 @@ _ON_HOST = re.compile(
 _AFTER_THE_MODEL = re.compile(r"_?post_process\w*")
 _PIPELINE = re.compile(r"(Chunk)?Pipeline")
 _ONE_SHOT_FILES = re.compile(r"convert_\w+|export\w*|setup|conftest")
-_TEST_FILES = re.compile(r"test_\w+|\w+_test")
 _TRANSPARENT = name_set("property staticmethod classmethod no_grad inference_mode lru_cache cache")
 
 
@@ -163,13 +162,11 @@ class _Walk:
         self._infer = KindInference(facts, lambda row, node: found.append(StaticSync(row, node)))
         self._infer.kinds = kinds
         self._pending: list[Callable[[], None]] = []
-        self._stem = PurePath(path).stem
-        self._one_shot = _ONE_SHOT_FILES.fullmatch(self._stem) is not None
+        self._one_shot = _ONE_SHOT_FILES.fullmatch(PurePath(path).stem) is not None
 
     def file(self, tree: ast.Module) -> None:
         """Walk a module: top-level code first, then functions, when all names are known."""
         self.outline(tree)
-        self._one_shot = self._one_shot or _holds_tests(tree, self._stem)
         with self._infer.silent(self._one_shot or self._learns):
             self._block(tree.body)
             self._facts.own = dict(self._infer.env)
@@ -420,14 +417,6 @@ class _Walk:
             with self._infer.silent(bool(once or _ON_HOST.fullmatch(node.name))):
                 self._block(node.body[len(guards) :])
         return self._returned.pop()
-
-
-def _holds_tests(tree: ast.Module, stem: str) -> bool:
-    """Return True for a file of tests: a script that is called `test_model.py` has no tests in it."""
-    names = (getattr(one, "name", "") for one in tree.body)
-    return bool(_TEST_FILES.fullmatch(stem)) and any(
-        name.startswith(("test_", "Test")) for name in names
-    )
 
 
 def _guards(node: Function) -> list[ast.stmt]:

@@ -33,6 +33,7 @@ _TREES = 4  # trees are large, and each is needed twice in a row
 _MOST_BYTES = 2**20  # larger files are generated code or data
 _CLASS = re.compile(rb"^class ([A-Za-z_]\w*)", re.MULTILINE)
 _TEST = re.compile(r"test_\w+|\w+_test")
+_TESTS = re.compile(r"^(async def|def|class) (test_|Test)", re.MULTILINE)
 _DEVICES = re.compile(r"cuda|device|gpu|xpu|npu|hpu|accelerat", re.IGNORECASE)
 
 
@@ -52,9 +53,13 @@ def outside_of(path: str, used: set[str] | None = None) -> Outside:
     return outside
 
 
-def is_cpu_test(path: str, text: str) -> bool:
-    """Return True for a file of unit tests that names no device, so its tensors are on the host."""
-    return bool(_TEST.fullmatch(PurePath(path).stem)) and _DEVICES.search(text) is None
+def is_test(path: str, text: str) -> bool:
+    """Return True for a file of unit tests: none of its code runs in each step.
+
+    A script may have the name of one, such as `test_model.py`; without a device its tensors are on the host.
+    """
+    tests = _TESTS.search(text) is not None or _DEVICES.search(text) is None
+    return bool(_TEST.fullmatch(PurePath(path).stem)) and tests
 
 
 def _returned(full: str, path: str, depth: int) -> tuple[ValueKind, tuple[str, ...]]:
@@ -236,7 +241,7 @@ def lint_text(
     Texts without torch, and unit tests that name no device, are not parsed. `used` collects the files whose
     functions the text calls.
     """
-    if WORD not in text or is_cpu_test(path, text):
+    if WORD not in text or is_test(path, text):
         return []
     source = SourceFile(path, text)
     return [
