@@ -251,8 +251,8 @@ def _first(
     contest: Contest, trial: Trial, found: list[str], judged: Judgement, progress: Progress
 ) -> Difference:
     shown = [label for label in found if label in judged.beyond] or found
-    # Before another first difference are those that only round, whose operators would be named.
-    traced = judged.verdict == "NOT EQUAL" and shown[0] == found[0]
+    # Before a difference of another kind or step are those that only round, whose operators would be named.
+    traced = judged.verdict == "NOT EQUAL" and _kind_of(shown[0]) == _kind_of(found[0])
     step, _, rest = _cause(shown).partition("/")
     quantity, _, name = rest.partition(":")
     apart = _parting(contest, int(step), progress) if traced else None
@@ -277,6 +277,11 @@ def _first(
         other_path=other.path,
         other_line=other.line,
     )
+
+
+def _kind_of(label: str) -> str:
+    """Return `"0/parameter"` for `"0/parameter:Net.weight"`."""
+    return label.partition(":")[0]
 
 
 def _of_root(quantity: str, name: str) -> tuple[str, str]:
