@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from torchtrim.capture.code.side_effects import SideEffects
 from torchtrim.dispatch.places import CallSite
-from torchtrim.dispatch.storages import parts_of
+from torchtrim.dispatch.storages import element_bytes
 from torchtrim.records.profile import Module
 
 
@@ -106,8 +106,7 @@ class Modules:
 
 
 def _parameter_bytes(module: nn.Module) -> int:
-    parameters = module.parameters(recurse=False)
-    return sum(part.nbytes for p in parameters if not is_lazy(p) for part in parts_of(p))
+    return sum(map(element_bytes, module.parameters(recurse=False)))
 
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchtrim.capture.recording import tensors_in
-from torchtrim.dispatch.storages import storages_in
+from torchtrim.dispatch.storages import element_bytes, storages_in
 from torchtrim.errors import Unsupported
 
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
@@ -48,7 +48,7 @@ class Snapshot:
         holders: list[Any] = [[m.parameters, m.buffers, m.tensors] for m in self._modules]
         holders += [[one.groups, list(one.states.values())] for one in self._optimizers]
         tensors = [*tensors_in(holders)]
-        large = sum(one.nbytes for one in tensors if not is_lazy(one)) > room
+        large = sum(map(element_bytes, tensors)) > room
         self._folder = folder if large else None
         with torch.no_grad():
             for tensor in tensors:

@@ -308,6 +308,11 @@ def parts_of(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     return [tensor]
 
 
+def element_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements; of a sparse one, those of its indices and values."""
+    return sum(part.nbytes for part in parts_of(tensor))
+
+
 def storages_in(tensors: Iterable[torch.Tensor]) -> dict[int, Any]:
     """Return the storages of the tensors that have one, by the address of the C++ storage."""
     found = {}

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 from torchtrim.core import caches
 from torchtrim.dispatch import profilers
 from torchtrim.dispatch.modes import tensors_among
+from torchtrim.dispatch.storages import element_bytes
 
 _OWN_KERNELS = 2
 """Counts changes of the scratch memory of torchtrim's own operators: the version of torch does not tell."""
@@ -102,7 +103,7 @@ def _is_large(name: str, func: Any, args: Any, kwargs: Any, result: Any) -> bool
     tensors = [*tensors_among((args, *kwargs.values(), result))]
     halves = any(one.is_floating_point() and one.itemsize < 4 for one in tensors)
     most = _MOST_FLOPS_OF_HALVES if halves else _MOST_FLOPS
-    size = sum(one.nbytes for one in tensors)
+    size = sum(map(element_bytes, tensors))
     return size > _MOST_BYTES or _flops(name, func, args, kwargs, result) > most
 
 

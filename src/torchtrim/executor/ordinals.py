@@ -92,7 +92,7 @@ class CallRoles:
         return self._roles.role(
             of_torch,
             overload,
-            lambda: [*map(_key, tensors_among(args))],
+            lambda: [*map(storage_number, tensors_among(args))],
             recurs=_recurs(sys._getframe(1)),
         )
 
@@ -106,7 +106,7 @@ class CallRoles:
         if not self._roles.asks:
             return
         tensor = next(tensors_among([result]), None)
-        if tensor is not None and (key := _key(tensor)):
+        if tensor is not None and (key := storage_number(tensor)):
             self._held.setdefault(key, StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
             self._roles.made(key)
 
@@ -130,8 +130,8 @@ def _recurs(frame: FrameType | None) -> bool:
     return False
 
 
-def _key(tensor: torch.Tensor) -> int:
-    """Return a number that identifies a live storage, 0 for a tensor without one."""
+def storage_number(tensor: torch.Tensor) -> int:
+    """Return a number that identifies a live storage, 0 for a tensor without one, such as a sparse one."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):

@@ -237,11 +237,6 @@ def _unpack(saved: Saved | torch.Tensor) -> torch.Tensor:
     return saved if isinstance(saved, torch.Tensor) else saved.get()
 
 
-def storage_number(tensor: torch.Tensor) -> int:
-    """Return a number that identifies a live storage."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 def geometry_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Return a tensor's shape, strides and offset in its storage."""
     return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.failing import note
-from torchtrim.executor.saved_tensors import storage_number
+from torchtrim.executor.ordinals import storage_number
 from torchtrim.techniques.chunked_loss.moves import MOVES, MovedHidden
 from torchtrim.techniques.chunked_loss.ops import chunked_cross_entropy, linear_cross_entropy
 

@@ -22,6 +22,9 @@ _NORMS = tuple(
     )
 )
 
+_PRODUCTS = frozenset(("aten::mm", "aten::addmm", "aten::_sparse_addmm", "aten::_sparse_mm"))
+_INDICES = ("int32", "int64")
+
 
 class Split(NamedTuple):
     """A module or range with the spans of its calls, and the smallest batch among them."""
@@ -35,8 +38,8 @@ def splits_of(step: Step) -> list[Split]:
     """Return the modules and ranges of a Sequential that hold most memory for backward, largest first.
 
     Counts the bytes they keep and the highest rise in one task. A module with user hooks, with BatchNorm
-    over the samples, or that writes its buffers, may not be split, but the range between two of these may.
-    Other operations that mix samples are detected at the first batch.
+    over the samples, with products by a sparse matrix, or that writes its buffers, may not be split, but the
+    range between two with BatchNorm may. Other operations that mix samples are detected at the first batch.
     """
     if step.profile is None or step.profile.world > 1:
         return []
@@ -66,6 +69,8 @@ class _SplitFinder:
 
     def _split(self, where: str, spans: list[Span]) -> Iterator[tuple[int, Split]]:
         taken = sum(map(self._kept, spans)) + max(map(self._rise, spans))
+        if any(is_sparse_product(op) for a, b in spans for op in self._step.operators[a:b]):
+            return
         size = min(batch_size(self._step, span) for span in spans)
         if size > 1 and taken > _LEAST_SHARE * self._bytes:
             yield taken, Split(where, tuple(spans), size)
@@ -120,6 +125,11 @@ def is_training_norm(op: Operator) -> bool:
     if base_name(op.name) not in _NORMS:
         return False
     return len(op.outputs) > 1 and all(size > 0 for size in op.outputs[1].shape)
+
+
+def is_sparse_product(op: Operator) -> bool:
+    """Return True for a product with a sparse matrix, whose indices are among its inputs."""
+    return base_name(op.name) in _PRODUCTS and any(use.dtype in _INDICES for use in op.inputs)
 
 
 def batch_size(step: Step, span: Span) -> int:

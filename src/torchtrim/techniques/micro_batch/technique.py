@@ -35,6 +35,7 @@ from torchtrim.records.operator_names import base_name
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import STATE, Operator
 from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, Rise, drops_of, joined
+from torchtrim.step.index import index_of
 from torchtrim.step.step import DEVICE, Span, Step
 from torchtrim.techniques.micro_batch.found import PARTS, batch_size, given_to, splits_of
 
@@ -139,12 +140,13 @@ class _PartsEdit:
 
     @cached_property
     def _read_outside(self) -> frozenset[int]:
-        """Tensors that other tasks use, and results of the span's calls."""
-        inside = set(self._tasks)
+        """Tensors made here that other tasks use, or that the span's calls return."""
+        inside, index = set(self._tasks), index_of(self._step)
+        used = (index.readers, index.writers)
         found = {n for c in self._step.calls if c.span == self._span for n in c.outputs}
-        for index, task in enumerate(self._step.tasks):
-            if index not in inside:
-                found.update(task.reads, task.writes)
+        found.update(
+            n for n in self._made if any(not inside.issuperset(tasks.get(n, ())) for tasks in used)
+        )
         return frozenset(found)
 
     @property

@@ -12,7 +12,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchtrim.dispatch.modes import tensors_among
-from torchtrim.executor.ordinals import unnumbered
+from torchtrim.executor.ordinals import storage_number, unnumbered
 from torchtrim.executor.places import module_at
 from torchtrim.executor.registry import Handle, all_or_none
 from torchtrim.executor.roles import OperatorOrdinal
@@ -22,7 +22,6 @@ from torchtrim.executor.saved_tensors import (
     Saved,
     SavedTensorWatcher,
     detached,
-    storage_number,
 )
 from torchtrim.techniques.offload_activations.moving import MovedStorage, StorageMover, View
 from torchtrim.techniques.offload_activations.places import OffloadPlace, Room, placed

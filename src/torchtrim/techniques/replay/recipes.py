@@ -12,8 +12,8 @@ import torch
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.block_state import version_of
 from torchtrim.executor.failing import note
-from torchtrim.executor.ordinals import unnumbered
-from torchtrim.executor.saved_tensors import detached, geometry_of, storage_number, when_asked
+from torchtrim.executor.ordinals import storage_number, unnumbered
+from torchtrim.executor.saved_tensors import detached, geometry_of, when_asked
 from torchtrim.techniques.replay.table import TYPES, is_dense
 
 _NINTHS = -0x7FBFDFEFF7FBFDFF

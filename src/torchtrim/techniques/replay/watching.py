@@ -12,7 +12,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchtrim.dispatch.modes import DROPOUT, dropout_of, position_of, tensors_among
-from torchtrim.executor.ordinals import unnumbered
+from torchtrim.executor.ordinals import storage_number, unnumbered
 from torchtrim.executor.places import module_at
 from torchtrim.executor.registry import Handle, all_or_none
 from torchtrim.executor.roles import OperatorOrdinal
@@ -22,7 +22,6 @@ from torchtrim.executor.saved_tensors import (
     Saved,
     SavedTensorWatcher,
     geometry_of,
-    storage_number,
 )
 from torchtrim.techniques.replay.places import ReplayPlace, place_of
 from torchtrim.techniques.replay.recipes import (
@@ -60,6 +59,9 @@ def watch(roots: Mapping[str, nn.Module], where: Sequence[str]) -> Handle:
         return watcher.watch(module, first, partial(_WatchedCall, dict(named)))
 
     return all_or_none(by_first, change)
+
+
+_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
 
 class _WatchedCall:
@@ -132,7 +134,7 @@ class ReplayWatcher(SavedTensorWatcher[_WatchedCall]):
         found = self._count(kind.role) if kind.role else None
         if found is not None:
             dropout = dropout_of(position_of(func, DROPOUT), args, kwargs)
-            if not may_rerun(kind.name, dropout):
+            if not may_rerun(kind.name, dropout) or _has_columns(args):
                 self.miss(found.place, f"{kind.name} may not rerun")
                 found = None
         if kind.writes:
@@ -243,6 +245,11 @@ class ReplayWatcher(SavedTensorWatcher[_WatchedCall]):
         """Return the recipe of a saved tensor, or keep the tensor."""
         noted = self._of(tensor) if self._noted and type(tensor) in PLAIN else None
         return AwaitedRecipe(self._part(noted, tensor)) if noted is not None else self.keep(tensor)
+
+
+def _has_columns(args: Any) -> bool:
+    """Return True if one is sparse by columns: a rerun of its product raises its version."""
+    return any(tensor.layout in _COLUMNS for tensor in tensors_among(args))
 
 
 def _may_add(noted: _StorageRecord, found: _PlannedOperator, written: list[Any]) -> bool:
