@@ -68,6 +68,10 @@ def test_a_plan_in_place_of_a_script_is_named() -> None:
             ("diagnose", "train.py", "--lr=1", "--warmup", "2"),
             "diagnose --warmup 2 train.py -- --lr=1",
         ),
+        (
+            ("optimize", "-m", "pkg.train", "--lr", "1", "--memory", "60%", "--", "a.json"),
+            "optimize --memory 60% -m pkg.train -- --lr 1 a.json",
+        ),
     ],
 )
 def test_an_option_that_is_not_torchtrims_is_said_to_follow_two_dashes(

@@ -6,6 +6,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ _MOST_BYTES = 2**22  # Arbitrary; bounds what a hostile file makes us read.
 
 
 class Words(NamedTuple):
-    """The words of a command line without `--`: a verb's own, the script, and all others in their order."""
+    """The words of a command line: a verb's own, the script or module, and all others in their order."""
 
     own: list[str]
     script: str
@@ -32,9 +33,13 @@ class Words(NamedTuple):
 
 
 def words_of(command: click.Command, words: Sequence[str]) -> Words:
-    """Separate the options that a verb has, with their values, from the script and all other words."""
+    """Separate the options that a verb has, with their values, from the script and all other words.
+
+    What follows `--` is the script's.
+    """
     own, others, plain = list[str](), list[str](), list[str]()
-    left = iter(words)
+    end = words.index("--") if "--" in words else len(words)
+    left = iter(words[:end])
     for word in left:
         option = _option_of(command, word)
         if option is None:
@@ -44,11 +49,16 @@ def words_of(command: click.Command, words: Sequence[str]) -> Words:
         own.append(word)
         if not option.is_flag and "=" not in word:
             own += [value for value in [next(left, "")] if value]
-    likely = (word for word in plain if Path(word).is_file() or word.endswith(".py"))
-    script = next(likely, plain[0] if plain else "")
+    if "-m" in own:
+        own.remove("-m")
+        own.append("-m")
+        likely = [word for before, word in pairwise(words[:end]) if before == "-m"]
+    else:
+        likely = [word for word in plain if Path(word).is_file() or word.endswith(".py")]
+    script = next((word for word in [*likely, *plain] if word in others), "")
     if script:
         others.remove(script)
-    return Words(own, script, others)
+    return Words(own, script, [*others, *words[end + 1 :]])
 
 
 def unknown_option(
@@ -56,7 +66,7 @@ def unknown_option(
 ) -> UsageError:
     """Return the error for an option that a verb lacks: it is misspelt, or the script's own."""
     question = did_you_mean(name, _flags(command), most=1)
-    moved = words_of(command, [word for word in words if word != "--"]).moved(verb)
+    moved = words_of(command, words).moved(verb)
     return UsageError(
         f"{verb} has no option {name}.{question} The script's own options follow `--`: {moved}"
     )
