@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 _LEAST_SECONDS = 1e-9  # Options that add less count as free; far below the cost of one launch.
 # Seconds to look for the quickest choice: for a plan, and for one point of a frontier.
 _SEARCH, _GLANCE = 20.0, 2.5
+_HOPELESS = 1.05
+"""Of a budget: arbitrary. A smallest peak above it is within no reach of a longer search."""
 # Arbitrary; a choice this close to its bound, as a share of the bound, is reported as optimal.
 _OPTIMAL_SHARE = 1e-4
 _WORTH_SAYING = 0.02  # Arbitrary share of the peak, as `analysis.held` has.
@@ -149,7 +151,7 @@ class Planner:
 
         Raises `InfeasibleBudget` with the smallest feasible peak and its source.
         """
-        choice = self._within(budget.simulated)
+        choice = None if self._is_hopeless(budget.simulated) else self._within(budget.simulated)
         if choice is None and self.floor.outcome.peak_bytes <= budget.simulated:
             choice = self.floor
         if choice is None:
@@ -405,6 +407,13 @@ class Planner:
     @cached_property
     def _integer(self) -> Integer | None:
         return None if self._solved.optimal else _integer_of(self._problem)
+
+    def _is_hopeless(self, budget: int) -> bool:
+        """Return True if no choice near a budget is known, which spares a search for one within it."""
+        known = self.simulated_original <= budget and not self.pinned.forced
+        if known or self._solved.front.within(budget) is not None:
+            return False
+        return self.floor.outcome.peak_bytes > _HOPELESS * budget
 
     def _proof(self, budget: int, seconds: float) -> Answer | None:
         """Return the integer program's answer for a budget, and add its choice to the front."""

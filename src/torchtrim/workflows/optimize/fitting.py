@@ -433,6 +433,7 @@ class Fitting:
             named = " and ".join(sorted(frozenset().union(*blamed)))
             self._note(f"{named} saved less than predicted, so plans without were tried too")
         without = (self._planner_without(original, left) for left in blamed)
+        self._progress("planning: what else may fit")
         predicted = sorted({*names()} - {*self._exclude, *trials.measured_names()})
         alone = (self.planner(original, only=name) for name in predicted)
         runs = 0
@@ -504,6 +505,7 @@ class Fitting:
             lambda plan: self._known.get((repr(plan.techniques), budget.kind)),
         )
         if self._allowed.least == "BITWISE":
+            self._progress("planning: techniques that round, together")
             together = self._new_planner(original, "", least="ROUNDING")
             bias = whole - together.simulated_original
             levers += rounded(together, budget.biased(bias), levers, self._allowed)
