@@ -279,3 +279,14 @@ def test_a_trial_says_its_shapes_types_modes_and_steps(tmp_path: Path) -> None:
     assert found.dimensions == (0, 3)
     assert found.modes == ("training",)
     assert (found.steps, found.device, found.processes) == (4, "cpu", (0,))
+
+
+def test_a_size_that_differs_within_a_tensor_is_a_star(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    parts = [torch.randn(2, 3), torch.randn(4, 3)]
+    ragged = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = TrainStep(model, lambda model, batch: model(batch).values().sum(), optimizer, ragged)
+    found = coverage_of(run_trial(step, Request(steps=2), tmp_path))
+    assert found.inputs == ("Linear: float32[2, *, 3]",)
+    assert (found.batch_sizes, found.dimensions) == ((2,), (3,))

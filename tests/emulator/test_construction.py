@@ -137,3 +137,15 @@ def test_nested_tensors() -> None:
     padded = torch.nested.to_padded_tensor(model(nested), 0.0)
     assert padded.is_cuda
     torch.testing.assert_close(padded[1].cpu(), model.cpu()(parts[1]))
+
+
+def test_ragged_tensors() -> None:
+    """torch makes their wrapper with the device in its place, not by name."""
+    parts = [torch.randn(2, 3), torch.randn(4, 3)]
+    model = nn.Linear(3, 3)
+    expected = [model(part) for part in parts]
+    ragged = torch.nested.nested_tensor(parts, layout=torch.jagged, device="cuda")
+    assert ragged.is_cuda
+    for made, plain in zip(model.cuda()(ragged).unbind(), expected, strict=True):
+        assert made.is_cuda
+        torch.testing.assert_close(made.cpu(), plain)

@@ -361,6 +361,6 @@ def _batch_sizes(calls: Iterable[RootCall]) -> Iterable[int]:
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    """Return `(8, 3)` for `"float32[8, 3]"`."""
+    """Return `(8, 3)` for `"float32[8, 3]"`, with 0 for a size that differs within a tensor."""
     inner = text.partition("[")[2].rstrip("]")
-    return tuple(int(size) for size in inner.split(",")) if inner else ()
+    return tuple(int(size.replace("*", "0")) for size in inner.split(",")) if inner else ()

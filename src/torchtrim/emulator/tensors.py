@@ -20,6 +20,7 @@ from torchtrim.emulator.streams import current_stream
 from torchtrim.emulator.tags import DEVICE, HOST, Tags
 
 Tensor: Any = torch.Tensor
+_DEVICE_PLACE = 6  # Of the device among the arguments of `_make_wrapper_subclass` after the class.
 
 
 def patch_tensors(patches: Patches, accelerator: Accelerator, mover: DeviceMover) -> None:
@@ -70,9 +71,14 @@ def _patch_properties(patches: Patches, tags: Tags) -> None:
 
     def make_wrapper_subclass(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
         """Create the wrapper on the CPU, since autograd would query the driver."""
-        if is_cuda_device(device) and hasattr(cls, "__tensor_flatten__"):
-            device = HOST
-        return own_wrapper(cls, *args, device=device, **kwargs)
+
+        def settled(given: Any) -> Any:
+            return HOST if is_cuda_device(given) and hasattr(cls, "__tensor_flatten__") else given
+
+        if len(args) <= _DEVICE_PLACE:
+            return own_wrapper(cls, *args, device=settled(device), **kwargs)
+        before, (given, *after) = args[:_DEVICE_PLACE], args[_DEVICE_PLACE:]
+        return own_wrapper(cls, *before, settled(given), *after, **kwargs)
 
     patches.replace(Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper_subclass))
 

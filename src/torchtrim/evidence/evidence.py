@@ -292,8 +292,9 @@ def _saved_tensors(saved: Any, name: str = "") -> Iterator[tuple[str, torch.Tens
 
 
 def kind_of(tensor: torch.Tensor) -> str:
-    """Return dtype and shape, such as `float32[8, 3]`."""
-    return f"{type_name(tensor.dtype)}{list(tensor.shape)}"
+    """Return dtype and shape, such as `float32[8, 3]`; `*` for a size that differs within a nested tensor."""
+    sizes = (str(size) if type(size) is int else "*" for size in tensor.shape)
+    return f"{type_name(tensor.dtype)}[{', '.join(sizes)}]"
 
 
 def autocast_now() -> tuple[str, ...]:
