@@ -202,3 +202,18 @@ def _run(plan: tuple[CompiledGraph, ...]) -> tuple[int, list[torch.Tensor]]:
             peak = watch.stop().peak
     assert not applied.failures
     return peak, [parameter.grad for parameter in model.parameters()]
+
+
+def test_a_gradient_lives_until_the_last_loop_that_reads_it() -> None:
+    layers = nn.Linear(WIDTH, 4 * WIDTH), nn.BatchNorm1d(4 * WIDTH), nn.ReLU()
+    graphs = watched(
+        nn.Sequential(*layers, nn.Linear(4 * WIDTH, 8), _Sum()), torch.randn(ROWS, WIDTH)
+    )
+    (joint,) = graphs.joints
+    size = 4 * ROWS * 4 * WIDTH
+    begin = next(at for at, level in enumerate(joint.gradients) if level >= size)
+    _, end = joint.kernels[
+        -1
+    ]  # of the first layer's weight: a norm's gradient takes two loops before
+    assert begin < end - 4
+    assert min(joint.gradients[begin:end]) >= size

@@ -18,6 +18,8 @@ from torchtrim.compiled.inductor import draws, operator_kinds
 
 FLOPS, BYTES = 4e10, 8e9
 """Of one core, a second. A plan depends on their ratio alone."""
+_READS = 4
+"""Inductor's `realize_reads_threshold`: with more, a result that has several readers is written to memory."""
 _MUTATING = "copy_"
 _TRANSCENDENTAL = {"exp", "tanh", "erf", "log", "sigmoid", "pow", "rsqrt", "sqrt", "sin", "cos"}
 _DEAR = 6.0  # a transcendental function takes as long as reading and writing some more numbers
@@ -113,6 +115,11 @@ class JointBuilder:
         self._forward = {node for node in calls if node not in self._position}
         self._outputs = {self.root(each) for each in self._output_nodes()}
         self._mutated = {*written, *self._written()}
+        self._written_out: set[fx.Node] = set()
+        self._written_out = {*self._with_many_reads()}
+        self._read: dict[fx.Node, frozenset[int]] = {}
+        for node in reversed(calls):  # the last first: a chain of readers may be long
+            self._reads(node)
 
     def build(self, own: Iterable[fx.Node]) -> Joint:
         """Return the graph as data. `own`: what torch saves."""
@@ -176,12 +183,25 @@ class JointBuilder:
                 yield self.root(node.all_input_nodes[0])
 
     def _readers(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Yield the nodes that read a value, also through views of forward."""
+        """Yield the nodes that read a value, also through views."""
         for user in node.users:
-            if self.is_view(user) and user in self._forward:
+            if self.is_view(user):
                 yield from self._readers(user)
             else:
                 yield user
+
+    def _reads(self, node: fx.Node) -> frozenset[int]:
+        """Return the positions in backward that read a value, also through nodes that Inductor fuses."""
+        if node not in self._read:
+            found: set[int] = set()
+            for reader in self._readers(node):
+                if reader.op == "output":
+                    found.add(len(self._backward) - 1)
+                elif reader in self._position:
+                    found.add(self._position[reader])
+                    found |= frozenset() if self._stays(reader) else self._reads(reader)
+            self._read[node] = frozenset(found)
+        return self._read[node]
 
     def _needed(self) -> set[fx.Node]:
         """Return what backward reads of forward, and all that those are computed from."""
@@ -200,7 +220,6 @@ class JointBuilder:
         return found
 
     def _value(self, node: fx.Node, number: dict[fx.Node, int]) -> Value:
-        readers = [self._position[one] for one in self._readers(node) if one in self._position]
         tensor = isinstance(node.meta.get("val"), torch.Tensor)
         tag = node.meta.get("recompute")
         roots = dict.fromkeys(map(self.root, node.all_input_nodes))
@@ -209,7 +228,7 @@ class JointBuilder:
             bytes=0 if node in self._outputs else self.bytes(node),
             seconds=self.seconds(node),
             parents=tuple(number[one] for one in roots if one in number),
-            uses=tuple(sorted({*readers})),
+            uses=tuple(sorted(self._reads(node))),
             stays=tensor and self._stays(node),
             can_save=tensor and tag is not CheckpointPolicy.MUST_RECOMPUTE,
             can_redo=tag is not CheckpointPolicy.MUST_SAVE and self._can_redo(node),
@@ -230,9 +249,21 @@ class JointBuilder:
     def _stays(self, node: fx.Node) -> bool:
         if not self._fuses(node) or node.target is operator.getitem:
             return True
-        if self._reduces(node):
+        if self._reduces(node) or node in self._written_out:
             return True
         return any(self._is_kernel(one) for one in self._readers(node))
+
+    def _with_many_reads(self) -> Iterator[fx.Node]:
+        """Yield what Inductor would fuse in backward, but for its readers and all that it reads itself."""
+        reads: dict[fx.Node, set[fx.Node]] = {}
+        for node in self._backward:
+            found = [reads.get(one, {one}) for one in map(self.root, node.all_input_nodes)]
+            reads[node] = set().union(*found)
+            many = len(node.users) > 1 and len(reads[node]) > _READS
+            if many and self._fuses(node) and not self.is_view(node):
+                yield node
+            if many or self._stays(node):
+                reads[node] = {node}
 
     def _reduces(self, node: fx.Node) -> bool:
         return any(self.bytes(one) > 4 * self.bytes(node) for one in node.all_input_nodes)
@@ -248,25 +279,20 @@ class JointBuilder:
         change = [0] * (len(self._backward) + 1)
         for at, node in enumerate(self._backward):
             if not self.is_view(node) and self._stays(node):
+                last = max(self._reads(node), default=at)
                 change[at] += self.bytes(node)
-                change[self._end(node, at) + 1] -= self.bytes(node)
+                change[last if self._takes_over(node, last) else last + 1] -= self.bytes(node)
         level, levels = 0, []
         for each in change[:-1]:
             level += each
             levels.append(level)
         return tuple(levels)
 
-    def _end(self, node: fx.Node, at: int) -> int:
-        """Return the last position that reads a result, itself or through nodes that are fused."""
-        end, left = at, [node]
-        while left:
-            for user in left.pop().users:
-                if user.op == "output":
-                    return len(self._backward) - 1
-                end = max(end, self._position.get(user, 0))
-                if self.is_view(user):
-                    left.append(user)
-        return end
+    def _takes_over(self, node: fx.Node, last: int) -> bool:
+        """Return True if the last reader of a result writes its own in the same memory."""
+        reader = self._backward[last]
+        writes = reader is not node and self._fuses(reader) and self._stays(reader)
+        return writes and self.bytes(reader) == self.bytes(node)
 
 
 def _flops(node: fx.Node) -> float:

@@ -11,6 +11,8 @@ from torchtrim.records.plan import CompiledGraph
 
 _ROUNDS = 4
 """Dry compiles: each costs a third of an ordinary compile, and the bias is mostly constant."""
+_HALVINGS = 4
+"""Arbitrary; of what is between a peak that no choice has in the model and one that some has."""
 _NEAR = 0.97
 """Of the budget: a peak above it is near enough; to come nearer costs a dry compile and saves little time."""
 _SECONDS = 5.0
@@ -59,7 +61,7 @@ class GraphPlanner:
         self._unplanned = SavingChoice(self._own_saved, self.own, 0.0, self.own.peak_bytes)
         self.lowest = self._unplanned
         self._free = _FREE * sum(value.seconds for joint in joints for value in joint.values)
-        self._bias = max(self.own.peak_bytes - self._program.peak(self._own_saved), 0)
+        self._own_peak = self._program.peak(self._own_saved)
 
     def plan(self, budget: int) -> SavingChoice | None:
         """Return the choice with the least added time whose simulated peak is within a budget, or None.
@@ -69,15 +71,16 @@ class GraphPlanner:
         """
         if self.own.peak_bytes <= budget:
             return self._unplanned
-        ask, best, first, lowest = budget - self._bias, None, 0, 0
+        ask, best, first = budget - self.own.peak_bytes + self._own_peak, None, 0
+        possible, tried = self._own_peak, None
         for number in range(_ROUNDS):
-            saved = self._program.choose(ask, _SECONDS)
-            if saved is None:
-                ask = (ask + (lowest or self.own.peak_bytes - self._bias)) // 2
-                continue
+            ask, saved = self._choose(ask, possible)
+            if saved is None or saved == tried:
+                break
+            possible, tried = min(possible, ask), saved
             simulated = self._graphs.memory(saved)
             peak = simulated.peak_bytes
-            first, lowest = first or peak, ask
+            first = first or peak
             named = self._graphs.named(saved)
             choice = SavingChoice(
                 saved, simulated, self.added_seconds(saved), first, number + 1, named
@@ -89,6 +92,15 @@ class GraphPlanner:
                 break
             ask += budget - peak
         return best
+
+    def _choose(self, ask: int, possible: int) -> tuple[int, Saved | None]:
+        """Return a choice, and the peak asked for: raised towards a possible one until there is a choice."""
+        for _ in range(_HALVINGS):
+            saved = self._program.choose(ask, _SECONDS)
+            if saved is not None:
+                return ask, saved
+            ask = (ask + possible) // 2
+        return ask, None
 
     def added_seconds(self, saved: Saved) -> float:
         """Return the seconds of computing again that a choice adds, by the model of costs."""
