@@ -32,6 +32,7 @@ from torchtrim.source.source import SourceFile
 from torchtrim.workflows.fix_writing import Observation, WrittenFix, kinds_of, probes_of, written
 
 DRAWS = 4
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 LONGEST = 1.5
 """Seconds for cases of every rank and type in one proof; a fix has several."""
 MOST_WHOLE = 2
@@ -442,6 +443,15 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 def shape(rng: random.Random, *, most: int = 3, least: int = 1) -> tuple[int, ...]:
     """Draw a small shape; now and then with a dimension of zero or one."""
     return tuple(rng.choice((0, 1, 1, 2, 3, 4, 5)) for _ in range(rng.randint(least, most)))
+
+
+def rows_to_loop_over(rng: random.Random) -> Iterator[Inputs]:
+    """Draw a matrix `x`, whose rows a loop reads, and a small number `n`."""
+    dtype, width, graded = rng.choice(_FLOATS), rng.randint(1, 4), rng.random() < 0.5
+    for draw in range(DRAWS):
+        rows = rng.choice((0, 1, 3, 6)) if draw else rng.choice((1, 4))
+        x = floating(rng, (rows, width), dtype, odd=rng.choice((0, 0.2)))
+        yield {"x": x.requires_grad_(graded), "n": rng.choice((1, 3, 7))}
 
 
 def floating(

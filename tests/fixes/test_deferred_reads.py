@@ -13,15 +13,6 @@ from torchtrim.fixes.deferred_reads import ACCUMULATED_READ, APPENDED_READ
 from torchtrim.source.facts import FixRefused, StaticValue
 
 pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor")
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-def make(rng: random.Random) -> Iterator[proving.Inputs]:
-    dtype, width, graded = rng.choice(FLOATS), rng.randint(1, 4), rng.random() < 0.5
-    for draw in range(proving.DRAWS):
-        rows = rng.choice((0, 1, 3, 6)) if draw else rng.choice((1, 4))
-        x = proving.floating(rng, (rows, width), dtype, odd=rng.choice((0, 0.2)))
-        yield {"x": x.requires_grad_(graded), "n": rng.choice((1, 3, 7))}
 
 
 ACCUMULATED_BODIES = {
@@ -109,7 +100,9 @@ ACCUMULATED_BODIES = {
 def test_accumulated_read_is_sound(name: str) -> None:
     code = f"import torch\ndef function(x, n):\n{ACCUMULATED_BODIES[name]}"
     half_seen = name == "powers in branches"  # with one row, and then the fix is not safe
-    proof = proving.prove(ACCUMULATED_READ, code, make, structures=40, suggested=half_seen)
+    proof = proving.prove(
+        ACCUMULATED_READ, code, proving.rows_to_loop_over, structures=40, suggested=half_seen
+    )
     assert proof.reaches(155)
 
 
@@ -286,7 +279,9 @@ APPENDED_BODIES = {
 
 @pytest.mark.parametrize("body", APPENDED_BODIES.values(), ids=APPENDED_BODIES)
 def test_appended_read_is_sound(body: str) -> None:
-    assert proving.prove(APPENDED_READ, HEAD + body, make, structures=52).reaches(200)
+    assert proving.prove(
+        APPENDED_READ, HEAD + body, proving.rows_to_loop_over, structures=52
+    ).reaches(200)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -12,16 +9,7 @@ from fixes import proving
 from torchtrim.fixes.stored_read import FIX
 from torchtrim.source.facts import FixRefused, StaticValue
 
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HEAD = "import torch\ndef function(x, n):\n"
-
-
-def make(rng: random.Random) -> Iterator[proving.Inputs]:
-    dtype, width, graded = rng.choice(FLOATS), rng.randint(1, 4), rng.random() < 0.5
-    for draw in range(proving.DRAWS):
-        rows = rng.choice((0, 1, 3, 6)) if draw else rng.choice((1, 4))
-        x = proving.floating(rng, (rows, width), dtype, odd=rng.choice((0, 0.2)))
-        yield {"x": x.requires_grad_(graded), "n": rng.choice((1, 3, 7))}
 
 
 BODIES = {
@@ -49,7 +37,9 @@ BODIES = {
 
 @pytest.mark.parametrize("name", BODIES)
 def test_stored_read_is_sound(name: str) -> None:
-    assert proving.prove(FIX, HEAD + BODIES[name], make, structures=52).reaches(150)
+    assert proving.prove(
+        FIX, HEAD + BODIES[name], proving.rows_to_loop_over, structures=52
+    ).reaches(150)
 
 
 def test_stored_read_waits_no_more() -> None:
