@@ -350,3 +350,22 @@ def test_a_recording_of_a_loop_has_them_too() -> None:
     profile = record(loop)
     assert profile.saved
     assert all(one.saver >= 0 and one.unpacked >= 0 for one in profile.saved)
+
+
+def test_what_only_a_saved_wrapper_refers_to_is_not_kept_by_python() -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.GELU(), nn.Linear(8, 3))
+    parts = [torch.randn(2, 3), torch.randn(4, 3)]
+    ragged = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    held = []
+
+    def step(holds: bool) -> None:
+        inner = model[1](model[0](ragged))
+        held[:] = [inner] if holds else []
+        inner = model[2](inner)
+        inner.values().sum().backward()
+
+    for holds in (False, True):
+        profile = recorded(lambda holds=holds: step(holds))
+        begins = min(n for n, op in enumerate(profile.operators) if op.phase == "backward")
+        (made,) = (op.outputs[0] for op in profile.operators if op.name.startswith("aten::gelu.d"))
+        assert (profile.storages[made.storage].kept >= begins) == holds

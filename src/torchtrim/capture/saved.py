@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 
 from torchtrim.capture.code.side_effects import SideEffects
 from torchtrim.dispatch.modes import tensors_among
-from torchtrim.dispatch.storages import PLAIN, Storages, parts_of
+from torchtrim.dispatch.storages import PLAIN, Storages, is_kept, parts_of
 from torchtrim.records.profile import Operator, SavedTensor
 
 _RAW = "_raw_saved_"
@@ -66,11 +66,13 @@ class SavedTensors:
         self._storages = storages
         self._read: set[int] = set()
         self._names: dict[type, tuple[str, ...] | None] = {}
+        self._wrappers: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._pure: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
     def run_starts(self, tensors: Iterable[Any], operators: int) -> None:
         """Begin a backward from these tensors, after `operators` operators."""
         self.read(tensors)
+        self._let_go()
         self._running.append(len(self._starts))
         self._starts.append(operators)
 
@@ -152,8 +154,17 @@ class SavedTensors:
         for part in (tensor,) if plain else parts_of(tensor):
             storage = self._storages.number(part)
             if storage >= 0:
+                if not plain and part is not tensor:
+                    self._wrappers.append((weakref.ref(tensor), storage))
                 geometry = (part.shape, part.stride(), int(part.storage_offset()))
                 self.found.append(RawSaved(node, storage, part.dtype, *geometry, hooked))
+
+    def _let_go(self) -> None:
+        """Tell what only a saved wrapper refers to: Python does not, apart from the wrapper's attributes."""
+        for wrapper, storage in self._wrappers:
+            if wrapper() is not None and not is_kept(wrapper):
+                self._storages.let_go(storage)
+        self._wrappers.clear()
 
 
 def saved_tensors(

@@ -48,6 +48,10 @@ class PythonReferences:
                 self._objects.pop(key, None)
                 self._note(number)
 
+    def drop(self, number: int) -> None:
+        """Forget a storage's tensors."""
+        self._objects = {key: one for key, one in self._objects.items() if one[1] != number}
+
     def end(self) -> None:
         """Report all others, at the end of the step."""
         for _, number in self._objects.values():
@@ -174,6 +178,12 @@ class Storages:
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if type(tensor) in _SIMPLE and (number := self.number(tensor)) >= 0:
                 self._python.add(tensor, number)
+
+    def let_go(self, number: int) -> None:
+        """Note that no more than an operator's own reference kept a storage for Python."""
+        if self._python is not None:
+            self._python.drop(number)
+            self.lives[number].kept = -1
 
     def sweep(self) -> None:
         """Check which tensors Python has released, before the next operator."""
