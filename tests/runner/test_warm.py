@@ -324,7 +324,13 @@ def test_nothing_stays_when_the_parent_is_gone(number: int, tmp_path: Path) -> N
     )
     command = [sys.executable, "-m", "torchtrim", "diagnose", script.target, "--device", "cpu"]
     with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a job in the background ignores it
     ) as process:
         deadline = time.monotonic() + 100
         while not pids.exists() and time.monotonic() < deadline:
