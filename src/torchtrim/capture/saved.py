@@ -160,7 +160,7 @@ class SavedTensors:
                 self.found.append(RawSaved(node, storage, part.dtype, *geometry, hooked))
 
     def _let_go(self) -> None:
-        """Tell what only a saved wrapper refers to: Python does not, apart from the wrapper's attributes."""
+        """Let go what Python refers to by the attributes of a wrapper alone, which autograd alone keeps."""
         for wrapper, storage in self._wrappers:
             if wrapper() is not None and not is_kept(wrapper):
                 self._storages.let_go(storage)

@@ -180,7 +180,7 @@ class Storages:
                 self._python.add(tensor, number)
 
     def let_go(self, number: int) -> None:
-        """Note that no more than an operator's own reference kept a storage for Python."""
+        """Forget that Python refers to a storage's tensors: only a wrapper that autograd saved does."""
         if self._python is not None:
             self._python.drop(number)
             self.lives[number].kept = -1

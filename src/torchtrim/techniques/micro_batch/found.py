@@ -39,7 +39,7 @@ def splits_of(step: Step) -> list[Split]:
 
     Counts the bytes they keep and the highest rise in one task. A module with user hooks, with BatchNorm
     over the samples, with products by a sparse matrix, or that writes its buffers, may not be split, but the
-    range between two with BatchNorm may. Other operations that mix samples are detected at the first batch.
+    range between two of these may. Other operations that mix samples are detected at the first batch.
     """
     if step.profile is None or step.profile.world > 1:
         return []
@@ -69,8 +69,6 @@ class _SplitFinder:
 
     def _split(self, where: str, spans: list[Span]) -> Iterator[tuple[int, Split]]:
         taken = sum(map(self._kept, spans)) + max(map(self._rise, spans))
-        if any(is_sparse_product(op) for a, b in spans for op in self._step.operators[a:b]):
-            return
         size = min(batch_size(self._step, span) for span in spans)
         if size > 1 and taken > _LEAST_SHARE * self._bytes:
             yield taken, Split(where, tuple(spans), size)
@@ -98,6 +96,8 @@ class _SplitFinder:
                 first = last + 1
 
     def _is_whole(self, span: Span) -> bool:
+        if any(map(is_sparse_product, self._step.operators[span.first : span.last])):
+            return True
         wrote = {n for task in range(*span) for n in self._step.tasks[task].writes}
         writes = any(self._step.tensors[number].kind == "buffer" for number in wrote)
         return writes or takes_statistics(self._step, span)
