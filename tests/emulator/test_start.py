@@ -85,12 +85,16 @@ def test_a_librarys_question_on_the_users_behalf_does_not(sources: Sources) -> N
 
 
 def test_questions_of_torch_and_torchtrim_for_themselves_do_not(sources: Sources) -> None:
-    """A recorder that starts within a step asks for a device to wait for, each step of NAdam for a graph."""
+    """A recorder asks for a device to wait for, NAdam for a graph, `DataParallel` for devices to copy to."""
     assert sources.users("args[0](None, None)")(sync_detector) is None
     weight = torch.ones(2, requires_grad=True)
     weight.grad = torch.ones(2)
     sources.users("args[0].step()")(torch.optim.NAdam([weight]))
     sources.users("args[0].random.fork_rng().__enter__()")(torch)
+    linear = torch.nn.Linear(2, 2)
+    parallel = sources.users("torch.nn.DataParallel(args[0])(args[1])")(linear, torch.ones(1, 2))
+    assert not parallel.is_cuda
+    sources.users("torch.jit.trace(args[0], args[1])")(linear, torch.ones(1, 2))
     assert current() is None
 
 

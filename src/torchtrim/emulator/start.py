@@ -24,8 +24,9 @@ _TAKE_A_DEVICE = (
     *("tensor", "as_tensor", "asarray", "load", "set_default_device", "set_default_tensor_type"),
 )
 
-_OWN_QUESTIONS = ("torch.random", "torch._subclasses")
-"""Modules of torch that test for CUDA whatever a script computes on: forked generators, fake tensors."""
+_NAMED = ("torch.cuda", "torch.amp")
+"""Modules of torch whose caller has named CUDA. The others test for it whatever a script computes on:
+`DataParallel`, forked generators, fake tensors, traces."""
 
 
 class OnDemand:
@@ -81,15 +82,16 @@ class OnDemand:
         self._patches.undo()
 
     def _tests(self, *args: Any, **kwargs: Any) -> bool:
-        return self._is_for_user(sys._getframe(2), "torchtrim.", *_OWN_QUESTIONS)
+        return self._is_for_user(sys._getframe(2), *_NAMED)
 
     def _tests_accelerator(self, *args: Any, **kwargs: Any) -> bool:
-        """Return True for a test by the user's source, not by an optimizer or a loader of torch."""
-        return self._is_for_user(sys._getframe(2), "torchtrim.", "torch.")
+        return self._is_for_user(sys._getframe(2))
 
-    def _is_for_user(self, frame: FrameType, *others: str) -> bool:
-        if frame.f_globals.get("__name__", "").startswith(others):
-            return False  # though the user's line calls it
+    def _is_for_user(self, frame: FrameType, *named: str) -> bool:
+        """Return True for a test by the user's source, not by an optimizer or a loader of torch."""
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(("torchtrim.", "torch.")) and not module.startswith(named):
+            return False
         spot, _ = self._places.find(frame)
         return spot is not None and self._places.is_users(spot)
 
