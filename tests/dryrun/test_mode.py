@@ -153,6 +153,26 @@ def test_an_unknown_loss_is_finite(dry: Dry) -> None:
     assert not torch.isfinite(torch.tensor(float("inf")))
 
 
+def test_lbfgs_fills_its_history(dry: Dry) -> None:
+    net = nn.Linear(300, 300)
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=4, history_size=2)
+    calls = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = net(torch.randn(8, 300)).square().mean()
+        assert not loss > 0
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert calls == 4
+    (group,), (state,) = optimizer.param_groups, optimizer.state.values()
+    assert (len(state["old_dirs"]), group["tolerance_change"]) == (2, 1e-9)
+
+
 def test_what_was_not_saved_is_not_renamed(dry: Dry, tmp_path: Path) -> None:
     new, last, other = (tmp_path / name for name in ("new.pt", "last.pt", "other"))
     torch.save({}, new)

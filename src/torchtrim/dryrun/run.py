@@ -12,6 +12,10 @@ from typing import Any
 
 import torch
 from torch.autograd import profiler
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.data import DataLoader
 
 from torchtrim.dispatch.modes import enter_below, leave
@@ -41,6 +45,7 @@ def dry_run(project: str, *, owned_only: bool, batch_size: int | None = None) ->
     _patch_compile(patches, dry)
     _patch_files(patches, dry)
     _patch_finite(patches, dry)
+    _patch_tolerance(patches, dry)
     _patch_loaders(patches, batch_size, here=True, seen=dry.note_batch_size)
     _patch_profilers(patches)
     enter_in_threads(patches, lambda: dry)
@@ -161,6 +166,24 @@ def _patch_finite(patches: Patches, dry: Dry) -> None:
 
     for owner in (torch, torch.Tensor):
         patches.replace(owner, "isfinite", finding(owner.isfinite))
+
+
+def _patch_tolerance(patches: Patches, dry: Dry) -> None:
+    """Have LBFGS go on to its last iteration: losses that nobody computed do not differ."""
+    own: dict[torch.optim.Optimizer, float] = {}
+
+    def begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            dry.guesses.add("LBFGS: counted with all iterations of a step, none of them without curvature")
+            (group,) = optimizer.param_groups
+            own[optimizer], group["tolerance_change"] = group["tolerance_change"], -1.0
+
+    def ends(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer in own:
+            optimizer.param_groups[0]["tolerance_change"] = own.pop(optimizer)
+
+    patches.on_undo(register_optimizer_step_pre_hook(begins).remove)
+    patches.on_undo(register_optimizer_step_post_hook(ends).remove)
 
 
 _ARGUMENTS = (
