@@ -120,6 +120,8 @@ def _all(chosen: argparse.Namespace, judge: Judge, root: Path) -> None:
                 print(f"seed {seed} ({drawn(seed)})\n  {one.kind}: {one.shown}", flush=True)
             kinds = [one.kind for one in faults]
             found[str(seed)] = {"habits": str(drawn(seed)), "faults": kinds}
+            if not chosen.no_save:  # each as it ends, since a batch may be ended at any moment
+                _join("habits_verbs" if chosen.verbs else "habits", {str(seed): found[str(seed)]})
     except KeyboardInterrupt:
         pass
     faulty = {seed: one for seed, one in found.items() if one["faults"]}
@@ -128,8 +130,6 @@ def _all(chosen: argparse.Namespace, judge: Judge, root: Path) -> None:
         f"{len(found)} scripts from seed {chosen.seed}, {len(faulty)} with faults: {dict(counts)}"
     )
     print(f"go on with seed {chosen.seed + len(found) + unsound}")
-    if not chosen.no_save:
-        _join("habits_verbs" if chosen.verbs else "habits", found)
 
 
 def _join(name: str, found: dict[str, dict[str, Any]]) -> None:
