@@ -174,7 +174,9 @@ def _patch_tolerance(patches: Patches, dry: Dry) -> None:
 
     def begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
-            dry.guesses.add("LBFGS: counted with all iterations of a step, none of them without curvature")
+            dry.guesses.add(
+                "LBFGS: counted with all iterations of a step, none of them without curvature"
+            )
             (group,) = optimizer.param_groups
             own[optimizer], group["tolerance_change"] = group["tolerance_change"], -1.0
 
