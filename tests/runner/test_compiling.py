@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtrim.dispatch.modes import enter_below, leave
 from torchtrim.records.budget import memory_limit
 from torchtrim.records.files import save_plan
 from torchtrim.records.plan import CompiledGraph
@@ -51,6 +55,33 @@ def test_the_first_compile_is_noticed_and_other_backends_run_eagerly() -> None:
     assert calls == [1]
     assert watch.asked == {"aot_eager", "inductor"}
     assert torch.compile is original
+
+
+def test_a_mode_that_begins_inside_an_eager_compiled_function_sees_what_follows() -> None:
+    seen: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    watch, mode, value = OnCompile(), Seen(), torch.ones(2)
+    watch.install()
+    try:
+
+        @torch.compile
+        def begin() -> None:
+            enter_below(mode)
+
+        begin()
+        value.add(1)
+        torch.compile(functools.partial(leave, mode))()
+        value.mul(2)
+    finally:
+        watch.remove()
+        leave(mode)
+    assert begin.__name__ == "begin"
+    assert seen == ["add"]
 
 
 def test_a_script_that_compiles_nothing_does_not_meet_its_plan() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,6 +58,8 @@ class OnCompile:
         @functools.wraps(original)
         def compile(model: Any = None, **options: Any) -> Any:
             if self._ask(options.get("backend", INDUCTOR)) not in self._kept:
+                if isinstance(model, (types.FunctionType, types.MethodType, functools.partial)):
+                    return _plain(model)
                 options = {**options, "backend": "eager", "mode": None, "options": None}
             return original(model, **options)
 
@@ -81,6 +84,19 @@ class OnCompile:
             self._patches.on_undo(torch.compiler.set_stance, "default")
             torch.compiler.set_stance("force_eager")
         first()
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs this one without Dynamo.
+
+    Dynamo's own resets torch's dispatch keys at its end, so that a recording which began inside, with the
+    model's forward, would see no operators from there on.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return functools.update_wrapper(run, function)
 
 
 class Applying:
