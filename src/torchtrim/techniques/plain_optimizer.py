@@ -4,10 +4,10 @@ With `foreach`, torch's default on a GPU, one operator takes all parameters at o
 as large as all of them together. Two styles avoid that:
 
 * `chunks`: the same operators take a part of the parameters at a time, as if each part were a separate
-parameter group. Every element goes through the same arithmetic, so the result is identical, bit for bit. It
-costs the launches of the additional parts. * `fused`: torch's fused kernel allocates nothing and is the
-quickest, but rounds differently, so it is planned only with `--allow rounding`. It exists for Adam, AdamW,
-SGD and, on CPU, Adagrad.
+  parameter group. Every element goes through the same arithmetic, so the result is identical, bit for bit.
+  It costs the launches of the additional parts.
+* `fused`: torch's fused kernel allocates nothing and is the quickest, but rounds differently, so it is
+  planned only with `--allow rounding`. It exists for Adam, AdamW, SGD and, on CPU, Adagrad.
 
 Groups, schedulers, `state_dict` and `zero_grad` are unchanged: parameter groups are split only while `step`
 runs.
