@@ -187,3 +187,39 @@ def test_a_plan_that_was_never_applied_is_told(
     err = capfd.readouterr().err
     assert said in err
     assert ("torchtrim: " in err) == said.startswith("the plan left")
+
+
+IN_PARTS = """import os
+import threading
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+        self.inner.forward = lambda xs, own=self.inner.forward: own(next(xs))
+    def forward(self, x):
+        return self.inner(one for one in [x])
+def train():
+    Net()(torch.ones(2, 4)).sum().backward()
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+os._exit(5)
+"""
+
+
+def test_a_plan_that_fails_in_a_thread_ends_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(IN_PARTS)
+    parts = Technique(name="micro_batch", where=("Net.inner",), options={"parts": 2})
+    Path("plan.toml").write_text(plan_text(replace(plan(), techniques=(parts,), fingerprint={})))
+    monkeypatch.setattr(sys, "argv", ["torchtrim", "run", "train.py", "--plan", "plan.toml"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    err = capfd.readouterr().err
+    assert "error: `Net.inner` cannot run in parts of the batch" in err
+    assert "Traceback" not in err

@@ -8,7 +8,7 @@ import torch
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from torchtrim.dispatch.modes import enter_below, leave
+from torchtrim.dispatch.modes import call_operator, enter_below, leave
 
 
 class Counts(TorchDispatchMode):
@@ -85,3 +85,34 @@ def test_a_mode_that_is_not_there_is_left_without_ado() -> None:
     with other:
         leave(Counts())
         assert _get_current_dispatch_mode_stack() == [other]
+
+
+class Calls(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return call_operator(func, args, kwargs or {})
+
+
+@torch.library.custom_op("torchtrim_tests::product", mutates_args=())
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a @ b).float()
+
+
+KERNELS = [torch.nn.Bilinear(16, 16, 4), lambda a, b: product(a, b.T)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=["bilinear", "custom"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_kernel_that_calls_others_runs_under_the_callers_autocast(
+    kernel: Callable[..., torch.Tensor], enabled: bool
+) -> None:
+    """`aten::_trilinear` has no kernel for autocast, but the products that it calls have."""
+    x = torch.randn(4, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+        expected = kernel(x, x)
+        with Calls():
+            once = kernel(x, x)
+            with Calls():
+                twice = kernel(x, x)
+        assert torch.is_autocast_enabled("cpu") is enabled
+    assert torch.equal(once, expected)
+    assert torch.equal(twice, expected)

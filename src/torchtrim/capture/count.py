@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from torchtrim.capture.modules import without_hooks
 from torchtrim.capture.snapshot import Snapshot
+from torchtrim.dispatch.modes import call_operator
 from torchtrim.dispatch.storages import Storages, parts_of, storages_in
 
 
@@ -141,7 +142,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = call_operator(func, args, kwargs or {})
         self._see(pytree.tree_leaves(result), self.storages.clock)
         self.storages.clock += 1
         self.storages.note_peak()

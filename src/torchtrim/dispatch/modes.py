@@ -7,6 +7,7 @@ end of such a block would pop it in place of the script's own.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -123,8 +124,38 @@ def has_own_dispatch(kind: type) -> bool:
 
 
 def call_operator(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call the operator."""
-    return func(*args, **kwargs)
+    """Call the operator; one whose kernel calls other operators, under the caller's autocast.
+
+    A dispatch mode turns autocast off, and `aten::_trilinear` would compute in another dtype than without it.
+    """
+    if not _calls_others(func):
+        return func(*args, **kwargs)
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        keys = [key for key, device in _AUTOCAST.items() if torch.is_autocast_enabled(device)]
+    exclude: Any = torch._C._dispatch_tls_set_dispatch_key_excluded
+    try:
+        for key in keys:
+            exclude(key, False)
+        return func(*args, **kwargs)
+    finally:
+        for key in keys:
+            exclude(key, True)
+
+
+_AUTOCAST = {torch._C.DispatchKey.AutocastCPU: "cpu", torch._C.DispatchKey.AutocastCUDA: "cuda"}
+_COMPOSED = (CUSTOM.name, "CompositeExplicitAutogradNonFunctional")
+
+
+@functools.cache
+def _calls_others(func: Any) -> bool:
+    """Return True for a custom operator, or a kernel for all devices, without a kernel for autocast."""
+    is_own = isinstance(func, OpOverload) and func.namespace not in _TORCHS_OWN
+    if not is_own and (getattr(func, "namespace", "") != "aten" or func.is_view):
+        return False
+    name = full_name(func).removesuffix(".default")
+    has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, name)
+    composed = is_own or (any(map(has, _COMPOSED)) and not has("CPU"))
+    return composed and not (has("AutocastCPU") or has("AutocastCUDA"))
 
 
 def run_parts(func: Any, args: Any, kwargs: Any, nested: Callable[..., Any] = call_operator) -> Any:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtrim.dispatch.modes import tensors_among
+from torchtrim.dispatch.modes import call_operator, tensors_among
 from torchtrim.executor.roles import RECURRENT, OperatorRoles
 
 AsBefore = Callable[[bool], contextlib.AbstractContextManager[None]]
@@ -162,9 +162,9 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_forward = self._is_rerun or torch._C._current_autograd_node() is None
         if _thread.depth != self._depth or not is_forward:
-            return func(*args, **(kwargs or {}))
+            return call_operator(func, args, kwargs or {})
         self.counts[self._roles.role(func, args) or func.name()] += 1
         self.counts.subtract(self._roles.joined)
-        result = func(*args, **(kwargs or {}))
+        result = call_operator(func, args, kwargs or {})
         self._roles.made(result)
         return result

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_map
 
-from torchtrim.dispatch.modes import tensors_among
+from torchtrim.dispatch.modes import call_operator, tensors_among
 from torchtrim.dispatch.storages import parts_of
 from torchtrim.emulator.device import current
 from torchtrim.runner.convolutions import by_shifts, shifts
@@ -175,7 +175,7 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return by_shifts(func, args) if shifts(func, args) else func(*args, **kwargs)
+    return by_shifts(func, args) if shifts(func, args) else call_operator(func, args, kwargs)
 
 
 def _tag_as(value: torch.Tensor, copy: torch.Tensor) -> None:

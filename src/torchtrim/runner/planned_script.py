@@ -304,11 +304,13 @@ def _checked(original: Callable[..., Any], check: Callable[[], None]) -> Callabl
 
 
 def _ends_script(error: BaseException) -> bool:
-    """End the script for an `EndOfScript` in a thread, which would end the thread alone."""
-    if not isinstance(error, EndOfScript):
+    """End the script for an error of the plan in a thread, which would end the thread alone."""
+    if isinstance(error, EndOfScript):
+        reason = error.error
+    elif isinstance(error, ApplyFailed):
+        reason = error
+    else:
         return False
-
-    reason = error.error
 
     class Ended(EndOfScript):
         def __init__(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtrim.dispatch.modes import call_operator
 from torchtrim.errors import ApplyFailed
 from torchtrim.techniques.micro_batch.rows import SampleLayout, SampleRows, order_of
 
@@ -38,7 +39,7 @@ class DrawRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Attention has this tag, but draws only with dropout.
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         before = None if can_be_split(func._schema.name) else _states() if seeded else ()
-        made = func(*args, **(kwargs or {}))
+        made = call_operator(func, args, kwargs or {})
         if before is None or (before and not all(map(torch.equal, before, _states()))):
             first = made[0] if isinstance(made, (tuple, list)) else made
             self.names.append(func._schema.name)
@@ -67,7 +68,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not can_be_split(func._schema.name):
-            return func(*args, **kwargs)
+            return call_operator(func, args, kwargs)
         if self._count == len(self._along):
             raise ApplyFailed(
                 f"{func} draws random numbers, but did not in the first batch, so a part cannot get "

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchtrim.dispatch.modes import tensors_among
+from torchtrim.dispatch.modes import call_operator, tensors_among
 from torchtrim.executor.ordinals import storage_number, unnumbered
 from torchtrim.executor.places import module_at
 from torchtrim.executor.registry import Handle, all_or_none
@@ -142,12 +142,12 @@ class OffloadWatcher(SavedTensorWatcher[_RootCall]):
     def operator(self, kind: OperatorKind, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator, and note the tensors that the plan moves."""
         if torch._C._current_autograd_node() is not None:
-            return func(*args, **kwargs)
+            return call_operator(func, args, kwargs)
         call = self.calls[-1]
         run = call.runs(kind.role) if kind.role else None
         if kind.writes:
             self._settle(call, kind.written(args, kwargs))
-        result = func(*args, **kwargs)
+        result = call_operator(func, args, kwargs)
         if run is not None:
             call.last = run
             for place in self._made.get(run, ()) if torch.is_grad_enabled() else ():

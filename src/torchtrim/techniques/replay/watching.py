@@ -11,7 +11,13 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchtrim.dispatch.modes import DROPOUT, dropout_of, position_of, tensors_among
+from torchtrim.dispatch.modes import (
+    DROPOUT,
+    call_operator,
+    dropout_of,
+    position_of,
+    tensors_among,
+)
 from torchtrim.executor.ordinals import storage_number, unnumbered
 from torchtrim.executor.places import module_at
 from torchtrim.executor.registry import Handle, all_or_none
@@ -140,13 +146,13 @@ class ReplayWatcher(SavedTensorWatcher[_WatchedCall]):
         if kind.writes:
             return self._write(func, args, kwargs, kind, found)
         if found is None:
-            return func(*args, **kwargs)
+            return call_operator(func, args, kwargs)
         if kind.name == NOISE:
-            result = func(*args, **kwargs)
+            result = call_operator(func, args, kwargs)
             self._note(result, Noise(result, found.place), found)
             return result
         recipe = Recipe(self._step(func, args, kwargs, kind, found), found.place)
-        result = func(*args, **kwargs)
+        result = call_operator(func, args, kwargs)
         if kind.name in BATCH_NORMS:
             recipe.steps[0] = with_statistics(recipe.steps[0], args, result)
         self._read_by(recipe, recipe.steps[0], found)
@@ -222,7 +228,7 @@ class ReplayWatcher(SavedTensorWatcher[_WatchedCall]):
     ) -> Any:
         """Append an in-place write to the recipe, or invalidate the record."""
         if not self._noted and not self._readers:
-            return func(*args, **kwargs)
+            return call_operator(func, args, kwargs)
         written = kind.written(args, kwargs)
         numbers = [storage_number(tensor) for tensor in tensors_among(written)]
         for number in numbers:
@@ -232,11 +238,11 @@ class ReplayWatcher(SavedTensorWatcher[_WatchedCall]):
         noted = self._noted.get(numbers[0]) if found is not None else None
         if found is not None and noted is not None and _may_add(noted, found, written):
             step = self._step(func, (SELF, *args[1:]), kwargs, kind, found)
-            result = func(*args, **kwargs)
+            result = call_operator(func, args, kwargs)
             noted.recipe.add(step)
             self._read_by(noted.recipe, step, found)
             return result
-        result = func(*args, **kwargs)
+        result = call_operator(func, args, kwargs)
         for number in numbers:
             self._noted.pop(number, None)
         return result
