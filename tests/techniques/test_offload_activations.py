@@ -90,6 +90,19 @@ class Autocast(nn.Module):
             return self.layers(x).float()
 
 
+class Started(nn.Module):
+    """Computes its first part without gradients, as a search for a fixed point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.search, self.layers = _mlp(2), _mlp(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x = self.search(x)
+        return self.layers(x)
+
+
 def _mlp(layers: int, width: int = 32) -> nn.Sequential:
     inner = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.GELU())]
     return nn.Sequential(*inner)
@@ -102,6 +115,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "shared": (Shared, ROWS),
     "checkpointed": (Checkpointed, ROWS),
     "autocast": (Autocast, ROWS),
+    "started": (Started, ROWS),
     "dropout": (lambda: nn.Sequential(_mlp(2), nn.Dropout(0.2), _mlp(2)), ROWS),
     "norms": (lambda: nn.Sequential(_mlp(2), nn.LayerNorm(32), _mlp(2), nn.LayerNorm(32)), ROWS),
     "convolutions": (lambda: flat(8, 4), (4, 3, 32, 32)),

@@ -35,7 +35,7 @@ def edit_of(
 
 @dataclass
 class _SplitCallEdit:
-    """Builds the edit. `later`: the call's backward tasks."""
+    """Builds the edit. `later`: the call's backward tasks, with what a checkpoint of the script reruns."""
 
     _step: Step
     _span: Span
@@ -47,7 +47,7 @@ class _SplitCallEdit:
     def __post_init__(self) -> None:
         step, span = self._step, self._span
         self._now = range(*span)
-        self.later = sorted(n for task in self._now for n in step.backward.get(task, ()))
+        self.later = self._with_reruns(n for task in self._now for n in step.backward.get(task, ()))
         tasks = {*self._now, *self.later}
         made = [number for task in (*self._now, *self.later) for number in step.made_by[task]]
         outside = {n for i, task in enumerate(step.tasks) if i not in tasks for n in task.reads}
@@ -56,6 +56,17 @@ class _SplitCallEdit:
         self._gone = [number for number in made if number not in kept]
         self._results = [n for n in made if n in kept and step.tensors[n].birth in self._now]
         self._gradients = [n for n in made if n in kept and step.tensors[n].birth in self.later]
+
+    def _with_reruns(self, backward: Iterable[int]) -> list[int]:
+        """Add the tasks that rerun forward before the first of these, and between them."""
+        found, tasks = {*backward}, self._step.tasks
+        if not found:
+            return []
+        first = min(found)
+        while tasks[first - 1].phase == "recompute":
+            first -= 1
+        between = range(first, max(found))
+        return sorted(found | {task for task in between if tasks[task].phase == "recompute"})
 
     def edit(self, seconds: float) -> Edit:
         step, span, begin = self._step, self._span, self.later[0]

@@ -150,7 +150,7 @@ class OffloadWatcher(SavedTensorWatcher[_RootCall]):
         result = call_operator(func, args, kwargs)
         if run is not None:
             call.last = run
-            for place in self._made.get(run, ()) if torch.is_grad_enabled() else ():
+            for place in self._made.get(run, ()):
                 self._note(call, place, result)
         return result
 

@@ -167,7 +167,7 @@ class ReplayWatcher(SavedTensorWatcher[_WatchedCall]):
                 number = call.counts[role]
                 call.counts[role] = number + 1
                 place = call.named[role].get(number)
-                if place is not None and torch.is_grad_enabled():
+                if place is not None:
                     found = _PlannedOperator(call, place)
         return found
 
