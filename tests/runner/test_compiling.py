@@ -57,6 +57,18 @@ def test_the_first_compile_is_noticed_and_other_backends_run_eagerly() -> None:
     assert torch.compile is original
 
 
+def test_modules_that_compile_themselves_run_eagerly() -> None:
+    watch, layer = OnCompile(), nn.Linear(2, 2)
+    watch.install()
+    try:
+        layer.compile()
+        layer.compile(backend="aot_eager", fullgraph=True)
+    finally:
+        watch.remove()
+    assert layer._compiled_call_impl is None
+    assert watch.asked == {"inductor", "aot_eager"}
+
+
 def test_a_mode_that_begins_inside_an_eager_compiled_function_sees_what_follows() -> None:
     seen: list[str] = []
 

@@ -48,7 +48,7 @@ class OnCompile:
         """Replace `torch.compile`, also as a decorator, and `Module.compile`."""
         self._patches.replace(torch, "compile", self._watched(torch.compile))
         if not self._kept:
-            self._patches.replace(nn.Module, "compile", self._stays_eager)
+            self._patches.replace(nn.Module, "compile", self._eager_method())
 
     def remove(self) -> None:
         """Undo `install`."""
@@ -65,8 +65,11 @@ class OnCompile:
 
         return compile
 
-    def _stays_eager(self, _module: nn.Module, *_: Any, backend: Any = INDUCTOR, **__: Any) -> None:
-        self._ask(backend)
+    def _eager_method(self) -> Callable[..., None]:
+        def compile(module: nn.Module, *_: Any, backend: Any = INDUCTOR, **__: Any) -> None:
+            self._ask(backend)
+
+        return compile
 
     def _ask(self, backend: Any) -> str:
         """Note a backend, and return its name."""
