@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from torchtrim.compiled import choose
-from torchtrim.compiled.choose import SavingProgram
+from torchtrim.compiled.choose import Saved, SavingProgram
 from torchtrim.compiled.joint import Joint, Value
+from torchtrim.compiled.memory import Simulated
 
 MIB = 2**20
 LAYERS = 8
@@ -35,6 +36,11 @@ def program(joint: Joint) -> SavingProgram:
     return SavingProgram([joint], {joint.key: 0})
 
 
+def peak(model: SavingProgram, saved: Saved) -> int:
+    """The highest bytes of a choice."""
+    return round(model.state(saved).levels.max())
+
+
 @pytest.fixture(autouse=True)
 def _fine_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "_FEW", 1)
@@ -43,7 +49,7 @@ def _fine_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_saved_by_itself_needs_its_bytes_and_no_time() -> None:
     joint = layers()
     model = program(joint)
-    assert model.peak({joint.key: joint.own}) == 2 * LAYERS * MIB
+    assert peak(model, {joint.key: joint.own}) == 2 * LAYERS * MIB
     assert model.seconds({joint.key: joint.own}) == 0
 
 
@@ -51,10 +57,10 @@ def test_what_is_saved_by_itself_needs_its_bytes_and_no_time() -> None:
 def test_a_choice_fits_its_budget_and_takes_no_more_time_than_a_larger_one(budget: int) -> None:
     joint = layers()
     model = program(joint)
-    tight, loose = model.choose(budget * MIB, 5.0), model.choose(2 * LAYERS * MIB, 5.0)
-    assert tight is not None
-    assert loose is not None
-    assert model.peak(tight) <= budget * MIB
+    own = {joint.key: joint.own}
+    tight = model.choose(budget * MIB, 5.0, own)
+    loose = model.choose(2 * LAYERS * MIB, 5.0, own)
+    assert peak(model, tight) <= budget * MIB
     assert model.seconds(loose) == 0 < model.seconds(tight)
 
 
@@ -63,24 +69,61 @@ def test_what_is_computed_again_late_is_not_held_from_the_start() -> None:
     model = program(joint)
     # Each second product is saved: two layers at most are computed again at a time.
     saved = {joint.key: frozenset(range(1, 2 * LAYERS, 4))}
-    assert model.peak(saved) <= (LAYERS // 2 + 4) * MIB
+    assert peak(model, saved) <= (LAYERS // 2 + 4) * MIB
     assert model.seconds(saved) == pytest.approx(LAYERS * 1e-3 + LAYERS / 2 * 1e-2)
 
 
 def test_a_fused_value_takes_no_memory_when_it_is_computed_again() -> None:
     joint = layers(whole=False)
     products = {joint.key: frozenset(range(1, 2 * LAYERS, 2))}
-    assert program(joint).peak(products) == LAYERS * MIB
+    assert peak(program(joint), products) == LAYERS * MIB
 
 
-def test_nothing_fits_into_less_than_one_layer_needs() -> None:
-    assert program(layers()).choose(MIB, 5.0) is None
-
-
-def test_what_a_kernel_allocates_counts_where_it_runs() -> None:
-    joint = layers()._replace(kernels=(("mm", 0), ("mm", 2 * LAYERS - 1)))
+def test_where_nothing_fits_the_choice_comes_as_near_as_a_layer_needs() -> None:
+    joint = layers()
+    model = program(joint)
     own = {joint.key: joint.own}
-    for first, last, more in ((0, 5, 0), (5, 0, 5)):  # at the last, little is still saved
-        kernels = {joint.key: (("mm", first * MIB), ("mm", last * MIB))}
-        model = SavingProgram([joint], {joint.key: 0}, kernels)
-        assert model.peak(own) == (2 * LAYERS + more) * MIB
+    assert MIB < peak(model, model.choose(MIB, 5.0, own)) <= 6 * MIB
+
+
+@pytest.mark.parametrize("budget", [12, 8])
+def test_without_a_solved_program_a_search_finds_a_choice_within_the_budget(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joint = layers()
+    model = program(joint)
+    best = model.seconds(model.choose(budget * MIB, 5.0, {joint.key: joint.own}))
+    monkeypatch.setattr(model, "_solve", lambda *_, **__: None)
+    found = model.choose(budget * MIB, 5.0, {joint.key: joint.own})
+    assert peak(model, found) <= budget * MIB
+    assert model.seconds(found) <= 1.5 * best
+
+
+def test_a_search_computes_nothing_again_that_would_not_be_the_same() -> None:
+    joint = layers()
+    values = [value._replace(can_redo=number % 4 != 3) for number, value in enumerate(joint.values)]
+    joint = joint._replace(values=tuple(values))
+    model = program(joint)
+    drawn = frozenset(range(3, 2 * LAYERS, 4))
+    assert drawn <= model.choose(MIB, 5.0, {joint.key: joint.own})[joint.key]
+
+
+def ran(*levels: int) -> Simulated:
+    """A run whose two products in backward end after these levels."""
+    kernels = tuple(("mm", level) for level in levels)
+    return Simulated((), 0, 2 * LAYERS * MIB, max(levels), (), kernels)
+
+
+def test_the_model_is_corrected_where_the_code_needs_more_or_less() -> None:
+    last = 2 * LAYERS - 1
+    joint = layers()._replace(kernels=(("mm", LAYERS - 1), ("mm", last)))
+    model, own = program(joint), {joint.key: joint.own}
+    model.correct(own, ran(20 * MIB, 5 * MIB))
+    assert [level / MIB for level in model.state(own).levels] == [20] * 8 + [5] * 8 + [16]
+
+
+def test_a_run_of_more_kernels_of_a_name_corrects_all_moments_alike() -> None:
+    joint = layers()._replace(kernels=(("mm", LAYERS - 1),))
+    model, own = program(joint), {joint.key: joint.own}
+    model.correct(own, ran(20 * MIB, 5 * MIB))
+    assert [level / MIB for level in model.state(own).levels] == [*range(20, 4, -1), 16]

@@ -12,9 +12,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy
 
 from torchtrim.compiled.joint import BYTES, Joint, Kernel
+from torchtrim.compiled.memory import Simulated
+from torchtrim.core.clock import now
 from torchtrim.planner.linear import Constraint
 from torchtrim.planner.solvers.integer import IntegerProgram, solve
 
@@ -29,6 +34,10 @@ _TIDY = 1e-3
 """Of a second for a second of writing: among equal choices the one that saves less."""
 _NEAR = 1e-2
 """Of the seconds of all of forward: an answer this near the bound is not worth a longer search."""
+_SMALL = 2e-3
+"""Arbitrary; of the budget: smaller values are left as they are."""
+_FREE = 1e-6
+"""Arbitrary; of forward's seconds: what adds less is as good as free."""
 Saved = Mapping[str, frozenset[int]]
 """The saved values of each graph, by the graph's key."""
 
@@ -36,40 +45,44 @@ Saved = Mapping[str, frozenset[int]]
 class SavingProgram:
     """The integer program of a step's calls, in order. Calls of a graph share its choice.
 
-    `temporary`: the bytes of each graph's forward over those it saves. `kernels`: backward's kernels of
-    libraries, and by how much memory rises inside each.
+    `temporary`: the bytes of each graph's forward over those it saves.
     """
 
-    def __init__(
-        self,
-        calls: Sequence[Joint],
-        temporary: Mapping[str, int],
-        kernels: Mapping[str, Sequence[Kernel]] = {},
-    ) -> None:
+    def __init__(self, calls: Sequence[Joint], temporary: Mapping[str, int]) -> None:
         self._calls = calls
         self._temporary = temporary
-        self._graphs = {joint.key: _Graph(joint, kernels.get(joint.key, ())) for joint in calls}
+        self._times = Counter(joint.key for joint in calls)
+        self._graphs = {joint.key: _Graph(joint) for joint in calls}
         self._saved: dict[tuple[str, int], int] = {}
         self._begun: dict[tuple[str, int, int], int] = {}
         self._again: dict[tuple[str, int, int], int] = {}
         self._costs: list[float] = []
         self._upper: list[float] = []
-        self._whole = sum(value.seconds for joint in calls for value in joint.values)
+        self.whole = sum(value.seconds for joint in calls for value in joint.values)
         self._add_columns()
         self._rows = [row for key in self._graphs for row in self._order(key)]
         self._memory = self._add_memory()
+        self._fixed = numpy.array([fixed for fixed, _ in self._memory])
+        self._bytes = numpy.zeros((len(self._costs), len(self._memory)))
+        for moment, (_, terms) in enumerate(self._memory):
+            for column, factor in terms:
+                self._bytes[column, moment] = factor * _UNIT
 
-    def choose(self, budget: int, seconds: float) -> Saved | None:
-        """Return what to save within a budget, or None if nothing is found.
+    def choose(self, budget: int, seconds: float, start: Saved) -> Saved:
+        """Return what to save within a budget, or what comes near it.
 
-        Where that takes too long, what is computed again may begin in fractions. They hide bytes, up to a
-        sixth of a ResNet's, which the simulation of the choice shows.
+        Where the program is not solved in some seconds, what is computed again may begin in fractions. They
+        hide bytes, up to a sixth of a ResNet's, so that answer, or else `start`, is mended by a search.
         """
-        return self._solve(budget, seconds, whole=True) or self._solve(budget, seconds, whole=False)
+        found = self._solve(budget, seconds, whole=True) or self._solve(
+            budget, seconds, whole=False
+        )
+        return _Search(self, budget).run(found or start, now() + seconds)
 
     def _solve(self, budget: int, seconds: float, *, whole: bool) -> Saved | None:
         bounds = [
-            Constraint(-math.inf, (budget - fixed) / _UNIT, terms) for fixed, terms in self._memory
+            Constraint(-math.inf, (budget - fixed) / _UNIT, terms)
+            for fixed, (_, terms) in zip(self._fixed, self._memory, strict=True)
         ]
         program = IntegerProgram(
             lower=[0.0] * len(self._costs),
@@ -88,51 +101,79 @@ class SavingProgram:
                 found[key].add(value)
         return {key: frozenset(each) for key, each in found.items()}
 
-    def peak(self, saved: Saved) -> int:
-        """Return the highest bytes of a choice in this model of memory."""
-        on = {
-            *(self._saved[key, value] for key, values in saved.items() for value in values),
-            *(
-                self._again[key, value, segment]
-                for key, graph in self._graphs.items()
-                for value, needed in graph.again(saved[key]).items()
-                for segment in needed
-            ),
-        }
-        return max(
-            int(fixed + _UNIT * sum(factor for column, factor in terms if column in on))
-            for fixed, terms in self._memory
-        )
+    def correct(self, saved: Saved, run: Simulated) -> None:
+        """Correct the model by what the code of a choice needs at each moment.
+
+        The joint graph knows nothing of fusion. Kernels of libraries are in both, and tell where a level of
+        the run belongs.
+        """
+        levels = self.state(saved).levels.tolist()
+        seen = self._seen(run.kernels) or {levels.index(max(levels)): run.peak_bytes}
+        moments, off = sorted(seen), []
+        for moment, level in enumerate(levels[:-1]):
+            next_one = moments[min(bisect_left(moments, moment), len(moments) - 1)]
+            high = seen[next_one]
+            off.append(min(high - levels[next_one], high - level))
+        self._fixed = self._fixed + numpy.array([*off, run.forward_peak - levels[-1]])
+
+    def _seen(self, run: Sequence[Kernel]) -> dict[int, int]:
+        """Return the highest level of each moment in which a kernel runs that the joint graphs have too."""
+        kernels, end = [], len(self._memory)
+        for joint in reversed(self._calls):
+            graph = self._graphs[joint.key]
+            end -= graph.segments + 1
+            kernels += [(name, end + graph.segment(at)) for name, at in joint.kernels]
+        found: defaultdict[int, int] = defaultdict(int)
+        begin = 0
+        for at, moment in sorted(_same(run, kernels)):
+            found[moment] = max(found[moment], *(level for _, level in run[begin : at + 1]))
+            begin = at + 1
+        return found
 
     def seconds(self, saved: Saved) -> float:
         """Return the seconds of computing again what backward needs and a choice does not save."""
-        return sum(
-            value.seconds * (1 if value.stays else len(needed))
-            for joint in self._calls
-            for number, needed in self._graphs[joint.key].again(saved[joint.key]).items()
-            for value in (joint.values[number],)
-        )
+        return self.state(saved).seconds
+
+    def state(self, saved: Saved) -> State:
+        """Return what a choice needs in this model."""
+        columns = [self._saved[key, value] for key, values in saved.items() for value in values]
+        seconds, forbidden = 0.0, 0
+        for key, graph in self._graphs.items():
+            for number, needed in graph.again(saved[key]).items():
+                value = graph.joint.values[number]
+                columns += [self._again[key, number, segment] for segment in needed]
+                forbidden += not value.can_redo
+                seconds += value.seconds * self._times[key] * (1 if value.stays else len(needed))
+        return State(self._fixed + self._bytes[columns].sum(0), seconds, forbidden)
+
+    def choices(self, least: int) -> list[tuple[str, int]]:
+        """Return the values of some bytes that can be saved."""
+        return [
+            (key, number)
+            for key, graph in self._graphs.items()
+            for number, value in enumerate(graph.joint.values)
+            if value.can_save and value.bytes >= least
+        ]
 
     def _add_columns(self) -> None:
         """The saved values first, then what begins: those may have to be whole."""
-        times = Counter(joint.key for joint in self._calls)
         for key, graph in self._graphs.items():
             for number, value in enumerate(graph.joint.values):
                 write = value.bytes / BYTES * (_TIDY if value.stays else 1.0)
-                self._saved[key, number] = self._column(write * times[key], value.can_save)
+                self._saved[key, number] = self._column(write * self._times[key], value.can_save)
         for key, graph in self._graphs.items():
             for number, value in enumerate(graph.joint.values):
-                cost = value.seconds * times[key]
+                cost = value.seconds * self._times[key]
                 for segment in graph.begins[number] if value.stays else ():
                     self._begun[key, number, segment] = self._column(cost, value.can_redo)
         for key, graph in self._graphs.items():
             for number, value in enumerate(graph.joint.values):
-                cost = 0.0 if value.stays else value.seconds * times[key]
+                cost = 0.0 if value.stays else value.seconds * self._times[key]
                 for segment in graph.lives[number]:
                     self._again[key, number, segment] = self._column(cost, value.can_redo)
 
     def _column(self, cost: float, allowed: bool) -> int:
-        self._costs.append(cost / (self._whole or 1.0) * _UNITS)
+        self._costs.append(cost / (self.whole or 1.0) * _UNITS)
         self._upper.append(float(allowed))
         return len(self._costs) - 1
 
@@ -189,6 +230,49 @@ class SavingProgram:
             terms[again] += value.bytes / _UNIT
 
 
+class State(NamedTuple):
+    """The bytes of a choice at each moment, and the seconds and forbidden values computed again."""
+
+    levels: Any
+    seconds: float
+    forbidden: int
+
+
+class _Search:
+    """A search for a choice within a budget, by single values that are saved, or no longer."""
+
+    def __init__(self, program: SavingProgram, budget: int) -> None:
+        self._program = program
+        self._budget = budget
+        self._values = program.choices(int(_SMALL * budget))
+
+    def run(self, start: Saved, until: float) -> Saved:
+        """Return a choice that no such value brings nearer to the budget, or makes quicker within it.
+
+        The search ends at a time on the clock, with what it has.
+        """
+        saved, state = start, self._program.state(start)
+        while now() < until and (found := self._better(saved, state)) is not None:
+            saved, state = found
+        return saved
+
+    def _better(self, saved: Saved, state: State) -> tuple[Saved, State] | None:
+        """Return a choice of fewest bytes over the budget for a second, or within it of the least time."""
+        over, best, found = self._over(state), 0.0, None
+        free = _FREE * self._program.whole
+        for key, value in self._values:
+            other = {**saved, key: saved[key] ^ {value}}
+            new = self._program.state(other)
+            added, fallen = new.seconds - state.seconds, over - self._over(new)
+            gain = fallen / max(added, free) if over else -added - free
+            if new.forbidden <= state.forbidden and fallen >= 0 and gain > best:
+                best, found = gain, (other, new)
+        return found
+
+    def _over(self, state: State) -> float:
+        return float(numpy.maximum(state.levels - self._budget, 0.0).sum())
+
+
 def _at_least(*terms: tuple[int, float]) -> Constraint:
     return Constraint(0.0, math.inf, terms)
 
@@ -200,17 +284,15 @@ class _Graph:
     it can be needed, and `begins` those in which it can be computed again.
     """
 
-    def __init__(self, joint: Joint, kernels: Sequence[Kernel]) -> None:
+    def __init__(self, joint: Joint) -> None:
         self.joint = joint
         self.segments = min(_SEGMENTS, len(joint.work) // _FEW) or 1
         total = joint.work[-1] if joint.work else 0.0
         self._ends = [total * (at + 1) / self.segments for at in range(self.segments)]
-        of = [self._segment(position) for position in range(len(joint.work))]
+        of = [self.segment(position) for position in range(len(joint.work))]
         self.gradients = [0] * self.segments
-        rises = _rises(joint.kernels, kernels)
         for position, level in enumerate(joint.gradients):
-            high = level + rises.get(position, 0)
-            self.gradients[of[position]] = max(self.gradients[of[position]], high)
+            self.gradients[of[position]] = max(self.gradients[of[position]], level)
         self.direct = [_held([of[at] for at in one.uses], one.stays) for one in joint.values]
         first = [min(each, default=self.segments - 1) for each in self.direct]
         begin = [min(each, default=0) for each in self.direct]
@@ -226,7 +308,8 @@ class _Graph:
         self.lives = [range(a, b + 1) for a, b in zip(first, last, strict=True)]
         self.begins = [range(a, b + 1) for a, b in zip(first, begin, strict=True)]
 
-    def _segment(self, position: int) -> int:
+    def segment(self, position: int) -> int:
+        """Return the segment of a position in backward."""
         return min(bisect_left(self._ends, self.joint.work[position]), self.segments - 1)
 
     def again(self, saved: frozenset[int]) -> dict[int, list[int]]:
@@ -243,18 +326,16 @@ class _Graph:
         return found
 
 
-def _rises(graph: Sequence[Kernel], run: Sequence[Kernel]) -> dict[int, int]:
-    """Return the rise at each position: a run's kernels of one name are the graph's, in order, if as many."""
-    at, risen = _by_name(graph), _by_name(run)
-    same = [name for name in at if len(at[name]) == len(risen[name])]
-    return {
-        position: rise
-        for name in same
-        for position, rise in zip(at[name], risen[name], strict=True)
-    }
+def _same(one: Sequence[Kernel], other: Sequence[Kernel]) -> Iterator[tuple[int, int]]:
+    """Yield a place in one, and the other's number there: kernels of a name in order, if as many."""
+    at = _by_name((name, place) for place, (name, _) in enumerate(one))
+    numbers = _by_name(other)
+    for name in at:
+        if len(at[name]) == len(numbers[name]):
+            yield from zip(at[name], numbers[name], strict=True)
 
 
-def _by_name(kernels: Sequence[Kernel]) -> defaultdict[str, list[int]]:
+def _by_name(kernels: Iterable[Kernel]) -> defaultdict[str, list[int]]:
     found: defaultdict[str, list[int]] = defaultdict(list)
     for name, number in kernels:
         found[name].append(number)

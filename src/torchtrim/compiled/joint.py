@@ -43,7 +43,7 @@ class Value(NamedTuple):
 
 
 Kernel = tuple[str, int]
-"""A library's kernel, and a number: of a joint graph its position in backward, of a run its rise in bytes."""
+"""A library's kernel in backward, and its position there."""
 
 
 class Joint(NamedTuple):

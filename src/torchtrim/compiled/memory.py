@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchtrim.compiled.code import Code, Spec
-from torchtrim.compiled.joint import Kernel
 from torchtrim.compiled.wrapper import Meter, Rises, like, runnable
 
 
@@ -39,8 +39,8 @@ class Simulated(NamedTuple):
     """Bytes over the start of a step: the level at each change, its highest, and at the end of forwards.
 
     `forward_peak` and `backward_peak`: the highest of each part. `kernels`: backward's kernels of libraries,
-    and by how much memory rises inside each. `unmeasured`: those whose own memory could not be measured, and
-    counts as none.
+    and the highest level until each has ended, since the one before. `unmeasured`: those whose own memory
+    could not be measured, and counts as none.
     """
 
     curve: tuple[int, ...]
@@ -48,7 +48,7 @@ class Simulated(NamedTuple):
     forward_peak: int
     backward_peak: int
     unmeasured: tuple[str, ...]
-    kernels: tuple[Kernel, ...] = ()
+    kernels: tuple[tuple[str, int], ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -93,7 +93,10 @@ class _SimulatedStep:
             curve = tuple(meter.curve)
         backward_peak = max(curve[forwards - 1 :])
         unmeasured = tuple(sorted(meter.unmeasured))
-        forward_peak, of_backward = max(curve[:forwards]), tuple(meter.kernels[kernels:])
+        forward_peak, ran = max(curve[:forwards]), meter.kernels[kernels:]
+        ends = [forwards, *(end for _, end in ran)]
+        highest = (max(curve[begin - 1 : end]) for begin, end in pairwise(ends))
+        of_backward = tuple(zip((name for name, _ in ran), highest, strict=True))
         return Simulated(curve, saved, forward_peak, backward_peak, unmeasured, of_backward)
 
     def _forward(self, call: GraphCall) -> None:

@@ -11,10 +11,10 @@ from torchtrim.records.plan import CompiledGraph
 
 _ROUNDS = 4
 """Dry compiles: each costs a third of an ordinary compile, and the bias is mostly constant."""
-_HALVINGS = 4
-"""Arbitrary; of what is between a peak that no choice has in the model and one that some has."""
 _NEAR = 0.97
 """Of the budget: a peak above it is near enough; to come nearer costs a dry compile and saves little time."""
+_AIM = 0.985
+"""Of the budget: the middle of what is near enough."""
 _SECONDS = 5.0
 """Arbitrary; for the solver, each time."""
 _FREE = 5e-3
@@ -56,51 +56,46 @@ class GraphPlanner:
         self._program = SavingProgram(
             joints,
             {key: one.forward_peak - one.saved_bytes for key, one in alone.items()},
-            {key: one.kernels for key, one in alone.items()},
         )
         self._unplanned = SavingChoice(self._own_saved, self.own, 0.0, self.own.peak_bytes)
         self.lowest = self._unplanned
         self._free = _FREE * sum(value.seconds for joint in joints for value in joint.values)
-        self._own_peak = self._program.peak(self._own_saved)
 
     def plan(self, budget: int) -> SavingChoice | None:
         """Return the choice with the least added time whose simulated peak is within a budget, or None.
 
-        The model of the joint graph knows nothing of fusion, so its peak is corrected by what Inductor's code
-        for a choice shows, at most a few times.
+        The model of the joint graph knows nothing of fusion, so it is corrected by what Inductor's code for a
+        choice shows, at most a few times.
         """
         if self.own.peak_bytes <= budget:
             return self._unplanned
-        ask, best, first = budget - self.own.peak_bytes + self._own_peak, None, 0
-        possible, tried = self._own_peak, None
+        best, last = None, self._unplanned
         for number in range(_ROUNDS):
-            ask, saved = self._choose(ask, possible)
-            if saved is None or saved == tried:
+            self._program.correct(last.saved, last.simulated)
+            saved = self._program.choose(int(_AIM * budget), _SECONDS, last.saved)
+            if saved == last.saved:
                 break
-            possible, tried = min(possible, ask), saved
-            simulated = self._graphs.memory(saved)
-            peak = simulated.peak_bytes
-            first = first or peak
-            named = self._graphs.named(saved)
-            choice = SavingChoice(
-                saved, simulated, self.added_seconds(saved), first, number + 1, named
-            )
-            self.lowest = min(self.lowest, choice, key=lambda one: one.simulated.peak_bytes)
-            if peak <= budget and (best is None or choice.added_seconds < best.added_seconds):
-                best = choice
-            if peak <= budget and (peak >= _NEAR * budget or choice.added_seconds <= self._free):
+            last = self._tried(saved, number + 1, last.first_peak if number else 0)
+            peak = last.simulated.peak_bytes
+            if peak <= budget and (best is None or last.added_seconds < best.added_seconds):
+                best = last
+            if peak <= budget and (peak >= _NEAR * budget or last.added_seconds <= self._free):
                 break
-            ask += budget - peak
-        return best
+        known = self.lowest if self.lowest.simulated.peak_bytes <= budget else None
+        return best or known
 
-    def _choose(self, ask: int, possible: int) -> tuple[int, Saved | None]:
-        """Return a choice, and the peak asked for: raised towards a possible one until there is a choice."""
-        for _ in range(_HALVINGS):
-            saved = self._program.choose(ask, _SECONDS)
-            if saved is not None:
-                return ask, saved
-            ask = (ask + possible) // 2
-        return ask, None
+    def _tried(self, saved: Saved, number: int, first: int) -> SavingChoice:
+        simulated, named = self._graphs.memory(saved), self._graphs.named(saved)
+        choice = SavingChoice(
+            saved,
+            simulated,
+            self.added_seconds(saved),
+            first or simulated.peak_bytes,
+            number,
+            named,
+        )
+        self.lowest = min(self.lowest, choice, key=lambda one: one.simulated.peak_bytes)
+        return choice
 
     def added_seconds(self, saved: Saved) -> float:
         """Return the seconds of computing again that a choice adds, by the model of costs."""

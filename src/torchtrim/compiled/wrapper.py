@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torchtrim.capture.allocator import CpuAllocator
 from torchtrim.compiled.code import Code, Spec
 from torchtrim.compiled.inductor import loaded
-from torchtrim.compiled.joint import Kernel
 
 Rises = dict[tuple[Any, ...], int]
 _SKIPPED = ("empty", "as_strided", "detach", "new_empty")
@@ -29,15 +28,15 @@ _SKIPPED = ("empty", "as_strided", "detach", "new_empty")
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counter of the bytes of the tensors alive. `curve`: the level after each change, and each rise.
 
-    `kernels`: the kernels of libraries, and by how much memory rises inside each. `rises`: the same by kernel
-    and shape, which a meter adds to.
+    `kernels`: the kernels of libraries, and how long the curve is when each ends. `rises`: by how much memory
+    rises inside them, by kernel and shape, which a meter adds to.
     """
 
     def __init__(self, rises: Rises | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.level = 0
         self.curve: list[int] = [0]
-        self.kernels: list[Kernel] = []
+        self.kernels: list[tuple[str, int]] = []
         self.unmeasured: set[str] = set()
         self._pauses = False
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -91,9 +90,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 except Exception:  # a kernel that refuses zeros, or another device's
                     self._rises[key] = 0
                     self.unmeasured.add(name)
-        self.kernels.append((name, self._rises[key]))
         if self._rises[key]:
             self.passes(self._rises[key])
+        self.kernels.append((name, len(self.curve)))
 
 
 def like(spec: Spec | int | None) -> Any:
