@@ -25,6 +25,14 @@ _ROUNDS = 2
 """Corrections by a measured peak: what the script computes eagerly is not simulated."""
 
 
+class GraphsMiss(Unsupported):
+    """No plan of a script's compiled graphs fits. `budget_bytes`: what was asked of it, compiled."""
+
+    def __init__(self, message: str, budget_bytes: int) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+
+
 def compiles(original: Trial) -> bool:
     """Return True if a script, run eagerly, would have compiled graphs that can be planned."""
     return INDUCTOR in original.backends
@@ -46,7 +54,7 @@ def with_compiled(report: Report, script: Script, request: Request, progress: Pr
     """Add to a report of an eager run the script's figures when compiled, and what its graphs save."""
     try:
         memory = graphs_of(script, request, 0, progress)
-        compiled = run_once(script, _plain(request), "compiled original", progress)
+        compiled = _original(script, _plain(request), progress)
     except TorchtrimError as error:
         said = f"the memory of the compiled graphs is not known: {error}"
         return replace(report, notes=(said, *report.notes))
@@ -74,10 +82,10 @@ def optimize_compiled(
 ) -> Result:
     """Fit a script's compiled graphs into a budget, and certify the plan against the compiled original.
 
-    Raises `Unsupported` if its graphs cannot be planned, or no plan of theirs fits.
+    Raises `Unsupported` if its graphs cannot be planned, and `GraphsMiss` if no plan of theirs fits.
     """
     request = _plain(request)
-    original = run_once(script, request, "compiled original", progress)
+    original = _original(script, request, progress)
     whole = original.peak_bytes
     budget = limit.budget(whole)
     saving, lowest = whole - budget.bytes, whole
@@ -93,10 +101,24 @@ def optimize_compiled(
         if planned.peak_bytes <= budget.bytes:
             return _certified(script, request, original, planned, plan, progress)
         saving += planned.peak_bytes - budget.bytes
-    raise Unsupported(
+    kept = f"; `--memory {-(-lowest // 1024)}KiB` keeps it compiled" if lowest < whole else ""
+    raise GraphsMiss(
         f"compiled, the step needs {format_bytes(whole)}, and the plan of its graphs with the smallest peak "
-        f"{format_bytes(lowest)}, over the budget of {format_bytes(budget.bytes)}"
+        f"{format_bytes(lowest)}, over the budget of {format_bytes(budget.bytes)}{kept}",
+        budget.bytes,
     )
+
+
+def _original(script: Script, request: Request, progress: Progress) -> Trial:
+    """Return a run of the compiled script. Raises `Unsupported` if it shows no steps."""
+    original = run_once(script, request, "compiled original", progress)
+    if not original.peak_bytes:
+        raise Unsupported(
+            "no step was seen in the compiled script, since torch.compile wraps a function that calls the "
+            "model, whose forward is then not called. Compile the model itself, as in "
+            "`model = torch.compile(model)`, to have its graphs planned"
+        )
+    return original
 
 
 def _certified(

@@ -1,14 +1,21 @@
-"""Techniques that are measured: which of their ways are tried, and which a person may pin."""
+"""What a person asks for: techniques that are measured, their pins, and a share of a script that compiles."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 import pytest
 
 from profiles import exchanging_step
-from torchtrim.errors import UsageError
-from torchtrim.records.terms import allowance
-from torchtrim.records.trial import Request, Trial
+from torchtrim.errors import Unsupported, UsageError
+from torchtrim.records.budget import memory_limit
+from torchtrim.records.terms import BITWISE, allowance
+from torchtrim.records.trial import CompiledMemory, Request, Trial, TrialStep
+from torchtrim.runner.script import Script
+from torchtrim.workflows import compiled
+from torchtrim.workflows.optimize import report
+from torchtrim.workflows.optimize.fitting import Fitting
 from torchtrim.workflows.optimize.levers import may_shard
 from torchtrim.workflows.optimize.trials import choices, pinned_choice
 
@@ -44,3 +51,43 @@ def test_a_pin_that_makes_another_function_has_to_be_named() -> None:
     pins = {"compress_gradients": ["DDP"]}
     with pytest.raises(UsageError, match="give --allow semantic=compress_gradients too"):
         pinned_choice(job(2), pins, allowance("rounding"))
+
+
+def _fit(monkeypatch: pytest.MonkeyPatch, peak: int) -> Any:
+    """The answer of planning a script's graphs, if it needs `peak` compiled, and no plan of theirs helps."""
+    request = Request(steps=2)
+    eager = Trial(request=request, backends=("inductor",), steps=[TrialStep(peak_bytes=9000)])
+    original = Trial(request=request, steps=[TrialStep(peak_bytes=peak)] * 2)
+    memory = CompiledMemory(
+        calls=1,
+        saved_bytes=0,
+        peak_bytes=peak,
+        graphs=(),
+        planned_peak=peak,
+        plan=(),
+        added_seconds=0.0,
+        unmeasured=(),
+    )
+    monkeypatch.setattr(compiled, "run_once", lambda *_: original)
+    monkeypatch.setattr(compiled, "graphs_of", lambda *_: memory)
+    fitting = Fitting(Script(__file__), request, print, BITWISE)
+    monkeypatch.setattr(fitting, "observe", lambda: eager)
+    return report._compiled(fitting, memory_limit("60%"), request, BITWISE, print)
+
+
+def test_a_share_of_an_eager_plan_is_one_of_what_the_script_needs_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit, (note,) = _fit(monkeypatch, 5000)
+    assert "over the budget" in note
+    assert limit.budget(9000).bytes == 3000
+    assert limit.asked == "60%"
+    assert "planned eagerly" in note
+
+
+def test_a_compiled_run_that_shows_no_step_fits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, (note,) = _fit(monkeypatch, 0)
+    assert limit == memory_limit("60%")
+    assert "Compile the model itself" in note
+    with pytest.raises(Unsupported, match="no step was seen"):
+        compiled.optimize_compiled(Script(__file__), limit, Request(), print)

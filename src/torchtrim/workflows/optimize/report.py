@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from torchtrim import __version__
 from torchtrim.core.isolation import isolated
-from torchtrim.core.units import format_bytes
+from torchtrim.core.units import format_bytes, parse_amount
 from torchtrim.errors import ExportFailed, TorchtrimError
 from torchtrim.executor.apply import apply_plan, named_roots
 from torchtrim.executor.export import exported
@@ -18,7 +18,7 @@ from torchtrim.records.trial import Request
 from torchtrim.report.assemble import with_missed_budget, with_plan, with_planned, with_ranks
 from torchtrim.runner.script import Script
 from torchtrim.runner.trials import Progress, Workload
-from torchtrim.workflows.compiled import compiles, optimize_compiled
+from torchtrim.workflows.compiled import GraphsMiss, compiles, optimize_compiled
 from torchtrim.workflows.findings import ranks_of, report_of
 from torchtrim.workflows.fix import Fixing, fixes_of, with_fixes
 from torchtrim.workflows.fix_attempt import unworthy
@@ -46,10 +46,11 @@ def optimize_report(
     kept = _compiled(fitting, limit, request, terms, progress)
     if isinstance(kept, Result):
         return kept
+    limit, notes = kept
     fit = fitting.nearest(limit)
     progress("report")
     result = fitted(workload, fit)
-    result = result._replace(report=replace(result.report, notes=(*kept, *result.report.notes)))
+    result = result._replace(report=replace(result.report, notes=(*notes, *result.report.notes)))
     if fixes and isinstance(workload, Script) and fit.missed is None:
         with isolated("fix", "of host-device syncs"), fitting.interruptible():
             result = result._replace(
@@ -60,20 +61,26 @@ def optimize_report(
 
 def _compiled(
     fitting: Fitting, limit: MemoryLimit, request: Request, terms: Terms, progress: Progress
-) -> Result | tuple[str, ...]:
-    """Plan the graphs of a script that compiles, or return why it is planned eagerly."""
+) -> Result | tuple[MemoryLimit, tuple[str, ...]]:
+    """Plan the graphs of a script that compiles, or return the limit of an eager plan, and why it is one.
+
+    A share is one of what the script needs compiled, if that is known.
+    """
     script = fitting.workload
     if not isinstance(script, Script) or script.processes > 1 or limit.kind != "allocated":
-        return ()
+        return limit, ()
     with fitting.interruptible():
         if script.device not in (None, "cpu") or not compiles(fitting.observe()):
-            return ()
+            return limit, ()
         if terms.pins or terms.exports:
-            return ("pins and exports are of eager plans, so the script is planned eagerly",)
+            return limit, ("pins and exports are of eager plans, so the script is planned eagerly",)
         try:
             return optimize_compiled(script, limit, request, progress)
         except TorchtrimError as error:
-            return (f"planned eagerly, since its compiled graphs were not: {error}",)
+            said = f"planned eagerly, since its compiled graphs were not: {error}"
+            if isinstance(error, GraphsMiss):
+                limit = limit._replace(amount=parse_amount(error.budget_bytes))
+            return limit, (said,)
 
 
 def _with_worthy_fixes(
