@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import msgspec
@@ -71,3 +72,42 @@ def test_what_is_loaded_on_the_way_lies_where_the_script_would_have_it() -> None
             session.step_ends()
         steps = session.finish().steps
     assert any(name.startswith("checkpoint:Cached") for name in steps[-1].digests)
+
+
+def test_a_step_of_stacked_networks_under_vmap_is_compared() -> None:
+    """Parameters of the optimizer are no module's, and the module that computes holds stand-ins."""
+    torch.manual_seed(0)
+    nets = [torch.nn.Linear(4, 1) for _ in range(3)]
+    stacked, _ = torch.func.stack_module_state(nets)
+    given = {name: one.detach().requires_grad_() for name, one in stacked.items()}
+    base = copy.deepcopy(nets[0]).to("meta")
+
+    def called(own: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.func.functional_call(base, own, (x,))
+        return found
+
+    session = Session(Request(steps=1), Setting("cpu", "stacked", "."))
+    with session.watcher:
+        optimizer = torch.optim.Adam(list(given.values()), 0.1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            torch.vmap(called, in_dims=(0, None))(given, torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+    trial = session.finish()
+    assert (trial.fingerprint, trial.forwards > 0) == ({}, True)
+    assert trial.profile is not None
+    names = [name for name in trial.steps[0].digests if name.startswith("gradient:")]
+    assert names == ["gradient:Adam.0", "gradient:Adam.1"]
+
+
+def test_a_parameter_keeps_its_number_where_a_plan_cuts_the_groups() -> None:
+    evidence = Evidence(Modules())
+    weights = [torch.ones(2, requires_grad=True) for _ in range(3)]
+    sum(weight.sum() for weight in weights).backward()  # type: ignore[union-attr]
+    optimizer = torch.optim.SGD(weights, 0.1)
+    evidence.numbered(optimizer)
+    (group,) = optimizer.param_groups
+    for part in (weights[:2], weights[2:]):
+        optimizer.param_groups = [{**group, "params": part}]
+        evidence.optimizer_ends(optimizer)
+    assert list(evidence.step.digests) == [f"gradient:SGD.{number}" for number in range(3)]

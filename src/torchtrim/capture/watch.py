@@ -321,7 +321,9 @@ class Watcher:
             if self.forwards == 0:
                 self._forget_steps()
             self._segment_begins()
-        if not any(module is root for root in self.roots):
+        known = any(module is root for root in self.roots)
+        # Under a transform, as of `torch.vmap`, a module computes with tensors that stand for others.
+        if not known and not torch._C._are_functorch_transforms_active():
             self.roots.append(module)
             self._listener.root_appears(module)
         if trains:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass, _current_autograd_node
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -298,7 +299,12 @@ def allocated_bytes(size: int, device: str) -> int:
 
 
 def parts_of(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    """Return the plain tensors that hold a tensor's elements: itself, or parts of a sparse one or wrapper."""
+    """Return the plain tensors that hold a tensor's elements: itself, or parts of a sparse one or wrapper.
+
+    One under a transform, as of `torch.vmap`, is held by the tensor that it wraps.
+    """
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
     if type(tensor) in PLAIN and tensor.layout is torch.strided:
         return (tensor,)
     if is_lazy(tensor):

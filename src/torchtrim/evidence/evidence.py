@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.parameter import is_lazy
 
 from torchtrim.capture.allocator import own
@@ -88,6 +89,9 @@ class Evidence(Listener):
         self._script = script
         self._counts: dict[str, int] = {}
         self._known_names: dict[int, str] | None = None
+        self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, int]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._inputs: dict[str, weakref.ref[torch.Tensor]] = {}
         self._called: dict[int, list[int]] = {}
 
@@ -145,10 +149,11 @@ class Evidence(Listener):
                 self._see(self._count("loss:loss"), tensor)
 
     def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
-        names = self._names()
-        for number, parameter in enumerate(parameters_of(optimizer)):
+        names, numbers = self._names(), self.numbered(optimizer)
+        for parameter in parameters_of(optimizer):
             if parameter.grad is not None and not isinstance(parameter.grad, Spent):
-                name = names.get(id(parameter), f"{type(optimizer).__name__}.{number}")
+                own = f"{type(optimizer).__name__}.{numbers[id(parameter)]}"
+                name = names.get(id(parameter), own)
                 self._see(self._count(f"gradient:{name}"), parameter.grad)
 
     def update_ends(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
@@ -157,10 +162,17 @@ class Evidence(Listener):
             self._known_names = self._names()
         name = self._known_names.get(id(parameter), "")
         if not name:
-            numbers = {id(p): number for number, p in enumerate(parameters_of(optimizer))}
-            name = f"{type(optimizer).__name__}.{numbers.get(id(parameter), -1)}"
+            number = self.numbered(optimizer).get(id(parameter), -1)
+            name = f"{type(optimizer).__name__}.{number}"
         if parameter.grad is not None:
             self._see(self._count(f"gradient:{name}"), parameter.grad)
+
+    def numbered(self, optimizer: torch.optim.Optimizer) -> dict[int, int]:
+        """Return the number of each parameter in its optimizer, whose groups some plans cut in parts."""
+        numbers = self._numbers.setdefault(optimizer, {})
+        for parameter in parameters_of(optimizer):
+            numbers.setdefault(id(parameter), len(numbers))
+        return numbers
 
     def begins(self, name: str, root: nn.Module) -> None:
         """Add a root's parameters and buffers before its first call."""
@@ -305,8 +317,13 @@ def autocast_now() -> tuple[str, ...]:
 
 
 def has_bits(tensor: torch.Tensor) -> bool:
-    """Return True for a dense tensor with values. FSDP2 frees the storage of gathered parameters."""
+    """Return True for a dense tensor with values. FSDP2 frees the storage of gathered parameters.
+
+    What `torch.vmap` and its like give a function stands for a tensor outside, which is seen there.
+    """
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return False
+    if is_functorch_wrapped_tensor(tensor):
         return False
     return all(one.untyped_storage().nbytes() or not one.numel() for one in parts_of(tensor))
 

@@ -145,6 +145,7 @@ class Session(Listener):
     def optimizer_appears(self, optimizer: torch.optim.Optimizer) -> None:
         if self._sharder is not None:
             self._sharder.adopt(optimizer)
+        self._compared.evidence.numbered(optimizer)  # before a plan cuts its groups in parts
         known = self.watcher.optimizers
         self._apply(names_of(known)[known.index(optimizer)], optimizer)
 
