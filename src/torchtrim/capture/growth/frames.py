@@ -32,7 +32,7 @@ from torchtrim.capture.growth.lines import (
 from torchtrim.capture.growth.owners import NamePath, find_owners, roots_here
 from torchtrim.capture.growth.stream_frames import StreamFrames
 from torchtrim.capture.watch import Listener, Watcher
-from torchtrim.dispatch.modes import enter_below, leave, tensors_among
+from torchtrim.dispatch.modes import call_operator, enter_below, leave, tensors_among
 from torchtrim.dispatch.places import CallSite, Places
 from torchtrim.dispatch.storages import reachable_tensors, storages_in
 from torchtrim.stream.growth import (
@@ -364,7 +364,7 @@ class Alive(TorchDispatchMode):
         self._living.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = call_operator(func, args, kwargs or {})
         if os.getpid() == self._pid:
             for key, storage in storages_in(tensors_among((out,))).items():
                 if key not in self._living:
