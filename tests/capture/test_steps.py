@@ -70,6 +70,26 @@ def test_optimizers_without_a_cycle_still_have_steps() -> None:
     assert len(found) >= len(digits) // 100
 
 
+def in_backward(steps: Steps, segments: Segments) -> list[int]:
+    found = []
+    for number, segment in enumerate(segments, 1):
+        for optimizer in segment:
+            steps.stepped(optimizer, in_backward=True)
+        if steps.forward():
+            found.append(number)
+    return found
+
+
+def test_optimizers_that_step_in_one_backward_are_one() -> None:
+    """A module at random depth takes no part in some steps."""
+    segments = [(0, 3), (0, 1, 3), (3,), (2, 0, 3), (0, 3), (1, 3), (3, 0)]
+    assert in_backward(Steps(4), segments) == [4, 5, 6, 7]
+
+
+def test_networks_that_alternate_in_backward_stay_two() -> None:
+    assert in_backward(Steps(4), [(0, 1), (2, 3)] * 4) == [4, 6, 8]
+
+
 def test_evaluation_does_not_begin_a_step() -> None:
     steps = Steps(1)
     steps.stepped(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 _PATIENCE = 16
 """Segments. Arbitrary: longer than the cycles of real programs, such as five critic steps of a GAN."""
 _LONG = 64
@@ -18,6 +20,8 @@ class Steps:
     that alternates two optimizers is recognized after three segments, so its first step spans two cycles.
     Optimizers that have not stepped in 16 segments do not count. A segment that contradicts the cycle makes
     the detector learn it again, each time from twice as many segments; until then a step is 64 segments.
+    Optimizers that step in the same backward, each of its own parameters, are one: modules that a step
+    leaves out have no part in it.
     """
 
     def __init__(self, optimizers: int = 1) -> None:
@@ -28,22 +32,26 @@ class Steps:
         self._period = 0
         self._since = 0
         self._evidence = 0
+        self._joined: dict[int, int] = {}
 
     @property
     def dirty(self) -> bool:
         """True if an optimizer stepped since the last forward."""
         return bool(self._segment)
 
-    def stepped(self, optimizer: int) -> None:
+    def stepped(self, optimizer: int, *, in_backward: bool = False) -> None:
         """Record a step of an optimizer, given by number."""
         self._segment.append(optimizer)
-        self.seen.add(optimizer)
+        if in_backward:
+            self._joined.setdefault(optimizer, optimizer)
+        self.seen.add(self._joined.get(optimizer, optimizer))
 
     def forward(self) -> bool:
         """Record a top-level forward; return True if it begins a new step."""
         if not self._segment:
             return False
-        self._history.append(tuple(self._segment))
+        self._join()
+        self._history.append(self._as_joined(self._segment))
         self._segment.clear()
         self._since += 1
         if len(self._history) > 2 * _KEPT:
@@ -60,6 +68,26 @@ class Steps:
         if over:
             self._since = 0
         return over
+
+    def _join(self) -> None:
+        """Take the segment's optimizers that stepped in backward for one, in the past too."""
+        ones = {self._joined[one] for one in self._segment if one in self._joined}
+        if len(ones) < 2:
+            return
+        first = min(ones)
+        self._joined = {one: first if into in ones else into for one, into in self._joined.items()}
+        self.expected -= len(ones) - 1
+        self.seen = {*self._as_joined(self.seen)}
+        self._history = [self._as_joined(segment) for segment in self._history]
+
+    def _as_joined(self, segment: Iterable[int]) -> tuple[int, ...]:
+        """Return a segment in which optimizers that are one step once, in the place of the first."""
+        left: list[int] = []
+        for one in segment:
+            into = self._joined.get(one)
+            if into is None or into not in left:
+                left.append(one if into is None else into)
+        return tuple(left)
 
     def _learned(self) -> int:
         """Return the shortest period of all segments, or of the last 16, once it repeats, or 0."""

@@ -426,7 +426,7 @@ class Watcher:
         number = self._number(optimizer)
         if self._steps is None:
             self._steps = Steps(_living_optimizers() - len(self._before - {number}))
-        self._steps.stepped(number)
+        self._steps.stepped(number, in_backward=_current_autograd_node() is not None)
         self._listener.optimizer_ends(optimizer)
 
     def _announce(self) -> None:

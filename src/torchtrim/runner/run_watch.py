@@ -176,7 +176,8 @@ class RunWatch:
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._is_here() and self._cycle is not None:
             self._stepped = now()
-            self._cycle.stepped(self._optimizers.setdefault(optimizer, len(self._optimizers)))
+            number = self._optimizers.setdefault(optimizer, len(self._optimizers))
+            self._cycle.stepped(number, in_backward=torch._C._current_autograd_node() is not None)
 
     def _noticed(self, where: str, said: str) -> None:
         self.notices.append(Notice(self.steps + 1, where, said))
