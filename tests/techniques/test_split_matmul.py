@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtrim
 from steps import squared, train_step
@@ -108,6 +111,66 @@ def test_gradients_are_equal_in_double_precision_and_it_is_reverted(
         torch.equal(one, other) for one, other in zip(gradients(net, batch), whole, strict=True)
     )
     assert all(type(block.mlp) is type(MLPS[kind](2)) for block in net)
+
+
+@dataclasses.dataclass
+class Given:
+    x: torch.Tensor
+    scale: float = 1.0
+
+
+class Rows(TorchDispatchMode):
+    """Note the rows of each product with a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.addmm.default:
+            self.found.add(len(args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+class Taking(nn.Module):
+    """An MLP whose input is not its only argument, or within one."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, given: Any = None, mask: None = None, *, x: Any = None) -> torch.Tensor:
+        found = given.x if isinstance(given, Given) else given if x is None else x
+        return self.mlp(found if isinstance(found, torch.Tensor) else next(found))
+
+
+CALLS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
+    "dataclass": lambda net, x: net(Given(x)),
+    "keyword": lambda net, x: net(x=x),
+    "beside None": lambda net, x: net(x, None),
+}
+
+
+@pytest.mark.parametrize("how", CALLS)
+def test_an_input_within_the_arguments_runs_in_parts(how: str) -> None:
+    torch.manual_seed(0)
+    net, x = Taking(plain(32)).double(), torch.randn(64, 32, dtype=torch.float64)
+    CALLS[how](net, x).sum().backward()
+    whole = [p.grad for p in net.parameters()]
+    net.zero_grad()
+    TECHNIQUE.apply({"Taking": net}, part_of("Taking", parts=4))
+    with Rows() as rows:
+        CALLS[how](net, x).sum().backward()
+    assert rows.found == {16}
+    for parameter, expected in zip(net.parameters(), whole, strict=True):
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_a_first_call_without_a_tensor_is_refused() -> None:
+    net = Taking(plain(32))
+    TECHNIQUE.apply({"Taking": net}, part_of("Taking"))
+    with pytest.raises(ApplyFailed, match="no tensor among its arguments"):
+        net(iter([torch.randn(8, 32)]))
 
 
 def test_frozen_parameters_and_autocast_are_as_they_were() -> None:

@@ -19,6 +19,7 @@ from torchtrim.records.budget import memory_limit
 from torchtrim.records.plan import Prediction, Technique
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
+from torchtrim.techniques.split_matmul import running
 from torchtrim.workflows.optimize import fitting
 from torchtrim.workflows.optimize.fitting import Fit, Fitting
 from torchtrim.workflows.optimize.levers import out_of_reach
@@ -55,11 +56,13 @@ def _liar(
     sys.modules.pop("torchtrim.techniques.promises", None)
 
 
-def fitted(memory: str) -> Fit:
+def fitted(memory: str, terms: Terms | None = None) -> Fit:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(6)))
     step = TrainStep(model, squared, torch.optim.SGD(model.parameters(), 0.1), torch.randn(256, 32))
-    return Fitting(step, Request(steps=1), lambda _: None, Terms()).nearest(memory_limit(memory))
+    return Fitting(step, Request(steps=1), lambda _: None, terms or Terms()).nearest(
+        memory_limit(memory)
+    )
 
 
 @pytest.mark.slow
@@ -94,6 +97,20 @@ def test_a_refusal_names_no_floor_above_its_own_levers() -> None:
     allowed = [one for one in found.missed.levers if not one.needs]
     assert found.missed.smallest_bytes <= min(one.peak_bytes for one in allowed)
     assert "promises" not in {one.name for one in found.plan.techniques}
+
+
+def test_techniques_that_round_and_save_nothing_hide_no_exact_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(running._InRows, "_run", lambda _, forward, *given: forward(*given))
+    monkeypatch.setattr(fitting, "_MOST_RECONSIDERED", 1)
+    others = ("micro_batch", "offload_activations")
+    exact = fitted("30%", Terms(exclude=others))
+    rounds = fitted("30%", Terms(allow="ROUNDING", exclude=others))
+    assert exact.missed is not None
+    assert rounds.missed is not None
+    assert any("split_matmul" in note for note in rounds.notes)
+    assert rounds.missed.smallest_bytes <= exact.missed.smallest_bytes
 
 
 def outcome(used: int, simulated: int, *names: str) -> PlanOutcome:

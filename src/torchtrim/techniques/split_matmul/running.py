@@ -22,6 +22,7 @@ from torchtrim.executor.failing import note
 from torchtrim.executor.ordinals import Counting, unnumbered
 from torchtrim.executor.swap import Swapped, is_of_another
 from torchtrim.techniques.micro_batch.inputs import Ambient
+from torchtrim.techniques.micro_batch.rows import Leaves, filled, leaves_of
 
 Forward = Callable[..., Any]
 
@@ -87,27 +88,55 @@ class _InRows:
         return made
 
     def _run(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        given = args[0] if len(args) == 1 and not kwargs else None
-        graded = torch.is_grad_enabled()
-        if not graded or not isinstance(given, Tensor) or given.dim() < 2:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        leaves = leaves_of((args, kwargs))
+        tensors = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        if not tensors and not self._operators:
+            raise self._without_tensor()
+        given = leaves[tensors[0]] if len(tensors) == 1 else None
+        if given is None or given.dim() < 2:
             return forward(*args, **kwargs)
         owned = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         if prod(given.shape[:-1]) < self.parts or not (given.requires_grad or owned):
-            return forward(given)
+            return forward(*args, **kwargs)
         why = self.why_whole()
         # `functional_call` leaves other tensors in a module of two names: torch's own fault, as of 2.13.
         if not all(one.is_leaf and isinstance(one, nn.Parameter) for one in owned):
             why = why or "its parameters are computed outside of it"
         if not why:
+            run = _with_part(forward, (args, kwargs), leaves, tensors[0])
             try:
-                return _RowParts.apply(self, forward, given, *owned)  # type: ignore[no-untyped-call]
+                return _RowParts.apply(self, run, given, *owned)  # type: ignore[no-untyped-call]
             except _NotInRows as found:
                 why = self._why = str(found)
             except ApplyFailed as error:
                 note(error, self._where)
                 raise
         self.state.says_once(why)
-        return forward(given)
+        return forward(*args, **kwargs)
+
+    def _without_tensor(self) -> ApplyFailed:
+        error = ApplyFailed(
+            f"`{self._where}` cannot run in parts of its rows: its first call has no tensor among its "
+            "arguments, nor in their tuples, lists, dicts and dataclasses. Pass a tensor, not what makes it."
+        )
+        note(error, self._where)
+        return error
+
+
+def _with_part(forward: Forward, call: Any, leaves: Leaves, place: int) -> Forward:
+    """Return a forward of one tensor, which takes the place of a call's own; that is not kept."""
+    around = filled(call, [None if at == place else leaf for at, leaf in enumerate(leaves)])
+    others = leaves_of(around)
+
+    def run(part: Tensor) -> Any:
+        args, kwargs = filled(
+            around, [part if at == place else leaf for at, leaf in enumerate(others)]
+        )
+        return forward(*args, **kwargs)
+
+    return run
 
 
 class _RowParts(torch.autograd.Function):

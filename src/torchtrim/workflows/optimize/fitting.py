@@ -433,11 +433,17 @@ class Fitting:
             named = " and ".join(sorted(frozenset().union(*blamed)))
             self._note(f"{named} saved less than predicted, so plans without were tried too")
         without = (self._planner_without(original, left) for left in blamed)
+        rounding = [name for name in names() if technique(name).equivalence != "BITWISE"]
+        exact = (
+            [self._planner_without(original, rounding)] if self._allowed.least != "BITWISE" else []
+        )
         self._progress("planning: what else may fit")
         predicted = sorted({*names()} - {*self._exclude, *trials.measured_names()})
         alone = (self.planner(original, only=name) for name in predicted)
         runs = 0
-        for plan in trials.plans_below((*without, *alone), budget, self._allowed):
+        # The exact plan first: those that round may all need more than predicted.
+        first = trials.plans_below(exact, budget, self._allowed)
+        for plan in first + trials.plans_below((*without, *alone), budget, self._allowed):
             lowest = min(
                 (one.used for one in outcomes), default=trials.measured(original, budget.kind)
             )
