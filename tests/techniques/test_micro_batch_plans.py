@@ -312,3 +312,25 @@ def test_techniques_share_a_chain() -> None:
             Technique(name="micro_batch", where=("Net[0:2]", "Net[1:3]"), options={"parts": 2}),
         )
     assert type(model) is torch.nn.Sequential
+
+
+class Popping(nn.Module):
+    """Takes the labels out of its batch, so that the script finds it without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        labels = batch.pop("labels")
+        return self.head(batch["x"]) * labels
+
+
+def test_a_batch_that_a_call_changes_is_changed() -> None:
+    net = Popping()
+    first, second = ({"x": torch.ones(8, 8), "labels": torch.ones(8, 1)} for _ in range(2))
+    expected = net(first)
+    parts = Technique(name="micro_batch", where=("Popping",), options={"parts": 4})
+    TECHNIQUE.apply({"Popping": net}, parts)
+    assert torch.equal(net(second), expected)
+    assert list(second) == ["x"]

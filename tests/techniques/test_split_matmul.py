@@ -166,6 +166,33 @@ def test_an_input_within_the_arguments_runs_in_parts(how: str) -> None:
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-12, atol=1e-14)
 
 
+class Noting(nn.Module):
+    """An MLP that writes to its second argument, or reads from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = plain(8)
+
+    def forward(self, x: torch.Tensor, beside: Any) -> torch.Tensor:
+        if isinstance(beside, dict):
+            beside["calls"] = beside.get("calls", 0) + 1
+        elif isinstance(beside, list):
+            beside.append(1)
+        else:
+            x = x * next(beside)
+        return self.mlp(x)
+
+
+@pytest.mark.parametrize("make", [dict, list, lambda: iter([2.0, 3.0, 4.0, 5.0])])
+def test_arguments_that_a_call_changes_are_changed_once(make: Callable[[], Any]) -> None:
+    net, x = Noting(), torch.randn(16, 8)
+    as_it_is, planned = make(), make()
+    expected = net(x, as_it_is)
+    TECHNIQUE.apply({"Noting": net}, part_of("Noting"))
+    assert torch.equal(net(x, planned), expected)
+    assert list(planned) == list(as_it_is)
+
+
 def test_a_first_call_without_a_tensor_is_refused() -> None:
     net = Taking(plain(32))
     TECHNIQUE.apply({"Taking": net}, part_of("Taking"))

@@ -29,6 +29,7 @@ from torchtrim.techniques.micro_batch.rows import (
     SampleLayout,
     SampleRows,
     filled,
+    held,
     leaves_of,
     order_of,
     parts_of,
@@ -251,7 +252,10 @@ class _PartedRun:
                 Counting() if plain else contextlib.nullcontext() as counted,
             ):
                 args, kwargs = self._given.arguments(self._given.part(rows, tensors))
+                before = held((args, kwargs)) if plain else None
                 tree = self._forward(*args, **kwargs)
+                if plain and held((args, kwargs)) != before:
+                    raise _NotInParts("it writes to its arguments, of which each part gets a copy")
             counts.append(losses.counts)
             made = [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
             self._join(joined, made, rows)

@@ -22,9 +22,11 @@ from torchtrim.executor.failing import note
 from torchtrim.executor.ordinals import Counting, unnumbered
 from torchtrim.executor.swap import Swapped, is_of_another
 from torchtrim.techniques.micro_batch.inputs import Ambient
-from torchtrim.techniques.micro_batch.rows import Leaves, filled, leaves_of
+from torchtrim.techniques.micro_batch.rows import Leaves, filled, held, leaves_of
 
 Forward = Callable[..., Any]
+_FIXED = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+"""Arguments beside the tensor. Other objects, such as iterators, may change with the call of each part."""
 
 
 def split(where: str, module: nn.Module, parts: int) -> Swapped:
@@ -67,7 +69,7 @@ class _InRows:
                 return "it draws random numbers, which would differ in parts"
         return ""
 
-    def first(self, forward: Forward, part: Tensor, before: Before) -> Any:
+    def first(self, forward: _OfPart, part: Tensor, before: Before) -> Any:
         """Run the first part. Raise `_NotInRows` if it ran unlike the first call's, or changed state."""
         ambient = Ambient([part])
         with Counting() as counting:
@@ -79,6 +81,8 @@ class _InRows:
             why = f"it writes to `{written[0]}`, which each part would repeat"
         elif drawn:
             why = "it draws from its own generator, once for all rows"
+        elif forward.writes:
+            why = "it writes to its arguments, of which each part gets a copy"
         elif self._operators.setdefault(kind, counting.counts) != counting.counts:
             why = "it runs other operators than before, and its rows may interact"
         if why:
@@ -94,7 +98,8 @@ class _InRows:
         tensors = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         if not tensors and not self._operators:
             raise self._without_tensor()
-        given = leaves[tensors[0]] if len(tensors) == 1 else None
+        fixed = all(isinstance(leaf, (Tensor, *_FIXED)) for leaf in leaves)
+        given = leaves[tensors[0]] if len(tensors) == 1 and fixed else None
         if given is None or given.dim() < 2:
             return forward(*args, **kwargs)
         owned = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
@@ -105,7 +110,7 @@ class _InRows:
         if not all(one.is_leaf and isinstance(one, nn.Parameter) for one in owned):
             why = why or "its parameters are computed outside of it"
         if not why:
-            run = _with_part(forward, (args, kwargs), leaves, tensors[0])
+            run = _OfPart(forward, (args, kwargs), leaves, tensors[0])
             try:
                 return _RowParts.apply(self, run, given, *owned)  # type: ignore[no-untyped-call]
             except _NotInRows as found:
@@ -125,18 +130,27 @@ class _InRows:
         return error
 
 
-def _with_part(forward: Forward, call: Any, leaves: Leaves, place: int) -> Forward:
-    """Return a forward of one tensor, which takes the place of a call's own; that is not kept."""
-    around = filled(call, [None if at == place else leaf for at, leaf in enumerate(leaves)])
-    others = leaves_of(around)
+class _OfPart:
+    """A call's forward as a function of its one tensor, which is not kept alive.
 
-    def run(part: Tensor) -> Any:
-        args, kwargs = filled(
-            around, [part if at == place else leaf for at, leaf in enumerate(others)]
-        )
-        return forward(*args, **kwargs)
+    `writes`: the call has written to its arguments, of which each part gets a copy.
+    """
 
-    return run
+    def __init__(self, forward: Forward, call: Any, leaves: Leaves, place: int) -> None:
+        self._forward = forward
+        self._place = place
+        self._call = filled(call, [*leaves[:place], None, *leaves[place + 1 :]])
+        self.writes = False
+
+    def __call__(self, part: Tensor) -> Any:
+        """Run the forward on a part."""
+        leaves = leaves_of(self._call)
+        leaves[self._place] = part
+        call = args, kwargs = filled(self._call, leaves)
+        before = held(call)
+        made = self._forward(*args, **kwargs)
+        self.writes |= held(call) != before
+        return made
 
 
 class _RowParts(torch.autograd.Function):
@@ -144,7 +158,7 @@ class _RowParts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows_of: _InRows, forward: Forward, given: Tensor, *owned: Tensor
+        ctx: Any, rows_of: _InRows, forward: _OfPart, given: Tensor, *owned: Tensor
     ) -> Tensor:
         ctx.again, ctx.cast = forward, casting(given.device.type)
         ctx.before = before = rows_of.state.begin()
