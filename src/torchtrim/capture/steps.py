@@ -20,8 +20,8 @@ class Steps:
     that alternates two optimizers is recognized after three segments, so its first step spans two cycles.
     Optimizers that have not stepped in 16 segments do not count. A segment that contradicts the cycle makes
     the detector learn it again, each time from twice as many segments; until then a step is 64 segments.
-    Optimizers that step in the same backward, each of its own parameters, are one: modules that a step
-    leaves out have no part in it.
+    Optimizers that step in the same backward, each with parameters of its own, count as one, since a step
+    may leave modules out.
     """
 
     def __init__(self, optimizers: int = 1) -> None:
@@ -70,7 +70,7 @@ class Steps:
         return over
 
     def _join(self) -> None:
-        """Take the segment's optimizers that stepped in backward for one, in the past too."""
+        """Merge the optimizers that stepped in this segment's backward into one, in the history too."""
         ones = {self._joined[one] for one in self._segment if one in self._joined}
         if len(ones) < 2:
             return
@@ -81,7 +81,7 @@ class Steps:
         self._history = [self._as_joined(segment) for segment in self._history]
 
     def _as_joined(self, segment: Iterable[int]) -> tuple[int, ...]:
-        """Return a segment in which optimizers that are one step once, in the place of the first."""
+        """Return a segment with each group of merged optimizers once, in the place of its first."""
         left: list[int] = []
         for one in segment:
             into = self._joined.get(one)

@@ -322,7 +322,7 @@ class Watcher:
                 self._forget_steps()
             self._segment_begins()
         known = any(module is root for root in self.roots)
-        # Under a transform, as of `torch.vmap`, a module computes with tensors that stand for others.
+        # Under a transform, such as `torch.vmap`, a module computes with wrapped tensors.
         if not known and not torch._C._are_functorch_transforms_active():
             self.roots.append(module)
             self._listener.root_appears(module)

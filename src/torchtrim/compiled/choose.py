@@ -35,9 +35,9 @@ _TIDY = 1e-3
 _NEAR = 1e-2
 """Of the seconds of all of forward: an answer this near the bound is not worth a longer search."""
 _SMALL = 2e-3
-"""Arbitrary; of the budget: smaller values are left as they are."""
+"""Arbitrary; share of the budget: the search leaves smaller values as they are."""
 _FREE = 1e-6
-"""Arbitrary; of forward's seconds: what adds less is as good as free."""
+"""Arbitrary; share of forward's seconds: less is as good as free."""
 Saved = Mapping[str, frozenset[int]]
 """The saved values of each graph, by the graph's key."""
 
@@ -117,7 +117,7 @@ class SavingProgram:
         self._fixed = self._fixed + numpy.array([*off, run.forward_peak - levels[-1]])
 
     def _seen(self, run: Sequence[Kernel]) -> dict[int, int]:
-        """Return the highest level of each moment in which a kernel runs that the joint graphs have too."""
+        """Return the highest level of the run at each moment of a library kernel that both have."""
         kernels, end = [], len(self._memory)
         for joint in reversed(self._calls):
             graph = self._graphs[joint.key]
@@ -239,7 +239,7 @@ class State(NamedTuple):
 
 
 class _Search:
-    """A search for a choice within a budget, by single values that are saved, or no longer."""
+    """Local search for a choice within a budget: save or drop one value at a time."""
 
     def __init__(self, program: SavingProgram, budget: int) -> None:
         self._program = program

@@ -14,7 +14,7 @@ _ROUNDS = 4
 _NEAR = 0.97
 """Of the budget: a peak above it is near enough; to come nearer costs a dry compile and saves little time."""
 _AIM = 0.985
-"""Of the budget: the middle of what is near enough."""
+"""Share of the budget to aim at: the middle of what is near enough."""
 _SECONDS = 5.0
 """Arbitrary; for the solver, each time."""
 _FREE = 5e-3

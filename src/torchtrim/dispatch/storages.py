@@ -301,7 +301,7 @@ def allocated_bytes(size: int, device: str) -> int:
 def parts_of(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     """Return the plain tensors that hold a tensor's elements: itself, or parts of a sparse one or wrapper.
 
-    One under a transform, as of `torch.vmap`, is held by the tensor that it wraps.
+    A tensor wrapped by a transform, such as `torch.vmap`, is held by the tensor inside.
     """
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)

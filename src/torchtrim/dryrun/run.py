@@ -169,7 +169,7 @@ def _patch_finite(patches: Patches, dry: Dry) -> None:
 
 
 def _patch_tolerance(patches: Patches, dry: Dry) -> None:
-    """Have LBFGS go on to its last iteration: losses that nobody computed do not differ."""
+    """Run LBFGS to its last iteration: it stops by losses, which a dry run does not compute."""
     own: dict[torch.optim.Optimizer, float] = {}
 
     def begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:

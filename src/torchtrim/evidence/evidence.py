@@ -168,7 +168,7 @@ class Evidence(Listener):
             self._see(self._count(f"gradient:{name}"), parameter.grad)
 
     def numbered(self, optimizer: torch.optim.Optimizer) -> dict[int, int]:
-        """Return the number of each parameter in its optimizer, whose groups some plans cut in parts."""
+        """Return each parameter's number in its optimizer, which stays while a plan splits its groups."""
         numbers = self._numbers.setdefault(optimizer, {})
         for parameter in parameters_of(optimizer):
             numbers.setdefault(id(parameter), len(numbers))
@@ -319,7 +319,7 @@ def autocast_now() -> tuple[str, ...]:
 def has_bits(tensor: torch.Tensor) -> bool:
     """Return True for a dense tensor with values. FSDP2 frees the storage of gathered parameters.
 
-    What `torch.vmap` and its like give a function stands for a tensor outside, which is seen there.
+    A tensor wrapped by a transform, such as `torch.vmap`, is compared where it is not wrapped.
     """
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return False

@@ -35,7 +35,7 @@ def edit_of(
 
 @dataclass
 class _SplitCallEdit:
-    """Builds the edit. `later`: the call's backward tasks, with what a checkpoint of the script reruns."""
+    """Builds the edit. `later`: the call's backward tasks, and the reruns of the script's checkpoints."""
 
     _step: Step
     _span: Span

@@ -90,10 +90,10 @@ class OnCompile:
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs this one without Dynamo.
+    """Wrap a function to run without Dynamo.
 
-    Dynamo's own resets torch's dispatch keys at its end, so that a recording which began inside, with the
-    model's forward, would see no operators from there on.
+    Dynamo resets the dispatch keys when the function returns, and a recording that began inside, with the
+    model's forward, would miss all later operators.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:

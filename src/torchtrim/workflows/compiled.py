@@ -110,7 +110,7 @@ def optimize_compiled(
 
 
 def _original(script: Script, request: Request, progress: Progress) -> Trial:
-    """Return a run of the compiled script. Raises `Unsupported` if it shows no steps."""
+    """Run the compiled script. Raises `Unsupported` if no step was seen."""
     original = run_once(script, request, "compiled original", progress)
     if not original.peak_bytes:
         raise Unsupported(

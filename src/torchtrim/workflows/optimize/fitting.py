@@ -433,11 +433,11 @@ class Fitting:
             named = " and ".join(sorted(frozenset().union(*blamed)))
             self._note(f"{named} saved less than predicted, so plans without were tried too")
         without = (self._planner_without(original, left) for left in blamed)
-        rounding = [name for name in names() if technique(name).equivalence != "BITWISE"]
-        exact = (
-            [self._planner_without(original, rounding)] if self._allowed.least != "BITWISE" else []
-        )
         self._progress("planning: what else may fit")
+        exact = []
+        if self._allowed.least != "BITWISE":
+            rounding = [name for name in names() if technique(name).equivalence != "BITWISE"]
+            exact.append(self._planner_without(original, rounding))
         predicted = sorted({*names()} - {*self._exclude, *trials.measured_names()})
         alone = (self.planner(original, only=name) for name in predicted)
         runs = 0
