@@ -126,7 +126,7 @@ def failed(original: Trial, error: Exception) -> Certificate:
 
 
 def _without_own(found: list[str], noise: list[str]) -> tuple[list[str], list[str], str]:
-    """Remove attributes and variables in which two runs of the original differ, such as times, from the
+    """Remove attributes and variables that differ between two runs of the original, such as times, from the
     plan's differences and the original's own; also return the first of them."""
     own = {name_of(label) for label in noise if name_of(label).startswith(KEPT_BY_PYTHON)}
     left, noise = (

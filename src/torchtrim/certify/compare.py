@@ -128,7 +128,7 @@ def largest_difference(one: Path, other: Path, names: Sequence[str]) -> float:
 
 
 def unlike(one: Path, other: Path, names: Sequence[str]) -> str:
-    """Return which value is the first to differ by more than a number, and how; empty if none is."""
+    """Name the first value that differs by more than a number, and say how; empty without one."""
     for number, name in enumerate(names):
         a, b = load_kept(one, number), load_kept(other, number)
         if math.isfinite(difference(a, b)[0]):

@@ -19,7 +19,7 @@ power."""
 
 def renamed(one: Trial, other: Trial) -> tuple[Trial, dict[str, str], str]:
     """Return the other program's trial with the original's names, its own label for each that changed, and
-    what is named otherwise.
+    the quantities with other names.
 
     Parameters and buffers are matched in order, if their first values are equal throughout.
     """
@@ -152,7 +152,7 @@ def _rounds(one: str | None, other: str | None) -> bool:
 
 
 def said_of(built: list[str]) -> str:
-    """Return what the differences are, and what follows for what was compared."""
+    """Describe the differences, and which quantities they keep from being compared."""
     if not built:
         return ""
     text = f"first in {name_of(built[0])}"

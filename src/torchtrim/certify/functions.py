@@ -55,7 +55,7 @@ def _compare(
 
 
 def _first(plain: Values, other: Values, bounds: dict[str, float]) -> tuple[str, float] | None:
-    """Return the first value that differs by more than its bound, and the share by which it does."""
+    """Return the first value that differs by more than its bound, and its relative difference."""
     for name in [*plain, *(one for one in other if one not in plain)]:
         one, two = plain.get(name), other.get(name)
         gap, scale = difference(*(None if value is None else wide(value) for value in (one, two)))

@@ -26,7 +26,7 @@ _KINDS = ("loss", "output", "gradient", "buffer")
 
 
 def clear(seeds: Sequence[int]) -> float:
-    """Return the share of the bound up to which these runs tell that all runs together would agree.
+    """Return the share of the bound within which these runs show that all runs would agree.
 
     The root mean square of n differences is at least that of m of them times the root of m / n.
     """

@@ -32,7 +32,7 @@ that varies as much multiplies one rounding by 5e7, and nothing can be said of a
 
 
 _MOST_BYTES = 2**33
-"""Bytes of one run's values up to which all that differ are judged; arbitrary, written in some seconds."""
+"""Largest bytes of one run's values that are all judged; arbitrary, written in some seconds."""
 _SPARE = 16  # runs that the disk has room for: more than are made
 
 
@@ -178,9 +178,9 @@ class _Spread:
         return self._noise.judged(moved, others, runs)
 
     def _repeats(self, judged: Sequence[JudgedQuantity]) -> bool:
-        """Return True if the other program equals itself, but for what rounding explains of the original.
+        """Return True if the other program equals itself, up to the rounding of the original.
 
-        What it draws at random is no rounding, though its perturbed runs lie as far apart.
+        Random draws are not rounding, though its perturbed runs are as far apart.
         """
         if self._again is None:
             self._again = self._free.pop()

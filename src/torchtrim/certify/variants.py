@@ -211,7 +211,7 @@ def judge_region(found: RegionResult, *, rounds: bool) -> StepVerdict:
 
 
 def _share(one: Any, other: Any) -> float:
-    """Return the difference, relative to the largest number; inf for what is not a number."""
+    """Return the difference, relative to the largest number; inf if a value is not a number."""
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         return 0.0 if one == other else math.inf
     gap, scale = difference(wide(one), wide(other))

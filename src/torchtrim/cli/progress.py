@@ -1,4 +1,4 @@
-"""Progress of long work on stderr: the phase, its number, the time, and what is left of it."""
+"""Progress of long work on stderr: the phase, its number, and the time spent and left."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class Phases:
         return current.length + min(after, after * current.of / first.of) + _AFTER["compare"] * unit
 
     def line(self) -> str:
-        """Return the place, the text, the time and what is left, in one line."""
+        """Return the place, the text, and the time spent and left, in one line."""
         place = f"{self.place}  " if self.place else ""
         return f"{place}{_clean(self.text)}  {self.elapsed:.0f} s{self._left_words()}"
 

@@ -35,7 +35,7 @@ class Words(NamedTuple):
 def words_of(command: click.Command, words: Sequence[str]) -> Words:
     """Separate the options that a verb has, with their values, from the script and all other words.
 
-    What follows `--` is the script's.
+    Words after `--` are the script's.
     """
     own, others, plain = list[str](), list[str](), list[str]()
     end = words.index("--") if "--" in words else len(words)

@@ -72,7 +72,7 @@ class SavingProgram:
         """Return what to save within a budget, or what comes near it.
 
         Where the program is not solved in some seconds, what is computed again may begin in fractions. They
-        hide bytes, up to a sixth of a ResNet's, so that answer, or else `start`, is mended by a search.
+        hide bytes, up to a sixth of a ResNet's, so a search improves that answer, or else `start`.
         """
         found = self._solve(budget, seconds, whole=True) or self._solve(
             budget, seconds, whole=False
@@ -102,7 +102,7 @@ class SavingProgram:
         return {key: frozenset(each) for key, each in found.items()}
 
     def correct(self, saved: Saved, run: Simulated) -> None:
-        """Correct the model by what the code of a choice needs at each moment.
+        """Correct the model by the bytes that the code of a choice needs at each moment.
 
         The joint graph knows nothing of fusion. Kernels of libraries are in both, and tell where a level of
         the run belongs.
@@ -313,7 +313,7 @@ class _Graph:
         return min(bisect_left(self._ends, self.joint.work[position]), self.segments - 1)
 
     def again(self, saved: frozenset[int]) -> dict[int, list[int]]:
-        """Return the values computed again with a choice, and the segments in which they are needed."""
+        """Return the values computed again with a choice, and the segments that need them."""
         needed = [{*each} for each in self.direct]
         found: dict[int, list[int]] = {}
         for number in reversed(range(len(self.joint.values))):

@@ -19,7 +19,7 @@ class Spec(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Spec:
-        """Return a tensor's, of symbolic sizes those of the largest call seen."""
+        """Return a tensor's layout; symbolic sizes are those of the largest call seen."""
         sizes, strides = (tuple(map(hint, each)) for each in (tensor.shape, tensor.stride()))
         return cls(sizes, strides, tensor.dtype, tensor.device)
 
@@ -54,7 +54,7 @@ def note_sizes(values: Sequence[Any], numbers: Sequence[Any]) -> None:
 
 
 def hint(size: int | torch.SymInt) -> int:
-    """Return a size as a number: of a symbol, that of the largest call seen."""
+    """Return a size as a number; a symbol has its value in the largest call seen."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     number = size.node.expr.subs(_LARGEST.get(size.node.shape_env, {}))

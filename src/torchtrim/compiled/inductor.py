@@ -84,7 +84,7 @@ class Partitioner(CustomPartitionerFn):
     """A partitioner that is torch's own, except that `choose` says what forward saves for backward.
 
     Everything else stays torch's: tags of checkpoints, collectives, effects, random states and symbols. `key`
-    is the part of the caches' key that stands for the choice. `failed` is called with an error of
+    identifies the choice in the caches' key. `failed` is called with an error of
     `choose`, and torch then partitions as it would by itself.
     """
 

@@ -101,7 +101,7 @@ def _kind(node: fx.Node) -> str:
 class JointBuilder:
     """Builder of a `Joint` from a graph and torch's classification of its nodes.
 
-    `written`: inputs that the program writes to before backward, beside those that the graph writes to.
+    `written`: further inputs that the program, not the graph, writes to before backward.
     """
 
     def __init__(self, graph: fx.Graph, info: Any, written: Iterable[fx.Node] = ()) -> None:
@@ -269,7 +269,7 @@ class JointBuilder:
         return any(self.bytes(one) > 4 * self.bytes(node) for one in node.all_input_nodes)
 
     def _is_kernel(self, node: fx.Node) -> bool:
-        """Return True if a library computes a node, whose inputs and results lie in memory."""
+        """Return True if a library computes a node, so its inputs and results are in memory."""
         return node.op == "call_function" and not (
             self._fuses(node) or self.is_view(node) or node.target is operator.getitem
         )

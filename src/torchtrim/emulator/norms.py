@@ -38,7 +38,7 @@ SOURCES = (
         note="the fused RMS norm saves its input, its weight and the inverse root mean square",
     ),
 )
-"""Lines that decide which norm runs and what it saves."""
+"""Lines that decide which norm runs and which tensors it saves."""
 
 
 def is_cudnn_batch_norm(
@@ -148,7 +148,7 @@ def fused_rms_norm_backward(
 
 
 def _normalized(source: torch.Tensor, dims: int, rstd: torch.Tensor, scale: _Maybe) -> torch.Tensor:
-    """Compose the RMS norm. `rstd` stands for the eps, which a backward pass is not given."""
+    """Compose the RMS norm. `rstd` replaces the eps, which backward does not get."""
     wide = source.to(rstd.dtype)
     square = torch.pow(wide, 2).mean([wide.dim() - at - 1 for at in range(dims)], keepdim=True)
     inverse = torch.rsqrt(square.add_(math.ulp(0)))

@@ -39,7 +39,7 @@ SOURCES = (
         note="input, weights, states, output, reserve and weight buffer are saved",
     ),
 )
-"""Lines that decide which layers run in cuDNN and what they save."""
+"""Lines that decide which layers run in cuDNN and which tensors they save."""
 
 
 class _Call(NamedTuple):

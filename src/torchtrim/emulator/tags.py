@@ -29,7 +29,7 @@ class Tags:
     """Tags by the address of the C++ storage.
 
     `made`: how many allocations there were. `events`: numbers of allocations on the device with their bytes,
-    or -1 at their end; `HELD` stands for a library's workspace, which no tensor has. Readers may clear it.
+    or -1 at their end; `HELD` is a library's workspace, which no tensor owns. Readers may clear it.
     """
 
     def __init__(self) -> None:

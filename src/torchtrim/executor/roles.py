@@ -69,7 +69,7 @@ def is_inside(role: str) -> bool:
 
 
 class OperatorRoles:
-    """Names operators as they run, by what they read: noise, scaled factors, the mean of squares.
+    """Names operators as they run, by their inputs: noise, scaled factors, the mean of squares.
 
     A storage is any key; one with a mark must not be another storage's before `clear`. After `role`, `joined`
     has the roles of operators before that belong to the operator's group after all, last first.

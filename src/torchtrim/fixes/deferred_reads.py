@@ -254,9 +254,9 @@ ACCUMULATED_READ: Fix = Fix(
     read where its number is used: `print(total.item())` in the loop, `float(total)` after it.
 
     Also applies to sums of products and powers, `total += norm.item() ** 2`, and to several sums of one name.
-    If the sum contains a power, or a division by a number, the device may round differently. An exponent that
-    is no small positive integer needs `--unsafe-fixes`: where Python gives a complex number or an error, the
-    device gives NaN or infinity.
+    If the sum contains a power, or a division by a number, the device may round differently. An exponent
+    other than a small positive integer needs `--unsafe-fixes`: where Python gives a complex number or an
+    error, the device gives NaN or infinity.
 
     Refused if other code may see `total` in the meantime: an attribute, a name of an inner function, a `try`
     that continues.

@@ -269,7 +269,7 @@ def _is_only_formatted(source: SourceFile, found: _Update, use: ast.Name, kept: 
 
 
 def _parameter(kind: ast.ClassDef, call: ast.Call, given: ast.AST) -> str:
-    """Return the name by which a constructor gets an argument, or `""`."""
+    """Return the name of a constructor's parameter for an argument, or `""`."""
     if isinstance(given, ast.keyword):
         return given.arg or ""
     init = next(iter(_methods(kind, "__init__")), None)

@@ -340,7 +340,7 @@ def _root(source: SourceFile, node: ast.expr) -> str | None:
 
 
 def _is_kept(match: Match, made: list[ast.stmt]) -> bool:
-    """Return True if nothing is written to between the first of some statements and the match."""
+    """Return True if no statement from the first of some to the match writes to anything."""
     source, node = match.source, match.node_as(ast.Call)
     first = min(statement.lineno for statement in made)
     same = all(source.loop(one) is source.loop(node) for one in made)
@@ -358,9 +358,9 @@ COUNTED_RANGE: Fix = Fix(
 
     The host waits for the sum of the counts, which is the number of rows that they gave.
 
-    Applies if the counts are the same ones, also reshaped or transposed, and nothing is written to in
-    between. Suggested, not applied, if other rows than `torch.arange(len(counts))` are repeated: one count
-    may apply to all of them.
+    Applies if the counts are the same ones, also reshaped or transposed, and no line in between writes
+    to anything. Suggested, not applied, if other rows than `torch.arange(len(counts))` are repeated: one
+    count may apply to all of them.
     """,
     codes=("TT101",),
     equivalence="BITWISE",

@@ -60,7 +60,7 @@ def sizes(before: int, after: int) -> str:
 
 
 def unwritten(report: Report) -> str:
-    """Return what the fixes beside a plan would do that nobody has written yet, or an empty string."""
+    """Return the effect of fixes that are suggested beside a plan and not yet written, or an empty string."""
     fixes = report.fixes
     if fixes is None or fixes.written or not fixes.diff or report.budget_bytes is None:
         return ""

@@ -1,4 +1,4 @@
-"""A plan in words: what each technique does, where, and what it saves and costs."""
+"""A plan in words: each technique's effect, place, savings and cost."""
 
 from __future__ import annotations
 

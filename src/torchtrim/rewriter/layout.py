@@ -49,7 +49,7 @@ def wrapped(line: str, width: int) -> list[str]:
 
 
 def _arguments(text: str, blanks: str) -> list[str]:
-    """Return a line of arguments, one of which has a name, as a line for each; none for other lines."""
+    """Return a line of arguments with at least one keyword as a line for each; none for other lines."""
     try:
         call = ast.parse(f"_({text})", mode="eval").body
     except SyntaxError:

@@ -257,7 +257,7 @@ def _chain(source: SourceFile, node: ast.expr) -> set[str]:
 
 
 def _is_plain(call: ast.AST) -> bool:
-    """Return True if a method gets literals alone, besides the order of a norm."""
+    """Return True if a method gets literals alone, except for the order of a norm."""
     assert isinstance(call, ast.Call)
     given = [*call.args, *(word.value for word in call.keywords)]
     named = call.args[:1] if method_of(call) == "norm" else []
@@ -271,7 +271,7 @@ def name_of(
     what: str = "value",
     taken: Container[str] = (),
 ) -> str:
-    """Return an unused name for what a node reads: `loss_value`, `loss_mean` of a mean."""
+    """Return an unused name for the value that a node reads: `loss_value`, `loss_mean` of a mean."""
     what = method_of(tensor) or what
     words = re.findall(r"[A-Za-z_]\w*", ast.unparse(tensor))
     known = (word for word in words if word not in ("self", "cls", "torch", what))

@@ -100,7 +100,7 @@ def _requests(profile: Profile) -> dict[int, list[_Request]]:
 def _replayed(
     requests: dict[int, list[_Request]], settings: AllocatorSettings, count: int
 ) -> CachingAllocator:
-    """Run the step in a row. What outlives a step is what the next one has from before."""
+    """Run the step in a row. The next step begins with the blocks that outlive this one."""
     allocator = CachingAllocator(settings)
     left: dict[int, list[int]] = defaultdict(list)
     for one in requests[-1]:

@@ -32,9 +32,9 @@ _OTHER_BACKEND = (
 
 
 class OnCompile:
-    """A watch for a script's `torch.compile`. What it compiles by other backends than `kept` runs eagerly.
+    """A watch for a script's `torch.compile`. Code compiled by other backends than `kept` runs eagerly.
 
-    Before the first compile by one of them, or by any if none is kept, `first` is called. `asked`: the
+    `first` is called before the first compile by one of them, or by any without `kept`. `asked`: the
     backends that the script has named.
     """
 

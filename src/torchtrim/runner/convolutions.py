@@ -20,13 +20,13 @@ from torchtrim.emulator.device import current
 _FORWARD = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default
 _LEAST = 16 * 2**20
-"""Bytes of all windows from which shifts are quicker, measured on two cores: by 1.5 to 5 times."""
+"""Least bytes of all windows where shifts are quicker, measured on two cores: by 1.5 to 5 times."""
 
 
 class _Kernel(NamedTuple):
     """Sizes of a convolution: of its output, and of the grid that a stride leaves of the padded input.
 
-    A stride of 2 splits a row into even and odd places, a phase each, in which a window moves by one.
+    A stride of 2 splits a row into even and odd places, a phase each, and a window moves by one in a phase.
     """
 
     sizes: tuple[int, ...]

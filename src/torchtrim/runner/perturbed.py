@@ -1,4 +1,4 @@
-"""A run of the original in which each number moves by one unit in the last place, as rounding moves it."""
+"""A run of the original with each number moved by one unit in the last place, as rounding moves it."""
 
 from __future__ import annotations
 

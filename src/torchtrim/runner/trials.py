@@ -234,7 +234,7 @@ def _run_live(workload: Model, request: Request, folder: Path, progress: Progres
 
 
 def _room() -> float:
-    """Return the bytes that copies of a live model may take of the host: half of what is left."""
+    """Return the bytes that copies of a live model may take of the host: half of the free memory."""
     with contextlib.suppress(Unsupported):
         used, total = host_bytes()
         return (total - used) / 2

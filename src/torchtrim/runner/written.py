@@ -2,7 +2,7 @@
 
 A run is stopped after a few steps, and another begins where the script begins: it must not find the folder
 that `os.makedirs` made in the one before, nor go on from its checkpoint. Python's audit events and
-`torch.save` tell what a process creates, and what it is about to change, of which a copy is kept. What is
+`torch.save` tell what a process creates, and the files it is about to change, which are copied first. A file
 created before the first step may be a download or a costly cache: it stays if the script has connected to
 another machine, started a program or taken seconds until then, unless a later run fails for it.
 Other programs (`subprocess`) and libraries that open files in C are not heard, nor is what is hidden, or
@@ -114,7 +114,7 @@ class Writing:
             self._ours.is_noting = False
 
     def _note_renamed(self, path: Path, to: Path) -> None:
-        """Note both names, but not the new one of what was there before the run and has no copy."""
+        """Note both names, but not the new one of a file that is older than the run and has no copy."""
         self._note(path)
         if self._is_created(path):
             self._note(to)
@@ -170,7 +170,7 @@ def _path_of(name: Any, folder: Any = -1) -> Path:
 
 
 class Leftovers:
-    """What the runs of scripts left: what they created before their first steps at a cost."""
+    """Costly files that runs of scripts created before their first steps, and left."""
 
     def __init__(self) -> None:
         self._left: dict[object, list[Entry]] = {}

@@ -200,7 +200,7 @@ def assignment_before(source: SourceFile, name: str, statement: ast.stmt) -> ast
 
 
 def lifetime(source: SourceFile, statement: ast.stmt, name: str) -> ast.AST:
-    """Return the code in which a name keeps the value that a statement changes: from an assignment to the
+    """Return the code where a name keeps the value that a statement changes: from an assignment to the
     next in the same block, or else the whole function."""
     at: ast.AST = statement
     while isinstance(at, ast.stmt) and not isinstance(at, Function | ast.ClassDef):

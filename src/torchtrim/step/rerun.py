@@ -81,7 +81,7 @@ def _of_span(step: Step, span: Span, kept: frozenset[str], early_stop: bool) -> 
 def _passes(step: Step, saved: Iterable[tuple[Drop, Hold]]) -> list[tuple[Span, dict[Drop, int]]]:
     """Return the tasks of each backward through the saved tensors, and those that it leaves each before.
 
-    A retained graph has several, and each reruns the span: nothing is held from one to the next.
+    A retained graph has several, and each reruns the span: they share no tensors.
     """
     numbers = index_of(step).passes
     found: defaultdict[int, dict[Drop, Span]] = defaultdict(dict)

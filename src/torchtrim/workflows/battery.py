@@ -154,7 +154,7 @@ def _bytes(model: DeviceModel) -> Check:
 
 
 class _Ran(NamedTuple):
-    """A few steps on the device: parameters, the peak, seconds of a step, and what was said of the plan."""
+    """A few steps on the device: parameters, the peak, seconds of a step, and notes on the plan."""
 
     parameters: list[torch.Tensor]
     peak: int

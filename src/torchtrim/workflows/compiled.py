@@ -26,7 +26,7 @@ _ROUNDS = 2
 
 
 class GraphsMiss(Unsupported):
-    """No plan of a script's compiled graphs fits. `budget_bytes`: what was asked of it, compiled."""
+    """No plan of a script's compiled graphs fits. `budget_bytes`: the budget, compiled."""
 
     def __init__(self, message: str, budget_bytes: int) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ def compiles(original: Trial) -> bool:
 def graphs_of(script: Script, request: Request, saving: int, progress: Progress) -> CompiledMemory:
     """Return the memory of a script's compiled graphs, with a plan that saves some bytes.
 
-    Raises `Unsupported` if it trains nothing that Inductor compiles.
+    Raises `Unsupported` if Inductor compiles none of what it trains.
     """
     request = _plain(request, graphs_save=saving, steps=0, warmup=1)
     trial = run_once(script, request, "compiled graphs, without kernels", progress)

@@ -74,7 +74,7 @@ def attempt(
 
 
 def grown_ms(tried: Attempt, before: Profile, project: Path) -> list[float]:
-    """Return the ms by which each rewrite keeps the device longer, modelled, backward included.
+    """Return the ms that each rewrite adds on the device, modelled, backward included.
 
     Each is 0 without an emulated device.
     """
@@ -157,7 +157,7 @@ def costs_more(after: Profile, before: Profile) -> str:
 
 
 def unworthy(original: Trial, project: Path) -> str:
-    """Return a sentence on syncs too cheap to prove fixes that nobody asked for, or an empty string.
+    """Return a sentence on syncs too cheap to prove fixes unasked, or an empty string.
 
     They cost less than the steps differ by, or less than a tenth of a step: a proof takes several runs.
 

@@ -127,7 +127,7 @@ class _Reading:
     def _waiting(
         self, call: StepCall, one: OffloadCandidate, asked: dict[int, int]
     ) -> Iterator[tuple[int, int]]:
-        """Yield the window of a large tensor for which compute awaits both copies, with its trigger.
+        """Yield the window of a large tensor if compute awaits both copies, with its trigger.
 
         Not of further results: only the first claims its task, so that one option excludes the other.
         """

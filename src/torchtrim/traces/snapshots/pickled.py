@@ -52,8 +52,8 @@ _MARK = object()
 def load_plain(data: bytes, name: str) -> Any:
     """Return the value in a pickle of plain data. `name` names the file in errors.
 
-    Raises `UnreadableInput` for a pickle with anything else, one that is damaged or cut off, and data that
-    are no pickle.
+    Raises `UnreadableInput` for a pickle with anything else, one that is damaged or cut off, and data in
+    another format.
     """
     if not data.startswith(b"\x80"):
         raise UnreadableInput(

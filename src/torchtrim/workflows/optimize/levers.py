@@ -39,7 +39,7 @@ _STAYS = ("parameter", "buffer", "input")
 
 
 def out_of_reach(original: Trial, budget: Budget) -> str:
-    """Return why no plan for one process meets a budget, from what a step holds at its peak; or nothing."""
+    """Return why no plan for one process meets a budget, by the tensors at its peak, or an empty string."""
     if original.profile is None or original.ranks or budget.kind != "allocated":
         return ""
     step, held = step_of(original.profile, original.seconds), dict.fromkeys(_STAYS, 0)

@@ -64,7 +64,7 @@ def _compiled(
 ) -> Result | tuple[MemoryLimit, tuple[str, ...]]:
     """Plan the graphs of a script that compiles, or return the limit of an eager plan, and why it is one.
 
-    A share is one of what the script needs compiled, if that is known.
+    A share is relative to the compiled peak, if that is known.
     """
     script = fitting.workload
     if not isinstance(script, Script) or script.processes > 1 or limit.kind != "allocated":
