@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import optimizer as optimizers
 from torch.utils.checkpoint import checkpoint
@@ -252,6 +253,38 @@ def test_a_plot_of_learning_rates_before_the_loop_is_no_step(told: Told, watcher
     for _ in range(3):
         train(sample, optimizer)
     assert told.events.count("step") == 2
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around another, which alone steps, as in sharpness-aware minimization."""
+
+    def __init__(self, parameters: Any, inner: type[torch.optim.Optimizer]) -> None:
+        super().__init__(parameters, {})
+        self.inner = inner(self.param_groups)
+        self.param_groups = self.inner.param_groups
+
+
+@pytest.mark.usefixtures("watcher")
+def test_an_optimizer_around_another_is_not_waited_for(told: Told) -> None:
+    sample = SAMPLES["mlp"]()
+    around = Around(sample.model.parameters(), torch.optim.SGD)
+    for _ in range(3):
+        train(sample, around.inner)
+    assert told.events.count("step") == 2
+
+
+@pytest.mark.usefixtures("watcher")
+def test_a_step_ends_outside_the_transforms_of_the_next(told: Told) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    seen: list[bool] = []
+    told.step_ends = lambda: seen.append(is_functorch_wrapped_tensor(model.weight.abs()))  # type: ignore[method-assign]
+    for _ in range(2):
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        torch.vmap(model)(torch.ones(3, 2))
+        optimizer.step()
+    assert seen == [False] * 3
 
 
 @pytest.mark.usefixtures("watcher")

@@ -20,6 +20,7 @@ from torchtrim.certify.compare import differences
 from torchtrim.dispatch.places import project_of
 from torchtrim.errors import PlannedStepFailed
 from torchtrim.records.budget import Budget
+from torchtrim.records.plan import Plan, Prediction
 from torchtrim.records.trial import Crash, Request, Trial
 from torchtrim.runner import trials
 from torchtrim.runner.script import Ended
@@ -265,3 +266,22 @@ def test_the_project_is_the_nearest_with_a_mark(tmp_path: Path) -> None:
     inner.mkdir(parents=True)
     (tmp_path / "a" / "pyproject.toml").write_text("")
     assert project_of(inner / "s.py") == tmp_path / "a"
+
+
+def test_a_script_of_one_step_has_a_peak_under_a_plan(tmp_path: Path) -> None:
+    script = tmp_path / "once.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(64, 64)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "model(torch.ones(256, 64)).exp().sum().backward()\n"
+        "optimizer.step()\n"
+    )
+    nothing = Prediction(peak_bytes=0, step_seconds=0.0, device="cpu")
+    plan = Plan(torchtrim="", script="", fingerprint={}, budget_bytes=0, predicted=nothing)
+    original, planned = (
+        run_trial(Script(str(script), timeout=120), Request(plan=under), tmp_path)
+        for under in (None, plan)
+    )
+    assert len(planned.steps) == 1
+    assert planned.peak_bytes == original.peak_bytes > 0

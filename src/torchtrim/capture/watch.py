@@ -21,6 +21,7 @@ import torch
 import torch._subclasses.schema_check_mode
 from torch import nn
 from torch._C import _current_autograd_node
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import GradientEdge
 from torch.compiler import is_dynamo_compiling
 from torch.jit import ScriptModule
@@ -303,7 +304,8 @@ class Watcher:
         recomputes = _current_autograd_node() is not None
         outermost = self._depth == 0 and not recomputes
         if outermost:
-            self._root_starts(module)
+            with temporarily_clear_interpreter_stack() as transforms:
+                self._root_starts(module, is_transformed=bool(transforms))
         depth = self._depth
         outputs: list[Any] = []
         self._listener.module_starts(module, args, kwargs, -1 if recomputes else depth)
@@ -315,15 +317,15 @@ class Watcher:
             output = outputs[0] if outputs else None
             self._listener.module_ends(module, output, -1 if recomputes else depth)
 
-    def _root_starts(self, module: nn.Module) -> None:
+    def _root_starts(self, module: nn.Module, *, is_transformed: bool) -> None:
+        """Note an outermost call. Under a transform, as of `torch.vmap`, it computes with wrapped tensors."""
         trains = not self._trains or torch.is_grad_enabled()
         if trains:
             if self.forwards == 0:
                 self._forget_steps()
             self._segment_begins()
         known = any(module is root for root in self.roots)
-        # Under a transform, such as `torch.vmap`, a module computes with wrapped tensors.
-        if not known and not torch._C._are_functorch_transforms_active():
+        if not known and not is_transformed:
             self.roots.append(module)
             self._listener.root_appears(module)
         if trains:
@@ -453,12 +455,21 @@ def _is_without_values(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _living_optimizers() -> int:
+    """Return the number of optimizers; one around another, with its parameters, does not count."""
     gc.collect()
-    return sum(
-        isinstance(thing, torch.optim.Optimizer) and "defaults" in vars(thing)
+    living = (
+        thing
         for thing in gc.get_objects()
         if issubclass(type(thing), torch.optim.Optimizer)
+        and isinstance(thing, torch.optim.Optimizer)
+        and "defaults" in vars(thing)
     )
+    number, owned = 0, set[int]()
+    for one in living:
+        own = {id(parameter) for group in one.param_groups for parameter in group["params"]}
+        number += not own <= owned
+        owned |= own
+    return number
 
 
 _LOOKED_AT = 256

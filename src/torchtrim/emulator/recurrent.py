@@ -124,8 +124,9 @@ def cudnn_rnn(*given: Any) -> tuple[torch.Tensor, ...]:
     """All layers at once. The weight buffer is the parameters themselves, so the one returned is empty."""
     call = _Call(*given)
     number = numbered(call.dropout if call.train else 0.0)
-    with plain_kernels():
-        out, *states = call.on_cpu()
+    # oneDNN's LSTM rounds otherwise in inference, on processors without AVX-512.
+    with plain_kernels(grad=call.train):
+        out, *states = (result.detach() for result in call.on_cpu())
     directions = call.num_layers * (1 + call.bidirectional)
     size = reserve_bytes(MODES[call.mode], out, call.hidden_size, directions) if call.train else 0
     reserve = call.tensor.new_zeros(size, dtype=torch.uint8)

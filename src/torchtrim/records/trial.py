@@ -208,7 +208,8 @@ class Trial(Struct, kw_only=True):
 
     @property
     def peak_bytes(self) -> int:
-        """Highest peak of all measured steps."""
-        peaks = [step.peak_bytes for step in self.steps[self.request.warmup :]]
+        """Highest peak of all measured steps, or of the last one if the script ends before they begin."""
+        measured = self.steps[self.request.warmup :] or self.steps[-1:]
+        peaks = [step.peak_bytes for step in measured]
         recorded = self.profile.peak_bytes if self.profile else 0
         return max((*peaks, recorded))

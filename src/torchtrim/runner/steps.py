@@ -169,7 +169,7 @@ class StepMeasure:
                 self.recording.recorder.look = self._look
             self.recording.begin(optimizers, scan=scan, ours=ours)
         elif request.measured:
-            if request.compiles and not number:
+            if not number:
                 self._alive = reachable_bytes()
             self._watching.start()
         self._watched = None

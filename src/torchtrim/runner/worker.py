@@ -24,6 +24,7 @@ import torch
 from torchtrim.capture.build import Setting
 from torchtrim.capture.growth.stream_frames import StreamFrames
 from torchtrim.capture.probes import Probes, Sources
+from torchtrim.core.isolation import debugging
 from torchtrim.dispatch.patches import Patches
 from torchtrim.dispatch.places import line_of
 from torchtrim.dispatch.threads import await_others, enter_in_threads, listen_to_errors
@@ -370,7 +371,7 @@ def _without_own_frames(error: BaseException) -> BaseException:
     own = str(Path(__file__).parent.parent)
     frames = []
     step = error.__traceback__
-    while step is not None:
+    while step is not None and not debugging():
         name = step.tb_frame.f_code.co_filename
         if not name.startswith((own, "<frozen")):
             frames.append(step)
