@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch._dynamo
 from torch import fx, nn
 
 from torchtrim.capture.allocator import CpuAllocator
+from torchtrim.compiled import inductor
 from torchtrim.compiled.apply import Applied
 from torchtrim.compiled.graphs import Graphs
 from torchtrim.compiled.inductor import Partitioner, draws, probe_compiled
@@ -96,6 +99,16 @@ def test_a_plan_needs_less_and_names_what_it_saves() -> None:
     assert len(graph.saves) == len(set(graph.saves)) > 0
 
 
+@pytest.mark.parametrize("dropped", [0.0, 0.1])
+def test_attention_draws_if_it_drops(dropped: float) -> None:
+    graph = fx.Graph()
+    query = graph.placeholder("query")
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert draws(graph.call_function(attend, (query, query, query, dropped))) == (dropped > 0)
+    assert not draws(graph.call_function(attend, (query, query, query)))
+    assert draws(graph.call_function(torch.ops.aten.native_dropout.default, (query, 0.0, True)))
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_what_draws_random_numbers_is_never_computed_again() -> None:
     with pytest.raises(ValueError, match="backward draws"):
@@ -161,6 +174,40 @@ def test_symbolic_sizes_are_those_of_the_largest_call() -> None:
             compiled(torch.randn(rows, 8)).backward()
     assert len(graphs.graphs) == 1
     assert graphs.memory().saved_bytes == 96 * 16 * 4 + 4
+
+
+class Shifted(nn.Module):
+    """A softmax, whose loops Inductor fuses at their outer level, of a sum with its shift."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x).view(16, 16, WIDTH)
+        return (x + x.roll((3, 3), (0, 1))).softmax(-1).square().mean()
+
+
+def test_without_vectors_the_code_allocates_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(ROWS, WIDTH)
+    quick = [*_sources(watched(Shifted(), x))]
+    monkeypatch.setattr(inductor, "no_vectors", contextlib.nullcontext)
+    slow = [*_sources(watched(Shifted(), x))]
+    vectors = [sum(map(len, re.findall("at::vec", source))) for source in (*quick, *slow)]
+    assert sum(vectors[:2]) < sum(vectors[2:])
+    assert [*map(_lines, quick)] == [*map(_lines, slow)]
+
+
+def _sources(graphs: Graphs) -> Iterator[str]:
+    for call in graphs.calls():
+        assert call.pair.backward is not None
+        yield from (call.pair.forward.source, call.pair.backward.source)
+
+
+def _lines(source: str) -> str:
+    """The lines that allocate, call and free; the names of kernels tell kernels of a name apart by number."""
+    call = source[source.index("def call") : source.index("runner = ")]
+    return re.sub(r"cpp_fused_\w+", "kernel", call)
 
 
 def test_two_plans_never_share_cached_code() -> None:

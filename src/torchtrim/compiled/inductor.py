@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import torch._functorch.config as functorch_config
 import torch._functorch.partitioners as partitioners
+import torch._inductor.codegen.cpp as cpp_codegen
 import torch._inductor.compile_fx as compile_fx
 import torch._inductor.config as inductor_config
 from torch import fx
@@ -43,6 +44,7 @@ NEEDED = (
     (functorch_config, "force_non_lazy_backward_lowering"),
 )
 """Each name without which nothing here works; `probe_compiled` names the missing ones."""
+_VECTORS = ("TilingSelect", "CppScheduling", "KernelOpStats")
 _BUILDERS = ("cpp", "cpp_pybinding", "triton", "halide", "cuda", "multi_kernel")
 Choose = Callable[[fx.Graph, Any, Callable[[], list[fx.Node]]], list[fx.Node]]
 """Returns the nodes to save, of a joint graph, torch's classification, and a call for torch's own choice."""
@@ -188,6 +190,7 @@ def dry(
         stack.enter_context(inductor_config.patch(fx_graph_cache=False))
         stack.enter_context(partitioned(Partitioner(choose, key)))
         stack.enter_context(no_kernels())
+        stack.enter_context(no_vectors())
         compile_fx.compile_fx(copy_of(graph), inputs, inner_compile=inner, **options)
     return found
 
@@ -203,6 +206,33 @@ def no_kernels() -> Iterator[None]:
         for name in _BUILDERS:
             if hasattr(AsyncCompile, name):
                 stack.enter_context(mock.patch.object(AsyncCompile, name, build))
+        yield
+
+
+@contextlib.contextmanager
+def no_vectors() -> Iterator[None]:
+    """Leave out the choice of vectors in C++ kernels: of a Swin it takes half of a dry compile.
+
+    It changes no buffer, but for loops that are fused at their outer levels: there it decides which buffers
+    are local to a kernel, so it is not left out. A torch that chooses otherwise does so as ever.
+    """
+    if not all(hasattr(cpp_codegen, name) for name in _VECTORS):
+        yield
+        return
+    tiling, scheduling = cpp_codegen.TilingSelect, cpp_codegen.CppScheduling
+    select, fused = tiling.select_tiling, scheduling.codegen_outer_loop_node
+
+    def outer(self: Any, node: Any) -> Any:
+        with mock.patch.object(tiling, "select_tiling", select):
+            return fused(self, node)
+
+    def none(*_: Any) -> Any:
+        return [], [], cpp_codegen.KernelOpStats()
+
+    with (
+        mock.patch.object(scheduling, "codegen_outer_loop_node", outer),
+        mock.patch.object(tiling, "select_tiling", none),
+    ):
         yield
 
 
@@ -245,12 +275,22 @@ def operator_kinds() -> Any:
 def draws(node: fx.Node) -> bool:
     """Return True if a node takes random numbers from a generator.
 
-    `inductor_random` does not: it computes them from a seed that it is given.
+    `inductor_random` does not: it computes them from a seed that it is given. Nor does attention that drops
+    nothing, though its operator has the tag.
     """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    return torch.Tag.nondeterministic_seeded in target.tags or "inductor_seed" in str(target)
+    seeded = torch.Tag.nondeterministic_seeded in target.tags and not _drops_nothing(node, target)
+    return seeded or "inductor_seed" in str(target)
+
+
+def _drops_nothing(node: fx.Node, target: torch._ops.OpOverload) -> bool:
+    for at, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+            return bool(given == 0.0)
+    return False
 
 
 def _outputs(module: fx.GraphModule) -> tuple[str, ...]:
