@@ -47,7 +47,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         (BlockState, "begin"),
         (Before, "has_run"),
         (Before, "again"),
-        (rerun, "as_they_are"),
+        (rerun, "GivenArguments"),
     ),
     "optimizer_in_backward": (
         (EarlyUpdates, "_is_early"),

@@ -88,9 +88,12 @@ class BlockState:
             return "it has hooks, which would be called twice"
         return str(self._effects.writes[0]) if self._effects.writes else ""
 
-    def begin(self, *, tensors: bool = True) -> Before:
-        """Save the state before a first run. Without `tensors`, save only attributes and generators."""
-        return Before(self, tensors=tensors)
+    def begin(self, *, tensors: bool = True, generators: Sequence[Any] = ()) -> Before:
+        """Save the state before a first run. Without `tensors`, save only attributes and generators.
+
+        `generators`: those among the arguments of the run.
+        """
+        return Before(self, tensors=tensors, generators=generators)
 
     def says_once(self, why: str) -> None:
         """Print once that the block runs without the plan from now on, and why."""
@@ -103,6 +106,7 @@ class BlockState:
         inner = dict.fromkeys(one for module in self._outer for one in module.modules())
         self._effects = SideEffects(inner, self._functions)
         self.modules: Sequence[nn.Module] = self._effects.modules
+        self.owned = frozenset(map(id, self.modules))
         self.generators = _drawn_from(self._effects)
         self.reads, self.reads_all = self._effects.reads, self._effects.is_unread
         self._known = self._shape()
@@ -169,7 +173,7 @@ def _written_among(held: Iterable[Held]) -> str:
 class Before:
     """A block's state before a first run, which `again` restores."""
 
-    def __init__(self, state: BlockState, *, tensors: bool) -> None:
+    def __init__(self, state: BlockState, *, tensors: bool, generators: Sequence[Any] = ()) -> None:
         self._state = state
         self._modules = state.modules
         self._mode = state.mode
@@ -189,7 +193,8 @@ class Before:
         self._replaced: dict[Key, torch.Tensor] = {}
         self._objects = [vars(module).copy() for module in self._modules]
         self._versions = {key: (tensor, version_of(tensor)) for key, tensor in now.items()}
-        self._generators = [(one, generator_state(one)) for one in state.generators]
+        every = (*state.generators, *generators)
+        self._generators = [(one, generator_state(one)) for one in every]
 
     def _table(self, key: Key) -> dict[str, Any]:
         """The table that holds a tensor, in the modules that ran: the block's may have changed."""

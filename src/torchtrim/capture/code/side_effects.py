@@ -243,8 +243,10 @@ def hooks_of(module: nn.Module) -> Iterator[Any]:
 
 def is_trusted(thing: type | types.FunctionType) -> bool:
     """Return True for code of torch or of another library without own state."""
-    names = thing.__globals__ if isinstance(thing, types.FunctionType) else vars(thing)
-    module = names.get("__name__") or names.get("__module__", "")
+    if isinstance(thing, types.FunctionType):
+        module = thing.__globals__.get("__name__", "")
+    else:
+        module = thing.__module__
     return str(module).partition(".")[0] in _TRUSTED or module in _ON_REQUEST
 
 

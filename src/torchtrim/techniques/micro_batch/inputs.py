@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchtrim.executor.arguments import as_they_are
 from torchtrim.techniques.micro_batch.rows import Leaves, SampleRows, filled, leaves_of
 
 _SEQUENCES = 2, 3
@@ -60,8 +61,9 @@ class CallArguments(NamedTuple):
 
     @property
     def without_tensors(self) -> CallArguments:
-        """Return the call without its tensors, which are kept elsewhere."""
-        leaves = [None if n in self.tensors else leaf for n, leaf in enumerate(self.leaves)]
+        """Return the call as it is now, without its tensors, which are kept elsewhere."""
+        bare = [None if n in self.tensors else leaf for n, leaf in enumerate(self.leaves)]
+        leaves = as_they_are(bare)
         return self._replace(tree=filled(self.tree, leaves), leaves=leaves)
 
     @property
@@ -80,8 +82,8 @@ class CallArguments(NamedTuple):
         return len(self.tree[0]), *self.tree[1], *tensors, *others, *self.twins.items()
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with other leaves."""
-        args, kwargs = filled(self.tree, leaves)
+        """Return copies of the arguments with other leaves."""
+        args, kwargs = as_they_are(filled(self.tree, leaves))
         return args, kwargs
 
     def part(self, rows: SampleRows, tensors: Sequence[torch.Tensor]) -> Leaves:

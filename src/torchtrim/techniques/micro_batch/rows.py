@@ -49,22 +49,6 @@ def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     return function(value)
 
 
-def held(value: Any) -> Any:
-    """Return what nested containers hold, by identity, to compare before and after a call."""
-    if isinstance(value, torch.Tensor):
-        return id(value)
-    if isinstance(value, (tuple, list)):
-        return tuple(map(held, value))
-    if isinstance(value, dict):
-        return tuple((key, held(item)) for key, item in value.items())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = {field.name for field in dataclasses.fields(value)} | getattr(
-            value, "__dict__", {}
-        ).keys()
-        return tuple((name, held(getattr(value, name, None))) for name in sorted(names))
-    return id(value)
-
-
 class SampleLayout(NamedTuple):
     """Dimension of the samples in a tensor of the whole batch, and its dimensions by descending stride."""
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from torchtrim.errors import ApplyFailed
+from torchtrim.executor.arguments import GivenArguments, held, is_same
 from torchtrim.executor.block_state import BlockState
 from torchtrim.executor.chains import Range, Ranges
 from torchtrim.executor.failing import note
@@ -29,7 +30,6 @@ from torchtrim.techniques.micro_batch.rows import (
     SampleLayout,
     SampleRows,
     filled,
-    held,
     leaves_of,
     order_of,
     parts_of,
@@ -61,7 +61,7 @@ class InParts:
         if given.size < 2:
             self._expect_tensors(given)
             return forward(*args, **kwargs)
-        why = self._state.why_once() or self._why_whole()
+        why = self._state.why_once() or self._why_whole() or self._why_not_given(args, kwargs)
         kind = self._kind(given)
         if not (why := why or self._whole.get(kind, "")):
             try:
@@ -78,12 +78,22 @@ class InParts:
         """Refuse a first call without tensors in sight, as with a generator: none would run in parts."""
         if given.tensors or self._known:
             return
-        error = ApplyFailed(
-            f"`{self._where}` cannot run in parts of the batch: it is called without a tensor, a list or a "
-            "dict of tensors, whose rows parts could take. Pass tensors instead of what makes them."
+        raise self._refused(
+            "it is called without a tensor, a list or a dict of tensors, whose rows parts could take. Pass "
+            "tensors instead of what makes them."
         )
+
+    def _why_not_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Return why the arguments do not serve several parts; raise in the first call."""
+        why = GivenArguments((args, kwargs), self._state.owned).why_once
+        if why and not self._known:
+            raise self._refused(f"{why}.")
+        return why
+
+    def _refused(self, why: str) -> ApplyFailed:
+        error = ApplyFailed(f"`{self._where}` cannot run in parts of the batch: {why}")
         note(error, self._where)
-        raise error
+        return error
 
     def _result(self, forward: Forward, given: CallArguments, kind: _Kind) -> Any:
         """Return the whole batch's result from parts. If it raises `_NotInParts`, state is restored."""
@@ -208,7 +218,7 @@ class _PartedRun:
         self.inputs = len(tensors)
         self._given = given.without_tensors
         self._state = state
-        self._before = state.begin()
+        self._before = state.begin(generators=GivenArguments(given.tree).generators)
         self._totals: list[torch.Tensor] | None = None
         self._result: Any = None
 
@@ -252,9 +262,9 @@ class _PartedRun:
                 Counting() if plain else contextlib.nullcontext() as counted,
             ):
                 args, kwargs = self._given.arguments(self._given.part(rows, tensors))
-                before = held((args, kwargs)) if plain else None
+                before = held((args, kwargs)) if first_time else []
                 tree = self._forward(*args, **kwargs)
-                if plain and held((args, kwargs)) != before:
+                if first_time and not is_same(before, held((args, kwargs))):
                     raise _NotInParts("it writes to its arguments, of which each part gets a copy")
             counts.append(losses.counts)
             made = [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]

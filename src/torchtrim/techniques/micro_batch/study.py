@@ -19,6 +19,7 @@ from torchtrim import capture as observe
 from torchtrim.capture.modules import HOOKS
 from torchtrim.capture.recording import tensors_in
 from torchtrim.errors import ApplyFailed
+from torchtrim.executor.arguments import GivenArguments
 from torchtrim.executor.block_state import BlockState
 from torchtrim.executor.ordinals import Counting
 from torchtrim.techniques.micro_batch.draws import SHARED, DrawRecorder, Draws, can_be_split
@@ -96,6 +97,7 @@ class Study:
         self._state = state
         self._forward = forward
         self._given = given
+        self._generators = GivenArguments(given.tree).generators
         self._modules = [*module.named_modules()]
         self._half = min(-(-given.size // parts), given.size // 2)
         self._tensors = [given.leaves[n].detach() for n in given.tensors]
@@ -418,7 +420,7 @@ class Study:
         self, leaves: Sequence[Any], *, graded: bool = False, losses: Losses | None = None
     ) -> StudyRun:
         args, kwargs = self._given.arguments(leaves)
-        python = self._state.begin(tensors=False)
+        python = self._state.begin(tensors=False, generators=self._generators)
         losses = losses or Losses()
         with (
             self._ambient.aside(),

@@ -10,7 +10,6 @@ appending to a list, is refused; one that does so later runs only once from then
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torchtrim.capture.code.side_effects import CalledFunction
-from torchtrim.capture.recording import COPIED_DEPTH, SHARED, tensors_in
+from torchtrim.capture.recording import tensors_in
+from torchtrim.executor.arguments import GivenArguments
 from torchtrim.executor.block_state import Before, BlockState
 from torchtrim.executor.chains import Range, Ranges
 from torchtrim.executor.places import Span, part_at
@@ -80,12 +80,16 @@ def run_again(block: Rerun, function: Callable[..., Any], /, *args: Any, **kwarg
     """Run a block's function so that it reruns in backward, if gradients are on and it may run twice."""
     if not torch.is_grad_enabled() or block.is_off():
         return function(*args, **kwargs)
+    given = GivenArguments((args, kwargs), block.owned)
+    if given.why_once:
+        block.says_once(given.why_once)
+        return function(*args, **kwargs)
     return checkpoint(
-        _RepeatableCall(block, function, args, kwargs),
+        _RepeatableCall(block, function, (args, kwargs), given),
         *tensors_in((args, kwargs)),
         use_reentrant=False,
         preserve_rng_state=True,
-        context_fn=block.contexts,
+        context_fn=functools.partial(block.contexts, given.generators),
         early_stop=False,
     )
 
@@ -101,16 +105,16 @@ class _RepeatableCall:
         self,
         block: Rerun,
         function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        given: GivenArguments,
     ) -> None:
         self._block = block
         self._function = function
-        self._now: tuple[Any, Any] | None = (args, kwargs)
-        self._then = as_they_are((args, kwargs))
+        self._now: tuple[Any, Any] | None = call
+        self._given = given
 
     def __call__(self, *_: Any) -> Any:
-        args, kwargs = self._now or as_they_are(self._then)
+        args, kwargs = self._now or self._given.again()
         self._now = None
         try:
             return self._function(*args, **kwargs)
@@ -152,14 +156,23 @@ class Rerun:
     def is_off(self) -> bool:
         """Return True if the block may no longer rerun; warn the first time."""
         if why := self._state.why_once():
-            self._state.says_once(why)
+            self.says_once(why)
         return bool(why)
 
+    @property
+    def owned(self) -> frozenset[int]:
+        """Return the ids of the modules whose state is kept for the rerun."""
+        return self._state.owned
+
+    def says_once(self, why: str) -> None:
+        """Print once that the block runs without the plan, and why."""
+        self._state.says_once(why)
+
     def contexts(
-        self,
+        self, generators: Sequence[Any] = ()
     ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
         """Return the contexts for the first run and for the rerun."""
-        before = self._state.begin()
+        before = self._state.begin(generators=generators)
         return _first(before), _ReusableContext(before.again)
 
 
@@ -167,48 +180,3 @@ class Rerun:
 def _first(before: Before) -> Iterator[None]:
     yield
     before.has_run()
-
-
-_AS_IS = (torch.Tensor, *SHARED)
-
-
-def as_they_are(value: Any) -> Any:
-    """Copy the containers of a value; tensors and modules are shared.
-
-    Copies lists, tuples, dicts, and objects with attributes, such as a key-value cache that each block
-    extends. Anything that cannot be copied, or is nested deeper than eight levels, is shared.
-    """
-    return _fresh(value, {}, COPIED_DEPTH)
-
-
-def _fresh(value: Any, known: dict[int, Any], depth: int) -> Any:
-    if isinstance(value, _AS_IS) or not depth:
-        return value
-    if id(value) not in known:
-        known[id(value)] = value
-        known[id(value)] = _copied(value, known, depth - 1)
-    return known[id(value)]
-
-
-def _copied(value: Any, known: dict[int, Any], depth: int) -> Any:
-    if isinstance(value, tuple):
-        items = [_fresh(item, known, depth) for item in value]
-        if all(a is b for a, b in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    is_container = isinstance(value, (list, dict))
-    if not is_container and (
-        callable(value) or not isinstance(getattr(value, "__dict__", None), dict)
-    ):
-        return value
-    try:
-        twin = copy.copy(value)
-        if isinstance(value, list):
-            twin[:] = [_fresh(item, known, depth) for item in value]
-        else:
-            own, copies = (value, twin) if is_container else (vars(value), vars(twin))
-            for key, item in own.items():
-                copies[key] = _fresh(item, known, depth)
-    except Exception:
-        return value
-    return twin

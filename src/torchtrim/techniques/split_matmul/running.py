@@ -16,13 +16,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from torchtrim.errors import ApplyFailed
+from torchtrim.executor.arguments import held, is_same
 from torchtrim.executor.autograd import casting, only_once
 from torchtrim.executor.block_state import Before, BlockState
 from torchtrim.executor.failing import note
 from torchtrim.executor.ordinals import Counting, unnumbered
 from torchtrim.executor.swap import Swapped, is_of_another
 from torchtrim.techniques.micro_batch.inputs import Ambient
-from torchtrim.techniques.micro_batch.rows import Leaves, filled, held, leaves_of
+from torchtrim.techniques.micro_batch.rows import Leaves, filled, leaves_of
 
 Forward = Callable[..., Any]
 _FIXED = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -149,7 +150,7 @@ class _OfPart:
         call = args, kwargs = filled(self._call, leaves)
         before = held(call)
         made = self._forward(*args, **kwargs)
-        self.writes |= held(call) != before
+        self.writes |= not is_same(before, held(call))
         return made
 
 
