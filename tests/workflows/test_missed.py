@@ -21,7 +21,7 @@ from torchtrim.records.terms import Allowance, Terms
 from torchtrim.records.trial import Request, Trial, TrialStep
 from torchtrim.runner import trials
 from torchtrim.workflows.optimize.fitting import Fitting
-from torchtrim.workflows.optimize.levers import rounded
+from torchtrim.workflows.optimize.levers import FoundPlan, rounded
 
 CATCHES = """
 import sys
@@ -194,6 +194,30 @@ def test_a_place_that_no_error_names_is_found_by_halving(monkeypatch: pytest.Mon
     fitted_around(step, "Sequential.3")
 
 
+class Towers(nn.Module):
+    """Compares each sample of one tower with every sample of the other, as a contrastive loss does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (
+            nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(8)))
+            for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x).mean(1) @ self.other(x).mean(1).T
+
+
+def test_a_lever_that_fits_was_run_and_leaves_out_what_mixes_samples() -> None:
+    torch.manual_seed(0)
+    step = train_step(Towers(), torch.randn(16, 64, 32), "SGD")
+    found = fitting(step, 1).nearest(memory_limit("30%"))
+    assert found.missed is not None
+    (lever,) = (one for one in found.levers if one.technique == "micro_batch")
+    assert lever.source == "measured"
+    assert lever.peak_bytes <= found.budget.bytes
+
+
 class Mixes(nn.Module):
     """What it gives for a sample hangs on the others, as no part of the batch can know."""
 
@@ -301,8 +325,13 @@ def test_techniques_that_only_together_meet_a_budget_are_a_lever() -> None:
     assert isinstance(planner, Planner)
     bits = Allowance("BITWISE")
     floor = Budget(planner.floor_plan(Budget(0)).predicted.peak_bytes)
-    (lever,) = rounded(planner, floor, (), bits)
+
+    def found(budget: Budget) -> FoundPlan:
+        return FoundPlan(planner.plan(budget), None)
+
+    (lever,) = rounded(lambda: found(floor), floor, (), bits)
     assert (lever.needs, " + " in lever.technique) == ("--allow rounding", True)
     assert lever.peak_bytes <= floor.bytes
-    assert rounded(planner, floor, [lever], bits) == ()
-    assert rounded(planner, floor._replace(bytes=floor.bytes // 2), (), bits) == ()
+    assert rounded(lambda: found(floor), floor, [lever], bits) == ()
+    half = floor._replace(bytes=floor.bytes // 2)
+    assert rounded(lambda: found(half), half, (), bits) == ()

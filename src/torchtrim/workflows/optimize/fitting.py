@@ -33,6 +33,7 @@ from torchtrim.workflows.optimize import trials
 from torchtrim.workflows.optimize.levers import (
     LEAST_SAVING,
     SHARD,
+    FoundPlan,
     levers_of,
     may_shard,
     out_of_reach,
@@ -189,7 +190,7 @@ class Fitting:
         steps = min(_LEVER_STEPS if lever else self._request.steps, self._request.steps)
         key = id(self.original), repr(choice), steps
         if key not in self._recorded:
-            what = f"trying {' and '.join(one.name for one in choice)}"
+            what = f"trying {' and '.join(dict.fromkeys(one.name for one in choice))}"
             self._recorded[key] = self.run_planned(replace(plain, techniques=choice), steps, what)
         return self._recorded[key]
 
@@ -332,19 +333,21 @@ class Fitting:
             except PlannedStepFailed as error:
                 if error.plan is None:
                     raise
-                broken = trials.broken_technique(error)
-                bad = broken or trials.failing_places(error, error.plan, self.run_planned)
-                self._check_pinned(error, bad)
-                if not broken:
-                    profile = self.original.profile if self.original is not None else None
-                    last = number == _ROUNDS - 1
-                    bad = trials.of_techniques(error, bad, error.plan, profile, last=last)
+                bad = self._failing(error, error.plan, last=number == _ROUNDS - 1)
                 self._dropped |= bad
                 self.notes.append(
                     "a planned step failed, which the original does not, and was planned again without "
                     f"{', '.join(sorted(bad))}: {str(error).splitlines()[0]}"
                 )
         return otherwise()._replace(notes=(*self.notes, "every plan that was tried failed"))
+
+    def _failing(self, error: PlannedStepFailed, plan: Plan, *, last: bool) -> set[str]:
+        """Return the techniques and places without which a plan that failed is made again."""
+        broken = trials.broken_technique(error)
+        bad = broken or trials.failing_places(error, plan, self.run_planned)
+        self._check_pinned(error, bad)
+        profile = self.original.profile if self.original is not None else None
+        return broken or trials.of_techniques(error, bad, plan, profile, last=last)
 
     def _check_pinned(self, error: PlannedStepFailed, bad: Collection[str]) -> None:
         """Raise the error again if a failing technique or place is pinned."""
@@ -503,18 +506,16 @@ class Fitting:
         fit = self._verified(original, budget, tried)
         seconds = fit.planned.seconds if fit.planned is not None else original.seconds
         levers = levers_of(
-            lambda name: self.planner(original, only=name),
-            Budget(whole, budget.kind),
+            lambda name: self._found(lambda: self._floor(original, name, budget.kind), budget),
+            whole,
             reached(fit.plan.techniques, tried.used, seconds),
             self._exclude,
             self._allowed,
-            lambda plan: self._known.get((repr(plan.techniques), budget.kind)),
         )
         if self._allowed.least == "BITWISE":
             self._progress("planning: techniques that round, together")
-            together = self._new_planner(original, "", least="ROUNDING")
-            bias = whole - together.simulated_original
-            levers += rounded(together, budget.biased(bias), levers, self._allowed)
+            found = partial(self._found, partial(self._rounding, original, budget), budget)
+            levers += rounded(found, budget, levers, self._allowed)
         levers = with_shard(levers, self.workload, original, whole)
         missed = self.planner(original).infeasible(budget.bytes, tried.used)
         if not fit.plan.techniques:
@@ -522,6 +523,44 @@ class Fitting:
         missed.plan, missed.certificate, missed.levers = fit.plan, fit.certificate, levers
         notes = (*fit.notes, *refusals(original, self._exclude))
         return fit._replace(missed=missed, levers=levers, notes=notes)
+
+    def _floor(self, original: Trial, name: str, kind: MemoryKind) -> Plan:
+        """Return the plan of one technique alone that needs least."""
+        planner = self.planner(original, only=name)
+        bias = trials.measured(original, kind) - planner.simulated_original
+        return planner.floor_plan(Budget(0, kind, bias))
+
+    def _rounding(self, original: Trial, budget: Budget) -> Plan:
+        """Return the plan for a budget of all techniques, those that round too."""
+        planner = self._new_planner(original, "", least="ROUNDING")
+        bias = trials.measured(original, budget.kind) - planner.simulated_original
+        return planner.plan(budget.biased(bias))
+
+    def _found(self, make: Callable[[], Plan], budget: Budget) -> FoundPlan:
+        """Return a plan, run where it is predicted to meet a budget, without the places that fail then.
+
+        Some techniques find out only there that they may not be used. Raises `PlannedStepFailed` if they fail
+        everywhere.
+        """
+        before = self._dropped
+        try:
+            number = 0
+            while True:
+                plan = make()
+                known = self._known.get((repr(plan.techniques), budget.kind))
+                if known is not None or plan.predicted.peak_bytes > budget.bytes:
+                    return FoundPlan(plan, known)
+                try:
+                    trial = self._with(plan, plan.techniques, lever=True)
+                    return FoundPlan(plan, trials.measured(trial, budget.kind), trial.seconds)
+                except PlannedStepFailed as error:
+                    if number == _ROUNDS:
+                        raise
+                    number += 1
+                    last = number == _ROUNDS
+                    self._dropped = self._dropped | self._failing(error, plan, last=last)
+        finally:
+            self._dropped = before
 
     def _unchanged(self, original: Trial, budget: Budget) -> Plan:
         planner = self.planner(original)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from torchtrim.core.isolation import isolated
 from torchtrim.core.units import format_bytes
 from torchtrim.errors import TorchtrimError
 from torchtrim.executor.registry import MeasuredTechnique, names, refusals_of, technique
-from torchtrim.planner.planner import Planner
-from torchtrim.planner.variants import Planners
 from torchtrim.records.budget import Budget
 from torchtrim.records.commands import path_argument
 from torchtrim.records.figures import Lever
@@ -33,9 +32,15 @@ _RANK = EQUIVALENCES.index
 
 
 SHARD = "shard"
-
-
 _STAYS = ("parameter", "buffer", "input")
+
+
+class FoundPlan(NamedTuple):
+    """A plan, and if it was run its figure of the budget's kind of memory and its step time."""
+
+    plan: Plan
+    used: int | None
+    seconds: float = 0.0
 
 
 def out_of_reach(original: Trial, budget: Budget) -> str:
@@ -73,44 +78,41 @@ def reached(techniques: Sequence[Technique], used: int, seconds: float) -> Lever
 
 
 def levers_of(
-    planner_of: Callable[[str], Planner | Planners],
-    whole: Budget,
+    floor_of: Callable[[str], FoundPlan],
+    whole: int,
     lowest: Lever,
     exclude: Collection[str],
     allow: Allowance,
-    known: Callable[[Plan], int | None],
 ) -> tuple[Lever, ...]:
     """Return the smallest peak of each technique that lowers the peak, quickest first.
 
-    `planner_of` returns a planner of one technique alone, or raises. `whole`: the original's own figure;
-    `lowest`: the lever of the plan that needs least; `known` returns the figure of a plan that was run.
+    `floor_of` returns the plan of one technique alone that needs least, or raises. `whole`: the original's
+    own figure; `lowest`: the lever of the plan that needs least.
     """
     found = [lowest] if lowest.technique else []
     for name in names():
         if name in exclude or name == lowest.technique:
             continue
         with isolated("technique", name), suppress(TorchtrimError):
-            planner = planner_of(name)
-            bias = whole.bytes - planner.simulated_original
-            plan = planner.floor_plan(Budget(0, whole.kind, bias))
-            lever = _lever(name, plan, allow, known(plan))
-            used = name in {one.name for one in plan.techniques}
-            if used and lever.peak_bytes < (1 - LEAST_SAVING) * whole.bytes:
+            found_plan = floor_of(name)
+            lever = _lever(name, found_plan, allow)
+            used = name in {one.name for one in found_plan.plan.techniques}
+            if used and lever.peak_bytes < (1 - LEAST_SAVING) * whole:
                 found.append(lever)
     return tuple(sorted(found, key=lambda lever: lever.step_seconds))
 
 
 def rounded(
-    planner: Planner, budget: Budget, known: Collection[Lever], allow: Allowance
+    fitting: Callable[[], FoundPlan], budget: Budget, known: Collection[Lever], allow: Allowance
 ) -> tuple[Lever, ...]:
     """Return the lever of all techniques that may round, together, if only they meet a budget.
 
-    `budget`: with the planner's bias.
+    `fitting` returns their plan for it, or raises.
     """
     if any(one.equivalence == "ROUNDING" and one.peak_bytes <= budget.bytes for one in known):
         return ()
     with isolated("technique", "rounding together"), suppress(TorchtrimError):
-        return (_lever("", planner.plan(budget), allow, None),)
+        return (_lever("", fitting(), allow),)
     return ()
 
 
@@ -122,7 +124,8 @@ def refusals(original: Trial, exclude: Collection[str]) -> tuple[str, ...]:
     return tuple(said for name in known for said in refusals_of(name, step))
 
 
-def _lever(name: str, plan: Plan, allow: Allowance, measured: int | None) -> Lever:
+def _lever(name: str, found: FoundPlan, allow: Allowance) -> Lever:
+    plan, measured, seconds = found
     equivalence = _least([one.equivalence for one in plan.techniques])
     used = tuple(dict.fromkeys(one.name for one in plan.techniques))
     alone = technique(used[0]) if len(used) == 1 else None
@@ -132,7 +135,7 @@ def _lever(name: str, plan: Plan, allow: Allowance, measured: int | None) -> Lev
         equivalence=equivalence,
         needs="" if allow.holds(equivalence, name) else words_for(equivalence, name),
         peak_bytes=plan.predicted.peak_bytes if measured is None else measured,
-        step_seconds=plan.predicted.step_seconds,
+        step_seconds=seconds or plan.predicted.step_seconds,
         source="measured" if ran else "simulated",
     )
 
