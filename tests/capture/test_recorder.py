@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils.checkpoint import checkpoint
 
 from capture.loops import TESTS, record
 from models import OPTIMIZERS, SAMPLES, Sample, train
@@ -187,3 +188,21 @@ def test_recording_does_not_import_dynamo() -> None:
         "sys.exit('torch._dynamo' in sys.modules or len(recorder.operators) != 2)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_generator_states_that_a_checkpoint_keeps_are_counted() -> None:
+    layer, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    size = torch.get_rng_state().nbytes
+    before = torch.get_rng_state
+    recorder = Recorder(Places(TESTS))
+    recorder.start(scan=False)
+    y = checkpoint(layer, checkpoint(layer, x, use_reentrant=False), use_reentrant=False)
+    kept = [life for life in recorder.storages.lives if life.bytes == size]
+    assert len(kept) == 2
+    assert all(life.death < 0 for life in kept)
+    y.sum().backward()
+    torch.get_rng_state()
+    recorder.stop()
+    assert all(life.birth < life.death <= len(recorder.operators) for life in kept)
+    assert recorder.storages.live_bytes < recorder.storages.peak_bytes
+    assert torch.get_rng_state is before is torch.random.get_rng_state

@@ -236,6 +236,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if scan:
             self.track(reachable_tensors())
         self._watch_resizes()
+        self._watch_states()
         if self._saves:
             self._watch_engine()
         if self._detector is not None:
@@ -267,6 +268,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         self._undo.callback(setattr, torch.UntypedStorage, "resize_", original)
+
+    def _watch_states(self) -> None:
+        """Patch `torch.get_rng_state`, which is not dispatched: a checkpoint keeps its result."""
+        original = torch.random.get_rng_state
+
+        def get_rng_state() -> torch.Tensor:
+            state = original()
+            if threading.get_ident() == self._thread and os.getpid() == self._pid:
+                self.storages.see(state, self.storages.clock)
+            return state
+
+        for owner in (torch, torch.random):
+            owner.get_rng_state = get_rng_state
+            self._undo.callback(setattr, owner, "get_rng_state", original)
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
         if self._emulation is not None:
