@@ -261,10 +261,10 @@ class _PartedRun:
                 self._drawing(rows),
                 Counting() if plain else contextlib.nullcontext() as counted,
             ):
-                args, kwargs = self._given.arguments(self._given.part(rows, tensors))
-                before = held((args, kwargs)) if first_time else []
+                call = args, kwargs = self._given.arguments(self._given.part(rows, tensors))
+                before = held(call) if first_time else []
                 tree = self._forward(*args, **kwargs)
-                if first_time and not is_same(before, held((args, kwargs))):
+                if first_time and not is_same(before, held(call)):
                     raise _NotInParts("it writes to its arguments, of which each part gets a copy")
             counts.append(losses.counts)
             made = [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
