@@ -109,7 +109,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
     "module": (Module, call),
     "file": (io.StringIO, lambda given: given.write("x") and given.tell()),
 }
-ONCE = {"iterator", "generator", "iterator within", "function", "module"}
+ONCE = {"iterator", "generator", "iterator within", "function", "module", "file"}
 
 
 class Net(nn.Module):

@@ -12,6 +12,7 @@ import collections
 import copy
 import enum
 import functools
+import io
 import types
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -23,7 +24,14 @@ from torchtrim.capture.code.side_effects import SideEffects, is_generator, is_tr
 from torchtrim.capture.recording import COPIED_DEPTH, SHARED
 
 _PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None))
-_BUILT_IN = (types.BuiltinFunctionType, types.ModuleType, torch.dtype, torch.device, enum.Enum)
+_BUILT_IN = (
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    torch.dtype,
+    torch.device,
+    enum.Enum,
+    io.IOBase,
+)
 _AS_IS = (torch.Tensor, *SHARED, *_BUILT_IN, range, slice)
 _FILLED = (set, collections.deque)
 _ROWS = (tuple, list, collections.deque)
