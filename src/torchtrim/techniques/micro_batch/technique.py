@@ -12,9 +12,10 @@ takes its rows, so each sample gets the mask it would have had.
 
 At the first batch the module is tried on some samples, on the same with half of them replaced, and on the
 halves. It is refused, by name, if it mixes samples (BatchNorm in training, losses that compare samples),
-changes buffers in forward, leaves tensors on modules, has results that cannot be joined, or has hooks that
-would see each part. Evaluation without gradients is unchanged. `torch.autograd.grad`, `backward(inputs=...)`
-and `create_graph` are refused.
+changes buffers in forward, leaves tensors on modules, has results that cannot be joined, has hooks that
+would see each part, or is given what no part can have a copy of, such as an iterator. A call that writes to
+its arguments runs as a whole. Evaluation without gradients is unchanged. `torch.autograd.grad`,
+`backward(inputs=...)` and `create_graph` are refused.
 
 Samples are along the first dimension of the first input tensor; if these mix, as the time steps of a sequence
 do, along the second. `where` names modules (`Net.blocks.3`) and ranges of a Sequential (`Net.layers[2:6]`),
