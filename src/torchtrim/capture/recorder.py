@@ -280,7 +280,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return state
 
         for owner in (torch, torch.random):
-            owner.get_rng_state = get_rng_state
+            owner.get_rng_state = get_rng_state  # type: ignore[attr-defined]
             self._undo.callback(setattr, owner, "get_rng_state", original)
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
