@@ -211,7 +211,7 @@ def no_kernels() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_vectors() -> Iterator[None]:
-    """Leave out the choice of vectors in C++ kernels: of a Swin it takes half of a dry compile.
+    """Leave out the choice of vectors in C++ kernels, which takes time.
 
     It changes no buffer, but for loops that are fused at their outer levels: there it decides which buffers
     are local to a kernel, so it is not left out. A torch that chooses otherwise does so as ever.
