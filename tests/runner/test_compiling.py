@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtrim.capture.watch import Listener, Watcher
 from torchtrim.dispatch.modes import enter_below, leave
 from torchtrim.records.budget import memory_limit
 from torchtrim.records.files import save_plan
@@ -97,7 +98,7 @@ def test_a_mode_that_begins_inside_an_eager_compiled_function_sees_what_follows(
 
 
 def test_a_script_that_compiles_nothing_does_not_meet_its_plan() -> None:
-    applying = Applying((CompiledGraph(graph="a", saves=()),))
+    applying = Applying((CompiledGraph(graph="a", saves=()),), Watcher(Listener()))
     applying.install()
     applying.remove()
     assert "compiled nothing" in applying.missed()

@@ -10,7 +10,8 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import ref
 
@@ -144,6 +145,7 @@ class Watcher:
         self._loading = False
         self._is_aside = False
         self._evaluations = 0
+        self._ended: Counter[int] = Counter()
         self._by_hand = ByHand()
         self._pid = os.getpid()
         self._thread = threading.current_thread()
@@ -288,6 +290,39 @@ class Watcher:
 
         return call
 
+    def sees_calls(self) -> bool:
+        """Return True where a forward would be one of a root: here, outside other forwards and backward."""
+        if self._loading or self._depth or _current_autograd_node() is not None:
+            return False
+        return self._here() or self._moves()
+
+    @contextlib.contextmanager
+    def called(
+        self, roots: Sequence[nn.Module], args: Any, kwargs: Any
+    ) -> Iterator[Callable[[Any], None]]:
+        """Watch a call of a compiled function as a forward of these roots, whose own are compiled away."""
+        for root in roots[1:]:
+            self._root_starts(root)
+        with self._running(roots[0], args, kwargs) as done:
+            yield done
+
+    @contextlib.contextmanager
+    def updates(self) -> Iterator[None]:
+        """Notice the optimizers that step in compiled code, by the versions of their parameters."""
+        self._announce()
+        before = {number: self._updated(number) for number in range(len(self.optimizers))}
+        yield
+        for number, (versions, ended) in before.items():
+            now = self._updated(number)
+            if now[0] != versions and now[1] == ended:
+                self._optimizer_starts(self.optimizers[number], (), {})
+                self._optimizer_ends(self.optimizers[number], (), {})
+
+    def _updated(self, number: int) -> tuple[int, int]:
+        """Return the versions of an optimizer's parameters together, and how often hooks told of a step."""
+        groups = self.optimizers[number].param_groups
+        return sum(p._version for group in groups for p in group["params"]), self._ended[number]
+
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Watch nothing inside the block."""
@@ -367,7 +402,8 @@ class Watcher:
     def _counted_grad(self, original: Any) -> Any:
         @functools.wraps(original)
         def grad(*args: Any, **kwargs: Any) -> Any:
-            self.gradients += self._here()
+            if not is_dynamo_compiling():
+                self.gradients += self._here()
             return original(*args, **kwargs)
 
         return grad
@@ -389,7 +425,7 @@ class Watcher:
         return following
 
     def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self._here():
+        if is_dynamo_compiling() or not self._here():
             return
         if any(callable(argument) for argument in (*args[1:], *kwargs.values())):
             self._segment_begins()
@@ -423,9 +459,10 @@ class Watcher:
             self._steps.stepped(0)
 
     def _optimizer_ends(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if not self._here():
+        if is_dynamo_compiling() or not self._here():
             return
         number = self._number(optimizer)
+        self._ended[number] += 1
         if self._steps is None:
             self._steps = Steps(_living_optimizers() - len(self._before - {number}))
         self._steps.stepped(number, in_backward=_current_autograd_node() is not None)

@@ -131,9 +131,12 @@ class Graphs:
     ) -> Callable[..., Any]:
         self.graphs.append(CompilableGraph(module, inputs, options))
         number = len(self.graphs) - 1
+        assert (
+            module.code
+        )  # a lazy module builds its forward now, which would call itself the first time
 
         def run(*args: Any) -> Any:
-            results = module(*args)
+            results = module.forward(*args)  # a call would be watched as one of a model
             self.graphs[number].called(args)
             self._note(number, args, results)
             return results

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtrim.capture.watch import Watcher
 from torchtrim.dispatch.patches import Patches
 from torchtrim.records.plan import CompiledGraph
 from torchtrim.records.trial import CompiledMemory, Request, Trial
+from torchtrim.runner.compiled_calls import CompiledCalls
 
 INDUCTOR = "inductor"
 """The backend whose graphs are planned."""
@@ -34,11 +36,17 @@ _OTHER_BACKEND = (
 class OnCompile:
     """A watch for a script's `torch.compile`. Code compiled by other backends than `kept` runs eagerly.
 
-    `first` is called before the first compile by one of them, or by any without `kept`. `asked`: the
-    backends that the script has named.
+    `first` is called before the first compile by one of them, or by any without `kept`. `calls` wraps the
+    compiled functions that are no modules. `asked`: the backends that the script has named.
     """
 
-    def __init__(self, first: Callable[[], None] = lambda: None, kept: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        first: Callable[[], None] = lambda: None,
+        kept: Sequence[str] = (),
+        calls: Callable[[Any], Any] = lambda compiled: compiled,
+    ) -> None:
+        self._calls = calls
         self._first: Callable[[], None] | None = first
         self._kept = kept
         self._patches = Patches()
@@ -57,11 +65,14 @@ class OnCompile:
     def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def compile(model: Any = None, **options: Any) -> Any:
-            if self._ask(options.get("backend", INDUCTOR)) not in self._kept:
+            name = self._ask(options.get("backend", INDUCTOR))
+            if name not in self._kept:
                 if isinstance(model, (types.FunctionType, types.MethodType, functools.partial)):
                     return _plain(model)
                 options = {**options, "backend": "eager", "mode": None, "options": None}
-            return original(model, **options)
+            compiled = original(model, **options)
+            is_function = not (model is None or isinstance(model, nn.Module))
+            return self._calls(compiled) if is_function and name in self._kept else compiled
 
         return compile
 
@@ -105,10 +116,11 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
 class Applying:
     """A plan of compiled graphs for a script, from its first `torch.compile` on."""
 
-    def __init__(self, plan: Sequence[CompiledGraph]) -> None:
+    def __init__(self, plan: Sequence[CompiledGraph], watcher: Watcher) -> None:
         self._plan = plan
         self._stack = contextlib.ExitStack()
-        self._on_compile = OnCompile(self._begin, (INDUCTOR,))
+        self._calls = CompiledCalls(watcher)
+        self._on_compile = OnCompile(self._begin, (INDUCTOR,), self._calls.watched)
         self._applied: Any = None
 
     def install(self) -> None:
@@ -125,6 +137,7 @@ class Applying:
 
         self._applied = Applied(self._plan)
         self._stack.enter_context(self._applied.installed())
+        self._stack.enter_context(self._calls.noted())
 
     def missed(self) -> str:
         """Return why the plan does not hold for this run, or an empty text."""
@@ -149,11 +162,13 @@ class Compiling:
     Left on, the graphs are an original's, planned ones, or watched to be planned.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, watcher: Watcher) -> None:
         plan = request.plan.compiled if request.plan is not None else ()
         self._request = request
-        self._plan = Applying(plan) if plan else None
-        self._on_compile = OnCompile(self._begin, (INDUCTOR,) if request.compiles else ())
+        self._plan = Applying(plan, watcher) if plan else None
+        self._calls = CompiledCalls(watcher)
+        kept = (INDUCTOR,) if request.compiles else ()
+        self._on_compile = OnCompile(self._begin, kept, self._calls.watched)
         self._graphs: Any = None
         self._stack = contextlib.ExitStack()
 
@@ -189,6 +204,8 @@ class Compiling:
 
             self._graphs = Graphs()
             self._stack.enter_context(self._graphs.watched())
+        if self._request.compiles:
+            self._stack.enter_context(self._calls.noted())
 
 
 def planned(graphs: Any, saving: int) -> CompiledMemory:

@@ -163,7 +163,7 @@ def run_planned(
     Spawning(1).install()
     applier, patches = applier or Applier(plan), Patches()
     applier.report = report
-    compiling = Applying(plan.compiled) if plan.compiled else OnCompile(_say_eager)
+    compiling = Applying(plan.compiled, applier.watcher) if plan.compiled else OnCompile(_say_eager)
     compiling.install()
     listen_to_errors(patches, _ends_script)
     try:

@@ -92,7 +92,6 @@ class _Runner:
         device = request.device or ""
         if device not in ("", "cpu", "cuda"):
             device = self._emulation.device
-        self._compiling = Compiling(request)
         self._writing = Writing(folder, (str(Path.cwd()), self._task.project))
         self._started = 0
         self._joining = Joining(self._task.world)
@@ -110,6 +109,7 @@ class _Runner:
             frames=StreamFrames(None) if request.infers else None,
             begins=self._step_begins,
         )
+        self._compiling = Compiling(request, self._session.watcher)
 
     def run(self) -> None:
         """Run the script until its steps are done, it ends or it fails; leave the outcome."""

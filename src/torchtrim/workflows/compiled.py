@@ -114,8 +114,8 @@ def _original(script: Script, request: Request, progress: Progress) -> Trial:
     original = run_once(script, request, "compiled original", progress)
     if not original.peak_bytes:
         raise Unsupported(
-            "no step was seen in the compiled script, since torch.compile wraps a function that calls the "
-            "model, whose forward is then not called. Compile the model itself, as in "
+            "no step was seen in the compiled script: no forward of a model, no call of a compiled function "
+            "that computes with parameters. Compile the model itself, as in "
             "`model = torch.compile(model)`, to have its graphs planned"
         )
     return original

@@ -1,0 +1,147 @@
+"""Compiled functions that call a model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+
+from torchtrim.capture.watch import Listener, Watcher
+from torchtrim.compiled.graphs import Graphs
+from torchtrim.runner.compiled_calls import CompiledCalls, roots_of
+from torchtrim.runner.compiling import INDUCTOR, OnCompile
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+    "ignore:Dynamo does not know how to trace",  # the watched `backward`, at a graph break
+)
+
+
+class Told(Listener):
+    """Writes down what it is told of roots."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.steps = 0
+
+    def root_appears(self, root: nn.Module) -> None:
+        self.events.append(f"root {type(root).__name__}")
+
+    def module_starts(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
+        self.events += [f"{type(module).__name__} starts"] * (depth == 0)
+
+    def module_ends(self, module: nn.Module, output: Any, depth: int) -> None:
+        self.events += [f"{type(module).__name__} ends"] * (depth == 0)
+
+    def backward_starts(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        self.events.append("backward")
+
+    def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
+        self.events.append(f"{type(optimizer).__name__} ends")
+
+    def step_ends(self) -> None:
+        self.steps += 1
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Told]:
+    torch._dynamo.reset()
+    told, graphs = Told(), Graphs()
+    watcher = Watcher(told)
+    calls = CompiledCalls(watcher)
+    on_compile = OnCompile(kept=(INDUCTOR,), calls=calls.watched)
+    on_compile.install()
+    try:
+        with watcher, graphs.watched(), calls.noted():
+            yield told
+    finally:
+        on_compile.remove()
+        torch._dynamo.reset()  # it keeps the functions, and their optimizers alive
+
+
+def compiled(function: Callable[..., Any], how: str) -> Callable[..., Any]:
+    return torch.compile(function) if how == "call" else torch.compile(dynamic=False)(function)
+
+
+@pytest.mark.parametrize("how", ["call", "decorator"])
+def test_a_compiled_loss_is_a_forward_of_the_model_it_calls(how: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    with watched() as told:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        loss = compiled(lambda x: model(x).sum(), how)
+        for _ in range(3):
+            loss(torch.ones(2, 3)).backward()
+            optimizer.step()
+    step = ["Sequential starts", "Sequential ends", "backward", "SGD ends"]
+    assert told.events == ["root Sequential", *step, *step, *step]
+    assert told.steps == 2
+
+
+def test_a_whole_step_compiled_has_its_backward_and_its_optimizer() -> None:
+    model = nn.Linear(3, 3)
+
+    with watched() as told:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+
+        compiled_step, before = torch.compile(step), model.bias.detach().clone()
+        for _ in range(3):
+            compiled_step(torch.ones(2, 3))
+    assert told.events.count("backward") == told.events.count("SGD ends") == 3
+    assert told.steps == 2
+    assert torch.allclose(before - model.bias, torch.full((3,), 0.6))
+
+
+def test_a_compiled_optimizer_step_is_seen_and_is_no_forward() -> None:
+    model = nn.Linear(3, 3)
+    with watched() as told:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        update = torch.compile(lambda: optimizer.step())
+        for _ in range(3):
+            model(torch.ones(2, 3)).sum().backward()
+            update()
+    step = ["Linear starts", "Linear ends", "backward", "SGD ends"]
+    assert told.events == ["root Linear", *step, *step, *step]
+    assert told.steps == 2
+
+
+def test_a_compiled_function_without_parameters_is_no_forward() -> None:
+    model = nn.Linear(3, 3)
+    with watched() as told:
+        loss = torch.compile(lambda y: y.square().mean())
+        loss(model(torch.ones(2, 3))).backward()
+    assert told.events == ["root Linear", "Linear starts", "Linear ends", "backward"]
+
+
+def test_what_a_step_compiles_last_is_planned_though_it_computes_nothing() -> None:
+    model = nn.Linear(3, 3)
+    torch._dynamo.reset()
+    graphs = Graphs()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).sum()
+        loss.backward()
+        return loss
+
+    with graphs.watched():
+        compiled_step = torch.compile(step)
+        for _ in range(2):
+            graphs.begin()
+            compiled_step(torch.ones(2, 3))
+    assert graphs.memory().peak_bytes > 0
+
+
+def test_roots_are_the_outermost_modules() -> None:
+    inner = nn.Linear(2, 2)
+    outer = nn.Sequential(nn.Sequential(inner))
+    other = nn.Linear(2, 2)
+    assert roots_of([other.weight, inner.bias]) == [other, outer]
