@@ -302,7 +302,7 @@ class Watcher:
     ) -> Iterator[Callable[[Any], None]]:
         """Watch a call of a compiled function as a forward of these roots, whose own are compiled away."""
         for root in roots[1:]:
-            self._root_starts(root)
+            self._root_starts(root, is_transformed=False)
         with self._running(roots[0], args, kwargs) as done:
             yield done
 
