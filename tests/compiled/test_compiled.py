@@ -176,6 +176,15 @@ def test_symbolic_sizes_are_those_of_the_largest_call() -> None:
     assert graphs.memory().saved_bytes == 96 * 16 * 4 + 4
 
 
+def test_numbers_of_modules_may_be_symbols_too() -> None:
+    model, graphs = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), _Sum()), Graphs()
+    with graphs.watched():
+        graphs.begin()
+        torch.compile(model, dynamic=True, fullgraph=True)(torch.randn(64, 8)).backward()
+    assert len(graphs.joints) == 1
+    assert graphs.memory().saved_bytes > 64 * 16 * 4
+
+
 class Shifted(nn.Module):
     """A softmax, whose loops Inductor fuses at their outer level, of a sum with its shift."""
 

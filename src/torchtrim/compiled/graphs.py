@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from torchtrim.compiled.choose import Saved
@@ -156,7 +157,13 @@ class Graphs:
 
 
 def _faked(node: fx.Node, value: Any) -> Any:
-    """Return the fake tensor of an input: its sizes stay symbols, or numbers, in later compiles."""
+    """Return the fake tensor of an input: its sizes stay symbols, or numbers, in later compiles.
+
+    A number of Python's is a tensor without dimensions here, whose value a compile may ask for.
+    """
+    has_value = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+    if has_value and not value.dim() and value.device.type == "cpu":
+        return value
     return node.meta.get("example_value", value)
 
 
