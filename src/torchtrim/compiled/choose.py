@@ -68,16 +68,17 @@ class SavingProgram:
             for column, factor in terms:
                 self._bytes[column, moment] = factor * _UNIT
 
-    def choose(self, budget: int, seconds: float, start: Saved) -> Saved:
-        """Return what to save within a budget, or what comes near it.
+    def choose(self, budget: int, seconds: float) -> Saved | None:
+        """Return what to save within a budget, or None if nothing is found in some seconds.
 
-        Where the program is not solved in some seconds, what is computed again may begin in fractions. They
-        hide bytes, up to a sixth of a ResNet's, so a search improves that answer, or else `start`.
+        Where the program is not solved in time, what is computed again may begin in fractions. They hide
+        bytes, up to a sixth of a ResNet's.
         """
-        found = self._solve(budget, seconds, whole=True) or self._solve(
-            budget, seconds, whole=False
-        )
-        return _Search(self, budget).run(found or start, now() + seconds)
+        return self._solve(budget, seconds, whole=True) or self._solve(budget, seconds, whole=False)
+
+    def improved(self, saved: Saved, budget: int, seconds: float) -> Saved:
+        """Return a choice that a search of some seconds brings nearer to the budget, or makes quicker."""
+        return _Search(self, budget).run(saved, now() + seconds)
 
     def _solve(self, budget: int, seconds: float, *, whole: bool) -> Saved | None:
         bounds = [

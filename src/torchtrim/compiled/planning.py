@@ -69,10 +69,15 @@ class GraphPlanner:
         """
         if self.own.peak_bytes <= budget:
             return self._unplanned
-        best, last = None, self._unplanned
+        best, last, aim = None, self._unplanned, _AIM * budget
         for number in range(_ROUNDS):
             self._program.correct(last.saved, last.simulated)
-            saved = self._program.choose(int(_AIM * budget), _SECONDS, last.saved)
+            saved = self._program.choose(int(aim), _SECONDS)
+            if saved is None:  # what the last choice needs more is not what each choice does
+                self._program.correct(self._unplanned.saved, self.own)
+                aim *= budget / max(budget, last.simulated.peak_bytes)
+                saved = self._program.choose(int(aim), _SECONDS)
+            saved = self._program.improved(saved or last.saved, int(aim), _SECONDS)
             if saved == last.saved:
                 break
             last = self._tried(saved, number + 1, last.first_peak if number else 0)
