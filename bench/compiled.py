@@ -182,7 +182,7 @@ class Bench:
             if names in known:
                 raise _Known
             made = JointBuilder(joint, info, written_inputs(joint)).build(chosen)
-            saved[graph.joint.key] = made.own  # its values are forward's, split or not
+            saved[made.key] = made.own
             return chosen
 
         try:
