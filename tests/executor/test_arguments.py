@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.arguments import GivenArguments, as_they_are, held, is_same
@@ -163,6 +164,16 @@ def test_sentinels_modules_of_the_block_and_plain_functions_are_given_as_they_ar
     given = GivenArguments(call, {id(module)})
     assert given.why_once == ""
     assert all(a is b for a, b in zip(call, given.again(), strict=True))
+
+
+def test_a_packed_sequence_is_given_to_each_run() -> None:
+    """It is of a subclass of a named tuple, so it could have attributes."""
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    given = GivenArguments((packed,))
+    assert given.why_once == ""
+    assert given.again()[0] is packed
+    packed.count = 0
+    assert "PackedSequence" in GivenArguments((packed,)).why_once
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,10 @@ def _is_mutable(value: Any) -> bool:
         return True
     if callable(value) and (isinstance(value, types.FunctionType) or is_trusted(type(value))):
         return False
-    return isinstance(getattr(value, "__dict__", None), dict) or bool(_slots(value))
+    own = getattr(value, "__dict__", None)
+    if isinstance(value, tuple):  # a subclass of a named tuple has attributes, mostly none
+        return bool(own)
+    return isinstance(own, dict) or bool(_slots(value))
 
 
 def _twin(value: Any, fresh: Callable[[Any], Any]) -> Any:
