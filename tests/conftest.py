@@ -14,6 +14,8 @@ import draws
 
 os.environ.setdefault("TORCHTRIM_DEBUG", "1")
 """What a part raises by mistake is to be seen, not survived."""
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+"""Read once in a process: a test that profiles by torch alone would make the profiler print for all."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

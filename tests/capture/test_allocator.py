@@ -23,8 +23,9 @@ from torchtrim.capture.allocator import (
     NOTHING,
     CpuAllocator,
     CudaAllocator,
+    _Block,
+    _of_the_script,
     _rises,
-    _without,
     _without_numbers,
     allocator_for,
     rss_bytes,
@@ -109,17 +110,32 @@ def test_operators_that_raise_do_not_shift_the_others() -> None:
     assert sum(op.transient_bytes > 0 for op in found.operators) > 20
 
 
+def of_the_script(
+    blocks: list[tuple[int, int, int]],
+    own: list[tuple[int, int]],
+    live: dict[int, int] | None = None,
+) -> list[tuple[int, int]]:
+    return _of_the_script([_Block(*one) for one in blocks], own, {} if live is None else live)
+
+
 class TestPureParts:
     def test_how_far_memory_rises_inside_of_marks(self) -> None:
         memory = [(1, 5), (3, 10), (4, 20), (5, -10), (8, 7), (9, -7), (20, 3)]
         assert _rises(memory, [(2, 6), (7, 10), (12, 15), (19, 21)]) == [30, 7, 0, 3]
 
-    def test_events_of_our_own_do_not_count(self) -> None:
-        memory = [(1, 5), (3, 10), (4, -10), (8, 7), (10, 1)]
-        assert _without(memory, [(2, 5), (10, 11)]) == [(1, 5), (8, 7)]
-        assert _without(memory, []) == memory
-        collected = [(1, 64), (3, 8), (4, -64), (5, -8), (6, 16)]
-        assert _without(collected, [(2, 5)]) == [(1, 64), (4, -64), (6, 16)]
+    def test_blocks_of_our_own_do_not_count_wherever_they_are_freed(self) -> None:
+        blocks = [(1, 5, 0), (3, 10, 1), (4, -10, 1), (8, 7, 2), (10, 1, 3)]
+        assert of_the_script(blocks, [(2, 5), (10, 11)]) == [(1, 5), (8, 7)]
+        assert of_the_script(blocks, []) == [block[:2] for block in blocks]
+        collected = [(1, 64, 0), (3, 8, 1), (4, -64, 0), (5, -8, 1), (6, 16, 0), (7, 9, 1)]
+        assert of_the_script(collected, [(2, 5)]) == [(1, 64), (4, -64), (6, 16), (7, 9)]
+        assert of_the_script([(3, 8, 1), (9, -8, 1)], [(2, 5)]) == []
+
+    def test_a_free_that_nobody_reported_is_seen_when_the_address_is_used_again(self) -> None:
+        live: dict[int, int] = {}
+        assert of_the_script([(1, 64, 0), (2, 32, 1)], [], live) == [(1, 64), (2, 32)]
+        assert of_the_script([(5, 48, 0), (6, -32, 1)], [], live) == [(5, -64), (5, 48), (6, -32)]
+        assert live == {0: 48}
 
     def test_the_allocator_of_a_device(self) -> None:
         assert isinstance(allocator_for("cpu"), CpuAllocator)

@@ -82,11 +82,17 @@ def test_sharding_is_a_lever_of_replicas_with_the_command_that_says_more() -> No
 @pytest.mark.slow
 def test_what_fits_with_shards_alone_is_sharded_and_certified_on_each_rank() -> None:
     words = ("--width", "192", "--blocks", "24", "--batch", "4")
-    found = Fitting(script(*words), REQUEST, lambda _: None, Terms(allow="rounding")).nearest(
+    request = Request(steps=6)
+    found = Fitting(script(*words), request, lambda _: None, Terms(allow="rounding")).nearest(
         memory_limit("62%")
     )
-    assert found.plan.techniques[0].name == "shard"
+    assert [one.name for one in found.plan.techniques] == ["shard"], found.notes
     assert found.planned is not None
+    for rank in found.planned.ranks:
+        assert rank.profile is not None
+        later = [step.peak_bytes for step in rank.steps[request.warmup :]]
+        assert min(later) >= rank.profile.peak_bytes
+        assert max(later) < 1.15 * rank.profile.peak_bytes  # what gloo's threads have yet to free
     assert all(one.peak_bytes < 0.7 * found.original.peak_bytes for one in found.planned.ranks)
     assert found.certificate is not None
     assert found.certificate.verdict in ("BITWISE", "ROUNDING")

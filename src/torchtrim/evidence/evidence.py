@@ -251,13 +251,17 @@ class Evidence(Listener):
         if not isinstance(value, torch.Tensor):
             self.step.digests[name] = f"{_PLAIN}{value}"
         elif has_bits(value):
-            kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
             with torch.no_grad(), own():
-                if self.gathers and isinstance(value, kind):
-                    value = value.full_tensor()
-                self.step.digests[name] = digest_of(value) if self._digests else ""
-                if self._keep is not None:
-                    self._keep(name, value)
+                self._digest(name, value)
+
+    def _digest(self, name: str, value: torch.Tensor) -> None:
+        """Gathers a sharded tensor, and lets go of it at the end, within torchtrim's own range."""
+        kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+        if self.gathers and isinstance(value, kind):
+            value = value.full_tensor()
+        self.step.digests[name] = digest_of(value) if self._digests else ""
+        if self._keep is not None:
+            self._keep(name, value)
 
 
 def _settings(

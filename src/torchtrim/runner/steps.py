@@ -153,6 +153,7 @@ class StepMeasure:
         number, request = len(self._trial.steps), self._trial.request
         if self._idled:
             self._between.stop()
+            self._watching = allocator_for(self._setting.device)
             self._idled, self._alive = False, reachable_bytes()
         ours = self._ours()
         self._ours_bytes = storage_bytes(ours, counted_device(self._setting.device))
