@@ -71,4 +71,6 @@ def test_formats() -> None:
 def test_amounts_that_differ_look_different() -> None:
     assert format_apart(2**20, 2**20 + 1) == ("1048576 B", "1048577 B")
     assert format_apart(2**20, 2**21) == ("1.00 MiB", "2.00 MiB")
+    assert format_apart(13_723_512, 13_715_320) == ("13.09 MiB", "13.08 MiB")
+    assert format_apart(2**20, 2**20 + 2**11, 2**20) == ("1.000 MiB", "1.002 MiB", "1.000 MiB")
     assert format_apart(2**20, 2**20) == ("1.00 MiB", "1.00 MiB")

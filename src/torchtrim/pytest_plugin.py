@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from torchtrim.core.units import counted, format_bytes, parse_bytes
+from torchtrim.core.units import counted, format_apart, format_bytes, parse_bytes
 from torchtrim.errors import TorchtrimError, UsageError
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def _judge_growth(item: pytest.Function, limits: MarkLimits) -> None:
             f"  {_place(one.path, one.line, root)}  {one.message}" for one in growing_state(profile)
         ]
         item.stash[_SECTION] = "\n".join(["what grows:", *lines])
-        grew, most = format_bytes(stream.growth_bytes), format_bytes(limits.max_growth)
+        grew, most = format_apart(stream.growth_bytes, limits.max_growth)
         _fail(f"{grew} a frame ({stream.frame}), max_growth={most}")
 
 
@@ -214,7 +214,7 @@ def _over(level: Level, limits: MarkLimits) -> list[str]:
     if limits.max_syncs is not None and level.syncs > limits.max_syncs:
         wrong.append(f"{counted(level.syncs, 'host-device sync')}, max_syncs={limits.max_syncs}")
     if limits.max_peak is not None and level.peak_bytes > limits.max_peak:
-        peak, most = format_bytes(level.peak_bytes), format_bytes(limits.max_peak)
+        peak, most = format_apart(level.peak_bytes, limits.max_peak)
         wrong.append(f"peak {peak}, max_peak={most}")
     return wrong
 

@@ -26,6 +26,7 @@ class Amount(NamedTuple):
         return int(self.number * whole / 100) if self.is_share else int(self.number)
 
 
+_MORE_DIGITS = 3  # Arbitrary; beyond, whole bytes are as short.
 _LEAST_BARE = 2**16  # Arbitrary; no training step needs less, and nobody counts bytes there.
 
 
@@ -101,8 +102,8 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
-def format_bytes(amount: int | float) -> str:
-    """Format `1536` as `"1.50 KiB"`. The sign is kept; amounts below 1 KiB are whole bytes."""
+def format_bytes(amount: int | float, more: int = 0) -> str:
+    """Format `1536` as `"1.50 KiB"`, with `more` digits. The sign is kept; below 1 KiB are whole bytes."""
     if abs(amount) < 1024:
         return f"{amount:.0f} B"
     size, unit = float(amount), "B"
@@ -110,15 +111,16 @@ def format_bytes(amount: int | float) -> str:
         size, unit = size / 1024, larger
         if abs(size) < 1024:
             break
-    return f"{_three_digits(size)} {unit}"
+    return f"{_three_digits(size, more)} {unit}"
 
 
-def format_apart(one: int, other: int) -> tuple[str, str]:
-    """Format two amounts, in whole bytes if they would look alike although they differ."""
-    texts = format_bytes(one), format_bytes(other)
-    if one != other and texts[0] == texts[1]:
-        return f"{one} B", f"{other} B"
-    return texts
+def format_apart(*amounts: int) -> tuple[str, ...]:
+    """Format amounts to compare: different ones that look alike get more digits, or are in bytes."""
+    for digits in range(_MORE_DIGITS):
+        texts = tuple(format_bytes(amount, digits) for amount in amounts)
+        if len({*texts}) == len({*amounts}):
+            return texts
+    return tuple(f"{amount} B" for amount in amounts)
 
 
 def format_seconds(seconds: float) -> str:
@@ -129,5 +131,5 @@ def format_seconds(seconds: float) -> str:
     return f"{_three_digits(seconds * factor)} {unit}"
 
 
-def _three_digits(number: float) -> str:
-    return f"{number:.{2 if abs(number) < 10 else 1 if abs(number) < 100 else 0}f}"
+def _three_digits(number: float, more: int = 0) -> str:
+    return f"{number:.{more + (2 if abs(number) < 10 else 1 if abs(number) < 100 else 0)}f}"

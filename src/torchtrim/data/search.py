@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from torchtrim.core.units import format_bytes
+from torchtrim.core.units import format_apart
 from torchtrim.data.model import Consumer, batch_seconds, memory_bytes
 from torchtrim.records.loader import BatchParts, LoaderSettings, MeasuredSettings
 
@@ -135,10 +135,10 @@ class SettingsSearch:
             settings = replace(made, prefetch=prefetch)
             if self._fits(settings):
                 return settings
-        needed = format_bytes(memory_bytes(self.parts, replace(made, prefetch=1)))
+        least = memory_bytes(self.parts, replace(made, prefetch=1))
+        needed, most = format_apart(least, self.limits.memory or 0)
         self.skipped.append(
-            f"{workers} workers: prefetching one batch each needs {needed}, more than the "
-            f"{format_bytes(self.limits.memory or 0)} allowed"
+            f"{workers} workers: prefetching one batch each needs {needed}, more than the {most} allowed"
         )
         return None
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchtrim.analysis.held import locals_past_use
 from torchtrim.analysis.prices import device_of
-from torchtrim.core.units import format_bytes
+from torchtrim.core.units import format_apart, format_bytes
 from torchtrim.errors import InfeasibleBudget, UsageError
 from torchtrim.executor.registry import Option, edit_of, in_files_of, options_of, settled, units
 from torchtrim.memory.packing.buffers import bytes_over_time
@@ -165,9 +165,10 @@ class Planner:
     def infeasible(self, budget: int, smallest: int) -> InfeasibleBudget:
         """Return the error that states the smallest budget that fits and the source of the smallest peak."""
         set_by = self.set_by(self.floor)
+        asked, needed = format_apart(budget, smallest)
         return InfeasibleBudget(
-            f"no plan brings the peak to {format_bytes(budget)}. The smallest found needs "
-            f"{format_bytes(smallest)} ({smallest} bytes), set by {set_by}. "
+            f"no plan brings the peak to {asked}. The smallest found needs "
+            f"{needed} ({smallest} bytes), set by {set_by}. "
             f"{self._cost_of_pins(smallest)}Use --memory {smallest} or more, or {self._else()}."
             f"{self._past_use()}",
             smallest_bytes=smallest,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
-from torchtrim.core.units import counted, format_bytes
+from torchtrim.core.units import counted, format_apart, format_bytes
 from torchtrim.core.words import listed
 from torchtrim.records import Report
 from torchtrim.records.figures import Figures
@@ -73,13 +73,14 @@ def _lines(report: Report, path: str, places: Sequence[tuple[str, int]]) -> str:
 
 def _over(report: Report, peak: int, original: Figures) -> Iterator[str]:
     assert report.budget_bytes is not None
-    over, budget = peak - report.budget_bytes, format_bytes(report.budget_bytes)
+    over = peak - report.budget_bytes
+    used, budget = format_apart(peak, report.budget_bytes)
     name = "the process" if report.memory_kind == "rss" else "the step"
     if over <= 0:
-        yield f"Nothing: {name} peaks at {format_bytes(peak)}, within the budget of {budget}."
+        yield f"Nothing: {name} peaks at {used}, within the budget of {budget}."
         return
     more = f"{format_bytes(over)} over the budget of {budget}"
-    yield f"{name.capitalize()} peaks at {format_bytes(peak)}, {more}."
+    yield f"{name.capitalize()} peaks at {used}, {more}."
     if original.by_kind:
         kind, size = max(original.by_kind.items(), key=lambda item: item[1])
         yield f"{_are(kind)} the largest part, {format_bytes(size)}{_most(report, kind, size)}."

@@ -102,7 +102,7 @@ def _of_memory(report: Report, peaks: str) -> str:
         missed = _missed(report.floor_bytes, report)
         return f"{missed}, {results}" if results else missed
     if is_over:
-        lead = f"Does not fit {format_bytes(report.budget_bytes or 0)}"
+        lead = f"Does not fit {_missed_by(report)[1]}"
     elif _fits_already(report):
         return f"Fits already: {peaks.partition(' -> ')[0]}{emulated_name(report)}, nothing to plan"
     elif report.budget_bytes is not None and peaks:
@@ -136,6 +136,12 @@ def _missed(floor_bytes: int, report: Report) -> str:
     return text
 
 
+def _missed_by(report: Report) -> tuple[str, ...]:
+    """Return the peak that misses the budget, and the budget."""
+    budget, after = report.budget_bytes or 0, peak_after(report)
+    return format_apart(budget + over_budget(report) if after is None else after, budget)
+
+
 def _peaks(report: Report) -> str:
     name, before, after = PEAKS[report.memory_kind], peak_before(report), peak_after(report)
     if before is None:
@@ -146,7 +152,8 @@ def _peaks(report: Report) -> str:
     text = f"{name} {size}"
     if after is not None:
         predicted = " predicted" if report.planned is None else ""
-        text += f" -> {format_bytes(after)}{predicted}{bracketed(percent(before, after))}"
+        shown = _missed_by(report)[0] if over_budget(report) > 0 else format_bytes(after)
+        text += f" -> {shown}{predicted}{bracketed(percent(before, after))}"
     return f"{text}{emulated_name(report)}"
 
 
@@ -203,7 +210,7 @@ def _budget_parts(report: Report) -> Iterable[str]:
     if report.budget_bytes is not None and report.floor_bytes is None:
         missed = over_budget(report)
         by = f" missed by {format_bytes(missed)}" if missed > 0 else ""
-        yield f"budget {format_bytes(report.budget_bytes)}{by}"
+        yield f"budget {_missed_by(report)[1] if missed > 0 else format_bytes(report.budget_bytes)}{by}"
     if report.floor_bytes is not None or (_is_of_fixes(report) and any(_fixes(report))):
         yield _peaks(report)
 

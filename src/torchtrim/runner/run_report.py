@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from torchtrim.core.isolation import isolated
-from torchtrim.core.units import counted, format_bytes, format_seconds
+from torchtrim.core.units import counted, format_apart, format_bytes, format_seconds
 from torchtrim.executor.registry import assumed_by, technique
 from torchtrim.records.commands import command, plan_again
 from torchtrim.records.plan import Plan, Technique, digest_of_techniques
@@ -175,8 +175,9 @@ def _peak(plan: Plan, watch: RunWatch) -> str:
     peak, how = watch.peak.bytes, watch.peak.how
     if peak is None:
         return how
-    measured = f"{format_bytes(peak)}{f' ({how})' if how else ''}"
-    budget = f"the budget of {format_bytes(plan.budget_bytes)}{_kind(plan)}"
+    used, asked = format_apart(peak, plan.budget_bytes)
+    measured = f"{used}{f' ({how})' if how else ''}"
+    budget = f"the budget of {asked}{_kind(plan)}"
     if _on_gpu(plan.predicted.device) != _on_gpu(watch.device) and plan.predicted.device:
         again = plan_again(plan, device=watch.device)
         there = _named(plan.predicted.device)

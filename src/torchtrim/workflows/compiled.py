@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from torchtrim.certify.contest import Contest
 from torchtrim.certify.variants import certify_ranks
-from torchtrim.core.units import counted, format_bytes
+from torchtrim.core.units import counted, format_apart, format_bytes
 from torchtrim.errors import TorchtrimError, Unsupported
 from torchtrim.executor.apply import digest_of
 from torchtrim.planner.plans import graphs_plan
@@ -102,9 +102,10 @@ def optimize_compiled(
             return _certified(script, request, original, planned, plan, progress)
         saving += planned.peak_bytes - budget.bytes
     kept = f"; `--memory {-(-lowest // 1024)}KiB` keeps it compiled" if lowest < whole else ""
+    needs, least, asked = format_apart(whole, lowest, budget.bytes)
     raise GraphsMiss(
-        f"compiled, the step needs {format_bytes(whole)}, and the plan of its graphs with the smallest peak "
-        f"{format_bytes(lowest)}, over the budget of {format_bytes(budget.bytes)}{kept}",
+        f"compiled, the step needs {needs}, and the plan of its graphs with the smallest peak {least}, "
+        f"over the budget of {asked}{kept}",
         budget.bytes,
     )
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchtrim.capture.workload import TrainStep
-from torchtrim.core.units import format_bytes
+from torchtrim.core.units import format_apart
 from torchtrim.errors import ApplyFailed, TorchtrimError, UsageError
 from torchtrim.executor.apply import apply_plan, fingerprint_of, named_roots
 from torchtrim.executor.places import root_of
@@ -187,10 +187,8 @@ class InTraining:
 def _outcome(fit: Fit, result: Result) -> str:
     if fit.missed is not None:
         smallest = fit.missed.smallest_bytes
-        return (
-            f"no plan reaches {format_bytes(fit.budget.bytes)}; the smallest peak found is "
-            f"{format_bytes(smallest)} (memory={smallest}). {_GOES_ON}"
-        )
+        asked, needed = format_apart(fit.budget.bytes, smallest)
+        return f"no plan reaches {asked}; the smallest peak found is {needed} (memory={smallest}). {_GOES_ON}"
     if fit.certificate is not None and fit.certificate.verdict == "NOT EQUAL":
         return f"the planned step does not equal the original: {fit.certificate.reason}. {_GOES_ON}"
     applied = "The plan is applied." if fit.plan.techniques else "Nothing had to change."

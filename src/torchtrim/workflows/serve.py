@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from torchtrim.core.units import format_bytes
+from torchtrim.core.units import format_apart
 from torchtrim.errors import InfeasibleBudget, PlannedStepFailed, UsageError
 from torchtrim.executor.apply import digest_of
 from torchtrim.planner.plans import CallOptions, plan_of_calls
@@ -117,9 +117,10 @@ def _fit_calls(
 
 
 def _with_missed(fit: Fit, budget: int, smallest: int) -> Fit:
+    asked, needed = format_apart(budget, smallest)
     missed = InfeasibleBudget(
-        f"no plan brings the peak to {format_bytes(budget)}. The smallest found needs "
-        f"{format_bytes(smallest)} ({smallest} bytes), the first layers in up to {_MOST_PARTS} parts of "
+        f"no plan brings the peak to {asked}. The smallest found needs "
+        f"{needed} ({smallest} bytes), the first layers in up to {_MOST_PARTS} parts of "
         f"the batch. Give --memory {smallest} or more, or make the batch smaller.",
         smallest_bytes=smallest,
         set_by="the calls' results and the memory held between calls",

@@ -11,7 +11,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from torchtrim.core.units import format_bytes, format_seconds
+from torchtrim.core.units import format_apart, format_bytes, format_seconds
 from torchtrim.errors import ApplyFailed, ScriptFailed
 from torchtrim.records.certificate import Certificate, Difference, Verdict
 from torchtrim.records.plan import Plan
@@ -207,7 +207,7 @@ def _notes(stream: StreamReport) -> list[str]:
         "included",
     ]
     if stream.max_growth_bytes is not None and stream.growth_bytes > stream.max_growth_bytes:
-        over, most = format_bytes(stream.growth_bytes), format_bytes(stream.max_growth_bytes)
+        over, most = format_apart(stream.growth_bytes, stream.max_growth_bytes)
         notes.insert(0, f"over the limit: {over} a frame, --max-growth {most}")
     if stream.unbounded_growth_bytes is not None:
         seconds = format_seconds(stream.unbounded_frame_seconds or 0.0)

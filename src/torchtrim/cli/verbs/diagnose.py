@@ -22,7 +22,7 @@ from torchtrim.cli.options import (
 from torchtrim.cli.output import command_for, folder_for, followed, gate_text, show, write_files
 from torchtrim.cli.progress import progress
 from torchtrim.core.isolation import failures
-from torchtrim.core.units import format_bytes, parse_bytes
+from torchtrim.core.units import format_apart, parse_bytes
 from torchtrim.errors import UsageError
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ class GateLimits:
             over.append(PassedLimit(limit=limit, findings=costly))
         peak = report.original.peak_bytes
         if self.peak is not None and peak > self.peak:
-            limit = f"peak {format_bytes(peak)}, --max-peak {format_bytes(self.peak)}"
+            seen, most = format_apart(peak, self.peak)
+            limit = f"peak {seen}, --max-peak {most}"
             over.append(PassedLimit(limit=limit))
         return tuple(over)
 

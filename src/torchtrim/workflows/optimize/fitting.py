@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from torchtrim.certify.contest import Contest
 from torchtrim.certify.variants import as_asked, asked_of, by_hand, certify_ranks, limit_of
-from torchtrim.core.units import counted, format_bytes
+from torchtrim.core.units import counted, format_apart, format_bytes
 from torchtrim.errors import ApplyFailed, InfeasibleBudget, PlannedStepFailed, Unsupported
 from torchtrim.executor.apply import digest_of
 from torchtrim.executor.export import exported
@@ -393,10 +393,8 @@ class Fitting:
             if last or trials.well_used(used, error, budget.bytes):
                 break
             if used > budget.bytes:
-                notes.append(
-                    f"a plan predicted {format_bytes(plan.predicted.peak_bytes)} and measured "
-                    f"{format_bytes(used)}; planned again"
-                )
+                predicted, measured = format_apart(plan.predicted.peak_bytes, used)
+                notes.append(f"a plan predicted {predicted} and measured {measured}; planned again")
             bias += error
         if not planner.forced and all(one.used > budget.bytes for one in tried):
             tried += self._reconsidered(original, outcomes, budget.biased(first))

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from torchtrim.core.isolation import isolated
-from torchtrim.core.units import format_bytes
+from torchtrim.core.units import format_apart, format_bytes
 from torchtrim.errors import TorchtrimError
 from torchtrim.executor.registry import MeasuredTechnique, names, refusals_of, technique
 from torchtrim.records.budget import Budget
@@ -60,8 +60,9 @@ def out_of_reach(original: Trial, budget: Budget) -> str:
     if (total := sum(held.values())) <= budget.bytes:
         return ""
     parts = ", ".join(f"{kind}s {format_bytes(size)}" for kind, size in held.items() if size)
+    asked, kept = format_apart(budget.bytes, total)
     return (
-        f"no plan meets {format_bytes(budget.bytes)}, since {format_bytes(total)} stay at the peak in any "
+        f"no plan meets {asked}, since {kept} stay at the peak in any "
         f"plan ({parts}); looking for the smallest peak instead"
     )
 

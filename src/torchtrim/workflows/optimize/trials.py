@@ -15,7 +15,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from torchtrim.core.isolation import Failure, debugging, note
-from torchtrim.core.units import format_bytes, format_seconds
+from torchtrim.core.units import format_apart, format_bytes, format_seconds
 from torchtrim.errors import (
     ApplyFailed,
     InfeasibleBudget,
@@ -467,9 +467,10 @@ def _modules_at(profile: Profile, place: str) -> list[int]:
 
 def nothing_helps(budget: int, whole: int, set_by: str) -> InfeasibleBudget:
     """Return the error for a budget that no plan comes closer to."""
+    peak, asked = format_apart(whole, budget)
     return InfeasibleBudget(
-        f"{NOTHING}: the peak stays at {format_bytes(whole)} ({whole} bytes), set by {set_by}, and the "
-        f"budget is {format_bytes(budget)}. Make the batch smaller, or look at the tensors at the peak.",
+        f"{NOTHING}: the peak stays at {peak} ({whole} bytes), set by {set_by}, and the "
+        f"budget is {asked}. Make the batch smaller, or look at the tensors at the peak.",
         smallest_bytes=whole,
         set_by=set_by,
     )
