@@ -17,7 +17,7 @@ from torchtrim.planner import planner
 from torchtrim.planner.linear import Constraint, LinearBuilder
 from torchtrim.planner.problem import Problem
 from torchtrim.planner.solvers import integer
-from torchtrim.planner.solvers.integer import Integer, IntegerProgram
+from torchtrim.planner.solvers.integer import Effort, Integer, IntegerProgram
 from torchtrim.records.budget import Budget
 from torchtrim.step.rerun import rerun
 
@@ -66,7 +66,7 @@ def test_a_hold_that_one_option_drops_twice_counts_once() -> None:
 
 def test_what_highs_refuses_is_not_run() -> None:
     twice = Constraint(1.0, math.inf, ((0, 1.0), (0, 1.0)))
-    refused = integer.solve(IntegerProgram([0.0], [1.0], [1.0], 1, [twice]), 5.0)
+    refused = integer.solve(IntegerProgram([0.0], [1.0], [1.0], 1, [twice]), Effort(5.0))
     assert refused == (None, -math.inf, False, False)
 
 

@@ -19,9 +19,8 @@ import numpy
 
 from torchtrim.compiled.joint import BYTES, Joint, Kernel
 from torchtrim.compiled.memory import Simulated
-from torchtrim.core.clock import now
 from torchtrim.planner.linear import Constraint
-from torchtrim.planner.solvers.integer import IntegerProgram, solve
+from torchtrim.planner.solvers.integer import Effort, IntegerProgram, solve
 
 _SEGMENTS = 16
 """In a second of search at 60 % of a ResNet's peak, 12 or 16 compute 9 % again, 8 12 %, and 24 45 %."""
@@ -36,6 +35,8 @@ _NEAR = 1e-2
 """Of the seconds of all of forward: an answer this near the bound is not worth a longer search."""
 _SMALL = 2e-3
 """Arbitrary; share of the budget: the search leaves smaller values as they are."""
+_LOOK = 2e-6
+"""About the seconds of one core, for each value that can be saved, to look at one other choice."""
 _FREE = 1e-6
 """Arbitrary; share of forward's seconds: less is as good as free."""
 Saved = Mapping[str, frozenset[int]]
@@ -69,7 +70,7 @@ class SavingProgram:
                 self._bytes[column, moment] = factor * _UNIT
 
     def choose(self, budget: int, seconds: float) -> Saved | None:
-        """Return what to save within a budget, or None if nothing is found in some seconds.
+        """Return what to save within a budget, or None if an effort of some seconds finds nothing.
 
         Where the program is not solved in time, what is computed again may begin in fractions. They hide
         bytes, up to a sixth of a ResNet's.
@@ -77,8 +78,8 @@ class SavingProgram:
         return self._solve(budget, seconds, whole=True) or self._solve(budget, seconds, whole=False)
 
     def improved(self, saved: Saved, budget: int, seconds: float) -> Saved:
-        """Return a choice that a search of some seconds brings nearer to the budget, or makes quicker."""
-        return _Search(self, budget).run(saved, now() + seconds)
+        """Return a choice that an effort of some seconds brings nearer to the budget, or makes quicker."""
+        return _Search(self, budget).run(saved, Effort(seconds))
 
     def _solve(self, budget: int, seconds: float, *, whole: bool) -> Saved | None:
         bounds = [
@@ -93,7 +94,7 @@ class SavingProgram:
             rows=[*self._rows, *bounds],
             near=_NEAR * _UNITS,
         )
-        answer = solve(program, seconds, enough=seconds / 4)
+        answer = solve(program, Effort(seconds), enough=seconds / 4)
         if answer.values is None:
             return None
         found: defaultdict[str, set[int]] = defaultdict(set, {key: set() for key in self._graphs})
@@ -246,15 +247,17 @@ class _Search:
         self._program = program
         self._budget = budget
         self._values = program.choices(int(_SMALL * budget))
+        self._round = _LOOK * len(program.choices(0)) * len(self._values)
 
-    def run(self, start: Saved, until: float) -> Saved:
+    def run(self, start: Saved, effort: Effort) -> Saved:
         """Return a choice that no such value brings nearer to the budget, or makes quicker within it.
 
-        The search ends at a time on the clock, with what it has.
+        The search ends with what it has when the effort is spent.
         """
         saved, state = start, self._program.state(start)
-        while now() < until and (found := self._better(saved, state)) is not None:
+        while effort.left > 0 and (found := self._better(saved, state)) is not None:
             saved, state = found
+            effort.spend(self._round)
         return saved
 
     def _better(self, saved: Saved, state: State) -> tuple[Saved, State] | None:

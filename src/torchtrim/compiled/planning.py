@@ -16,7 +16,7 @@ _NEAR = 0.97
 _AIM = 0.985
 """Share of the budget to aim at: the middle of what is near enough."""
 _SECONDS = 5.0
-"""Arbitrary; for the solver, each time."""
+"""Arbitrary; an effort, for the solver and for the search, each time."""
 _FREE = 5e-3
 """Of forward's seconds: a choice that adds less is not looked for again nearer to the budget."""
 

@@ -19,12 +19,30 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from torchtrim.core.clock import now
 from torchtrim.planner.linear import Constraint, Linear, LinearBuilder
 from torchtrim.planner.problem import Answer, Chosen, Problem
 
 _GAP = 1e-6  # The tolerance of the solver, so a proven answer is optimal apart from rounding.
-_PATIENCE = 4.0  # Wall time that a solver may take on a busy machine, in multiples of its seconds.
+_PATIENCE = 20.0
+"""Arbitrary; wall time of a solver that never looks up, in multiples of its seconds."""
+# About what one core takes for a simplex iteration; and for each term of the rows: to begin a program, for
+# an iteration, and from one call back of HiGHS to the next, at the root with its cuts or deeper in the tree.
+_ITERATION, _BEGIN, _PER_TERM, _AT_ROOT, _IN_TREE = 3e-5, 2e-6, 1e-9, 3e-6, 1e-7
+_MOST_ITERATIONS = 2**31 - 1
+
+
+class Effort:
+    """Seconds of one core that solvers may take, told by counts of their work.
+
+    On a clock a plan would depend on what else the machine does. `left`: what is not used up.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.left = seconds
+
+    def spend(self, seconds: float) -> None:
+        """Use up some seconds."""
+        self.left -= seconds
 
 
 @dataclass(frozen=True)
@@ -55,19 +73,23 @@ class ProgramAnswer(NamedTuple):
 
 
 def solve(
-    program: IntegerProgram, seconds: float, start: Sequence[int] | None = None, enough: float = 0.0
+    program: IntegerProgram, effort: Effort, start: Sequence[int] | None = None, enough: float = 0.0
 ) -> ProgramAnswer:
-    """Solve a program within some seconds. `start`: whole columns that are 1 in a known solution.
+    """Solve a program within an effort. `start`: whole columns that are 1 in a known solution.
 
     The search for the best continues for `enough` seconds after it finds an answer near the bound.
     """
+    terms = sum(len(row.terms) for row in program.rows)
+    iteration = _ITERATION + _PER_TERM * terms
+    effort.spend(_BEGIN * terms)
     highspy: Any = import_module("highspy")
     solver = highspy.Highs()
     for name, value in (
         ("output_flag", False),
         ("random_seed", 0),
         ("threads", 1),
-        ("time_limit", _PATIENCE * seconds if program.integers else seconds),
+        ("time_limit", _PATIENCE * max(effort.left, 1.0)),
+        ("simplex_iteration_limit", int(min(max(effort.left / iteration, 0), _MOST_ITERATIONS))),
         ("mip_rel_gap", _GAP),
         ("mip_abs_gap", _GAP),
     ):
@@ -82,22 +104,26 @@ def solve(
         numbers = numpy.arange(program.integers, dtype=numpy.int32)
         solver.setSolution(program.integers, numbers, values)
     if program.integers:
-        solver.cbMipInterrupt += _interrupt_when_near(program.near, now() + enough, now() + seconds)
+        solver.cbMipInterrupt += _interrupt_when_near(program.near, terms, effort, enough)
     if solver.run() == highspy.HighsStatus.kError:
         # It may fail beside the user's threads, but not with new threads.
         highspy.Highs.resetGlobalScheduler(True)
         if solver.run() == highspy.HighsStatus.kError:
             return ProgramAnswer(None, -math.inf, infeasible=False, proven=False)
+    if not program.integers:
+        effort.spend(solver.getInfo().simplex_iteration_count * iteration)
     return _solved(highspy, solver, whole=bool(program.integers))
 
 
-def _interrupt_when_near(near: float, enough: float, until: float) -> Any:
-    """Return a callback that stops the solver when its time is over, or its answer is near enough."""
+def _interrupt_when_near(near: float, terms: int, effort: Effort, enough: float) -> Any:
+    """Return a callback that stops the solver when the effort is spent, or its answer is near enough."""
+    until = effort.left - enough
 
     def look(event: Any) -> None:
-        found, clock = event.data_out, now()
+        found = event.data_out
+        effort.spend(terms * (_IN_TREE if found.mip_node_count > 0 else _AT_ROOT))
         is_near = found.mip_primal_bound - found.mip_dual_bound <= near
-        event.data_in.user_interrupt = clock > until or (clock > enough and is_near)
+        event.data_in.user_interrupt = effort.left < 0 or (effort.left < until and is_near)
 
     return look
 
@@ -228,7 +254,7 @@ class MomentSearch:
     """One program, solved with more and more moments until its answer holds at all of them.
 
     `limit`: a budget, or None to minimize the peak, which is then a separate column. `near`: see
-    `IntegerProgram`. `seconds`: the time limit.
+    `IntegerProgram`. `seconds`: the effort.
     """
 
     def __init__(
@@ -246,7 +272,7 @@ class MomentSearch:
         self._rows = list(model.rows)
         self._moments: set[int] = set()
         self._costs = [*costs, *[0.0] * (model.columns - len(costs))]
-        self._until = now() + seconds
+        self._effort = Effort(seconds)
         self._bound = -math.inf
 
     def run(self, start: Chosen | None) -> Answer:
@@ -258,8 +284,8 @@ class MomentSearch:
 
     def _ask_in_whole(self, known: Chosen | None) -> Answer:
         best, lowest, enough = None, math.inf, 0.0
-        while (left := self._until - now()) > 0:
-            found = solve(self._program(whole=True), left, known, enough)
+        while self._effort.left > 0:
+            found = solve(self._program(whole=True), self._effort, known, enough)
             if found.infeasible:
                 return _IMPOSSIBLE
             self._bound = max(self._bound, found.bound)
@@ -297,8 +323,8 @@ class MomentSearch:
 
     def _ask_in_fractions(self) -> bool:
         """Add the moments that fractions of options cannot keep within the limit; False if none can fit."""
-        while (left := self._until - now()) > 0:
-            found = solve(self._program(whole=False), left)
+        while self._effort.left > 0:
+            found = solve(self._program(whole=False), self._effort)
             if found.infeasible:
                 return False
             if found.values is None:
