@@ -400,6 +400,7 @@ class TestRenderers:
         assert run("diagnose", "train.py", "--max-peak", "1B")[0] == 1
 
 
+@pytest.mark.slow
 def test_a_script_is_fitted_and_fixed_though_a_part_of_each_kind_fails(
     drop: Drop, run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

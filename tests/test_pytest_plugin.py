@@ -313,6 +313,7 @@ def test_a_tolerance_is_a_share(session, tolerance: str) -> None:
     result.stderr.fnmatch_lines(["*--torchtrim-tolerance must be a percentage such as 5%*"])
 
 
+@pytest.mark.slow
 def test_under_xdist_the_first_process_writes(session, pytester: pytest.Pytester) -> None:
     body = "".join(f"@mark\ndef test_{i}(device): device.wait(1, {i} + 1)\n" for i in range(4))
     session(body, "-n", "2", UPDATE, own=True).assert_outcomes(passed=4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -68,6 +69,7 @@ def deep(*, fused: bool, fault: float = 0.0) -> TrainStep:
     return TrainStep(model, lambda net, x: net(x).square().mean(), optimizer, torch.randn(8, 4))
 
 
+@pytest.mark.slow
 def test_a_late_fault_beside_many_differences_that_round_is_seen() -> None:
     sound = torchtrim.verify(deep(fused=False), deep(fused=True))
     assert sound.verdict == "ROUNDING"

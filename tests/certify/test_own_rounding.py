@@ -42,6 +42,7 @@ def test_enlarged_rounding_is_no_bug() -> None:
     assert found.sees["loss"] < 1e-9
 
 
+@pytest.mark.slow
 def test_an_error_a_little_larger_is(monkeypatch: pytest.MonkeyPatch) -> None:
     own = parted._run_backward
 

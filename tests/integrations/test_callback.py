@@ -67,6 +67,7 @@ def test_a_trainer_of_transformers_is_planned_and_trains_the_same(
     assert str(out / "report.html") in said
 
 
+@pytest.mark.slow
 def test_a_trainer_can_train_again(out: Path) -> None:
     callback = TorchtrimCallback(memory="70%", out=out)
     trainer, unplanned = trainers.TransformersTrainer(callback), trainers.TransformersTrainer()
@@ -103,6 +104,7 @@ def loop(hook: Any = None) -> tuple[list[float], trainers.Accelerator]:
     return trainers.weights(model), accelerator
 
 
+@pytest.mark.slow
 def test_a_loop_with_accelerate_is_planned_and_trains_the_same(out: Path) -> None:
     hooks: list[TorchtrimHook] = []
 

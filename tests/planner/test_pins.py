@@ -140,6 +140,7 @@ def test_what_a_pattern_means(pattern: str, meant: set[str]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_technique_is_forbidden_at_one_place_and_others_there_are_not() -> None:
     pins = {"never": ["recompute:*.blocks.1", "split_channels"], "recompute": ["*.blocks.2"]}
     planner = planner_of(pins)
@@ -155,6 +156,7 @@ def test_a_technique_is_forbidden_at_one_place_and_others_there_are_not() -> Non
     )
 
 
+@pytest.mark.slow
 def test_a_place_that_a_plan_names_is_forbidden_alone() -> None:
     first = next(w for w in places(planner_of({}).floor_plan(Budget(0)), "replay"))
     without = planner_of({"never": [f"replay: {first}"]}).floor_plan(Budget(0))

@@ -34,6 +34,7 @@ def planner_of(profile: Profile, **options: object) -> Planner:
     return Planner(profile, step_seconds=profile.step_seconds, fingerprint={}, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -63,6 +64,7 @@ def test_a_looser_budget_never_gets_a_slower_plan(name: str) -> None:
     assert plan.techniques == ()
 
 
+@pytest.mark.slow
 def test_below_the_floor_it_says_what_would_fit() -> None:
     planner = planner_of(profile_of("blocks"))
     floor = planner.floor.outcome.peak_bytes
@@ -155,7 +157,8 @@ def test_what_is_excluded_is_not_in_a_plan() -> None:
     assert planner_of(profile, exclude=every).floor_plan(Budget(0)).techniques == ()
 
 
-@pytest.mark.parametrize("name", ["blocks", pytest.param("own encoder", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["blocks", "own encoder"])
 def test_what_may_round_as_well_makes_no_floor_higher(name: str) -> None:
     profile = profile_of(name)
     exact, rounding = (planner_of(profile, allow=allow) for allow in ("BITWISE", "ROUNDING"))

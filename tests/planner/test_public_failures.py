@@ -101,6 +101,7 @@ def test_statistics_are_updated_once() -> None:
     applied.revert()
 
 
+@pytest.mark.slow
 def test_two_backward_passes_over_one_model_need_less_not_more() -> None:
     """pytorch#193193: a compiled backward of two checkpointed traversals takes 2.3 times eager's peak."""
     model = encoder(layers=3)
@@ -112,6 +113,7 @@ def test_two_backward_passes_over_one_model_need_less_not_more() -> None:
     smallest(TrainStep(model, twice, optimizer, torch.randn(8, 48, 32)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outside", [False, True])
 def test_what_a_plan_saves_does_not_depend_on_what_is_wrapped_first(outside: bool) -> None:
     """pytorch#161889: a selective checkpoint wrapped the other way round saves next to nothing."""

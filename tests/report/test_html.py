@@ -216,6 +216,7 @@ def test_the_report_can_be_saved_from_the_page() -> None:
     assert saved == samples.OPTIMIZE
 
 
+@pytest.mark.slow
 def test_a_huge_report_is_capped_and_says_so() -> None:
     worst = "&'\"<😀" * 2000
     fix = Suggestion(kind="code", diff="\n".join([worst] * 80), reason=worst)

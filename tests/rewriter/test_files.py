@@ -212,6 +212,7 @@ def test_killed_at_every_point_a_write_is_whole_or_not_at_all(project: Path) -> 
     assert outcomes >= {(False, ""), (False, "its files were restored"), (True, "it is complete")}
 
 
+@pytest.mark.slow
 def test_killed_at_every_point_an_undo_is_whole_or_not_at_all(project: Path) -> None:
     write(project)
     for _ in every_kill(lambda: undo_sources(project)):

@@ -61,6 +61,7 @@ def test_each_kind_is_found_with_its_line_and_price(tmp_path: Path) -> None:
     assert all((one.price_bytes or 0) > 0 for one in findings.values())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("processes_are_not_traced")
 def test_it_is_silent_where_only_numbers_are_kept(tmp_path: Path) -> None:
     assert found(STAYS, tmp_path) == []

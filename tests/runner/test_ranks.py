@@ -212,6 +212,7 @@ def all_gone(pids: list[int]) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc")
 def test_kills_at_random_moments_leave_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = random.Random(draws.seed())
@@ -236,6 +237,7 @@ run_trial(Script(sys.argv[1], words, processes=2), Request(), Path(sys.argv[2]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc")
 def test_the_ranks_of_a_parent_that_is_killed_are_gone(tmp_path: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", _PARENT, SCRIPT, str(tmp_path)])

@@ -69,6 +69,7 @@ def test_it_is_what_torchs_tracker_says(name: str, ranks: int) -> None:
     assert abs(ours - tracked_by_torch(name, ranks)) <= TRACKED_ALIKE
 
 
+@pytest.mark.slow
 def test_without_resharding_it_is_too() -> None:
     found = estimated("decoder", 8, Sharding(reshard=False))
     ours = found.profile.tracked_peak_bytes - unused_bytes(found.profile)
@@ -102,6 +103,7 @@ def test_each_part_is_a_share() -> None:
     assert shared.by_kind["gathered"] > 0
 
 
+@pytest.mark.slow
 def test_half_the_type_is_half_of_what_is_gathered() -> None:
     found = {
         name: estimated("decoder", 4, Sharding(compute=kind), device="h100")
@@ -126,6 +128,7 @@ def test_what_is_offloaded_lies_on_the_host() -> None:
     assert here.peak_bytes - there.peak_bytes >= 0.9 * state
 
 
+@pytest.mark.slow
 def test_a_longer_batch_is_of_another_model() -> None:
     found = estimated("layered", 4)
     grown = found.grown("batch", 2 * own_bytes(found) + unused_bytes(found.profile))

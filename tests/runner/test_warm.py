@@ -166,6 +166,7 @@ def test_it_computes_what_a_fresh_process_does(
     assert abs(len(forked.profile.storages) - len(fresh.profile.storages)) <= 2 * workers
 
 
+@pytest.mark.slow
 def test_it_finds_what_a_fresh_process_finds(
     tmp_path: Path, started: list[Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,6 +301,7 @@ def test_it_ends_with_what_it_started_when_interrupted(
     assert gone(started[0].pid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
     [
@@ -349,6 +351,7 @@ def test_a_worker_that_died_is_replaced(tmp_path: Path, started: list[Process]) 
     assert all(isinstance(one, Forked) for one in started)
 
 
+@pytest.mark.slow
 def test_another_environment_gets_another_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

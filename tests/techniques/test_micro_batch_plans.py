@@ -116,6 +116,7 @@ def peak_in_parts(step: Step, where: Sequence[str]) -> int:
     return simulate(step, [edit for edit in edits if edit is not None]).peak_bytes
 
 
+@pytest.mark.slow
 def test_several_under_autocast_are_predicted() -> None:
     torch.manual_seed(0)
     net, batch = encoder(32, 3), torch.randn(16, 48, 32)
@@ -198,6 +199,7 @@ def test_what_changes_the_same_module_excludes_it(
     assert overlap(claims[0][:2], claims[1])
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_takes_less_goes_with_it() -> None:
     torch.manual_seed(0)
     net = encoder(32, 3)

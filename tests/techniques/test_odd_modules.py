@@ -39,6 +39,7 @@ def test_what_gives_a_scalar_has_no_rows() -> None:
     assert not found.keys() & {"Odd", "Odd.odd.0"}
 
 
+@pytest.mark.slow
 def test_a_model_that_returns_its_own_loss_gets_a_plan_and_levers() -> None:
     fitting = Fitting(step_of("wide", "scalar"), Request(steps=2), print, Terms())
     found = fitting.nearest(memory_limit("10%"))

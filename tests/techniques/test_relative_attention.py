@@ -107,6 +107,7 @@ def test_a_replaced_module_is_certified(name: str) -> None:
     assert not written_positions(planned_trial.profile)
 
 
+@pytest.mark.slow
 def test_a_wrong_replacement_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = made("swin")
     found = fitting(train_step(model, ids), steps=3)

@@ -78,6 +78,7 @@ def test_it_is_what_a_person_writes_and_is_reverted(to: str) -> None:
     assert all(type(m).__name__ != "Swapped" and "forward" not in vars(m) for m in net.modules())
 
 
+@pytest.mark.slow
 def test_parts_of_the_batch_are_planned_with_it_and_certified_as_asked() -> None:
     torch.manual_seed(0)
     step = train_step(ConvNet(8, 4), images(16), "SGD")

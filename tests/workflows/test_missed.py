@@ -179,6 +179,7 @@ def fitted_around(step: TrainStep, *barred: str) -> torchtrim.Fitted:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_replay")
 @pytest.mark.parametrize("made", [OnlyOnce, Drifts])
 def test_a_place_that_fails_is_planned_around(made: type[Block]) -> None:
@@ -283,6 +284,7 @@ def test_a_script_whose_blocks_catch_everything_is_planned_and_proven(tmp_path: 
     assert report.certificate.verdict == "BITWISE"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_replay")
 def test_a_script_whose_planned_steps_fail_keeps_what_was_learnt(tmp_path: Path) -> None:
     result = optimize_report(script_of(tmp_path, CATCHES, "fails"), "80%", Request(steps=1))

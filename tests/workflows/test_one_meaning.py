@@ -91,6 +91,7 @@ def test_the_peak_is_the_same_to_the_byte_and_so_is_a_percentage_of_it(
         assert any(f"peak {format_bytes(peak)}" in line for line in first[:2]), first[:2]
 
 
+@pytest.mark.slow
 def test_reserved_is_on_request_and_named_beside_the_peak(reports: dict[str, Result]) -> None:
     plain, asked = reports["estimate"].report, reports["reserved"].report
     assert plain.original is not None

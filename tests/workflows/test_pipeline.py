@@ -60,6 +60,7 @@ def certified(schedule: Schedule, ranks: int, stages: int, *args: str) -> Certif
     return result.report.certificate
 
 
+@pytest.mark.slow
 def test_the_certificate_has_two_links() -> None:
     found = certified("Interleaved1F1B", 2, 4)
     assert found.verdict in ("ROUNDING", "BITWISE")
@@ -70,6 +71,7 @@ def test_the_certificate_has_two_links() -> None:
     assert found.largest_difference < 1e-4
 
 
+@pytest.mark.slow
 def test_a_model_that_mixes_samples_is_not_equal() -> None:
     found = Runs.links_of_sums(script("--wrong"), plan(TWO, "GPipe", 2), 1)
     assert found[0] == "NOT EQUAL"
@@ -99,6 +101,7 @@ def chosen_of(ways: PipelineSettings) -> PipelineChoice:
     return choose(functools.cache(reader.chain), ways, None, order_of)
 
 
+@pytest.mark.slow
 def test_stages_are_clocked_and_what_does_not_run_in_stages_says_why(tmp_path: Path) -> None:
     def runs(folder: Path, *args: str) -> Runs:
         folder.mkdir()

@@ -90,6 +90,7 @@ def test_a_window_too_short_is_caught_with_its_frame() -> None:
     assert "declare a longer window" in certificate.reason
 
 
+@pytest.mark.slow
 def test_nothing_bounded_proves_nothing() -> None:
     certificate = verified("flat").certificate
     assert certificate is not None

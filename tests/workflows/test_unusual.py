@@ -29,6 +29,7 @@ def test_updates_by_hand_end_a_step() -> None:
     assert any("changed parameters itself" in note for note in result.report.notes)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_planned_as_it_runs_eagerly() -> None:
     pinned = BITWISE._replace(pins={"never": ("replay:*",)})  # pins are of eager plans
     result = optimize_report(Script(SCRIPT, ("compiled",)), "90%", Request(steps=1), terms=pinned)

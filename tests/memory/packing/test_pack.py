@@ -108,6 +108,7 @@ def test_a_square_is_put_together_again(number: int, without_numba: None) -> Non
     assert pack(buffers, seconds=0).height > 1024
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(3))
 def test_compiled_and_plain_loops_do_the_same(number: int) -> None:
     pytest.importorskip("numba")

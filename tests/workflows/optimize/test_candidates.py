@@ -65,6 +65,7 @@ def test_the_quickest_is_taken_where_it_is_clearly_quicker(
     assert note.startswith(f"{runs} plans were run" if runs > 1 else "no other plan")
 
 
+@pytest.mark.slow
 def test_other_plans_keep_to_the_budget_and_differ() -> None:
     fitting = Fitting(step_of(), Request(steps=2), lambda _: None)
     original = fitting.observe()

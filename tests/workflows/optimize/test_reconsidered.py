@@ -79,6 +79,7 @@ def test_a_budget_that_honest_techniques_meet_is_met() -> None:
     assert any("promises" in note and "saved less" in note for note in found.notes)
 
 
+@pytest.mark.slow
 @WASTES
 @pytest.mark.usefixtures("_liar")
 def test_what_was_not_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +89,7 @@ def test_what_was_not_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "after 0 more plans, others predicted to need less were not tried" in found.notes
 
 
+@pytest.mark.slow
 @WASTES
 @pytest.mark.usefixtures("_liar")
 def test_a_refusal_names_no_floor_above_its_own_levers() -> None:
@@ -99,6 +101,7 @@ def test_a_refusal_names_no_floor_above_its_own_levers() -> None:
     assert "promises" not in {one.name for one in found.plan.techniques}
 
 
+@pytest.mark.slow
 def test_techniques_that_round_and_save_nothing_hide_no_exact_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
