@@ -117,3 +117,48 @@ def test_fewer_digits_on_both_sides_are() -> None:
     assert found.verdict == "ROUNDING"
     assert found.largest_difference is not None
     assert found.largest_difference > 1e-4
+
+
+class Half(torch.nn.Linear):
+    """A layer with weights of bfloat16, to which its input is cast."""
+
+    parts = wrong = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half, weight, by = x.bfloat16(), self.weight, 16
+        linear = torch.nn.functional.linear
+        if self.parts:
+            found = linear(half[:, by:], weight[:, by:]) + linear(
+                half[:, :by], weight[:, :by], self.bias
+            )
+        else:
+            found = linear(half, weight, self.bias)
+        found = found.to(x.dtype)
+        return found * 1.01 if self.wrong else found
+
+
+def halved(*, parts: bool = False, wrong: bool = False) -> torchtrim.TrainStep:
+    torch.manual_seed(0)
+    layer = Half(64, 64, dtype=torch.bfloat16)
+    layer.__class__ = type("Half", (Half,), {"parts": parts, "wrong": wrong})
+    return train_step(layer, torch.randn(16, 64), "SGD")
+
+
+def test_layers_in_half_precision_are_compared_in_float64() -> None:
+    found = torchtrim.verify(halved(), halved(parts=True), steps=1)
+    assert found.verdict == "ROUNDING", found.reason
+    assert torchtrim.verify(halved(), halved(wrong=True), steps=1).verdict == "NOT EQUAL"
+
+
+def test_what_has_no_float64_is_undecided_with_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Rounded.forward
+
+    def narrow(layer: Rounded, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is torch.float64:
+            raise RuntimeError("no kernel for Double")
+        return own(layer, x)
+
+    monkeypatch.setattr(Rounded, "forward", narrow)
+    found = torchtrim.verify(rounded(rounds=False), rounded(rounds=False, flips=True), steps=1)
+    assert found.verdict == "UNDECIDED"
+    assert "no kernel for Double" in found.reason

@@ -20,12 +20,27 @@ from torchtrim.runner.settings import (
     keep_wide_in_backward,
     load_as_written,
     note_uninitialized,
+    precision,
+    prepare,
     widen_old_types,
 )
 from torchtrim.workflows.optimize.fitting import Fitting
 
 NARROW = torch.ones(2)
 PICTURE = torch.ones(1, 1, 4, 4)
+
+
+def test_a_half_type_is_float64_where_parameters_have_it() -> None:
+    data = torch.ones(2, 4)
+    layer = nn.Linear(4, 2, dtype=torch.bfloat16)
+    with precision(double=True, nudged=0):
+        assert data.bfloat16().dtype is torch.bfloat16
+        prepare(layer, Request(double=True))
+        assert layer(data.bfloat16()).dtype is torch.float64
+        assert layer(data.to(torch.bfloat16)).dtype is torch.float64
+        assert data.half().dtype is torch.float16
+    with precision(double=True, nudged=0):
+        assert data.bfloat16().dtype is torch.bfloat16
 
 
 def test_a_scaler_of_gradients_keeps_its_own_type() -> None:

@@ -63,9 +63,10 @@ def judge_in_double(
         spread = _Spread(contest, names, plain, other, free, progress)
         try:
             judged = spread.judge()
-        except (ApplyFailed, ScriptFailed, RuntimeError):
+        except (ApplyFailed, ScriptFailed, RuntimeError) as error:
             reason = "it differs, and the run in float64 that would tell rounding from a bug failed"
-            return Judgement("NOT EQUAL", reason)
+            said = str(error).strip() or type(error).__name__
+            return Judgement("UNDECIDED", f"{reason}: {said.splitlines()[0]}")
     beyond = [one for one in judged if one.beyond]
     if beyond:
         return _unequal(beyond, found)
