@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -31,6 +32,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     `kernels`: the kernels of libraries, and how long the curve is when each ends. `rises`: by how much memory
     rises inside them, by kernel and shape, which a meter adds to.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, rises: Rises | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -72,9 +75,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
-        if not func.is_view and not name.startswith(_SKIPPED):
-            self.library(name, func, args, kwargs)
+        if isinstance(
+            func, OpOverload
+        ):  # else it is one that calls another, as with the states of a generator
+            name = func.overloadpacket.__name__
+            if not func.is_view and not name.startswith(_SKIPPED):
+                self.library(name, func, args, kwargs)
         result = func(*args, **kwargs)
         for value in tree_leaves(result):
             self.count(value)
