@@ -7,7 +7,7 @@ import pytest
 from torchtrim.compiled import choose
 from torchtrim.compiled.choose import Saved, SavingProgram
 from torchtrim.compiled.joint import Joint, Value
-from torchtrim.compiled.memory import Simulated
+from torchtrim.compiled.memory import Event, Simulated
 
 MIB = 2**20
 LAYERS = 8
@@ -132,3 +132,12 @@ def test_a_run_of_more_kernels_of_a_name_corrects_all_moments_alike() -> None:
     model, own = program(joint), {joint.key: joint.own}
     model.correct(own, ran(20 * MIB, 5 * MIB))
     assert [level / MIB for level in model.state(own).levels] == [*range(20, 4, -1), 16]
+
+
+def test_a_micro_batch_does_not_hold_what_the_one_before_has_saved() -> None:
+    joint = layers()
+    calls, own = [joint, joint], {joint.key: joint.own}
+    at_once = SavingProgram(calls, {joint.key: 0})
+    events = [Event(0), Event(0, True), Event(1), Event(1, True)]
+    one_by_one = SavingProgram(calls, {joint.key: 0}, events)
+    assert peak(at_once, own) == 2 * peak(one_by_one, own) == 4 * LAYERS * MIB

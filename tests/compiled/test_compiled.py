@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch._dynamo
 from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from torchtrim.capture.allocator import CpuAllocator
 from torchtrim.compiled import inductor
 from torchtrim.compiled.apply import Applied
 from torchtrim.compiled.graphs import Graphs
 from torchtrim.compiled.inductor import Partitioner, draws, probe_compiled
+from torchtrim.compiled.phases import PhaseMarks
 from torchtrim.compiled.planning import GraphPlanner
 from torchtrim.records.plan import CompiledGraph
 
@@ -273,3 +275,68 @@ def test_a_gradient_lives_until_the_last_loop_that_reads_it() -> None:
     ]  # of the first layer's weight: a norm's gradient takes two loops before
     assert begin < end - 4
     assert min(joint.gradients[begin:end]) >= size
+
+
+def test_micro_batches_are_simulated_in_the_order_in_which_they_run() -> None:
+    model, x, graphs = Mlp(1), torch.randn(ROWS, WIDTH), Graphs()
+    with graphs.watched():
+        compiled = torch.compile(model)
+        for _ in range(2):
+            graphs.begin()
+            for part in x.chunk(2):
+                compiled(part).backward()
+    assert [name for name in graphs.memory().phases if "after" not in name] == [
+        "forward 0",
+        "backward 0",
+        "forward 1",
+        "backward 1",
+        "update",
+    ]
+    gradients = 4 * sum(each.numel() for each in model.parameters())
+    torch._dynamo.reset()
+    alone = watched(model, x.chunk(2)[0]).memory()
+    assert graphs.memory().saved_bytes == alone.saved_bytes + gradients
+
+
+def test_what_was_measured_in_a_phase_and_not_simulated_is_added_to_that_phase_alone() -> None:
+    graphs = watched(Mlp(1), torch.randn(ROWS, WIDTH))
+    own = graphs.memory()
+    measured = {**own.phases, "after forward 0": own.peak_bytes + 1000}
+    planner = GraphPlanner(graphs, measured)
+    assert planner.own.peak_bytes == own.peak_bytes + 1000
+    assert planner.own.backward_peak == own.backward_peak
+    assert GraphPlanner(graphs, {"forward 7": 5}).own.phases == own.phases
+
+
+@pytest.mark.slow
+def test_each_phase_of_compiled_code_is_measured_as_it_was_simulated() -> None:
+    torch.manual_seed(0)
+    model, x = Mlp(1), torch.randn(ROWS, WIDTH)
+    simulated = watched(model, x).memory().phases
+    torch._dynamo.reset()
+    marks, watch = PhaseMarks(), CpuAllocator()
+    with inductor.noted(lambda *_: None, marks.marked):
+        compiled = torch.compile(model)
+        for _ in range(2):
+            marks.begin()
+            model.zero_grad()
+            watch.start()
+            compiled(x).backward()
+            phases = watch.stop().phases
+    assert {*phases} == {*simulated} - {"update"}
+    assert all(phases[name] == pytest.approx(simulated[name], rel=0.01) for name in phases)
+
+
+class Checkpointed(nn.Module):
+    """Attention in a checkpoint: its operator could draw, so backward is given forward's generator states."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.view(4, 4, -1, WIDTH)
+        attend = nn.functional.scaled_dot_product_attention
+        return checkpoint(attend, x, x, x, use_reentrant=False).square().sum()
+
+
+def test_a_checkpoint_of_what_could_draw_is_simulated() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Checkpointed())
+    graphs = watched(model, torch.randn(ROWS, WIDTH))
+    assert graphs.memory().saved_bytes >= 4 * ROWS * WIDTH

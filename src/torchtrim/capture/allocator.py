@@ -28,6 +28,7 @@ from torchtrim.emulator.device import current as current_emulation
 from torchtrim.records.profile import is_emulated
 
 _OWN = "torchtrim::own"
+_PHASE = "torchtrim::phase "
 _OWN_BLOCK = 0
 _NUMBER = 8
 """Bytes of a tensor of a Python number."""
@@ -37,6 +38,7 @@ class Watched(NamedTuple):
     """Bytes above those alive at the start: `peak`, `end`, and `transients` of each marked operator.
 
     `reserved` is the caching allocator's peak, `before` its bytes alive at the start; None without one.
+    `phases`: the highest of each phase that was marked.
     """
 
     peak: int
@@ -44,6 +46,7 @@ class Watched(NamedTuple):
     transients: list[int]
     reserved: int | None
     before: int | None = None
+    phases: Mapping[str, int] = MappingProxyType({})
 
 
 NO_SUMS: Mapping[int, int] = MappingProxyType({})
@@ -130,11 +133,14 @@ class CpuAllocator(Allocator):
             return NOTHING
         blocks: list[_Block] = []
         ranges: dict[str, list[tuple[int, int]]] = {MARK: [], _OWN: []}
+        phases: list[tuple[int, str]] = []
         for event in _all_of(events):
             if event.tag == _EventType.Allocation:
                 said = event.extra_fields
                 if said.device.type == "cpu":
                     blocks.append(_Block(event.start_time_ns, said.alloc_size, said.ptr))
+            elif event.name.startswith(_PHASE):
+                phases.append((event.start_time_ns, event.name.removeprefix(_PHASE)))
             elif event.name in ranges:
                 ranges[event.name].append((event.start_time_ns, event.end_time_ns))
         memory = _of_the_script(sorted(blocks), sorted(ranges[_OWN]), self._live)
@@ -142,7 +148,24 @@ class CpuAllocator(Allocator):
         memory = _without_numbers(memory, marks)
         memory = _in_place(memory, [(marks[number], size) for number, size in in_place.items()])
         running = [0, *itertools.accumulate(size for _, size in memory)]
-        return Watched(max(running), running[-1], _rises(memory, marks), None)
+        rises, highest = _rises(memory, marks), _phases([at for at, _ in memory], running, phases)
+        return Watched(max(running), running[-1], rises, None, phases=highest)
+
+
+def mark_phase(name: str) -> None:
+    """Mark in the profile that a phase begins, which lasts until the next one does."""
+    with profiler_range(_PHASE + name):
+        pass
+
+
+def _phases(moments: list[int], levels: list[int], phases: list[tuple[int, str]]) -> dict[str, int]:
+    """Return the highest level of each phase. `levels`: at the start, and after each moment."""
+    found: dict[str, int] = {}
+    phases = sorted(phases)
+    places = [*(bisect.bisect_left(moments, begin) for begin, _ in phases), len(moments)]
+    for (_, name), first, last in zip(phases, places, places[1:], strict=False):
+        found[name] = max(found.get(name, 0), *levels[first : last + 1])
+    return found
 
 
 def own() -> Any:

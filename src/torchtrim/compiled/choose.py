@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy
 
 from torchtrim.compiled.joint import BYTES, Joint, Kernel
-from torchtrim.compiled.memory import Simulated
+from torchtrim.compiled.memory import Event, Simulated, in_order
 from torchtrim.planner.linear import Constraint
 from torchtrim.planner.solvers.integer import Effort, IntegerProgram, solve
 
@@ -44,13 +44,17 @@ Saved = Mapping[str, frozenset[int]]
 
 
 class SavingProgram:
-    """The integer program of a step's calls, in order. Calls of a graph share its choice.
+    """The integer program of a step's calls. Calls of a graph share its choice.
 
-    `temporary`: the bytes of each graph's forward over those it saves.
+    `temporary`: the bytes of each graph's forward over those it saves. `events`: the order of the calls and
+    their backwards, by default all calls and then the backwards in reverse.
     """
 
-    def __init__(self, calls: Sequence[Joint], temporary: Mapping[str, int]) -> None:
+    def __init__(
+        self, calls: Sequence[Joint], temporary: Mapping[str, int], events: Sequence[Event] = ()
+    ) -> None:
         self._calls = calls
+        self._events = in_order(len(calls), events)
         self._temporary = temporary
         self._times = Counter(joint.key for joint in calls)
         self._graphs = {joint.key: _Graph(joint) for joint in calls}
@@ -120,11 +124,13 @@ class SavingProgram:
 
     def _seen(self, run: Sequence[Kernel]) -> dict[int, int]:
         """Return the highest level of the run at each moment of a library kernel that both have."""
-        kernels, end = [], len(self._memory)
-        for joint in reversed(self._calls):
-            graph = self._graphs[joint.key]
-            end -= graph.segments + 1
-            kernels += [(name, end + graph.segment(at)) for name, at in joint.kernels]
+        kernels, begins = [], [0]
+        for joint in self._calls:
+            begins.append(begins[-1] + self._graphs[joint.key].segments + 1)
+        for number in (one.call for one in self._events if one.backward):
+            joint = self._calls[number]
+            segment = self._graphs[joint.key].segment
+            kernels += [(name, begins[number] + segment(at)) for name, at in joint.kernels]
         found: defaultdict[int, int] = defaultdict(int)
         begin = 0
         for at, moment in sorted(_same(run, kernels)):
@@ -207,17 +213,27 @@ class SavingProgram:
     def _add_memory(self) -> list[tuple[int, tuple[tuple[int, float], ...]]]:
         """The bytes of each segment of each backward, and of the end of each forward."""
         found = []
-        before: defaultdict[int, float] = defaultdict(float)
-        for joint in self._calls:
+        for call, joint in enumerate(self._calls):
             graph = self._graphs[joint.key]
+            others = self._held(Event(call, True))
             for segment in range(graph.segments):
-                terms = defaultdict(float, before)
+                terms = defaultdict(float, others)
                 for number in range(len(joint.values)):
                     self._add_life(graph, number, segment, terms)
                 found.append((graph.gradients[segment], tuple(terms.items())))
-            for number, value in enumerate(joint.values):
-                before[self._saved[joint.key, number]] += value.bytes / _UNIT
-            found.append((self._temporary[joint.key], tuple(before.items())))
+            held = self._held(Event(call))
+            found.append((self._temporary[joint.key], tuple(held.items())))
+        return found
+
+    def _held(self, event: Event) -> dict[int, float]:
+        """Return the saved values of the calls whose backwards come after an event."""
+        found: defaultdict[int, float] = defaultdict(float)
+        at = self._events.index(event)
+        for call in (one.call for one in self._events[: at + 1] if not one.backward):
+            if Event(call, True) in self._events[at + 1 :]:
+                joint = self._calls[call]
+                for number, value in enumerate(joint.values):
+                    found[self._saved[joint.key, number]] += value.bytes / _UNIT
         return found
 
     def _add_life(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torchtrim.compiled.choose import Saved
 from torchtrim.compiled.code import note_sizes
 from torchtrim.compiled.inductor import Choose, check, copy_of, dry, intercepted, written_inputs
 from torchtrim.compiled.joint import Joint, JointBuilder, keys_of
-from torchtrim.compiled.memory import GraphCall, Pair, Simulated, memory_of
+from torchtrim.compiled.memory import Event, GraphCall, Pair, Simulated, in_order, memory_of
+from torchtrim.compiled.phases import on_backward
 from torchtrim.compiled.wrapper import Rises
 from torchtrim.records.plan import CompiledGraph
 
@@ -81,6 +83,7 @@ class Graphs:
 
     def __init__(self) -> None:
         self.graphs: list[CompilableGraph] = []
+        self._events: list[Event] = []
         self._calls: list[tuple[int, dict[int, tuple[int, int]]]] = []
         self._returned: weakref.WeakKeyDictionary[Any, tuple[int, int]] = (
             weakref.WeakKeyDictionary()
@@ -97,10 +100,14 @@ class Graphs:
     def begin(self) -> None:
         """Begin a step: the calls from now on are its calls."""
         self._calls.clear()
+        self._events = []
 
-    def memory(self, choice: Saved | None = None) -> Simulated:
-        """Return the memory of the step's calls with a choice, or with torch's own."""
-        return memory_of(self.calls(choice), self.rises)
+    def memory(self, choice: Saved | None = None, above: Mapping[str, int] = {}) -> Simulated:
+        """Return the memory of the step's calls with a choice, or with torch's own.
+
+        `above`: bytes to add in each phase, for what else is live.
+        """
+        return memory_of(self.calls(choice), self.rises, self._events, above)
 
     def calls(self, choice: Saved | None = None) -> list[GraphCall]:
         """Return the step's calls with the code for a choice."""
@@ -126,6 +133,16 @@ class Graphs:
         """The joint graph of each call that has a backward."""
         every = (self.graphs[number].joint for number, _ in self._calls)
         return [joint for joint in every if joint is not None]
+
+    @property
+    def order(self) -> tuple[Event, ...]:
+        """The step's events, with each call's number among `joints`."""
+        trains = [at for at, (graph, _) in enumerate(self._calls) if self.graphs[graph].joint]
+        return tuple(
+            one._replace(call=trains.index(one.call))
+            for one in in_order(len(self._calls), self._events)
+            if one.call in trains
+        )
 
     def _compile(
         self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any
@@ -153,7 +170,15 @@ class Graphs:
         for at, value in enumerate(tree_leaves(results)):
             if isinstance(value, torch.Tensor):
                 self._returned[value.untyped_storage()] = len(self._calls), at
+        call = len(self._calls)
+        self._events.append(Event(call))
+        on_backward(results, functools.partial(_once, self._events, Event(call, True)))
         self._calls.append((number, sources))
+
+
+def _once(events: list[Event], event: Event) -> None:
+    if event not in events:
+        events.append(event)
 
 
 def _faked(node: fx.Node, value: Any) -> Any:

@@ -160,14 +160,22 @@ def intercepted(compiler: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noted(note: Callable[[fx.GraphModule, Sequence[Any]], None]) -> Iterator[None]:
-    """Have `note(graph, inputs)` called before Inductor, or what is in its place, compiles a graph."""
+def noted(
+    note: Callable[[fx.GraphModule, Sequence[Any]], None],
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda compiled: compiled,
+) -> Iterator[None]:
+    """Have `note(graph, inputs)` called before Inductor, or what is in its place, compiles a graph.
+
+    `wrap` is given the compiled function, and returns the one to call.
+    """
     original = compile_fx.compile_fx
 
     def noting(graph: fx.GraphModule, inputs: Sequence[Any], *args: Any, **options: Any) -> Any:
-        if "inner_compile" not in options and isinstance(graph, fx.GraphModule):
-            note(graph, inputs)
-        return original(graph, inputs, *args, **options)
+        if "inner_compile" in options or not isinstance(graph, fx.GraphModule):
+            return original(graph, inputs, *args, **options)
+        note(graph, inputs)
+        compiled: Any = original(graph, inputs, *args, **options)
+        return wrap(compiled)
 
     with mock.patch.object(compile_fx, "compile_fx", noting):
         yield
@@ -271,6 +279,14 @@ def copy_of(graph: fx.GraphModule) -> fx.GraphModule:
     with warnings.catch_warnings():  # torch's own, of copying its tree specs
         warnings.simplefilter("ignore", FutureWarning)
         return copy.deepcopy(graph)
+
+
+def compiled_node(value: torch.Tensor) -> Any:
+    """Return the node of autograd that runs a compiled backward, behind the views of its result; or None."""
+    node = value.grad_fn
+    while node is not None and not type(node).__name__.startswith("CompiledFunction"):
+        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    return node
 
 
 def written_inputs(graph: fx.Graph) -> list[fx.Node]:

@@ -1,11 +1,10 @@
-"""The memory of compiled graphs in the order of a step: forwards, then their backwards in reverse."""
+"""The memory of compiled graphs in the order in which a step calls their forwards and backwards."""
 
 from __future__ import annotations
 
 import gc
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -35,10 +34,39 @@ class GraphCall(NamedTuple):
     sources: Mapping[int, tuple[int, int]] = {}
 
 
-class Simulated(NamedTuple):
-    """Bytes over the start of a step: the level at each change, its highest, and at the end of forwards.
+class Event(NamedTuple):
+    """The begin of a call of a graph, by its number in the step, or of the backward of that call."""
 
-    `forward_peak` and `backward_peak`: the highest of each part. `kernels`: backward's kernels of libraries,
+    call: int
+    backward: bool = False
+
+
+def in_order(calls: int, events: Sequence[Event] = ()) -> tuple[Event, ...]:
+    """Return the events of a number of calls: those known, then what is left, backwards in reverse."""
+    forwards = (Event(number) for number in range(calls))
+    backwards = (Event(number, True) for number in reversed(range(calls)))
+    return (*events, *(one for one in (*forwards, *backwards) if one not in events))
+
+
+UPDATE = "update"
+"""The phase after all backwards."""
+
+
+def name_of(event: Event) -> str:
+    """Return the name of the phase that begins with an event."""
+    return f"{'backward' if event.backward else 'forward'} {event.call}"
+
+
+def after(forward: str) -> str:
+    """Return the name of the phase between the end of a forward and the next event."""
+    return f"after {forward}"
+
+
+class Simulated(NamedTuple):
+    """Bytes over the start of a step: the level at each change, its highest, and the most after a forward.
+
+    `forward_peak` and `backward_peak`: the highest of each part, forwards with what follows them.
+    `phases`: the highest of each phase, by its name. `kernels`: backward's kernels of libraries,
     and the highest level until each has ended, since the one before. `unmeasured`: those whose own memory
     could not be measured, and counts as none.
     """
@@ -49,23 +77,30 @@ class Simulated(NamedTuple):
     backward_peak: int
     unmeasured: tuple[str, ...]
     kernels: tuple[tuple[str, int], ...] = ()
+    phases: Mapping[str, int] = {}
 
     @property
     def peak_bytes(self) -> int:
         """The highest level."""
-        return max(self.forward_peak, self.backward_peak)
+        return max(self.forward_peak, self.backward_peak, self.phases.get(UPDATE, 0))
 
 
-def memory_of(calls: Sequence[GraphCall], rises: Rises | None = None) -> Simulated:
-    """Return the memory of these calls, the forwards in this order.
+def memory_of(
+    calls: Sequence[GraphCall],
+    rises: Rises | None = None,
+    events: Sequence[Event] = (),
+    above: Mapping[str, int] = {},
+) -> Simulated:
+    """Return the memory of these calls.
 
-    `rises`: what kernels of libraries allocate, kept from one simulation to the next.
+    `rises`: what kernels of libraries allocate, kept from one simulation to the next. `events`: the order, by
+    default all forwards and then the backwards in reverse. `above`: bytes to add in each phase.
     """
     collects = gc.isenabled()
     gc.disable()  # else the collector's moment would decide when a buffer is freed
     try:
         with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-            return _SimulatedStep(calls, Meter(rises)).run()
+            return _SimulatedStep(calls, Meter(rises)).run(in_order(len(calls), events), above)
     finally:
         if collects:
             gc.enable()
@@ -78,28 +113,36 @@ class _SimulatedStep:
         self._calls = calls
         self._meter = meter
         self._results: list[list[Any]] = []
-        self._values: list[dict[str, Any]] = []
+        self._values: dict[int, dict[str, Any]] = {}
         self._waiting: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         self._gradients: list[Any] = []
 
-    def run(self) -> Simulated:
-        meter = self._meter
-        with meter:
-            for call in self._calls:
-                self._forward(call)
-            saved, forwards, kernels = meter.level, len(meter.curve), len(meter.kernels)
-            for number, call in reversed([*enumerate(self._calls)]):
-                self._backward(number, call)
-            curve = tuple(meter.curve)
-        backward_peak = max(curve[forwards - 1 :])
-        unmeasured = tuple(sorted(meter.unmeasured))
-        forward_peak, ran = max(curve[:forwards]), meter.kernels[kernels:]
-        ends = [forwards, *(end for _, end in ran)]
-        highest = (max(curve[begin - 1 : end]) for begin, end in pairwise(ends))
-        of_backward = tuple(zip((name for name, _ in ran), highest, strict=True))
-        return Simulated(curve, saved, forward_peak, backward_peak, unmeasured, of_backward)
+    def run(self, events: Sequence[Event], above: Mapping[str, int]) -> Simulated:
+        meter, saved = self._meter, 0
+        phases: dict[str, int] = {}
+        kernels: list[tuple[str, int]] = []
+        for event in events:
+            begin, ran = len(meter.curve), len(meter.kernels)
+            with meter:
+                (self._backward if event.backward else self._forward)(event.call)
+            inside = name_of(event)
+            phases[inside] = max(meter.curve[begin - 1 :]) + above.get(inside, 0)
+            if not event.backward:
+                phases[after(inside)] = meter.level + above.get(after(inside), 0)
+                saved = max(saved, meter.level)
+            for name, end in meter.kernels[ran:] if event.backward else ():
+                kernels.append((name, max(meter.curve[begin - 1 : end]) + above.get(inside, 0)))
+                begin = end
+        phases[UPDATE] = meter.level + above.get(UPDATE, 0)
+        unmeasured, curve = tuple(sorted(meter.unmeasured)), tuple(meter.curve)
+        forward, backward = (
+            max((size for name, size in phases.items() if part in name), default=0)
+            for part in ("forward", "backward")
+        )
+        return Simulated(curve, saved, forward, backward, unmeasured, tuple(kernels), phases)
 
-    def _forward(self, call: GraphCall) -> None:
+    def _forward(self, number: int) -> None:
+        call = self._calls[number]
         inputs = [
             self._results[call.sources[at][0]][call.sources[at][1]]
             if at in call.sources
@@ -110,13 +153,13 @@ class _SimulatedStep:
         names = [name for name, _ in code.inputs]
         results = list(runnable(code, self._meter)([*inputs]))
         self._results.append(results)
-        self._values.append(
-            dict(zip(names, inputs, strict=True)) | dict(zip(code.outputs, results, strict=True))
-        )
+        self._values[number] = dict(zip(names, inputs, strict=True))
+        self._values[number] |= dict(zip(code.outputs, results, strict=True))
 
-    def _backward(self, number: int, call: GraphCall) -> None:
+    def _backward(self, number: int) -> None:
         """Run a backward: its code frees what it takes. What else its forward returned the program holds."""
-        values, code = self._values.pop(), call.pair.backward
+        call = self._calls[number]
+        values, code = self._values.pop(number), call.pair.backward
         results = self._results[number]
         if code is None:
             results.clear()

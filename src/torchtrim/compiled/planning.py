@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torchtrim.compiled.choose import Saved, SavingProgram
 from torchtrim.compiled.graphs import Graphs
 from torchtrim.compiled.memory import GraphCall, Simulated, memory_of
+from torchtrim.compiled.phases import above
 from torchtrim.records.plan import CompiledGraph
 
 _ROUNDS = 4
@@ -39,12 +41,16 @@ class SavingChoice(NamedTuple):
 class GraphPlanner:
     """Planner of a watched program's last step. `lowest`: the tried choice with the smallest peak.
 
-    `alone`: the bytes that each graph saves, and its peak.
+    `alone`: the bytes that each graph saves, and its peak. `measured`: the peak of each phase of the step as
+    torch compiles it, to which all figures then refer: eager code runs in between.
     """
 
-    def __init__(self, graphs: Graphs) -> None:
+    def __init__(self, graphs: Graphs, measured: Mapping[str, int] = {}) -> None:
         self._graphs = graphs
         self.own = graphs.memory()
+        self._above = above(measured, self.own.phases)
+        if self._above:
+            self.own = graphs.memory(above=self._above)
         joints = graphs.joints
         self._own_saved = {joint.key: joint.own for joint in joints}
         alone = {
@@ -56,6 +62,7 @@ class GraphPlanner:
         self._program = SavingProgram(
             joints,
             {key: one.forward_peak - one.saved_bytes for key, one in alone.items()},
+            graphs.order,
         )
         self._unplanned = SavingChoice(self._own_saved, self.own, 0.0, self.own.peak_bytes)
         self.lowest = self._unplanned
@@ -90,7 +97,7 @@ class GraphPlanner:
         return best or known
 
     def _tried(self, saved: Saved, number: int, first: int) -> SavingChoice:
-        simulated, named = self._graphs.memory(saved), self._graphs.named(saved)
+        simulated, named = self._graphs.memory(saved, self._above), self._graphs.named(saved)
         choice = SavingChoice(
             saved,
             simulated,

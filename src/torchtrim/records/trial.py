@@ -42,6 +42,7 @@ class Request(Struct, frozen=True, kw_only=True):
     look for containers that grow from step to step. `round_trip`: save and load models and optimizers
     before the last step. `compiles`: leave the script's `torch.compile` on, and record no operators.
     `graphs_save`: compile without kernels, and plan the compiled graphs to need this many bytes less, or -1.
+    `phases`: the peak of each phase of the step to plan, as measured.
     `ranks`: size of a fake process group in a dry run, which runs as its first rank, or 0. `sharding`: shard
     the models over these ranks.
     """
@@ -73,6 +74,7 @@ class Request(Struct, frozen=True, kw_only=True):
     sharding: Sharding | None = None
     compiles: bool = False
     graphs_save: int = -1
+    phases: dict[str, int] = {}
 
     @property
     def searches(self) -> bool:
@@ -101,7 +103,8 @@ class TrialStep(Struct, kw_only=True):
 
     `calls`: each kind of call of a root, once. `inputs`: digests of the roots' inputs. A loss that is not
     finite is None, since JSON has no such number. `left_bytes`: bytes live after the step minus those before.
-    `state_bytes`: parameters and buffers of the roots that were first called in this step.
+    `state_bytes`: parameters and buffers of the roots that were first called in this step. `phases`: the peak
+    of each phase that compiled graphs have marked.
     """
 
     digests: dict[str, str] = {}
@@ -113,6 +116,7 @@ class TrialStep(Struct, kw_only=True):
     reserved_bytes: int | None = None
     left_bytes: int = 0
     state_bytes: int = 0
+    phases: dict[str, int] = {}
 
 
 class Crash(Struct, frozen=True, kw_only=True):

@@ -31,22 +31,30 @@ class _Function:
         self.compiles = 0
 
 
+def _called(_: nn.Module, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return compiled(*args, **kwargs)
+
+
 class CompiledCalls:
     """A watch for calls of compiled functions, as of a loss that calls the model, or of an optimizer's step.
 
     Which modules a function trains is known when its graphs are compiled: their inputs are the parameters.
+    `calls` makes each call, given the first of these modules, the function and its arguments.
     """
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, watcher: Watcher, calls: Callable[..., Any] = _called) -> None:
         self._watcher = watcher
+        self._calls = calls
         self._running: _Function | None = None
 
     @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
-        """Have the parameters of each graph noted. Imports Inductor."""
+    def noted(
+        self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda compiled: compiled
+    ) -> Iterator[None]:
+        """Have the parameters of each graph noted, and its compiled function wrapped. Imports Inductor."""
         from torchtrim.compiled.inductor import noted
 
-        with noted(self._compiles):
+        with noted(self._compiles, wrap):
             yield
 
     def watched(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,7 +79,7 @@ class CompiledCalls:
             if not function.roots:
                 return function.compiled(*args, **kwargs)
             with self._watcher.called(function.roots, args, kwargs) as done:
-                output = function.compiled(*args, **kwargs)
+                output = self._calls(function.roots[0], function.compiled, args, kwargs)
                 done(output)
             return output
         finally:

@@ -116,10 +116,12 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
 class Applying:
     """A plan of compiled graphs for a script, from its first `torch.compile` on."""
 
-    def __init__(self, plan: Sequence[CompiledGraph], watcher: Watcher) -> None:
+    def __init__(
+        self, plan: Sequence[CompiledGraph], watcher: Watcher, calls: CompiledCalls | None = None
+    ) -> None:
         self._plan = plan
         self._stack = contextlib.ExitStack()
-        self._calls = CompiledCalls(watcher)
+        self._calls = calls or CompiledCalls(watcher)
         self._on_compile = OnCompile(self._begin, (INDUCTOR,), self._calls.watched)
         self._applied: Any = None
 
@@ -170,6 +172,7 @@ class Compiling:
         kept = (INDUCTOR,) if request.compiles else ()
         self._on_compile = OnCompile(self._begin, kept, self._calls.watched)
         self._graphs: Any = None
+        self._marks: Any = None
         self._stack = contextlib.ExitStack()
 
     def install(self) -> None:
@@ -178,8 +181,9 @@ class Compiling:
 
     def step_begins(self) -> None:
         """Note that a step begins."""
-        if self._graphs is not None:
-            self._graphs.begin()
+        for one in (self._graphs, self._marks):
+            if one is not None:
+                one.begin()
 
     def end(self, trial: Trial) -> str:
         """Put what is known of the graphs into the trial. Return why the plan does not hold, if so."""
@@ -193,7 +197,7 @@ class Compiling:
         trial.notes += tuple(map(_OTHER_BACKEND.format, others))
         if trial.crash is None and self._graphs is not None and self._graphs.joints:
             try:
-                trial.compiled = planned(self._graphs, self._request.graphs_save)
+                trial.compiled = planned(self._graphs, self._request)
             except Exception as error:  # torch's own, from the private interfaces
                 trial.unplanned = f"{type(error).__name__}: {error}"
         return ""
@@ -204,16 +208,22 @@ class Compiling:
 
             self._graphs = Graphs()
             self._stack.enter_context(self._graphs.watched())
-        if self._request.compiles:
             self._stack.enter_context(self._calls.noted())
+        elif self._request.compiles:
+            from torchtrim.compiled.phases import PhaseMarks
+
+            self._marks = PhaseMarks()
+            self._stack.enter_context(self._marks.updates())
+            self._stack.enter_context(self._calls.noted(self._marks.marked))
 
 
-def planned(graphs: Any, saving: int) -> CompiledMemory:
-    """Return the graphs' memory, and a plan that needs this many bytes less, or as few as possible."""
+def planned(graphs: Any, request: Request) -> CompiledMemory:
+    """Return the graphs' memory, and a plan that needs as many bytes less as requested, or the fewest."""
     from torchtrim.compiled.planning import GraphPlanner
 
-    planner = GraphPlanner(graphs)
-    choice = planner.plan(planner.own.peak_bytes - saving) or planner.lowest
+    planner = GraphPlanner(graphs, request.phases)
+    budget = planner.own.peak_bytes - request.graphs_save
+    choice = planner.plan(budget) or planner.lowest
     return CompiledMemory(
         calls=len(graphs.joints),
         saved_bytes=planner.own.saved_bytes,

@@ -205,6 +205,8 @@ class StepMeasure:
             known = watched.peak and before
             step.peak_bytes = before - self._ours_bytes + watched.peak if known else 0
             step.reserved_bytes, step.left_bytes = watched.reserved, watched.end
+            start = before - self._ours_bytes
+            step.phases = {name: start + high for name, high in watched.phases.items()}
             self._alive += watched.end if known else 0
             return
         trial, number = self._trial, len(self._trial.steps)

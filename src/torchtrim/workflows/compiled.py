@@ -92,7 +92,7 @@ def optimize_compiled(
     if saving <= 0:
         return _result(script, original, None, _plan(script, original, None, budget), budget)
     for _ in range(_ROUNDS):
-        memory = graphs_of(script, request, saving, progress)
+        memory = graphs_of(script, replace(request, phases=_phases(original)), saving, progress)
         plan = _plan(script, original, memory, budget)
         if not plan.compiled:
             break
@@ -108,6 +108,12 @@ def optimize_compiled(
         f"over the budget of {asked}{kept}",
         budget.bytes,
     )
+
+
+def _phases(original: Trial) -> dict[str, int]:
+    """Return the peaks of the phases of the step with the highest peak."""
+    steps = original.steps[original.request.warmup :] or original.steps[-1:]
+    return max(steps, key=lambda step: step.peak_bytes).phases
 
 
 def _original(script: Script, request: Request, progress: Progress) -> Trial:
