@@ -31,6 +31,7 @@ from torchtrim.executor.places import root_of
 from torchtrim.executor.registry import Handles, check_known
 from torchtrim.records.commands import from_here, plan_again
 from torchtrim.records.plan import Plan
+from torchtrim.runner.compiled_calls import CompiledCalls
 from torchtrim.runner.compiling import Applying, OnCompile
 from torchtrim.runner.joining import Spawning
 from torchtrim.runner.processes import LIFELINE, end_with_parent
@@ -65,7 +66,7 @@ class Applier(Listener):
         self.modules = Modules()
         self.watcher = Watcher(self, follows=True)
         self._plan = plan
-        self._stays = stays
+        self._stays = stays or bool(plan.compiled)  # a compiled step of an optimizer runs no hook
         self._waits_for = {root_of(where) for one in plan.techniques for where in one.where}
         if plan.compiled:
             self._waits_for = {*plan.fingerprint}
@@ -98,6 +99,10 @@ class Applier(Listener):
             self.report.applied(len(self.watcher.optimizers))
         if not self._waits_for and not self._stays:
             self.watcher.remove()
+
+    def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._plan.compiled and self.report is not None:
+            self.report.watch.optimizer_ends(optimizer)
 
     def revert(self) -> None:
         while self._applied:
@@ -163,7 +168,7 @@ def run_planned(
     Spawning(1).install()
     applier, patches = applier or Applier(plan), Patches()
     applier.report = report
-    compiling = Applying(plan.compiled, applier.watcher) if plan.compiled else OnCompile(_say_eager)
+    compiling = _compiling(plan, applier.watcher, report)
     compiling.install()
     listen_to_errors(patches, _ends_script)
     try:
@@ -183,6 +188,14 @@ def run_planned(
             report.end(applier.error)
         if isinstance(compiling, Applying) and (missed := compiling.missed()):
             print(f"torchtrim: NOT FITTED: {missed}. Plan again.", file=sys.stderr, flush=True)
+
+
+def _compiling(plan: Plan, watcher: Watcher, report: RunReport | None) -> Applying | OnCompile:
+    """Return what becomes of the script's `torch.compile`."""
+    if not plan.compiled:
+        return OnCompile(_say_eager)
+    calls = CompiledCalls(watcher, report.watch.called) if report is not None else None
+    return Applying(plan.compiled, watcher, calls)
 
 
 def _say_eager() -> None:

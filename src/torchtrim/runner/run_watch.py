@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchtrim.capture.recording import tensors_in
@@ -62,6 +63,7 @@ class RunWatch:
         self._told = told
         self._seconds: deque[float] = deque(maxlen=_KEPT)
         self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._cycle: Steps | None = None
         self._began: float | None = None
         self._stepped = 0.0
@@ -78,7 +80,8 @@ class RunWatch:
         """Begin to watch a script with this many optimizers."""
         self._has_optimizer = optimizers > 0
         self._cycle = Steps(max(optimizers, 1))
-        self._undo.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
+        if not self._plan.compiled:  # compiled, a step may run no hook
+            self._undo.callback(register_optimizer_step_post_hook(self.optimizer_ends).remove)
         notices.listeners.append(self._noticed)
         self._undo.callback(notices.listeners.remove, self._noticed)
 
@@ -88,6 +91,7 @@ class RunWatch:
         if not self.device and (parameter := next(root.parameters(), None)) is not None:
             self.device = str(parameter.device)
             self.peak = meter_for(parameter.device, self._plan.memory_kind)
+        self._names[root] = name
         with contextlib.suppress(ApplyFailed):
             Swapped(root, lambda forward: partial(self._call, name, forward))
 
@@ -117,7 +121,13 @@ class RunWatch:
     def _is_here(self) -> bool:
         return not self._is_over and (os.getpid(), threading.get_ident()) == self._here
 
+    def called(self, root: nn.Module, compiled: Forward, args: Any, kwargs: Any) -> Any:
+        """Call a compiled function that computes a root's forward."""
+        return self._call(self._names.get(root, ""), compiled, *args, **kwargs)
+
     def _call(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():  # what compiles the root's caller is watched in its place
+            return forward(*args, **kwargs)
         again = torch._C._current_autograd_node() is not None
         if self._inside or again or not self._is_here():
             return forward(*args, **kwargs)
@@ -173,7 +183,8 @@ class RunWatch:
             f"{format_bytes(predicted.peak_bytes)} predicted on {predicted.device}"
         )
 
-    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Note that an optimizer has stepped."""
         if self._is_here() and self._cycle is not None:
             self._stepped = now()
             number = self._optimizers.setdefault(optimizer, len(self._optimizers))
