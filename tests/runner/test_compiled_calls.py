@@ -13,8 +13,11 @@ from torch import nn
 
 from torchtrim.capture.watch import Listener, Watcher
 from torchtrim.compiled.graphs import Graphs
+from torchtrim.planner.plans import graphs_plan
+from torchtrim.records.plan import CompiledGraph, Prediction
 from torchtrim.runner.compiled_calls import CompiledCalls, roots_of
 from torchtrim.runner.compiling import INDUCTOR, OnCompile
+from torchtrim.runner.run_watch import RunWatch
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf",
@@ -145,3 +148,21 @@ def test_roots_are_the_outermost_modules() -> None:
     outer = nn.Sequential(nn.Sequential(inner))
     other = nn.Linear(2, 2)
     assert roots_of([other.weight, inner.bias]) == [other, outer]
+
+
+def test_a_planned_run_counts_the_steps_of_a_compiled_function_by_its_calls() -> None:
+    predicted = Prediction(peak_bytes=1, step_seconds=0.1, device="cpu")
+    graphs = (CompiledGraph(graph="a", saves=()),)
+    planned = graphs_plan(
+        "a.py", graphs, fingerprint={}, predicted=predicted, budget_bytes=1, script_sha256=""
+    )
+    model, watch = nn.Linear(8, 8), RunWatch(planned, print)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch.watch("Net", model)
+    watch.begin(1)
+    for _ in range(3):
+        watch.called(model, lambda x: nn.Linear.forward(model, x).sum(), (torch.ones(2, 8),), {})
+        optimizer.step()
+        watch.optimizer_ends(optimizer)  # as the watcher tells; a compiled step runs no hook
+    watch.end()
+    assert watch.steps == 3

@@ -16,7 +16,6 @@ from torch import nn
 from torchtrim.core.isolation import forget
 from torchtrim.executor.notices import say
 from torchtrim.records.plan import (
-    CompiledGraph,
     Plan,
     PlanProof,
     Prediction,
@@ -498,20 +497,3 @@ def test_other_arguments_than_certified_are_told(
     said = capfd.readouterr().err.splitlines()
     assert len(said) == lines
     assert ("certified with the arguments --amp, not these" in said[-1]) == (lines == 3)
-
-
-def test_steps_of_a_compiled_function_are_counted_by_its_calls() -> None:
-    planned = plan(compiled=(CompiledGraph(graph="a", saves=()),))
-    loop = Loop(planned)
-
-    def compiled(batch: torch.Tensor) -> None:
-        nn.Sequential.forward(loop.net, batch).sum().backward()
-
-    for _ in range(3):
-        loop.watch.called(loop.net, compiled, (torch.ones(2, 8),), {})
-        loop.optimizer.step()
-        loop.watch.optimizer_ends(
-            loop.optimizer
-        )  # as the watcher tells; a compiled step runs no hook
-    loop.watch.end()
-    assert loop.watch.steps == 3
