@@ -113,6 +113,18 @@ def test_a_search_computes_nothing_again_that_would_not_be_the_same() -> None:
     assert drawn <= chosen(model, MIB, {joint.key: joint.own})[joint.key]
 
 
+def test_what_may_become_one_kernel_is_saved_if_it_has_to_be() -> None:
+    joint = layers()._replace(together=frozenset({0, 4}))
+    model, budget = program(joint), 8 * MIB
+    own = {joint.key: joint.own}
+    free = chosen(model, budget, own)
+    model.keeps = True
+    kept = chosen(model, budget, own)
+    assert joint.together <= kept[joint.key]
+    assert not joint.together <= free[joint.key]
+    assert peak(model, kept) <= budget
+
+
 def ran(*levels: int) -> Simulated:
     """A run whose two products in backward end after these levels."""
     kernels = tuple(("mm", level) for level in levels)

@@ -340,3 +340,26 @@ def test_a_checkpoint_of_what_could_draw_is_simulated() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Checkpointed())
     graphs = watched(model, torch.randn(ROWS, WIDTH))
     assert graphs.memory().saved_bytes >= 4 * ROWS * WIDTH
+
+
+class Translator(nn.Module):
+    """A text and its translation, whose words have one table, or one each."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(16, WIDTH)
+        self.others = self.words if tied else nn.Embedding(16, WIDTH)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, text: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        x, y = self.words(text), self.others(other)
+        x = self.layers[0](self.norms[0](x)).sigmoid()
+        return self.layers[1](self.norms[1](x + y)).square().mean()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_looked_up_in_one_table_may_be_one_kernel(*, tied: bool) -> None:
+    (joint,) = watched(Translator(tied=tied), *torch.randint(0, 16, (2, ROWS))).joints
+    sizes = [joint.values[number].bytes for number in joint.together]
+    assert sizes.count(4 * ROWS * WIDTH) == (2 if tied else 0)

@@ -47,7 +47,8 @@ class SavingProgram:
     """The integer program of a step's calls. Calls of a graph share its choice.
 
     `temporary`: the bytes of each graph's forward over those it saves. `events`: the order of the calls and
-    their backwards, by default all calls and then the backwards in reverse.
+    their backwards, by default all calls and then the backwards in reverse. `keeps`: nothing in
+    `Joint.together` is computed again.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class SavingProgram:
         self._calls = calls
         self._events = in_order(len(calls), events)
         self._temporary = temporary
+        self.keeps = False
         self._times = Counter(joint.key for joint in calls)
         self._graphs = {joint.key: _Graph(joint) for joint in calls}
         self._saved: dict[tuple[str, int], int] = {}
@@ -65,6 +67,11 @@ class SavingProgram:
         self._upper: list[float] = []
         self.whole = sum(value.seconds for joint in calls for value in joint.values)
         self._add_columns()
+        self._together = {
+            column
+            for (key, number, _), column in (self._begun | self._again).items()
+            if number in self._graphs[key].joint.together
+        }
         self._rows = [row for key in self._graphs for row in self._order(key)]
         self._memory = self._add_memory()
         self._fixed = numpy.array([fixed for fixed, _ in self._memory])
@@ -92,7 +99,10 @@ class SavingProgram:
         ]
         program = IntegerProgram(
             lower=[0.0] * len(self._costs),
-            upper=self._upper,
+            upper=[
+                0.0 if self.keeps and column in self._together else most
+                for column, most in enumerate(self._upper)
+            ],
             costs=self._costs,
             integers=len(self._saved) + (len(self._begun) if whole else 0),
             rows=[*self._rows, *bounds],
@@ -150,7 +160,8 @@ class SavingProgram:
             for number, needed in graph.again(saved[key]).items():
                 value = graph.joint.values[number]
                 columns += [self._again[key, number, segment] for segment in needed]
-                forbidden += not value.can_redo
+                kept = self.keeps and number in graph.joint.together
+                forbidden += kept or not value.can_redo
                 seconds += value.seconds * self._times[key] * (1 if value.stays else len(needed))
         return State(self._fixed + self._bytes[columns].sum(0), seconds, forbidden)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -49,7 +50,9 @@ Kernel = tuple[str, int]
 class Joint(NamedTuple):
     """A joint graph. `work`: seconds up to each position in backward; `gradients`: bytes alive there.
 
-    `kernels`: backward's kernels of libraries. `own`: the values that torch saves by itself.
+    `kernels`: backward's kernels of libraries. `own`: the values that torch saves by itself. `together`:
+    values computed from inputs alone, one of which they share: computed again, Inductor may fuse them into
+    one kernel, and then holds all that is between their reads.
     """
 
     key: str
@@ -58,6 +61,7 @@ class Joint(NamedTuple):
     gradients: tuple[int, ...]
     own: frozenset[int]
     kernels: tuple[Kernel, ...] = ()
+    together: frozenset[int] = frozenset()
 
 
 def keys_of(graph: fx.Graph) -> dict[fx.Node, str]:
@@ -137,7 +141,10 @@ class JointBuilder:
             for at, node in enumerate(self._backward)
             if self._is_kernel(node)
         )
-        return Joint(key_of(self.keys), values, tuple(work), self._gradients(), saved, kernels)
+        met = {number[node] for node in self._together(nodes)}
+        together = frozenset(at for at in met if values[at].can_save)
+        gradients = self._gradients()
+        return Joint(key_of(self.keys), values, tuple(work), gradients, saved, kernels, together)
 
     def root(self, node: fx.Node) -> fx.Node:
         """Return the node that a view is of."""
@@ -158,9 +165,8 @@ class JointBuilder:
     def bytes(self, node: fx.Node) -> int:
         """Return the bytes of a node's result."""
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor):
-            return 0
-        return math.prod(map(hint, value.shape)) * value.element_size()
+        size = value.element_size() if isinstance(value, torch.Tensor) else 0
+        return _count(node) * size
 
     def seconds(self, node: fx.Node) -> float:
         """Return about how long a node takes: its products, or its bytes."""
@@ -234,6 +240,18 @@ class JointBuilder:
             can_redo=tag is not CheckpointPolicy.MUST_SAVE and self._can_redo(node),
         )
 
+    def _together(self, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+        """Yield nodes of inputs alone that share one, in loops of one size, but no products of matrices."""
+        readers: defaultdict[tuple[fx.Node, int], list[fx.Node]] = defaultdict(list)
+        for node in nodes:
+            inputs = {*map(self.root, node.all_input_nodes)}
+            if not _flops(node) and all(one.op == "placeholder" for one in inputs):
+                for one in inputs:
+                    readers[one, _count(node)].append(node)
+        for (one, _), several in readers.items():
+            if len(several) > 1 and _count(one):
+                yield from several
+
     def _can_redo(self, node: fx.Node) -> bool:
         """Return True if a node computes the same again: no effect, no draw, no input written since."""
         if node.target is operator.getitem:
@@ -293,6 +311,12 @@ class JointBuilder:
         reader = self._backward[last]
         writes = reader is not node and self._fuses(reader) and self._stays(reader)
         return writes and self.bytes(reader) == self.bytes(node)
+
+
+def _count(node: fx.Node) -> int:
+    """Return the number of a result's elements; none if it is no tensor."""
+    value = node.meta.get("val")
+    return math.prod(map(hint, value.shape)) if isinstance(value, torch.Tensor) else 0
 
 
 def _flops(node: fx.Node) -> float:

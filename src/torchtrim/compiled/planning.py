@@ -64,6 +64,7 @@ class GraphPlanner:
             {key: one.forward_peak - one.saved_bytes for key, one in alone.items()},
             graphs.order,
         )
+        self._can_keep = any(joint.together for joint in joints)
         self._unplanned = SavingChoice(self._own_saved, self.own, 0.0, self.own.peak_bytes)
         self.lowest = self._unplanned
         self._free = _FREE * sum(value.seconds for joint in joints for value in joint.values)
@@ -77,12 +78,15 @@ class GraphPlanner:
         if self.own.peak_bytes <= budget:
             return self._unplanned
         best, last, aim = None, self._unplanned, _AIM * budget
+        self._program.keeps = False
         for number in range(_ROUNDS):
             self._program.correct(last.saved, last.simulated)
             saved = self._program.choose(int(aim), _SECONDS)
             if saved is None:  # what the last choice needs more is not what each choice does
                 self._program.correct(self._unplanned.saved, self.own)
-                aim *= budget / max(budget, last.simulated.peak_bytes)
+                if self._program.keeps or not self._can_keep:
+                    aim *= budget / max(budget, last.simulated.peak_bytes)
+                self._program.keeps = self._can_keep
                 saved = self._program.choose(int(aim), _SECONDS)
             saved = self._program.improved(saved or last.saved, int(aim), _SECONDS)
             if saved == last.saved:
