@@ -122,7 +122,7 @@ def test_fewer_digits_on_both_sides_are() -> None:
 class Half(torch.nn.Linear):
     """A layer with weights of bfloat16, to which its input is cast."""
 
-    parts = wrong = False
+    parts = wrong = rounds = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         half, weight, by = x.bfloat16(), self.weight, 16
@@ -133,14 +133,16 @@ class Half(torch.nn.Linear):
             )
         else:
             found = linear(half, weight, self.bias)
-        found = found.to(x.dtype)
+        found = torch.tanh(found.to(x.dtype) + x)
+        if self.rounds:
+            found = found.bfloat16().to(x.dtype)
         return found * 1.01 if self.wrong else found
 
 
-def halved(*, parts: bool = False, wrong: bool = False) -> torchtrim.TrainStep:
+def halved(**how: bool) -> torchtrim.TrainStep:
     torch.manual_seed(0)
     layer = Half(64, 64, dtype=torch.bfloat16)
-    layer.__class__ = type("Half", (Half,), {"parts": parts, "wrong": wrong})
+    layer.__class__ = type("Half", (Half,), how)
     return train_step(layer, torch.randn(16, 64), "SGD")
 
 
@@ -148,6 +150,7 @@ def test_layers_in_half_precision_are_compared_in_float64() -> None:
     found = torchtrim.verify(halved(), halved(parts=True), steps=1)
     assert found.verdict == "ROUNDING", found.reason
     assert torchtrim.verify(halved(), halved(wrong=True), steps=1).verdict == "NOT EQUAL"
+    assert torchtrim.verify(halved(), halved(rounds=True), steps=1).verdict == "NOT EQUAL"
 
 
 def test_what_has_no_float64_is_undecided_with_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,17 +30,16 @@ NARROW = torch.ones(2)
 PICTURE = torch.ones(1, 1, 4, 4)
 
 
-def test_a_half_type_is_float64_where_parameters_have_it() -> None:
-    data = torch.ones(2, 4)
+def test_a_cast_to_a_half_type_stays_and_meets_float64_there() -> None:
+    data = torch.rand(2, 4)
     layer = nn.Linear(4, 2, dtype=torch.bfloat16)
+    prepare(layer, Request(double=True))
     with precision(double=True, nudged=0):
-        assert data.bfloat16().dtype is torch.bfloat16
-        prepare(layer, Request(double=True))
-        assert layer(data.bfloat16()).dtype is torch.float64
-        assert layer(data.to(torch.bfloat16)).dtype is torch.float64
-        assert data.half().dtype is torch.float16
-    with precision(double=True, nudged=0):
-        assert data.bfloat16().dtype is torch.bfloat16
+        half = data.bfloat16()
+        assert half.dtype is torch.bfloat16
+        found = layer(half)
+    assert found.dtype is torch.float64
+    torch.testing.assert_close(found, layer(half.double()), rtol=0, atol=0)
 
 
 def test_a_scaler_of_gradients_keeps_its_own_type() -> None:

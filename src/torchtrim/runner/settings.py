@@ -59,7 +59,6 @@ def keep_wide_in_backward() -> None:
 def prepare(root: nn.Module, request: Request) -> None:
     """Upcast or perturb parameters, buffers and the inputs of the first call, as requested."""
     if request.double:
-        _own_halves.update({one.dtype for one in root.parameters()} & _TO_HALF.keys())
         root.double()
         if request.compiles:
             root.register_forward_pre_hook(_upcast_inputs, with_kwargs=True)
@@ -74,16 +73,6 @@ def _upcast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
 @contextlib.contextmanager
 def precision(*, double: bool, nudged: int) -> Iterator[None]:
     """Run in float64, and perturbed by a seed other than 0."""
-    try:
-        with precision_modes(double=double, nudged=nudged):
-            yield
-    finally:
-        _own_halves.clear()
-
-
-@contextlib.contextmanager
-def precision_modes(*, double: bool, nudged: int) -> Iterator[None]:
-    """Enter the modes of `precision`, which another thread of the same run enters too."""
     with contextlib.ExitStack() as stack:
         if double:
             stack.enter_context(Wide())
@@ -92,18 +81,16 @@ def precision_modes(*, double: bool, nudged: int) -> Iterator[None]:
         yield
 
 
-_TO_HALF = {torch.bfloat16: torch.Tensor.bfloat16, torch.float16: torch.Tensor.half}
-_own_halves: set[torch.dtype] = set()
-"""Half types that parameters of this run had before `prepare` made them float64."""
+_NARROW = {torch.float32, torch.bfloat16, torch.float16}
 
 
 class Wide(TorchFunctionMode):
     """Mode that replaces each float32 that a program names by float64.
 
     As in `x.float()`, `x.type("torch.FloatTensor")`, `softmax(x, -1, dtype=torch.float32)`. It also upcasts
-    float32 data that meets float64 in an operator of one type, except in tensors that are written to. A half
-    type is replaced too where parameters have it, as in `layer(x.bfloat16())`: they are float64 here. Other
-    casts to half types stay: to round to one is another function than not to.
+    narrower data that meets float64 in an operator of one type, except in tensors that are written to, as in
+    `layer(x.bfloat16())` of a layer in bfloat16, whose parameters are float64 here. The cast itself stays: to
+    round to a half type is another function than not to.
 
     Otherwise the program would round to float32 itself, which hides how much less two runs differ.
     """
@@ -115,7 +102,7 @@ class Wide(TorchFunctionMode):
             return func(*args)  # most calls: to read an attribute names no type
         if sys._getframe(1).f_globals.get("__name__") == GradScaler.__module__:
             return func(*args, **(kwargs or {}))  # its kernels take no other scale than float32
-        if func is torch.Tensor.float or func in map(_TO_HALF.get, _own_halves):
+        if func is torch.Tensor.float:
             func = torch.Tensor.double
         named = {name: _wide(value) for name, value in (kwargs or {}).items()}
         args = tuple(map(_wide, args))
@@ -124,7 +111,7 @@ class Wide(TorchFunctionMode):
         except RuntimeError:
             values = (*args, *named.values())
             types = {value.dtype for value in values if isinstance(value, torch.Tensor)}
-            mixed = torch.float64 in types and not types.isdisjoint(_narrow_types())
+            mixed = torch.float64 in types and not types.isdisjoint(_NARROW)
             if not mixed or _writes_narrow(func, args, named):
                 raise
         named = {name: _upcast(value) for name, value in named.items()}
@@ -143,18 +130,13 @@ def _upcast(value: Any) -> Any:
 
 
 def _is_narrow(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in _narrow_types()
-
-
-def _narrow_types() -> set[torch.dtype]:
-    return {torch.float32, *_own_halves}
+    return isinstance(value, torch.Tensor) and value.dtype in _NARROW
 
 
 def _wide(value: Any) -> Any:
     if isinstance(value, str):
         return _NAMES.get(value, value)
-    narrow = isinstance(value, torch.dtype) and value in _narrow_types()
-    return torch.float64 if narrow else value
+    return torch.float64 if value is torch.float32 else value
 
 
 _SEED = 7_081_990  # arbitrary

@@ -195,7 +195,7 @@ class _Runner:
         if self._request.compiles:
             double, nudged = False, 0  # dynamo traces no mode; parameters and inputs are prepared
         if double:
-            enter_in_threads(patches, lambda: settings.precision_modes(double=True, nudged=nudged))
+            enter_in_threads(patches, lambda: settings.precision(double=True, nudged=nudged))
         with watcher, settings.precision(double=double, nudged=nudged):
             crash = run_to_crash(self._task.target, sources=self._sources)
             if crash is None and errors:
