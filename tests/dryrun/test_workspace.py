@@ -150,15 +150,48 @@ def test_interpolation(mode: str, channels: int, size: int) -> None:
     check(getattr(aten, f"upsample_{mode}2d").default, *given)
 
 
-class _Calls(TorchDispatchMode):
-    """Checks each call of relative attention."""
+_ROWS = (64, 512)
+_COMPOSITES = {
+    "bilinear": lambda x: F.bilinear(x, x, torch.rand(24, 512, 512)),
+    "fft": lambda x: torch.fft.irfft(torch.fft.rfft(x)),
+    "complex fft": lambda x: torch.fft.fft(x).real,
+    "sort": lambda x: x.sort(-1).values,
+    "kthvalue": lambda x: x.kthvalue(3).values,
+    "dist": lambda x: torch.dist(x, 2 * x),
+    "soft margins": lambda x: F.soft_margin_loss(x, torch.ones_like(x)),
+    "group norm": lambda x: F.group_norm(x, 8, torch.ones(512), torch.zeros(512)),
+    "dropout": lambda x: torch.native_dropout(x, 0.5, True)[0],
+    "scatter": lambda x: torch.zeros(_ROWS).scatter(0, torch.zeros(_ROWS, dtype=torch.long), x),
+    "linear": lambda x: F.interpolate(x[None], scale_factor=3, mode="linear"),
+    "bicubic": lambda x: F.interpolate(x[None, None], scale_factor=2, mode="bicubic"),
+    "antialias": lambda x: F.interpolate(
+        x[None, None], scale_factor=0.5, mode="bilinear", antialias=True
+    ),
+}
 
-    def __init__(self) -> None:
+
+@pytest.mark.parametrize("name", _COMPOSITES)
+def test_the_peak_of_kernels_that_call_others_is_told(name: str) -> None:
+    calls = _Calls("aten")
+    x = torch.rand(_ROWS, requires_grad=True)
+    with calls:
+        _COMPOSITES[name](x).sum().backward()
+    assert calls.checked
+
+
+class _Calls(TorchDispatchMode):
+    """Checks each call of a library's operators that returns new tensors."""
+
+    def __init__(self, library: str = "torchtrim") -> None:
         super().__init__()
+        self._library = library
         self.checked = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "torchtrim":
+        fresh = not func._schema.is_mutable and all(
+            r.alias_info is None for r in func._schema.returns
+        )
+        if func.namespace == self._library and fresh and not kwargs:
             check(func, *args)
             self.checked += 1
         return func(*args, **(kwargs or {}))

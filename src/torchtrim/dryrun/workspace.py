@@ -35,9 +35,19 @@ _MOST_FLOPS, _MOST_FLOPS_OF_HALVES = 2**35, 2**31
 """About a second on one core. Half precision is emulated on processors without instructions for it."""
 _RECURRENT = "aten::mkldnn_rnn_layer"
 _PRODUCTS = frozenset(("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"))
+_SAMPLED_NAMES = """
+    upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d upsample_nearest1d
+    upsample_nearest2d _upsample_nearest_exact1d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+"""
+_OTHER_NAMES = """
+    _trilinear _fft_r2c _fft_c2r _fft_c2c sort kthvalue dist native_dropout_backward
+    native_group_norm_backward soft_margin_loss_backward scatter scatter_reduce gather
+"""
 _MEASURED = frozenset(
     (
         *_PRODUCTS,
+        *(f"aten::{name}{way}" for name in _SAMPLED_NAMES.split() for way in ("", "_backward")),
+        *(f"aten::{name}" for name in _OTHER_NAMES.split()),
         "aten::convolution",
         "aten::_convolution",
         "aten::convolution_backward",
@@ -50,8 +60,6 @@ _MEASURED = frozenset(
         "aten::native_layer_norm_backward",
         "aten::roll",
         "aten::_native_multi_head_attention",
-        "aten::upsample_bilinear2d",
-        "aten::upsample_nearest2d",
         "torchtrim::relative_attention",
         "torchtrim::relative_attention_backward",
         "aten::_safe_softmax",
