@@ -314,12 +314,13 @@ def test_each_phase_of_compiled_code_is_measured_as_it_was_simulated() -> None:
     model, x = Mlp(1), torch.randn(ROWS, WIDTH)
     simulated = watched(model, x).memory().phases
     torch._dynamo.reset()
-    marks, watch = PhaseMarks(), CpuAllocator()
+    marks = PhaseMarks()
     with inductor.noted(lambda *_: None, marks.marked):
         compiled = torch.compile(model)
         for _ in range(2):
             marks.begin()
             model.zero_grad()
+            watch = CpuAllocator()  # a new one: it has not seen those gradients
             watch.start()
             compiled(x).backward()
             phases = watch.stop().phases
