@@ -346,6 +346,7 @@ class TestTechniques:
             torchtrim.apply(plan, work.model, *work.optimizers)
         assert not any("forward" in vars(one) for one in work.model.modules())
 
+    @pytest.mark.slow
     def test_a_lever_that_fails_costs_no_certified_plan(self, drop: Drop, capfd) -> None:
         drop(techniques, "swish_again", _swish("edits"))
         result = optimize_report(step(), "1%", Request(steps=1))

@@ -102,6 +102,7 @@ def test_training_gives_every_gradient_in_less_memory(name: str) -> None:
     assert all(map(torch.equal, gradients(model, inputs), wanted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", each(PUBLISHED, {*SLOW} - {"googlenet"}))
 def test_the_published_size_is_planned_within_the_goal(name: str) -> None:
     """Nothing of that size is allocated: the batch is one sample, expanded."""

@@ -20,6 +20,7 @@ def qkv(tokens: int) -> list[Tensor]:
     return [torch.randn(2, 2, tokens, 8) for _ in range(3)]
 
 
+@pytest.mark.slow
 def test_autoformer() -> None:
     height, width, furthest = 4, 5, 2
     q, k, v = qkv(21)

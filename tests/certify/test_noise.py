@@ -65,6 +65,7 @@ def kept(folder: Path, values: dict[str, torch.Tensor], names: list[str]) -> Pat
     return folder
 
 
+@pytest.mark.slow
 def test_what_fewer_runs_let_through_all_runs_do(tmp_path: Path) -> None:
     """Of losses, and of updates behind the mask of gradients that are rounding alone.
 

@@ -44,6 +44,7 @@ def test_what_grows_is_exit_1(run, tmp_path: Path) -> None:
     assert "tracker.memory" in page
 
 
+@pytest.mark.slow
 def test_what_does_not_grow_is_exit_0(run) -> None:
     code, out, _ = run("stream-check", SCRIPT, "--max-growth", "0B", "--json", "--", "flat")
     report = json.loads(out)

@@ -128,6 +128,7 @@ def test_plan_with_its_frontier(run) -> None:
     assert report["plan"]["predicted"]["peak_bytes"] <= report["budget_bytes"]
 
 
+@pytest.mark.slow
 def test_what_is_pinned_in_a_plan_holds_and_stays(run, tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text('[pins]\nkeep = ["*.1"]\nrecompute = ["*.mlp"]\n')

@@ -128,6 +128,7 @@ def plan_of(model: nn.Module, *techniques: Technique) -> Plan:
     )
 
 
+@pytest.mark.slow
 def test_it_runs_where_there_is_no_torchtrim_bit_for_bit(tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text(MODEL)
     (tmp_path / "run.py").write_text(ALONE)

@@ -76,6 +76,7 @@ def test_a_trainer_can_train_again(out: Path) -> None:
         assert callback.result is not None
 
 
+@pytest.mark.slow
 def test_lightning_is_planned_and_trains_and_logs_the_same(out: Path) -> None:
     callback = TorchtrimCallback(memory="80%", out=out)
     trainer = trainers.LightningTrainer(callback)

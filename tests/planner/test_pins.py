@@ -47,6 +47,7 @@ def touches(where: str, kept: str) -> bool:
     return where == kept or where.startswith(f"{kept}.") or kept.startswith(f"{where}.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pins", PINS)
 def test_pins_hold_at_every_budget_and_a_looser_one_is_never_slower(
     pins: dict[str, list[str]],
@@ -174,6 +175,7 @@ def test_pins_that_forbid_reach_techniques_alone_and_measured_ones() -> None:
     assert barred(original, pins) == {"precision:ConvNet"}
 
 
+@pytest.mark.slow
 def test_a_range_is_meant_where_a_pattern_says_so() -> None:
     from steps import flat
 

@@ -46,6 +46,7 @@ def smallest(step: TrainStep) -> Fit:
     return found
 
 
+@pytest.mark.slow
 def test_a_tighter_budget_never_has_a_higher_peak() -> None:
     """pytorch#197838: `activation_memory_budget` at 0.05 takes four times the memory of 0.15."""
     fits = fitting(train_step(encoder(layers=2), torch.randn(8, 48, 32)))
@@ -88,6 +89,7 @@ def test_backward_sees_the_mask_of_forward() -> None:
     assert any("1" in place or "3" in place for place in where)
 
 
+@pytest.mark.slow
 def test_statistics_are_updated_once() -> None:
     """pytorch#96136: under a checkpoint BatchNorm counts each batch twice."""
     model = ConvNet()

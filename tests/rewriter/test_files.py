@@ -198,6 +198,7 @@ def debris(project: Path) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_killed_at_every_point_a_write_is_whole_or_not_at_all(project: Path) -> None:
     outcomes = set()
     for _ in every_kill(lambda: write(project)):

@@ -65,6 +65,7 @@ def told(found: Finding) -> tuple[int, int]:
     return without, now
 
 
+@pytest.mark.slow
 def test_checkpointing_is_found_and_is_equal_without() -> None:
     profile, gradients = recorded("checkpoint", "cpu")
     plain, right = recorded("plain", "cpu")

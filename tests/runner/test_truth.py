@@ -14,7 +14,7 @@ from torchtrim.records.trial import Request
 from torchtrim.workflows.optimize.fitting import Fitting
 
 PROGRAMS = Path(__file__).parents[2] / "bench" / "truth"
-QUICK = "accumulation", "average", "sparse"
+QUICK = "average", "sparse"
 
 
 @pytest.mark.parametrize(

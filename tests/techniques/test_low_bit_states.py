@@ -233,6 +233,7 @@ def pinned() -> Fitting:
     )
 
 
+@pytest.mark.slow
 @needs_torchao
 def test_it_is_planned_and_certified_as_asked() -> None:
     fit = pinned().nearest(memory_limit("85%"))

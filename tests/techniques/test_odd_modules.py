@@ -27,6 +27,7 @@ def test_each_technique_says_what_it_offers(name: str, layer: str) -> None:
     assert all(getattr(unit, "refusals", lambda _: ())(step))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", LAYERS)
 def test_the_planner_finds_the_smallest_peak(layer: str) -> None:
     planner = Planner(profile_of(layer), step_seconds=1.0, fingerprint={}, allow="ROUNDING")

@@ -205,6 +205,7 @@ scratch.mapped(4096)
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_leaves_is_removed_by_the_next(folder: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", KILLED, "_reserve"], check=False, timeout=300)
     assert ended.returncode == -signal.SIGKILL

@@ -80,6 +80,7 @@ def test_it_is_drawn_and_explained() -> None:
     assert "takes the sigmoid again in backward" in explained.output
 
 
+@pytest.mark.slow
 def test_a_folder_of_ones_own_is_named_by_the_environment(tmp_path: Path) -> None:
     shutil.copy(Path(__file__).with_name("swish_again.py"), tmp_path)
     environment = {**os.environ, "TORCHTRIM_TECHNIQUES": str(tmp_path)}

@@ -133,6 +133,7 @@ def test_what_keeps_saved_tensors_goes_with_no_rounded_ones() -> None:
     assert not TECHNIQUE.bars(part_of("compute"))
 
 
+@pytest.mark.slow
 def test_a_fault_in_it_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     widened = lowered.AutocastForward._widened
 

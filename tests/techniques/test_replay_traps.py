@@ -328,6 +328,7 @@ def _written(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return x
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.sampled_from(sorted(STEPS)), min_size=2, max_size=7),
     st.randoms(use_true_random=False),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
+import pytest
+
 from torchtrim.api import Request, Script, estimate_report
 from torchtrim.emulator.device import emulate
 from torchtrim.records.report import Result
@@ -72,6 +74,7 @@ def measured(path: Path) -> int:
         return int(runpy.run_path(str(path))["peak"])
 
 
+@pytest.mark.slow
 def test_generation_peaks_at_its_last_token_or_in_its_prompt(tmp_path: Path) -> None:
     for count in (2, 40):
         path = tmp_path / f"generate_{count}.py"

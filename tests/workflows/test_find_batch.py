@@ -77,6 +77,7 @@ def test_it_is_exact_in_at_most_four_runs(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(value, state[key]) for key, value in step.model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_prediction_that_is_wrong_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     step = STEPS["mlp"]()

@@ -247,6 +247,7 @@ def test_a_technique_that_is_refused_everywhere_leaves_the_others() -> None:
     assert "micro_batch" not in {one.name for one in found.plan.techniques}
 
 
+@pytest.mark.slow
 def test_what_fails_everywhere_leaves_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: Any, plan: Any, *_: int) -> Trial:
         error = PlannedStepFailed("no")

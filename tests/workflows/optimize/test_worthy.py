@@ -127,6 +127,7 @@ def test_fixes_run_only_if_they_are_worth_it(
     assert len(made) == runs if runs == 2 else len(made) >= runs
 
 
+@pytest.mark.slow
 def test_levers_run_fewer_steps_than_what_is_compared(
     script: torchtrim.Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
