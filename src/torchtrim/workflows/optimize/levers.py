@@ -44,7 +44,10 @@ class FoundPlan(NamedTuple):
 
 
 def out_of_reach(original: Trial, budget: Budget) -> str:
-    """Return why no plan for one process meets a budget, by the tensors at its peak, or an empty string."""
+    """Return why no plan for one process is expected to meet a budget, or an empty string.
+
+    What graphs of earlier steps keep counts as an input, though recomputation there would free it.
+    """
     if original.profile is None or original.ranks or budget.kind != "allocated":
         return ""
     step, held = step_of(original.profile, original.seconds), dict.fromkeys(_STAYS, 0)
@@ -62,8 +65,8 @@ def out_of_reach(original: Trial, budget: Budget) -> str:
     parts = ", ".join(f"{kind}s {format_bytes(size)}" for kind, size in held.items() if size)
     asked, kept = format_apart(budget.bytes, total)
     return (
-        f"no plan meets {asked}, since {kept} stay at the peak in any "
-        f"plan ({parts}); looking for the smallest peak instead"
+        f"no plan is expected to meet {asked}: {kept} are there before the step and at its peak ({parts}); "
+        "looking for the smallest peak instead"
     )
 
 
