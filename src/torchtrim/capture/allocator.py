@@ -30,6 +30,7 @@ from torchtrim.records.profile import is_emulated
 _OWN = "torchtrim::own"
 _PHASE = "torchtrim::phase "
 _OWN_BLOCK = 0
+"""In place of the bytes of torchtrim's own blocks: they do not count."""
 _NUMBER = 8
 """Bytes of a tensor of a Python number."""
 

@@ -46,8 +46,10 @@ class PhaseMarks:
     def updates(self) -> Iterator[None]:
         """Mark where optimizers step."""
         handle = register_optimizer_step_pre_hook(lambda *_: mark_phase(UPDATE))
-        yield
-        handle.remove()
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def begin(self) -> None:
         """Begin a step."""
@@ -70,7 +72,7 @@ class PhaseMarks:
 
 
 def _mark_backward(results: Any, name: str) -> None:
-    """Mark its begin alone: a hook at its end would keep the gradients that it is given."""
+    """Mark where it begins, not where it ends: a hook there would keep the gradients that it is given."""
     node = next(filter(None, map(compiled_node, _differentiable(results))), None)
     if node is not None:
         node.register_prehook(lambda *_: mark_phase(name))

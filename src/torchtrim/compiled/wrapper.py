@@ -75,9 +75,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if isinstance(
-            func, OpOverload
-        ):  # else it is one that calls another, as with the states of a generator
+        # Others call an operator, as with the states of a generator.
+        if isinstance(func, OpOverload):
             name = func.overloadpacket.__name__
             if not func.is_view and not name.startswith(_SKIPPED):
                 self.library(name, func, args, kwargs)
