@@ -91,6 +91,7 @@ LOSSES: dict[str, LossOf] = {
     "each": lambda x, y: (
         F.cross_entropy(x.view(-1, CLASSES), y.view(-1), reduction="none") * y.view(-1).ne(3)
     ).sum(),
+    "gather": lambda x, y: -x.log_softmax(-1).gather(-1, y.unsqueeze(-1)).mean(),
     "float": lambda x, y: flat(x.float(), y),
     "smooth": lambda x, y: F.cross_entropy(x.view(-1, CLASSES), y.view(-1), label_smoothing=0.1),
     "shift": lambda x, y: F.cross_entropy(
@@ -98,7 +99,7 @@ LOSSES: dict[str, LossOf] = {
     ),
 }
 KINDS = ("", "tied", "bias", "frozen", "product", "autocast", "strided")
-QUICK = ("", "each", "strided")
+QUICK = ("", "each", "gather", "strided")
 
 
 def training(model: nn.Module, loss: LossOf = flat) -> TrainStep:
@@ -140,6 +141,29 @@ def test_the_peak_is_as_predicted_and_all_is_equal(name: str) -> None:
     assert fit.planned.peak_bytes < 0.6 * fit.original.peak_bytes
     assert fit.certificate is not None
     assert fit.certificate.verdict == "ROUNDING"
+
+
+class OfGiven(nn.Module):
+    """A loss of its own, to which the weights of another module are given."""
+
+    def forward(self, weight: Tensor, hidden: Tensor, tokens: Tensor) -> Tensor:
+        chances = F.linear(hidden.flatten(0, 1), weight[:CLASSES]).log_softmax(-1)
+        return -chances.gather(1, tokens.view(-1, 1)).mean()
+
+
+def test_a_loss_of_weights_that_it_is_given_is_chunked() -> None:
+    criterion, tokens = OfGiven(), torch.randint(0, CLASSES, (8, 64))
+    weight = nn.Parameter(torch.randn(CLASSES + 5, WIDTH))
+    hidden = torch.randn(8, 64, WIDTH, requires_grad=True)
+    step = TrainStep(
+        criterion, lambda m, y: m(weight, hidden, y), torch.optim.SGD([weight], 0.1), tokens
+    )
+    fit = Fitting(step, Request(steps=1), quiet, Terms("ROUNDING", ("recompute", "replay")))
+    found = fit.smallest()
+    assert [one.name for one in found.plan.techniques] == ["chunked_loss"]
+    assert found.planned is not None
+    assert found.planned.peak_bytes == pytest.approx(found.plan.predicted.peak_bytes, rel=2e-3)
+    assert found.planned.peak_bytes < 0.6 * found.original.peak_bytes
 
 
 def test_what_is_read_besides_is_computed_where_it_is_read() -> None:

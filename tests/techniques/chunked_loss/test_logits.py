@@ -41,6 +41,8 @@ CHUNKED: dict[str, Use] = {
         x.flatten(0, 1), y.flatten()
     ),
     "nll": lambda x, y: F.nll_loss(F.log_softmax(x, -1).view(-1, CLASSES), y.view(-1)),
+    "gather": lambda x, y: -x.log_softmax(-1).gather(-1, y.unsqueeze(-1)).square().mean(),
+    "gather of rows": lambda x, y: F.log_softmax(x, -1)[:, 1:].gather(2, y[:, 1:, None]).sum(),
     "z": lambda x, y: flat(x)(y) + 0.1 * torch.logsumexp(x, -1).square().mean(),
     "classes": lambda x, y: F.cross_entropy(x[..., :9].reshape(-1, 9), y.view(-1).clamp(max=8)),
     "last": lambda x, y: F.cross_entropy(x[:, -1], y[:, -1]),
@@ -57,6 +59,8 @@ READ: dict[str, Use] = {
     "in place": lambda x, y: flat(x.mul_(2))(y),
     "written": written,
     "mask": lambda x, y: F.cross_entropy(x[y > 3], y[y > 3]),
+    "gather of two": lambda x, y: x.log_softmax(-1).gather(-1, torch.stack((y, y), -1)).mean(),
+    "gather of logits": lambda x, y: x.gather(-1, y.unsqueeze(-1)).mean(),
     "cap": lambda x, y: flat(torch.tanh(x / 5) * 5)(y),
     "hook": lambda x, y: (x.register_hook(lambda g: 2 * g), flat(x)(y))[1],
 }
@@ -101,6 +105,16 @@ def test_the_logits_are_not_made(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Logits, "value", made)
     graded(lambda *xwb: head_of(*xwb, "net", 4), CHUNKED[name], True)
+
+
+def test_a_gathered_class_that_does_not_exist_is_an_error() -> None:
+    tensors, target = given(False)
+    hidden, weight, _ = tensors
+    assert hidden is not None
+    assert weight is not None
+    logits = head_of(hidden.requires_grad_(), weight, None, "net", 4)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        logits.log_softmax(-1).gather(-1, torch.full_like(target, -100).unsqueeze(-1))
 
 
 def test_it_is_a_tensor_of_their_shape_and_type() -> None:

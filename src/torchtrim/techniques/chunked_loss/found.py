@@ -1,4 +1,4 @@
-"""Finds logits that only a cross entropy reads."""
+"""Finds logits that only a cross entropy reads, or a `gather` of one class of each row's log-softmax."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def rows_for(count: int, classes: int) -> int:
 _PRODUCTS = ("aten::mm", "aten::addmm")
 _SOFTMAX = "aten::_log_softmax"
 _LOSSES = ("aten::nll_loss_forward", "aten::nll_loss2d_forward")
+_GATHER = "aten::gather"
 _OF_SMOOTHING = ("aten::sum", "aten::mul")
 _COPIES = ("aten::_to_copy", "aten::clone")
 _BACKWARD = ("backward", "recompute")
@@ -86,8 +87,8 @@ class _HeadFinder:
             return None
         logs = op.outputs[0].storage
         readers = sorted({i for one in (*family, logs) for i in self._forward_users(one)})
-        losses = [i for i in readers if base_name(self._operators[i].name) in _LOSSES]
-        if len(losses) != 1 or not all(self._is_known(i, family, logs) for i in readers):
+        losses = [i for i in readers if self._is_loss(i, logs)]
+        if len(losses) != 1 or not all(self._is_known(i, losses[0], family, logs) for i in readers):
             return None
         return self._made(product, losses[0], tuple(readers), tuple(copies))
 
@@ -118,14 +119,22 @@ class _HeadFinder:
         is_parameter = self._profile.storages[bias.storage].kind == "parameter"
         return is_parameter and bias.shape == made.shape[-1:]
 
-    def _is_known(self, index: int, family: list[int], logs: int) -> bool:
+    def _is_loss(self, index: int, logs: int) -> bool:
+        """Return True for a loss of classes, or a gather of one log probability of each row."""
+        op = self._operators[index]
+        if base_name(op.name) != _GATHER:
+            return base_name(op.name) in _LOSSES
+        read, chosen = op.inputs[0], op.inputs[-1]
+        return read.storage == logs and chosen.shape == (*read.shape[:-1], 1)
+
+    def _is_known(self, index: int, loss: int, family: list[int], logs: int) -> bool:
         """Return True if a reader of the logits or `logs` is part of the loss, or only moves elements."""
         op = self._operators[index]
         of_logs = logs in {use.storage for use in op.inputs}
-        in_loss = of_logs and base_name(op.name) in (*_LOSSES, *_OF_SMOOTHING)
-        return not op.mutates and (
-            in_loss or all(use.storage in (*family, logs) for use in op.outputs)
-        )
+        of_class = base_name(self._operators[loss].name) in _LOSSES
+        in_loss = of_logs and of_class and base_name(op.name) in _OF_SMOOTHING
+        moves = all(use.storage in (*family, logs) for use in op.outputs)
+        return not op.mutates and (index == loss or in_loss or moves)
 
     def _made(
         self, product: int, loss: int, readers: tuple[int, ...], copies: tuple[int, ...]

@@ -286,10 +286,26 @@ def _logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
     return found.unsqueeze(input.head.moved.dim) if keepdim else found
 
 
+def _gathered(input: Any, dim: Any, index: Any, *, sparse_grad: bool = False) -> Any:
+    """Return one log probability of each row: its negative loss."""
+    known = isinstance(input, Logits) and input.log_probabilities and not sparse_grad
+    last = input.dim() - 1 if known else -1
+    if not known or dim not in (-1, last) or input.head.moved.dim != last:
+        return NotImplemented
+    if not isinstance(index, Tensor) or index.shape != (*input.shape[:-1], 1):
+        return NotImplemented
+    flat, classes = input.reshape(-1, input.shape[-1]), index.reshape(-1)
+    lost = _class_loss(True, flat, classes, ignore_index=_NO_CLASS, reduction="none")
+    return lost if lost is NotImplemented else lost.neg().view(index.shape)
+
+
+_NO_CLASS = torch.iinfo(torch.int64).min
+"""`gather` ignores no index."""
 _LOSSES: dict[str, Callable[..., Any]] = {
     "cross_entropy": functools.partial(_class_loss, False),
     "nll_loss": functools.partial(_class_loss, True),
     "logsumexp": _logsumexp,
+    "gather": _gathered,
 }
 
 

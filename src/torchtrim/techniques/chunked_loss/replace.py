@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.notices import say_once
@@ -87,16 +88,19 @@ def _of_products(
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    with _Products(module, where, rows, classes):
+    given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, nn.Parameter)]
+    with _Products((*module.parameters(), *given), where, rows, classes):
         return forward(*args, **kwargs)
 
 
 class _Products(TorchFunctionMode):
-    """Replaces products with one of the module's own matrices that has this many classes."""
+    """Replaces products with one of these matrices, or a part of it, that has this many classes."""
 
-    def __init__(self, module: nn.Module, where: str, rows: int, classes: int) -> None:
+    def __init__(
+        self, matrices: Iterable[nn.Parameter], where: str, rows: int, classes: int
+    ) -> None:
         super().__init__()
-        self._own = {id(one) for one in module.parameters() if one.dim() == 2}
+        self._own = {id(one) for one in matrices if one.dim() == 2}
         self._where, self._rows, self._classes = where, rows, classes
 
     def __torch_function__(
@@ -110,15 +114,17 @@ class _Products(TorchFunctionMode):
     def _operands(
         self, name: str, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        if name == "linear" and len(args) > 1 and self._is_own(args[1], args[1]):
+        if name == "linear" and len(args) > 1 and self._is_own(args[1]):
             return args[0], args[1], args[2] if len(args) > 2 else kwargs.get("bias")
         if name not in _PRODUCTS or len(args) != 2 or kwargs:
             return None
         hidden, turned = args
         if not isinstance(turned, Tensor) or turned.dim() != 2:
             return None
-        whole = turned if turned._base is None else turned._base
-        return (hidden, turned.t(), None) if self._is_own(whole, turned.t()) else None
+        return (hidden, turned.t(), None) if self._is_own(turned.t()) else None
 
-    def _is_own(self, whole: Any, weight: Any) -> bool:
+    def _is_own(self, weight: Any) -> bool:
+        if not isinstance(weight, Tensor) or weight.dim() != 2:
+            return False
+        whole = weight if weight._base is None else weight._base
         return id(whole) in self._own and len(weight) == self._classes

@@ -2,10 +2,11 @@
 
 A head passes its logits to `cross_entropy`. PyTorch then holds the logits, their log-softmax and two
 gradients, each rows times classes. Here the head returns a stand-in. Views, shifts, transposes and casts of
-it apply to the hidden states, and `cross_entropy` (or `log_softmax` and `nll_loss`, as function or module)
-iterates over chunks of rows: it computes a chunk's logits, its loss and the gradients of hidden states and
-weight, and discards the logits. Backward scales these gradients. If each row has its own gradient
-(`reduction="none"`), or in float16, backward recomputes the logits instead.
+it apply to the hidden states. `cross_entropy` (or `log_softmax` and `nll_loss`, as function or module, or
+`log_softmax` and a `gather` of one class a row) iterates over chunks of rows: it computes a chunk's logits,
+its loss and the gradients of hidden states and weight, and discards the logits. Backward scales these
+gradients. If each row has its own gradient (`reduction="none"`, `gather`), or in float16, backward recomputes
+the logits instead.
 
 Label smoothing, class weights, `ignore_index`, all reductions, a bias, tied weights and autocast behave as in
 PyTorch; sums are in float32. If anything else reads the logits (a metric, the model's caller, a loss of
