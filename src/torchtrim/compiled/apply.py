@@ -10,7 +10,7 @@ import msgspec
 from torch import fx
 
 from torchtrim.compiled.graphs import nodes_to_save
-from torchtrim.compiled.inductor import Partitioner, check, partitioned
+from torchtrim.compiled.inductor import NotPlanned, Partitioner, check, partitioned
 from torchtrim.compiled.joint import key_of, keys_of
 from torchtrim.records.plan import CompiledGraph
 
@@ -47,7 +47,7 @@ class Applied:
         key = key_of(keys)
         if key not in self._saves:
             self.others.add(key)
-            return own()
+            raise NotPlanned
         missing = self._saves[key] - {*keys.values()}
         if missing:
             raise ValueError(f"the graph {key} has no tensors {', '.join(sorted(missing))}")

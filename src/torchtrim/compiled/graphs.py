@@ -37,6 +37,7 @@ class CompilableGraph:
         self._context = TracingContext.try_get()
         self._pairs: dict[frozenset[int] | str, Pair] = {}
         self._joint: Joint | None = None
+        self._edited = False
         self._bytes = 0
         self.pair()
 
@@ -57,25 +58,35 @@ class CompilableGraph:
 
     def pair(self, saved: frozenset[int] | None = None) -> Pair:
         """Return Inductor's code with a choice of what is saved, or with torch's own."""
+        if self._joint is not None and not self._edited and saved == self._joint.own:
+            saved = None
         key = _OWN if saved is None else saved
         if key not in self._pairs:
             self._pairs[key] = self._compile(saved)
         return self._pairs[key]
 
     def _compile(self, saved: frozenset[int] | None) -> Pair:
+        seen: list[str] = []
+
         def choose(graph: fx.Graph, info: Any, own: Callable[[], list[fx.Node]]) -> list[fx.Node]:
             if saved is not None and self._joint is not None:
                 return nodes_to_save(graph, info, {self._joint.values[at].key for at in saved})
             chosen = own()
-            self._joint = JointBuilder(graph, info, written_inputs(graph)).build(chosen)
+            joint = JointBuilder(graph, info, written_inputs(graph)).build(chosen)
+            if not seen:
+                self._joint = joint
+            seen.append(joint.key)
             return chosen
 
-        return self.code(choose)
+        pair = self.code(choose, edits=saved is not None)
+        self._edited |= len({*seen}) > 1
+        return pair
 
-    def code(self, choose: Choose) -> Pair:
-        """Return Inductor's code with what `choose` saves."""
+    def code(self, choose: Choose, *, edits: bool = False) -> Pair:
+        """Return Inductor's code with what `choose` saves. `edits`: as of a `Partitioner`."""
         with tracing(copy.copy(self._context)):
-            return Pair.of(dry(self._module, self._inputs, choose, "dry", **self._options))
+            codes = dry(self._module, self._inputs, choose, edits=edits, **self._options)
+            return Pair.of(codes)
 
 
 class Graphs:

@@ -20,6 +20,7 @@ import torch._functorch.partitioners as partitioners
 import torch._inductor.codegen.cpp as cpp_codegen
 import torch._inductor.compile_fx as compile_fx
 import torch._inductor.config as inductor_config
+import torch._inductor.lowering as lowering
 from torch import fx
 from torch._guards import TracingContext
 from torch._inductor.async_compile import AsyncCompile
@@ -27,6 +28,7 @@ from torch._inductor.codecache import PyCodeCache
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from torchtrim.compiled.code import Code, Spec, hint
+from torchtrim.compiled.sooner import SLICES, free_sooner
 from torchtrim.errors import Unsupported
 
 NEEDED = (
@@ -71,7 +73,7 @@ def probe_compiled() -> str:
         return own()
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        seen.extend(dry(graph, inputs, choose, "probe"))
+        seen.extend(dry(graph, inputs, choose, edits=True))
         return graph
 
     layer = torch.nn.Linear(4, 4)
@@ -82,20 +84,31 @@ def probe_compiled() -> str:
     return f"works: {len(seen)} graphs of one model, of {calls[0]} nodes together"
 
 
+class NotPlanned(Exception):
+    """A graph that no plan knows, which torch partitions as it does by itself."""
+
+
 class Partitioner(CustomPartitionerFn):
     """A partitioner that is torch's own, except that `choose` says what forward saves for backward.
 
-    Everything else stays torch's: tags of checkpoints, collectives, effects, random states and symbols. `key`
-    identifies the choice in the caches' key. `failed` is called with an error of
-    `choose`, and torch then partitions as it would by itself.
+    Everything else stays torch's: tags of checkpoints, collectives, effects, random states and symbols. The
+    graph is edited to free memory sooner. `key` identifies the choice in the caches' key. `failed` is called
+    with an error of `choose`, and torch then partitions as it would by itself. `edits`: without, `choose` is
+    called with the edited graph, and then once more with the graph as it is, which is partitioned.
     """
 
     def __init__(
-        self, choose: Choose, key: str, failed: Callable[[Exception], None] | None = None
+        self,
+        choose: Choose,
+        key: str,
+        failed: Callable[[Exception], None] | None = None,
+        *,
+        edits: bool = True,
     ) -> None:
         self._choose = choose
-        self._key = hashlib.sha256(f"torchtrim {key}".encode()).hexdigest()
+        self._key = hashlib.sha256(f"torchtrim 2 {key}".encode()).hexdigest()
         self._failed = failed
+        self._edits = edits
 
     def uuid(self) -> str:
         """Return the choice's key, so that caches never mix code of two choices."""
@@ -108,16 +121,18 @@ class Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        if self._failed is None:
-            return self._partition(gm, joint_inputs, kwargs)
         untouched = copy_of(gm)
         try:
-            return self._partition(gm, joint_inputs, kwargs)
+            edited = self._partition(_edited(gm), joint_inputs, kwargs)
         except Exception as error:  # the script must go on, with torch's own partition
-            self._failed(error)
+            if self._failed is None:
+                raise
+            if not isinstance(error, NotPlanned):
+                self._failed(error)
             return partitioners.min_cut_rematerialization_partition(
                 untouched, joint_inputs, **kwargs
             )
+        return edited if self._edits else self._partition(untouched, joint_inputs, kwargs)
 
     def _partition(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]
@@ -136,6 +151,16 @@ class Partitioner(CustomPartitionerFn):
         if again:
             raise ValueError(f"backward draws {', '.join(sorted(again))} again")
         return forward, backward
+
+
+def _edited(module: fx.GraphModule) -> fx.GraphModule:
+    known: Any = getattr(lowering, "lowerings", None)
+    make: Any = getattr(lowering, "make_fallback", None)
+    for copies in SLICES.values() if known and make else ():
+        if copies not in known:  # else Inductor lays out anew what they read, in a further copy
+            make(copies, warn=False, override_decomp=True)
+    free_sooner(module)
+    return module
 
 
 @contextlib.contextmanager
@@ -182,9 +207,12 @@ def noted(
 
 
 def dry(
-    graph: fx.GraphModule, inputs: Sequence[Any], choose: Choose, key: str, **options: Any
+    graph: fx.GraphModule, inputs: Sequence[Any], choose: Choose, *, edits: bool, **options: Any
 ) -> list[Code]:
-    """Return the code that Inductor writes for a graph, forward first, without compiling its kernels."""
+    """Return the code that Inductor writes for a graph, forward first, without compiling its kernels.
+
+    `edits`: as of a `Partitioner`.
+    """
     found: list[Code] = []
 
     def inner(module: fx.GraphModule, given: Sequence[Any], **kwargs: Any) -> Any:
@@ -210,7 +238,7 @@ def dry(
             )
         )
         stack.enter_context(inductor_config.patch(fx_graph_cache=False))
-        stack.enter_context(partitioned(Partitioner(choose, key)))
+        stack.enter_context(partitioned(Partitioner(choose, "dry", edits=edits)))
         stack.enter_context(no_kernels())
         stack.enter_context(no_vectors())
         compile_fx.compile_fx(copy_of(graph), inputs, inner_compile=inner, **options)

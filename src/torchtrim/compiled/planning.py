@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import NamedTuple
 
 from torchtrim.compiled.choose import Saved, SavingProgram
@@ -77,13 +78,15 @@ class GraphPlanner:
         """
         if self.own.peak_bytes <= budget:
             return self._unplanned
-        best, last, aim = None, self._unplanned, _AIM * budget
+        if self._kept.simulated.peak_bytes <= budget:
+            return self._kept
+        best, last, aim = None, self._kept, _AIM * budget
         self._program.keeps = False
         for number in range(_ROUNDS):
             self._program.correct(last.saved, last.simulated)
             saved = self._program.choose(int(aim), _SECONDS)
             if saved is None:  # what the last choice needs more is not what each choice does
-                self._program.correct(self._unplanned.saved, self.own)
+                self._program.correct(self._kept.saved, self._kept.simulated)
                 if self._program.keeps or not self._can_keep:
                     aim *= budget / max(budget, last.simulated.peak_bytes)
                 self._program.keeps = self._can_keep
@@ -99,6 +102,11 @@ class GraphPlanner:
                 break
         known = self.lowest if self.lowest.simulated.peak_bytes <= budget else None
         return best or known
+
+    @cached_property
+    def _kept(self) -> SavingChoice:
+        """Torch's own choice, in graphs edited to free memory sooner."""
+        return self._tried(self._own_saved, 0, 0)
 
     def _tried(self, saved: Saved, number: int, first: int) -> SavingChoice:
         simulated, named = self._graphs.memory(saved, self._above), self._graphs.named(saved)
