@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from bench.habits.blocks import AT_RANDOM
 from bench.habits.customs import ENDS
 from bench.habits.loops import SOURCES
 from bench.habits.running import Ended, plain, verb
-from bench.habits.script import Habits, text_of
+from bench.habits.script import PLAIN, Habits, text_of
 from bench.habits.truth import allocated
 
 _FRAME = re.compile(r'File ".*/torchtrim/')
@@ -139,13 +141,12 @@ def faults(habits: Habits, folder: Path, rng: random.Random) -> Iterator[Fault]:
 def _of_truth(case: Case, diagnosed: dict[str, Any], fitted: dict[str, Any]) -> Iterator[Fault]:
     """Compare peaks with the allocator's: the highest after the first step, and that of the longest.
 
-    Not of scripts that profile themselves, or whose worker processes have batches ready or not.
+    Not of scripts whose worker processes have batches ready or not.
     """
-    one = case.habits.one
-    if "profiler" in one["around"] or SOURCES[one["source"]].workers:
+    if SOURCES[case.habits.one["source"]].workers:
         return
     highest, longest = (each.get("original", {}).get("peak_bytes") for each in (diagnosed, fitted))
-    peaks = allocated(case.script, case.fresh())
+    peaks = _allocated(case)
     if len(peaks) < 2 or not highest or not longest:
         return
     shown = f"{highest} diagnosed, {longest} optimized, {peaks} by torch's allocator"
@@ -153,6 +154,15 @@ def _of_truth(case: Case, diagnosed: dict[str, Any], fitted: dict[str, Any]) -> 
         yield Fault("wrong peak", shown)
     elif min(abs(longest / peak - 1) for peak in peaks[1:]) > _TRUTH:
         yield Fault("wrong peak of the longest step", shown)
+
+
+def _allocated(case: Case) -> list[int]:
+    """Return the allocator's peaks of the first steps, without a profiler of the script's own."""
+    folder = case.fresh()
+    if "profiler" in case.habits.one["around"]:
+        one = {**case.habits.one, "around": PLAIN["around"]}
+        case = Case(replace(case.habits, one=one), folder / "unprofiled")
+    return allocated(case.script, folder)
 
 
 def _by_hand(
@@ -229,7 +239,7 @@ def _of_estimate(
         return
     if predicted > measured and any(_BOUND in note for note in estimated.get("notes", ())):
         return
-    peaks = allocated(case.script, case.fresh())[1:]
+    peaks = _allocated(case)[1:]
     if all(abs(predicted / peak - 1) > _ESTIMATE for peak in peaks):
         yield Fault("estimate", f"{predicted} estimated, {measured} measured, then {peaks}")
 

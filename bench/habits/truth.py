@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from bench.habits.running import forked
 from torchtrim.capture.watch import Listener, Watcher
 
+_EXIT = os._exit
 _MARK = "torchtrim.step"
 _STEPS = 5
 
@@ -39,7 +40,7 @@ class _Marks(Listener):
         """Write the peaks and end the process."""
         self._profiler.stop()
         self._path.write_text(" ".join(map(str, _highest(self._profiler))))
-        os._exit(0)
+        _EXIT(0)
 
     def _mark(self) -> None:
         with record_function(_MARK):
@@ -70,6 +71,7 @@ def allocated(script: Path, folder: Path) -> list[int]:
         sys.argv = [str(script)]
         sys.path[0] = str(script.parent)
         marks = _Marks(profiler)
+        os._exit = lambda _: marks.close()  # a script that ends so has steps too
         with Watcher(marks), contextlib.suppress(BaseException):
             runpy.run_path(str(script), run_name="__main__")
         marks.close()
