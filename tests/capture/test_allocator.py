@@ -23,9 +23,11 @@ from torchtrim.capture.allocator import (
     NOTHING,
     CpuAllocator,
     CudaAllocator,
+    Freed,
     _Block,
     _of_the_script,
     _rises,
+    _unreported,
     _without_numbers,
     allocator_for,
     rss_bytes,
@@ -122,6 +124,13 @@ class TestPureParts:
     def test_how_far_memory_rises_inside_of_marks(self) -> None:
         memory = [(1, 5), (3, 10), (4, 20), (5, -10), (8, 7), (9, -7), (20, 3)]
         assert _rises(memory, [(2, 6), (7, 10), (12, 15), (19, 21)]) == [30, 7, 0, 3]
+
+    def test_blocks_that_nobody_reported_end_at_the_mark_where_they_died(self) -> None:
+        blocks = [_Block(2, -4, 1), _Block(3, 8, 2), _Block(6, 5, 3)]
+        marks = [(1, 2), (5, 7)]
+        freed = [Freed(address, 4, 1) for address in (1, 2, 3, 4)]
+        found = list(_unreported(blocks, marks, {3: 4}, [*freed, Freed(5, 4, 2)]))
+        assert found == [_Block(5, -4, 2), _Block(5, -4, 4)]
 
     def test_blocks_of_our_own_do_not_count_wherever_they_are_freed(self) -> None:
         blocks = [(1, 5, 0), (3, 10, 1), (4, -10, 1), (8, 7, 2), (10, 1, 3)]
@@ -308,6 +317,22 @@ def test_a_block_from_before_may_be_freed() -> None:
     del kept
     second = watching.stop()
     assert (first.peak, first.end, second.peak, second.end) == (4000, 4000, 0, -4000)
+
+
+def test_a_block_from_before_any_watch_is_freed_where_its_storage_died() -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loop() -> None:
+        older = [torch.ones(64, 8) for _ in range(2)]
+        for _ in range(2):
+            loss = model(torch.ones(64, 8)).square().sum()
+            del older[0]
+            loss.backward()
+            optimizer.step()
+
+    found = record(loop, allocator=CpuAllocator())
+    assert found.tracked_peak_bytes <= found.peak_bytes < found.tracked_peak_bytes + 64
 
 
 def test_evaluation_and_training_share_the_allocator() -> None:

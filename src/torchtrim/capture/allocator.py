@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
@@ -54,6 +54,14 @@ NO_SUMS: Mapping[int, int] = MappingProxyType({})
 NOTHING = Watched(0, 0, [], None)
 
 
+class Freed(NamedTuple):
+    """A storage from before the watch that died before the operator of the mark with this number ended."""
+
+    address: int
+    size: int
+    mark: int
+
+
 class _Block(NamedTuple):
     """A block that is allocated, or freed if its bytes are negative; `moment` in ns."""
 
@@ -73,7 +81,7 @@ class Allocator:
     def start(self) -> None:
         """Begin to watch."""
 
-    def stop(self, in_place: Mapping[int, int] = NO_SUMS) -> Watched:
+    def stop(self, in_place: Mapping[int, int] = NO_SUMS, freed: Iterable[Freed] = ()) -> Watched:
         """End, and return the bytes. `in_place`: bytes that a marked operator needs only under a mode."""
         return NOTHING
 
@@ -81,10 +89,10 @@ class Allocator:
 class CpuAllocator(Allocator):
     """The CPU allocator, by the profiler's memory events.
 
-    Frees are reported only for blocks whose allocation was reported, so watch the previous step as well. A
-    process has one profiler, and the script's own takes precedence. Only the user scope is profiled, at a
-    sixth of the cost of profiling all operators. One allocator for all steps knows a block of one step whose
-    free nobody reported by its address, in the next.
+    Frees are reported only for blocks whose allocation was reported, so watch the previous step as well, and
+    tell `stop` of older storages that died. A process has one profiler, and the script's own takes
+    precedence. Only the user scope is profiled, at a sixth of the cost of profiling all operators. One
+    allocator for all steps knows a block of one step whose free nobody reported by its address, in the next.
     """
 
     cuts_at_marks = True
@@ -127,7 +135,7 @@ class CpuAllocator(Allocator):
             end_open_ranges()
         return _disable_profiler().experimental_event_tree() if runs else None
 
-    def stop(self, in_place: Mapping[int, int] = NO_SUMS) -> Watched:
+    def stop(self, in_place: Mapping[int, int] = NO_SUMS, freed: Iterable[Freed] = ()) -> Watched:
         """End; return zeros if there was a reason not to begin."""
         events = self._end()
         if events is None:
@@ -144,8 +152,9 @@ class CpuAllocator(Allocator):
                 phases.append((event.start_time_ns, event.name.removeprefix(_PHASE)))
             elif event.name in ranges:
                 ranges[event.name].append((event.start_time_ns, event.end_time_ns))
-        memory = _of_the_script(sorted(blocks), sorted(ranges[_OWN]), self._live)
-        marks = sorted(ranges[MARK])
+        blocks, marks = sorted(blocks), sorted(ranges[MARK])
+        blocks = sorted([*blocks, *_unreported(blocks, marks, self._live, freed)])
+        memory = _of_the_script(blocks, sorted(ranges[_OWN]), self._live)
         memory = _without_numbers(memory, marks)
         memory = _in_place(memory, [(marks[number], size) for number, size in in_place.items()])
         running = [0, *itertools.accumulate(size for _, size in memory)]
@@ -179,6 +188,19 @@ def _all_of(events: Iterable[Any]) -> Iterator[Any]:
     for event in events:
         yield event
         yield from _all_of(event.children)
+
+
+def _unreported(
+    blocks: Iterable[_Block],
+    marks: Sequence[tuple[int, int]],
+    live: Container[int],
+    freed: Iterable[Freed],
+) -> Iterator[_Block]:
+    """Yield the frees of storages whose allocation nobody watched. `live`: addresses of blocks that were."""
+    first = {block.address: block.size for block in reversed([*blocks])}
+    for address, size, mark in freed:
+        if address not in live and first.get(address, 0) >= 0 and mark < len(marks):
+            yield _Block(marks[mark][0], -size, address)
 
 
 def _of_the_script(
@@ -273,7 +295,7 @@ class CudaAllocator(Allocator):
         torch.cuda.reset_peak_memory_stats(self._device)
         self._before = torch.cuda.memory_allocated(self._device)
 
-    def stop(self, in_place: Mapping[int, int] = NO_SUMS) -> Watched:
+    def stop(self, in_place: Mapping[int, int] = NO_SUMS, freed: Iterable[Freed] = ()) -> Watched:
         """Read the peaks."""
         self._settle()
         return Watched(

@@ -329,6 +329,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 life = self.storages.lives[number]
                 life.kind, life.name = kind, name
 
+    def mark_of(self, operator: int) -> int:
+        """Return the number of an operator's mark; operators that raised have marks too."""
+        for number in sorted(self.raised):
+            operator += number <= operator
+        return operator
+
     def open_label(self, label: str) -> None:
         """Begin a range of `record_function`."""
         if label not in self.labels:

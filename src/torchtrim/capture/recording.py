@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from torchtrim.capture.allocator import NOTHING, Allocator, allocator_for
+from torchtrim.capture.allocator import NOTHING, Allocator, Freed, allocator_for
 from torchtrim.capture.build import Setting, build
 from torchtrim.capture.modules import Modules
 from torchtrim.capture.optimizers import OptimizerSteps, parameters_of
@@ -61,6 +61,7 @@ class Recording(Listener):
         self._allocator = allocator
         self.alive_bytes = 0
         self._ours_bytes = 0
+        self._before: dict[int, int] = {}
         self._watched = NOTHING
         self._waits: list[LoaderWait] = []
         self._stack: list[_Running] = []
@@ -93,6 +94,8 @@ class Recording(Listener):
         if self._allocator is not None:
             self._allocator.start()
         self.recorder.start(scan=scan)
+        if self._allocator is not None and self._allocator.cuts_at_marks:
+            self._before = self.recorder.storages.addresses()
         self._name(optimizers)
         self._optimizer_steps.begin(optimizers)
         self.running = True
@@ -104,7 +107,14 @@ class Recording(Listener):
             self._optimizer_steps.stop()
             self.recorder.stop()
             if self._allocator is not None:
-                self._watched = self._allocator.stop(self.recorder.sums.found)
+                self._watched = self._allocator.stop(self.recorder.sums.found, self._freed())
+
+    def _freed(self) -> Iterator[Freed]:
+        """Yield the storages from before the step that died in it."""
+        for number, address in self._before.items():
+            life = self.recorder.storages.lives[number]
+            if life.death >= 0 and life.bytes:
+                yield Freed(address, life.bytes, self.recorder.mark_of(life.death))
 
     def abandon(self) -> None:
         """Stop without a profile."""

@@ -222,6 +222,15 @@ class Storages:
             return -1
         return known.number if known is not None else -1
 
+    def addresses(self) -> dict[int, int]:
+        """Return the addresses of the live storages that were seen, by their numbers."""
+        found = {}
+        for reference in list(self._living.values()):
+            with contextlib.suppress(*_NO_STORAGE):
+                if reference.number >= 0 and (storage := reference()) is not None:
+                    found[reference.number] = int(storage.data_ptr())
+        return found
+
     def counts(self, life: StorageLife) -> bool:
         """Return True if the storage is on the counted device; `"cuda"` matches any CUDA device."""
         return life.device != FILE and life.device.startswith(self._counted)
