@@ -126,6 +126,21 @@ def test_results_move_by_one_unit_and_whole_numbers_stay() -> None:
     assert bool((torch.sign(one - values * 1.5) == -torch.sign(other - values * 1.5)).all())
 
 
+@pytest.mark.parametrize("of", [torch.complex64, torch.complex128])
+def test_complex_numbers_move_in_both_parts(of: torch.dtype) -> None:
+    values = torch.full((4, 1000), 0.3 + 0.7j, dtype=of)
+    with Perturbed(1):
+        moved = values * 1.1
+        columns = values[:, ::2] * 1.1
+    eps = torch.finfo(of).eps
+    for result, plain in ((moved, values * 1.1), (columns, values[:, ::2] * 1.1)):
+        for part, exact in ((result.real, plain.real), (result.imag, plain.imag)):
+            units = (part / exact - 1).div(eps).round()
+            assert {*units.sign().unique().tolist()} == {-1.0, 1.0}
+            assert units.abs().max() <= 2  # the quotient is rounded too
+    assert Perturbed(1).moved(values.conj()).equal(values.conj())
+
+
 def test_infinities_stay() -> None:
     scores = torch.linspace(0.1, 0.9, 100_000, dtype=torch.float64)
     scores[[7, 70_001]] = -torch.inf
@@ -249,6 +264,16 @@ def test_a_chaotic_original_is_undecided_and_its_operator_named() -> None:
     assert found.verdict == "UNDECIDED"
     assert "first visible after aten::mul" in found.reason
     assert "test_noise.py" in found.reason
+
+
+def test_complex_draws_are_those_of_narrow_numbers() -> None:
+    torch.manual_seed(0)
+    narrow = torch.randn(5, dtype=torch.complex64)
+    torch.manual_seed(0)
+    with Perturbed(0):
+        drawn = torch.randn(5, dtype=torch.complex128)
+    assert drawn.dtype is torch.complex128
+    assert drawn.equal(narrow.to(torch.complex128))
 
 
 def test_float64_draws_are_those_of_float32() -> None:

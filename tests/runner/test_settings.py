@@ -82,6 +82,18 @@ def test_data_of_float32_goes_with_weights_of_float64() -> None:
             layer(PICTURE[:, :, :2])
 
 
+def test_complex_numbers_are_of_float64_too() -> None:
+    module = torch.nn.Module()
+    module.filter = torch.nn.Parameter(torch.full((3,), 1 + 2j, dtype=torch.complex64))
+    prepare(module, Request(double=True))
+    assert module.filter.dtype is torch.complex128
+    assert module.filter[0] == 1 + 2j
+    narrow = torch.full((2, 3), 1j, dtype=torch.complex64)
+    with Wide():
+        assert narrow.cfloat().dtype is narrow.to(torch.complex64).dtype is torch.complex128
+        assert (narrow @ module.filter).tolist() == [-6 + 3j] * 2
+
+
 @pytest.mark.parametrize(
     "write",
     [

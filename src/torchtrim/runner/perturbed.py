@@ -24,7 +24,8 @@ _POOLS = 16  # sizes of which the factors are kept, 2 MiB each: as many as most 
 _LOOKED_AT = 1024
 """Values of a tensor that are looked at: if one of them is a whole number, all whole numbers stay."""
 _MORE = 8192  # values looked at where the first are zeros; arbitrary
-_TYPES = (torch.float32, torch.float64)
+_TYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+_DRAWN = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 _NARROW = (torch.bfloat16, torch.float16)
 _EXACT_NAMES = """
     abs alias clamp clamp_max clamp_min clamp_tensor clone copy copy_ copysign detach fill fill_ floor fmax
@@ -128,6 +129,7 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             and value.dtype in self._types
             and value.layout is torch.strided
             and value.device.type != "meta"
+            and not (value.is_conj() or value.is_neg())  # a view, of what is moved itself
         )
 
     def _move(self, tensor: torch.Tensor, size: float, source: torch.Tensor | None = None) -> None:
@@ -143,7 +145,8 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if holds:
                 torch.where(given == given.round(), given, flat, out=flat)
             if flat.data_ptr() != tensor.data_ptr():
-                tensor.copy_(flat.view(tensor.shape))
+                values = torch.view_as_complex(flat.view(-1, 2)) if tensor.is_complex() else flat
+                tensor.copy_(values.view(tensor.shape))
 
     def _in_rows(
         self, given: torch.Tensor, flat: torch.Tensor, size: float
@@ -206,10 +209,13 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values in one dimension: a view in the order of memory, or a copy if there are gaps."""
-    if _is_dense(tensor):
-        return tensor.as_strided((tensor.numel(),), (1,))
-    return tensor.reshape(-1).clone()
+    """Return the values in one dimension: a view in the order of memory, or a copy if there are gaps.
+
+    Real and imaginary parts of complex numbers are values of their own.
+    """
+    dense = _is_dense(tensor)
+    flat = tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor.reshape(-1).clone()
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 def _kind(func: Any) -> str:
@@ -230,22 +236,24 @@ def _kind(func: Any) -> str:
 
 
 def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw float64 numbers in float32."""
+    """Draw float64 numbers in float32, complex ones alike."""
     if func._schema.is_mutable:
         tensor: torch.Tensor = args[0]
-        if tensor.dtype is not torch.float64:
+        if tensor.dtype not in _DRAWN:
             return func(*args, **kwargs)
-        draws = torch.empty_like(tensor, dtype=torch.float32)
+        draws = torch.empty_like(tensor, dtype=_DRAWN[tensor.dtype])
         func(draws, *args[1:], **kwargs)
         return tensor.copy_(draws)
     tensors = [one for one in args if isinstance(one, torch.Tensor)]
     dtype = kwargs.get("dtype") or (tensors[0].dtype if tensors else torch.get_default_dtype())
-    if dtype is not torch.float64:
+    if dtype not in _DRAWN:
         return func(*args, **kwargs)
-    named = {**kwargs, "dtype": torch.float32} if "rand" in func._schema.name else kwargs
-    narrow = tree_map(lambda v: v.float() if isinstance(v, torch.Tensor) else v, args)
+    named = {**kwargs, "dtype": _DRAWN[dtype]} if "rand" in func._schema.name else kwargs
+    narrow = tree_map(
+        lambda v: v.to(_DRAWN.get(v.dtype, v.dtype)) if isinstance(v, torch.Tensor) else v, args
+    )
     result = func(*narrow, **named)
-    return result.double() if result.is_floating_point() else result
+    return result.to(dtype) if result.dtype is _DRAWN[dtype] else result
 
 
 def _terms(func: Any, args: tuple[Any, ...]) -> int:

@@ -59,7 +59,7 @@ def keep_wide_in_backward() -> None:
 def prepare(root: nn.Module, request: Request) -> None:
     """Upcast or perturb parameters, buffers and the inputs of the first call, as requested."""
     if request.double:
-        root.double()
+        root._apply(widened)  # type: ignore[no-untyped-call]
         if request.compiles:
             root.register_forward_pre_hook(_upcast_inputs, with_kwargs=True)
     if request.nudged:
@@ -81,11 +81,23 @@ def precision(*, double: bool, nudged: int) -> Iterator[None]:
         yield
 
 
-_NARROW = {torch.float32, torch.bfloat16, torch.float16}
+_NARROW = {torch.float32, torch.bfloat16, torch.float16, torch.complex64}
+_WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+_METHODS: dict[Any, Any] = {
+    getattr(torch.Tensor, narrow): getattr(torch.Tensor, wide)
+    for narrow, wide in (("float", "double"), ("cfloat", "cdouble"))
+}
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of floating-point numbers in float64, one of complex numbers in complex128."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 class Wide(TorchFunctionMode):
-    """Mode that replaces each float32 that a program names by float64.
+    """Mode that replaces each float32 that a program names by float64, and complex64 by complex128.
 
     As in `x.float()`, `x.type("torch.FloatTensor")`, `softmax(x, -1, dtype=torch.float32)`. It also upcasts
     narrower data that meets float64 in an operator of one type, except in tensors that are written to, as in
@@ -102,8 +114,7 @@ class Wide(TorchFunctionMode):
             return func(*args)  # most calls: to read an attribute names no type
         if sys._getframe(1).f_globals.get("__name__") == GradScaler.__module__:
             return func(*args, **(kwargs or {}))  # its kernels take no other scale than float32
-        if func is torch.Tensor.float:
-            func = torch.Tensor.double
+        func = _METHODS.get(func, func)
         named = {name: _wide(value) for name, value in (kwargs or {}).items()}
         args = tuple(map(_wide, args))
         try:
@@ -111,7 +122,7 @@ class Wide(TorchFunctionMode):
         except RuntimeError:
             values = (*args, *named.values())
             types = {value.dtype for value in values if isinstance(value, torch.Tensor)}
-            mixed = torch.float64 in types and not types.isdisjoint(_NARROW)
+            mixed = not (types.isdisjoint(_WIDE.values()) or types.isdisjoint(_NARROW))
             if not mixed or _writes_narrow(func, args, named):
                 raise
         named = {name: _upcast(value) for name, value in named.items()}
@@ -126,7 +137,7 @@ def _writes_narrow(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> b
 
 
 def _upcast(value: Any) -> Any:
-    return value.double() if _is_narrow(value) else value
+    return widened(value) if _is_narrow(value) else value
 
 
 def _is_narrow(value: Any) -> bool:
@@ -136,7 +147,7 @@ def _is_narrow(value: Any) -> bool:
 def _wide(value: Any) -> Any:
     if isinstance(value, str):
         return _NAMES.get(value, value)
-    return torch.float64 if value is torch.float32 else value
+    return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 _SEED = 7_081_990  # arbitrary

@@ -297,7 +297,7 @@ def _upcast_states(optimizers: Iterable[torch.optim.Optimizer], dtype: torch.dty
         for state in optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim():
-                    state[key] = value.to(dtype)
+                    state[key] = value.to(torch.complex128 if value.is_complex() else dtype)
 
 
 _BEFORE_THE_PLAN = (
