@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,6 @@ from torchtrim.runner.run_watch import RunWatch
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf",
-    "ignore:Dynamo does not know how to trace",  # the watched `backward`, at a graph break
 )
 
 
@@ -52,9 +52,9 @@ class Told(Listener):
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[Told]:
+def watched(told: Told | None = None) -> Iterator[Told]:
     torch._dynamo.reset()
-    told, graphs = Told(), Graphs()
+    told, graphs = told or Told(), Graphs()
     watcher = Watcher(told)
     calls = CompiledCalls(watcher)
     on_compile = OnCompile(kept=(INDUCTOR,), calls=calls.watched)
@@ -104,6 +104,35 @@ def test_a_whole_step_compiled_has_its_backward_and_its_optimizer() -> None:
     assert torch.allclose(before - model.bias, torch.full((3,), 0.6))
 
 
+def test_what_is_noted_of_a_backward_in_a_compiled_step_is_not_compiled() -> None:
+    traced: list[str] = []
+
+    class Notes(Told):
+        def backward_starts(self, tensors: tuple[torch.Tensor, ...]) -> None:
+            traced.extend("compiled" for _ in tensors if torch.compiler.is_dynamo_compiling())
+            super().backward_starts(tensors)
+
+        def backward_ends(self) -> None:
+            self.events.append("compiled" if torch.compiler.is_dynamo_compiling() else "plain")
+
+    model = nn.Linear(3, 3)
+    with watched(Notes()) as told, warnings.catch_warnings():
+        warnings.simplefilter("error")  # Dynamo warns of what it cannot trace
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        @torch.compile
+        def step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            torch.autograd.backward(model(x).sum())
+            optimizer.step()
+
+        for rows in (2, 3, 4):
+            step(torch.ones(rows, 3))
+    assert not traced
+    assert told.events.count("backward") == told.events.count("plain") == 3
+    assert told.steps == 2
+
+
 def test_a_compiled_optimizer_step_is_seen_and_is_no_forward() -> None:
     model = nn.Linear(3, 3)
     with watched() as told:
@@ -150,13 +179,17 @@ def test_roots_are_the_outermost_modules() -> None:
     assert roots_of([other.weight, inner.bias]) == [other, outer]
 
 
-def test_a_planned_run_counts_the_steps_of_a_compiled_function_by_its_calls() -> None:
+def planned_watch() -> RunWatch:
     predicted = Prediction(peak_bytes=1, step_seconds=0.1, device="cpu")
     graphs = (CompiledGraph(graph="a", saves=()),)
     planned = graphs_plan(
         "a.py", graphs, fingerprint={}, predicted=predicted, budget_bytes=1, script_sha256=""
     )
-    model, watch = nn.Linear(8, 8), RunWatch(planned, print)
+    return RunWatch(planned, print)
+
+
+def test_a_planned_run_counts_the_steps_of_a_compiled_function_by_its_calls() -> None:
+    model, watch = nn.Linear(8, 8), planned_watch()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     watch.watch("Net", model)
     watch.begin(1)
@@ -164,5 +197,19 @@ def test_a_planned_run_counts_the_steps_of_a_compiled_function_by_its_calls() ->
         watch.called(model, lambda x: nn.Linear.forward(model, x).sum(), (torch.ones(2, 8),), {})
         optimizer.step()
         watch.optimizer_ends(optimizer)  # as the watcher tells; a compiled step runs no hook
+    watch.end()
+    assert watch.steps == 3
+
+
+def test_a_planned_run_counts_the_steps_of_a_model_that_compiles_itself() -> None:
+    model, watch = nn.Linear(8, 8), planned_watch()
+    model.compile(backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch.watch("Net", model)
+    watch.begin(1)
+    for _ in range(3):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        watch.optimizer_ends(optimizer)
     watch.end()
     assert watch.steps == 3

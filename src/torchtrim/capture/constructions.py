@@ -12,6 +12,7 @@ from weakref import ref
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from torchtrim.dispatch.frames import uncompiled
 from torchtrim.dispatch.patches import Patches
 from torchtrim.dispatch.places import CallSite, Places
 
@@ -47,6 +48,7 @@ class Constructions:
 
         return noting
 
+    @uncompiled
     def _note(self, module: nn.Module, frame: FrameType) -> None:
         site = self._of_original(frame) or self._outside(module, frame)
         if site is not None:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import DisableTorchFunctionSubclass, _current_autograd_node
 from torch._C._autograd import _get_sequence_nr
-from torch._C._dynamo import eval_frame
 from torch._C._profiler import _RecordFunctionFast
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +23,7 @@ from torchtrim.capture.functions import FunctionCalls
 from torchtrim.capture.saved import RawUse, SavedTensors, type_name
 from torchtrim.capture.waits import NOTHING, Origin, Ran, SyncChecks, sync_detector
 from torchtrim.core.clock import queued_ns
+from torchtrim.dispatch.frames import uncompiled
 from torchtrim.dispatch.modes import (
     DROPOUT,
     IN_PLACE,
@@ -545,7 +545,4 @@ def profiler_range(name: str) -> Any:
     return _RecordFunctionFast(name, (), {"scope": "user_scope"})
 
 
-# Make dynamo skip the mode and its callees, without the seconds that importing dynamo takes.
-_SKIP = eval_frame._FrameAction.SKIP
-_STRATEGY = eval_frame._FrameExecStrategy(_SKIP, _SKIP)
-eval_frame.set_code_exec_strategy(Recorder.__torch_dispatch__.__code__, _STRATEGY)
+uncompiled(Recorder.__torch_dispatch__)

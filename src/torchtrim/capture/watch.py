@@ -38,6 +38,7 @@ from torchtrim.capture.allocator import own
 from torchtrim.capture.constructions import Constructions
 from torchtrim.capture.spent import watch_updates
 from torchtrim.capture.steps import Steps
+from torchtrim.dispatch.frames import passed_through, uncompiled
 from torchtrim.dispatch.patches import Patches
 from torchtrim.dispatch.profilers import made
 from torchtrim.dispatch.subclasses import patch_subclasses
@@ -232,6 +233,7 @@ class Watcher:
         if not self._loading:
             self._listener.loader_begins(iterator, loader)
 
+    @uncompiled
     def _here(self) -> bool:
         if not self._watches or self._is_aside:
             return False
@@ -243,6 +245,7 @@ class Watcher:
             return False
         return not self._is_settled and os.getpid() == self._pid
 
+    @uncompiled
     def _moves(self) -> bool:
         """Watch this thread from now on, if it is the first that trains. Return True if so."""
         with self._moving:
@@ -380,27 +383,40 @@ class Watcher:
             self._before, self._steps = self._steps.seen, None
 
     def _watched_backward(self, original: Any) -> Any:
+        @passed_through
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if not (self._here() or self._moves()):
+            if is_dynamo_compiling() or not (self._here() or self._moves()):
                 return original(tensors, *args, **kwargs)
             is_one = isinstance(tensors, (torch.Tensor, GradientEdge))
             roots = (tensors,) if is_one else tuple(tensors)
-            losses = tuple(each for each in roots if isinstance(each, torch.Tensor))
-            if _is_without_values(losses):
+            if not self._backward_starts(roots):
                 return original(roots, *args, **kwargs)
-            self.backwards += 1
-            self._listener.backward_starts(losses)
             try:
                 return original(roots, *args, **kwargs)
             finally:
-                self._listener.backward_ends()
-                if self._alone():
-                    self._by_hand.backward_ends(self.roots)
+                self._backward_ends()
 
         return backward
 
+    @uncompiled
+    def _backward_starts(self, roots: tuple[Any, ...]) -> bool:
+        """Tell of a backward that begins. Return False if it has no values."""
+        losses = tuple(each for each in roots if isinstance(each, torch.Tensor))
+        if _is_without_values(losses):
+            return False
+        self.backwards += 1
+        self._listener.backward_starts(losses)
+        return True
+
+    @uncompiled
+    def _backward_ends(self) -> None:
+        self._listener.backward_ends()
+        if self._alone():
+            self._by_hand.backward_ends(self.roots)
+
     def _counted_grad(self, original: Any) -> Any:
         @functools.wraps(original)
+        @passed_through
         def grad(*args: Any, **kwargs: Any) -> Any:
             if not is_dynamo_compiling():
                 self.gradients += self._here()
@@ -424,6 +440,7 @@ class Watcher:
 
         return following
 
+    @uncompiled
     def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if is_dynamo_compiling() or not self._here():
             return
@@ -433,10 +450,12 @@ class Watcher:
         self._announce()
         self._listener.optimizer_starts(optimizer)
 
+    @uncompiled
     def _update_starts(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
         if self._here():
             self._listener.update_starts(optimizer, parameter)
 
+    @uncompiled
     def _update_ends(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
         if self._here():
             self._listener.update_ends(optimizer, parameter)
@@ -458,6 +477,7 @@ class Watcher:
             self._steps = self._steps or Steps(1)
             self._steps.stepped(0)
 
+    @uncompiled
     def _optimizer_ends(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if is_dynamo_compiling() or not self._here():
             return

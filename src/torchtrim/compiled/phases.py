@@ -17,23 +17,23 @@ from torch.utils._pytree import tree_leaves
 from torchtrim.capture.allocator import mark_phase
 from torchtrim.compiled.inductor import compiled_node
 from torchtrim.compiled.memory import UPDATE, Event, after, name_of
+from torchtrim.dispatch.frames import uncompiled
 
 
 def on_backward(results: Any, begins: Callable[[], None]) -> None:
-    """Have `begins` called when backward reaches the call that returned these; once for each result."""
+    """Have `begins` called when backward reaches the call that returned these; once for each of its nodes.
 
-    def hook(_: torch.Tensor) -> None:
+    A hook where it ends would keep the gradients that it is given.
+    """
+
+    @uncompiled
+    def hook(_: Any) -> None:
         begins()
 
-    for value in _differentiable(results):
-        value.register_hook(hook)  # type: ignore[no-untyped-call]
-
-
-def _differentiable(results: Any) -> Iterator[torch.Tensor]:
-    """Yield the results that a graph has computed with gradients."""
-    for value in tree_leaves(results):
-        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-            yield value
+    values = (each for each in tree_leaves(results) if isinstance(each, torch.Tensor))
+    for node in {compiled_node(each) or each.grad_fn for each in values}:
+        if node is not None:
+            node.register_prehook(hook)
 
 
 class PhaseMarks:
@@ -45,7 +45,7 @@ class PhaseMarks:
     @contextlib.contextmanager
     def updates(self) -> Iterator[None]:
         """Mark where optimizers step."""
-        handle = register_optimizer_step_pre_hook(lambda *_: mark_phase(UPDATE))
+        handle = register_optimizer_step_pre_hook(uncompiled(lambda *_: mark_phase(UPDATE)))
         try:
             yield
         finally:
@@ -65,17 +65,11 @@ class PhaseMarks:
             mark_phase(name_of(event))
             results = compiled(*args)
             mark_phase(after(name_of(event)))
-            _mark_backward(results, name_of(event._replace(backward=True)))
+            backward = name_of(event._replace(backward=True))
+            on_backward(results, functools.partial(mark_phase, backward))
             return results
 
         return call
-
-
-def _mark_backward(results: Any, name: str) -> None:
-    """Mark where it begins, not where it ends: a hook there would keep the gradients that it is given."""
-    node = next(filter(None, map(compiled_node, _differentiable(results))), None)
-    if node is not None:
-        node.register_prehook(lambda *_: mark_phase(name))
 
 
 def above(measured: Mapping[str, int], simulated: Mapping[str, int]) -> dict[str, int]:

@@ -13,6 +13,7 @@ from torch._C._autograd import _profiler_enabled
 from torch.autograd import profiler as autograd_profiler
 from torch.autograd.profiler import record_function
 
+from torchtrim.dispatch.frames import passed_through
 from torchtrim.dispatch.patches import Patches
 
 _KINDS: tuple[Any, ...] = (torch.profiler.profile, autograd_profiler.profile, record_function)
@@ -44,6 +45,7 @@ class Made:
 
     def _noting(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
+        @passed_through
         def init(one: Any, *args: Any, **kwargs: Any) -> None:
             original(one, *args, **kwargs)
             if self._known is not None:

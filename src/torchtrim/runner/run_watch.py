@@ -86,12 +86,15 @@ class RunWatch:
         self._undo.callback(notices.listeners.remove, self._noticed)
 
     def watch(self, name: str, root: nn.Module) -> None:
-        """Watch the calls of a root in this thread, unless it is compiled."""
+        """Watch the calls of a root in this thread, unless TorchScript has compiled it."""
         self._here = os.getpid(), threading.get_ident()
         if not self.device and (parameter := next(root.parameters(), None)) is not None:
             self.device = str(parameter.device)
             self.peak = meter_for(parameter.device, self._plan.memory_kind)
         self._names[root] = name
+        if root._compiled_call_impl is not None:
+            root._compiled_call_impl = partial(self._call, name, root._compiled_call_impl)
+            return
         with contextlib.suppress(ApplyFailed):
             Swapped(root, lambda forward: partial(self._call, name, forward))
 

@@ -26,6 +26,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from torchtrim.dispatch.frames import uncompiled
 from torchtrim.dispatch.patches import Patches
 
 _LOG = "written"
@@ -91,6 +92,7 @@ class Writing:
             self._log(Entry("", "cheap", in_steps=True))
         self._in_steps = True
 
+    @uncompiled
     def _heard(self, event: str, args: tuple[Any, ...]) -> None:
         if event not in _EVENTS:  # most: each `sys._getframe` is one
             return
