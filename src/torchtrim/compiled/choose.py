@@ -56,6 +56,7 @@ class SavingProgram:
     ) -> None:
         self._calls = calls
         self._events = in_order(len(calls), events)
+        self._at = {event: at for at, event in enumerate(self._events)}
         self._temporary = temporary
         self.keeps = False
         self._times = Counter(joint.key for joint in calls)
@@ -67,11 +68,14 @@ class SavingProgram:
         self._upper: list[float] = []
         self.whole = sum(value.seconds for joint in calls for value in joint.values)
         self._add_columns()
-        self._together = {
+        together = {
             column
             for (key, number, _), column in (self._begun | self._again).items()
             if number in self._graphs[key].joint.together
         }
+        self._upper_kept = [
+            0.0 if column in together else most for column, most in enumerate(self._upper)
+        ]
         self._rows = [row for key in self._graphs for row in self._order(key)]
         self._memory = self._add_memory()
         self._fixed = numpy.array([fixed for fixed, _ in self._memory])
@@ -99,10 +103,7 @@ class SavingProgram:
         ]
         program = IntegerProgram(
             lower=[0.0] * len(self._costs),
-            upper=[
-                0.0 if self.keeps and column in self._together else most
-                for column, most in enumerate(self._upper)
-            ],
+            upper=self._upper_kept if self.keeps else self._upper,
             costs=self._costs,
             integers=len(self._saved) + (len(self._begun) if whole else 0),
             rows=[*self._rows, *bounds],
@@ -239,10 +240,8 @@ class SavingProgram:
     def _held(self, event: Event) -> dict[int, float]:
         """Return the saved values of the calls whose backwards come after an event."""
         found: defaultdict[int, float] = defaultdict(float)
-        at = self._events.index(event)
-        for call in (one.call for one in self._events[: at + 1] if not one.backward):
-            if Event(call, True) in self._events[at + 1 :]:
-                joint = self._calls[call]
+        for call, joint in enumerate(self._calls):
+            if self._at[Event(call)] <= self._at[event] < self._at[Event(call, True)]:
                 for number, value in enumerate(joint.values):
                     found[self._saved[joint.key, number]] += value.bytes / _UNIT
         return found

@@ -187,7 +187,7 @@ def intercepted(compiler: Callable[..., Any]) -> Iterator[None]:
 @contextlib.contextmanager
 def noted(
     note: Callable[[fx.GraphModule, Sequence[Any]], None],
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda compiled: compiled,
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> Iterator[None]:
     """Have `note(graph, inputs)` called before Inductor, or what is in its place, compiles a graph.
 
@@ -200,7 +200,7 @@ def noted(
             return original(graph, inputs, *args, **options)
         note(graph, inputs)
         compiled: Any = original(graph, inputs, *args, **options)
-        return wrap(compiled)
+        return compiled if wrap is None else wrap(compiled)
 
     with mock.patch.object(compile_fx, "compile_fx", noting):
         yield

@@ -49,7 +49,7 @@ class CompiledCalls:
 
     @contextlib.contextmanager
     def noted(
-        self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda compiled: compiled
+        self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     ) -> Iterator[None]:
         """Have the parameters of each graph noted, and its compiled function wrapped. Imports Inductor."""
         from torchtrim.compiled.inductor import noted
