@@ -6,6 +6,7 @@ import array
 import collections
 import io
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from torchtrim.errors import ApplyFailed
+from torchtrim.executor import arguments
 from torchtrim.executor.arguments import GivenArguments, as_they_are, held, is_same
 from torchtrim.executor.registry import technique
 from torchtrim.records.plan import Technique
@@ -187,3 +189,17 @@ def test_a_write_is_seen_and_leaves_the_copy(kind: str) -> None:
     write(given)
     assert not is_same(before, held(given))
     assert is_same(untouched, held(copied))
+
+
+def test_functions_among_the_arguments_are_read_once_and_hold_no_tensor() -> None:
+    def about(tensor: torch.Tensor, scale: int) -> GivenArguments:
+        return GivenArguments((lambda: tensor * scale,))
+
+    about(torch.ones(3), 1)
+    known = len(arguments._KNOWN)
+    tensor = torch.ones(3)
+    gone = weakref.ref(tensor)
+    about(tensor, 2)
+    assert len(arguments._KNOWN) == known
+    del tensor
+    assert gone() is None

@@ -14,12 +14,14 @@ import enum
 import functools
 import io
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from torchtrim.capture.code.live import content
 from torchtrim.capture.code.side_effects import SideEffects, is_generator, is_trusted
 from torchtrim.capture.recording import COPIED_DEPTH, SHARED
 
@@ -35,7 +37,14 @@ _BUILT_IN = (
 _AS_IS = (torch.Tensor, *SHARED, *_BUILT_IN, range, slice)
 _FILLED = (set, collections.deque)
 _ROWS = (tuple, list, collections.deque)
-_KNOWN: dict[tuple[Any, ...], SideEffects] = {}
+_KNOWN: dict[tuple[Any, ...], FunctionEffects] = {}
+
+
+class FunctionEffects(NamedTuple):
+    """The random generators of a function among the arguments, and its first side effect, in words."""
+
+    generators: tuple[Any, ...]
+    write: str
 
 
 class GivenArguments:
@@ -69,22 +78,33 @@ class GivenArguments:
         elif isinstance(value, types.FunctionType) and not is_trusted(value):
             effects = _effects_of(value)
             self.generators += effects.generators
-            if effects.writes:
-                self._refuse(f"it is given a function with side effects: {effects.writes[0]}")
+            if effects.write:
+                self._refuse(f"it is given a function with side effects: {effects.write}")
 
     def _refuse(self, why: str) -> None:
         self.why_once = self.why_once or why
 
 
-def _effects_of(function: types.FunctionType) -> SideEffects:
-    cells = function.__closure__ or ()
-    key = function.__code__, *map(id, cells)
-    if key not in _KNOWN:
-        _KNOWN[key] = SideEffects((), [function])
-        _KNOWN[key].references.append(
-            ({}, "", cells)
-        )  # which keeps their ids from being used again
-    return _KNOWN[key]
+def _effects_of(function: types.FunctionType) -> FunctionEffects:
+    """Return the effects of a function, known again for a closure over other tensors and numbers."""
+    key = function.__code__, *map(_kind, map(content, function.__closure__ or ()))
+    if (known := _KNOWN.get(key)) is not None:
+        return known
+    found = SideEffects((), [function])
+    effects = FunctionEffects(tuple(found.generators), "".join(map(str, found.writes[:1])))
+    if None not in key:
+        _KNOWN[key] = effects
+    return effects
+
+
+def _kind(value: Any) -> Any:
+    """Return what the effects of a closure depend on of a value, or None if that may be anything.
+
+    It holds no value, or the tensors of each call would stay.
+    """
+    if isinstance(value, nn.Module):
+        return weakref.ref(value)
+    return type(value) if isinstance(value, _PLAIN) else None
 
 
 def as_they_are(value: Any) -> Any:
