@@ -102,10 +102,14 @@ class InParts:
                 study = self._studied_late if self._known else self._studied
                 self._known[kind] = _Studies(study(forward, given))
             studies = self._known[kind]
+            others: Counter[str] | None = None
             try:
                 result = self._run(forward, given, studies)
             except _OtherOperators as found:
-                studies.choose(found.operators, lambda: self._studied_late(forward, given))
+                others = found.operators
+            # Not in the handler, whose exception keeps what the part has made.
+            if others is not None:
+                studies.choose(others, lambda: self._studied_late(forward, given))
                 result = self._run(forward, given, studies)
         passed(studies.facts.operators)
         return result
@@ -247,7 +251,9 @@ class _PartedRun:
         except (ApplyFailed, _NotInParts) as error:
             self._before.restore()
             self._ambient.rewind()
-            raise error if isinstance(error, _NotInParts) else _NotInParts(str(error)) from error
+            if isinstance(error, _NotInParts):
+                raise
+            raise _NotInParts(str(error)) from error
 
     def _joined(self, tensors: Tensors) -> list[torch.Tensor]:
         joined: list[torch.Tensor] = []
@@ -415,7 +421,10 @@ class _PartsFunction(torch.autograd.Function):
                     "`inputs` and `create_graph`, but not torch.autograd.grad. Take micro_batch out of "
                     "the plan."
                 )
-            of_inputs = ctx.run.backward(ctx.saved_tensors, grads)
+            tensors, run = ctx.saved_tensors, ctx.run
+            if not torch._C._autograd._get_current_graph_task_keep_graph():
+                ctx.run = None  # the loop may keep its loss, and so this node
+            of_inputs = run.backward(tensors, grads)
             return None, None, *of_inputs, *itertools.repeat(None, ctx.parameters)
         except Exception as error:
             note(error, ctx.where)

@@ -482,5 +482,10 @@ def _near(one: torch.Tensor, two: torch.Tensor, bound: float) -> bool:
         return torch.equal(one, two)
     if not one.numel():
         return True
-    same = torch.nan_to_num(one.double() - two.double()).abs().max()
-    return bool(same <= bound * torch.nan_to_num(two.double()).abs().max())
+    # Not float64, since copies of all samples may need more memory than a part.
+    wide = torch.promote_types(one.dtype, torch.float32)
+    return _largest(one.to(wide) - two.to(wide)) <= bound * _largest(two.to(wide))
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(torch.nan_to_num(tensor).abs_().max())
