@@ -336,3 +336,27 @@ def test_a_batch_that_a_call_changes_is_changed() -> None:
     TECHNIQUE.apply({"Popping": net}, parts)
     assert torch.equal(net(second), expected)
     assert list(second) == ["x"]
+
+
+@pytest.mark.parametrize("name", ["micro_batch", "split_matmul"])
+def test_gradients_of_a_second_backward_are_added_whole(name: str) -> None:
+    """A part's gradients of parameters have their full size, whether they come first or are added."""
+
+    def twice(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        squared(model, batch).backward()
+        return squared(model, batch)
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    step = torchtrim.TrainStep(net, twice, optimizer, torch.randn(128, 64))
+    step.step(0)
+    recorded = step_of(torchtrim.record(step))
+    option = Option(name, "Sequential", spans_of(recorded, "Sequential"), None, (("parts", 8),))
+    edit = technique(name).edits(recorded, option)
+    assert edit is not None
+    predicted = simulate(recorded, [edit]).peak_bytes
+    planned = Technique(name=name, where=("Sequential",), options={"parts": 8})
+    technique(name).apply({"Sequential": net}, planned)
+    step.step(0)
+    assert predicted == pytest.approx(torchtrim.record(step).peak_bytes, rel=0.002)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, Rise
+from torchtrim.step.index import index_of
 from torchtrim.step.step import DEVICE, Span, Step
 
 _PART_SECONDS = 2e-4
@@ -56,6 +57,10 @@ class _SplitCallEdit:
         self._gone = [number for number in made if number not in kept]
         self._results = [n for n in made if n in kept and step.tensors[n].birth in self._now]
         self._gradients = [n for n in made if n in kept and step.tensors[n].birth in self.later]
+        added = index_of(step).added
+        self._of_parameters = [
+            n for n in self._gradients if n in added or step.tensors[n].kind == "gradient"
+        ]
 
     def _with_reruns(self, backward: Iterable[int]) -> list[int]:
         """Add the tasks that rerun forward before the first of these, and between them."""
@@ -94,8 +99,7 @@ class _SplitCallEdit:
 
     @property
     def _whole(self) -> list[int]:
-        tensors = self._step.tensors
-        return [n for n in self._gradients if not self._over or tensors[n].kind == "gradient"]
+        return self._of_parameters if self._over else self._gradients
 
     def _read_until(self) -> int:
         """The task until which the input lives: until its gradient is computed, if that overwrites it."""
@@ -123,8 +127,7 @@ class _SplitCallEdit:
         """
         if self._within is not None:
             return self._bytes(self._whole) + self._within[1]
-        step, level = self._step, 0
-        own = [n for n in self._gradients if step.tensors[n].kind == "gradient"]
+        step, level, own = self._step, 0, self._of_parameters
         others = [
             (step.tensors[n].birth, len(step.tasks), n) for n in self._gradients if n not in own
         ]

@@ -11,6 +11,8 @@ from torchtrim.records.remembered import remembered
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.step import Span, Step, StepCall, Task
 
+_ADD = "aten::add_."
+
 
 class StepIndex:
     """Tables of a step, each built on first access.
@@ -20,6 +22,7 @@ class StepIndex:
 
     def __init__(self, step: Step) -> None:
         self._tasks = step.tasks
+        self._tensors = step.tensors
         self._modules = step.modules
         self._all_calls = step.calls
 
@@ -77,6 +80,17 @@ class StepIndex:
         for task in self._tasks:
             found.append(found[-1] + (task.phase not in ("backward", "recompute")))
         return tuple(found)
+
+    @cached_property
+    def added(self) -> frozenset[int]:
+        """Gradients that backward adds to those of an earlier pass or call."""
+        return frozenset(
+            number
+            for task in self._tasks
+            if task.phase == "backward" and task.name.startswith(_ADD)
+            if any(self._tensors[written].kind == "gradient" for written in task.writes)
+            for number in {*task.reads} - {*task.writes}
+        )
 
     @cached_property
     def readers(self) -> dict[int, tuple[int, ...]]:

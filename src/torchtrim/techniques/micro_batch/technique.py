@@ -158,8 +158,13 @@ class _PartsEdit:
     @property
     def _gradients(self) -> list[int]:
         made = (n for task in self.backward for n in self._step.made_by[task])
-        tensors = self._step.tensors
-        return [n for n in made if n in self._read_outside or tensors[n].kind == "gradient"]
+        tensors, outside = self._step.tensors, self._read_outside - self._added
+        return [n for n in made if n in outside or tensors[n].kind == "gradient"]
+
+    @property
+    def _added(self) -> frozenset[int]:
+        """Gradients that each part adds to those of an earlier pass or call."""
+        return index_of(self._step).added
 
     def _early(self, numbers: Iterable[int], at: int) -> list[Block]:
         """Return blocks for results, allocated from the first part on."""
@@ -195,7 +200,7 @@ class _PartsEdit:
         for task in self._tasks:
             if any(n in found for n in self._step.tasks[task].reads):
                 found.update(self._step.tasks[task].makes)
-        return frozenset(n for n in found if self._step.tensors[n].kind not in STATE)
+        return frozenset(n for n in found - self._added if tensors[n].kind not in STATE)
 
     def _size(self, number: int) -> int:
         tensor = self._step.tensors[number]
@@ -258,7 +263,7 @@ class _PartsEdit:
 
     def _until(self, number: int, *, graded: bool) -> int:
         tensor = self._step.tensors[number]
-        if tensor.kind == "gradient":
+        if tensor.kind == "gradient" or number in self._added:
             return tensor.birth + 1
         holds = tensor.holds if graded else [h for h in tensor.holds if h.saver < 0]
         return max((h.until for h in holds), default=tensor.birth + 1)
