@@ -16,7 +16,7 @@ Peaks are bytes over those before the step, of forward and backward; the model s
   of the compiled original, bit for bit.
 
 `--clock` measures times of steps as well, in rounds of random order, of the processor in one thread: for a
-quiet machine.
+quiet machine. With `budgets` and `run`, torch's choices are compiled too, and are timed beside the plans.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count, product
 from typing import Any
 
@@ -145,10 +145,7 @@ class Bench:
         self.found["budgets"] = rows
         known: dict[frozenset[str], dict[str, Any]] = {}
         for estimator, budget in product(ESTIMATORS, BUDGETS):
-            with functorch.patch(
-                activation_memory_budget=budget,
-                activation_memory_budget_runtime_estimator=estimator,
-            ):
+            with torch_budget(budget, estimator):
                 row = self._torchs(known)
             rows.append({"estimator": estimator, "budget": budget, **row})
             yield
@@ -222,6 +219,31 @@ class Bench:
                 runs[f"{share:.0%}"] = self._ran(self.choices[share], work, results)
                 if clocks:
                     runs[f"{share:.0%}"]["time"] = timed(original.step, work.step)
+        if clocks and "budgets" in self.found:
+            self._clock_budgets(original)
+
+    def _clock_budgets(self, original: Work) -> None:
+        """Measure the peak and the time of each of torch's choices, and of the plan beside it."""
+        clocked: dict[tuple[float, float], dict[str, Any]] = {}
+        for row in self.found["budgets"]:
+            if not row.get("ours"):
+                continue
+            for point in (row, row["ours"]):
+                key = point["peak"], point["again"]
+                if key not in clocked:
+                    torchs = torch_budget(row["budget"], row["estimator"])
+                    with torchs if point is row else nullcontext():
+                        work = compiled(self.name, None if point is row else self._choice(point))
+                    clocked[key] = {
+                        "measured": work.peak(),
+                        "time": timed(original.step, work.step),
+                    }
+                point |= clocked[key]
+
+    def _choice(self, point: dict[str, float]) -> SavingChoice:
+        """Return the plan of a row."""
+        rows = ((one, self._row(one.simulated, one.added_seconds)) for one in self.choices.values())
+        return next(one for one, row in rows if row.items() <= point.items())
 
     def _ran(self, choice: SavingChoice, work: Work, results: list[torch.Tensor]) -> dict[str, Any]:
         peak, others = work.peak(), work.results()
@@ -237,6 +259,14 @@ class Bench:
 
 class _Known(Exception):
     """A choice of torch's that was simulated already."""
+
+
+def torch_budget(budget: float, estimator: str) -> AbstractContextManager[Any]:
+    """Compile by torch's own budget."""
+    context: AbstractContextManager[Any] = functorch.patch(
+        activation_memory_budget=budget, activation_memory_budget_runtime_estimator=estimator
+    )
+    return context
 
 
 def cpu_seconds() -> float:
@@ -308,6 +338,11 @@ def summary(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
             "compared": sum("ours" in one for one in points),
             "no_slower": sum(_no_slower(one) for one in points if "ours" in one),
             "lower_peaks": sum(_lowest(row) < _lowest_of_torch(row) for row in budgets),
+            "clocked": sorted(
+                round(one["ours"]["time"]["median"] / one["time"]["median"], 3)
+                for one in points
+                if "time" in one
+            ),
         },
     }
 
