@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import torchtrim
 from steps import encoder, fitting, squared, train_step
@@ -360,3 +361,16 @@ def test_gradients_of_a_second_backward_are_added_whole(name: str) -> None:
     technique(name).apply({"Sequential": net}, planned)
     step.step(0)
     assert predicted == pytest.approx(torchtrim.record(step).peak_bytes, rel=0.002)
+
+
+def test_a_packed_sequence_has_no_rows_of_samples() -> None:
+    layer = nn.GRU(6, 4)
+    packed = pack_padded_sequence(torch.randn(5, 3, 6), [5, 3, 2])
+    right = layer(packed)[0].data
+    handle = TECHNIQUE.apply(
+        {"Net": layer}, Technique(name="micro_batch", where=("Net",), options={"parts": 2})
+    )
+    with pytest.raises(ApplyFailed, match="cannot run in parts of the batch"):
+        layer(packed)
+    handle.revert()
+    assert torch.equal(layer(packed)[0].data, right)

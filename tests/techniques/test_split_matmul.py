@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import torchtrim
 from steps import squared, train_step
@@ -293,6 +294,8 @@ class Meeting(nn.Module):
         self.places = nn.Parameter(torch.randn(6, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "reentrant":
+            return checkpoint(self.mlp, x, use_reentrant=True)
         if self.how == "turned":
             return self.mlp(x.transpose(1, 2).reshape(x.shape))
         if self.how == "mean":
@@ -304,10 +307,10 @@ class Meeting(nn.Module):
         return self.mlp(nn.functional.dropout(x, 0.5))
 
 
-@pytest.mark.parametrize("how", ["turned", "mean", "places", "softmax", "dropout"])
+@pytest.mark.parametrize("how", ["turned", "mean", "places", "softmax", "dropout", "reentrant"])
 def test_what_lets_rows_meet_or_draws_is_not_split(how: str) -> None:
     net = Meeting(how)
-    step = train_step(net, torch.randn(3, 6, 8), "SGD")
+    step = train_step(net, torch.randn(3, 6, 8, requires_grad=how == "reentrant"), "SGD")
     trial = Fitting(step, Request(steps=1), lambda _: None).observe()
     assert trial.profile is not None
     assert {one.where for one in TECHNIQUE.options(step_of(trial.profile, 1.0))} <= {"Meeting.mlp"}

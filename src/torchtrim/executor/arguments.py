@@ -134,7 +134,7 @@ def _copied(value: Any, fresh: Callable[[Any], Any]) -> Any:
         items = [fresh(item) for item in value]
         if all(a is b for a, b in zip(items, value, strict=True)):
             return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return like(value, items)
     if isinstance(value, types.MethodType):
         return types.MethodType(value.__func__, fresh(value.__self__))
     if isinstance(value, functools.partial):
@@ -146,6 +146,19 @@ def _copied(value: Any, fresh: Callable[[Any], Any]) -> Any:
         return _twin(value, fresh)
     except Exception:
         return value
+
+
+def like(value: tuple[Any, ...], items: list[Any]) -> Any:
+    """Return a tuple of the same class with other items.
+
+    The constructor of a named tuple may check them, as that of `PackedSequence` does, and is left out.
+    """
+    if not hasattr(value, "_fields"):
+        return type(value)(items)
+    made = tuple.__new__(type(value), items)
+    if hasattr(value, "__dict__"):
+        vars(made).update(vars(value))
+    return made
 
 
 def _is_mutable(value: Any) -> bool:

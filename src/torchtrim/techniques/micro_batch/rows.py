@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchtrim.executor.arguments import like
+
 Leaves = list[Any]
 
 
@@ -30,8 +32,7 @@ def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, tuple):
-        items = [mapped(item, function) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return like(value, [mapped(item, function) for item in value])
     if isinstance(value, list):
         twin: Any = copy.copy(value)
         twin[:] = [mapped(item, function) for item in value]

@@ -114,6 +114,9 @@ class _RowReader:
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._once = [m.path for m in profile.modules if m.hooked or m.writes]
+        # The program's own checkpoints: a reentrant one cannot run under `torch.autograd.grad`.
+        rerun = {op.module for op in profile.operators if op.phase == "recompute"}
+        self._once += [profile.modules[number].path for number in rerun if number >= 0]
 
     def by_rows(self, call: StepCall) -> bool:
         """Return True if a call has one input and one output, a wider product, and independent rows."""
