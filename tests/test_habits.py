@@ -37,6 +37,28 @@ def test_checkpointed_blocks_are_all_that_a_person_changes() -> None:
     assert sum(a != b for a, b in zip(plain, second, strict=True)) == 1
 
 
+def test_a_checkpoint_that_appends_to_a_default_again_keeps_something_else() -> None:
+    """In a process of its own, as below."""
+    code = """
+import sys, tempfile
+from pathlib import Path
+from bench.habits.judging import Case
+from bench.habits.script import PLAIN, Habits
+
+root = Path(tempfile.mkdtemp())
+for name in ("a tensor", "a mutable default"):
+    for end in ("falls off its end", "os._exit(0)"):
+        habits = Habits(one={**PLAIN, "inner_takes": name, "end": end})
+        plain, each = (Case(habits, root / f"{name} {end} {n}", n) for n in (0, 1))
+        print(plain.plain().output == each.plain().output, plain.kept() == each.kept())
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    words = ended.stdout.split()
+    assert words == ["True"] * 4 + ["True", "False"] * 2, f"{ended.stdout}{ended.stderr[-2000:]}"
+
+
 def test_simpler_scripts_have_one_habit_less() -> None:
     habits = drawn(draws.seed())
     special = sum(name != PLAIN[kind] for kind, name in habits.one.items())

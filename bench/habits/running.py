@@ -18,12 +18,14 @@ import select
 import signal
 import sys
 import threading
+import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch._dynamo  # noqa: F401
+from torch import nn
 
 import torchtrim
 from torchtrim.cli import main as command_line
@@ -110,6 +112,40 @@ def plain(path: Path, folder: Path, *args: str) -> Ended:
         runpy.run_path(str(path), run_name="__main__")
 
     return forked(body, folder, exits=True)
+
+
+def kept(path: Path, folder: Path) -> str:
+    """Run a script as `python` does, and return what containers its calls share, and how much these hold."""
+    said = folder / "kept"
+    ends = os._exit
+
+    def leave(_: int = 0) -> None:
+        said.write_text("\n".join(sorted(_containers(str(path)))))
+        ends(0)
+
+    def body() -> None:
+        os._exit = leave  # type: ignore[assignment]  # a script may end so
+        sys.argv, sys.path[0] = [str(path)], str(path.parent)
+        with contextlib.suppress(BaseException):
+            runpy.run_path(str(path), run_name="__main__")
+        leave()
+
+    forked(body, folder, exits=False)
+    return said.read_text() if said.exists() else ""
+
+
+def _containers(path: str) -> Iterator[str]:
+    """Yield the containers that calls of a script's functions and modules share, with their lengths."""
+    for one in gc.get_objects():
+        if isinstance(one, types.FunctionType) and one.__code__.co_filename == path:
+            values = {**(one.__kwdefaults__ or {}), **dict(enumerate(one.__defaults__ or ()))}
+        elif isinstance(one, nn.Module) and type(one).__module__ == "__main__":
+            values = vars(one)
+        else:
+            continue
+        for name, value in values.items():
+            if isinstance(value, (list, dict, set)):
+                yield f"{getattr(one, '__qualname__', type(one).__name__)}.{name}: {len(value)}"
 
 
 def verb(folder: Path, *words: str, exits: bool = False) -> Ended:
