@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from bench.habits.judging import shows_ours
 from bench.habits.script import PLAIN, Habits, drawn, simpler, text_of
 
 import draws
@@ -43,6 +44,7 @@ def test_a_checkpoint_that_appends_to_a_default_again_keeps_something_else() -> 
 import sys, tempfile
 from pathlib import Path
 from bench.habits.judging import Case
+from bench.habits.judging import shows_ours
 from bench.habits.script import PLAIN, Habits
 
 root = Path(tempfile.mkdtemp())
@@ -57,6 +59,16 @@ for name in ("a tensor", "a mutable default"):
     )
     words = ended.stdout.split()
     assert words == ["True"] * 4 + ["True", "False"] * 2, f"{ended.stdout}{ended.stderr[-2000:]}"
+
+
+def test_a_script_that_raises_shows_no_fault_of_ours() -> None:
+    ours = '  File "/x/torchtrim/runner/worker.py", line 305, in run_to_crash\n'
+    script = '  File "/tmp/1/train.py", line 76, in main\n'
+    begin = "Traceback (most recent call last):\n"
+    assert not shows_ours(f"{begin}{ours}{script}RuntimeError: in the loop\n")
+    assert shows_ours(f"{begin}{ours}RuntimeError\n")
+    assert shows_ours(f"{begin}{script}{ours}RuntimeError\n")
+    assert shows_ours(f"{begin}{script}ValueError\n\n{begin}{ours}{script}{ours}KeyError\n")
 
 
 def test_simpler_scripts_have_one_habit_less() -> None:

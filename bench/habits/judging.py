@@ -19,7 +19,8 @@ from bench.habits.running import Ended, kept, plain, verb
 from bench.habits.script import PLAIN, Habits, text_of
 from bench.habits.truth import allocated
 
-_FRAME = re.compile(r'File ".*/torchtrim/')
+_SCRIPT = "train.py"
+_FRAME = re.compile(r'^ *File "(.+?)"', re.MULTILINE)
 _NEEDED = re.compile(r"--memory (\d+) or more")
 _REFUSED = re.compile(r"^error: .*(cannot|was made for|supports|from the plan)", re.MULTILINE)
 _TRUTH = 1e-3
@@ -48,7 +49,7 @@ class Case:
     def __init__(self, habits: Habits, folder: Path, checkpointed: int = 0) -> None:
         self.habits = habits
         self.folder = folder
-        self.script = folder / "train.py"
+        self.script = folder / _SCRIPT
         folder.mkdir(parents=True)
         self.script.write_text(text_of(habits, checkpointed))
         (folder / "helper.py").write_text('NAME = "helper"\n')
@@ -91,8 +92,19 @@ def ill(name: str, ended: Ended, good: tuple[int, ...]) -> Iterator[Fault]:
     """Yield what is wrong with the end of a verb, whatever it found."""
     if ended.code not in good:
         yield Fault(f"{name} exits with {ended.code}", _tail(ended.errors))
-    elif _FRAME.search(ended.errors):
+    elif shows_ours(ended.errors):
         yield Fault(f"{name} shows a traceback of torchtrim", _tail(ended.errors))
+
+
+def shows_ours(errors: str) -> bool:
+    """Return True if a traceback ends in torchtrim: frames outside of the script's stand in its own too."""
+    for trace in errors.split("Traceback (most recent call last)"):
+        inner = itertools.takewhile(
+            lambda path: Path(path).name != _SCRIPT, reversed(_FRAME.findall(trace))
+        )
+        if any("/torchtrim/" in path for path in inner):
+            return True
+    return False
 
 
 def _tail(text: str) -> str:
@@ -261,7 +273,7 @@ def _of_report(report: dict[str, Any]) -> Iterator[Fault]:
 def _of_run(original: Ended, ran: Ended, report: dict[str, Any]) -> Iterator[Fault]:
     if ran.code != original.code:
         yield Fault(f"run exits with {ran.code} for {original.code}", _tail(ran.errors))
-    elif _FRAME.search(ran.errors):
+    elif shows_ours(ran.errors):
         yield Fault("run shows a traceback of torchtrim", _tail(ran.errors))
     elif not _same(original.output, ran.output, report):
         lines = itertools.zip_longest(original.output.split("\n"), ran.output.split("\n"))
