@@ -6,6 +6,7 @@ import itertools
 import linecache
 import random
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtrim.capture.code.side_effects import SideEffects, changed
+from torchtrim.executor.registry import technique
+from torchtrim.records.plan import Technique
 
 _NUMBERS = itertools.count()
 
@@ -235,6 +238,46 @@ GENERATORS = {
 def test_a_generator_is_found(expression: str, kind: type) -> None:
     net, _ = net_of(f"return {expression}")
     assert any(isinstance(one, kind) for one in SideEffects([net]).generators)
+
+
+class Noisy(nn.Module):
+    """Draws with what it is made with, through another function."""
+
+    def __init__(self, draw: Callable[[], torch.Tensor]) -> None:
+        super().__init__()
+        self.draw, self.inner = draw, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.inner(x) * self.draw()).relu()
+
+
+@pytest.mark.parametrize("kept", ["plain", "list", "function"])
+def test_a_generator_that_a_function_closes_over_is_found_and_rewound(kept: str) -> None:
+    """A closure's own names were not looked up: another run of the block drew other numbers."""
+    generator = torch.Generator().manual_seed(3)
+    several = [generator]
+
+    def drawn() -> torch.Tensor:
+        return torch.rand(4, generator=generator)
+
+    draws: dict[str, Callable[[], torch.Tensor]] = {
+        "plain": lambda: torch.rand(4, generator=generator),
+        "list": lambda: torch.rand(4, generator=several[0]),
+        "function": lambda: drawn() + 1,
+    }
+    net, x = Noisy(draws[kept]), torch.ones(2, 4)
+    assert SideEffects([net]).generators == [generator]
+    gradients = []
+    for planned in (False, True):
+        generator.manual_seed(3)
+        net.zero_grad()
+        place = Technique(name="recompute", where=("Net",), equivalence="BITWISE")
+        handle = technique("recompute").apply({"Net": net}, place) if planned else None
+        net(x).square().sum().backward()
+        gradients.append(net.inner.weight.grad)
+        if handle is not None:
+            handle.revert()
+    assert torch.equal(*gradients)
 
 
 def test_the_shared_generator_of_random_is_found_only_where_it_is_used() -> None:

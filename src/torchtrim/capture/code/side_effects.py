@@ -155,6 +155,8 @@ class SideEffects:
                 if isinstance(inner, (types.FunctionType, types.MethodType)):
                     self._call(inner, depth + 1)
             return
+        for cell in function.__closure__ or ():
+            self._note_generators(content(cell))
         given = [*(Resolved(value, True) for value in bound), *arguments]
         partial = called.keywords if isinstance(called, functools.partial) else {}
         named = {name: Resolved(value, True) for name, value in partial.items()} | dict(keywords)
