@@ -175,8 +175,6 @@ class Bench:
         def choose(joint: fx.Graph, info: Any, own: Callable[[], list[fx.Node]]) -> list[fx.Node]:
             nonlocal names
             chosen = own()
-            if saved:  # the edited graph, which a plan is for, comes first
-                return chosen
             names = frozenset(node.name for node in chosen)
             if names in known:
                 raise _Known

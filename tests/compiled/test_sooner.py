@@ -10,10 +10,14 @@ import torch
 import torch._dynamo
 from tests.compiled.test_compiled import watched
 from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchtrim.capture.allocator import CpuAllocator
 from torchtrim.compiled.apply import Applied
+from torchtrim.compiled.inductor import NotPlanned, Partitioner
+from torchtrim.compiled.joint import key_of, keys_of
 from torchtrim.compiled.planning import GraphPlanner
 from torchtrim.compiled.sooner import free_sooner
 from torchtrim.records.plan import CompiledGraph
@@ -95,6 +99,43 @@ def test_a_convolution_frees_what_it_reads_before_the_gradient_of_its_input() ->
     assert choice is not None
     assert choice.added_seconds == 0
     assert choice.simulated.peak_bytes < 0.9 * planner.own.peak_bytes
+
+
+def test_a_graph_stays_as_it_is_if_a_plan_of_it_fits() -> None:
+    layers = [nn.Conv2d(3, 8, 3, 1, 1), nn.GELU()]
+    for _ in range(3):
+        layers += [nn.Conv2d(8, 8, 3, 1, 1), nn.GELU()]
+    torch.manual_seed(0)
+    graphs = watched(nn.Sequential(*layers, Mean()), _pixels())
+    planner = GraphPlanner(graphs)
+    choice = planner.plan(int(0.7 * planner.own.peak_bytes))
+    assert choice is not None
+    assert [one.graph for one in choice.graphs] == [joint.key for joint in graphs.joints]
+    assert graphs.edited[0].key != graphs.joints[0].key
+
+
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
+def test_a_graph_that_no_plan_knows_is_said_once_and_left_to_torch() -> None:
+    keys: list[str] = []
+    said: list[Exception] = []
+
+    def choose(graph: fx.Graph, *_: Any) -> list[fx.Node]:
+        keys.append(key_of(keys_of(graph)))
+        raise NotPlanned
+
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        partition_fn=Partitioner(choose, "test", said.append),
+    )
+    model = Joined()
+    torch.compile(model, backend=backend)(_pixels()).backward()
+    assert model.first.weight.grad is not None
+    assert len(keys) == len({*keys}) == 2  # as it is, and edited
+    assert [*map(type, said)] == [NotPlanned]
 
 
 @pytest.mark.slow

@@ -46,8 +46,7 @@ class Applied:
         keys = keys_of(graph)
         key = key_of(keys)
         if key not in self._saves:
-            self.others.add(key)
-            raise NotPlanned
+            raise NotPlanned(key)
         missing = self._saves[key] - {*keys.values()}
         if missing:
             raise ValueError(f"the graph {key} has no tensors {', '.join(sorted(missing))}")
@@ -55,4 +54,7 @@ class Applied:
         return nodes_to_save(graph, info, self._saves[key])
 
     def _failed(self, error: Exception) -> None:
-        self.failures.append(f"{type(error).__name__}: {error}")
+        if isinstance(error, NotPlanned):
+            self.others.add(str(error))
+        else:
+            self.failures.append(f"{type(error).__name__}: {error}")

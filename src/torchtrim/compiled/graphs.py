@@ -15,16 +15,21 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from torchtrim.compiled.choose import Saved
 from torchtrim.compiled.code import note_sizes
-from torchtrim.compiled.inductor import Choose, check, copy_of, dry, intercepted, written_inputs
-from torchtrim.compiled.joint import Joint, JointBuilder, keys_of
+from torchtrim.compiled.inductor import (
+    Choose,
+    NotPlanned,
+    check,
+    copy_of,
+    dry,
+    intercepted,
+    written_inputs,
+)
+from torchtrim.compiled.joint import Joint, JointBuilder, key_of, keys_of
 from torchtrim.compiled.memory import Event, GraphCall, Pair, Simulated, in_order, memory_of
 from torchtrim.compiled.phases import on_backward
+from torchtrim.compiled.sooner import can_free_sooner
 from torchtrim.compiled.wrapper import Rises
-from torchtrim.records.plan import CompiledGraph
-
-_OWN = "torch's own"
 
 
 class CompilableGraph:
@@ -35,9 +40,11 @@ class CompilableGraph:
         self._inputs = [*map(_faked, module.graph.find_nodes(op="placeholder"), inputs)]
         self._options = options
         self._context = TracingContext.try_get()
-        self._pairs: dict[frozenset[int] | str, Pair] = {}
+        self._own: Pair | None = None
+        self._pairs: dict[tuple[str, frozenset[int]], Pair] = {}
         self._joint: Joint | None = None
-        self._edited = False
+        self._edited: Joint | None = None
+        self._can_free_sooner = False
         self._bytes = 0
         self.pair()
 
@@ -47,46 +54,71 @@ class CompilableGraph:
         self.pair()
         return self._joint
 
+    @property
+    def edited(self) -> Joint | None:
+        """The joint graph that frees memory sooner; as it is, if there is nothing to edit."""
+        if self.joint is not None and self._can_free_sooner and self._edited is None:
+            with contextlib.suppress(NotPlanned):
+                self._edited = self._edit()
+        return self._edited or self._joint
+
     def called(self, inputs: Sequence[Any]) -> None:
         """Note a call: if its inputs are larger than those before, the graph's sizes are theirs."""
         size = sum(one.nbytes for one in inputs if isinstance(one, torch.Tensor))
         if size > self._bytes:
             note_sizes(self._inputs, inputs)
             if self._bytes:
+                self._own = self._edited = None
                 self._pairs.clear()
             self._bytes = size
 
-    def pair(self, saved: frozenset[int] | None = None) -> Pair:
+    def pair(self, choice: Mapping[str, frozenset[int]] = {}) -> Pair:
         """Return Inductor's code with a choice of what is saved, or with torch's own."""
-        if self._joint is not None and not self._edited and saved == self._joint.own:
-            saved = None
-        key = _OWN if saved is None else saved
-        if key not in self._pairs:
-            self._pairs[key] = self._compile(saved)
-        return self._pairs[key]
+        for joint in (self._joint, self._edited):
+            if joint is not None and joint.key in choice:
+                key = joint.key, choice[joint.key]
+                if key not in self._pairs:
+                    self._pairs[key] = self._code_saving(joint, choice[joint.key])
+                return self._pairs[key]
+        if self._own is None:
+            self._own = self._code_own()
+        return self._own
 
-    def _compile(self, saved: frozenset[int] | None) -> Pair:
-        seen: list[str] = []
-
+    def _code_own(self) -> Pair:
         def choose(graph: fx.Graph, info: Any, own: Callable[[], list[fx.Node]]) -> list[fx.Node]:
-            if saved is not None and self._joint is not None:
-                return nodes_to_save(graph, info, {self._joint.values[at].key for at in saved})
             chosen = own()
-            joint = JointBuilder(graph, info, written_inputs(graph)).build(chosen)
-            if not seen:
-                self._joint = joint
-            seen.append(joint.key)
+            self._joint = JointBuilder(graph, info, written_inputs(graph)).build(chosen)
+            self._can_free_sooner = can_free_sooner(graph)
             return chosen
 
-        pair = self.code(choose, edits=saved is not None)
-        self._edited |= len({*seen}) > 1
-        return pair
+        return self.code(choose)
 
-    def code(self, choose: Choose, *, edits: bool = False) -> Pair:
-        """Return Inductor's code with what `choose` saves. `edits`: as of a `Partitioner`."""
+    def _edit(self) -> Joint:
+        found: list[Joint] = []
+
+        def choose(graph: fx.Graph, info: Any, own: Callable[[], list[fx.Node]]) -> list[fx.Node]:
+            if self._joint is not None and key_of(keys_of(graph)) == self._joint.key:
+                raise NotPlanned
+            joint = JointBuilder(graph, info, written_inputs(graph)).build(own())
+            found.append(joint)
+            return nodes_to_save(graph, info, {joint.values[at].key for at in joint.own})
+
+        pair, joint = self.code(choose), found[0]
+        self._pairs[joint.key, joint.own] = pair
+        return joint
+
+    def _code_saving(self, joint: Joint, saved: frozenset[int]) -> Pair:
+        def choose(graph: fx.Graph, info: Any, _: Callable[[], list[fx.Node]]) -> list[fx.Node]:
+            if key_of(keys_of(graph)) != joint.key:
+                raise NotPlanned
+            return nodes_to_save(graph, info, {joint.values[at].key for at in saved})
+
+        return self.code(choose)
+
+    def code(self, choose: Choose) -> Pair:
+        """Return Inductor's code with what `choose` saves."""
         with tracing(copy.copy(self._context)):
-            codes = dry(self._module, self._inputs, choose, edits=edits, **self._options)
-            return Pair.of(codes)
+            return Pair.of(dry(self._module, self._inputs, choose, **self._options))
 
 
 class Graphs:
@@ -113,36 +145,31 @@ class Graphs:
         self._calls.clear()
         self._events = []
 
-    def memory(self, choice: Saved | None = None, above: Mapping[str, int] = {}) -> Simulated:
+    def memory(
+        self, choice: Mapping[str, frozenset[int]] = {}, above: Mapping[str, int] = {}
+    ) -> Simulated:
         """Return the memory of the step's calls with a choice, or with torch's own.
 
         `above`: bytes to add in each phase, for what else is live.
         """
         return memory_of(self.calls(choice), self.rises, self._events, above)
 
-    def calls(self, choice: Saved | None = None) -> list[GraphCall]:
+    def calls(self, choice: Mapping[str, frozenset[int]] = {}) -> list[GraphCall]:
         """Return the step's calls with the code for a choice."""
-        found = []
-        for number, sources in self._calls:
-            graph = self.graphs[number]
-            saved = choice.get(graph.joint.key) if choice and graph.joint else None
-            found.append(GraphCall(graph.pair(saved), sources))
-        return found
-
-    def named(self, choice: Saved) -> tuple[CompiledGraph, ...]:
-        """Return a choice by the names of graphs and tensors, which hold in other processes."""
-        joints = {joint.key: joint for joint in self.joints}
-        return tuple(
-            CompiledGraph(
-                graph=key, saves=tuple(joints[key].values[at].key for at in sorted(choice[key]))
-            )
-            for key in joints
-        )
+        return [
+            GraphCall(self.graphs[number].pair(choice), sources) for number, sources in self._calls
+        ]
 
     @property
     def joints(self) -> list[Joint]:
         """The joint graph of each call that has a backward."""
         every = (self.graphs[number].joint for number, _ in self._calls)
+        return [joint for joint in every if joint is not None]
+
+    @property
+    def edited(self) -> list[Joint]:
+        """The joint graphs that free memory sooner, of the same calls."""
+        every = (self.graphs[number].edited for number, _ in self._calls)
         return [joint for joint in every if joint is not None]
 
     @property

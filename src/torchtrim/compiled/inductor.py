@@ -49,7 +49,8 @@ NEEDED = (
 _VECTORS = ("TilingSelect", "CppScheduling", "KernelOpStats")
 _BUILDERS = ("cpp", "cpp_pybinding", "triton", "halide", "cuda", "multi_kernel")
 Choose = Callable[[fx.Graph, Any, Callable[[], list[fx.Node]]], list[fx.Node]]
-"""Returns the nodes to save, of a joint graph, torch's classification, and a call for torch's own choice."""
+"""Returns the nodes to save, of a joint graph, torch's classification, and a call for torch's own choice; or
+raises `NotPlanned`."""
 
 
 def check() -> None:
@@ -73,7 +74,7 @@ def probe_compiled() -> str:
         return own()
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        seen.extend(dry(graph, inputs, choose, edits=True))
+        seen.extend(dry(graph, inputs, choose))
         return graph
 
     layer = torch.nn.Linear(4, 4)
@@ -85,30 +86,24 @@ def probe_compiled() -> str:
 
 
 class NotPlanned(Exception):
-    """A graph that no plan knows, which torch partitions as it does by itself."""
+    """A graph that no plan knows."""
 
 
 class Partitioner(CustomPartitionerFn):
     """A partitioner that is torch's own, except that `choose` says what forward saves for backward.
 
-    Everything else stays torch's: tags of checkpoints, collectives, effects, random states and symbols. The
-    graph is edited to free memory sooner. `key` identifies the choice in the caches' key. `failed` is called
-    with an error of `choose`, and torch then partitions as it would by itself. `edits`: without, `choose` is
-    called with the edited graph, and then once more with the graph as it is, which is partitioned.
+    Everything else stays torch's: tags of checkpoints, collectives, effects, random states and symbols. Where
+    `choose` raises `NotPlanned`, the graph is edited to free memory sooner, and `choose` called once more.
+    `key` identifies the choice in the caches' key. `failed` is called with an error of `choose`, or if it
+    raises `NotPlanned` twice, and torch then partitions as it would by itself.
     """
 
     def __init__(
-        self,
-        choose: Choose,
-        key: str,
-        failed: Callable[[Exception], None] | None = None,
-        *,
-        edits: bool = True,
+        self, choose: Choose, key: str, failed: Callable[[Exception], None] | None = None
     ) -> None:
         self._choose = choose
-        self._key = hashlib.sha256(f"torchtrim 2 {key}".encode()).hexdigest()
+        self._key = hashlib.sha256(f"torchtrim 3 {key}".encode()).hexdigest()
         self._failed = failed
-        self._edits = edits
 
     def uuid(self) -> str:
         """Return the choice's key, so that caches never mix code of two choices."""
@@ -123,16 +118,17 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         untouched = copy_of(gm)
         try:
-            edited = self._partition(_edited(gm), joint_inputs, kwargs)
+            try:
+                return self._partition(gm, joint_inputs, kwargs)
+            except NotPlanned:
+                return self._partition(_edited(copy_of(untouched)), joint_inputs, kwargs)
         except Exception as error:  # the script must go on, with torch's own partition
             if self._failed is None:
                 raise
-            if not isinstance(error, NotPlanned):
-                self._failed(error)
+            self._failed(error)
             return partitioners.min_cut_rematerialization_partition(
                 untouched, joint_inputs, **kwargs
             )
-        return edited if self._edits else self._partition(untouched, joint_inputs, kwargs)
 
     def _partition(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]
@@ -206,13 +202,8 @@ def noted(
         yield
 
 
-def dry(
-    graph: fx.GraphModule, inputs: Sequence[Any], choose: Choose, *, edits: bool, **options: Any
-) -> list[Code]:
-    """Return the code that Inductor writes for a graph, forward first, without compiling its kernels.
-
-    `edits`: as of a `Partitioner`.
-    """
+def dry(graph: fx.GraphModule, inputs: Sequence[Any], choose: Choose, **options: Any) -> list[Code]:
+    """Return the code that Inductor writes for a graph, forward first, without compiling its kernels."""
     found: list[Code] = []
 
     def inner(module: fx.GraphModule, given: Sequence[Any], **kwargs: Any) -> Any:
@@ -238,7 +229,7 @@ def dry(
             )
         )
         stack.enter_context(inductor_config.patch(fx_graph_cache=False))
-        stack.enter_context(partitioned(Partitioner(choose, "dry", edits=edits)))
+        stack.enter_context(partitioned(Partitioner(choose, "dry")))
         stack.enter_context(no_kernels())
         stack.enter_context(no_vectors())
         compile_fx.compile_fx(copy_of(graph), inputs, inner_compile=inner, **options)

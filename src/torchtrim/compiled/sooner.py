@@ -3,7 +3,7 @@
 A convolution's gradients, which torch computes in one kernel, hold the saved input, the incoming gradient and
 the gradient of the input at once. Here they are two kernels: one for the weight and the bias, and one for the
 input, as the transposed convolution, which does not read the saved input. Libraries compute them apart
-anyway: no bit differed for 27 shapes, and on one thread of a CPU two kernels took 1 % longer in the median.
+anyway: no bit differed for 26 shapes.
 
 A slice is no memory of its own, so a gradient of which a slice is read late is held until then, and Inductor,
 which fuses the sum of several, holds each of them. Such a slice is copied.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import operator
 from bisect import bisect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,6 +29,11 @@ SLICES: dict[Any, Any] = {
 """Views, and the kernels that copy them: Inductor would fuse a loop with its late reader."""
 
 
+def can_free_sooner(graph: fx.Graph) -> bool:
+    """Return True if there is something to edit in a graph."""
+    return any(map(_computes_both, graph.nodes)) or any(_late_slices(graph))
+
+
 def free_sooner(module: fx.GraphModule) -> None:
     """Split each convolution's gradients, and copy slices that are read late."""
     both = [node for node in module.graph.nodes if _computes_both(node)]
@@ -37,7 +43,9 @@ def free_sooner(module: fx.GraphModule) -> None:
         _compute_late(node)
     for node in both:
         _transpose(node)
-    _copy_late_slices(module.graph)
+    for late in [*_late_slices(module.graph)]:
+        late.target = SLICES[late.target]
+        late.meta["val"] = late.meta["val"].clone()
     module.graph.lint()
     module.recompile()
 
@@ -127,8 +135,8 @@ def _missing(node: fx.Node) -> list[int] | None:
     return found
 
 
-def _copy_late_slices(graph: fx.Graph) -> None:
-    """Copy slices that are first read when products were computed since others of the same gradient were."""
+def _late_slices(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield slices that are first read when products were computed since others of the same gradient were."""
     order = {node: at for at, node in enumerate(graph.nodes)}
     products = [order[node] for node in order if _is_product(node)]
 
@@ -138,9 +146,7 @@ def _copy_late_slices(graph: fx.Graph) -> None:
     for node in _of_backward(graph):
         if len(node.users) > 1 and all(user.target in SLICES for user in node.users):
             soon = min(map(begins, node.users))
-            for late in [each for each in node.users if begins(each) > soon]:
-                late.target = SLICES[late.target]
-                late.meta["val"] = late.meta["val"].clone()
+            yield from (each for each in node.users if begins(each) > soon)
 
 
 def _of_backward(graph: fx.Graph) -> list[fx.Node]:
