@@ -12,6 +12,7 @@ from tests.compiled.test_compiled import watched
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchtrim.capture.allocator import CpuAllocator
@@ -155,7 +156,7 @@ def _run(plan: tuple[CompiledGraph, ...]) -> tuple[int, list[Any]]:
     torch.manual_seed(0)
     model, x = Joined(), _pixels()
     applied = Applied(plan)
-    with applied.installed():
+    with fresh_cache(), applied.installed():  # cached code of a plan asks it nothing
         compiled = torch.compile(model)
         for _ in range(3):
             model.zero_grad()
