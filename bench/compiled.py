@@ -380,6 +380,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 100  # a model is compiled once for each of its plans
     parts, models = {*options.only}, saved("compiled").get("models", {})
     compiles = bool(parts & {"peak", "run"})
     with fresh_cache() if compiles else nullcontext():
