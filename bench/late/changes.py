@@ -192,7 +192,8 @@ def hooked() -> Iterator[Change]:
         yield _hook(f"{kind} counts", code.format(effect=_EFFECTS["counts"]))
     for does, effect in _EFFECTS.items():
         code = f"if STEP >= LATE and x.requires_grad: x.register_hook(lambda v: {effect})"
-        yield Change(f"hooks.tensor {does}", {"forward": code, "end": _SAYS_SEEN}, _OF_HOOKS, "")
+        causes = f"{_OF_HOOKS}|calls `SEEN.append`"  # which stands in the code of forward
+        yield Change(f"hooks.tensor {does}", {"forward": code, "end": _SAYS_SEEN}, causes, "")
 
 
 _OF_HOOKS = "hook|written|overwr|holds|reads or adds|in place|after its weights|twice"
