@@ -1,10 +1,10 @@
-"""Lists of names in sentences, and the nearest names to a misspelt one."""
+"""Lists of names in sentences, first lines, and the nearest names to a misspelt one."""
 
 from __future__ import annotations
 
 import pytest
 
-from torchtrim.core.words import did_you_mean, listed, nearest
+from torchtrim.core.words import did_you_mean, first_line, listed, nearest
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,8 @@ def test_the_nearest_names_are_as_they_are_written() -> None:
         " Did you mean abc or abd?",
         " Did you mean abd or abc?",
     )
+
+
+@pytest.mark.parametrize(("message", "said"), [("", ""), ("a", "a"), ("a: b\n\n  c\n", "a: b")])
+def test_an_error_is_named_by_its_first_line(message: str, said: str) -> None:
+    assert first_line(ValueError(message)) == said

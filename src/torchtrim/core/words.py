@@ -1,4 +1,4 @@
-"""Lists of names in sentences, and the known names nearest to a misspelt one."""
+"""Lists of names in sentences, first lines, and the known names nearest to a misspelt one."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ def listed(words: Collection[object], most: int | None = None) -> str:
         shown[most:] = [f"{len(shown) - most} more"]
     *others, last = shown or [""]
     return f"{', '.join(others)} and {last}" if others else last
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; torch's own have many. Empty if it has none."""
+    return next(iter(str(error).splitlines()), "")
 
 
 def nearest(word: str, known: Iterable[str], most: int = 3, least: float = 0.6) -> list[str]:

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from torchtrim.certify.contest import Contest
 from torchtrim.certify.variants import certify_ranks
 from torchtrim.core.units import counted, format_apart, format_bytes
+from torchtrim.core.words import first_line
 from torchtrim.errors import TorchtrimError, Unsupported
 from torchtrim.executor.apply import digest_of
 from torchtrim.planner.plans import graphs_plan
@@ -56,7 +57,7 @@ def with_compiled(report: Report, script: Script, request: Request, progress: Pr
         memory = graphs_of(script, request, 0, progress)
         compiled = _original(script, _plain(request), progress)
     except TorchtrimError as error:
-        said = f"the memory of the compiled graphs is not known: {error}"
+        said = f"the memory of the compiled graphs is not known: {first_line(error)}"
         return replace(report, notes=(said, *report.notes))
     notes = (*_graph_notes(memory), *report.notes)
     return replace(report, compiled=figures_of(compiled), notes=notes)

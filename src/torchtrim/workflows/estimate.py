@@ -18,6 +18,7 @@ from torchtrim.analysis.timeline import by_kind, peak_operator
 from torchtrim.capture.recording import tensors_in
 from torchtrim.capture.workload import Inference, TrainStep
 from torchtrim.core.units import check_bytes, format_bytes, parse_bytes
+from torchtrim.core.words import first_line
 from torchtrim.costs.devices import DEVICES
 from torchtrim.costs.roofline import estimate
 from torchtrim.dryrun.run import dry_run
@@ -203,7 +204,7 @@ class Estimate:
                 other = at(length)
                 profile = self._run(other).profile
             except (RuntimeError, ValueError, IndexError, ScriptFailed) as error:
-                refused[length] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                refused[length] = f"{type(error).__name__}: {first_line(error)}"
                 known[length] = None  # not before: an interrupted run says nothing
                 return None
             assert profile is not None

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from torchtrim.core.units import format_bytes
+from torchtrim.core.words import first_line
 from torchtrim.errors import ScriptFailed, UsageError
 from torchtrim.planner.plans import rates_plan
 from torchtrim.records.budget import MemoryKind, MemoryLimit, memory_limit
@@ -144,7 +145,7 @@ class BatchSearch:
         try:
             peak: int | None = self._measured(batch)
         except _FAILURES as error:
-            self._reasons[batch] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            self._reasons[batch] = f"{type(error).__name__}: {first_line(error)}"
             peak = None
         fits = peak is not None and peak <= self._budget
         self._tried[batch] = LengthProbe(

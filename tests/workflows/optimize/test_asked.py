@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
 from profiles import exchanging_step
+from report import samples
 from torchtrim.errors import Unsupported, UsageError
 from torchtrim.records.budget import memory_limit
 from torchtrim.records.terms import BITWISE, allowance
@@ -53,7 +55,9 @@ def test_a_pin_that_makes_another_function_has_to_be_named() -> None:
         pinned_choice(job(2), pins, allowance("rounding"))
 
 
-def _fit(monkeypatch: pytest.MonkeyPatch, peak: int) -> Any:
+def _fit(
+    monkeypatch: pytest.MonkeyPatch, peak: int, graphs_of: Callable[..., Any] | None = None
+) -> Any:
     """The answer of planning a script's graphs, if it needs `peak` compiled, and no plan of theirs helps."""
     request = Request(steps=2)
     eager = Trial(request=request, backends=("inductor",), steps=[TrialStep(peak_bytes=9000)])
@@ -69,7 +73,7 @@ def _fit(monkeypatch: pytest.MonkeyPatch, peak: int) -> Any:
         unmeasured=(),
     )
     monkeypatch.setattr(compiled, "run_once", lambda *_: original)
-    monkeypatch.setattr(compiled, "graphs_of", lambda *_: memory)
+    monkeypatch.setattr(compiled, "graphs_of", graphs_of or (lambda *_: memory))
     fitting = Fitting(Script(__file__), request, print, BITWISE)
     monkeypatch.setattr(fitting, "observe", lambda: eager)
     return report._compiled(fitting, memory_limit("60%"), request, BITWISE, print)
@@ -91,3 +95,14 @@ def test_a_compiled_run_that_shows_no_step_fits_nothing(monkeypatch: pytest.Monk
     assert "Compile the model itself" in note
     with pytest.raises(Unsupported, match="no step was seen"):
         compiled.optimize_compiled(Script(__file__), limit, Request(), print)
+
+
+def test_an_error_of_torch_is_told_by_its_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise Unsupported("LoweringException: no strides\n  target: aten.view\n  args[0]: x")
+
+    _, (note,) = _fit(monkeypatch, 5000, fails)
+    assert note.endswith("were not: LoweringException: no strides")
+    known = samples.DIAGNOSE
+    told = compiled.with_compiled(known, Script(__file__), Request(steps=2), print)
+    assert told.notes[0].endswith("not known: LoweringException: no strides")

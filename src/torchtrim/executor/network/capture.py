@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtrim.capture.modules import HOOKS, without_hooks
 from torchtrim.capture.snapshot import OF_TORCH, Snapshot
+from torchtrim.core.words import first_line
 from torchtrim.errors import TorchtrimError, Unsupported
 from torchtrim.executor.network.captured import Captured, From, NetworkValue, Op, Ref, Source
 
@@ -215,7 +216,7 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     try:
         return Reader(program).read()
     except Unsupported as error:
-        raise Unsupported(str(error).splitlines()[0]) from None
+        raise Unsupported(first_line(error)) from None
 
 
 def _check(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from torchtrim.certify.contest import Contest
 from torchtrim.certify.variants import as_asked, asked_of, by_hand, certify_ranks, limit_of
 from torchtrim.core.units import counted, format_apart, format_bytes
+from torchtrim.core.words import first_line
 from torchtrim.errors import ApplyFailed, InfeasibleBudget, PlannedStepFailed, Unsupported
 from torchtrim.executor.apply import digest_of
 from torchtrim.executor.export import exported
@@ -337,7 +338,7 @@ class Fitting:
                 self._dropped |= bad
                 self.notes.append(
                     "a planned step failed, which the original does not, and was planned again without "
-                    f"{', '.join(sorted(bad))}: {str(error).splitlines()[0]}"
+                    f"{', '.join(sorted(bad))}: {first_line(error)}"
                 )
         return otherwise()._replace(notes=(*self.notes, "every plan that was tried failed"))
 

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from torchtrim import __version__
 from torchtrim.core.isolation import isolated
 from torchtrim.core.units import format_bytes, parse_amount
+from torchtrim.core.words import first_line
 from torchtrim.errors import ExportFailed, TorchtrimError
 from torchtrim.executor.apply import apply_plan, named_roots
 from torchtrim.executor.export import exported
@@ -77,7 +78,7 @@ def _compiled(
         try:
             return optimize_compiled(script, limit, request, progress)
         except TorchtrimError as error:
-            said = f"planned eagerly, since its compiled graphs were not: {error}"
+            said = f"planned eagerly, since its compiled graphs were not: {first_line(error)}"
             if isinstance(error, GraphsMiss):
                 limit = limit._replace(amount=parse_amount(error.budget_bytes))
             return limit, (said,)

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from torchtrim.core.isolation import Failure, debugging, note
 from torchtrim.core.units import format_apart, format_bytes, format_seconds
+from torchtrim.core.words import first_line
 from torchtrim.errors import (
     ApplyFailed,
     InfeasibleBudget,
@@ -365,7 +366,7 @@ def _recorded(
     except (ApplyFailed, PlannedStepFailed, ScriptFailed) as error:
         broken_technique(error)
         said = " and ".join(one.name for one in choice)
-        failed(f"{said} cannot be used here: {str(error).splitlines()[0]}")
+        failed(f"{said} cannot be used here: {first_line(error)}")
         return None
     return Recorded(choice, trial) if trial.profile is not None else None
 
@@ -394,7 +395,7 @@ def broken_technique(error: Exception) -> set[str]:
     if name and debugging():
         raise error
     if name:
-        first = str(error).splitlines()[0].rstrip(".")
+        first = first_line(error).rstrip(".")
         note(Failure("technique", name, first.rpartition(f"{name} raised ")[2]))
     return {name} if name else set()
 
