@@ -67,6 +67,17 @@ def test_hooks_of_the_users_are_noted() -> None:
     assert [record.path for record in modules.records if record.hooked] == ["Tied.blocks"]
 
 
+def test_hooks_on_all_modules_are_noted() -> None:
+    """A call that reruns would call them again, so techniques that rerun calls refuse them."""
+    modules = Modules()
+    hook = nn.modules.module.register_module_forward_pre_hook(lambda module, args: None)
+    try:
+        modules.add_root(nn.Sequential(nn.Linear(2, 2)))
+    finally:
+        hook.remove()
+    assert [record.hooked for record in modules.records] == [True, True]
+
+
 def test_bytes_of_the_module_alone() -> None:
     modules = Modules()
     modules.add_root(Tied())

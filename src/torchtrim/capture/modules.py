@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchtrim.capture.code.side_effects import SideEffects
+from torchtrim.capture.code.side_effects import SideEffects, are_all_hooked
 from torchtrim.dispatch.places import CallSite
 from torchtrim.dispatch.storages import element_bytes
 from torchtrim.records.profile import Module
@@ -92,7 +92,8 @@ class Modules:
                 type=type(module).__name__,
                 parent=parent,
                 chain=type(module).forward is nn.Sequential.forward,
-                hooked=any(getattr(module, name) for name in (*HOOKS, "_compiled_call_impl")),
+                hooked=are_all_hooked()
+                or any(getattr(module, name) for name in (*HOOKS, "_compiled_call_impl")),
                 parameter_bytes=_parameter_bytes(module),
             )
         )

@@ -20,14 +20,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    _global_backward_hooks,
-    _global_backward_pre_hooks,
-    _global_forward_hooks,
-    _global_forward_pre_hooks,
-)
 
-from torchtrim.capture.code.side_effects import CalledFunction, SideEffects, changed, hooks_of
+from torchtrim.capture.code.side_effects import (
+    CalledFunction,
+    SideEffects,
+    are_all_hooked,
+    changed,
+    hooks_of,
+    is_ours,
+)
 from torchtrim.capture.snapshot import OF_TORCH, generator_state, set_state
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.notices import say_once
@@ -389,18 +390,6 @@ def _copy_on_write(tensor: torch.Tensor) -> torch.Tensor:
         with contextlib.suppress(RuntimeError), _raw():
             return torch._lazy_clone(tensor.detach())
     return tensor.clone()
-
-
-def are_all_hooked() -> bool:
-    """Return True if the program has hooks on all modules."""
-    tables = _global_forward_hooks, _global_forward_pre_hooks
-    others = _global_backward_hooks, _global_backward_pre_hooks
-    return any(not is_ours(hook) for table in (*tables, *others) for hook in table.values())
-
-
-def is_ours(hook: Any) -> bool:
-    """Return True if a hook is torchtrim's own."""
-    return str(getattr(hook, "__module__", "")).startswith("torchtrim.")
 
 
 def _drawn_from(effects: SideEffects) -> list[Any]:

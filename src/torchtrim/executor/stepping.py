@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from torchtrim.capture.code.side_effects import is_ours
 from torchtrim.capture.optimizers import parameters_of
 from torchtrim.errors import ApplyFailed
-from torchtrim.executor.block_state import is_ours
 from torchtrim.executor.notices import say_once
 from torchtrim.step.optimizers import ONE_BY_ONE
 

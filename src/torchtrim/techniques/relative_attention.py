@@ -116,8 +116,7 @@ class _Known:
 
     def holds(self) -> bool:
         """Return True if the replacement covers the whole module."""
-        from torchtrim.capture.code.side_effects import changed, hooks_of
-        from torchtrim.executor.block_state import are_all_hooked, is_ours
+        from torchtrim.capture.code.side_effects import are_all_hooked, changed, hooks_of, is_ours
 
         hooks = (hook for layer in self._layers[1:] for hook in hooks_of(layer))
         if are_all_hooked() or not all(map(is_ours, hooks)):

@@ -21,6 +21,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 
 from torchtrim.capture.code.live import UNKNOWN, Resolved, Scope, content, function_of, own_nodes
 from torchtrim.core.isolation import debugging, said_of
@@ -241,6 +247,18 @@ def hooks_of(module: nn.Module) -> Iterator[Any]:
         module._backward_hooks,
     ):
         yield from table.values()
+
+
+def are_all_hooked() -> bool:
+    """Return True if the program has hooks on all modules."""
+    tables = _global_forward_hooks, _global_forward_pre_hooks
+    others = _global_backward_hooks, _global_backward_pre_hooks
+    return any(not is_ours(hook) for table in (*tables, *others) for hook in table.values())
+
+
+def is_ours(hook: Any) -> bool:
+    """Return True if a hook is torchtrim's own."""
+    return str(getattr(hook, "__module__", "")).startswith("torchtrim.")
 
 
 def is_trusted(thing: type | types.FunctionType) -> bool:
