@@ -339,25 +339,50 @@ def test_a_batch_that_a_call_changes_is_changed() -> None:
     assert list(second) == ["x"]
 
 
+def two_graphs(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    squared(model, batch).backward()
+    return squared(model, batch)
+
+
+def one_graph(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    loss = squared(model, batch)
+    loss.backward(retain_graph=True)
+    return loss * 0.5
+
+
+def one_graph_at_once(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    loss = squared(model, batch)
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def two_losses_of_one_graph(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    made = model(batch)
+    first, second = made.square().mean(), made.tanh().mean()
+    first.backward(retain_graph=True)
+    return second
+
+
 @pytest.mark.parametrize("name", ["micro_batch", "split_matmul"])
-def test_gradients_of_a_second_backward_are_added_whole(name: str) -> None:
-    """A part's gradients of parameters have their full size, whether they come first or are added."""
-
-    def twice(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        squared(model, batch).backward()
-        return squared(model, batch)
-
+@pytest.mark.parametrize(
+    "loss_of", [two_graphs, one_graph, one_graph_at_once, two_losses_of_one_graph]
+)
+def test_two_backwards_are_predicted(name: str, loss_of: Callable[..., torch.Tensor]) -> None:
+    """Each backward reruns the parts; their gradients of parameters have their full size."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))
+    blocks = (nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64)) for _ in range(3))
+    net = nn.Sequential(*blocks)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    step = torchtrim.TrainStep(net, twice, optimizer, torch.randn(128, 64))
+    step = torchtrim.TrainStep(net, loss_of, optimizer, torch.randn(128, 64))
     step.step(0)
     recorded = step_of(torchtrim.record(step))
-    option = Option(name, "Sequential", spans_of(recorded, "Sequential"), None, (("parts", 8),))
-    edit = technique(name).edits(recorded, option)
-    assert edit is not None
-    predicted = simulate(recorded, [edit]).peak_bytes
-    planned = Technique(name=name, where=("Sequential",), options={"parts": 8})
+    where = [f"Sequential.{number}" for number in range(3)]
+    edits = []
+    for one in where:
+        option = Option(name, one, spans_of(recorded, one), None, (("parts", 8),))
+        edits.append(technique(name).edits(recorded, option))
+    predicted = simulate(recorded, [edit for edit in edits if edit is not None]).peak_bytes
+    planned = Technique(name=name, where=tuple(where), options={"parts": 8})
     technique(name).apply({"Sequential": net}, planned)
     step.step(0)
     assert predicted == pytest.approx(torchtrim.record(step).peak_bytes, rel=0.002)

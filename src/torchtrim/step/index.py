@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import cached_property
+from itertools import accumulate
 
 from torchtrim.records.profile import Profile
 from torchtrim.records.remembered import remembered
@@ -12,6 +13,10 @@ from torchtrim.step.from_profile import step_of
 from torchtrim.step.step import Span, Step, StepCall, Task
 
 _ADD = "aten::add_."
+_BEGINS = "aten::ones_like"
+"""Creates the gradient of a loss, before autograd runs its graph."""
+_WITHIN = ("backward", "recompute", "optimizer")
+"""Phases of tasks within a pass of backward: hooks on gradients may step an optimizer."""
 
 
 class StepIndex:
@@ -76,10 +81,11 @@ class StepIndex:
     @cached_property
     def passes(self) -> tuple[int, ...]:
         """For each task, a number that is the same for all tasks of one pass of backward."""
-        found = [0]
-        for task in self._tasks:
-            found.append(found[-1] + (task.phase not in ("backward", "recompute")))
-        return tuple(found)
+        begun = (
+            task.phase not in _WITHIN or (task.of < 0 and task.name.startswith(_BEGINS))
+            for task in self._tasks
+        )
+        return tuple(accumulate(begun))
 
     @cached_property
     def added(self) -> frozenset[int]:
@@ -148,6 +154,15 @@ def graded_roots(step: Step, fits: Callable[[Span], bool]) -> dict[str, tuple[Sp
         if module.parent < 0 and call.graded and fits(call.span):
             found[module.path] = (*found.get(module.path, ()), call.span)
     return found
+
+
+def passes_of(step: Step, span: Span) -> list[list[int]]:
+    """Return the tasks of each backward through a span. A retained graph has several."""
+    numbers, found = index_of(step).passes, defaultdict[int, list[int]](list)
+    every = {task for one in range(*span) for task in step.backward.get(one, ())}
+    for task in sorted(every - {*range(*span)}):
+        found[numbers[task]].append(task)
+    return list(found.values())
 
 
 def joined_span(calls: tuple[StepCall, ...]) -> Span:

@@ -32,11 +32,12 @@ from math import prod
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.places import wrong_options
 from torchtrim.executor.registry import Handle, Option, Roots, TechniqueUnit, all_or_none
+from torchtrim.executor.row_edits import left_before
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import STATE, Operator
 from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, Rise, drops_of, joined
-from torchtrim.step.index import index_of
+from torchtrim.step.index import index_of, passes_of
 from torchtrim.step.step import DEVICE, Span, Step
 from torchtrim.techniques.micro_batch.found import PARTS, batch_size, given_to, splits_of
 
@@ -67,7 +68,7 @@ class MicroBatch(TechniqueUnit):
         """Run the parts instead of the whole batch. None if the span has no backward."""
         parts = int(dict(option.settings)["parts"])
         changes = [_PartsEdit(step, span, parts) for span in option.spans]
-        edits = [change.edit() for change in changes if change.backward]
+        edits = [change.edit() for change in changes if change.passes]
         return joined(edits) if edits else None
 
     def apply(self, roots: Roots, technique: Technique) -> Handle:
@@ -97,42 +98,43 @@ _SECONDS_WATCHED = 1e-5  # Time to check one operator for random numbers.
 
 
 class _PartsEdit:
-    """Builds the edit. `backward`: tasks that compute the span's gradients."""
+    """Builds the edit. `passes`: the tasks of each backward through the span."""
 
     def __init__(self, step: Step, span: Span, parts: int) -> None:
         self._step = step
         self._span = span
         self._parts = parts
-        self.backward = sorted(
-            {b for task in range(*span) for b in step.backward.get(task, ())} - set(range(*span))
-        )
+        self.passes = passes_of(step, span)
         size = batch_size(step, span)
         most = -(-size // parts)
         self._share = most / size
         self._sizes = {most, (size - 1) % most + 1}
-        self._tasks = (*range(*span), *self.backward)
+        self._tasks = (*range(*span), *(task for tasks in self.passes for task in tasks))
 
     def edit(self) -> Edit:
-        """Run forward without gradients, then each part's forward and backward where backward starts."""
-        begins, ends = self.backward[0], self.backward[-1] + 1
-        leaving = self._early(self._leaving, self._span.first)
-        gradients = self._early(self._gradients, begins)
-        forward, backward = self._seconds
-        out, grads = (sum(block.bytes for block in early) for early in (leaving, gradients))
-        state = self._step.overhead.random_state
+        """Run forward without gradients, then each part's forward and backward where a backward starts."""
+        span = self._span
+        leaving = self._early(self._leaving, span.first)
+        out = sum(block.bytes for block in leaving)
+        state, ends = self._step.overhead.random_state, self.passes[-1][-1] + 1
         before = int(out * self._share) if self._share <= 1 / 2 else 0
-        inserts = (
-            # The result of a whole part before is still there.
-            Insert(self._span.first, forward, self._rise(range(*self._span)) + before + out, out),
-            Insert(begins, backward, state + self._rise(self._tasks) + grads, grads),
-        )
+        # The result of a whole part before is still there.
+        forward = self._rise(range(*span)) + before + out
+        inserts = [Insert(span.first, self._first_seconds, forward, out)]
+        blocks = [*leaving, Block(state, span.first, ends)]
+        for tasks in self.passes:
+            gradients = self._early(self._gradients_of(tasks), tasks[0])
+            grads = sum(block.bytes for block in gradients)
+            rise = state + self._rise(range(*span), tasks) + grads
+            inserts.append(Insert(tasks[0], self._seconds(tasks), rise, grads))
+            blocks += gradients
         return Edit(
             drops=tuple(self._drops()),
-            needs=tuple(Need(number, ends) for number in self._needed),
-            blocks=(*leaving, *gradients, Block(state, self._span.first, ends)),
-            inserts=inserts,
+            needs=tuple(self._needs()),
+            blocks=tuple(blocks),
+            inserts=tuple(inserts),
             rises=tuple(Rise(task, 0) for task in self._tasks),
-            claims=(self._span, Span(begins, ends)),
+            claims=(span, *(Span(tasks[0], tasks[-1] + 1) for tasks in self.passes)),
         )
 
     @cached_property
@@ -155,9 +157,8 @@ class _PartsEdit:
         made = (n for task in range(*self._span) for n in self._step.made_by[task])
         return [n for n in made if n in self._read_outside]
 
-    @property
-    def _gradients(self) -> list[int]:
-        made = (n for task in self.backward for n in self._step.made_by[task])
+    def _gradients_of(self, tasks: Sequence[int]) -> list[int]:
+        made = (n for task in tasks for n in self._step.made_by[task])
         tensors, outside = self._step.tensors, self._read_outside - self._added
         return [n for n in made if n in outside or tensors[n].kind == "gradient"]
 
@@ -172,16 +173,25 @@ class _PartsEdit:
         return [Block(one.bytes, at, one.birth + 1) for one in tensors if one.pool == DEVICE]
 
     def _drops(self) -> Iterator[Drop]:
-        stays, made = {*self._leaving, *self._gradients}, set(self._made)
+        stays, made = {*self._leaving}, set(self._made)
+        stays.update(n for tasks in self.passes for n in self._gradients_of(tasks))
         yield from drops_of(self._step, (number for number in self._made if number not in stays))
         for task in range(*self._span):
             for number, hold in self._step.saved[task]:
                 if number in stays or number not in made:
                     yield Drop(number, hold)
 
+    def _needs(self) -> Iterator[Need]:
+        """Keep the inputs that parts are cut from: the span's, and in each pass the arriving gradients."""
+        for tasks in self.passes:
+            read = {n for task in tasks for n in self._step.tasks[task].reads}
+            for number in self._needed:
+                if number in read or self._step.tensors[number].birth < self._span.last:
+                    yield Need(number, tasks[-1] + 1)
+
     @cached_property
     def _needed(self) -> list[int]:
-        """Inputs that parts are cut from: the span's inputs, and the gradients of its results."""
+        """The span's inputs, and the gradients of its results."""
         made = set(self._made)
         read = {n for task in self._tasks for n in self._step.tasks[task].reads}
         read |= given_to(self._step, self._span)
@@ -246,39 +256,47 @@ class _PartsEdit:
             return scratch
         return own if self._sizes == {1} else max(own, scratch)
 
-    def _rise(self, tasks: Iterable[int]) -> int:
-        step, order = self._step, list(tasks)
-        graded = order[-1] >= self._span.last
+    def _rise(self, forward: Iterable[int], backward: Sequence[int] = ()) -> int:
+        step = self._step
         level = rise = 0
         ends: defaultdict[int, int] = defaultdict(int)
-        for index in order:
+        for index in (*forward, *backward):
             for at in [at for at in ends if at <= index]:
                 level -= ends.pop(at)
             rise = max(rise, level + self._transient(index))
             for number in step.made_by[index]:
                 size = self._size(number)
                 level += size
-                ends[max(self._until(number, graded=graded), index + 1)] += size
+                ends[max(self._until(number, backward), index + 1)] += size
         return rise
 
-    def _until(self, number: int, *, graded: bool) -> int:
+    def _until(self, number: int, backward: Sequence[int]) -> int:
         tensor = self._step.tensors[number]
         if tensor.kind == "gradient" or number in self._added:
             return tensor.birth + 1
-        holds = tensor.holds if graded else [h for h in tensor.holds if h.saver < 0]
-        return max((h.until for h in holds), default=tensor.birth + 1)
+        ends = (
+            left_before(self._step, hold, backward) if backward else hold.until
+            for hold in tensor.holds
+            if backward or hold.saver < 0
+        )
+        return max(ends, default=tensor.birth + 1)
 
-    @property
-    def _seconds(self) -> tuple[float, float]:
-        step, more = self._step, self._parts - 1
-        span = range(*self._span)
-        own = sum(step.tasks[i].seconds for i in span)
-        random = [i for i in span if step.operators[i].random]
-        drawn = sum(step.tasks[i].seconds for i in random)
-        watched = self._parts * len(span) * _SECONDS_WATCHED if random else 0.0
-        first = watched + more * (len(span) * _SECONDS_AN_OPERATOR + _SECONDS_A_PART + drawn)
-        again = own + first + drawn
-        return first, again + more * len(self.backward) * _SECONDS_AN_OPERATOR
+    @cached_property
+    def _first_seconds(self) -> float:
+        more, span = self._parts - 1, range(*self._span)
+        watched = self._parts * len(span) * _SECONDS_WATCHED if self._drawn else 0.0
+        return watched + more * (len(span) * _SECONDS_AN_OPERATOR + _SECONDS_A_PART + self._drawn)
+
+    def _seconds(self, backward: Sequence[int]) -> float:
+        own = sum(self._step.tasks[i].seconds for i in range(*self._span))
+        more = (self._parts - 1) * len(backward) * _SECONDS_AN_OPERATOR
+        return own + self._first_seconds + self._drawn + more
+
+    @cached_property
+    def _drawn(self) -> float:
+        """The seconds of operators that draw random numbers."""
+        step = self._step
+        return sum(step.tasks[i].seconds for i in range(*self._span) if step.operators[i].random)
 
 
 _CONVOLUTIONS = {"aten::convolution": 0, "aten::convolution_backward": 1}
